@@ -1,0 +1,207 @@
+"""compress: from a model and a recipe to a folded model, in one call."""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold import recipes
+from kvfold.artifact import mark, spec_of
+from kvfold.compress import build, pipeline
+from kvfold.compress.calibrate import artifact_key, calibrate
+from kvfold.compress.statistics import Statistics
+from kvfold.config import Recipe
+from kvfold.loading import load, load_tokenizer
+from kvfold.models.adapter import Family
+from kvfold.models.families import family_of
+from kvfold.spec import CacheSpec
+from kvfold.text import documents, packaged, read_texts, windows
+
+Progress = Callable[[str, int, int], None]  # what is being done, done, total
+
+CALIBRATION_TOKENS = 32768
+CALIBRATION_WINDOW = 1024
+MIN_WINDOWS = 4
+
+
+def compress(
+    model: Any,
+    recipe: str | Recipe = "small",
+    *,
+    keep: float = 0.5,
+    align: int | None = None,
+    calib: list[str | Path] | None = None,
+    tokenizer: Any = None,
+    statistics: Path | str | Statistics | None = None,
+    output: Path | str | None = None,
+    max_tokens: int = CALIBRATION_TOKENS,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Any:
+    """Fold a model so that its KV cache keeps `keep` of its numbers.
+
+    model: a name (directory, hub id, `reference:gqa`) or a loaded causal LM, which is folded in
+    place. recipe: a name from `kvfold.recipes` or a `Recipe`. align: ranks are multiples of it
+    (default 16, 8 for head_dim <= 64). calib: text files instead of the packaged text. tokenizer:
+    needed with a loaded model. statistics: an artifact file, reused if it exists and fits, written
+    if not. output: a directory to save to; written whole or not at all.
+
+    Returns the folded model. Raises ValueError for settings or inputs that cannot work.
+    """
+    pipeline.check_keep(keep)
+    recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
+    if output is not None:
+        check_output(Path(output))
+    name = model if isinstance(model, str | Path) else None
+    if name is not None:
+        tokenizer = tokenizer or load_tokenizer(str(name))
+        model = load(str(name))
+    job = Job(model, recipe, tokenizer, calib=calib, max_tokens=max_tokens, seed=seed)
+    job.prepare(statistics, progress)
+    spec = job.plan(keep, align)
+    job.fold(spec, {"model": str(name or model.config.name_or_path), "keep": keep})
+    if output is not None:
+        save(model, tokenizer, Path(output))
+    return model
+
+
+class Job:
+    """One model and recipe: statistics and bases are made once, any number of budgets planned."""
+
+    def __init__(
+        self,
+        model: Any,
+        recipe: Recipe,
+        tokenizer: Any,
+        *,
+        calib: list[str | Path] | None = None,
+        max_tokens: int = CALIBRATION_TOKENS,
+        seed: int = 0,
+    ) -> None:
+        if spec_of(model) is not None:
+            raise ValueError("this model is compressed already; start from the original checkpoint")
+        self.model, self.recipe, self.tokenizer = model, recipe, tokenizer
+        self.family: type[Family] = family_of(model.config)
+        self.geometry = self.family.geometry(model.config)
+        self.calib, self.max_tokens, self.seed = calib, max_tokens, seed
+        build.check(recipe, self.geometry, model.config.model_type)
+        pipeline.check_weights(model)
+
+    def prepare(
+        self,
+        statistics: Path | str | Statistics | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Calibrate (or reuse statistics) and build every layer's bases."""
+        self.statistics = self._statistics(statistics, progress)
+        report = _stage(progress, "bases")
+        self.layers = pipeline.build_prospects(
+            self.model, self.family, self.recipe, self.statistics, report
+        )
+        conditions = [0.0] * self.geometry.num_layers
+        if self.recipe.ranks == "condition":
+            conditions = pipeline.log_conditions(self.model, self.family, self.geometry)
+        self.candidates = pipeline.candidates(self.recipe, self.layers, self.statistics, conditions)
+
+    def plan(self, keep: float, align: int | None = None) -> CacheSpec:
+        """The ranks that spend `keep` of the cache."""
+        pipeline.check_keep(keep)
+        align = pipeline.default_align(self.geometry) if align is None else align
+        if align < 1:
+            raise ValueError(f"align must be at least 1, got {align}")
+        return pipeline.plan(self.recipe, self.geometry, self.layers, self.candidates, keep, align)
+
+    def fold(self, spec: CacheSpec, provenance: dict[str, Any]) -> None:
+        """Fold the model in place."""
+        pipeline.fold(self.model, self.family, spec, self.layers)
+        provenance = {**provenance, "recipe": asdict(self.recipe), **self.statistics.key}
+        mark(self.model, spec, provenance)
+
+    def _statistics(
+        self, given: Path | str | Statistics | None, progress: Progress | None
+    ) -> Statistics:
+        wanted = build.needs(self.recipe)
+        if isinstance(given, Statistics):
+            return given
+        if not wanted:
+            return Statistics({})
+        rows, topics = calibration_windows(
+            self.tokenizer, self.model.config, self.calib, self.max_tokens
+        )
+        path = Path(given) if given is not None else None
+        if path is not None and path.exists():
+            found = Statistics.load(path, artifact_key(self.model, rows))
+            if found.has(wanted):
+                return found.to(self.model.device)
+        report = _stage(progress, "calibrate")
+        made = calibrate(
+            self.model,
+            self.family,
+            rows,
+            wanted,
+            topics=topics,
+            seed=self.seed,
+            progress=report,
+        )
+        if path is not None:
+            made.save(path)
+        return made
+
+
+def calibration_windows(
+    tokenizer: Any, config: Any, calib: list[str | Path] | None, max_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Token windows [n, T] and the document each starts in [n]."""
+    if tokenizer is None:
+        raise ValueError("a tokenizer is needed to read calibration text; pass tokenizer=")
+    text = read_texts(calib) if calib else packaged("calibration.txt")
+    length = min(CALIBRATION_WINDOW, config.max_position_embeddings)
+    share = max_tokens // max(len(documents(text)), 1)
+    parts = []
+    for topic, document in enumerate(documents(text)):
+        try:
+            rows = windows(tokenizer, document, length, max(share, length))
+        except ValueError:
+            continue  # shorter than one window
+        parts.append((rows, torch.full((len(rows),), topic)))
+    count = sum(len(rows) for rows, _ in parts)
+    if count < MIN_WINDOWS:
+        raise ValueError(
+            f"the calibration text gives {count} windows of {length} tokens, at least {MIN_WINDOWS}"
+            " are needed: give longer documents with --calib, or leave it out for the packaged text"
+        )
+    limit = max(max_tokens // length, MIN_WINDOWS)
+    rows, topics = (torch.cat(part)[:limit] for part in zip(*parts, strict=True))
+    return rows, topics
+
+
+def check_output(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"output {path} exists and is not an empty directory; name another one")
+
+
+def save(model: Any, tokenizer: Any, path: Path) -> None:
+    """Save a checkpoint whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        model.save_pretrained(scratch)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(scratch)
+        scratch.chmod(0o755)
+        if path.exists():
+            path.rmdir()
+        scratch.rename(path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
+    if progress is None:
+        return None
+    return lambda done, total: progress(name, done, total)

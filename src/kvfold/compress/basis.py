@@ -1,0 +1,117 @@
+"""Bases: which directions of keys and values to keep. Tensor in, tensor out, fp64.
+
+Shapes: n numbers that one latent stands for (its heads' keys, values, or both), w <= n useful
+directions. A basis gives z = down^T (c - mean) and c_hat = mean + up z; down^T up = I.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+SHRINK = 1e-4  # of the mean eigenvalue: keeps null directions usable and keep = 1.0 exact
+
+
+@dataclass(frozen=True, kw_only=True)
+class Basis:
+    """down, up [n, w]; mean [n]; singular [w], descending, in the basis's own currency.
+
+    For loss-weighted bases singular^2 / 2 is the predicted loss (nats per token) of dropping a
+    direction; for the published ones it is their own singular value. variance [w]
+    of z, if measured.
+    """
+
+    down: Tensor
+    up: Tensor
+    mean: Tensor
+    singular: Tensor
+    variance: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        return len(self.singular)
+
+    @property
+    def loss(self) -> Tensor:
+        """Predicted cost of dropping each direction [w]."""
+        return self.singular.square() / 2
+
+    def error(self, rank: int) -> float:
+        """Predicted cost of keeping `rank` directions."""
+        return float(self.loss[rank:].sum())
+
+    def measured(self, covariance: Tensor) -> "Basis":
+        """With the variance [w] of every stored number, from Cov(c) [n, n]."""
+        variance = torch.einsum("nw,nm,mw->w", self.down, covariance, self.down)
+        return replace(self, variance=variance.clamp(min=0))
+
+    def truncated(self, rank: int) -> tuple[Tensor, Tensor]:
+        """(down, up) [n, rank] with z scaled to unit rms over the kept directions."""
+        down, up = self.down[:, :rank], self.up[:, :rank]
+        if self.variance is None or rank == 0:
+            return down, up
+        rms = self.variance[:rank].mean().sqrt()
+        return (down / rms, up * rms) if rms > 0 else (down, up)
+
+    def lifted(self, axes: Tensor, origin: Tensor) -> "Basis":
+        """The same basis for numbers origin [n'] + axes [n', n] c."""
+        down, up, mean = axes @ self.down, axes @ self.up, origin + axes @ self.mean
+        return replace(self, down=down, up=up, mean=mean)
+
+
+def orthonormal(second: Tensor, mean: Tensor) -> Basis:
+    """Principal directions of rows with second moments `second` [n, n] (sums or means).
+
+    ZACK §4.3 / ZDC §4.3 with second = sum over rows [Q; K] or [V; W_O]: the right singular vectors
+    of the stacked rows are the eigenvectors of their second moments, in any rank.
+    """
+    values, vectors = torch.linalg.eigh(_symmetric(second))
+    values, vectors = values.flip(0), vectors.flip(1)
+    return Basis(down=vectors, up=vectors, mean=mean, singular=values.clamp(min=0).sqrt())
+
+
+def weight_svd(weight: Tensor, bias: Tensor) -> Basis:
+    """LoRC §4.1: truncated SVD of W [n, D] as a projection of its outputs."""
+    u, s, _ = torch.linalg.svd(weight, full_matrices=False)
+    return Basis(down=u, up=u, mean=bias, singular=s)
+
+
+def whitened_svd(raw: Tensor, mean: Tensor, bias: Tensor, width: int) -> Basis:
+    """Palu §3.2 with SVD-LLM's whitening: SVD of W L, L L^T = E[x x^T].
+
+    W L's left singular vectors are the eigenvectors of W E[x x^T] W^T, the second moment of the
+    outputs without their bias, so neither x's moments nor a Cholesky factor is needed. raw [n, n]
+    E[c c^T], mean [n] E[c], bias [n]; width = min(n, D) useful directions.
+    """
+    centred = raw - torch.outer(mean, bias) - torch.outer(bias, mean) + torch.outer(bias, bias)
+    full = orthonormal(centred, bias)
+    return Basis(
+        down=full.down[:, :width],
+        up=full.up[:, :width],
+        mean=bias,
+        singular=full.singular[:width],
+    )
+
+
+def weighted(covariance: Tensor, gradient: Tensor, mean: Tensor) -> Basis:
+    """Ours: the pair of maps that loses least, to second order, when directions are dropped.
+
+    covariance [n, n] of what is cached, gradient [n, n] = E[g g^T] of the summed loss. The loss of
+    an error e is e^T gradient e / 2, so the best rank-r map is the SVD of L_g^T L_c; its singular
+    values are split evenly between both maps, which is also the best layout for few bits.
+    """
+    left, right = _root(gradient), _root(covariance)
+    u, s, vt = torch.linalg.svd(left.mT @ right)
+    scale = s.rsqrt()
+    return Basis(down=left @ u * scale, up=right @ vt.mT * scale, mean=mean, singular=s)
+
+
+def _root(second: Tensor) -> Tensor:
+    """L with L L^T = second, shrunk towards a multiple of the identity; no inverse is taken."""
+    values, vectors = torch.linalg.eigh(_symmetric(second))
+    floor = values.clamp(min=0).mean().clamp(min=torch.finfo(values.dtype).tiny ** 0.5)
+    return vectors * (values.clamp(min=0) + SHRINK * floor).sqrt()
+
+
+def _symmetric(x: Tensor) -> Tensor:
+    return (x + x.mT) / 2

@@ -1,0 +1,347 @@
+"""One streaming pass over calibration text: the statistics that bases and ranks are made from.
+
+The model runs as it is; a registered attention function sees queries, keys and values of every
+layer, records their moments, and taps the gradients of the loss where a recipe asks for them.
+Shapes: B windows, T tokens, Hq / Hk query / KV heads, G = Hq / Hk, d head dim, D width.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from kvfold.compress.reduce import reduced_rows
+from kvfold.compress.statistics import Moment, Statistics, fingerprint
+from kvfold.models.adapter import Family
+from kvfold.ops.attention import Tables, rotate
+from kvfold.spec import Geometry
+
+Progress = Callable[[int, int], None]
+GRADIENTS = {"grad_key_pre", "grad_key_post", "grad_kv", "grad_out", "fisher"}
+_ATTENTION = "kvfold_calibration"
+_OUT_STRIDE = 4  # every 4th query position is enough for `out`, whose values are Hk times wider
+
+
+def calibrate(
+    model: Any,
+    family: type[Family],
+    windows: Tensor,
+    needs: set[str],
+    *,
+    topics: Tensor | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Statistics:
+    """Collect the moments named in `needs` (see statistics.QUANTITIES).
+
+    windows [n, T] token ids, no padding; topics [n] the document each window came from (for
+    `rows_reduced`). Gradients are those of the summed loss with labels sampled from the model, in
+    the model's own dtype, accumulated in fp64; layers are recomputed in the backward pass one at a
+    time. Leaves the model as it was.
+    """
+    geometry = family.geometry(model.config)
+    statistics = Statistics(artifact_key(model, windows))
+    supports = [
+        support(family, attention, geometry) if "kv" in needs else None
+        for attention in family.attentions(model)
+    ]
+    recorder = Recorder(model, family, geometry, statistics, needs, supports)
+    generator = torch.Generator(device=model.device).manual_seed(seed)
+    with recorder.installed(gradients=bool(needs & GRADIENTS)):
+        for done, window in enumerate(windows):
+            ids = window[None].to(model.device)
+            recorder.start(ids.shape[1], generator)
+            if needs & GRADIENTS:
+                recorder.backward_from_sampled_labels(ids)
+            else:
+                with torch.no_grad():
+                    model.base_model(input_ids=ids, use_cache=False)
+            if progress is not None:
+                progress(done + 1, len(windows))
+    if "rows_reduced" in needs:
+        recorder.reduce_rows(topics, seed)
+    return statistics
+
+
+def _attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return module.recorder.attention(module, *args, **kwargs)
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+AttentionMaskInterface.register(_ATTENTION, eager_mask)
+
+
+def artifact_key(model: nn.Module, windows: Tensor) -> dict[str, Any]:
+    """What makes a saved statistics artifact reusable: same model, same tokens."""
+    text = hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()[:32]
+    return {"model": fingerprint(model), "text": text, "tokens": windows.numel()}
+
+
+@dataclass(frozen=True)
+class Support:
+    """Where (keys before RoPE, values) of a layer live: origin [2K] + span(axes [2K, D])."""
+
+    axes: Tensor
+    origin: Tensor
+
+    def coordinates(self, x: Tensor) -> Tensor:
+        """[N, 2K] -> [N, D], fp64."""
+        return (x.double() - self.origin) @ self.axes
+
+
+def support(family: type[Family], attention: Any, geometry: Geometry) -> Support | None:
+    """What W_K and W_V can produce, where that is less than 2K dimensions.
+
+    None where keys and values can be anything: 2K <= D, or a norm acts on the keys.
+    """
+    if 2 * geometry.kv_width <= geometry.hidden_size or geometry.key_norm:
+        return None
+    w = family.projections(attention, geometry)
+    axes = torch.linalg.svd(torch.cat((w.k, w.v)), full_matrices=False).U
+    return Support(axes, torch.cat((w.k_bias, w.v_bias)))
+
+
+class _Tap(torch.autograd.Function):
+    """Identity on tensors whose gradients `record` wants to see together."""
+
+    @staticmethod
+    def forward(ctx: Any, record: Callable[..., None], *tensors: Tensor) -> Any:
+        ctx.record = record
+        views = tuple(tensor.view_as(tensor) for tensor in tensors)
+        return views if len(views) > 1 else views[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.record(*gradients)
+        return None, *gradients
+
+
+class Recorder:
+    """The attention function of a calibration pass and what it writes down."""
+
+    def __init__(
+        self,
+        model: Any,
+        family: type[Family],
+        geometry: Geometry,
+        statistics: Statistics,
+        needs: set[str],
+        supports: list[Support | None],
+    ) -> None:
+        self.model, self.family, self.geometry = model, family, geometry
+        self.statistics, self.needs, self.supports = statistics, needs, supports
+        self.tables: Tables | None = None
+        self.rope_scale = 1.0
+        self.recomputing = False
+        self.generator: torch.Generator | None = None
+        self.inputs: dict[int, Tensor] = {}
+        self.rows: dict[int, list[Tensor]] = {}
+
+    @contextmanager
+    def installed(self, gradients: bool) -> Iterator[None]:
+        """The model with this recorder as its attention; everything is put back at the end."""
+        model, before = self.model, self.model.config._attn_implementation
+        was_training, frozen = model.training, [p.requires_grad for p in model.parameters()]
+        hooks: list[Callable[[], None]] = []
+        attentions = list(self.family.attentions(model))
+        try:
+            model.eval().requires_grad_(False)
+            for attention in attentions:
+                attention.__dict__["recorder"] = self
+            model.set_attn_implementation(_ATTENTION)
+            if gradients:
+                hooks = self._checkpoint_layers()
+            yield
+        finally:
+            for undo in hooks:
+                undo()
+            model.set_attn_implementation(before)
+            for attention in attentions:
+                attention.__dict__.pop("recorder", None)
+            model.train(was_training)
+            for parameter, flag in zip(model.parameters(), frozen, strict=True):
+                parameter.requires_grad_(flag)
+            self.inputs.clear()
+
+    def _checkpoint_layers(self) -> list[Callable[[], None]]:
+        """Recompute each decoder layer in backward, and see each attention's input."""
+        undo: list[Callable[[], None]] = []
+        for index, layer in enumerate(self.family.layers(self.model)):
+            forward = layer.forward
+
+            def recomputed(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
+                return torch.utils.checkpoint.checkpoint(
+                    _forward, *args, use_reentrant=False, **kwargs
+                )
+
+            layer.forward = recomputed
+            undo.append(lambda layer=layer: layer.__dict__.pop("forward", None))
+            if "fisher" in self.needs:
+                attention = getattr(layer, self.family.attention_name)
+                hook = attention.register_forward_pre_hook(
+                    lambda _, args, kwargs, index=index: self._keep_input(index, args, kwargs),
+                    with_kwargs=True,
+                )
+                undo.append(hook.remove)
+        return undo
+
+    def _keep_input(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.inputs[index] = (args[0] if args else kwargs["hidden_states"]).detach()
+
+    def start(self, tokens: int, generator: torch.Generator) -> None:
+        """Prepare for one window of `tokens` tokens."""
+        self.generator, self.recomputing = generator, False
+        rotary = self.family.rotary(self.model)
+        if rotary is not None:
+            like = torch.empty(0, dtype=torch.float32, device=self.model.device)
+            self.tables = rotary(like, torch.arange(tokens, device=like.device)[None])
+            self.rope_scale = float(getattr(rotary, "attention_scaling", 1.0)) ** 2
+
+    def backward_from_sampled_labels(self, ids: Tensor, chunk: int = 512) -> None:
+        """Back-propagate the summed loss of labels drawn from the model's own predictions.
+
+        The logits exist for `chunk` positions at a time: 128K of vocabulary would not fit else.
+        """
+        model = self.model
+        embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+        hidden = model.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+        head = model.get_output_embeddings()
+        gradient = torch.empty_like(hidden)
+        for part, out in zip(
+            hidden.detach().split(chunk, 1), gradient.split(chunk, 1), strict=True
+        ):
+            leaf = part.requires_grad_()
+            logits = head(leaf).float().flatten(0, 1)
+            drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=self.generator)
+            loss = nn.functional.cross_entropy(logits, drawn[:, 0], reduction="sum")
+            out.copy_(torch.autograd.grad(loss, leaf)[0])
+        self.recomputing = True
+        hidden.backward(gradient)
+
+    # -- the attention function ---------------------------------------------------------------
+
+    def attention(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """q [1, Hq, T, d], k, v [1, Hk, T, d] after RoPE -> output [1, T, Hq, d]."""
+        g, index = self.geometry, module.layer_idx
+        scaling = g.scaling if scaling is None else scaling
+        query = query * (scaling / g.scaling)  # OPT scales queries itself: undo that
+        if key.requires_grad and self.needs & GRADIENTS:
+            key, value = _Tap.apply(lambda gk, gv: self._saw_gradients(index, gk, gv), key, value)
+        grouped = query.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
+        scores = torch.einsum("bhgtd,bhsd->bhgts", grouped, key).float() * g.scaling
+        if attention_mask is not None:
+            scores = scores + attention_mask[:, :, None]
+        weights = scores.softmax(-1)
+        out = torch.einsum("bhgts,bhsd->bhgtd", weights.to(value.dtype), value)
+        if not self.recomputing:
+            with torch.no_grad():
+                self._saw(index, grouped[0], key[0], value[0], weights[0], out[0])
+        if out.requires_grad and "grad_out" in self.needs:
+            out = _Tap.apply(lambda go: self._saw_out_gradient(index, go), out)
+        return out.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+    def _saw(
+        self, index: int, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, out: Tensor
+    ) -> None:
+        """q, out [Hk, G, T, d], k, v [Hk, T, d], weights [Hk, G, T, T]."""
+        needs, add = self.needs, self.statistics.add
+        before = self._unrotate(k)
+        if needs & {"key_pre", "kv"}:
+            keys, values = before.transpose(0, 1).flatten(1), v.transpose(0, 1).flatten(1)
+            if "key_pre" in needs:
+                add(index, "key_pre", keys)
+            if "kv" in needs:
+                both, where = torch.cat((keys, values), -1), self.supports[index]
+                add(index, "kv", where.coordinates(both) if where else both)
+        if "value" in needs:
+            add(index, "value", v.transpose(0, 1).flatten(1))
+        if "key_post" in needs:
+            add(index, "key_post", k)
+        if "key_seen" in needs:
+            add(index, "key_seen", k, weights.sum((1, 2)))
+        if "query" in needs:
+            add(index, "query", q.flatten(1, 2))
+        if "query_back" in needs:
+            add(index, "query_back", self._turned_back(q, weights))
+        if "out_head" in needs:
+            add(index, "out_head", out.flatten(1, 2))
+        if "out" in needs:
+            seen = weights[:, :, ::_OUT_STRIDE].to(v.dtype) @ v.transpose(0, 1).flatten(1)
+            add(index, "out", seen.flatten(0, 2))
+        if "rows_reduced" in needs:
+            self.rows.setdefault(index, []).append(torch.stack((q.mean(1), k, v)).float().cpu())
+
+    def _saw_gradients(self, index: int, grad_key: Tensor, grad_value: Tensor) -> None:
+        """Gradients [1, Hk, T, d] with respect to keys after RoPE and values."""
+        needs, add = self.needs, self.statistics.add
+        gk, gv = grad_key[0], grad_value[0]
+        if "grad_key_post" in needs:
+            add(index, "grad_key_post", gk)
+        before = self._rotate_back(gk)
+        keys, values = before.transpose(0, 1).flatten(1), gv.transpose(0, 1).flatten(1)
+        if "grad_key_pre" in needs:
+            add(index, "grad_key_pre", keys)
+        if "grad_kv" in needs:
+            both, where = torch.cat((keys, values), -1), self.supports[index]
+            add(index, "grad_kv", both.double() @ where.axes if where else both)
+        if "fisher" in needs:
+            x = self.inputs[index][0].double()
+            weight = [torch.einsum("htd,tc->hdc", part.double(), x) for part in (before, gv)]
+            total = torch.stack([part.square().sum((1, 2)) for part in weight], -1)
+            one = torch.ones((), dtype=total.dtype, device=total.device)
+            self.statistics.accumulate(
+                index, "fisher", Moment(second=total, first=total.sum(-1), weight=one)
+            )
+
+    def _saw_out_gradient(self, index: int, gradient: Tensor) -> None:
+        """Gradient [1, Hk, G, T, d]; the sum over G query heads of E[g g^T] is kept."""
+        g = gradient[0].double()
+        tokens = torch.full(g.shape[:1], g.shape[2], dtype=g.dtype, device=g.device)
+        moment = Moment(
+            second=torch.einsum("hgtd,hgte->hde", g, g), first=g.sum((1, 2)), weight=tokens
+        )
+        self.statistics.accumulate(index, "grad_out", moment)
+
+    # -- geometry -----------------------------------------------------------------------------
+
+    def _rotate_back(self, x: Tensor) -> Tensor:
+        """The transposed RoPE of x [.., T, d]: what a gradient goes through."""
+        if self.tables is None:
+            return x
+        cos, sin = self.tables
+        return rotate(x.float(), cos[0], sin[0], sign=-1)
+
+    def _unrotate(self, x: Tensor) -> Tensor:
+        """The inverse RoPE of x [.., T, d]; differs from the transpose by RoPE's own scaling."""
+        return self._rotate_back(x) / self.rope_scale
+
+    def _turned_back(self, q: Tensor, weights: Tensor) -> Tensor:
+        """R_{-j} q for one key position j drawn from every attention row: [Hk, G * T, d]."""
+        flat = weights.flatten(0, 2)
+        drawn = torch.multinomial(flat, 1, generator=self.generator)[:, 0]
+        q = q.flatten(1, 2)
+        if self.tables is None:
+            return q
+        cos, sin = (table[0][drawn].unflatten(0, q.shape[:2]) for table in self.tables)
+        return rotate(q.float(), cos, sin, sign=-1)
+
+    def reduce_rows(self, topics: Tensor | None, seed: int) -> None:
+        for index, rows in self.rows.items():
+            self.statistics.accumulate(index, "rows_reduced", reduced_rows(rows, topics, seed))
+        self.rows.clear()

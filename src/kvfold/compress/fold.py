@@ -1,0 +1,185 @@
+"""Folding: a layer's bases become the weights of an attention that stores rows.
+
+Shapes: D width, Hk KV heads, G query heads per KV head, d head dim; a latent stands for n numbers
+and stores r. Everything is computed in fp64 and cast to the model's dtype at the end.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.compress.basis import Basis
+from kvfold.models.adapter import Family, HFAttention, Projections
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
+
+
+def value_kind(geometry: Geometry, latents: Sequence[Latent]) -> str:
+    """`fused` where wider W_O costs no more multiplications a token than rebuilding outputs.
+
+    Palu's release always fuses, which makes W_O r / d times wider for shared latents.
+    """
+    g, d = geometry, geometry.head_dim
+    per_query = [x.rank for x in latents for _ in range(len(x.heads) * g.queries_per_kv)]
+    fused = sum(per_query) * g.hidden_size
+    rebuilt = sum(per_query) * d + g.num_query_heads * d * g.hidden_size
+    return "fused" if fused <= rebuilt else "rebuilt"
+
+
+def fold_layer(
+    attention: Any,
+    weights: Projections,
+    folded: HFAttention,
+    bases: Sequence[Basis | None],
+) -> None:
+    """Fill `folded` from the original `attention` and its latents' bases (in the spec's order)."""
+    maps = Maps(weights, folded.geometry, folded.spec, bases)
+    tensors = {
+        **maps.query(folded),
+        **maps.rows(folded),
+        **maps.keys(folded),
+        **maps.outputs(folded),
+    }
+    own = dict(folded.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+
+class Maps:
+    """The folded tensors of one layer, by parameter name."""
+
+    def __init__(
+        self,
+        weights: Projections,
+        geometry: Geometry,
+        spec: LayerSpec,
+        bases: Sequence[Basis | None],
+    ) -> None:
+        self.weights, self.geometry, self.spec = weights, geometry, spec
+        self.down: dict[Latent, Tensor] = {}
+        self.up: dict[Latent, Tensor] = {}
+        self.mean: dict[Latent, Tensor] = {}
+        for latent, basis in zip(spec.latents, bases, strict=True):
+            if basis is None:
+                eye = torch.eye(latent.rank, dtype=weights.k.dtype, device=weights.k.device)
+                self.down[latent] = self.up[latent] = eye
+                self.mean[latent] = eye.new_zeros(latent.rank)
+            else:
+                self.down[latent], self.up[latent] = basis.truncated(latent.rank)
+                self.mean[latent] = basis.mean
+
+    def query(self, folded: HFAttention) -> dict[str, Tensor]:
+        w, g = self.weights, self.geometry
+        if not folded.query_folded:
+            return {"q_proj.weight": w.q, "q_proj.bias": w.q_bias}
+        parts, biases = [], []
+        q = w.q.unflatten(0, (g.num_kv_heads, g.queries_per_kv, g.head_dim))
+        b = w.q_bias.unflatten(0, (g.num_kv_heads, g.queries_per_kv, g.head_dim))
+        for head, up in enumerate(self._head_ups("k")):
+            parts.append(torch.einsum("gdx,dr->grx", q[head], up).flatten(0, 1))
+            biases.append((b[head] @ up).flatten())
+        return {"q_proj.weight": torch.cat(parts), "q_proj.bias": torch.cat(biases)}
+
+    def rows(self, folded: HFAttention) -> dict[str, Tensor]:
+        """What W_K and W_V produce directly: down^T (W x + b - mean)."""
+        w, blocks, biases = self.weights, [], []
+        for latent in folded.linear_latents:
+            down, mean = self.down[latent], self.mean[latent]
+            span = self._span(latent)
+            sources = {"k": (w.k, w.k_bias), "v": (w.v, w.v_bias)}
+            if folded.keys_online:
+                sources["k"] = (torch.zeros_like(w.k), torch.zeros_like(w.k_bias))
+            weight = torch.cat([sources[s][0][span] for s in latent.side])
+            bias = torch.cat([sources[s][1][span] for s in latent.side])
+            blocks.append(down.mT @ weight)
+            biases.append(down.mT @ (bias - mean))
+        if not blocks:
+            return {}
+        return {"down_proj.weight": torch.cat(blocks), "down_proj.bias": torch.cat(biases)}
+
+    def keys(self, folded: HFAttention) -> dict[str, Tensor]:
+        """Key maps that act at run time."""
+        w, spec, tensors = self.weights, self.spec, {}
+        latents = spec.key_latents
+        if folded.keys_online:
+            tensors |= {"k_proj.weight": w.k, "k_proj.bias": w.k_bias}
+        if hasattr(folded, "key_up"):
+            tensors["key_up"] = self._stack([self._part(x, "k", self.up) for x in latents])
+        if hasattr(folded, "key_down"):
+            downs = [self._part(x, "k", self.down) for x in latents]
+            tensors["key_down"] = self._stack(downs)
+            shifts = [
+                torch.zeros_like(self.mean[x][:1]).expand(x.rank)
+                if x.side == "kv"  # the linear part already subtracts the mean
+                else -down.mT @ self.mean[x]
+                for x, down in zip(latents, downs, strict=True)
+            ]
+            tensors["key_shift"] = torch.cat(shifts)
+        if spec.keys == "pre":
+            means = [self._part_mean(x, "k") for x in latents]
+            tensors["key_mean"] = torch.cat(means).unflatten(0, (self.geometry.num_kv_heads, -1))
+        return tensors
+
+    def outputs(self, folded: HFAttention) -> dict[str, Tensor]:
+        """W_O with the value maps and the value mean in it: probabilities sum to one."""
+        w, g, spec = self.weights, self.geometry, self.spec
+        latents = spec.value_latents
+        mean = torch.cat([self._part_mean(x, "v") for x in latents])
+        per_query = mean.unflatten(0, (g.num_kv_heads, 1, g.head_dim))
+        per_query = per_query.expand(-1, g.queries_per_kv, -1).flatten()
+        tensors = {"o_proj.weight": w.o, "o_proj.bias": w.o_bias + w.o @ per_query}
+        if spec.values == "rebuilt":
+            tensors["value_up"] = self._stack([self._part(x, "v", self.up) for x in latents])
+        if spec.values == "fused":
+            o = w.o.unflatten(1, (g.num_kv_heads, g.queries_per_kv, g.head_dim))
+            parts = [
+                torch.einsum("xgd,dr->xgr", o[:, head], up).flatten(1)
+                for head, up in enumerate(self._head_ups("v"))
+            ]
+            tensors["o_proj.weight"] = torch.cat(parts, dim=1)
+        return tensors
+
+    def _span(self, latent: Latent) -> slice:
+        d = self.geometry.head_dim
+        return slice(latent.heads[0] * d, (latent.heads[-1] + 1) * d)
+
+    def _part(self, latent: Latent, side: str, maps: dict[Latent, Tensor]) -> Tensor:
+        """The key or value rows of a latent's map [heads * d, r]."""
+        whole = maps[latent]
+        if latent.side != "kv":
+            return whole
+        return whole.chunk(2)[0 if side == "k" else 1]
+
+    def _part_mean(self, latent: Latent, side: str) -> Tensor:
+        mean = self.mean[latent]
+        return mean if latent.side != "kv" else mean.chunk(2)[0 if side == "k" else 1]
+
+    def _head_ups(self, side: str) -> list[Tensor]:
+        """One map [d, r] per KV head, in head order."""
+        latents = self.spec.key_latents if side == "k" else self.spec.value_latents
+        return [
+            part
+            for latent in latents
+            for part in self._part(latent, side, self.up).split(self.geometry.head_dim)
+        ]
+
+    def _stack(self, maps: list[Tensor]) -> Tensor:
+        widest = max(x.shape[1] for x in maps)
+        return torch.stack([torch.nn.functional.pad(x, (0, widest - x.shape[1])) for x in maps])
+
+
+def fold_model(
+    model: Any, family: type[Family], spec: CacheSpec, bases: Sequence[Sequence[Basis | None]]
+) -> None:
+    """Replace every attention of `model` in place, layer by layer."""
+    for index, attention in enumerate(list(family.attentions(model))):
+        weights = family.projections(attention, spec.geometry)
+        with torch.device(weights.q.device):
+            folded = family.swap(model, spec, index)
+        folded.to(next(attention.parameters()).dtype).requires_grad_(False)
+        fold_layer(attention, weights, folded, bases[index])
+        for name, tensor in family.norms(attention).items():
+            folded.get_parameter(name).data.copy_(tensor.data)
+    family.connect(model)

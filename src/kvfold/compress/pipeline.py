@@ -1,0 +1,145 @@
+"""compress: statistics -> bases -> ranks -> fold."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvfold.compress import allocate, build
+from kvfold.compress.basis import Basis
+from kvfold.compress.calibrate import support
+from kvfold.compress.fold import fold_model, value_kind
+from kvfold.compress.statistics import Statistics
+from kvfold.config import Recipe
+from kvfold.models.adapter import Family
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, plain_layer
+
+log = logging.getLogger(__name__)
+
+
+def build_prospects(
+    model: Any,
+    family: type[Family],
+    recipe: Recipe,
+    statistics: Statistics,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[list[build.Prospect]]:
+    """Every layer's latents with their full-width bases. Serves any budget."""
+    geometry = family.geometry(model.config)
+    build.check(recipe, geometry, model.config.model_type)
+    layers = []
+    for index, attention in enumerate(family.attentions(model)):
+        source = build.Source(
+            layer=index,
+            geometry=geometry,
+            weights=family.projections(attention, geometry),
+            statistics=statistics,
+            support=support(family, attention, geometry) if recipe.keys == "kv" else None,
+            gradients=recipe.gradients,
+        )
+        layers.append(build.prospects(recipe, source))
+        if progress is not None:
+            progress(index + 1, geometry.num_layers)
+    return layers
+
+
+def candidates(
+    recipe: Recipe,
+    layers: Sequence[Sequence[build.Prospect]],
+    statistics: Statistics,
+    conditions: Sequence[float],
+) -> list[allocate.Candidate]:
+    """What the allocator sees of every prospect."""
+    found = []
+    for index, prospects in enumerate(layers):
+        threshold = recipe.skip_threshold
+        skip = threshold is not None and conditions[index] > torch.tensor(threshold).log()
+        for prospect in prospects:
+            found.append(
+                allocate.Candidate(
+                    layer=index,
+                    side=prospect.side,
+                    heads=prospect.heads,
+                    singular=prospect.basis.singular.cpu(),
+                    loss=prospect.basis.loss.cpu(),
+                    fisher=_fisher(prospect, statistics) if recipe.ranks == "fisher" else 1.0,
+                    condition=conditions[index],
+                    skip=bool(skip),
+                    numbers=len(prospect.basis.mean),
+                )
+            )
+    return found
+
+
+def _fisher(prospect: build.Prospect, statistics: Statistics) -> float:
+    moment = statistics[prospect.layer, "fisher"]
+    column = 0 if prospect.side == "k" else 1
+    return float(moment.second[list(prospect.heads), column].sum() / moment.weight)
+
+
+def log_conditions(model: Any, family: type[Family], geometry: Geometry) -> list[float]:
+    """LoRC eq. 12: log of the product of condition numbers of W_K and W_V from a layer upwards."""
+    total, logs = 0.0, []
+    for attention in reversed(list(family.attentions(model))):
+        weights = family.projections(attention, geometry)
+        for weight in (weights.k, weights.v):
+            s = torch.linalg.svdvals(weight)
+            total += float((s[0] / s[-1].clamp(min=1e-12 * s[0])).log())
+        logs.append(total)
+    return logs[::-1]
+
+
+def plan(
+    recipe: Recipe,
+    geometry: Geometry,
+    layers: Sequence[Sequence[build.Prospect]],
+    found: Sequence[allocate.Candidate],
+    keep: float,
+    align: int,
+) -> CacheSpec:
+    """Ranks within the budget `keep` of the uncompressed cache, as a spec."""
+    budget = int(keep * geometry.full_numbers + 1e-6)
+    all_ranks = allocate.allocate(found, recipe.ranks, budget, align)
+    ranks = iter(r for r, c in zip(all_ranks, found, strict=True) if not c.skip)
+    kind = build.key_kind(recipe, geometry)
+    specs = []
+    for index, prospects in enumerate(layers):
+        if all(c.skip for c in found if c.layer == index):
+            specs.append(plain_layer(geometry))
+            continue
+        latents = tuple(Latent(side=p.side, heads=p.heads, rank=next(ranks)) for p in prospects)
+        values = value_kind(geometry, [x for x in latents if "v" in x.side])
+        specs.append(LayerSpec(keys=kind, values=values, latents=latents))
+    return CacheSpec(geometry=geometry, layers=tuple(specs))
+
+
+def default_align(geometry: Geometry) -> int:
+    """16 for tensor-core tiles; 8 where heads are narrow."""
+    return 16 if geometry.head_dim > 64 else 8
+
+
+def fold(
+    model: Any, family: type[Family], spec: CacheSpec, layers: Sequence[Sequence[build.Prospect]]
+) -> None:
+    """Fold `model` in place to `spec`."""
+    bases: list[list[Basis | None]] = [
+        [None] * len(layer.latents) if layer.keys == "plain" else [p.basis for p in prospects]
+        for layer, prospects in zip(spec.layers, layers, strict=True)
+    ]
+    fold_model(model, family, spec, bases)
+
+
+def check_keep(keep: float) -> None:
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep must be in (0, 1], the share of the cache to keep; got {keep}")
+
+
+def check_weights(model: torch.nn.Module) -> None:
+    """Raises ValueError naming the first parameter that holds NaN or infinity."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter.detach().float().sum()):
+            raise ValueError(
+                f"parameter {name} holds NaN or infinite numbers; the checkpoint is damaged or was "
+                "saved from a diverged run: use another one"
+            )

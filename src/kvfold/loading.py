@@ -1,0 +1,85 @@
+"""Finding and loading models: a directory, a hub id, or `reference:NAME`."""
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import kvfold.artifact  # noqa: F401  (registers the checkpoint format with transformers)
+from kvfold.models.families import family_of
+
+REFERENCES = ("gqa", "mha")
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def resolve(name: str) -> str:
+    """A directory or hub id for `name`; `reference:gqa` is inside the package."""
+    if not name.startswith("reference:"):
+        return name
+    kind = name.removeprefix("reference:")
+    if kind not in REFERENCES:
+        raise ValueError(
+            f"unknown reference model {kind!r}; reference models: "
+            + ", ".join(f"reference:{item}" for item in REFERENCES)
+        )
+    return str(resources.files("kvfold.models.reference").joinpath(kind))
+
+
+def load(
+    name: str, *, dtype: str | torch.dtype = "auto", device: str | None = None, **options: Any
+) -> Any:
+    """A causal language model, folded or plain, ready for inference.
+
+    name: a directory, a hub id or `reference:gqa` / `reference:mha`; dtype as in transformers;
+    device defaults to CUDA where there is one. Raises ValueError for anything that is not one.
+    """
+    path = resolve(str(name))
+    _check_directory(path)
+    try:
+        family_of(AutoConfig.from_pretrained(path))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+    except (OSError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+        raise ValueError(f"cannot load a model from {name!r}: {_first_line(error)}") from error
+    except Exception as error:
+        if type(error).__module__.startswith("safetensors"):
+            raise ValueError(
+                f"the weights in {name!r} are damaged: {_first_line(error)}"
+            ) from error
+        raise
+    return model.eval().to(device or default_device())
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer that belongs to `name`."""
+    try:
+        return AutoTokenizer.from_pretrained(resolve(str(name)))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot load a tokenizer from {name!r}: {_first_line(error)}") from error
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def reference(kind: str = "gqa", **options: Any) -> Any:
+    """The embedded trained model `gqa` (Llama) or `mha` (OPT), in fp32 unless asked otherwise."""
+    return load(f"reference:{kind}", **{"dtype": torch.float32, **options})
+
+
+def _check_directory(path: str) -> None:
+    folder = Path(path)
+    if not folder.exists():
+        if path.startswith((".", "/", "~")):
+            raise ValueError(f"model directory {path} does not exist")
+        return
+    if not folder.is_dir() or not (folder / "config.json").exists():
+        raise ValueError(f"{path} is not a model directory: it has no config.json")
+    if not any((folder / name).exists() for name in _WEIGHTS):
+        raise ValueError(f"{path} has no weights ({' or '.join(_WEIGHTS)}): the copy is incomplete")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,52 @@
+"""Llama and its relatives with separate q, k, v, o projections: Llama, Yi, Mistral, Qwen2."""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+
+from kvfold.models.adapter import Family, HFAttention, Projections, linear
+from kvfold.ops.attention import Tables
+from kvfold.spec import Geometry
+
+
+class RotaryForward(HFAttention):
+    """The forward signature that Llama, Mistral, Qwen and Phi-3 share."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Tables | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **extra: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.run(hidden_states, position_embeddings, attention_mask, past_key_values, extra)
+
+
+class FoldedLlama(RotaryForward, LlamaAttention):
+    pass
+
+
+class FoldedMistral(RotaryForward, MistralAttention):
+    pass
+
+
+class FoldedQwen2(RotaryForward, Qwen2Attention):
+    pass
+
+
+class LlamaFamily(Family):
+    model_types = ("llama", "mistral", "qwen2")
+    folded: ClassVar = {"llama": FoldedLlama, "mistral": FoldedMistral, "qwen2": FoldedQwen2}
+
+    @classmethod
+    def projections(cls, attention: Any, geometry: Geometry) -> Projections:
+        return Projections.of(
+            q=linear(attention.q_proj),
+            k=linear(attention.k_proj),
+            v=linear(attention.v_proj),
+            o=linear(attention.o_proj),
+        )

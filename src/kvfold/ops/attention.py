@@ -1,0 +1,62 @@
+"""Attention over transient keys and values. Reference implementation, plain PyTorch.
+
+Shapes: B batch, Hq query heads, Hk KV heads, T queries, S cached tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Tables = tuple[Tensor, Tensor]  # RoPE cos, sin
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, need_weights: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """softmax(q k^T * scale + mask) v with grouped heads and d_qk != d_v.
+
+    q [B, Hq, T, dk], k [B, Hk, S, dk], v [B, 1 or Hk, S, dv]; mask None (causal if T > 1), bool or
+    additive [B or 1, 1, T, S]. Returns [B, Hq, T, dv] and, if asked, weights [B, Hq, T, S].
+    """
+    v = v.expand(-1, k.shape[1], -1, -1)
+    if need_weights:
+        return _explicit(q, k, v, mask, scale)
+    causal = mask is None and q.shape[2] > 1
+    if 0 in (q.shape[-1], v.shape[-1]):
+        return _explicit(q, k, v, mask, scale)[0], None
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out, None
+
+
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(-1, -2) * scale
+    if mask is None and q.shape[2] > 1:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = (
+            scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+        )
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return weights @ v, weights
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((-right, left), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
+    """RoPE on the first cos.shape[-1] dims of x; sign=-1 applies the transposed rotation.
+
+    x [..., d]; cos, sin broadcastable to [..., <= d].
+    """
+    width = cos.shape[-1]
+    head, tail = x[..., :width], x[..., width:]
+    turned = head * cos + sign * rotate_half(head) * sin
+    return torch.cat((turned, tail), dim=-1) if tail.shape[-1] else turned

@@ -1,0 +1,72 @@
+"""Named recipes: the published methods, and ours. Each is a plain function returning a config."""
+
+from collections.abc import Callable
+
+from kvfold.config import Recipe
+
+
+def zack() -> Recipe:
+    """ZACK: SVD of [Q; K] and [V; W_O] per head, one removal rate for all heads (§4.3, §5.2)."""
+    return Recipe(name="zack", basis="zack", ranks="energy")
+
+
+def zdc() -> Recipe:
+    """ZDC: ZACK's basis from pruned, clustered rows, the same ranks everywhere (§4.3, §5.1)."""
+    return Recipe(name="zdc", basis="zack", ranks="uniform", reduce=True)
+
+
+def lorc() -> Recipe:
+    """LoRC: SVD of W_K and W_V over all heads, ranks by cumulative condition number (§4)."""
+    return Recipe(name="lorc", basis="lorc", keys="joint", values="joint", ranks="condition")
+
+
+def palu_m() -> Recipe:
+    """Palu M-LRD: whitened SVD per head, Fisher ranks (§3.2.1, §3.3)."""
+    return Recipe(name="palu-m", basis="palu", ranks="fisher")
+
+
+def palu_g() -> Recipe:
+    """Palu G-LRD: whitened SVD per group of four heads, Fisher ranks (§3.2.3, §4.1)."""
+    return Recipe(name="palu-g", basis="palu", keys="group", values="group", ranks="fisher")
+
+
+def palu_j() -> Recipe:
+    """Palu J-LRD: whitened SVD over all heads, Fisher ranks (§3.2.2)."""
+    return Recipe(name="palu-j", basis="palu", keys="joint", values="joint", ranks="fisher")
+
+
+def fast() -> Recipe:
+    """Ours: post-RoPE keys and values per head, loss-weighted. Nothing is rebuilt in decode."""
+    return Recipe(name="fast", basis="post", gradients=True)
+
+
+def lean() -> Recipe:
+    """Ours: pre-RoPE keys per head (rebuilt cheaply), values joint over heads and absorbed."""
+    return Recipe(name="lean", basis="latent", values="joint", gradients=True)
+
+
+def small() -> Recipe:
+    """Ours: one latent a layer for all keys and values. Fewest bytes; rebuilding costs compute."""
+    return Recipe(name="small", basis="latent", keys="kv", values="kv", gradients=True)
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "zack": zack,
+    "zdc": zdc,
+    "lorc": lorc,
+    "palu-m": palu_m,
+    "palu-g": palu_g,
+    "palu-j": palu_j,
+    "fast": fast,
+    "lean": lean,
+    "small": small,
+}
+
+
+def get(name: str) -> Recipe:
+    """The recipe called `name`. Raises ValueError for an unknown one."""
+    if name == "palu":
+        name = "palu-g"  # the paper's default granularity
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; recipes: {', '.join(RECIPES)}")
+    return RECIPES[name]()

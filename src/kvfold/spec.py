@@ -1,0 +1,159 @@
+"""What one token stores: the contract between compression, attention modules, pool and kernels.
+
+Shapes: D model width, L layers, Hq query heads, Hk KV heads, G = Hq / Hk, d head dim, r rank.
+A *row* is everything one token stores in one layer; a *latent* is one contiguous slice of it.
+"""
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Literal
+
+Side = Literal["k", "v", "kv"]
+SIDES: tuple[Side, Side] = ("k", "v")
+KeyKind = Literal["plain", "absorbed", "post", "pre"]
+ValueKind = Literal["plain", "fused", "rebuilt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """The attention geometry of a model, independent of its family."""
+
+    hidden_size: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_layers: int
+    rope: bool
+    key_norm: bool
+    scaling: float
+
+    @property
+    def queries_per_kv(self) -> int:
+        return self.num_query_heads // self.num_kv_heads
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers of the keys (or the values) of one token in one layer: Hk * d."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def full_numbers(self) -> int:
+        """Numbers that one token stores in the uncompressed cache, all layers."""
+        return 2 * self.kv_width * self.num_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """`rank` stored numbers that stand for the keys and / or values of `heads`."""
+
+    side: Side
+    heads: tuple[int, ...]
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One layer's row: key latents first, then value latents; or joint key-value latents.
+
+    keys: `plain` rotated and stored whole; `post` rotated, then mapped; `pre` mapped before RoPE,
+        rebuilt for every score; `absorbed` mapped, the model has no RoPE, the map sits in W_Q.
+    values: `fused` maps sit in W_O; `rebuilt` attention outputs are mapped back before W_O.
+    """
+
+    keys: KeyKind
+    values: ValueKind
+    latents: tuple[Latent, ...]
+
+    @cached_property
+    def key_latents(self) -> tuple[Latent, ...]:
+        return tuple(latent for latent in self.latents if "k" in latent.side)
+
+    @cached_property
+    def value_latents(self) -> tuple[Latent, ...]:
+        return tuple(latent for latent in self.latents if "v" in latent.side)
+
+    @cached_property
+    def row_width(self) -> int:
+        return sum(latent.rank for latent in self.latents)
+
+    def columns(self, latent: Latent) -> slice:
+        """Where `latent` sits in the row."""
+        ends = list(accumulate(item.rank for item in self.latents))
+        index = self.latents.index(latent)
+        return slice(ends[index] - latent.rank, ends[index])
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of KV heads that share stored numbers: the unit that owns pages and is evicted."""
+        groups: list[set[int]] = []
+        for latent in self.latents:
+            touched = [group for group in groups if group & set(latent.heads)]
+            merged = set(latent.heads).union(*touched)
+            groups = [group for group in groups if group not in touched] + [merged]
+        return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+    def width_classes(self) -> int:
+        """Distinct (key rank, value rank) pairs over the layer's KV heads."""
+        ranks = {}
+        for latent in self.latents:
+            for head in latent.heads:
+                ranks.setdefault(head, [0, 0])
+                for side, name in enumerate("kv"):
+                    ranks[head][side] += latent.rank if name in latent.side else 0
+        return len({tuple(pair) for pair in ranks.values()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """What every layer of a model stores per token. Saved in the artifact as `cache`."""
+
+    geometry: Geometry
+    layers: tuple[LayerSpec, ...]
+
+    @property
+    def stored_numbers(self) -> int:
+        """Numbers that one token stores, all layers."""
+        return sum(layer.row_width for layer in self.layers)
+
+    @property
+    def kept_fraction(self) -> float:
+        """Stored bits over the bits of the uncompressed 16-bit cache (numbers count 16 bits)."""
+        return self.stored_numbers / self.geometry.full_numbers
+
+    def bytes_per_token(self, itemsize: int = 2) -> int:
+        return self.stored_numbers * itemsize
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "CacheSpec":
+        """Inverse of `to_dict`, also after a round trip through JSON. Raises ValueError."""
+        try:
+            layers = tuple(
+                LayerSpec(
+                    keys=layer["keys"],
+                    values=layer["values"],
+                    latents=tuple(
+                        Latent(side=x["side"], heads=tuple(x["heads"]), rank=int(x["rank"]))
+                        for x in layer["latents"]
+                    ),
+                )
+                for layer in data["layers"]
+            )
+            return cls(geometry=Geometry(**data["geometry"]), layers=layers)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"cache spec is not readable ({error}); it was written by a different kvfold or is "
+                "damaged: compress the model again"
+            ) from error
+
+
+def plain_layer(geometry: Geometry) -> LayerSpec:
+    """A layer that stores full keys and values, one group per KV head."""
+    latents = tuple(
+        Latent(side=side, heads=(head,), rank=geometry.head_dim)
+        for side in SIDES
+        for head in range(geometry.num_kv_heads)
+    )
+    return LayerSpec(keys="plain", values="plain", latents=latents)

@@ -1,0 +1,69 @@
+"""Tiny random models of every family, and a dense stand-in for a folded one."""
+
+import torch
+import transformers as hf
+from torch import Tensor
+
+COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+ROTARY = {**COMMON, "intermediate_size": 64, "num_key_value_heads": 2}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+CONFIGS = {
+    "llama-gqa": lambda: hf.LlamaConfig(**ROTARY),
+    "llama-mha": lambda: hf.LlamaConfig(**{**ROTARY, "num_key_value_heads": 4}),
+    "llama3-scaling": lambda: hf.LlamaConfig(
+        **ROTARY, rope_parameters=LLAMA3_ROPE, attention_bias=True, head_dim=16
+    ),
+    "mistral": lambda: hf.MistralConfig(**ROTARY, sliding_window=None),
+    "mistral-sliding": lambda: hf.MistralConfig(**ROTARY, sliding_window=16),
+    "qwen2": lambda: hf.Qwen2Config(**ROTARY),
+    "qwen3": lambda: hf.Qwen3Config(**ROTARY, head_dim=20),
+    "phi3": lambda: hf.Phi3Config(
+        **ROTARY,
+        pad_token_id=0,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "opt": lambda: hf.OPTConfig(
+        **COMMON, ffn_dim=64, word_embed_proj_dim=48, dropout=0.0, pad_token_id=0
+    ),
+    "gpt-neox": lambda: hf.GPTNeoXConfig(
+        **COMMON,
+        intermediate_size=64,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
+}
+
+
+def tiny(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> hf.PreTrainedModel:
+    """A random model whose biases and norms are not at their trivial initial values."""
+    torch.manual_seed(seed)
+    model = hf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def tokens(batch: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,138 @@
+"""A folded model against the original, and against a dense model with projected keys and values."""
+
+import pytest
+import torch
+from models import CONFIGS, tiny, tokens
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import sdpa_mask
+
+from kvfold import recipes
+from kvfold.api import Job
+from kvfold.compress import build
+from kvfold.compress.calibrate import calibrate
+from kvfold.ops.attention import attention, rotate
+
+LENGTH, PADDING = 40, 5
+PROJECTED = "kvfold_test_projected"
+
+
+def prepared(name: str, recipe: str) -> Job:
+    """A job on a tiny model whose bases are ready; skips pairs that are refused by design."""
+    model = tiny(name)
+    try:
+        job = Job(model, recipes.get(recipe), None)
+    except ValueError as error:
+        pytest.skip(str(error))
+    windows, topics = tokens(8, 64), torch.arange(8) // 4
+    job.prepare(calibrate(model, job.family, windows, build.needs(job.recipe), topics=topics))
+    return job
+
+
+def chunked(model, ids: Tensor, chunk: int, mask: Tensor | None = None) -> Tensor:
+    """Logits through the model's cache, `chunk` tokens at a time."""
+    cache, outputs = DynamicCache(config=model.config), []
+    positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+    for start in range(0, ids.shape[1], chunk):
+        stop, extra = min(start + chunk, ids.shape[1]), {}
+        if mask is not None:
+            extra["attention_mask"] = mask[:, :stop]
+            extra["position_ids"] = positions[:, start:stop]
+        if model.config.model_type == "opt":
+            extra.pop("position_ids", None)
+        with torch.no_grad():
+            out = model(ids[:, start:stop], past_key_values=cache, **extra)
+        outputs.append(out.logits)
+    return torch.cat(outputs, 1)
+
+
+def padded(batch: int = 3) -> tuple[Tensor, Tensor]:
+    """Left-padded ids and mask: rows with 0, 3 and PADDING padding tokens."""
+    ids, mask = tokens(batch, LENGTH, seed=5), torch.ones(batch, LENGTH, dtype=torch.long)
+    for row, padding in enumerate((0, 3, PADDING)):
+        mask[row, :padding] = 0
+    return ids, mask
+
+
+def close(got: Tensor, want: Tensor, mask: Tensor | None = None) -> None:
+    if mask is not None:
+        got, want = got[mask.bool()], want[mask.bool()]
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_full_rank_equals_the_original(name: str, recipe: str) -> None:
+    job = prepared(name, recipe)
+    ids, (left, mask) = tokens(1, LENGTH), padded()
+    want, want_padded = chunked(job.model, ids, LENGTH), chunked(job.model, left, LENGTH, mask)
+    job.fold(job.plan(1.0, 1), {})
+    for chunk in (7, LENGTH):
+        close(chunked(job.model, ids, chunk), want)
+        close(chunked(job.model, left, chunk, mask), want_padded, mask)
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_half_rank_equals_projected_keys_and_values(name: str, recipe: str) -> None:
+    job = prepared(name, recipe)
+    spec = job.plan(0.5, 1)
+    ids, (left, mask) = tokens(1, LENGTH), padded()
+    with Projected(job, spec):
+        want, want_padded = chunked(job.model, ids, LENGTH), chunked(job.model, left, LENGTH, mask)
+    before = chunked(job.model, ids, LENGTH)
+    job.fold(spec, {})
+    assert (want - before).abs().max() > 1e-3 * before.abs().max() or spec.kept_fraction == 1
+    for chunk in (1, 7, 64, LENGTH):
+        close(chunked(job.model, ids, chunk), want)
+    for chunk in (7, LENGTH):
+        close(chunked(job.model, left, chunk, mask), want_padded, mask)
+
+
+class Projected:
+    """The original model with keys and values replaced by mean + up down^T (. - mean)."""
+
+    def __init__(self, job: Job, spec) -> None:
+        self.job, self.spec = job, spec
+
+    def __enter__(self) -> None:
+        model = self.job.model
+        AttentionInterface.register(PROJECTED, self.attention)
+        AttentionMaskInterface.register(PROJECTED, sdpa_mask)
+        self.before = model.config._attn_implementation
+        self.rotary = self.job.family.rotary(model)
+        if self.rotary is not None:
+            self.hook = self.rotary.register_forward_hook(self._remember)
+        model.set_attn_implementation(PROJECTED)
+
+    def __exit__(self, *_: object) -> None:
+        self.job.model.set_attn_implementation(self.before)
+        if self.rotary is not None:
+            self.hook.remove()
+
+    def _remember(self, _module, _args, output) -> None:
+        self.cos, self.sin = (table[:, None] for table in output)
+
+    def attention(self, module, q, k, v, mask, scaling=None, **_):
+        spec = self.spec.layers[module.layer_idx]
+        pre = spec.keys == "pre"
+        if pre:
+            scale = self.cos[..., :1] ** 2 + self.sin[..., :1] ** 2
+            k = rotate(k, self.cos / scale, self.sin / scale, sign=-1)
+        k, v = self._project(spec, module.layer_idx, k, v)
+        if pre:
+            k = rotate(k, self.cos, self.sin)
+        scaling = self.job.geometry.scaling if scaling is None else scaling
+        out, _ = attention(q, k, v, mask, scaling)
+        return out.transpose(1, 2).contiguous(), None
+
+    def _project(self, spec, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        parts = {"k": k.double().clone(), "v": v.double().clone()}
+        for latent, prospect in zip(spec.latents, self.job.layers[layer], strict=True):
+            basis, heads = prospect.basis, list(latent.heads)
+            held = [parts[side][:, heads].transpose(1, 2).flatten(2) for side in latent.side]
+            c = torch.cat(held, -1) - basis.mean
+            c = c @ basis.down[:, : latent.rank] @ basis.up[:, : latent.rank].mT + basis.mean
+            for side, part in zip(latent.side, c.chunk(len(held), -1), strict=True):
+                parts[side][:, heads] = part.unflatten(-1, (len(heads), -1)).transpose(1, 2)
+        return parts["k"].float(), parts["v"].float()
