@@ -7,6 +7,7 @@ here, so that the same figure follows the reader's light or dark mode.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -117,28 +118,28 @@ def _svg(figure: Figure, name: str) -> dict[str, Any]:
     svg = out.getvalue()[out.getvalue().index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' (xmlns(:xlink)?|width|height)="[^"]*"', "", svg, count=4)
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r"#0[123]0[123][0-9a-f]{2}", lambda hit: f"var(--{_VARIABLES[hit[0]]})", svg)
     width = figure.get_figwidth()
-    # On a phone text stays legible: a wide figure scrolls rather than shrinks.
-    least = 0 if width < 6 else 80 * width
-    style = f"min-width:{least:.0f}px;max-width:{112 * width:.0f}px"
-    return {"svg": Markup(svg), "name": name, "style": style}
+    # A wide figure takes a row of its own and on a phone scrolls, so that its text stays legible.
+    wide = width > 6
+    style = f"min-width:{80 * width * wide:.0f}px;max-width:{112 * width:.0f}px"
+    return {"svg": Markup(svg), "name": name, "style": style, "wide": wide}
 
 
 def _points(rows: Sequence[Row], text: str) -> dict[str, list[tuple[float, float, float]]]:
     """Per recipe the (kept fraction, loss increase, standard error) on `text`, by kept fraction."""
     lines: dict[str, list[tuple[float, float, float]]] = {}
     for row in rows:
-        if text in row.delta_nll:
-            mean, se = row.delta_nll[text]
+        mean, se = row.delta_nll.get(text, (math.nan, math.nan))
+        if math.isfinite(mean):
             lines.setdefault(row.recipe, []).append((row.kept_fraction, mean, se))
     return {recipe: sorted(points) for recipe, points in lines.items()}
 
 
 def _loss_figure(rows: Sequence[Row], text: str) -> dict[str, Any]:
     """Loss increase against kept fraction, a line a recipe; what is not above zero sits below."""
-    figure, axes = _figure(5.4, 3.9)
+    figure, axes = _figure(4.6, 3.7)
     lines = _points(rows, text)
     order = list(dict.fromkeys(row.recipe for row in rows if row.delta_nll))
     positive = [mean for points in lines.values() for _, mean, _ in points if mean > 0]
@@ -146,6 +147,7 @@ def _loss_figure(rows: Sequence[Row], text: str) -> dict[str, Any]:
     axes.set_yscale("log")
     axes.set_ylim(floor / 1.25, max(positive, default=1e-2) * 1.6)
     axes.grid(axis="y", color=_LINE, linewidth=0.6)
+    axes.locator_params(axis="x", nbins=5)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter("")
     axes.set(xlabel="kept fraction of the cache", ylabel="loss increase, nats per token")
@@ -176,7 +178,7 @@ def _label_ends(
     right = axes.get_xlim()[1]
     order = sorted(ends, key=lambda name: ends[name][1][1])
     wanted = [(math.log(max(ends[name][1][1], floor)) - low) / (high - low) for name in order]
-    for name, place in zip(order, spread(wanted, 0.062), strict=True):
+    for name, place in zip(order, spread(wanted, 0.066), strict=True):
         index, (kept, mean, _) = ends[name]
         color = _SERIES[index % len(_SERIES)]
         height = math.exp(low + place * (high - low))
@@ -188,15 +190,17 @@ def _label_ends(
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Ascending `places` in [0, 1] moved as little as a sweep allows to be `gap` apart."""
-    moved: list[float] = []
-    for place in places:
-        moved.append(max(place, moved[-1] + gap) if moved else place)
-    ceiling = max(1.0, gap * (len(moved) - 1))
-    for i in reversed(range(len(moved))):
-        moved[i] = min(moved[i], ceiling)
-        ceiling = moved[i] - gap
-    return moved
+    """Ascending `places` moved to be `gap` apart, clusters staying centred, in [0, 1] if they fit.
+
+    Less i * gap, places `gap` apart only have to ascend: the mean of running maximum and reverse
+    running minimum does.
+    """
+    free = [place - i * gap for i, place in enumerate(places)]
+    raised = itertools.accumulate(free, max)
+    lowered = [*itertools.accumulate(reversed(free), min)][::-1]
+    top = 1 - (len(places) - 1) * gap
+    means = [(a + b) / 2 for a, b in zip(raised, lowered, strict=True)]
+    return [max(0.0, min(mean, top)) + i * gap for i, mean in enumerate(means)]
 
 
 def _rank_figures(ranks: RankMap) -> list[dict[str, Any]]:
@@ -215,7 +219,7 @@ def _rank_figure(ranks: RankMap, part: str, members: Sequence[int]) -> dict[str,
 
     num_layers = len(ranks.ranks[0])
     shares = array([[_share(kept, ranks.widths[i]) for kept in ranks.ranks[i]] for i in members])
-    figure, axes = _figure(max(3.6, 1.1 + 0.42 * num_layers), 0.75 + 0.34 * len(members))
+    figure, axes = _figure(max(3.6, 1.0 + 0.4 * num_layers), 0.75 + 0.34 * len(members))
     cells = axes.pcolormesh(shares, cmap=ListedColormap(_STEPS), vmin=0, vmax=1)
     cells.set(edgecolor=_PAPER, linewidth=1.2)
     axes.invert_yaxis()
@@ -298,9 +302,9 @@ p{color:var(--muted);margin:0 0 16px;max-width:74ch}
 dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:20px 28px;margin:0}
 dl div{border-top:2px solid var(--accent);padding-top:8px}
 dt{color:var(--muted);font-size:.82rem;line-height:1.35}
-dd{margin:2px 0 0;font-size:1.5rem;font-weight:600;letter-spacing:-.01em;overflow-wrap:anywhere}
+dd{margin:2px 0 0;font-size:1.4rem;line-height:1.3;font-weight:600;overflow-wrap:anywhere}
 .scroll{overflow-x:auto}
-table{border-collapse:collapse;width:100%;font-size:.8rem;font-variant-numeric:tabular-nums}
+table{border-spacing:0;width:100%;font-size:13px;line-height:20px;font-variant-numeric:tabular-nums}
 th,td{padding:4px 7px;text-align:right;white-space:nowrap}
 th{font-weight:600;color:var(--muted)}
 th[colspan]{text-align:center;padding-bottom:0}
@@ -312,6 +316,7 @@ tbody tr.first>*{border-top:1px solid var(--line)}
 tbody tr:hover>*{background:var(--panel)}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:32px}
 figure{margin:0;min-width:0}
+.wide{grid-column:1/-1}
 svg{display:block;width:100%;height:auto;overflow:visible}
 svg text{font-family:inherit!important}
 .ramp{display:flex;align-items:center;gap:8px;color:var(--muted);font-size:.82rem;margin:0 0 16px}
@@ -322,7 +327,9 @@ pre{margin:0;padding:14px 16px;background:var(--panel);border-radius:4px;white-s
 @media(max-width:560px){body{padding:24px 16px 40px}h1{font-size:1.5rem}
  dl{grid-template-columns:repeat(2,1fr);gap:16px}dd{font-size:1.2rem}th,td{padding:4px 6px}}
 @media print{body{max-width:none;padding:0;font-size:11px}.scroll{overflow:visible}
- table{font-size:8.5px}th,td{padding:2px 4px}figure,pre,tr{break-inside:avoid}h2{break-after:avoid}}
+ .figures{grid-template-columns:1fr 1fr}[role=img]{min-width:0!important}
+ table{font-size:8.5px;line-height:13px}th,td{padding:2px 4px}
+ h2,p,.ramp{break-after:avoid}figure,pre,tr{break-inside:avoid}}
 """
 
 _PAGE = """<!doctype html>
@@ -332,8 +339,9 @@ _PAGE = """<!doctype html>
 <title>{{ title }}</title><style>{{ css|safe }}</style></head><body>
 {% macro figures(items) %}
 <div class="figures">{% for item in items %}
-<figure><h3>{{ item.name }}</h3><div class="scroll">
-<div role="img" aria-label="{{ item.name }}" style="{{ item.style }}">{{ item.svg }}</div></div></figure>
+<figure{% if item.wide %} class="wide"{% endif %}><h3>{{ item.name }}</h3><div class="scroll">
+<div role="img" aria-label="{{ item.name }}" style="{{ item.style }}">{{ item.svg }}</div>
+</div></figure>
 {% endfor %}</div>
 {% endmacro %}
 {% macro ramp(low, high, first) %}

@@ -1,0 +1,299 @@
+"""Perplexity measured through the cache: text to windows, windows to loss and bytes.
+
+Shape legend: n windows, B windows of one batch, T tokens of a window (`ctx`), c tokens of a chunk,
+V vocabulary.
+
+Every window starts from an empty `DynamicCache` and is fed in chunks, so that a token is predicted
+from what the cache stores and not from keys and values that one long forward kept in full.
+"""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+Progress = Callable[[int, int], None]
+
+_SLICE_NUMBERS = 2**25  # fp32 logits taken to log-probabilities at once: 128 MiB
+_CHARACTERS_PER_TOKEN = 6  # first guess of how much text fills a number of tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityResult:
+    """Loss over all windows, in nats per token.
+
+    Standard errors treat windows as independent (nan for one window). `tokens` counts predicted
+    tokens. `cache_bytes_allocated` is what the cache's tensors took at the end of the largest batch
+    of windows and `cached_tokens` the tokens fed to that cache, over all its sequences.
+    """
+
+    nll: float
+    nll_se: float
+    perplexity: float
+    perplexity_se: float
+    tokens: int
+    window_nll: tuple[float, ...]
+    cache_bytes_allocated: int
+    cached_tokens: int
+
+
+def read_text(path: str | Path) -> str:
+    """Whole text of one utf-8 file, unpacked if its name ends in .xz or .gz.
+
+    Raises ValueError for a file that is missing, damaged, not utf-8 text or blank.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"file {path}: no such file; give a text file, plain, .xz or .gz")
+    try:
+        text = _unpack(path).decode("utf-8-sig")
+    except (lzma.LZMAError, EOFError, OSError) as error:
+        raise ValueError(f"file {path}: cannot be read ({error})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"file {path}: not utf-8 text at byte {error.start}") from None
+    if "\0" in text:
+        raise ValueError(f"file {path}: not text (it contains zero bytes)")
+    if not text.strip():
+        raise ValueError(f"file {path}: empty")
+    return text
+
+
+def _unpack(path: Path) -> bytes:
+    opener = {".xz": lzma.decompress, ".gz": gzip.decompress}.get(path.suffix)
+    return opener(path.read_bytes()) if opener else path.read_bytes()
+
+
+def read_texts(paths: str | Path | Iterable[str | Path]) -> str:
+    """Texts of one or more files, in order, a blank line between them. Raises as `read_text`."""
+    if isinstance(paths, str | Path):
+        paths = [paths]
+    texts = [read_text(path) for path in paths]
+    if not texts:
+        raise ValueError("text files: none given; give at least one .txt or .txt.xz file")
+    return "\n\n".join(texts)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of `text`, without special tokens or transformers' warning about its length."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def windows(tokenizer: Any, text: str, ctx: int, max_tokens: int | None = None) -> Tensor:
+    """Cut `text` into int64 windows [n, ctx] that do not overlap; the remainder is dropped.
+
+    With a BOS token each window is BOS and `ctx - 1` tokens of text, else `ctx` tokens of text.
+    `max_tokens` bounds n * ctx. Only as much text as needed is tokenised. Raises ValueError if not
+    one window can be filled.
+    """
+    if ctx < 2:
+        raise ValueError(f"ctx: {ctx} is too small; a window needs at least 2 tokens")
+    if max_tokens is not None and max_tokens < ctx:
+        raise ValueError(f"max_tokens: {max_tokens} is less than one window of ctx={ctx} tokens")
+    bos = tokenizer.bos_token_id
+    stride = ctx if bos is None else ctx - 1
+    limit = None if max_tokens is None else max_tokens // ctx * stride
+    ids = _encode_prefix(tokenizer, text, limit)
+    num_windows = len(ids) // stride
+    if num_windows == 0:
+        raise ValueError(
+            f"text: {len(ids)} tokens are available but one window of ctx={ctx} needs {stride};"
+            " give more text or a smaller ctx"
+        )
+    rows = torch.tensor(ids[: num_windows * stride], dtype=torch.long).view(num_windows, stride)
+    return rows if bos is None else torch.cat([torch.full((num_windows, 1), bos), rows], dim=1)
+
+
+def _encode_prefix(tokenizer: Any, text: str, limit: int | None) -> list[int]:
+    """First `limit` ids (None: all) of `text`, as tokenising the whole of it gives them."""
+    if limit is None:
+        return encode(tokenizer, text)
+    characters = limit * _CHARACTERS_PER_TOKEN
+    while True:
+        ids = encode(tokenizer, text[:characters])
+        # Ids near a cut may differ from those of the whole text, so they are never used.
+        if characters >= len(text) or len(ids) >= limit + 64:
+            return ids[:limit]
+        characters *= 2
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of memory behind all tensors of a transformers cache.
+
+    Whole storages count, each once: a small view that keeps a large tensor alive costs the latter.
+    """
+    storages = {}
+    for layer in cache.layers:
+        for tensor in _tensors(vars(layer)):
+            storage = tensor.untyped_storage()
+            storages[tensor.device, storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+@contextmanager
+def inference(model: PreTrainedModel) -> Iterator[None]:
+    """Without gradients or dropout; the model's training mode is put back afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def forward_chunks(
+    model: PreTrainedModel, ids: Tensor, cache: DynamicCache, chunk: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Append `ids` [B, T] to `cache` by chunks; yields (first position, logits [B, c, V])."""
+    if chunk < 1:
+        raise ValueError(f"chunk: {chunk} is not positive; feed at least 1 token at a time")
+    for start in range(0, ids.shape[1], chunk):
+        piece = ids[:, start : start + chunk].to(model.device)
+        yield start, model(input_ids=piece, past_key_values=cache, use_cache=True).logits
+
+
+def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Nats of `targets` int64 [B, c] under `logits` [B, c, V]: fp64 [B, c] on the CPU.
+
+    Log-softmax runs in fp32 over slices of positions, so that a large vocabulary costs no second
+    copy of all logits.
+    """
+    num_windows, _, vocabulary = logits.shape
+    step = max(1, _SLICE_NUMBERS // (num_windows * vocabulary))
+    losses = []
+    for start in range(0, targets.shape[1], step):
+        wanted = targets[:, start : start + step].to(logits.device)
+        part = logits[:, start : start + step].float().flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(part, wanted.flatten(), reduction="none")
+        losses.append(loss.view(wanted.shape).cpu())
+    return torch.cat(losses, dim=1).double()
+
+
+def perplexity(
+    model: PreTrainedModel,
+    ids: Tensor,
+    *,
+    chunk: int = 512,
+    batch: int = 1,
+    progress: Progress | None = None,
+) -> PerplexityResult:
+    """Loss of `model` on windows `ids` int64 [n, T], each fed through a fresh cache in chunks.
+
+    `batch` windows share one cache. `progress(done, total)` counts windows. Raises ValueError for
+    windows longer than the model's positions, logits that are not finite, and a model that
+    stores nothing in the cache.
+    """
+    if ids.ndim != 2 or len(ids) == 0 or ids.shape[1] < 2:
+        raise ValueError(f"ids: shape {tuple(ids.shape)}; give [n, ctx] with n >= 1 and ctx >= 2")
+    check_length(model, ids.shape[1])
+    if batch < 1:
+        raise ValueError(f"batch: {batch} is not positive; run at least 1 window at a time")
+    window_nll: list[float] = []
+    allocated = 0
+    with inference(model):
+        for start in range(0, len(ids), batch):
+            rows = ids[start : start + batch]
+            cache = DynamicCache(config=model.config)
+            window_nll += _window_losses(model, rows, cache, chunk)
+            allocated = max(allocated, _stored_bytes(cache, model))
+            if progress:
+                progress(len(window_nll), len(ids))
+    return _result(window_nll, ids, allocated, min(batch, len(ids)) * ids.shape[1])
+
+
+def _window_losses(
+    model: PreTrainedModel, rows: Tensor, cache: DynamicCache, chunk: int
+) -> list[float]:
+    """Mean loss of each window of `rows` [B, T]."""
+    total = torch.zeros(len(rows), dtype=torch.float64)
+    for start, logits in forward_chunks(model, rows, cache, chunk):
+        end = start + logits.shape[1]
+        targets = rows[:, start + 1 : end + 1]
+        if targets.shape[1]:
+            total += token_nll(logits[:, : targets.shape[1]], targets).sum(1)
+    if not total.isfinite().all():
+        raise ValueError(
+            "model: its logits are not finite; check its weights for NaN or load it in float32"
+        )
+    return (total / (rows.shape[1] - 1)).tolist()
+
+
+def _stored_bytes(cache: Any, model: PreTrainedModel) -> int:
+    size = cache_bytes(cache)
+    if size == 0:
+        kind = type(model).__name__
+        raise ValueError(f"model: {kind} stored nothing in its DynamicCache, so it has no KV cache")
+    return size
+
+
+def check_length(model: PreTrainedModel, ctx: int) -> None:
+    """Raise ValueError if the model has fewer than `ctx` positions."""
+    limit = max_positions(model)
+    if limit is not None and ctx > limit:
+        raise ValueError(
+            f"ctx: {ctx} tokens exceed the model's {limit} positions; use {limit} or less"
+        )
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Longest sequence the model's config allows, in tokens; None where it sets no limit."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def mean_and_se(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard error of `values`; the error is nan for one value, both for none."""
+    if not values:
+        return math.nan, math.nan
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return mean, math.nan
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return mean, math.sqrt(variance / len(values))
+
+
+def _result(
+    window_nll: list[float], ids: Tensor, allocated: int, cached_tokens: int
+) -> PerplexityResult:
+    nll, nll_se = mean_and_se(window_nll)
+    value = math.exp(nll) if nll < 700 else math.inf
+    return PerplexityResult(
+        nll=nll,
+        nll_se=nll_se,
+        perplexity=value,
+        perplexity_se=value * nll_se,  # delta method: d exp(x) = exp(x) dx
+        tokens=ids.shape[0] * (ids.shape[1] - 1),
+        window_nll=tuple(window_nll),
+        cache_bytes_allocated=allocated,
+        cached_tokens=cached_tokens,
+    )
+
+
+def paired_difference(a: PerplexityResult, b: PerplexityResult) -> tuple[float, float]:
+    """Mean and standard error of `a`'s loss less `b`'s over the same windows, nats per token."""
+    if len(a.window_nll) != len(b.window_nll) or a.tokens != b.tokens:
+        raise ValueError(
+            f"paired difference: {len(a.window_nll)} windows of {a.tokens} tokens against"
+            f" {len(b.window_nll)} of {b.tokens}; measure both on the same windows"
+        )
+    return mean_and_se([x - y for x, y in zip(a.window_nll, b.window_nll, strict=True)])
