@@ -1,5 +1,6 @@
 """Perplexity, tasks and result rows, against brute force on tiny random models."""
 
+import gzip
 import io
 import json
 import logging
@@ -15,16 +16,15 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-from kvfold.evaluate.compare import Row, from_json, table, to_json
+from kvfold.evaluate.compare import Row, from_json, paired, table, to_json
 from kvfold.evaluate.perplexity import (
     cache_bytes,
     mean_and_se,
     paired_difference,
     perplexity,
-    read_texts,
-    windows,
 )
 from kvfold.evaluate.tasks import ChoiceTask, GenerationTask, read_tasks, run_tasks, split_choices
+from kvfold.text import documents, read_texts, running, windows
 
 LETTERS = [chr(code) for code in range(32, 127)]
 VOCAB = {token: i for i, token in enumerate(["<s>", "</s>", *LETTERS, "ab", "th"])}
@@ -82,7 +82,10 @@ def dense_nll(model, ids):
 def test_texts_are_read_in_order_and_unpacked(tmp_path):
     (tmp_path / "a.txt").write_text("first", encoding="utf-8")
     (tmp_path / "b.txt.xz").write_bytes(lzma.compress("zweité".encode()))
-    assert read_texts([tmp_path / "a.txt", tmp_path / "b.txt.xz"]) == "first\n\nzweité"
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"third"))
+    text = read_texts([tmp_path / name for name in ("a.txt", "b.txt.xz", "c.txt.gz")])
+    assert documents(text) == ["first", "zweité", "third"]
+    assert running(text) == "first\n\nzweité\n\nthird"
     assert read_texts(tmp_path / "a.txt") == "first"
 
 
@@ -393,6 +396,7 @@ ROW = Row(
     delta_nll={"wiki": (0.0089, 0.0007)},
     needle={512: 0.99, 4096: 0.96},
     seconds=17.4,
+    window_nll={"wiki": (2.5, 3.5)},
 )
 
 
@@ -415,3 +419,8 @@ def test_rows_survive_json():
     assert first == ROW and math.isnan(second.delta_nll["wiki"][1])
     with pytest.raises(ValueError, match="unknown keys color"):
         from_json([{**plain[0], "color": 1}])
+
+
+def test_any_two_rows_are_paired_by_window():
+    other = Row(**{**vars(ROW), "window_nll": {"wiki": (2.0, 3.2)}})
+    assert paired(ROW, other, "wiki") == (pytest.approx(0.4), pytest.approx(0.1))

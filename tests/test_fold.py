@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from models import CONFIGS, tiny, tokens
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import sdpa_mask
@@ -12,6 +11,7 @@ from kvfold.api import Job
 from kvfold.compress import build
 from kvfold.compress.calibrate import calibrate
 from kvfold.ops.attention import attention, rotate
+from models import CONFIGS, tiny, tokens
 
 LENGTH, PADDING = 40, 5
 PROJECTED = "kvfold_test_projected"

@@ -17,17 +17,15 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvfold.evaluate.needle import (
+from kvfold.evaluate.haystack import (
     FACT,
     INTRO,
     QUESTION,
-    _Reader,
-    _summarise,
     build_sample,
-    evaluate_needle,
     load_filler,
     load_words,
 )
+from kvfold.evaluate.needle import _Reader, _summarise, evaluate_needle
 
 
 def count_pieces(text: str) -> int:

@@ -54,7 +54,8 @@ from transformers import (
 )
 
 from kvfold.data import read_text
-from kvfold.evaluate.needle import ANSWER, FACT, INTRO, QUESTION, evaluate_needle, load_words
+from kvfold.evaluate.haystack import ANSWER, FACT, INTRO, QUESTION, load_words
+from kvfold.evaluate.needle import evaluate_needle
 
 SEPARATOR = "<|endoftext|>"
 VOCABULARY = 4096
@@ -306,7 +307,7 @@ class Rows:
 
     @staticmethod
     def _span(rng: np.random.Generator, shortest: int, longest: int) -> int:
-        """Half of the spans uniform in their logarithm, half uniform: long ones must not be rare."""
+        """Half of the spans uniform in their logarithm, half uniform: long ones are not rare."""
         if rng.random() < 0.5:
             return int(rng.integers(shortest, longest + 1))
         return int(math.exp(rng.uniform(math.log(shortest), math.log(longest + 1))))
@@ -353,15 +354,18 @@ class RowStream(torch.utils.data.IterableDataset):
 
 
 def gqa_config() -> LlamaConfig:
-    """Llama: 8 layers, 4 query and 2 KV heads of 64, rotary positions."""
+    """Llama: 7 layers, 4 query and 2 KV heads of 128, rotary positions.
+
+    Keys and values together are twice as wide as the model, as in Qwen3-0.6B or Llama-2.
+    """
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=8,
+        intermediate_size=640,
+        num_hidden_layers=7,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=128,
         max_position_embeddings=MAX_CONTEXT,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
@@ -664,7 +668,7 @@ def write_card(out: Path, report: dict[str, Any]) -> None:
     lines = [
         f"# kvfold reference model, {plan['family']}",
         "",
-        CONFIGS[plan["family"]].__doc__,
+        CONFIGS[plan["family"]].__doc__.splitlines()[0],
         f"{report['parameters'] / 1e6:.2f} M parameters, {report['megabytes']:.1f} MB in bf16, "
         f"vocabulary of {VOCABULARY} (byte-level BPE, single digits), {MAX_CONTEXT} positions.",
         "It exists to test and demonstrate KV-cache compression without a download; it is no "

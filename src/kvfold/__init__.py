@@ -1,8 +1,17 @@
 """kvfold: shrink a language model's KV cache and measure what it costs."""
 
-from kvfold import recipes
-from kvfold.api import compress
-from kvfold.loading import load, reference
+import sys
+from pathlib import Path
 
 __all__ = ["__version__", "compress", "load", "recipes", "reference"]
 __version__ = "0.1.0"
+
+# The command line answers --help without waiting for torch; its commands import what they need.
+if Path(sys.argv[0]).stem != "kvfold":
+    from kvfold.versions import check_transformers
+
+    check_transformers()
+
+    from kvfold import recipes
+    from kvfold.api import compress
+    from kvfold.loading import load, reference

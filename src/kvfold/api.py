@@ -20,7 +20,7 @@ from kvfold.loading import load, load_tokenizer
 from kvfold.models.adapter import Family
 from kvfold.models.families import family_of
 from kvfold.spec import CacheSpec
-from kvfold.text import documents, packaged, read_texts, windows
+from kvfold.text import documents, encode, packaged, read_texts
 
 Progress = Callable[[str, int, int], None]  # what is being done, done, total
 
@@ -119,7 +119,8 @@ class Job:
     def fold(self, spec: CacheSpec, provenance: dict[str, Any]) -> None:
         """Fold the model in place."""
         pipeline.fold(self.model, self.family, spec, self.layers)
-        provenance = {**provenance, "recipe": asdict(self.recipe), **self.statistics.key}
+        measured = {"recipe": asdict(self.recipe), "statistics": self.statistics.key}
+        provenance = {**provenance, **measured}
         mark(self.model, spec, provenance)
 
     def _statistics(
@@ -156,28 +157,40 @@ class Job:
 def calibration_windows(
     tokenizer: Any, config: Any, calib: list[str | Path] | None, max_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Token windows [n, T] and the document each starts in [n]."""
+    """Token windows [n, T] and the document each starts in [n].
+
+    Documents follow each other with BOS between them. Where they hold more than `max_tokens`,
+    every document gives its beginning, long ones no more than an equal share of what is left.
+    """
     if tokenizer is None:
         raise ValueError("a tokenizer is needed to read calibration text; pass tokenizer=")
-    text = read_texts(calib) if calib else packaged("calibration.txt")
+    texts = documents(read_texts(calib) if calib else packaged("calibration.txt"))
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    encoded = [bos + encode(tokenizer, text) for text in texts]
+    shares = _shares([len(ids) for ids in encoded], max_tokens)
+    stream = [ids[:share] for ids, share in zip(encoded, shares, strict=True)]
+    topics = torch.cat([torch.full((len(ids),), topic) for topic, ids in enumerate(stream)])
     length = min(CALIBRATION_WINDOW, config.max_position_embeddings)
-    share = max_tokens // max(len(documents(text)), 1)
-    parts = []
-    for topic, document in enumerate(documents(text)):
-        try:
-            rows = windows(tokenizer, document, length, max(share, length))
-        except ValueError:
-            continue  # shorter than one window
-        parts.append((rows, torch.full((len(rows),), topic)))
-    count = sum(len(rows) for rows, _ in parts)
+    count = len(topics) // length
     if count < MIN_WINDOWS:
         raise ValueError(
-            f"the calibration text gives {count} windows of {length} tokens, at least {MIN_WINDOWS}"
-            " are needed: give longer documents with --calib, or leave it out for the packaged text"
+            f"the calibration text has {len(topics)} tokens, at least {MIN_WINDOWS * length} are "
+            "needed: give more text with --calib, or leave it out for the packaged text"
         )
-    limit = max(max_tokens // length, MIN_WINDOWS)
-    rows, topics = (torch.cat(part)[:limit] for part in zip(*parts, strict=True))
-    return rows, topics
+    rows = torch.tensor([token for ids in stream for token in ids][: count * length])
+    rows = rows.view(count, length)
+    rows[:, : len(bos)] = torch.tensor(bos, dtype=rows.dtype)
+    return rows, topics[: count * length : length]
+
+
+def _shares(sizes: list[int], total: int) -> list[int]:
+    """Split `total` evenly over documents of `sizes`; what short ones leave goes to longer ones."""
+    shares, left = [0] * len(sizes), total
+    order = sorted(range(len(sizes)), key=lambda i: sizes[i])
+    for position, i in enumerate(order):
+        shares[i] = min(sizes[i], left // (len(order) - position))
+        left -= shares[i]
+    return shares
 
 
 def check_output(path: Path) -> None:
@@ -194,6 +207,8 @@ def save(model: Any, tokenizer: Any, path: Path) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
         scratch.chmod(0o755)
+        for file in scratch.iterdir():
+            file.chmod(0o644)
         if path.exists():
             path.rmdir()
         scratch.rename(path)

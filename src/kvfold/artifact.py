@@ -41,7 +41,7 @@ class KVFoldConfig(QuantizationConfigMixin):
                 f"this checkpoint has kvfold format {format}, this kvfold reads format {FORMAT}: "
                 "install the matching kvfold or compress again"
             )
-        self.quant_method = quant_method
+        self.quant_method = quant_method  # type: ignore[assignment]  # theirs is an enum
         self.cache = cache or {}
         self.provenance = provenance or {}
         self.format = format
@@ -56,6 +56,7 @@ class KVFoldQuantizer(HfQuantizer):
     """Swaps in empty folded attentions before transformers loads the weights."""
 
     requires_calibration = True
+    quantization_config: KVFoldConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         family = family_of(model.config)

@@ -36,10 +36,9 @@ def load(
     name: a directory, a hub id or `reference:gqa` / `reference:mha`; dtype as in transformers;
     device defaults to CUDA where there is one. Raises ValueError for anything that is not one.
     """
-    path = resolve(str(name))
-    _check_directory(path)
+    load_config(name)
     try:
-        family_of(AutoConfig.from_pretrained(path))
+        path = resolve(str(name))
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     except (OSError, KeyError, RuntimeError, json.JSONDecodeError) as error:
         raise ValueError(f"cannot load a model from {name!r}: {_first_line(error)}") from error
@@ -50,6 +49,19 @@ def load(
             ) from error
         raise
     return model.eval().to(device or default_device())
+
+
+def load_config(name: str) -> Any:
+    """The transformers config of a model of a supported family. Raises ValueError for another."""
+    path = resolve(str(name))
+    _check_directory(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        hub = "" if Path(path).exists() else "there is no such directory, and as a hub id: "
+        raise ValueError(f"cannot load a model from {name!r}: {hub}{_first_line(error)}") from error
+    family_of(config)
+    return config
 
 
 def load_tokenizer(name: str) -> Any:

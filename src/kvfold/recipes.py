@@ -37,7 +37,7 @@ def palu_j() -> Recipe:
 
 def fast() -> Recipe:
     """Ours: post-RoPE keys and values per head, loss-weighted. Nothing is rebuilt in decode."""
-    return Recipe(name="fast", basis="post", gradients=True)
+    return Recipe(name="fast", basis="post", ranks="energy", gradients=True)
 
 
 def lean() -> Recipe:

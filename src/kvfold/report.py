@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.evaluate import compare
 from kvfold.evaluate.compare import Row
+from kvfold.files import write_text
+from kvfold.text import packaged
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,6 +52,16 @@ class RankMap:
     parts: Sequence[str] = ()
 
 
+def check_installed() -> None:
+    """Raises ValueError if the packages that a report needs are missing."""
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        hint = 'pip install "kvfold[report]"'
+        raise ValueError(f"report: {error.name} is not installed; run: {hint}") from None
+
+
 def write_report(
     path: str | Path,
     *,
@@ -66,13 +78,11 @@ def write_report(
     `spectra` maps a part ("keys") to one descending sequence a layer; each is divided by its first
     value. Raises ValueError if matplotlib or jinja2 is missing or `ranks` is ragged.
     """
-    try:
-        import jinja2
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        hint = 'pip install "kvfold[report]"'
-        raise ValueError(f"report: {error.name} is not installed; run: {hint}") from None
-    page = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_PAGE)
+    check_installed()
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True)
+    page = environment.from_string(packaged("report.html"))
     html = page.render(
         title=title,
         summary=summary,
@@ -87,7 +97,7 @@ def write_report(
         css=_css(),
     )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(html, encoding="utf-8")
+    write_text(Path(path), html)
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
@@ -268,7 +278,8 @@ def _css() -> str:
         "#1b2a3a #4384b5 #d3eafb",
     )
     in_the_dark = "@media screen and (prefers-color-scheme:dark)"
-    return f":root{{{_rules(light)}}}\n{in_the_dark}{{:root{{{_rules(dark)}}}}}\n{_STYLE}"
+    colors = f":root{{{_rules(light)}}}\n{in_the_dark}{{:root{{{_rules(dark)}}}}}\n"
+    return colors + packaged("report.css")
 
 
 def _palette(roles: str, series: str, ramp: str) -> dict[str, str]:
@@ -287,111 +298,3 @@ def _palette(roles: str, series: str, ramp: str) -> dict[str, str]:
 
 def _rules(colors: Mapping[str, str]) -> str:
     return ";".join(f"--{name}:{color}" for name, color in colors.items())
-
-
-_STYLE = """
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:1180px;padding:40px 24px 64px;background:var(--paper);color:var(--ink);
- font:15px/1.55 system-ui,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
-h1{font-size:1.9rem;line-height:1.2;letter-spacing:-.015em;margin:0 0 28px;text-wrap:balance}
-h1::before{content:"kvfold";display:block;font-size:.85rem;letter-spacing:0;color:var(--accent);
- margin-bottom:6px}
-h2{font-size:1.15rem;margin:48px 0 4px}
-h3{font-size:.9rem;font-weight:600;margin:0 0 8px}
-p{color:var(--muted);margin:0 0 16px;max-width:74ch}
-dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:20px 28px;margin:0}
-dl div{border-top:2px solid var(--accent);padding-top:8px}
-dt{color:var(--muted);font-size:.82rem;line-height:1.35}
-dd{margin:2px 0 0;font-size:1.4rem;line-height:1.3;font-weight:600;overflow-wrap:anywhere}
-.scroll{overflow-x:auto}
-table{border-spacing:0;width:100%;font-size:13px;line-height:20px;font-variant-numeric:tabular-nums}
-th,td{padding:4px 7px;text-align:right;white-space:nowrap}
-th{font-weight:600;color:var(--muted)}
-th[colspan]{text-align:center;padding-bottom:0}
-thead tr:last-child th{border-bottom:1px solid var(--muted)}
-tbody th,thead th:first-child{text-align:left;position:sticky;left:0;background:var(--paper)}
-tbody th{font-weight:400}
-tbody .first th{font-weight:600;color:var(--ink)}
-tbody tr.first>*{border-top:1px solid var(--line)}
-tbody tr:hover>*{background:var(--panel)}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:32px}
-figure{margin:0;min-width:0}
-.wide{grid-column:1/-1}
-svg{display:block;width:100%;height:auto;overflow:visible}
-svg text{font-family:inherit!important}
-.ramp{display:flex;align-items:center;gap:8px;color:var(--muted);font-size:.82rem;margin:0 0 16px}
-.ramp span{display:flex}
-.ramp i{width:18px;height:12px}
-pre{margin:0;padding:14px 16px;background:var(--panel);border-radius:4px;white-space:pre-wrap;
- overflow-wrap:anywhere;font:inherit;font-size:.9rem}
-@media(max-width:560px){body{padding:24px 16px 40px}h1{font-size:1.5rem}
- dl{grid-template-columns:repeat(2,1fr);gap:16px}dd{font-size:1.2rem}th,td{padding:4px 6px}}
-@media print{body{max-width:none;padding:0;font-size:11px}.scroll{overflow:visible}
- .figures{grid-template-columns:1fr 1fr}[role=img]{min-width:0!important}
- table{font-size:8.5px;line-height:13px}th,td{padding:2px 4px}
- h2,p,.ramp{break-after:avoid}figure,pre,tr{break-inside:avoid}}
-"""
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width,initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{{ title }}</title><style>{{ css|safe }}</style></head><body>
-{% macro figures(items) %}
-<div class="figures">{% for item in items %}
-<figure{% if item.wide %} class="wide"{% endif %}><h3>{{ item.name }}</h3><div class="scroll">
-<div role="img" aria-label="{{ item.name }}" style="{{ item.style }}">{{ item.svg }}</div>
-</div></figure>
-{% endfor %}</div>
-{% endmacro %}
-{% macro ramp(low, high, first) %}
-<div class="ramp">{{ low }}<span>{% for i in range(first, 10) %}
-<i style="background:var(--h{{ i }})"></i>{% endfor %}</span>{{ high }}</div>
-{% endmacro %}
-<h1>{{ title }}</h1>
-<dl>{% for label, value in summary %}<div><dt>{{ label }}</dt><dd>{{ value }}</dd></div>
-{% endfor %}</dl>
-{% if rows %}
-<h2>What each recipe saves and costs</h2>
-<p>Kept is the bits one token stores over those of the uncompressed 16-bit cache; cache is the
-memory this run allocated. The increase is in nats per token against the original on the same
-windows, ± one standard error; 0.01 nats is 1 % of perplexity.</p>
-<div class="scroll"><table><thead><tr><th></th><th colspan="5">cache</th>
-{% for text in texts %}<th colspan="2">{{ text }}</th>{% endfor %}
-{% if lengths %}<th colspan="{{ lengths|length }}">needle, % found</th>{% endif %}<th></th></tr>
-<tr><th>recipe</th><th>asked</th><th>kept</th><th>smaller</th><th>B/token</th><th>cache</th>
-{% for text in texts %}<th>perplexity</th><th>increase</th>{% endfor %}
-{% for length in lengths %}<th>{{ compare.format_length(length) }}</th>{% endfor %}
-<th>seconds</th></tr></thead><tbody>
-{% for row in rows %}
-<tr{% if loop.changed(row.recipe) %} class="first"{% endif %}><th>{{ row.recipe }}</th>
-{% for cell in compare.format_storage(row) %}<td>{{ cell }}</td>{% endfor %}
-{% for text in texts %}<td>{{ compare.format_perplexity(row.perplexity.get(text)) }}</td>
-<td>{{ compare.format_delta(row.delta_nll.get(text)) }}</td>{% endfor %}
-{% for length in lengths %}<td>{{ compare.format_needle(row, length) }}</td>{% endfor %}
-<td>{{ compare.format_seconds(row) }}</td></tr>
-{% endfor %}</tbody></table></div>
-{% endif %}
-{% if losses %}
-<h2>Loss against cache kept</h2>
-<p>Lower and further left is better. Bars are one standard error; a hollow mark on the floor is an
-increase not above zero.</p>
-{{ figures(losses) }}
-{% endif %}
-{% if ranks %}
-<h2>Ranks kept</h2>
-<p>Numbers are kept dimensions; colour is their share of the full width.</p>
-{{ ramp("none", "all", 0) }}{{ figures(ranks) }}
-{% endif %}
-{% if spectra %}
-<h2>Spectra</h2>
-<p>How fast the importance of a layer's dimensions falls off, each layer over its largest.</p>
-{{ ramp("first layer", "last layer", 3) }}{{ figures(spectra) }}
-{% endif %}
-{% if examples %}
-<h2>Generated text</h2>
-<div class="figures">{% for name, text in examples %}
-<figure><h3>{{ name }}</h3><pre>{{ text }}</pre></figure>{% endfor %}</div>
-{% endif %}
-</body></html>
-"""

@@ -94,7 +94,7 @@ class LayerSpec:
 
     def width_classes(self) -> int:
         """Distinct (key rank, value rank) pairs over the layer's KV heads."""
-        ranks = {}
+        ranks: dict[int, list[int]] = {}
         for latent in self.latents:
             for head in latent.heads:
                 ranks.setdefault(head, [0, 0])

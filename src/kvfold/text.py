@@ -1,7 +1,11 @@
-"""Plain text in, token windows out."""
+"""Plain text in, token windows out: the only place that reads text.
 
+Shape legend: n windows, T tokens of a window (`ctx`).
+"""
+
+import gzip
 import lzma
-from collections.abc import Sequence
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,8 @@ import torch
 from torch import Tensor
 
 SEPARATOR = "<|endoftext|>"
-_PIECE = 200_000  # characters tokenised at a time
+_CHARACTERS_PER_TOKEN = 6  # first guess of how much text fills a number of tokens
+_UNPACK = {".xz": lzma.decompress, ".gz": gzip.decompress}
 
 
 def packaged(name: str) -> str:
@@ -18,23 +23,40 @@ def packaged(name: str) -> str:
     return resources.files("kvfold.data").joinpath(name).read_text(encoding="utf-8")
 
 
-def read_texts(paths: Sequence[str | Path]) -> str:
-    """The texts of .txt or .xz files, joined as documents. Raises ValueError naming the file."""
-    return f"\n{SEPARATOR}\n".join(_read(Path(path)) for path in paths)
+def read_text(path: str | Path) -> str:
+    """Whole text of one utf-8 file, unpacked if its name ends in .xz or .gz.
 
-
-def _read(path: Path) -> str:
+    Raises ValueError for a file that is missing, damaged, not utf-8 text or blank.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"file {path}: no such file; give a text file, plain, .xz or .gz")
     try:
-        opener = lzma.open if path.suffix == ".xz" else open
-        with opener(path, "rt", encoding="utf-8") as file:
-            text = str(file.read())
-    except FileNotFoundError:
-        raise ValueError(f"text file {path} does not exist") from None
-    except (UnicodeDecodeError, lzma.LZMAError, OSError) as error:
-        raise ValueError(f"{path} is not readable as UTF-8 text (.txt or .xz): {error}") from error
+        text = _unpacked(path).decode("utf-8-sig")
+    except (lzma.LZMAError, EOFError, OSError) as error:
+        raise ValueError(f"file {path}: cannot be read ({error})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"file {path}: not utf-8 text at byte {error.start}") from None
+    if "\0" in text:
+        raise ValueError(f"file {path}: not text (it contains zero bytes)")
     if not text.strip():
-        raise ValueError(f"text file {path} is empty")
+        raise ValueError(f"file {path}: empty")
     return text
+
+
+def _unpacked(path: Path) -> bytes:
+    data = path.read_bytes()
+    return _UNPACK[path.suffix](data) if path.suffix in _UNPACK else data
+
+
+def read_texts(paths: str | Path | Iterable[str | Path]) -> str:
+    """Texts of one or more files as documents, in order. Raises as `read_text`."""
+    if isinstance(paths, str | Path):
+        paths = [paths]
+    texts = [read_text(path) for path in paths]
+    if not texts:
+        raise ValueError("text files: none given; give at least one .txt or .txt.xz file")
+    return f"\n{SEPARATOR}\n".join(texts)
 
 
 def documents(text: str) -> list[str]:
@@ -42,29 +64,56 @@ def documents(text: str) -> list[str]:
     return [part.strip() for part in text.split(SEPARATOR) if part.strip()]
 
 
-def tokenize(tokenizer: Any, text: str) -> Tensor:
-    """Token ids [N] without special tokens, a piece at a time."""
-    pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
-    ids = [tokenizer(piece, add_special_tokens=False, verbose=False).input_ids for piece in pieces]
-    return torch.tensor([token for piece in ids for token in piece], dtype=torch.long)
+def running(text: str) -> str:
+    """The documents of a text with a blank line between them: text for any tokenizer."""
+    return "\n\n".join(documents(text))
 
 
-def windows(tokenizer: Any, text: str, length: int, max_tokens: int | None = None) -> Tensor:
-    """Whole windows [n, length] of a text: BOS (where the tokenizer has one), then its tokens.
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of `text`, without special tokens or transformers' warning about its length."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    `max_tokens` bounds n * length. Raises ValueError if the text does not fill one window.
+
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of `text` after BOS, where the tokenizer has one."""
+    bos = tokenizer.bos_token_id
+    ids = encode(tokenizer, text)
+    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+
+def windows(tokenizer: Any, text: str, ctx: int, max_tokens: int | None = None) -> Tensor:
+    """Cut `text` into int64 windows [n, ctx] that do not overlap; the remainder is dropped.
+
+    With a BOS token each window is BOS and `ctx - 1` tokens of text, else `ctx` tokens of text.
+    `max_tokens` bounds n * ctx. Only as much text as needed is tokenised. Raises ValueError if not
+    one window can be filled.
     """
-    bos = getattr(tokenizer, "bos_token_id", None)
-    body = length - (bos is not None)
-    limit = None if max_tokens is None else max(max_tokens // length, 1) * body
-    ids = tokenize(tokenizer, text if limit is None else text[: limit * 12])[:limit]
-    count = len(ids) // body
-    if count == 0:
+    if ctx < 2:
+        raise ValueError(f"ctx: {ctx} is too small; a window needs at least 2 tokens")
+    if max_tokens is not None and max_tokens < ctx:
+        raise ValueError(f"max_tokens: {max_tokens} is less than one window of ctx={ctx} tokens")
+    bos = tokenizer.bos_token_id
+    stride = ctx if bos is None else ctx - 1
+    limit = None if max_tokens is None else max_tokens // ctx * stride
+    ids = _encode_prefix(tokenizer, text, limit)
+    num_windows = len(ids) // stride
+    if num_windows == 0:
         raise ValueError(
-            f"the text has {len(ids)} tokens, fewer than one window of {length}: give a longer text"
-            " or a shorter context"
+            f"text: {len(ids)} tokens are available but one window of ctx={ctx} needs {stride};"
+            " give more text or a smaller ctx"
         )
-    rows = ids[: count * body].reshape(count, body)
-    if bos is None:
-        return rows
-    return torch.cat((torch.full((count, 1), bos), rows), dim=1)
+    rows = torch.tensor(ids[: num_windows * stride], dtype=torch.long).view(num_windows, stride)
+    return rows if bos is None else torch.cat([torch.full((num_windows, 1), bos), rows], dim=1)
+
+
+def _encode_prefix(tokenizer: Any, text: str, limit: int | None) -> list[int]:
+    """First `limit` ids (None: all) of `text`, as tokenising the whole of it gives them."""
+    if limit is None:
+        return encode(tokenizer, text)
+    characters = limit * _CHARACTERS_PER_TOKEN
+    while True:
+        ids = encode(tokenizer, text[:characters])
+        # Ids near a cut may differ from those of the whole text, so they are never used.
+        if characters >= len(text) or len(ids) >= limit + 64:
+            return ids[:limit]
+        characters *= 2

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from kvfold.ops.attention import Tables, rotate
 from kvfold.spec import Geometry
 
 Progress = Callable[[int, int], None]
-GRADIENTS = {"grad_key_pre", "grad_key_post", "grad_kv", "grad_out", "fisher"}
+GRADIENTS = {"grad_key_pre", "grad_kv", "grad_out", "fisher", "query_felt"}
 _ATTENTION = "kvfold_calibration"
 _OUT_STRIDE = 4  # every 4th query position is enough for `out`, whose values are Hk times wider
 
@@ -108,6 +109,11 @@ def support(family: type[Family], attention: Any, geometry: Geometry) -> Support
     return Support(axes, torch.cat((w.k_bias, w.v_bias)))
 
 
+def _flat(x: Tensor) -> Tensor:
+    """[Hk, T, d] -> [T, K]."""
+    return x.transpose(0, 1).flatten(1)
+
+
 class _Tap(torch.autograd.Function):
     """Identity on tensors whose gradients `record` wants to see together."""
 
@@ -182,7 +188,7 @@ class Recorder:
                 )
 
             layer.forward = recomputed
-            undo.append(lambda layer=layer: layer.__dict__.pop("forward", None))
+            undo.append(partial(layer.__dict__.pop, "forward", None))
             if "fisher" in self.needs:
                 attention = getattr(layer, self.family.attention_name)
                 hook = attention.register_forward_pre_hook(
@@ -241,36 +247,46 @@ class Recorder:
         g, index = self.geometry, module.layer_idx
         scaling = g.scaling if scaling is None else scaling
         query = query * (scaling / g.scaling)  # OPT scales queries itself: undo that
+        seen = key.detach()[0], value.detach()[0]
         if key.requires_grad and self.needs & GRADIENTS:
-            key, value = _Tap.apply(lambda gk, gv: self._saw_gradients(index, gk, gv), key, value)
+            key, value = _Tap.apply(lambda *g: self._saw_gradients(index, *seen, *g), key, value)
         grouped = query.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
         scores = torch.einsum("bhgtd,bhsd->bhgts", grouped, key).float() * g.scaling
         if attention_mask is not None:
             scores = scores + attention_mask[:, :, None]
         weights = scores.softmax(-1)
         out = torch.einsum("bhgts,bhsd->bhgtd", weights.to(value.dtype), value)
+        over_all = None
         if not self.recomputing:
             with torch.no_grad():
-                self._saw(index, grouped[0], key[0], value[0], weights[0], out[0])
+                over_all = self._saw(index, grouped[0], key[0], value[0], weights[0], out[0])
         if out.requires_grad and "grad_out" in self.needs:
-            out = _Tap.apply(lambda go: self._saw_out_gradient(index, go), out)
+            own, read = out.detach()[0], (grouped.detach()[0], *seen, attention_mask)
+
+            def saw(gradient: Tensor) -> None:
+                self._saw_out_gradient(index, own, over_all, gradient[0])
+                self._saw_sensitivity(index, *read, own, gradient[0])
+
+            out = _Tap.apply(saw, out)
         return out.flatten(1, 2).transpose(1, 2).contiguous(), None
 
     def _saw(
         self, index: int, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, out: Tensor
-    ) -> None:
-        """q, out [Hk, G, T, d], k, v [Hk, T, d], weights [Hk, G, T, T]."""
+    ) -> Tensor | None:
+        """q, out [Hk, G, T, d], k, v [Hk, T, d], weights [Hk, G, T, T].
+
+        Returns attention outputs over all heads' values [Hk, G, T / stride, K], if needed.
+        """
         needs, add = self.needs, self.statistics.add
         before = self._unrotate(k)
         if needs & {"key_pre", "kv"}:
-            keys, values = before.transpose(0, 1).flatten(1), v.transpose(0, 1).flatten(1)
             if "key_pre" in needs:
-                add(index, "key_pre", keys)
+                add(index, "key_pre", _flat(before))
             if "kv" in needs:
-                both, where = torch.cat((keys, values), -1), self.supports[index]
+                both, where = torch.cat((_flat(before), _flat(v)), -1), self.supports[index]
                 add(index, "kv", where.coordinates(both) if where else both)
         if "value" in needs:
-            add(index, "value", v.transpose(0, 1).flatten(1))
+            add(index, "value", _flat(v))
         if "key_post" in needs:
             add(index, "key_post", k)
         if "key_seen" in needs:
@@ -281,42 +297,87 @@ class Recorder:
             add(index, "query_back", self._turned_back(q, weights))
         if "out_head" in needs:
             add(index, "out_head", out.flatten(1, 2))
-        if "out" in needs:
-            seen = weights[:, :, ::_OUT_STRIDE].to(v.dtype) @ v.transpose(0, 1).flatten(1)
-            add(index, "out", seen.flatten(0, 2))
         if "rows_reduced" in needs:
             self.rows.setdefault(index, []).append(torch.stack((q.mean(1), k, v)).float().cpu())
+        if "out" not in needs:
+            return None
+        over_all = weights[:, :, ::_OUT_STRIDE].to(v.dtype) @ _flat(v)
+        add(index, "out", over_all.flatten(0, 2))
+        return over_all
 
-    def _saw_gradients(self, index: int, grad_key: Tensor, grad_value: Tensor) -> None:
-        """Gradients [1, Hk, T, d] with respect to keys after RoPE and values."""
-        needs, add = self.needs, self.statistics.add
+    def _saw_gradients(
+        self, index: int, k: Tensor, v: Tensor, grad_key: Tensor, grad_value: Tensor
+    ) -> None:
+        """k, v [Hk, T, d] after RoPE, and gradients [1, Hk, T, d] with respect to them."""
+        needs, add, where = self.needs, self.statistics.add, self.supports[index]
         gk, gv = grad_key[0], grad_value[0]
-        if "grad_key_post" in needs:
-            add(index, "grad_key_post", gk)
-        before = self._rotate_back(gk)
-        keys, values = before.transpose(0, 1).flatten(1), gv.transpose(0, 1).flatten(1)
+        before, keys = self._rotate_back(gk), _flat(self._unrotate(k))
         if "grad_key_pre" in needs:
-            add(index, "grad_key_pre", keys)
+            add(index, "grad_key_pre", _flat(before))
+            add(index, "key_pre_felt", keys, _flat(before).norm(dim=-1))
         if "grad_kv" in needs:
-            both, where = torch.cat((keys, values), -1), self.supports[index]
-            add(index, "grad_kv", both.double() @ where.axes if where else both)
+            both, grads = torch.cat((keys, _flat(v)), -1), torch.cat((_flat(before), _flat(gv)), -1)
+            norms = grads.norm(dim=-1)
+            add(index, "grad_kv", grads.double() @ where.axes if where else grads)
+            add(index, "kv_felt", where.coordinates(both) if where else both, norms)
         if "fisher" in needs:
-            x = self.inputs[index][0].double()
-            weight = [torch.einsum("htd,tc->hdc", part.double(), x) for part in (before, gv)]
-            total = torch.stack([part.square().sum((1, 2)) for part in weight], -1)
-            one = torch.ones((), dtype=total.dtype, device=total.device)
-            self.statistics.accumulate(
-                index, "fisher", Moment(second=total, first=total.sum(-1), weight=one)
-            )
+            self._saw_fisher(index, before, gv)
 
-    def _saw_out_gradient(self, index: int, gradient: Tensor) -> None:
-        """Gradient [1, Hk, G, T, d]; the sum over G query heads of E[g g^T] is kept."""
-        g = gradient[0].double()
+    def _saw_fisher(self, index: int, grad_key: Tensor, grad_value: Tensor) -> None:
+        """Squared norms of the gradients of W_K and W_V per head, from this window."""
+        x = self.inputs[index][0].double()
+        weights = [torch.einsum("htd,tc->hdc", g.double(), x) for g in (grad_key, grad_value)]
+        total = torch.stack([weight.square().sum((1, 2)) for weight in weights], -1)
+        one = torch.ones((), dtype=total.dtype, device=total.device)
+        moment = Moment(second=total, first=total.sum(-1), weight=one)
+        self.statistics.accumulate(index, "fisher", moment)
+
+    def _saw_out_gradient(
+        self, index: int, out: Tensor, over_all: Tensor | None, gradient: Tensor
+    ) -> None:
+        """out, gradient [Hk, G, T, d]; the sum over G query heads of E[g g^T] is kept."""
+        g, add = gradient.double(), self.statistics.add
+        norms = gradient.norm(dim=-1)
         tokens = torch.full(g.shape[:1], g.shape[2], dtype=g.dtype, device=g.device)
         moment = Moment(
             second=torch.einsum("hgtd,hgte->hde", g, g), first=g.sum((1, 2)), weight=tokens
         )
         self.statistics.accumulate(index, "grad_out", moment)
+        if "out_head_felt" in self.needs:
+            add(index, "out_head_felt", out.flatten(1, 2), norms.flatten(1))
+        if over_all is not None:
+            add(index, "out_felt", over_all.flatten(0, 2), norms[:, :, ::_OUT_STRIDE].flatten())
+
+    def _saw_sensitivity(
+        self,
+        index: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        out: Tensor,
+        gradient: Tensor,
+    ) -> None:
+        """How much the loss feels an error s_ij of the scores of query i, to second order.
+
+        The output moves by sum_j p_ij s_ij (v_j - o_i), so by Cauchy-Schwarz the loss moves by at
+        most A_i sum_j p_ij s_ij^2 / 2 with A_i = sum_j p_ij (g_i . (v_j - o_i))^2. Unlike the
+        gradient at the keys this counts errors that many keys share. q, out, gradient
+        [Hk, G, T, d], k, v [Hk, T, d].
+        """
+        if "query_felt" not in self.needs:
+            return
+        scale = self.geometry.scaling
+        scores = torch.einsum("hgtd,hsd->hgts", q, k).float() * scale
+        weights = (scores if mask is None else scores + mask[0]).softmax(-1)
+        moved = torch.einsum("hgtd,hsd->hgts", gradient, v) - (gradient * out).sum(-1, keepdim=True)
+        felt = (weights * moved.float().square()).sum(-1) * scale**2
+        received = torch.einsum("hgt,hgts->hs", felt, weights)
+        self.statistics.add(index, "key_felt", k, received)
+        x = (q * felt.sqrt()[..., None]).flatten(1, 2).double()
+        tokens = torch.full(k.shape[:1], k.shape[1], dtype=x.dtype, device=k.device)
+        moment = Moment(second=x.mT @ x, first=x.sum(1), weight=tokens)
+        self.statistics.accumulate(index, "query_felt", moment)
 
     # -- geometry -----------------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kvfold.compress.basis import Basis
 from kvfold.models.adapter import Family, HFAttention, Projections
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, ValueKind
 
 
-def value_kind(geometry: Geometry, latents: Sequence[Latent]) -> str:
+def value_kind(geometry: Geometry, latents: Sequence[Latent]) -> ValueKind:
     """`fused` where wider W_O costs no more multiplications a token than rebuilding outputs.
 
     Palu's release always fuses, which makes W_O r / d times wider for shared latents.
@@ -84,6 +84,8 @@ class Maps:
 
     def rows(self, folded: HFAttention) -> dict[str, Tensor]:
         """What W_K and W_V produce directly: down^T (W x + b - mean)."""
+        if not hasattr(folded, "down_proj"):
+            return {}
         w, blocks, biases = self.weights, [], []
         for latent in folded.linear_latents:
             down, mean = self.down[latent], self.mean[latent]
@@ -95,13 +97,12 @@ class Maps:
             bias = torch.cat([sources[s][1][span] for s in latent.side])
             blocks.append(down.mT @ weight)
             biases.append(down.mT @ (bias - mean))
-        if not blocks:
-            return {}
         return {"down_proj.weight": torch.cat(blocks), "down_proj.bias": torch.cat(biases)}
 
     def keys(self, folded: HFAttention) -> dict[str, Tensor]:
         """Key maps that act at run time."""
-        w, spec, tensors = self.weights, self.spec, {}
+        w, spec = self.weights, self.spec
+        tensors: dict[str, Tensor] = {}
         latents = spec.key_latents
         if folded.keys_online:
             tensors |= {"k_proj.weight": w.k, "k_proj.bias": w.k_bias}

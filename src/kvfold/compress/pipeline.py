@@ -37,6 +37,7 @@ def build_prospects(
             statistics=statistics,
             support=support(family, attention, geometry) if recipe.keys == "kv" else None,
             gradients=recipe.gradients,
+            reduce=recipe.reduce,
         )
         layers.append(build.prospects(recipe, source))
         if progress is not None:

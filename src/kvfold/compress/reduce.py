@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from sklearn.cluster import MiniBatchKMeans
 from torch import Tensor
 
 from kvfold.compress.statistics import Moment
@@ -41,6 +40,8 @@ def prune(count: int, topics: Tensor | None, seed: int) -> list[int]:
 
 def _centroids(points: Tensor, clusters: int, seed: int) -> Tensor:
     """points [N, d] -> [clusters, d], fp64."""
+    from sklearn.cluster import MiniBatchKMeans  # takes a second to import, and few need it
+
     kmeans = MiniBatchKMeans(clusters, random_state=seed, n_init=1, max_iter=20, batch_size=4096)
     kmeans.fit(points.numpy())
     return torch.from_numpy(kmeans.cluster_centers_).double()

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
+
+from kvfold.evaluate.perplexity import mean_and_se
 
 NOT_MEASURED = "–"
 
@@ -26,7 +28,9 @@ class Row:
     the same way; `cache_bytes_allocated` is what the cache of this run took, in its own dtype.
     `delta_nll` is (mean, standard error) of the loss less the original's, paired by window, in nats
     per token. `perplexity` and `delta_nll` are keyed by text, `needle` (fractions of questions
-    answered exactly) by context length in tokens. `seconds` is the time compression took.
+    answered exactly) by context length in tokens. `seconds` is the time that bases, ranks and fold
+    took; calibration, which the rows share, is not in it. `window_nll` holds the loss of every
+    window of a text, so that any two rows can be paired.
     """
 
     recipe: str
@@ -39,6 +43,13 @@ class Row:
     delta_nll: Mapping[str, tuple[float, float]]
     needle: Mapping[int, float] | None = None
     seconds: float | None = None
+    window_nll: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+def paired(a: Row, b: Row, text: str) -> tuple[float, float]:
+    """Mean and standard error of `a`'s loss less `b`'s on the windows of `text`, nats per token."""
+    pairs = zip(a.window_nll[text], b.window_nll[text], strict=True)
+    return mean_and_se([x - y for x, y in pairs])
 
 
 def texts(rows: Sequence[Row]) -> list[str]:
@@ -97,8 +108,10 @@ def format_storage(row: Row) -> tuple[str, str, str, str, str]:
 
 
 def format_seconds(row: Row) -> str:
-    """Whole seconds; a dash if they were not measured."""
-    return NOT_MEASURED if row.seconds is None else f"{row.seconds:.0f}"
+    """Seconds, with one decimal below ten; a dash if they were not measured."""
+    if row.seconds is None:
+        return NOT_MEASURED
+    return f"{row.seconds:.1f}" if row.seconds < 9.95 else f"{row.seconds:.0f}"
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -166,6 +179,7 @@ def _row(values: dict[str, Any]) -> Row:
     values["perplexity"] = {name: _number(item) for name, item in values["perplexity"].items()}
     if values["needle"] is not None:
         values["needle"] = {int(length): item for length, item in values["needle"].items()}
+    values["window_nll"] = {name: tuple(items) for name, items in values["window_nll"].items()}
     return Row(**values)
 
 

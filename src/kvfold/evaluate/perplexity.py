@@ -1,4 +1,4 @@
-"""Perplexity measured through the cache: text to windows, windows to loss and bytes.
+"""Perplexity measured through the cache: token windows to loss and bytes.
 
 Shape legend: n windows, B windows of one batch, T tokens of a window (`ctx`), c tokens of a chunk,
 V vocabulary.
@@ -9,13 +9,10 @@ from what the cache stores and not from keys and values that one long forward ke
 
 from __future__ import annotations
 
-import gzip
-import lzma
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +22,6 @@ from transformers import DynamicCache, PreTrainedModel
 Progress = Callable[[int, int], None]
 
 _SLICE_NUMBERS = 2**25  # fp32 logits taken to log-probabilities at once: 128 MiB
-_CHARACTERS_PER_TOKEN = 6  # first guess of how much text fills a number of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,85 +41,6 @@ class PerplexityResult:
     window_nll: tuple[float, ...]
     cache_bytes_allocated: int
     cached_tokens: int
-
-
-def read_text(path: str | Path) -> str:
-    """Whole text of one utf-8 file, unpacked if its name ends in .xz or .gz.
-
-    Raises ValueError for a file that is missing, damaged, not utf-8 text or blank.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"file {path}: no such file; give a text file, plain, .xz or .gz")
-    try:
-        text = _unpack(path).decode("utf-8-sig")
-    except (lzma.LZMAError, EOFError, OSError) as error:
-        raise ValueError(f"file {path}: cannot be read ({error})") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"file {path}: not utf-8 text at byte {error.start}") from None
-    if "\0" in text:
-        raise ValueError(f"file {path}: not text (it contains zero bytes)")
-    if not text.strip():
-        raise ValueError(f"file {path}: empty")
-    return text
-
-
-def _unpack(path: Path) -> bytes:
-    opener = {".xz": lzma.decompress, ".gz": gzip.decompress}.get(path.suffix)
-    return opener(path.read_bytes()) if opener else path.read_bytes()
-
-
-def read_texts(paths: str | Path | Iterable[str | Path]) -> str:
-    """Texts of one or more files, in order, a blank line between them. Raises as `read_text`."""
-    if isinstance(paths, str | Path):
-        paths = [paths]
-    texts = [read_text(path) for path in paths]
-    if not texts:
-        raise ValueError("text files: none given; give at least one .txt or .txt.xz file")
-    return "\n\n".join(texts)
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of `text`, without special tokens or transformers' warning about its length."""
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def windows(tokenizer: Any, text: str, ctx: int, max_tokens: int | None = None) -> Tensor:
-    """Cut `text` into int64 windows [n, ctx] that do not overlap; the remainder is dropped.
-
-    With a BOS token each window is BOS and `ctx - 1` tokens of text, else `ctx` tokens of text.
-    `max_tokens` bounds n * ctx. Only as much text as needed is tokenised. Raises ValueError if not
-    one window can be filled.
-    """
-    if ctx < 2:
-        raise ValueError(f"ctx: {ctx} is too small; a window needs at least 2 tokens")
-    if max_tokens is not None and max_tokens < ctx:
-        raise ValueError(f"max_tokens: {max_tokens} is less than one window of ctx={ctx} tokens")
-    bos = tokenizer.bos_token_id
-    stride = ctx if bos is None else ctx - 1
-    limit = None if max_tokens is None else max_tokens // ctx * stride
-    ids = _encode_prefix(tokenizer, text, limit)
-    num_windows = len(ids) // stride
-    if num_windows == 0:
-        raise ValueError(
-            f"text: {len(ids)} tokens are available but one window of ctx={ctx} needs {stride};"
-            " give more text or a smaller ctx"
-        )
-    rows = torch.tensor(ids[: num_windows * stride], dtype=torch.long).view(num_windows, stride)
-    return rows if bos is None else torch.cat([torch.full((num_windows, 1), bos), rows], dim=1)
-
-
-def _encode_prefix(tokenizer: Any, text: str, limit: int | None) -> list[int]:
-    """First `limit` ids (None: all) of `text`, as tokenising the whole of it gives them."""
-    if limit is None:
-        return encode(tokenizer, text)
-    characters = limit * _CHARACTERS_PER_TOKEN
-    while True:
-        ids = encode(tokenizer, text[:characters])
-        # Ids near a cut may differ from those of the whole text, so they are never used.
-        if characters >= len(text) or len(ids) >= limit + 64:
-            return ids[:limit]
-        characters *= 2
 
 
 def cache_bytes(cache: Any) -> int:

@@ -22,14 +22,13 @@ from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from kvfold.evaluate.perplexity import (
     Progress,
-    encode,
     forward_chunks,
     inference,
     max_positions,
     mean_and_se,
-    read_text,
     token_nll,
 )
+from kvfold.text import encode, encode_prompt, read_text
 
 LEGAL_KEYS = (
     '{"prompt", "answer"[, "max_new_tokens"]} or {"context"|"contexts", "choices", "label"}'
@@ -177,7 +176,7 @@ def run_tasks(
 def _answer(run: _Run, task: GenerationTask) -> tuple[str, dict[str, bool], bool]:
     """Generated text, its scores, and whether the prompt was truncated."""
     lengths = _answer_lengths(run.tokenizer, task)
-    prompt, cut = _fit(run, _with_bos(run.tokenizer, task.prompt), max(lengths))
+    prompt, cut = _fit(run, encode_prompt(run.tokenizer, task.prompt), max(lengths))
     tokens = _greedy(run, prompt, max(lengths))
     wanted = task.answer.strip()
     exact = any(_decode(run.tokenizer, tokens[:length]) == wanted for length in lengths)
@@ -196,12 +195,6 @@ def _answer_lengths(tokenizer: Any, task: GenerationTask) -> set[int]:
 
 def _decode(tokenizer: Any, tokens: list[int]) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True).strip()
-
-
-def _with_bos(tokenizer: Any, text: str) -> list[int]:
-    bos = tokenizer.bos_token_id
-    ids = encode(tokenizer, text)
-    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
 def _fit(run: _Run, ids: list[int], reserve: int) -> tuple[list[int], bool]:
@@ -291,8 +284,8 @@ def split_choices(
 
     The joint texts are tokenised; a token that spans the border counts with the choices.
     """
-    wholes = [_with_bos(tokenizer, context + choice) for choice in choices]
-    shared = _with_bos(tokenizer, context)
+    wholes = [encode_prompt(tokenizer, context + choice) for choice in choices]
+    shared = encode_prompt(tokenizer, context)
     for whole in wholes:
         same = [a == b for a, b in zip(shared, whole, strict=False)]
         shared = shared[: same.index(False) if False in same else len(same)]

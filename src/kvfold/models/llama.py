@@ -39,7 +39,7 @@ class FoldedQwen2(RotaryForward, Qwen2Attention):
 
 
 class LlamaFamily(Family):
-    model_types = ("llama", "mistral", "qwen2")
+    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2")
     folded: ClassVar = {"llama": FoldedLlama, "mistral": FoldedMistral, "qwen2": FoldedQwen2}
 
     @classmethod

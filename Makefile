@@ -1,0 +1,35 @@
+# Everything runs in .venv, which is made on first use and again when pyproject.toml changes.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: demo test check bench clean
+
+demo: $(STAMP)
+	$(BIN)/kvfold demo --output report.html
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Quality of every recipe on the embedded model; tables and figures come from the JSON.
+bench: $(STAMP)
+	mkdir -p build
+	$(BIN)/kvfold compare reference:gqa --align 1 --needle \
+		--recipes zack,zdc,lorc,palu-m,palu-g,palu-j,fast,lean,small --keep .5,.35,.25,.15 \
+		--json build/compare.json --html build/compare.html
+
+clean:
+	rm -rf .venv build report.html
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "kvfold needs Python 3.11 or newer, which $(PYTHON) is not;" \
+			"name one, as in: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@

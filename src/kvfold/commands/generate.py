@@ -1,0 +1,107 @@
+"""kvfold generate: continue a prompt."""
+
+from pathlib import Path
+from typing import Any
+
+from kvfold.commands import common
+from kvfold.commands.options import PLACE, Model, Place
+
+
+def generate(
+    model: Model,
+    /,
+    *,
+    prompt: str | None = None,
+    prompt_file: Path | None = None,
+    max_new_tokens: int = 128,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    place: Place = PLACE,
+) -> None:
+    """Continue a prompt; the text goes to stdout as it is made.
+
+    Parameters
+    ----------
+    prompt
+        Text to continue.
+    prompt_file
+        A file with that text.
+    max_new_tokens
+        Most tokens to add.
+    temperature
+        Sample at this temperature; greedy without it.
+    top_k
+        Sample from the K likeliest tokens only.
+    top_p
+        Sample from the likeliest tokens that hold this probability only.
+    seed
+        Of the sampling.
+    """
+    text = read_prompt(prompt, prompt_file)
+    sampling = parse_sampling(temperature, top_k, top_p)
+    if max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
+    loaded, tokenizer = common.load(model, place)
+    stream(loaded, tokenizer, text, max_new_tokens, sampling, seed)
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise ValueError("give one of --prompt TEXT and --prompt-file FILE")
+    if prompt_file is None:
+        return prompt or ""
+    from kvfold.text import read_text
+
+    return read_text(prompt_file)
+
+
+def parse_sampling(
+    temperature: float | None, top_k: int | None, top_p: float | None
+) -> dict[str, Any]:
+    """Arguments of `model.generate`."""
+    if temperature is None:
+        if top_k is not None or top_p is not None:
+            raise ValueError("--top-k and --top-p choose what is sampled; give --temperature too")
+        return {"do_sample": False}
+    if not 0 < temperature < float("inf"):
+        raise ValueError(
+            f"--temperature must be above 0, got {temperature}; leave it out for greedy"
+        )
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"--top-k must be at least 1, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"--top-p must be in (0, 1], got {top_p}")
+    return {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1}
+
+
+def stream(
+    model: Any, tokenizer: Any, text: str, max_new_tokens: int, sampling: dict[str, Any], seed: int
+) -> None:
+    """Print the continuation of `text`. Raises ValueError if it does not fit the model."""
+    import torch
+    from transformers import TextStreamer
+
+    from kvfold.evaluate.perplexity import max_positions
+    from kvfold.text import encode_prompt
+
+    ids = encode_prompt(tokenizer, text)
+    if not ids:
+        raise ValueError("the prompt is empty and the tokenizer has no BOS token; give some text")
+    limit = max_positions(model)
+    if limit is not None and len(ids) + max_new_tokens > limit:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens, which with {max_new_tokens} new ones exceed the"
+            f" model's {limit} positions; shorten it or lower --max-new-tokens"
+        )
+    torch.manual_seed(seed)
+    prompt = torch.tensor([ids], device=model.device)
+    model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.eos_token_id,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **sampling,
+    )

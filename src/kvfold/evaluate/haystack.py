@@ -1,0 +1,184 @@
+"""Contexts for needle-in-a-haystack retrieval: facts hidden in prose, phrased as in RULER."""
+
+import random
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kvfold.text import packaged
+
+INTRO = (
+    "Some special magic numbers are hidden within the following text. "
+    "Make sure to memorize it. I will quiz you about the numbers afterwards.\n"
+)
+FACT = "One of the special magic numbers for {key} is: {value}."
+QUESTION = (
+    "What is the special magic number for {key} mentioned in the provided text? "
+    "The special magic number for {key} mentioned in the provided text is"
+)
+ANSWER = " {value}"
+
+_ABBREVIATIONS = "".join(rf"(?<!\b{word}\.)" for word in ("Mr", "Mrs", "Dr", "St", "Sr", "No"))
+_SENTENCE_GAP = re.compile(rf"(?<=[.!?]){_ABBREVIATIONS}\s+(?=[\"“‘'(]?[A-Z])")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleSample:
+    """One context; `prompt + questions[i]` should be followed by `answers[i]`."""
+
+    prompt: str
+    questions: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
+@lru_cache(maxsize=1)
+def _filler() -> tuple[str, ...]:
+    lines = packaged("filler.txt").splitlines()
+    return tuple(s for line in lines for s in _SENTENCE_GAP.split(line.strip()) if s)
+
+
+def load_filler() -> list[str]:
+    """Sentences of the packaged public-domain prose, in order."""
+    return list(_filler())
+
+
+def load_words() -> tuple[list[str], list[str]]:
+    """The packaged (adjectives, nouns) that name facts."""
+    return packaged("adjectives.txt").split(), packaged("nouns.txt").split()
+
+
+def _draw_facts(num_facts: int, rng: random.Random) -> list[tuple[str, int]]:
+    """`num_facts` pairs (key, value) with distinct keys and distinct five-digit values."""
+    adjectives, nouns = load_words()
+    indices = rng.sample(range(len(adjectives) * len(nouns)), num_facts)
+    keys = [f"{adjectives[i // len(nouns)]} {nouns[i % len(nouns)]}" for i in indices]
+    return list(zip(keys, rng.sample(range(10_000, 100_000), num_facts), strict=True))
+
+
+def _take_sentences(
+    count: Callable[[str], int], filler: Sequence[str], start: int, budget: int
+) -> list[str]:
+    """Consecutive sentences from `start`, wrapping, of at most `budget` tokens; the last is cut."""
+    taken: list[str] = []
+    while budget > 0:
+        sentence = filler[(start + len(taken)) % len(filler)]
+        cost = count(" " + sentence)
+        if cost > budget:
+            cut = _cut(count, sentence, budget)
+            return [*taken, cut] if cut else taken
+        taken.append(sentence)
+        budget -= cost
+    return taken
+
+
+def _cut(count: Callable[[str], int], sentence: str, budget: int) -> str:
+    """The longest run of leading words of `sentence` that takes at most `budget` tokens."""
+    words = sentence.split()
+    low, high = 0, len(words)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if count(" " + " ".join(words[:middle])) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return " ".join(words[:low])
+
+
+def _insert(sentences: Sequence[str], facts: Sequence[str], gaps: Sequence[int]) -> str:
+    """Prompt with `facts[i]` before sentence `gaps[i]`; a gap equal to the length is the end."""
+    placed = dict(zip(gaps, facts, strict=True))
+    pieces: list[str] = []
+    for index in range(len(sentences) + 1):
+        pieces += [placed[index]] if index in placed else []
+        pieces += list(sentences[index : index + 1])
+    return INTRO + " ".join(pieces) + "\n"
+
+
+def _find_start(
+    count: Callable[[str], int],
+    filler: Sequence[str],
+    rng: random.Random,
+    num_sentences: int,
+    budget: int,
+) -> tuple[int, int]:
+    """The first sentence, from a random one on, that begins a run of at most `budget` tokens.
+
+    Returns it with the tokens of that run of `num_sentences`; if none fits, the shortest run.
+    """
+    begin, best = rng.randrange(len(filler)), (0, sys.maxsize)
+    for offset in range(len(filler)):
+        start = (begin + offset) % len(filler)
+        run = [filler[(start + i) % len(filler)] for i in range(num_sentences)]
+        cost = sum(count(" " + sentence) for sentence in run)
+        best = min(best, (start, cost), key=lambda pair: pair[1])
+        if cost <= budget:
+            break
+    return best
+
+
+def _fit_prompt(
+    count: Callable[[str], int],
+    facts: Sequence[str],
+    filler: Sequence[str],
+    rng: random.Random,
+    *,
+    length: int,
+    asked: int,
+) -> str:
+    """The prompt of at most `length - asked` tokens, counted once per sentence and then as a whole.
+
+    Most tokenizers count the whole as the sum of its sentences, and the first pass fits; where
+    they do not, the difference goes into the next pass.
+    """
+    fixed = asked + count(INTRO) + sum(count(" " + fact) for fact in facts) + 1
+    budget = length - fixed
+    start, least = _find_start(count, filler, rng, max(1, len(facts) - 1), budget)
+    if least > budget:
+        raise ValueError(
+            f"length is {length} tokens, but {len(facts)} facts between whole sentences, and a "
+            f"question, need {fixed + least}: ask for that length or for fewer facts"
+        )
+    gap_seed = rng.getrandbits(64)
+    best = ""
+    for _ in range(4):
+        sentences = _take_sentences(count, filler, start, budget)
+        if len(sentences) < len(facts) - 1:
+            break
+        gaps = random.Random(gap_seed).sample(range(len(sentences) + 1), len(facts))
+        prompt = _insert(sentences, facts, gaps)
+        slack = length - asked - count(prompt)
+        best = prompt if slack >= 0 else best
+        if 0 <= slack <= 8:
+            break
+        budget += slack
+    assert best, "the tokenizer counts a text very differently from its sentences"
+    return best
+
+
+def build_sample(
+    count_tokens: Callable[[str], int],
+    *,
+    length: int,
+    num_facts: int,
+    filler: Sequence[str],
+    rng: random.Random,
+) -> NeedleSample:
+    """A context of filler with facts hidden in it, and one question for each fact.
+
+    `count_tokens` gives the tokens of a string (without special tokens); pass a cached one when
+    building many samples. The prompt plus its longest question and answer takes at most `length`
+    tokens and as near that as whole words allow. Raises ValueError if the facts do not fit.
+    """
+    if num_facts < 1:
+        raise ValueError(f"num_facts is {num_facts}; ask for at least 1")
+    if not filler:
+        raise ValueError("filler has no sentences; use load_filler()")
+    pairs = _draw_facts(num_facts, rng)
+    facts = [FACT.format(key=key, value=value) for key, value in pairs]
+    questions = tuple(QUESTION.format(key=key) for key, _ in pairs)
+    answers = tuple(ANSWER.format(value=value) for _, value in pairs)
+    asked = max(count_tokens(q) + count_tokens(a) for q, a in zip(questions, answers, strict=True))
+    prompt = _fit_prompt(count_tokens, facts, filler, rng, length=length, asked=asked)
+    return NeedleSample(prompt=prompt, questions=questions, answers=answers)

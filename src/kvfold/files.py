@@ -1,0 +1,37 @@
+"""Files written whole or not at all."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def check_writable(path: Path) -> None:
+    """Raises ValueError if `path` cannot become a file; to be asked before long work."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; name a file")
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise ValueError(f"cannot write {path}: folder {parent} does not exist; create it first")
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"cannot write {path}: folder {parent} is read-only; name another one")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by a file holding `text`, in one step."""
+    check_writable(path)
+    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.absolute().parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(scratch).chmod(0o644)
+        os.replace(scratch, path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Replace `path` by `data` as JSON. Raises ValueError for a number JSON does not have."""
+    write_text(path, json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n")

@@ -1,0 +1,336 @@
+"""The command line: every command once on a tiny model, and one clear line for every mistake."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers as hf
+
+from kvfold import versions
+from kvfold.cli import main
+from kvfold.loading import load_tokenizer
+
+TINY = {
+    "vocab_size": 4096,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+FEW = ["--max-tokens", "1024"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A random Llama with the reference model's tokenizer, as a checkpoint."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("models") / "plain"
+    hf.LlamaForCausalLM(hf.LlamaConfig(**TINY)).save_pretrained(path)
+    load_tokenizer("reference:gqa").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folded(plain, tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "folded"
+    arguments = ["--recipe", "small", "--keep", "0.5", *FEW, "--output", str(path)]
+    assert main(["compress", str(plain), *arguments]) == 0
+    return path
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("The ship went out to sea, and nobody saw it again. " * 60, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def spoiled(plain, tmp_path):
+    """A copy of the plain checkpoint to damage."""
+    return shutil.copytree(plain, tmp_path / "spoiled")
+
+
+def refused(capsys, *arguments):
+    """The one line on stderr of a command that must end with code 2."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("kvfold: error: ")
+    return lines[0]
+
+
+# -- mistakes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--keep", "0"], r"keep must be in (0, 1]"),
+        (["--keep", "1.5"], r"keep must be in (0, 1]"),
+        (["--keep", "nan"], r"keep must be in (0, 1]"),
+        (["--keep", "half"], "half"),
+        (["--recipe", "tiny"], "unknown recipe 'tiny'; recipes: zack"),
+        (["--align", "0"], "align must be at least 1"),
+        (["--budget", "1%"], "'ppl<=1.01'"),
+        (["--budget", "ppl<=1.01", "--keep", "0.5"], "--keep and --budget exclude"),
+        (["--calib", "nowhere.txt"], "nowhere.txt: no such file"),
+        (["--dtype", "int8"], "int8"),
+        (["--device", "abacus"], "abacus"),
+        (["--kep", "0.5"], "--kep"),
+    ],
+)
+def test_compress_refuses_bad_settings(plain, tmp_path, capsys, arguments, message):
+    output = tmp_path / "out"
+    assert message in refused(capsys, "compress", plain, *FEW, *arguments, "--output", output)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "empty"), (" \n", "empty"), ("too short", "give more text with --calib")],
+)
+def test_compress_refuses_too_little_calibration_text(plain, tmp_path, capsys, content, message):
+    calib = tmp_path / "calib.txt"
+    calib.write_text(content, encoding="utf-8")
+    arguments = ["--calib", calib, "--output", tmp_path / "out"]
+    assert message in refused(capsys, "compress", plain, *arguments)
+    assert list(tmp_path.iterdir()) == [calib]
+
+
+def write_config(path, change):
+    config = json.loads((path / "config.json").read_text())
+    change(config)
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def break_weights(path):
+    model = hf.LlamaForCausalLM.from_pretrained(path)
+    model.model.layers[1].self_attn.k_proj.weight.data[3, 3] = torch.nan
+    model.save_pretrained(path)
+
+
+def cut_weights(path):
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (break_weights, "layers.1.self_attn.k_proj.weight holds NaN"),
+        (cut_weights, "damaged"),
+        (lambda path: (path / "model.safetensors").unlink(), "has no weights"),
+        (lambda path: (path / "config.json").unlink(), "has no config.json"),
+        (lambda path: (path / "config.json").write_text("{"), "cannot load"),
+        (lambda path: write_config(path, lambda c: c.update(model_type="bloom")), "bloom"),
+        (lambda path: write_config(path, lambda c: c.update(model_type="rwkv9")), "rwkv9"),
+        (lambda path: write_config(path, lambda c: c.update(hidden_size=64)), "cannot load"),
+    ],
+    ids=["nan", "cut", "no weights", "no config", "no json", "bloom", "unknown", "other shape"],
+)
+def test_compress_refuses_damaged_and_foreign_models(spoiled, tmp_path, capsys, damage, message):
+    damage(spoiled)
+    output = tmp_path / "out"
+    assert message in refused(capsys, "compress", spoiled, *FEW, "--output", output)
+    assert not output.exists()
+
+
+def quantized(change):
+    return lambda path: write_config(path, lambda c: change(c["quantization_config"]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_weights, "damaged"),
+        (quantized(lambda c: c.update(format=99)), "kvfold format 99"),
+        (quantized(lambda c: c.update(color="red")), "unknown keys"),
+        (quantized(lambda c: c["cache"].pop("layers")), "cache spec is not readable"),
+        (quantized(lambda c: c["cache"]["geometry"].update(head_dim=4)), "do not belong together"),
+    ],
+    ids=["cut", "format", "keys", "spec", "geometry"],
+)
+def test_eval_refuses_damaged_artifacts(folded, tmp_path, capsys, damage, message):
+    path = shutil.copytree(folded, tmp_path / "spoiled")
+    damage(path)
+    target = tmp_path / "out.json"
+    assert message in refused(capsys, "eval", path, "--max-tokens", "256", "--json", target)
+    assert not target.exists()
+
+
+def test_compress_refuses_a_compressed_model_and_an_output_in_use(folded, plain, tmp_path, capsys):
+    assert "compressed already" in refused(
+        capsys, "compress", folded, *FEW, "--output", tmp_path / "out"
+    )
+    (tmp_path / "mine.txt").write_text("precious")
+    assert "not an empty directory" in refused(capsys, "compress", plain, "--output", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "--ctx", "129"], "ctx: 129 tokens exceed the model's 128 positions"),
+        (["eval", "--ctx", "1"], "ctx: 1 is too small"),
+        (["eval", "--chunk", "0"], "chunk must be at least 1"),
+        (["eval", "--max-tokens", "64"], "less than one window of ctx=128"),
+        (["eval", "--needle"], "128 positions"),
+        (["eval", "--json", "no/such/folder/x.json"], "folder"),
+        (["eval", "--tasks", "rows.jsonl"], "rows.jsonl: no such file"),
+        (["compare", "--recipes", "small,big"], "unknown recipe 'big'"),
+        (["compare", "--recipes", ","], "--recipes: ',' is not"),
+        (["compare", "--keep", "0.5,half"], "--keep: '0.5,half' is not"),
+        (["compare", "--keep", "0.5,2"], "keep must be in (0, 1]"),
+        (["inspect", "--recipe", "none"], "unknown recipe 'none'"),
+        (["generate"], "one of --prompt TEXT and --prompt-file FILE"),
+        (["generate", "--prompt", "a", "--top-k", "5"], "give --temperature too"),
+        (["generate", "--prompt", "a", "--temperature", "0"], "--temperature must be above 0"),
+        (["generate", "--prompt", "a", "--max-new-tokens", "999"], "128 positions"),
+    ],
+)
+def test_other_commands_refuse_bad_settings(plain, capsys, arguments, message):
+    command, *options = arguments
+    assert message in refused(capsys, command, plain, *options)
+
+
+def test_eval_names_the_text_that_is_shorter_than_a_window(plain, text, tmp_path, capsys):
+    short = tmp_path / "short.txt"
+    short.write_text("A few words.", encoding="utf-8")
+    line = refused(capsys, "eval", plain, "--text", text, short)
+    assert "short: text: " in line and "ctx=128" in line
+
+
+def test_unknown_names_are_one_line_too(capsys, tmp_path):
+    assert "reference:gqa" in refused(capsys, "inspect", "reference:xyz")
+    assert "does not exist" in refused(capsys, "inspect", tmp_path / "nowhere")
+    assert "explode" in refused(capsys, "explode")
+
+
+def test_an_old_transformers_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(versions, "version", lambda name: "5.9.1")
+    assert "transformers 5.9.1 is too old, kvfold needs 5.17" in refused(capsys, "inspect", "x")
+
+
+def test_an_interrupt_ends_with_130(monkeypatch, capsys, plain):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvfold.loading.load_config", interrupt)
+    assert main(["inspect", str(plain)]) == 130
+
+
+# -- what each command does ---------------------------------------------------------------------
+
+
+def printed(capsys, *arguments):
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def test_compress_says_what_it_saved(plain, tmp_path, capsys):
+    stats, output = tmp_path / "stats.safetensors", tmp_path / "new" / "out"
+    arguments = ["--recipe", "fast", "--keep", "0.25", "--stats", stats, *FEW]
+    out = printed(capsys, "compress", plain, *arguments, "--output", output)
+    assert "fast: 0.2500 of the cache kept" in out and "128 -> 32 bytes per token" in out
+    assert stats.exists() and (output / "tokenizer.json").exists()
+    model = hf.AutoModelForCausalLM.from_pretrained(output)
+    assert model.config.quantization_config.spec.kept_fraction == 0.25
+    again = printed(capsys, "compress", plain, *arguments, "--output", tmp_path / "again")
+    assert "fast: 0.2500" in again
+
+
+def test_a_budget_finds_the_keep(plain, tmp_path, capsys):
+    arguments = ["--budget", "ppl<=1.5", "--align", "1", *FEW, "--output", tmp_path / "out"]
+    out = printed(capsys, "compress", plain, *arguments)
+    assert "1.5 allowed" in out
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    provenance = config["quantization_config"]["provenance"]
+    assert provenance["budget"] == "ppl<=1.5" and 0 < provenance["keep"] < 0.5
+
+
+def test_inspect_shows_geometry_ranks_and_pictures(plain, folded, tmp_path, capsys):
+    out = printed(capsys, "inspect", plain)
+    assert "4 query and 2 KV heads of 8" in out and "128 bytes per token" in out
+    out = printed(capsys, "inspect", folded, "--html", tmp_path / "folded.html")
+    assert "64 bytes per token" in out and "0.5000 kept" in out and "pre" in out
+    assert "keys and values" in (tmp_path / "folded.html").read_text()
+    plan = ["--recipe", "zack", "--keep", "0.25", *FEW, "--html", tmp_path / "plan.html"]
+    out = printed(capsys, "inspect", plain, *plan)
+    assert "post" in out and "32 bytes per token" in out
+    assert "Spectra" in (tmp_path / "plan.html").read_text()
+
+
+def test_eval_writes_every_key(plain, folded, text, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        json.dumps({"prompt": "one two", "answer": "three"})
+        + "\n"
+        + json.dumps({"context": "one", "choices": [" two", " three"], "label": 0})
+    )
+    target = tmp_path / "result.json"
+    options = ["--text", text, "--tasks", rows, "--ctx", 64, "--chunk", 7, "--json", target]
+    out = printed(capsys, "eval", folded, *options)
+    assert "text: perplexity" in out
+    result = json.loads(target.read_text())
+    assert result["kept_fraction"] == 0.5 and result["perplexity"] > 1
+    assert (result["bytes_per_token"], result["baseline_bytes_per_token"]) == (64, 128)
+    assert result["cache_bytes_allocated"] == 64 * 64 * 2  # 64 tokens in float32
+    assert result["exact_match"] == 0 and result["accuracy"] in (0, 1)
+    assert {"perplexity_se", "nll", "tokens", "needle", "texts", "versions"} <= result.keys()
+    printed(capsys, "eval", plain, "--tasks", rows, "--json", target)
+    result = json.loads(target.read_text())
+    assert result["kept_fraction"] == 1.0 and result["perplexity"] is None
+
+
+def test_eval_without_inputs_reads_a_packaged_text(folded, capsys):
+    assert "packaged: perplexity" in printed(capsys, "eval", folded, "--max-tokens", 512)
+
+
+def test_compare_pairs_recipes_on_the_same_text(plain, text, tmp_path, capsys):
+    target, html = tmp_path / "rows.json", tmp_path / "rows.html"
+    options = ["--recipes", "zack,zdc,small", "--keep", ".5,.25", "--text", text, "--align", 1]
+    options += ["--calib-tokens", 2048]
+    out = printed(capsys, "compare", plain, *options, "--json", target, "--html", html)
+    assert "original" in out and "small" in out
+    result = json.loads(target.read_text())
+    names = [(row["recipe"], row["keep"]) for row in result["rows"]]
+    pairs = [(recipe, keep) for recipe in ("zack", "zdc", "small") for keep in (0.5, 0.25)]
+    assert names == [("original", 1.0), *pairs]
+    assert all(row["kept_fraction"] <= row["keep"] for row in result["rows"])
+    assert "zdc" in html.read_text() and result["settings"]["ctx"] == 128
+
+
+def test_an_interrupted_comparison_keeps_its_rows(plain, text, tmp_path, capsys, monkeypatch):
+    from kvfold.api import Job
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Job, "plan", interrupt)
+    target = tmp_path / "rows.json"
+    options = ["--recipes", "lorc", "--keep", ".5", "--text", str(text), "--json", str(target)]
+    assert main(["compare", str(plain), *options]) == 130
+    assert [row["recipe"] for row in json.loads(target.read_text())["rows"]] == ["original"]
+    assert "original" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "sampling", [[], ["--temperature", "0.8", "--top-k", "20", "--top-p", "0.9"]]
+)
+def test_generate_streams_the_same_text_for_a_seed(folded, tmp_path, capsys, sampling):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("The ship")
+    options = ["--max-new-tokens", "8", "--seed", "3", *sampling]
+    one = printed(capsys, "generate", folded, "--prompt", "The ship", *options)
+    assert one.strip() and one == printed(
+        capsys, "generate", folded, "--prompt-file", prompt, *options
+    )
