@@ -21,12 +21,14 @@ from transformers.masking_utils import eager_mask
 from kvfold.compress.reduce import reduced_rows
 from kvfold.compress.statistics import Moment, Statistics, fingerprint
 from kvfold.models.adapter import Family
-from kvfold.ops.attention import Tables, rotate
+from kvfold.ops.attention import Tables, attention, rotate
 from kvfold.spec import Geometry
 
 Progress = Callable[[int, int], None]
 GRADIENTS = {"grad_key_pre", "grad_kv", "grad_out", "fisher", "query_felt"}
+READ_WEIGHTS = {"key_seen", "query_back", "out"}  # needs attention probabilities themselves
 _ATTENTION = "kvfold_calibration"
+_FELT_STRIDE = 2  # every 2nd query position is enough to see how much the loss feels its scores
 _OUT_STRIDE = 4  # every 4th query position is enough for `out`, whose values are Hk times wider
 
 
@@ -251,15 +253,12 @@ class Recorder:
         if key.requires_grad and self.needs & GRADIENTS:
             key, value = _Tap.apply(lambda *g: self._saw_gradients(index, *seen, *g), key, value)
         grouped = query.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
-        scores = torch.einsum("bhgtd,bhsd->bhgts", grouped, key).float() * g.scaling
-        if attention_mask is not None:
-            scores = scores + attention_mask[:, :, None]
-        weights = scores.softmax(-1)
-        out = torch.einsum("bhgts,bhsd->bhgtd", weights.to(value.dtype), value)
+        out, _ = attention(query, key, value, attention_mask, g.scaling)
+        out = out.unflatten(1, grouped.shape[1:3])
         over_all = None
         if not self.recomputing:
             with torch.no_grad():
-                over_all = self._saw(index, grouped[0], key[0], value[0], weights[0], out[0])
+                over_all = self._saw(index, grouped[0], key[0], value[0], attention_mask, out[0])
         if out.requires_grad and "grad_out" in self.needs:
             own, read = out.detach()[0], (grouped.detach()[0], *seen, attention_mask)
 
@@ -271,14 +270,15 @@ class Recorder:
         return out.flatten(1, 2).transpose(1, 2).contiguous(), None
 
     def _saw(
-        self, index: int, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, out: Tensor
+        self, index: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor
     ) -> Tensor | None:
-        """q, out [Hk, G, T, d], k, v [Hk, T, d], weights [Hk, G, T, T].
+        """q, out [Hk, G, T, d], k, v [Hk, T, d], mask [1, 1, T, T].
 
         Returns attention outputs over all heads' values [Hk, G, T / stride, K], if needed.
         """
         needs, add = self.needs, self.statistics.add
         before = self._unrotate(k)
+        weights = self._weights(q, k, mask) if needs & READ_WEIGHTS else k
         if needs & {"key_pre", "kv"}:
             if "key_pre" in needs:
                 add(index, "key_pre", _flat(before))
@@ -304,6 +304,11 @@ class Recorder:
         over_all = weights[:, :, ::_OUT_STRIDE].to(v.dtype) @ _flat(v)
         add(index, "out", over_all.flatten(0, 2))
         return over_all
+
+    def _weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention probabilities [Hk, G, T, T] of q [Hk, G, T, d] over k [Hk, T, d], fp32."""
+        scores = torch.einsum("hgtd,hsd->hgts", q, k).float() * self.geometry.scaling
+        return (scores if mask is None else scores + mask[0]).softmax(-1)
 
     def _saw_gradients(
         self, index: int, k: Tensor, v: Tensor, grad_key: Tensor, grad_value: Tensor
@@ -367,15 +372,14 @@ class Recorder:
         """
         if "query_felt" not in self.needs:
             return
-        scale = self.geometry.scaling
-        scores = torch.einsum("hgtd,hsd->hgts", q, k).float() * scale
-        weights = (scores if mask is None else scores + mask[0]).softmax(-1)
+        q, out, gradient = (x[:, :, ::_FELT_STRIDE] for x in (q, out, gradient))
+        weights = self._weights(q, k, None if mask is None else mask[:, :, ::_FELT_STRIDE])
         moved = torch.einsum("hgtd,hsd->hgts", gradient, v) - (gradient * out).sum(-1, keepdim=True)
-        felt = (weights * moved.float().square()).sum(-1) * scale**2
+        felt = (weights * moved.float().square()).sum(-1) * self.geometry.scaling**2
         received = torch.einsum("hgt,hgts->hs", felt, weights)
         self.statistics.add(index, "key_felt", k, received)
         x = (q * felt.sqrt()[..., None]).flatten(1, 2).double()
-        tokens = torch.full(k.shape[:1], k.shape[1], dtype=x.dtype, device=k.device)
+        tokens = torch.full(k.shape[:1], q.shape[2], dtype=x.dtype, device=k.device)
         moment = Moment(second=x.mT @ x, first=x.sum(1), weight=tokens)
         self.statistics.accumulate(index, "query_felt", moment)
 
