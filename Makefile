@@ -3,13 +3,22 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-oldest check bench clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold demo --output report.html
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+# The oldest transformers that is supported, laid over the same environment.
+test-oldest: $(STAMP) .venv/oldest
+	PYTHONPATH=.venv/oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto \
+		tests/test_fold.py tests/test_artifact.py tests/test_calibrate.py tests/test_evaluate.py
+
+.venv/oldest: $(STAMP)
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --target $@ 'transformers==5.17.0'
 
 check: $(STAMP)
 	$(BIN)/ruff check .

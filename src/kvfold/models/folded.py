@@ -5,6 +5,7 @@ R row width, n latents of one side, r their largest rank. Maps are kept as stack
 zeros, so that heads of different ranks run in one batched product; rows are never padded.
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +44,11 @@ class FoldedAttention(nn.Module):
     def _build_maps(self) -> None:
         g, spec = self.geometry, self.spec
         width = g.num_query_heads * g.head_dim
-        self.q_proj = nn.Linear(g.hidden_size, self._query_width())
+        self.q_proj = _linear(g.hidden_size, self._query_width())
         if self.keys_online:
-            self.k_proj = nn.Linear(g.hidden_size, g.kv_width)
+            self.k_proj = _linear(g.hidden_size, g.kv_width)
         if down := sum(latent.rank for latent in self.linear_latents):
-            self.down_proj = nn.Linear(g.hidden_size, down)
+            self.down_proj = _linear(g.hidden_size, down)
         if spec.keys in ("post", "pre") or not (spec.keys == "plain" or self.query_folded):
             self.key_up = nn.Parameter(self._stack(spec.key_latents))
         if self.keys_online and spec.keys != "plain":
@@ -58,7 +59,7 @@ class FoldedAttention(nn.Module):
         if spec.values == "rebuilt":
             self.value_up = nn.Parameter(self._stack(spec.value_latents))
         fused = spec.values == "fused"
-        self.o_proj = nn.Linear(self._fused_width() if fused else width, g.hidden_size)
+        self.o_proj = _linear(self._fused_width() if fused else width, g.hidden_size)
         self._build_indices()
 
     def _stack(self, latents: tuple[Latent, ...]) -> Tensor:
@@ -247,6 +248,14 @@ class Columns:
     def per_head(self, stack: Tensor, head_dim: int) -> Tensor:
         """A stack [n, heads * d, r] as one map per KV head [Hk, d, r]."""
         return stack.unflatten(1, (-1, head_dim)).flatten(0, 1)
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    """A linear layer without random numbers: folding or loading fills it."""
+    device = torch.get_default_device()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a side that keeps nothing has no outputs, by design
+        return nn.utils.skip_init(nn.Linear, inputs, outputs, device=device)
 
 
 def _apply(z: Tensor, stack: Tensor) -> Tensor:

@@ -1,0 +1,65 @@
+"""Layers point one way, and what ships is what was promised."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvfold
+
+SOURCE = Path(kvfold.__file__).parent
+LAYERS = {
+    "spec": set(),
+    "ops": set(),
+    "config": set(),
+    "text": set(),
+    "models": {"spec", "ops"},
+    "compress": {"spec", "ops", "models", "config"},
+    "recipes": {"config"},
+    "artifact": {"spec", "models"},
+    "loading": {"artifact", "models"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level kvfold modules that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [
+                f"{node.module}.{a.name}" if node.module == "kvfold" else node.module
+                for a in node.names
+            ]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("kvfold.")}
+    return found
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_point_one_way(layer: str) -> None:
+    single = SOURCE / f"{layer}.py"
+    files = [single] if single.exists() else list((SOURCE / layer).rglob("*.py"))
+    assert files
+    for file in files:
+        assert imported(file) <= LAYERS[layer] | {layer}, file
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mha"])
+def test_reference_models(kind: str) -> None:
+    folder = SOURCE / "models" / "reference" / kind
+    assert sum(f.stat().st_size for f in folder.iterdir()) <= 16e6
+    assert (folder / "model_card.md").exists()
+    model = kvfold.reference(kind)
+    assert model.config.max_position_embeddings == 4096
+    assert next(model.parameters()).dtype is torch.float32
+
+
+def test_packaged_calibration_text_is_long_enough() -> None:
+    """ZACK §6.6: at least 16K tokens."""
+    from kvfold.loading import load_tokenizer
+    from kvfold.text import encode, packaged
+
+    assert len(encode(load_tokenizer("reference:gqa"), packaged("calibration.txt"))) >= 65536

@@ -1,0 +1,131 @@
+"""Statistics against brute force, and an artifact that is reused only where it fits."""
+
+import pytest
+import torch
+
+from kvfold import recipes
+from kvfold.api import Job
+from kvfold.compress import build
+from kvfold.compress.calibrate import artifact_key, calibrate
+from kvfold.compress.statistics import QUANTITIES, Statistics
+from kvfold.models.families import family_of
+from kvfold.ops.attention import rotate
+from models import tiny, tokens
+
+WINDOWS = tokens(4, 32)
+
+
+def measured(name: str, needs: set[str], seed: int = 0):
+    model = tiny(name)
+    family = family_of(model.config)
+    topics = torch.arange(4) // 2
+    return model, calibrate(model, family, WINDOWS, needs, topics=topics, seed=seed)
+
+
+def hidden_inputs(model, layer: int):
+    """What layer `layer`'s attention reads, for every window [N, T, D]."""
+    kept = []
+    attention = model.model.layers[layer].self_attn
+    hook = attention.register_forward_pre_hook(
+        lambda _, args, kwargs: kept.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        for window in WINDOWS:
+            model(window[None])
+    hook.remove()
+    return torch.cat(kept)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "llama3-scaling"])
+def test_key_and_value_moments(name: str) -> None:
+    model, statistics = measured(name, {"key_pre", "value", "key_post"})
+    attention, x = model.model.layers[1].self_attn, hidden_inputs(model, 1)
+    keys, values = attention.k_proj(x), attention.v_proj(x)
+    for quantity, numbers in (("key_pre", keys), ("value", values)):
+        flat = numbers.flatten(0, 1).double()
+        moment = statistics[1, quantity]
+        assert torch.allclose(moment.raw(), flat.mT @ flat / len(flat), atol=1e-5)
+        assert torch.allclose(moment.mean(), flat.mean(0), atol=1e-5)
+        assert torch.allclose(moment.covariance(), torch.cov(flat.mT, correction=0), atol=1e-5)
+    cos, sin = model.model.rotary_emb(x, torch.arange(32)[None])
+    heads = rotate(keys.unflatten(-1, (2, -1)), cos[:, :, None], sin[:, :, None])
+    flat = heads.transpose(1, 2)[:, 1].flatten(0, 1).double()
+    assert torch.allclose(statistics[1, "key_post"].raw()[1], flat.mT @ flat / len(flat), atol=1e-5)
+
+
+def test_gradients_are_those_of_the_sampled_loss() -> None:
+    """One window: the last layer's value gradient against autograd on the same labels."""
+    model = tiny("llama-gqa")
+    family, window = family_of(model.config), WINDOWS[:1]
+    statistics = calibrate(model, family, window, {"grad_kv", "kv", "kv_felt"}, seed=3)
+    attention = model.model.layers[1].self_attn
+    kept = {}
+    hooks = [
+        attention.v_proj.register_forward_hook(lambda _, __, out: kept.update(v=out)),
+        attention.k_proj.register_forward_hook(lambda _, __, out: kept.update(k=out)),
+    ]
+    model.requires_grad_(True)
+    out = model(window).logits.float()[0]
+    drawn = torch.multinomial(out.softmax(-1), 1, generator=torch.Generator().manual_seed(3))
+    loss = torch.nn.functional.cross_entropy(out, drawn[:, 0], reduction="sum")
+    grads = torch.autograd.grad(loss, (kept["k"], kept["v"]))
+    for hook in hooks:
+        hook.remove()
+    flat = torch.cat(grads, -1)[0].double()
+    want = flat.mT @ flat / len(flat)
+    got = statistics[1, "grad_kv"].raw()
+    assert torch.allclose(got, want, atol=1e-4 * want.abs().max())
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "opt", "gpt-neox", "mistral-sliding", "qwen3"])
+def test_every_quantity_is_collected_and_the_model_left_alone(name: str) -> None:
+    model = tiny(name)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    want = model(WINDOWS[:1]).logits
+    family = family_of(model.config)
+    topics = torch.zeros(4, dtype=torch.long)
+    statistics = calibrate(model, family, WINDOWS, set(QUANTITIES), topics=topics)
+    for layer in range(2):
+        for quantity in QUANTITIES:
+            assert torch.isfinite(statistics[layer, quantity].second).all()
+    assert torch.equal(model(WINDOWS[:1]).logits, want)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_seeds_decide() -> None:
+    _, first = measured("llama-gqa", {"grad_out"})
+    _, same = measured("llama-gqa", {"grad_out"})
+    _, other = measured("llama-gqa", {"grad_out"}, seed=1)
+    assert torch.equal(first[0, "grad_out"].second, same[0, "grad_out"].second)
+    assert not torch.equal(first[0, "grad_out"].second, other[0, "grad_out"].second)
+
+
+def test_artifact_round_trip_and_refusal(tmp_path) -> None:
+    model, statistics = measured("llama-gqa", {"key_pre"})
+    path = tmp_path / "stats.safetensors"
+    statistics.save(path)
+    loaded = Statistics.load(path, artifact_key(model, WINDOWS))
+    assert torch.equal(loaded[1, "key_pre"].second, statistics[1, "key_pre"].second)
+    with pytest.raises(ValueError, match="text"):
+        Statistics.load(path, artifact_key(model, tokens(4, 32, seed=9)))
+    with pytest.raises(ValueError, match="model"):
+        Statistics.load(path, artifact_key(tiny("llama-gqa", seed=1), WINDOWS))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="not a readable"):
+        Statistics.load(path, artifact_key(model, WINDOWS))
+    with pytest.raises(ValueError, match="calibrate again"):
+        loaded[0, "grad_kv"]
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("recipe", ["fast", "lean", "small"])
+def test_our_bases_work_with_and_without_gradients(recipe: str, gradients: bool) -> None:
+    from dataclasses import replace
+
+    model = tiny("llama-gqa")
+    job = Job(model, replace(recipes.get(recipe), gradients=gradients), None)
+    job.prepare(calibrate(model, job.family, WINDOWS, build.needs(job.recipe)))
+    spec = job.plan(0.5, 1)
+    assert 0.49 < spec.kept_fraction <= 0.5

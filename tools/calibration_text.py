@@ -1,0 +1,117 @@
+"""Does it matter which text a basis is measured on? (ZACK §4.3 Tables 4-5, §6.6 Fig. 18)
+
+For every pair of heads' rotation R from the packaged text and from another text: epsilon, the mean
+absolute element of R, and delta, the mean absolute difference of elements (columns' signs aligned,
+since singular vectors have none). Then the loss on held-out text with either calibration.
+
+    python tools/calibration_text.py --text wiki=wiki.txt --text book=book.txt \\
+        --heldout heldout.txt --json benchmarks/results/calibration-text.json
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold import recipes
+from kvfold.api import Job, calibration_windows
+from kvfold.commands.common import versions
+from kvfold.compress import build
+from kvfold.compress.calibrate import calibrate
+from kvfold.compress.statistics import Statistics
+from kvfold.evaluate.perplexity import paired_difference, perplexity
+from kvfold.evaluate.run import folded_copy, restricted
+from kvfold.files import write_json
+from kvfold.loading import load, load_tokenizer
+from kvfold.text import read_text, running, windows
+
+LOSS_RECIPES, LOSS_KEEPS = ("zack", "small"), (0.5, 0.25)
+TOKENS = (2048, 4096, 8192, 16384, 32768)
+
+
+def statistics_of(model: Any, tokenizer: Any, calib: Sequence[str] | None, tokens: int) -> Any:
+    """Statistics for every recipe that is compared, from one text."""
+    jobs = {name: Job(model, recipes.get(name), tokenizer) for name in LOSS_RECIPES}
+    needs = set().union(*(build.needs(job.recipe) for job in jobs.values()))
+    rows, topics = calibration_windows(
+        tokenizer, model.config, list(calib) if calib else None, tokens
+    )
+    family = next(iter(jobs.values())).family
+    return calibrate(model, family, rows, needs, topics=topics), jobs
+
+
+def rotations(job: Job, statistics: Statistics) -> dict[str, list[Tensor]]:
+    """ZACK's R of every layer and head: `qk` and `vw`, each [d, d]."""
+    job.prepare(restricted(statistics, build.needs(job.recipe)))
+    found: dict[str, list[Tensor]] = {"qk": [], "vw": []}
+    for layer in job.layers:
+        for prospect in layer:
+            found["qk" if prospect.side == "k" else "vw"].append(prospect.basis.down)
+    return found
+
+
+def difference(ours: list[Tensor], theirs: list[Tensor]) -> dict[str, float]:
+    """epsilon, delta and their ratio over all heads."""
+    epsilon = torch.stack([r.abs().mean() for r in theirs]).mean()
+    deltas = []
+    for a, b in zip(ours, theirs, strict=True):
+        signs = (a * b).sum(0).sign()
+        deltas.append((a - b * signs).abs().mean())
+    delta = torch.stack(deltas).mean()
+    return {"epsilon": float(epsilon), "delta": float(delta), "ratio": float(delta / epsilon)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="reference:gqa")
+    parser.add_argument("--text", action="append", required=True, metavar="NAME=FILE")
+    parser.add_argument("--heldout", required=True, metavar="FILE")
+    parser.add_argument("--json", required=True, metavar="FILE")
+    parser.add_argument("--windows", type=int, default=24)
+    arguments = parser.parse_args()
+    model, tokenizer = load(arguments.model), load_tokenizer(arguments.model)
+    model = model.float()
+    ids = windows(tokenizer, running(read_text(arguments.heldout)), 1024, 1024 * arguments.windows)
+    original = perplexity(model, ids, batch=4)
+    texts = {"packaged": None, **{n: [f] for n, f in (t.split("=", 1) for t in arguments.text)}}
+    measured: dict[str, dict[int, dict[str, list[Tensor]]]] = {}
+    losses = []
+    for name, files in texts.items():
+        measured[name] = {}
+        for tokens in TOKENS if name == "packaged" else TOKENS[-1:]:
+            statistics, jobs = statistics_of(model, tokenizer, files, tokens)
+            measured[name][tokens] = rotations(jobs["zack"], statistics)
+            if tokens != TOKENS[-1]:
+                continue
+            for recipe, job in jobs.items():
+                job.prepare(restricted(statistics, build.needs(job.recipe)))
+                for keep in LOSS_KEEPS:
+                    result = perplexity(folded_copy(job, job.plan(keep, 1)), ids, batch=4)
+                    loss, error = paired_difference(result, original)
+                    row = {"text": name, "recipe": recipe, "keep": keep, "loss": loss, "se": error}
+                    losses.append(row)
+                    print(row, flush=True)
+    pairs = [
+        {"text": name, "tokens": tokens, "pair": pair, **difference(ours[pair], theirs[pair])}
+        for name in texts
+        if name != "packaged"
+        for tokens, ours in measured["packaged"].items()
+        for theirs in [measured[name][TOKENS[-1]]]
+        for pair in ("qk", "vw")
+    ]
+    for pair in pairs:
+        print(pair)
+    report = {
+        "model": arguments.model,
+        "versions": versions(model.device),
+        "rotations": pairs,
+        "loss": losses,
+    }
+    write_json(Path(arguments.json), report)
+
+
+if __name__ == "__main__":
+    main()
