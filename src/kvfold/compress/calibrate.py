@@ -253,7 +253,7 @@ class Recorder:
         if key.requires_grad and self.needs & GRADIENTS:
             key, value = _Tap.apply(lambda *g: self._saw_gradients(index, *seen, *g), key, value)
         grouped = query.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
-        out, _ = attention(query, key, value, attention_mask, g.scaling)
+        out = attention(query, key, value, attention_mask, g.scaling)[0]
         out = out.unflatten(1, grouped.shape[1:3])
         over_all = None
         if not self.recomputing:

@@ -1,0 +1,32 @@
+"""Markdown table of a `kvfold compare --json` file: loss increase by recipe, size and text.
+
+python tools/quality_table.py benchmarks/results/quality-gqa.json
+"""
+
+import json
+import sys
+from pathlib import Path
+
+
+def cell(row: dict, text: str) -> str:
+    mean, error = row["delta_nll"][text]
+    return f"{mean:.4f} ± {error:.4f}"
+
+
+def main(path: str) -> None:
+    report = json.loads(Path(path).read_text(encoding="utf-8"))
+    original, *rows = report["rows"]
+    texts = list(original["perplexity"])
+    keeps = sorted({row["keep"] for row in rows}, reverse=True)
+    found = {(row["recipe"], row["keep"]): row for row in rows}
+    for text in texts:
+        print(f"\n{text}, original perplexity {original['perplexity'][text]:.2f}:\n")
+        print("| recipe | " + " | ".join(f"{keep:g}" for keep in keeps) + " |")
+        print("|---|" + "---|" * len(keeps))
+        for recipe in dict.fromkeys(row["recipe"] for row in rows):
+            cells = [cell(found[recipe, keep], text) for keep in keeps if (recipe, keep) in found]
+            print(f"| `{recipe}` | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
