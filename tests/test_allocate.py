@@ -37,7 +37,7 @@ def classes(found: list[Candidate], ranks: list[int], layer: int) -> int:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     heads=st.sampled_from([1, 2, 8]),
     width=st.sampled_from([16, 24, 20]),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import kvfold.artifact  # noqa: F401  (registers the checkpoint format with transformers)
@@ -40,14 +41,10 @@ def load(
     try:
         path = resolve(str(name))
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {name!r} are damaged: {_first_line(error)}") from error
     except (OSError, KeyError, RuntimeError, json.JSONDecodeError) as error:
         raise ValueError(f"cannot load a model from {name!r}: {_first_line(error)}") from error
-    except Exception as error:
-        if type(error).__module__.startswith("safetensors"):
-            raise ValueError(
-                f"the weights in {name!r} are damaged: {_first_line(error)}"
-            ) from error
-        raise
     return model.eval().to(device or default_device())
 
 

@@ -108,7 +108,7 @@ def allocate(candidates: Sequence[Candidate], method: str, budget: int, align: i
             f"the budget of {budget} numbers a token leaves some layer with nothing; raise keep, or"
             f" lower align from {align} (one step of every latent takes {needed})"
         )
-    return _limit_classes(candidates, steps, ranks, budget)
+    return _limit_classes(candidates, steps, ranks, budget, align)
 
 
 Step = tuple[float, int]  # (priority, numbers it costs)
@@ -150,18 +150,30 @@ def _fill(steps: list[list[Step]], budget: int) -> list[int]:
 
 
 def _limit_classes(
-    candidates: Sequence[Candidate], steps: list[list[Step]], ranks: list[int], budget: int
+    candidates: Sequence[Candidate],
+    steps: list[list[Step]],
+    ranks: list[int],
+    budget: int,
+    align: int,
 ) -> list[int]:
     """At most MAX_CLASSES width classes a layer, at the least predicted cost, budget kept."""
-    crowded = False
-    for layer in sorted({c.layer for c in candidates}):
-        members = [i for i, c in enumerate(candidates) if c.layer == layer]
-        while _classes(candidates, members, ranks) > MAX_CLASSES or (
-            crowded and _classes(candidates, members, ranks) > _BULK_CLASSES
-        ):
-            crowded = True
+    layers = {
+        layer: [i for i, c in enumerate(candidates) if c.layer == layer]
+        for layer in sorted({c.layer for c in candidates})
+    }
+    if all(_classes(candidates, own, ranks) <= MAX_CLASSES for own in layers.values()):
+        return ranks
+    for members in layers.values():
+        while _classes(candidates, members, ranks) > _BULK_CLASSES:
             _merge(candidates, steps, members, ranks)
-    return _spend(candidates, steps, ranks, budget) if crowded else ranks
+    left = _spend(candidates, steps, layers, ranks, budget - sum(ranks))
+    for members in layers.values():
+        if left < align:
+            break
+        while _classes(candidates, members, ranks) > _BULK_CLASSES:
+            _merge(candidates, steps, members, ranks)
+        left = _top_up(candidates, steps, members, ranks, budget - sum(ranks))
+    return ranks
 
 
 def _by_head(candidates: Sequence[Candidate], members: list[int]) -> dict[int, list[int]]:
@@ -212,13 +224,14 @@ def _dropped(steps: list[Step], low: int, high: int) -> float:
 
 
 def _spend(
-    candidates: Sequence[Candidate], steps: list[list[Step]], ranks: list[int], budget: int
-) -> list[int]:
-    """Give freed numbers to the best steps that keep every layer within MAX_CLASSES."""
-    layers = {c.layer: [] for c in candidates}  # type: dict[int, list[int]]
-    for i, c in enumerate(candidates):
-        layers[c.layer].append(i)
-    left = budget - sum(ranks)
+    candidates: Sequence[Candidate],
+    steps: list[list[Step]],
+    layers: dict[int, list[int]],
+    ranks: list[int],
+    left: int,
+) -> int:
+    """Give freed numbers to the best steps that keep every layer within MAX_CLASSES; what is left
+    when no single step does."""
     while True:
         options = sorted(
             ((step, i) for i in range(len(ranks)) if (step := _next(steps[i], ranks[i]))),
@@ -233,7 +246,39 @@ def _spend(
                 break
             ranks[i] -= cost
         else:
-            return ranks
+            return left
+
+
+def _top_up(
+    candidates: Sequence[Candidate],
+    steps: list[list[Step]],
+    members: list[int],
+    ranks: list[int],
+    left: int,
+) -> int:
+    """Spend `left` in one layer of at most _BULK_CLASSES: raise one class's heads one by one, so
+    that a single transitional class exists at any time. Stops short of one step, or at the top."""
+    while True:
+        heads = _by_head(candidates, members)
+        moves: dict[tuple[tuple[int, ...], int], set[int]] = {}
+        for own in heads.values():
+            for side, i in enumerate(own):
+                if _next(steps[i], ranks[i]):
+                    moves.setdefault((tuple(ranks[j] for j in own), side), set()).add(i)
+        if not moves:
+            return left
+        best = max(moves.values(), key=lambda own: max(_priority(steps[i], ranks[i]) for i in own))
+        for i in sorted(best, key=lambda i: -_priority(steps[i], ranks[i])):
+            step = _next(steps[i], ranks[i])
+            if step is None or step[1] > left:
+                return left
+            ranks[i] += step[1]
+            left -= step[1]
+
+
+def _priority(steps: list[Step], rank: int) -> float:
+    step = _next(steps, rank)
+    return -float("inf") if step is None else step[0]
 
 
 def _next(steps: list[Step], rank: int) -> Step | None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvfold.compress.basis import Basis, orthonormal, weight_svd, weighted, whitened_svd
-from kvfold.compress.calibrate import Support
 from kvfold.compress.statistics import Moment, Statistics
+from kvfold.compress.support import Support
 from kvfold.config import Recipe
 from kvfold.models.adapter import Projections
 from kvfold.spec import Geometry, KeyKind, Side

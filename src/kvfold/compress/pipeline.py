@@ -8,9 +8,9 @@ import torch
 
 from kvfold.compress import allocate, build
 from kvfold.compress.basis import Basis
-from kvfold.compress.calibrate import support
 from kvfold.compress.fold import fold_model, value_kind
 from kvfold.compress.statistics import Statistics
+from kvfold.compress.support import support
 from kvfold.config import Recipe
 from kvfold.models.adapter import Family
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, plain_layer

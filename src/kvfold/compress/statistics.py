@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor
 
@@ -129,7 +130,7 @@ class Statistics:
             with safe_open(path, "pt") as file:
                 found = json.loads((file.metadata() or {}).get("kvfold", "null"))
             tensors = load_file(path)
-        except Exception as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise ValueError(f"{path} is not a readable calibration artifact: {error}") from error
         wanted = {**key, "schema": SCHEMA}
         if found != wanted:

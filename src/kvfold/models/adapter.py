@@ -3,6 +3,7 @@
 Shapes: B batch, T new tokens, S cached tokens, D width, Hq / Hk query / KV heads, d head dim.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -110,7 +111,7 @@ class HFAttention(FoldedAttention):
         return (slots - padding).clamp(min=0)
 
 
-class Family:
+class Family(ABC):
     """What differs between model families. Subclasses fill in the class variables and methods."""
 
     model_types: ClassVar[tuple[str, ...]]
@@ -143,8 +144,9 @@ class Family:
         return model.model.rotary_emb
 
     @classmethod
+    @abstractmethod
     def projections(cls, attention: Any, geometry: Geometry) -> Projections:
-        raise NotImplementedError
+        """fp64 copies of a layer's q, k, v and o weights."""
 
     @classmethod
     def norms(cls, attention: Any) -> dict[str, Tensor]:
