@@ -92,16 +92,6 @@ class LayerSpec:
             groups = [group for group in groups if group not in touched] + [merged]
         return tuple(sorted(tuple(sorted(group)) for group in groups))
 
-    def width_classes(self) -> int:
-        """Distinct (key rank, value rank) pairs over the layer's KV heads."""
-        ranks: dict[int, list[int]] = {}
-        for latent in self.latents:
-            for head in latent.heads:
-                ranks.setdefault(head, [0, 0])
-                for side, name in enumerate("kv"):
-                    ranks[head][side] += latent.rank if name in latent.side else 0
-        return len({tuple(pair) for pair in ranks.values()})
-
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:

@@ -7,13 +7,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from kvfold import __version__
-from kvfold.commands.options import Place, Windows
+from kvfold.commands.options import Calibration, Place, Windows
 from kvfold.files import check_writable
+
+if TYPE_CHECKING:
+    from kvfold.api import Job
 
 Progress = Callable[[str, int, int], None]
 DEFAULT_CTX = 1024
@@ -161,3 +164,20 @@ def commit() -> str | None:
     except OSError:
         return None
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "") or None
+
+
+def job(model: str, recipe: str, calibration: Calibration, place: Place) -> "Job":
+    """A recipe on a loaded model, with its calibration settings; bases are not built yet."""
+    from kvfold import recipes
+    from kvfold.api import Job
+
+    settings = recipes.get(recipe)
+    loaded, tokenizer = load(model, place)
+    return Job(
+        loaded,
+        settings,
+        tokenizer,
+        calib=list(calibration.calib) or None,
+        max_tokens=calibration.max_tokens,
+        seed=calibration.seed,
+    )

@@ -52,22 +52,12 @@ def compress(
         New directory, written whole or not at all.
     """
     target = parse_target(keep, budget)
-    from kvfold import recipes
-    from kvfold.api import Job, check_output
+    from kvfold.api import check_output
     from kvfold.compress.pipeline import check_keep
 
     check_keep(target.keep)
     check_output(output)
-    settings = recipes.get(recipe)
-    loaded, tokenizer = common.load(model, place)
-    job = Job(
-        loaded,
-        settings,
-        tokenizer,
-        calib=list(calibration.calib) or None,
-        max_tokens=calibration.max_tokens,
-        seed=calibration.seed,
-    )
+    job = common.job(model, recipe, calibration, place)
     begin = time.perf_counter()
     with common.progress() as progress:
         job.prepare(calibration.stats, progress)
@@ -75,7 +65,7 @@ def compress(
     spec = job.plan(found, align)
     job.fold(spec, {"model": model, "keep": found, "budget": budget, "align": align})
     seconds = time.perf_counter() - begin
-    store(loaded, tokenizer, model, place, output)
+    store(job.model, job.tokenizer, model, place, output)
     print(summary(job, spec, found, seconds))
     if ratio is not None:
         print(f"perplexity ratio {ratio:.4f} on held-out text, {target.limit:g} allowed")

@@ -72,21 +72,10 @@ def inspect(
 
 def prepared(model: str, recipe: str, keep: float, calibration: Calibration, place: Place) -> "Job":
     """A job with bases, on the loaded model."""
-    from kvfold import recipes
-    from kvfold.api import Job
     from kvfold.compress.pipeline import check_keep
 
     check_keep(keep)
-    settings = recipes.get(recipe)
-    loaded, tokenizer = common.load(model, place)
-    job = Job(
-        loaded,
-        settings,
-        tokenizer,
-        calib=list(calibration.calib) or None,
-        max_tokens=calibration.max_tokens,
-        seed=calibration.seed,
-    )
+    job = common.job(model, recipe, calibration, place)
     with common.progress() as progress:
         job.prepare(calibration.stats, progress)
     return job
