@@ -1,0 +1,1 @@
+"""The paged cache: layout, bits, pool and eviction."""

@@ -1,0 +1,226 @@
+"""Where every number of a token lives: segments of a row, rows of a page, bytes of both.
+
+A *group* is a set of KV heads of one layer that share stored numbers; it owns pages and is evicted
+as one. A *row* is what one token stores for one group; a *page* holds `page` rows of one group of
+one sequence:
+
+    [codes of segment 0][codes of segment 1]..[scales][positions][metrics]   each block 16-B aligned
+
+A *segment* is consecutive numbers of one latent that share bits and, where quantised, one fp16
+scale (and zero) a token. Sizes are bytes unless a name says bits.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side, plain_layer
+
+UNIT = 64  # page offsets count units of this many bytes
+BLOCK = 16  # every block of a page begins at a multiple of it
+SCALE = 2  # bytes of an fp16 scale or zero
+POSITION = 4  # bytes of an int32 position
+METRIC = 4  # bytes of an fp32 eviction metric
+BITS = (16, 8, 4, 3, 2)  # 16: unquantised, in the storage dtype
+
+Tiers = tuple[tuple[int, int], ...]  # (numbers, bits) from a latent's first number on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """`width` numbers from column `start` of the layer's row, `bits` each."""
+
+    side: Side
+    start: int
+    width: int
+    bits: int
+
+    @property
+    def quantized(self) -> bool:
+        return self.bits < 16
+
+    def row_bytes(self, itemsize: int) -> int:
+        """Bytes of one token's codes; 3 bits are a plane of two and a plane of one."""
+        if not self.quantized:
+            return self.width * itemsize
+        planes = (2, 1) if self.bits == 3 else (self.bits,)
+        return sum(-(-self.width * bits // 8) for bits in planes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageLayout:
+    """The blocks of a page. Groups with equal layouts share pages of one byte class.
+
+    itemsize: bytes of an unquantised number; zeros: quantised segments store a zero beside the
+    scale (asymmetric); tracked: rows carry positions and eviction metrics.
+    """
+
+    segments: tuple[Segment, ...]
+    page: int
+    itemsize: int
+    zeros: bool
+    tracked: bool
+
+    @cached_property
+    def scales_per_row(self) -> int:
+        """fp16 numbers a row stores beside its codes: all scales, then all zeros."""
+        return sum(x.quantized for x in self.segments) * (2 if self.zeros else 1)
+
+    @cached_property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Bytes of every block: one per segment, then scales, positions, metrics."""
+        codes = [x.row_bytes(self.itemsize) for x in self.segments]
+        track = (POSITION, METRIC) if self.tracked else (0, 0)
+        return tuple(self.page * size for size in (*codes, self.scales_per_row * SCALE, *track))
+
+    @cached_property
+    def block_offsets(self) -> tuple[int, ...]:
+        """Where every block begins, in bytes from the page's start."""
+        padded = [_round_up(size, BLOCK) for size in self.block_sizes]
+        return tuple(accumulate(padded, initial=0))[:-1]
+
+    @property
+    def scales_offset(self) -> int:
+        return self.block_offsets[len(self.segments)]
+
+    @property
+    def positions_offset(self) -> int:
+        return self.block_offsets[len(self.segments) + 1]
+
+    @property
+    def metrics_offset(self) -> int:
+        return self.block_offsets[len(self.segments) + 2]
+
+    @cached_property
+    def page_bytes(self) -> int:
+        return max(UNIT, _round_up(self.block_offsets[-1] + self.block_sizes[-1], UNIT))
+
+    @property
+    def page_units(self) -> int:
+        return self.page_bytes // UNIT
+
+    @cached_property
+    def row_bits(self) -> int:
+        """Bits that count as stored: numbers (unquantised ones as 16) and quantiser metadata."""
+        codes = sum(x.width * (x.bits if x.quantized else 16) for x in self.segments)
+        return codes + 8 * SCALE * self.scales_per_row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The KV heads `heads` of layer `layer`, and how their rows are laid out."""
+
+    layer: int
+    heads: tuple[int, ...]
+    layout: PageLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheLayout:
+    """All groups of a model, layer by layer. Indices into `groups` are group numbers."""
+
+    spec: CacheSpec
+    page: int
+    groups: tuple[Group, ...]
+
+    @cached_property
+    def layer_groups(self) -> tuple[slice, ...]:
+        """Group numbers of every layer."""
+        counts = [0] * len(self.spec.layers)
+        for group in self.groups:
+            counts[group.layer] += 1
+        ends = list(accumulate(counts))
+        return tuple(slice(end - count, end) for end, count in zip(ends, counts, strict=True))
+
+    @property
+    def tracked(self) -> bool:
+        return any(group.layout.tracked for group in self.groups)
+
+    @cached_property
+    def bits_per_token(self) -> int:
+        """Numbers and quantiser metadata of one token in all layers."""
+        return sum(group.layout.row_bits for group in self.groups)
+
+    @cached_property
+    def kept_fraction(self) -> float:
+        """Bits a token stores over the bits of the uncompressed 16-bit cache."""
+        return self.bits_per_token / (16 * self.spec.geometry.full_numbers)
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of one page of every group: what `page` tokens take."""
+        return sum(group.layout.page_bytes for group in self.groups)
+
+
+def plain_spec(geometry: Geometry) -> CacheSpec:
+    """An uncompressed model's spec: one group per KV head, nothing mapped."""
+    layer = plain_layer(geometry)
+    return CacheSpec(geometry=geometry, layers=(layer,) * geometry.num_layers)
+
+
+def cache_layout(
+    spec: CacheSpec,
+    *,
+    page: int = 32,
+    itemsize: int = 2,
+    bits: int | Mapping[tuple[int, Latent], Tiers] = 16,
+    sub_group: int | None = None,
+    zeros: bool = False,
+    tracked: bool = False,
+) -> CacheLayout:
+    """Lay out every group of `spec`.
+
+    bits: one number for all latents, or the tiers of (layer, latent), whose widths sum to its rank.
+    sub_group: most quantised numbers that share a scale (None: a whole latent's tier).
+    Raises ValueError for bits or pages that do not exist.
+    """
+    if page < 1:
+        raise ValueError(f"page must be at least 1 row, got {page}")
+    if sub_group is not None and sub_group < 8:
+        raise ValueError(f"sub_group must be at least 8 numbers, got {sub_group}")
+    groups = []
+    for index, layer in enumerate(spec.layers):
+        for heads in layer.groups():
+            segments = tuple(
+                segment
+                for latent in layer.latents
+                if set(latent.heads) <= set(heads)
+                for segment in _segments(layer, latent, _tiers(bits, index, latent), sub_group)
+            )
+            layout = PageLayout(
+                segments=segments, page=page, itemsize=itemsize, zeros=zeros, tracked=tracked
+            )
+            groups.append(Group(layer=index, heads=heads, layout=layout))
+    return CacheLayout(spec=spec, page=page, groups=tuple(groups))
+
+
+def _tiers(
+    bits: int | Mapping[tuple[int, Latent], Tiers], layer: int, latent: Latent
+) -> Sequence[tuple[int, int]]:
+    tiers = ((latent.rank, bits),) if isinstance(bits, int) else bits[layer, latent]
+    for _, number in tiers:
+        if number not in BITS:
+            raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}; got {number}")
+    if sum(width for width, _ in tiers) != latent.rank:
+        raise ValueError(f"tiers {tiers} do not add up to rank {latent.rank}")
+    return tiers
+
+
+def _segments(
+    layer: LayerSpec, latent: Latent, tiers: Sequence[tuple[int, int]], sub_group: int | None
+) -> list[Segment]:
+    """A latent's tiers, cut into sub-groups of nearly equal width; nothing for rank 0."""
+    found, start = [], layer.columns(latent).start
+    for width, bits in tiers:
+        count = 1 if sub_group is None or bits == 16 else -(-width // sub_group)
+        for i in range(count):
+            size = width * (i + 1) // count - width * i // count
+            if size:
+                found.append(Segment(side=latent.side, start=start, width=size, bits=bits))
+            start += size
+    return found
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,1 @@
+"""Continuous batching over the paged cache."""
