@@ -29,7 +29,7 @@ from kvfold.loading import load, load_tokenizer
 from kvfold.text import read_text, running, windows
 
 LOSS_RECIPES, LOSS_KEEPS = ("zack", "small"), (0.5, 0.25)
-TOKENS = (2048, 4096, 8192, 16384, 32768)
+TOKENS = (4096, 8192, 16384, 32768)
 
 
 def statistics_of(model: Any, tokenizer: Any, calib: Sequence[str] | None, tokens: int) -> Any:

@@ -1,0 +1,423 @@
+"""Who owns which bytes of the cache: pages, tables, lengths and free lists of one arena.
+
+Shapes: S sequences of one call, G groups of all layers, C byte classes (distinct page sizes), M
+pages of one call. A *row* is one token's numbers of one group; a page holds `layout.page` rows.
+
+The arena is cut into equal *slabs*. A class without free pages takes slabs and cuts them into its
+pages; slabs whose pages are all free are taken back, so classes trade memory as eviction goes on:
+
+    [slab of class A: page page page end][slab of class B: page page end][free slab]..[tail]
+
+Tables, lengths and free lists live on the device; how many pages a call moves is computed on the
+host from a mirror of the lengths, so that scheduling never waits (KV-Compress §4.2.1).
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvfold.cache.layout import UNIT, CacheLayout
+
+Ints = npt.NDArray[np.int64]
+
+LOST = 0.01  # share of the arena that the choice of a slab size may lose
+USUAL, MOST = 16, 128  # a slab holds that many of the largest pages; fewer in a small arena
+
+
+class PoolFull(RuntimeError):
+    """Pages or slots are missing; nothing was changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassStats:
+    """Pages of one size: used and free ones fill `slabs` slabs."""
+
+    page_bytes: int
+    used_pages: int
+    free_pages: int
+    slabs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolStats:
+    """total: the arena; used: pages that sequences own; free: free pages and free slabs; the rest,
+    total - used - free, is lost at the ends of slabs and of the arena. high_water: most ever used.
+    table_bytes: tables, lengths and free lists, beside the arena. fragmentation: share of the arena
+    in free pages of slabs that a class holds. row_occupancy: rows stored / rows of the pages that
+    hold them (1 if none). sequence_bytes: slot -> bytes of its pages.
+    """
+
+    total_bytes: int
+    used_bytes: int
+    free_bytes: int
+    high_water_bytes: int
+    table_bytes: int
+    fragmentation: float
+    row_occupancy: float
+    classes: tuple[ClassStats, ...]
+    sequence_bytes: dict[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Span:
+    """Of every group of `slots` [S]: `count` pages from page number `first` on, each [S, G]."""
+
+    slots: Ints
+    first: Ints
+    count: Ints
+    pages: Ints  # of every class [C]
+
+
+class _Slabs:
+    """Free pages of every byte class, and the slabs they are cut from. Offsets are in units.
+
+    units [C] a page, per_slab [C] pages, held [C] slabs. free_pages: int32 offsets on the device,
+    num_free[c] of class c, popped from the end; free_slabs: slab numbers, popped from the front.
+    """
+
+    def __init__(self, num_bytes: int, units: Ints, groups: Ints, device: torch.device) -> None:
+        self.units, self.device = units, device
+        self.slab_units = _slab_units(num_bytes, units, groups)
+        self.per_slab: Ints = self.slab_units // units
+        self.num_slabs = num_bytes // UNIT // self.slab_units
+        self.held: Ints = np.zeros_like(units)
+        self.num_free: Ints = np.zeros_like(units)
+        self.free_slabs: Ints = np.arange(self.num_slabs)
+        self.free_pages = [torch.empty(0, dtype=torch.int32, device=device) for _ in units]
+        self._emptied = False  # pages were pushed since slabs were last taken back
+
+    def to_take(self, pages: Ints) -> Ints:
+        """Slabs [C] that every class must take before it can pop `pages` [C]."""
+        return _ceil(np.maximum(pages - self.num_free, 0), self.per_slab)
+
+    def can_pop(self, pages: Ints) -> bool:
+        """Whether `pages` [C] can be popped, if need be after taking slabs back."""
+        if self.to_take(pages).sum() > len(self.free_slabs):
+            self.take_back()
+        return bool(self.to_take(pages).sum() <= len(self.free_slabs))
+
+    def pop(self, pages: Ints) -> Tensor:
+        """Offsets [M] of `pages` [C] pages, class after class."""
+        popped = []
+        taken = np.split(self.free_slabs, np.cumsum(self.to_take(pages)))
+        self.free_slabs = taken.pop()
+        for c in np.flatnonzero(pages):
+            self._cut(int(c), taken[c])
+            popped.append(self.free_pages[c][-pages[c] :])
+            self.free_pages[c] = self.free_pages[c][: -pages[c]]
+        self.num_free -= pages
+        return torch.cat(popped)
+
+    def _cut(self, c: int, slabs: Ints) -> None:
+        """Cut slabs into free pages of class c, last in line so that older slabs stay full."""
+        if len(slabs):
+            starts = slabs[:, None] * self.slab_units + np.arange(self.per_slab[c]) * self.units[c]
+            new = _upload(starts.ravel().astype(np.int32), self.device)
+            self.free_pages[c] = torch.cat((new, self.free_pages[c]))
+            self.held[c] += len(slabs)
+            self.num_free[c] += starts.size
+
+    def push(self, offsets: Tensor, pages: Ints) -> None:
+        """Free the pages at `offsets` [M]: `pages` [C] of every class, class after class."""
+        parts = offsets.split(pages.tolist())
+        for c in np.flatnonzero(pages):
+            self.free_pages[c] = torch.cat((self.free_pages[c], parts[c]))
+        self.num_free += pages
+        self._emptied = True
+
+    def take_back(self) -> None:
+        """Take slabs back whose pages are all free: the one place that waits for the device.
+
+        The other free pages are sorted so that the fullest slabs are popped from first and the
+        emptiest can drain: in the order they came, a changing mix strands a third of the arena.
+        """
+        for c, free in enumerate(self.free_pages if self._emptied else ()):
+            slab = free.long() // self.slab_units
+            num_free = torch.bincount(slab, minlength=self.num_slabs)
+            whole = num_free == int(self.per_slab[c])
+            found = whole.nonzero().flatten().cpu().numpy()
+            by_fill = (num_free[slab] * self.num_slabs + slab).argsort(descending=True)
+            self.free_pages[c] = free[by_fill[len(found) * int(self.per_slab[c]) :]]
+            self.held[c] -= len(found)
+            self.num_free[c] -= len(found) * self.per_slab[c]
+            self.free_slabs = np.concatenate((found, self.free_slabs))
+        self._emptied = False
+
+    def check_integrity(self, owned: Sequence[Tensor]) -> None:
+        """Assert that `owned` (offsets [..] by class) and free pages fill the slabs, each once."""
+        starts, ends, slabs = [], [], [self.free_slabs]
+        for c, (own, free) in enumerate(zip(owned, self.free_pages, strict=True)):
+            used, spare, total = len(own), len(free), self.held[c] * self.per_slab[c]
+            assert spare == self.num_free[c], f"{spare} free pages, counted {self.num_free[c]}"
+            assert used + spare == total, (
+                f"pages of {self.units[c] * UNIT} B: used {used} + free {spare} = {used + spare},"
+                f" but {self.held[c]} slabs * {self.per_slab[c]} = {total}"
+            )
+            start: Ints = torch.cat((own, free)).cpu().numpy().astype(np.int64)
+            slab, within = np.divmod(start, self.slab_units)
+            number, odd = np.divmod(within, self.units[c])
+            assert not odd.any() and (number < self.per_slab[c]).all(), f"outside of slabs {slab}"
+            starts.append(start)
+            ends.append(start + self.units[c])
+            slabs.append(np.unique(slab))
+        once = np.array_equal(np.sort(np.concatenate(slabs)), np.arange(self.num_slabs))
+        assert once, f"slabs that are free, then of every class: {slabs}"
+        start, end = np.concatenate(starts), np.concatenate(ends)
+        order = start.argsort()
+        shared = start[order[1:]] < end[order[:-1]]
+        assert not shared.any(), f"pages overlap at units {start[order[1:]][shared]}"
+
+
+class Pool:
+    """Pages for `num_slots` sequences of at most `max_tokens` tokens in an arena of `num_bytes`.
+
+    arena: uint8 [num_bytes rounded down to 64], never initialised.
+    tables: int32 [num_slots, G, max_pages], offsets of pages in units of 64 B. Entries beyond a
+        group's pages are stale: offsets inside the arena, of bytes that may be another's.
+    lengths: int32 [num_slots, G], rows. host_lengths: its int64 mirror on the host; only read it.
+    Raises ValueError if the arena cannot hold one page of every group, or int32 not its offsets.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_bytes: int,
+        *,
+        num_slots: int,
+        max_tokens: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _check(num_bytes, num_slots, max_tokens)
+        self.layout, self.num_slots, self.max_tokens = layout, num_slots, max_tokens
+        self.max_pages = -(-max_tokens // layout.page)
+        self.device = torch.device(device)
+        page_units = np.array([group.layout.page_units for group in layout.groups], dtype=np.int64)
+        units, self._class_of, groups = np.unique(
+            page_units, return_inverse=True, return_counts=True
+        )
+        self._by_class = np.argsort(self._class_of, kind="stable")  # groups, class after class
+        self._slabs = _Slabs(num_bytes, units, groups, self.device)
+        self._capacity = self._find_capacity(groups)
+        shape = (num_slots, len(layout.groups), self.max_pages)
+        self.arena = torch.empty(num_bytes // UNIT * UNIT, dtype=torch.uint8, device=self.device)
+        self.tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.lengths = torch.zeros(shape[:2], dtype=torch.int32, device=self.device)
+        self.host_lengths: Ints = np.zeros(shape[:2], dtype=np.int64)
+        self._is_open = np.zeros(num_slots, dtype=bool)
+        self._high_water = 0
+
+    def _find_capacity(self, groups: Ints) -> int:
+        def slabs(pages: int) -> int:
+            return int(_ceil(groups * pages, self._slabs.per_slab).sum())
+
+        most = bisect_right(range(1, self.max_pages + 1), self._slabs.num_slabs, key=slabs)
+        return min(most * self.layout.page, self.max_tokens)
+
+    def capacity(self) -> int:
+        """Most tokens of one sequence in an empty pool."""
+        return self._capacity
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a sequence of `tokens` tokens fits into an empty pool."""
+        return tokens <= self._capacity
+
+    def open(self) -> int:
+        """A slot for a new sequence without rows. Raises PoolFull if all slots are open."""
+        closed = np.flatnonzero(~self._is_open)
+        if not len(closed):
+            raise PoolFull(f"all {self.num_slots} slots are open")
+        self._is_open[closed[0]] = True
+        return int(closed[0])
+
+    def close(self, slot: int) -> None:
+        """Free the pages of a sequence and its slot."""
+        self.shrink(slot, np.zeros_like(self.host_lengths[slot]))
+        self._is_open[slot] = False
+
+    def can_extend(self, slots: Sequence[int], tokens: Sequence[int]) -> bool:
+        """Whether `extend` would succeed. Waits for the device only where pages seem to be missing
+        and some were freed since it last did, to see which slabs that emptied."""
+        return self._shortage(*self._growth(slots, tokens)) is None
+
+    def extend(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Room for tokens[i] more rows in every group of slots[i]: pages, tables, lengths.
+
+        The rows are uninitialised. All or nothing: raises PoolFull, with nothing changed, if pages
+        are missing or a sequence would outgrow `max_tokens`. Waits as `can_extend` does.
+        """
+        span, lengths = self._growth(slots, tokens)
+        if reason := self._shortage(span, lengths):
+            raise PoolFull(reason)
+        if span.pages.any():
+            self.tables.view(-1)[self._cells(span)] = self._slabs.pop(span.pages)
+        self._set_lengths(span.slots, lengths)
+        self._high_water = max(self._high_water, self.used_bytes)
+
+    def shrink(self, slot: int, lengths: Sequence[int] | Ints | Tensor) -> None:
+        """Keep the first lengths[g] rows of every group g; free the whole pages beyond.
+
+        lengths [G], never more than now, in host memory (a device tensor is waited for).
+        """
+        assert self._is_open[slot], f"slot {slot} is not open"
+        slots, before = np.array([slot]), self.host_lengths[[slot]]
+        after: Ints = torch.as_tensor(lengths, dtype=torch.int64, device="cpu").numpy()[None]
+        assert after.shape == before.shape, f"{after.size} lengths for {before.size} groups"
+        assert (after >= 0).all() and (after <= before).all(), f"from {before} to {after} rows"
+        span = self._span(slots, after, before)
+        if span.pages.any():
+            self._slabs.push(self.tables.view(-1)[self._cells(span)], span.pages)
+        self._set_lengths(slots, after)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages that sequences own."""
+        slabs = self._slabs
+        return int((slabs.held * slabs.per_slab - slabs.num_free) @ slabs.units) * UNIT
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of free pages (for their class only) and of free slabs (for any class)."""
+        slabs = self._slabs
+        return int(slabs.num_free @ slabs.units + len(slabs.free_slabs) * slabs.slab_units) * UNIT
+
+    def reset_high_water(self) -> None:
+        """Measure the high water from now on."""
+        self._high_water = self.used_bytes
+
+    def stats(self) -> PoolStats:
+        """Where the bytes are. Waits for the device if pages were freed since it last did."""
+        slabs = self._slabs
+        slabs.take_back()
+        page_bytes, free = slabs.units * UNIT, slabs.num_free
+        owned = _ceil(self.host_lengths, self.layout.page)
+        rows = int(owned.sum()) * self.layout.page
+        columns = np.stack((page_bytes, slabs.held * slabs.per_slab - free, free, slabs.held))
+        names = ("page_bytes", "used_pages", "free_pages", "slabs")
+        tables = (self.tables, self.lengths, *slabs.free_pages)
+        return PoolStats(
+            total_bytes=self.arena.numel(),
+            used_bytes=self.used_bytes,
+            free_bytes=self.free_bytes,
+            high_water_bytes=self._high_water,
+            table_bytes=sum(table.untyped_storage().nbytes() for table in tables),
+            fragmentation=int(free @ page_bytes) / self.arena.numel(),
+            row_occupancy=int(self.host_lengths.sum()) / rows if rows else 1.0,
+            classes=tuple(
+                ClassStats(**dict(zip(names, column, strict=True))) for column in columns.T.tolist()
+            ),
+            sequence_bytes={
+                int(slot): int(owned[slot] @ page_bytes[self._class_of])
+                for slot in np.flatnonzero(self._is_open)
+            },
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that each page has one owner and all counts add up. Copies tables: for tests."""
+        assert (self.lengths.cpu().numpy() == self.host_lengths).all(), "lengths differ from mirror"
+        low, high = self.host_lengths.min(), self.host_lengths.max()
+        assert low >= 0 and high <= self.max_tokens, f"lengths {low}..{high}"
+        assert not self.host_lengths[~self._is_open].any(), "a closed slot has rows"
+        none = np.zeros_like(self.host_lengths)
+        span = self._span(np.arange(self.num_slots), none, self.host_lengths)
+        owned = self.tables.view(-1)[self._cells(span)].split(span.pages.tolist())
+        self._slabs.check_integrity(owned)
+        assert self.used_bytes <= self._high_water, f"{self.used_bytes} used > {self._high_water}"
+
+    def _span(self, slots: Ints, low: Ints, high: Ints) -> _Span:
+        """Pages that lie between `low` and `high` rows, each [S, G]."""
+        first = _ceil(low, self.layout.page)
+        count = _ceil(high, self.layout.page) - first
+        pages = np.bincount(self._class_of, weights=count.sum(0)).astype(np.int64)
+        return _Span(slots=slots, first=first, count=count, pages=pages)
+
+    def _growth(self, slots: Sequence[int], tokens: Sequence[int]) -> tuple[_Span, Ints]:
+        """What to add for `tokens` more rows, and the lengths [S, G] with them."""
+        index, more = np.array(slots, dtype=np.int64), np.array(tokens, dtype=np.int64)
+        assert (index >= 0).all() and self._is_open[index].all(), f"not all open: slots {slots}"
+        assert len(set(slots)) == len(index) == len(more), f"slots {slots}, tokens {tokens}"
+        assert (more >= 0).all(), f"tokens {tokens}"
+        before = self.host_lengths[index]
+        after = before + more[:, None]
+        return self._span(index, before, after), after
+
+    def _shortage(self, span: _Span, lengths: Ints) -> str | None:
+        """Why sequences cannot have `lengths` [S, G] rows, which add `span`."""
+        longest, slabs = lengths.max(initial=0), self._slabs
+        if longest > self.max_tokens:
+            return f"a sequence of {longest} rows is longer than max_tokens={self.max_tokens}"
+        if slabs.can_pop(span.pages):
+            return None
+        columns = (slabs.to_take(span.pages), span.pages, slabs.units * UNIT, slabs.num_free)
+        needed = zip(*columns, strict=True)
+        return f"{len(slabs.free_slabs)} free slabs of {slabs.slab_units * UNIT} B; needed: " + (
+            "; ".join("{} for {} pages of {} B ({} free)".format(*x) for x in needed)
+        )
+
+    def _cells(self, span: _Span) -> Tensor:
+        """Where the pages of `span` stand in the flat tables: int64 [M], class after class."""
+        order, total = self._by_class, int(span.pages.sum())
+        column, row = span.count[:, order].T.nonzero()
+        group = order[column]
+        count = span.count[row, group]
+        begin = (span.slots[row] * len(order) + group) * self.max_pages + span.first[row, group]
+        begin -= np.cumsum(count) - count  # then 0 .. M-1 counts on from every run's first page
+        both = _upload(np.stack((begin, count)), self.device)
+        runs = torch.repeat_interleave(both[0], both[1], output_size=total)
+        return runs + torch.arange(total, device=self.device)
+
+    def _set_lengths(self, slots: Ints, lengths: Ints) -> None:
+        self.host_lengths[slots] = lengths
+        rows = _upload(lengths.astype(np.int32), self.device)
+        self.lengths[_upload(slots, self.device)] = rows
+
+
+def _ceil(x: Ints, y: Ints | int) -> Ints:
+    return -(-x // y)
+
+
+def _upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """To the device without waiting: a copy from pinned memory queues like a kernel."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _check(num_bytes: int, num_slots: int, max_tokens: int) -> None:
+    for name, value in (("num_slots", num_slots), ("max_tokens", max_tokens)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if num_bytes > 2**31 * UNIT:
+        raise ValueError(
+            f"num_bytes must be at most {2**31 * UNIT}, since tables hold int32 offsets in units of"
+            f" {UNIT} B; got {num_bytes}"
+        )
+
+
+def _slab_units(num_bytes: int, units: Ints, groups: Ints) -> int:
+    """Units of a slab, for classes of `units` [C] a page that `groups` [C] groups use.
+
+    A multiple of the largest page. It loses the ends of its slabs, the end of the arena, and a
+    part-filled slab for every class but one. The smallest usual size that loses at most LOST, since
+    small slabs come free sooner; in arenas too small for that, the size that loses least.
+    """
+    arena_units, multiples = num_bytes // UNIT, np.arange(1, MOST + 1)
+    sizes = units.max() * multiples
+    needed = _ceil(groups, sizes[:, None] // units).sum(1)  # slabs for a page of every group
+    least = int((needed * sizes).min())
+    if arena_units < least:
+        raise ValueError(
+            f"num_bytes must be at least {least * UNIT} to hold a page of each of {groups.sum()}"
+            f" groups ({int(groups @ units) * UNIT} B, in slabs of one page size each); got"
+            f" {num_bytes}: give the pool more memory, or take smaller pages"
+        )
+    lost = (sizes[:, None] % units).max(1) / sizes
+    lost += (arena_units % sizes + (len(units) - 1) * sizes) / arena_units
+    lost[arena_units // sizes < needed] = np.inf
+    good = (lost <= LOST) & (multiples >= USUAL)
+    return int(sizes[good.argmax() if good.any() else lost.argmin()])
