@@ -17,6 +17,7 @@ LAYERS = {
     "models": {"spec", "ops"},
     "compress": {"spec", "ops", "models", "config"},
     "recipes": {"config"},
+    "cache": {"spec", "ops"},
     "artifact": {"spec", "models"},
     "loading": {"artifact", "models"},
 }

@@ -1,4 +1,4 @@
-"""Attention over transient keys and values: what fused kernels need, and what that may not change."""
+"""Attention over transient keys and values, and what fused kernels need of them."""
 
 import torch
 

@@ -240,7 +240,7 @@ def test_compress_says_what_it_saved(plain, tmp_path, capsys):
     stats, output = tmp_path / "stats.safetensors", tmp_path / "new" / "out"
     arguments = ["--recipe", "fast", "--keep", "0.25", "--stats", stats, *FEW]
     out = printed(capsys, "compress", plain, *arguments, "--output", output)
-    assert "fast: 0.2500 of the cache kept" in out and "128 -> 32 bytes per token" in out
+    assert "fast: 0.2500 of the numbers kept" in out and "128 -> 32 bytes per token" in out
     assert stats.exists() and (output / "tokenizer.json").exists()
     model = hf.AutoModelForCausalLM.from_pretrained(output)
     assert model.config.quantization_config.spec.kept_fraction == 0.25

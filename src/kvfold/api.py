@@ -116,6 +116,24 @@ class Job:
             raise ValueError(f"align must be at least 1, got {align}")
         return pipeline.plan(self.recipe, self.geometry, self.layers, self.candidates, keep, align)
 
+    def plan_factor(self, factor: float, align: int | None = None) -> CacheSpec:
+        """Ranks and bits that make a token `factor` times smaller than at 16 bits.
+
+        Needs a basis that predicts losses: one of `fast`, `lean` and `small`.
+        """
+        if self.recipe.basis not in ("post", "latent"):
+            raise ValueError(
+                f"recipe {self.recipe.name!r} predicts no losses to weigh bits by; use fast, lean "
+                "or small"
+            )
+        if not 1 <= factor < 1000:
+            raise ValueError(f"factor must be at least 1 and below 1000, got {factor:g}")
+        align = pipeline.default_align(self.geometry) if align is None else align
+        bits = int(16 * self.geometry.full_numbers / factor)
+        return pipeline.plan_bits(
+            self.recipe, self.geometry, self.layers, self.candidates, bits, align
+        )
+
     def fold(self, spec: CacheSpec, provenance: dict[str, Any]) -> None:
         """Fold the model in place."""
         pipeline.fold(self.model, self.family, spec, self.layers)

@@ -36,3 +36,35 @@ class Recipe:
             raise ValueError(f"only basis 'latent' shares keys and values, not {self.basis!r}")
         if self.group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """How a running engine stores tokens: bits, pages, and what it evicts.
+
+    kv_bytes: size of the pool (None: a share of what is free). page: rows a page. bits: of every
+    stored number, or None for what the checkpoint plans (16 where it plans nothing). zeros: store a
+    zero beside the scale (asymmetric). sub_group: most numbers that share a scale. rotate: turn
+    numbers that share a scale first, so that they are alike. evict: name of a policy; keep_tokens
+    or max_cache_tokens: what each sequence may keep.
+    """
+
+    kv_bytes: int | None = None
+    page: int = 32
+    bits: int | None = None
+    zeros: bool = False
+    sub_group: int | None = None
+    rotate: bool = True
+    evict: str | None = None
+    keep_tokens: float | None = None
+    max_cache_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        limited = self.keep_tokens is not None or self.max_cache_tokens is not None
+        if limited and self.evict is None:
+            raise ValueError(
+                "keep_tokens and max_cache_tokens need a policy that says what goes: set evict, "
+                "such as evict='kv-compress'"
+            )
+        if self.kv_bytes is not None and self.kv_bytes < 1:
+            raise ValueError(f"kv_bytes must be at least 1, got {self.kv_bytes}")

@@ -13,6 +13,7 @@ Side = Literal["k", "v", "kv"]
 SIDES: tuple[Side, Side] = ("k", "v")
 KeyKind = Literal["plain", "absorbed", "post", "pre"]
 ValueKind = Literal["plain", "fused", "rebuilt"]
+Tiers = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +46,15 @@ class Geometry:
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """`rank` stored numbers that stand for the keys and / or values of `heads`."""
+    """`rank` stored numbers that stand for the keys and / or values of `heads`.
+
+    tiers: planned (numbers, bits) from the first number on; None: bits are chosen at run time.
+    """
 
     side: Side
     heads: tuple[int, ...]
     rank: int
+    tiers: Tiers | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +115,11 @@ class CacheSpec:
         """Stored bits over the bits of the uncompressed 16-bit cache (numbers count 16 bits)."""
         return self.stored_numbers / self.geometry.full_numbers
 
+    @property
+    def planned(self) -> bool:
+        """Whether bits were planned with the ranks."""
+        return any(latent.tiers for layer in self.layers for latent in layer.latents)
+
     def bytes_per_token(self, itemsize: int = 2) -> int:
         return self.stored_numbers * itemsize
 
@@ -125,7 +135,12 @@ class CacheSpec:
                     keys=layer["keys"],
                     values=layer["values"],
                     latents=tuple(
-                        Latent(side=x["side"], heads=tuple(x["heads"]), rank=int(x["rank"]))
+                        Latent(
+                            side=x["side"],
+                            heads=tuple(x["heads"]),
+                            rank=int(x["rank"]),
+                            tiers=_tiers(x.get("tiers")),
+                        )
                         for x in layer["latents"]
                     ),
                 )
@@ -137,6 +152,10 @@ class CacheSpec:
                 f"cache spec is not readable ({error}); it was written by a different kvfold or is "
                 "damaged: compress the model again"
             ) from error
+
+
+def _tiers(pairs: Any) -> Tiers | None:
+    return None if pairs is None else tuple((int(width), int(bits)) for width, bits in pairs)
 
 
 def plain_layer(geometry: Geometry) -> LayerSpec:

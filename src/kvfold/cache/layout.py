@@ -10,12 +10,12 @@ A *segment* is consecutive numbers of one latent that share bits and, where quan
 scale (and zero) a token. Sizes are bytes unless a name says bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side, plain_layer
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side, Tiers, plain_layer
 
 UNIT = 64  # page offsets count units of this many bytes
 BLOCK = 16  # every block of a page begins at a multiple of it
@@ -23,8 +23,6 @@ SCALE = 2  # bytes of an fp16 scale or zero
 POSITION = 4  # bytes of an int32 position
 METRIC = 4  # bytes of an fp32 eviction metric
 BITS = (16, 8, 4, 3, 2)  # 16: unquantised, in the storage dtype
-
-Tiers = tuple[tuple[int, int], ...]  # (numbers, bits) from a latent's first number on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,14 +162,14 @@ def cache_layout(
     *,
     page: int = 32,
     itemsize: int = 2,
-    bits: int | Mapping[tuple[int, Latent], Tiers] = 16,
+    bits: int | None = None,
     sub_group: int | None = None,
     zeros: bool = False,
     tracked: bool = False,
 ) -> CacheLayout:
     """Lay out every group of `spec`.
 
-    bits: one number for all latents, or the tiers of (layer, latent), whose widths sum to its rank.
+    bits: of every number; None: what each latent plans, and 16 where it plans nothing.
     sub_group: most quantised numbers that share a scale (None: a whole latent's tier).
     Raises ValueError for bits or pages that do not exist.
     """
@@ -186,7 +184,7 @@ def cache_layout(
                 segment
                 for latent in layer.latents
                 if set(latent.heads) <= set(heads)
-                for segment in _segments(layer, latent, _tiers(bits, index, latent), sub_group)
+                for segment in _segments(layer, latent, tiers(latent, bits), sub_group)
             )
             layout = PageLayout(
                 segments=segments, page=page, itemsize=itemsize, zeros=zeros, tracked=tracked
@@ -195,16 +193,15 @@ def cache_layout(
     return CacheLayout(spec=spec, page=page, groups=tuple(groups))
 
 
-def _tiers(
-    bits: int | Mapping[tuple[int, Latent], Tiers], layer: int, latent: Latent
-) -> Sequence[tuple[int, int]]:
-    tiers = ((latent.rank, bits),) if isinstance(bits, int) else bits[layer, latent]
-    for _, number in tiers:
+def tiers(latent: Latent, bits: int | None) -> Tiers:
+    """(numbers, bits) of a latent, from its first number on."""
+    found = latent.tiers or ((latent.rank, 16),) if bits is None else ((latent.rank, bits),)
+    for _, number in found:
         if number not in BITS:
             raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}; got {number}")
-    if sum(width for width, _ in tiers) != latent.rank:
-        raise ValueError(f"tiers {tiers} do not add up to rank {latent.rank}")
-    return tiers
+    if sum(width for width, _ in found) != latent.rank:
+        raise ValueError(f"tiers {found} do not add up to rank {latent.rank}")
+    return found
 
 
 def _segments(

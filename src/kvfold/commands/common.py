@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from kvfold import __version__
-from kvfold.commands.options import Calibration, Place, Windows
+from kvfold.commands.options import Calibration, Place, Storage, Windows
 from kvfold.files import check_writable
 
 if TYPE_CHECKING:
     from kvfold.api import Job
+    from kvfold.config import CacheConfig
 
 Progress = Callable[[str, int, int], None]
 DEFAULT_CTX = 1024
@@ -88,7 +89,9 @@ def named_texts(paths: Sequence[Path]) -> dict[str, str]:
     return {name: read_text(path) for name, path in zip(names, paths, strict=True)}
 
 
-def measurement(model: Any, tokenizer: Any, texts: dict[str, str], windows: Windows) -> Any:
+def measurement(
+    model: Any, tokenizer: Any, texts: dict[str, str], windows: Windows, storage: Storage
+) -> Any:
     """What `kvfold.evaluate.run.measure` is to measure."""
     from kvfold.evaluate import run
 
@@ -98,7 +101,17 @@ def measurement(model: Any, tokenizer: Any, texts: dict[str, str], windows: Wind
         chunk=windows.chunk,
         batch=windows.batch,
         needle=windows.needle_contexts * windows.needle,
+        cache=cache_config(model, storage),
+        agnostic=windows.agnostic,
     )
+
+
+def cache_config(model: Any, storage: Storage) -> "CacheConfig | None":
+    """How the paged cache is to store tokens; None: transformers' cache serves."""
+    from kvfold.artifact import spec_of
+
+    spec = spec_of(model)
+    return storage.config(planned=spec is not None and spec.planned)
 
 
 def settings(model: Any, windows: Windows) -> dict[str, Any]:

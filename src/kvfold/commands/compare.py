@@ -1,5 +1,6 @@
 """kvfold compare: recipes and sizes of one model, on the same text."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,12 @@ from kvfold.commands import common
 from kvfold.commands.options import (
     CALIBRATION,
     PLACE,
+    STORAGE,
     WINDOWS,
     Files,
     Model,
     Place,
+    Storage,
     Windows,
     parse_list,
 )
@@ -37,6 +40,7 @@ def compare(
     json: Path | None = None,
     seed: int = 0,
     windows: Windows = WINDOWS,
+    storage: Storage = STORAGE,
     place: Place = PLACE,
 ) -> None:
     """Fold MODEL in several ways and say what each saves and costs.
@@ -73,6 +77,7 @@ def compare(
 
     settings = common.settings(loaded, windows)
     settings |= {"align": align, "seed": seed, "calib_tokens": calib_tokens}
+    settings |= {"cache": dataclasses.asdict(storage)}
     settings |= {"text": list(map(str, text)), "calib": list(map(str, calib))}
     rows: list[Row] = []
 
@@ -95,6 +100,8 @@ def compare(
                 max_tokens=windows.max_tokens,
                 batch=windows.batch,
                 needle=windows.needle_contexts * windows.needle,
+                cache=storage.config(),
+                agnostic=windows.agnostic,
                 calib=list(calib) or None,
                 calibration_tokens=calib_tokens,
                 seed=seed,

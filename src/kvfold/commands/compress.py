@@ -18,10 +18,11 @@ DEFAULT_KEEP = 0.5
 
 @dataclass(frozen=True)
 class Target:
-    """A fraction to keep, or a perplexity ratio that decides it."""
+    """A fraction to keep, a perplexity ratio that decides it, or a factor for dims and bits."""
 
     keep: float
     limit: float | None = None
+    factor: float | None = None
 
 
 def compress(
@@ -31,6 +32,8 @@ def compress(
     recipe: str = "small",
     keep: float | None = None,
     budget: str | None = None,
+    factor: float | None = None,
+    bytes_per_token: float | None = None,
     align: int | None = None,
     output: Path,
     calibration: Calibration = CALIBRATION,
@@ -46,12 +49,17 @@ def compress(
         Share of the cache to keep, in (0, 1]; 0.5 if no budget is given.
     budget
         Instead of --keep: "ppl<=1.01" finds the smallest cache within 1 % of the perplexity.
+    factor
+        Instead of --keep: a cache so many times smaller, in dimensions and bits together, for the
+        least predicted loss. Recipes fast, lean and small; runs on the paged cache.
+    bytes_per_token
+        The same, as bytes a token.
     align
         Ranks are multiples of it; default 16, or 8 where heads are narrow.
     output
         New directory, written whole or not at all.
     """
-    target = parse_target(keep, budget)
+    target = parse_target(keep, budget, factor, bytes_per_token)
     from kvfold.api import check_output
     from kvfold.compress.pipeline import check_keep
 
@@ -61,36 +69,59 @@ def compress(
     begin = time.perf_counter()
     with common.progress() as progress:
         job.prepare(calibration.stats, progress)
-        found, ratio = find(job, target, align, progress)
-    spec = job.plan(found, align)
-    job.fold(spec, {"model": model, "keep": found, "budget": budget, "align": align})
+        spec, found, ratio = find(job, target, align, bytes_per_token, progress)
+    asked = {"budget": budget, "factor": factor, "bytes_per_token": bytes_per_token}
+    job.fold(spec, {"model": model, "keep": found, "align": align, **asked})
     seconds = time.perf_counter() - begin
     store(job.model, job.tokenizer, model, place, output)
-    print(summary(job, spec, found, seconds))
+    print(summary(job, spec, seconds))
     if ratio is not None:
         print(f"perplexity ratio {ratio:.4f} on held-out text, {target.limit:g} allowed")
     print(f"saved to {output}")
 
 
-def parse_target(keep: float | None, budget: str | None) -> Target:
-    if budget is None:
-        return Target(DEFAULT_KEEP if keep is None else keep)
-    if keep is not None:
-        raise ValueError(
-            "--keep and --budget exclude each other: with a budget, keep is the result"
-        )
-    return Target(1.0, parse_budget(budget))
+def parse_target(
+    keep: float | None,
+    budget: str | None,
+    factor: float | None = None,
+    bytes_per_token: float | None = None,
+) -> Target:
+    given = {
+        "--keep": keep,
+        "--budget": budget,
+        "--factor": factor,
+        "--bytes-per-token": bytes_per_token,
+    }
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} exclude each other: each decides the size alone")
+    if bytes_per_token is not None and bytes_per_token <= 0:
+        raise ValueError(f"--bytes-per-token must be above 0, got {bytes_per_token:g}")
+    if budget is not None:
+        return Target(1.0, parse_budget(budget))
+    return Target(DEFAULT_KEEP if keep is None else keep, factor=factor)
 
 
 def find(
-    job: "Job", target: Target, align: int | None, progress: common.Progress | None
-) -> tuple[float, float | None]:
-    """(keep, perplexity ratio); the ratio only where a budget asked for it."""
+    job: "Job",
+    target: Target,
+    align: int | None,
+    bytes_per_token: float | None,
+    progress: common.Progress | None,
+) -> tuple["CacheSpec", float | None, float | None]:
+    """The spec, the share of the numbers it was asked for, and the perplexity ratio that decided
+    it."""
+    factor = target.factor
+    if bytes_per_token is not None:
+        factor = 2 * job.geometry.full_numbers / bytes_per_token
+    if factor is not None:
+        return job.plan_factor(factor, align), None, None
     if target.limit is None:
-        return target.keep, None
+        return job.plan(target.keep, align), target.keep, None
     from kvfold.evaluate.budget import search_keep
 
-    return search_keep(job, target.limit, align=align, progress=progress)
+    keep, ratio = search_keep(job, target.limit, align=align, progress=progress)
+    return job.plan(keep, align), keep, ratio
 
 
 def store(model: Any, tokenizer: Any, name: str, place: Place, output: Path) -> None:
@@ -106,10 +137,19 @@ def store(model: Any, tokenizer: Any, name: str, place: Place, output: Path) -> 
     save(model, tokenizer, output)
 
 
-def summary(job: "Job", spec: "CacheSpec", keep: float, seconds: float) -> str:
+def summary(job: "Job", spec: "CacheSpec", seconds: float) -> str:
     full = 2 * spec.geometry.full_numbers
-    return (
-        f"{job.recipe.name}: {spec.kept_fraction:.4f} of the cache kept ({keep:.4g} asked for)\n"
+    lines = [
+        f"{job.recipe.name}: {spec.kept_fraction:.4f} of the numbers kept",
         f"{full} -> {spec.bytes_per_token()} bytes per token at 16 bits, "
-        f"{1 / spec.kept_fraction:.2f} times smaller, in {seconds:.1f} seconds"
-    )
+        f"{1 / spec.kept_fraction:.2f} times smaller, in {seconds:.1f} seconds",
+    ]
+    if spec.planned:
+        from kvfold.cache.layout import cache_layout
+
+        bits = cache_layout(spec).bits_per_token
+        lines.append(
+            f"{bits / 8:.0f} bytes per token with the planned bits and scales, "
+            f"{8 * full / bits:.2f} times smaller on the paged cache"
+        )
+    return "\n".join(lines)

@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.commands import common
-from kvfold.commands.options import PLACE, WINDOWS, Files, Model, Place, Windows
+from kvfold.commands.options import (
+    PLACE,
+    STORAGE,
+    WINDOWS,
+    Files,
+    Model,
+    Place,
+    Storage,
+    Windows,
+)
 from kvfold.files import check_writable, write_json
 
 if TYPE_CHECKING:
@@ -23,6 +32,7 @@ def evaluate(
     tasks: Files = (),
     json: Path | None = None,
     windows: Windows = WINDOWS,
+    storage: Storage = STORAGE,
     place: Place = PLACE,
 ) -> None:
     """Measure MODEL through its cache: perplexity, tasks, hidden facts.
@@ -45,7 +55,7 @@ def evaluate(
     rows = {str(path): read_tasks(path) for path in tasks}
     texts = common.named_texts(text) if text or not (tasks or windows.needle) else {}
     loaded, tokenizer = common.load(model, place)
-    what = common.measurement(loaded, tokenizer, texts, windows)
+    what = common.measurement(loaded, tokenizer, texts, windows, storage)
     with common.progress() as progress:
         from kvfold.evaluate import run
 
@@ -55,12 +65,13 @@ def evaluate(
         "model": model,
         **pooled_texts(measured),
         **pooled_tasks(list(answered.values())),
-        **run.storage(loaded),
+        **run.storage(loaded, measured.footprint),
+        "pool_fraction": measured.footprint.pool_fraction if measured.footprint else None,
         "cache_bytes_allocated": measured.cache_bytes,
         "texts": {name: dataclasses.asdict(result) for name, result in measured.texts.items()},
         "tasks": {name: dataclasses.asdict(result) for name, result in answered.items()},
         "needle": {str(n): dataclasses.asdict(item) for n, item in measured.needle.items()},
-        "settings": common.settings(loaded, windows),
+        "settings": common.settings(loaded, windows) | {"cache": dataclasses.asdict(storage)},
         "versions": common.versions(loaded.device),
     }
     print_record(record)

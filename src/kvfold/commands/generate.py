@@ -1,10 +1,13 @@
 """kvfold generate: continue a prompt."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvfold.commands import common
-from kvfold.commands.options import PLACE, Model, Place
+from kvfold.commands.options import PLACE, STORAGE, Model, Place, Storage
+
+if TYPE_CHECKING:
+    from kvfold.config import CacheConfig
 
 
 def generate(
@@ -18,6 +21,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    storage: Storage = STORAGE,
     place: Place = PLACE,
 ) -> None:
     """Continue a prompt; the text goes to stdout as it is made.
@@ -44,7 +48,11 @@ def generate(
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
     loaded, tokenizer = common.load(model, place)
-    stream(loaded, tokenizer, text, max_new_tokens, sampling, seed)
+    cache = common.cache_config(loaded, storage)
+    if cache is None:
+        stream(loaded, tokenizer, text, max_new_tokens, sampling, seed)
+    else:
+        stream_paged(loaded, tokenizer, text, max_new_tokens, sampling, seed, cache)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -83,6 +91,57 @@ def stream(
     import torch
     from transformers import TextStreamer
 
+    ids = encode(model, tokenizer, text, max_new_tokens)
+    torch.manual_seed(seed)
+    prompt = torch.tensor([ids], device=model.device)
+    model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.eos_token_id,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **sampling,
+    )
+
+
+def stream_paged(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    max_new_tokens: int,
+    sampling: dict[str, Any],
+    seed: int,
+    cache: "CacheConfig",
+) -> None:
+    """The same through the engine's paged cache; what it fits goes to stderr."""
+    import dataclasses
+    import sys
+
+    from kvfold.engine.llm import LLM
+    from kvfold.engine.sequence import SamplingParams
+
+    ids = encode(model, tokenizer, text, max_new_tokens)
+    settings = dataclasses.asdict(cache)
+    total = len(ids) + max_new_tokens
+    llm = LLM(model, tokenizer=tokenizer, max_sequences=1, max_tokens=total, **settings)
+    for name, value in llm.summary():
+        print(f"{name}: {value}", file=sys.stderr)
+    wanted = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=sampling.get("temperature", 0.0),
+        top_k=sampling.get("top_k") or None,
+        top_p=sampling.get("top_p") or 1.0,
+        seed=seed,
+    )
+    for output in llm.stream(ids, wanted):
+        print(output.text, end="", flush=True)
+        if output.error:
+            raise ValueError(f"generation failed: {output.error}")
+    print()
+
+
+def encode(model: Any, tokenizer: Any, text: str, max_new_tokens: int) -> list[int]:
+    """Token ids of the prompt. Raises ValueError if they and the new ones do not fit the model."""
     from kvfold.evaluate.perplexity import max_positions
     from kvfold.text import encode_prompt
 
@@ -95,13 +154,4 @@ def stream(
             f"the prompt has {len(ids)} tokens, which with {max_new_tokens} new ones exceed the"
             f" model's {limit} positions; shorten it or lower --max-new-tokens"
         )
-    torch.manual_seed(seed)
-    prompt = torch.tensor([ids], device=model.device)
-    model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=max_new_tokens,
-        pad_token_id=tokenizer.eos_token_id,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **sampling,
-    )
+    return ids

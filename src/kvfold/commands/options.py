@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from kvfold.config import CacheConfig
 
 T = TypeVar("T")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -57,6 +60,14 @@ class Windows:
     needle: Annotated[Flag, Parameter(help="Ask for facts hidden in 512 to 4K tokens.")] = False
     needle_contexts: Annotated[int, Parameter(help="Contexts a length, four questions each.")] = 25
 
+    see_question: Annotated[
+        Flag, Parameter(help="Evict after the needle's question, not before it.")
+    ] = False
+
+    @property
+    def agnostic(self) -> bool:
+        return not self.see_question
+
     def __post_init__(self) -> None:
         for name in ("ctx", "chunk", "max_tokens", "batch", "needle_contexts"):
             value = getattr(self, name)
@@ -64,7 +75,51 @@ class Windows:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
-PLACE, CALIBRATION, WINDOWS = Place(), Calibration(), Windows()
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How the paged cache stores tokens. Any of these runs the model on it."""
+
+    paged: Annotated[Flag, Parameter(help="Use the paged cache even without the rest.")] = False
+    kv_bytes: Annotated[int | None, Parameter(help="Bytes of the page pool.")] = None
+    page: Annotated[int | None, Parameter(help="Rows a page; 32 by default.")] = None
+    bits: Annotated[int | None, Parameter(help="Of every stored number: 16, 8, 4, 3, 2 or 1.")] = (
+        None
+    )
+    zeros: Annotated[Flag, Parameter(help="Store a zero beside every scale.")] = False
+    sub_group: Annotated[int | None, Parameter(help="Most numbers that share a scale.")] = None
+    no_rotation: Annotated[Flag, Parameter(help="Quantise numbers as they are.")] = False
+    evict: Annotated[
+        str | None,
+        Parameter(help="kv-compress, snapkv, h2o, pyramidkv, ada-snapkv, streaming or random."),
+    ] = None
+    keep_tokens: Annotated[
+        float | None, Parameter(help="Share of the prompt's tokens to keep, in (0, 1].")
+    ] = None
+    max_cache_tokens: Annotated[
+        int | None, Parameter(help="Tokens to keep of a request, averaged over heads.")
+    ] = None
+
+    def config(self, planned: bool = False) -> "CacheConfig | None":
+        """The engine's configuration; None where nothing asks for pages (`planned`: bits do)."""
+        if self == Storage() and not planned:
+            return None
+        from kvfold.config import CacheConfig
+
+        return CacheConfig(
+            kv_bytes=self.kv_bytes,
+            page=self.page or CacheConfig.page,
+            bits=self.bits,
+            zeros=self.zeros,
+            sub_group=self.sub_group,
+            rotate=not self.no_rotation,
+            evict=self.evict,
+            keep_tokens=self.keep_tokens,
+            max_cache_tokens=self.max_cache_tokens,
+        )
+
+
+PLACE, CALIBRATION, WINDOWS, STORAGE = Place(), Calibration(), Windows(), Storage()
 
 
 def parse_list(text: str, option: str, item: Callable[[str], T]) -> list[T]:

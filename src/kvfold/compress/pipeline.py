@@ -11,9 +11,10 @@ from kvfold.compress.basis import Basis
 from kvfold.compress.fold import fold_model, value_kind
 from kvfold.compress.statistics import Statistics
 from kvfold.compress.support import support
+from kvfold.compress.tiers import plan_tiers
 from kvfold.config import Recipe
 from kvfold.models.adapter import Family
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, plain_layer
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Tiers, plain_layer
 
 log = logging.getLogger(__name__)
 
@@ -102,14 +103,51 @@ def plan(
     """Ranks within the budget `keep` of the uncompressed cache, as a spec."""
     budget = int(keep * geometry.full_numbers + 1e-6)
     all_ranks = allocate.allocate(found, recipe.ranks, budget, align)
-    ranks = iter(r for r, c in zip(all_ranks, found, strict=True) if not c.skip)
+    ranks = [(r, None) for r, c in zip(all_ranks, found, strict=True) if not c.skip]
+    return _spec(recipe, geometry, layers, found, ranks)
+
+
+def plan_bits(
+    recipe: Recipe,
+    geometry: Geometry,
+    layers: Sequence[Sequence[build.Prospect]],
+    found: Sequence[allocate.Candidate],
+    bits: int,
+    align: int,
+) -> CacheSpec:
+    """Ranks and tiers that spend `bits` a token, scales included, for the least predicted loss."""
+    planned = plan_tiers([c.singular for c in found], bits, align)
+    empty = {c.layer for c in found} - {
+        c.layer for c, tiers in zip(found, planned, strict=True) if tiers
+    }
+    if empty:
+        raise ValueError(
+            f"{bits} bits a token leave layers {sorted(empty)} with nothing; ask for a smaller "
+            f"factor, or a smaller align than {align}"
+        )
+    ranks = [(sum(width for width, _ in tiers), tiers) for tiers in planned]
+    return _spec(recipe, geometry, layers, found, ranks)
+
+
+def _spec(
+    recipe: Recipe,
+    geometry: Geometry,
+    layers: Sequence[Sequence[build.Prospect]],
+    found: Sequence[allocate.Candidate],
+    planned: Sequence[tuple[int, Tiers | None]],
+) -> CacheSpec:
+    """Ranks and tiers of all latents that are not skipped, in order, as a spec."""
+    ranks = iter(planned)
     kind = build.key_kind(recipe, geometry)
     specs = []
     for index, prospects in enumerate(layers):
         if all(c.skip for c in found if c.layer == index):
             specs.append(plain_layer(geometry))
             continue
-        latents = tuple(Latent(side=p.side, heads=p.heads, rank=next(ranks)) for p in prospects)
+        latents = tuple(
+            Latent(side=p.side, heads=p.heads, rank=rank, tiers=tiers)
+            for p, (rank, tiers) in zip(prospects, ranks, strict=False)
+        )
         values = value_kind(geometry, [x for x in latents if "v" in x.side])
         specs.append(LayerSpec(keys=kind, values=values, latents=latents))
     return CacheSpec(geometry=geometry, layers=tuple(specs))

@@ -30,7 +30,8 @@ class Row:
     per token. `perplexity` and `delta_nll` are keyed by text, `needle` (fractions of questions
     answered exactly) by context length in tokens. `seconds` is the time that bases, ranks and fold
     took; calibration, which the rows share, is not in it. `window_nll` holds the loss of every
-    window of a text, so that any two rows can be paired.
+    window of a text, so that any two rows can be paired. `pool_fraction`: bytes of pages and page
+    tables over the uncompressed 16-bit cache, where the cache was paged.
     """
 
     recipe: str
@@ -44,6 +45,7 @@ class Row:
     needle: Mapping[int, float] | None = None
     seconds: float | None = None
     window_nll: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    pool_fraction: float | None = None
 
 
 def paired(a: Row, b: Row, text: str) -> tuple[float, float]:

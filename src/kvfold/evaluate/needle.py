@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache
@@ -28,6 +28,18 @@ class NeedleResult:
     exact: float
     exact_se: float
     num_questions: int
+
+
+class Reader(Protocol):
+    """What puts a context into a cache and continues it, any number of times."""
+
+    def prefill(self, ids: list[int]) -> None:
+        """Read the context."""
+        ...
+
+    def answer(self, question: list[int], num_tokens: int) -> list[int]:
+        """Greedy continuation of the context and `question`."""
+        ...
 
 
 class _Reader:
@@ -93,16 +105,18 @@ def evaluate_needle(
     facts_per_context: int = 4,
     chunk: int = 512,
     seed: int = 0,
+    reader: Reader | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[NeedleResult]:
     """Exact-match retrieval by greedy decoding, one result for each of `lengths` (tokens).
 
     Every context is prefilled once, `chunk` tokens at a time; every question continues from that
-    cache and is then removed from it. `progress` is called with (contexts done, contexts in all).
+    cache and is then removed from it. `reader`: another cache than transformers'. `progress` is
+    called with (contexts done, contexts in all).
     Raises ValueError for a length beyond the model's positions or too short for the facts.
     """
     _check_lengths(model, lengths)
-    filler, reader = load_filler(), _Reader(model, chunk)
+    filler, reader = load_filler(), reader or _Reader(model, chunk)
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
     def encode(text: str) -> list[int]:

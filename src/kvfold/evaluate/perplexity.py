@@ -135,7 +135,8 @@ def perplexity(
             allocated = max(allocated, _stored_bytes(cache, model))
             if progress:
                 progress(len(window_nll), len(ids))
-    return _result(window_nll, ids, allocated, min(batch, len(ids)) * ids.shape[1])
+    tokens = ids.shape[0] * (ids.shape[1] - 1)
+    return summarize(window_nll, tokens, allocated, min(batch, len(ids)) * ids.shape[1])
 
 
 def _window_losses(
@@ -189,9 +190,10 @@ def mean_and_se(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(variance / len(values))
 
 
-def _result(
-    window_nll: list[float], ids: Tensor, allocated: int, cached_tokens: int
+def summarize(
+    window_nll: list[float], tokens: int, allocated: int, cached_tokens: int
 ) -> PerplexityResult:
+    """The result over windows of equal length; `tokens` predicted in all."""
     nll, nll_se = mean_and_se(window_nll)
     value = math.exp(nll) if nll < 700 else math.inf
     return PerplexityResult(
@@ -199,7 +201,7 @@ def _result(
         nll_se=nll_se,
         perplexity=value,
         perplexity_se=value * nll_se,  # delta method: d exp(x) = exp(x) dx
-        tokens=ids.shape[0] * (ids.shape[1] - 1),
+        tokens=tokens,
         window_nll=tuple(window_nll),
         cache_bytes_allocated=allocated,
         cached_tokens=cached_tokens,

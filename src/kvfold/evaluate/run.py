@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -19,8 +19,11 @@ from kvfold.artifact import spec_of
 from kvfold.compress import build, pipeline
 from kvfold.compress.calibrate import calibrate
 from kvfold.compress.statistics import Statistics
+from kvfold.config import CacheConfig
+from kvfold.engine.build import build_runner
 from kvfold.evaluate.compare import Row
 from kvfold.evaluate.needle import NeedleResult, evaluate_needle
+from kvfold.evaluate.paged import Footprint, PagedReader, paged_perplexity
 from kvfold.evaluate.perplexity import (
     PerplexityResult,
     check_length,
@@ -29,11 +32,13 @@ from kvfold.evaluate.perplexity import (
     perplexity,
 )
 from kvfold.evaluate.tasks import ChoiceTask, GenerationTask, TaskResult, run_tasks
+from kvfold.models.adapter import HFAttention
 from kvfold.models.families import family_of
 from kvfold.spec import CacheSpec
 from kvfold.text import running, windows
 
 ORIGINAL = "original"
+QUESTION_ROOM = 64  # tokens of a question and its answer beyond the context
 NEEDLE_LENGTHS = (512, 1024, 2048, 4096)
 
 
@@ -42,7 +47,9 @@ class Measurement:
     """What a model is measured on: windows int64 [n, T] by text name, `needle` contexts a length.
 
     `chunk` tokens are fed at a time and `batch` windows together; `lengths` None means those of
-    NEEDLE_LENGTHS that the model has positions for.
+    NEEDLE_LENGTHS that the model has positions for. `cache`: measure on the paged cache, as it
+    says, instead of transformers'; then `agnostic` needle contexts are compressed before their
+    question is seen, and `scored_from` as in `paged_perplexity`.
     """
 
     windows: Mapping[str, Tensor]
@@ -50,14 +57,18 @@ class Measurement:
     batch: int = 1
     needle: int = 0
     lengths: Sequence[int] | None = None
+    cache: CacheConfig | None = None
+    agnostic: bool = True
+    scored_from: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Results by text name and by context length in tokens."""
+    """Results by text name and by context length in tokens; what a paged cache held."""
 
     texts: dict[str, PerplexityResult]
     needle: dict[int, NeedleResult]
+    footprint: Footprint | None = None
 
     @property
     def cache_bytes(self) -> int | None:
@@ -92,6 +103,8 @@ def measure(
     label: str = "",
 ) -> Measured:
     """Perplexity on every text, and retrieval at every length."""
+    if what.cache is not None:
+        return _measure_paged(model, tokenizer, what, what.cache, progress, label)
     texts = {
         name: perplexity(
             model,
@@ -113,6 +126,42 @@ def measure(
             progress=stage(progress, f"{label} needle"),
         )
     return Measured(texts=texts, needle={result.length: result for result in needle})
+
+
+def _measure_paged(
+    model: Any,
+    tokenizer: Any,
+    what: Measurement,
+    cache: CacheConfig,
+    progress: Progress | None,
+    label: str,
+) -> Measured:
+    """The same on pages. The model itself stays as it is."""
+    lengths = (what.lengths or needle_lengths(model)) if what.needle else ()
+    longest = max([*lengths, *(rows.shape[1] for rows in what.windows.values())])
+    most = min(longest + QUESTION_ROOM, max_positions(model) or longest + QUESTION_ROOM)
+    runner = build_runner(shared_copy(model), cache, num_slots=1, max_tokens=most)
+    texts, held = {}, None
+    for name, rows in what.windows.items():
+        report = stage(progress, f"{label} {name}")
+        texts[name], held = paged_perplexity(
+            runner, rows, chunk=what.chunk, scored_from=what.scored_from, progress=report
+        )
+    needle: list[NeedleResult] = []
+    if lengths:
+        reader = PagedReader(runner, what.chunk, agnostic=what.agnostic)
+        needle = evaluate_needle(
+            model,
+            tokenizer,
+            lengths=lengths,
+            num_contexts=what.needle,
+            reader=reader,
+            progress=stage(progress, f"{label} needle"),
+        )
+        reader.close()
+        held = held or reader.footprint
+    by_length = {result.length: result for result in needle}
+    return Measured(texts=texts, needle=by_length, footprint=held)
 
 
 def answer(
@@ -142,10 +191,20 @@ def needle_lengths(model: Any) -> tuple[int, ...]:
     return lengths
 
 
-def storage(model: Any) -> dict[str, float]:
-    """kept_fraction, and bytes per token at 16 bits of this cache and of the full one."""
+def storage(model: Any, held: Footprint | None = None) -> dict[str, float]:
+    """kept_fraction, and bytes per token of this cache and of the full one at 16 bits.
+
+    Of what pages hold of a sequence after its prompt, where that was measured; else by the spec.
+    """
     spec, geometry = spec_of(model), family_of(model.config).geometry(model.config)
     baseline = 2 * geometry.full_numbers
+    if held is not None:
+        kept = held.kept_fraction
+        return {
+            "kept_fraction": kept,
+            "bytes_per_token": kept * baseline,
+            "baseline_bytes_per_token": baseline,
+        }
     return {
         "kept_fraction": spec.kept_fraction if spec else 1.0,
         "bytes_per_token": spec.bytes_per_token() if spec else baseline,
@@ -167,6 +226,8 @@ def compare(
     batch: int = 1,
     needle: int = 0,
     lengths: Sequence[int] | None = None,
+    cache: CacheConfig | None = None,
+    agnostic: bool = True,
     calib: list[Any] | None = None,
     calibration_tokens: int = CALIBRATION_TOKENS,
     seed: int = 0,
@@ -178,9 +239,10 @@ def compare(
 
     All recipes read statistics of one pass over the same calibration text, or the ones given.
     `max_tokens` bounds the tokens of each text; `needle` is the number of contexts a length, of
-    four questions each, and `lengths` which lengths (default: NEEDLE_LENGTHS). `on_row` sees every
-    row as soon as it is measured; the model is left as it was. Raises ValueError for settings that
-    cannot work, before anything is measured.
+    four questions each, and `lengths` which lengths (default: NEEDLE_LENGTHS). `cache`: measure on
+    the paged cache, the original without bits or eviction but on the same tokens. `on_row` sees
+    every row as soon as it is measured; the model is left as it was. Raises ValueError for settings
+    that cannot work, before anything is measured.
     """
     for keep in keeps:
         pipeline.check_keep(keep)
@@ -194,6 +256,9 @@ def compare(
         batch=batch,
         needle=needle,
         lengths=lengths,
+        cache=cache,
+        agnostic=agnostic,
+        scored_from=ctx // 2 if cache is not None and cache.evict else None,
     )
     if statistics is None:
         statistics = shared_statistics(jobs, progress)
@@ -204,7 +269,8 @@ def compare(
         if on_row is not None:
             on_row(row)
 
-    original = measure(model, tokenizer, what, progress, ORIGINAL)
+    whole = None if cache is None else CacheConfig(page=cache.page, kv_bytes=cache.kv_bytes)
+    original = measure(model, tokenizer, replace(what, cache=whole), progress, ORIGINAL)
     add(result_row(model, ORIGINAL, 1.0, original))
     for job in jobs:
         begin = time.perf_counter()
@@ -254,11 +320,18 @@ def restricted(statistics: Statistics, names: set[str]) -> Statistics:
     return view
 
 
+def shared_copy(model: Any) -> Any:
+    """Another model object over the same weights, whose attentions can be replaced or rotated."""
+    folded = [module for module in model.modules() if isinstance(module, HFAttention)]
+    own = {id(parameter) for module in folded for parameter in module.parameters()}
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, {key: shared[key] for key in shared.keys() - own})
+
+
 def folded_copy(job: Job, spec: CacheSpec) -> Any:
     """A folded model that shares all weights but the attentions' with `job.model`."""
-    shared = {id(tensor): tensor for tensor in (*job.model.parameters(), *job.model.buffers())}
     trial = copy.copy(job)
-    trial.model = copy.deepcopy(job.model, shared)
+    trial.model = shared_copy(job.model)
     trial.fold(spec, {})
     return trial.model
 
@@ -280,8 +353,9 @@ def result_row(
     return Row(
         recipe=recipe,
         keep=keep,
-        **storage(model),
+        **storage(model, measured.footprint),
         cache_bytes_allocated=measured.cache_bytes or 0,
+        pool_fraction=measured.footprint.pool_fraction if measured.footprint else None,
         perplexity={name: result.perplexity for name, result in measured.texts.items()},
         delta_nll=deltas,
         needle={n: result.exact for n, result in measured.needle.items()} or None,

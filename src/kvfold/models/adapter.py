@@ -40,6 +40,14 @@ class Projections:
         return cls(**named)
 
 
+class PagedRows(ABC):
+    """The other cache that an attention can meet: pages, of which it knows only this."""
+
+    @abstractmethod
+    def attend(self, module: "HFAttention", x: Tensor, tables: Tables | None) -> Tensor:
+        """Store the rows of x [1, N, D] and attend to all that its tokens see: [1, N, D]."""
+
+
 class RotaryTable:
     """The model's own RoPE tables, computed once per position and shared by all layers."""
 
@@ -48,7 +56,7 @@ class RotaryTable:
         self.tables: Tables | None = None
 
     def __call__(self, x: Tensor, positions: Tensor, stop: int) -> Tables:
-        """cos, sin [B, S, rotary dims] at positions [B, S] < stop, in x's dtype and device."""
+        """cos, sin [.., rotary dims] at positions [..] < stop, in x's dtype and device."""
         if self.rope_type in ("dynamic", "longrope"):
             return self.rotary(x, positions)
         cos = self.tables[0] if self.tables else None
@@ -79,6 +87,8 @@ class HFAttention(FoldedAttention):
                 "transformers' continuous batching manages its own cache and would ignore the "
                 "compressed one; use model.generate instead"
             )
+        if isinstance(past, PagedRows):
+            return past.attend(self, x, tables), None
         q, rows = self.project(x, tables)
         seen, offset, new = 0, 0, x.shape[1]
         if past is not None:
@@ -89,7 +99,8 @@ class HFAttention(FoldedAttention):
         view_tables = None
         if self.spec.keys == "pre" and self.rotary is not None:
             positions = self._positions(extra.get("position_ids"), seen + new, offset, rows)
-            view_tables = self.rotary(x, positions, int(offset) + rows.shape[1])
+            cos, sin = self.rotary(x, positions, int(offset) + rows.shape[1])
+            view_tables = cos[:, None], sin[:, None]
         view = RowView(rows=rows, tables=view_tables, mask=mask)
         eager = self.config._attn_implementation == "eager"
         return self.attend(q, view, need_weights=eager)

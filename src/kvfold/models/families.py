@@ -34,3 +34,11 @@ def family_of(config: Any) -> type[Family]:
 def _check_config(config: Any) -> None:
     if getattr(config, "attn_logit_softcapping", None):
         raise ValueError("soft-capped attention scores cannot be taken in a compressed space")
+
+
+def attention_windows(config: Any) -> list[int | None]:
+    """How many tokens each layer sees, its own included; None: all."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]

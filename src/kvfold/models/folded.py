@@ -18,8 +18,9 @@ from kvfold.spec import Geometry, Latent, LayerSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RowView:
-    """What `attend` reads: rows [B, S, R] of all visible tokens, and the RoPE tables for their
-    positions (cos, sin [B or 1, S, rotary dims]; None where keys are not rebuilt)."""
+    """What `attend` reads: rows [B, S, R] of all visible tokens, the RoPE tables of their positions
+    (cos, sin [B or 1, 1 or Hk, S, rotary dims]; None where keys are not rebuilt), and a mask as in
+    `ops.attention`. Where heads differ in their tokens, slot s of each is another one."""
 
     rows: Tensor
     tables: tuple[Tensor, Tensor] | None
@@ -178,7 +179,7 @@ class FoldedAttention(nn.Module):
         k = (k + self.key_mean).transpose(1, 2)
         if view.tables is None:
             return k
-        return rotate(k, view.tables[0][:, None], view.tables[1][:, None])
+        return rotate(k, *view.tables)
 
     def _rebuild_values_first(self, queries: int, cached: int) -> bool:
         """Map values before attention where that costs less than wider attention (long chunks)."""

@@ -1,0 +1,125 @@
+"""From a model, folded or plain, and a cache configuration to a runner over a pool."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvfold.artifact import spec_of
+from kvfold.cache import policies
+from kvfold.cache.layout import CacheLayout, cache_layout, plain_spec, tiers
+from kvfold.cache.pool import Pool
+from kvfold.cache.quantize import rotation
+from kvfold.compress.basis import Basis
+from kvfold.compress.fold import fold_model
+from kvfold.config import CacheConfig
+from kvfold.engine.runner import ModelRunner
+from kvfold.engine.sequence import CacheParams
+from kvfold.models.families import attention_windows, family_of
+from kvfold.models.folded import FoldedAttention
+from kvfold.models.rotate import rotate_rows
+from kvfold.spec import CacheSpec, KeyKind, LayerSpec
+
+SHARE = 0.5  # of free memory, where kv_bytes is not given
+LONG_ROPE = ("dynamic", "longrope")  # tables that depend on the longest sequence of a batch
+
+
+def build_runner(
+    model: Any, config: CacheConfig, *, num_slots: int, max_tokens: int, seed: int = 0
+) -> ModelRunner:
+    """Fold and rotate `model` in place as `config` asks, and give it a pool.
+
+    num_slots: most sequences at once; max_tokens: longest sequence. Raises ValueError for settings
+    that contradict each other or the model, and for a pool that cannot hold a page of each group.
+    """
+    policy = policies.get(config.evict) if config.evict else None
+    _check(model, policy)
+    layout = prepare(model, config)
+    pool = Pool(
+        layout,
+        config.kv_bytes or default_bytes(layout, num_slots, max_tokens, model.device),
+        num_slots=num_slots,
+        max_tokens=max_tokens,
+        device=model.device,
+    )
+    limits = CacheParams(keep_tokens=config.keep_tokens, max_cache_tokens=config.max_cache_tokens)
+    return ModelRunner(model, pool, policy=policy, cache=limits, seed=seed)
+
+
+def _check(model: Any, policy: policies.Policy | None) -> None:
+    kind = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind in LONG_ROPE:
+        raise ValueError(
+            f"rope_type {kind!r} gives a sequence other tables once it, or one beside it, is long; "
+            "the engine does not serve it: use transformers' generate"
+        )
+    if policy is not None and any(attention_windows(model.config)):
+        raise ValueError(
+            f"evict={policy.name!r}: this model's sliding window already drops old tokens, and "
+            "eviction would drop others: leave evict out"
+        )
+
+
+def prepare(model: Any, config: CacheConfig) -> CacheLayout:
+    """Fold a plain model to rows, turn rows for their bits, and lay pages out."""
+    spec, quantized = spec_of(model), (config.bits or 16) < 16
+    family = family_of(model.config)
+    turn = config.rotate and (quantized or (spec is not None and spec.planned))
+    if spec is None:
+        spec = plain_spec(family.geometry(model.config))
+        spec = _turned_spec(spec) if turn and quantized else spec
+        fold_model(model, family, spec, [_turned_bases(x, quantized and turn) for x in spec.layers])
+    elif turn:
+        for attention, layer in zip(family.attentions(model), spec.layers, strict=True):
+            if isinstance(attention, FoldedAttention) and layer.keys != "plain":
+                rotate_rows(attention, {x: _turn(tiers(x, config.bits)) for x in layer.latents})
+    return cache_layout(
+        spec,
+        page=config.page,
+        itemsize=model.dtype.itemsize,
+        bits=config.bits,
+        sub_group=config.sub_group,
+        zeros=config.zeros,
+        tracked=config.evict is not None,
+    )
+
+
+def _turned_spec(spec: CacheSpec) -> CacheSpec:
+    """Full keys and values as latents of full rank, whose maps can hold a rotation."""
+    keys: KeyKind = "post" if spec.geometry.rope else "absorbed"
+    layers = tuple(replace(x, keys=keys, values="fused") for x in spec.layers)
+    return replace(spec, layers=layers)
+
+
+def _turned_bases(layer: LayerSpec, turn: bool) -> list[Basis | None]:
+    if not turn:
+        return [None] * len(layer.latents)
+    return [_rotation_basis(latent.rank) for latent in layer.latents]
+
+
+def _rotation_basis(n: int) -> Basis:
+    q, zero = rotation(n), torch.zeros(n, dtype=torch.float64)
+    return Basis(down=q, up=q, mean=zero, singular=torch.ones(n, dtype=torch.float64))
+
+
+def _turn(widths: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """A rotation of a latent that keeps its tiers apart; 16-bit tiers stay as they are."""
+    blocks = [
+        rotation(width) if bits < 16 else torch.eye(width, dtype=torch.float64)
+        for width, bits in widths
+    ]
+    return torch.block_diag(*blocks) if blocks else torch.zeros(0, 0, dtype=torch.float64)
+
+
+def default_bytes(
+    layout: CacheLayout, num_slots: int, max_tokens: int, device: torch.device
+) -> int:
+    """Bytes for all slots at full length, or SHARE of the free memory if that is less."""
+    wanted = int(layout.page_bytes * (-(-max_tokens // layout.page)) * num_slots * 1.05)
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(min(wanted + 2**20, int(free * SHARE)), 1)

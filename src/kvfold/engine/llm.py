@@ -1,0 +1,187 @@
+"""Text in, text out: a model, its tokenizer and an engine."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvfold.config import CacheConfig
+from kvfold.engine.build import build_runner
+from kvfold.engine.engine import Engine, StepOutput
+from kvfold.engine.scheduler import Schedule
+from kvfold.engine.sequence import CacheParams, FinishReason, SamplingParams, TokenLogprobs
+from kvfold.loading import load, load_tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What a request produced. error says why, where finish_reason is "error"."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
+
+
+class LLM:
+    """Generation over one paged cache.
+
+    model: a name (directory, hub id, `reference:gqa`) or a loaded causal LM, folded or plain, which
+    is changed in place. tokenizer: needed with a loaded model for text prompts. max_sequences: most
+    requests at once. max_tokens: longest request, prompt and outputs (default: the model's
+    positions). chunk: most prompt tokens of a request in one step. settings: fields of
+    `CacheConfig`: kv_bytes, bits, evict, keep_tokens, page and so on. Raises ValueError for what
+    cannot work.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        device: str | None = None,
+        dtype: str = "auto",
+        max_sequences: int = 16,
+        max_tokens: int | None = None,
+        chunk: int = 512,
+        schedule: Schedule | None = None,
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        if isinstance(model, str):
+            tokenizer = tokenizer or load_tokenizer(model)
+            model = load(model, dtype=dtype, device=device)
+        self.model, self.tokenizer = model, tokenizer
+        self.cache = CacheConfig(**settings)
+        limit = model.config.max_position_embeddings
+        if max_tokens is not None and not 0 < max_tokens <= limit:
+            raise ValueError(
+                f"max_tokens must be in 1..{limit}, the model's positions; got {max_tokens}"
+            )
+        self.runner = build_runner(
+            model,
+            self.cache,
+            num_slots=max_sequences,
+            max_tokens=max_tokens or limit,
+            seed=seed,
+        )
+        self.engine = Engine(
+            self.runner,
+            self.runner.pool,
+            eos_ids=_eos_ids(model),
+            detokenize=tokenizer.decode if tokenizer is not None else None,
+            chunk=chunk,
+            max_batch_tokens=max(4 * chunk, max_sequences),
+            schedule=schedule,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        cache: CacheParams | None = None,
+    ) -> list[Completion]:
+        """One completion a prompt, in order. prompts: text, token ids, or a list of either."""
+        ids = [self.add(prompt, sampling, cache) for prompt in _as_list(prompts)]
+        outputs: dict[int, list[StepOutput]] = {i: [] for i in ids}
+        while self.engine.has_work:
+            for output in self.engine.step():
+                if output.id in outputs:
+                    outputs[output.id].append(output)
+        return [_completion(outputs[i]) for i in ids]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        cache: CacheParams | None = None,
+    ) -> Iterator[StepOutput]:
+        """Outputs of one request as they come; leaving the loop early cancels it."""
+        number = self.add(prompt, sampling, cache)
+        try:
+            while self.engine.has_work:
+                for output in self.engine.step():
+                    if output.id == number:
+                        yield output
+                        if output.finish_reason is not None:
+                            return
+        finally:
+            self.engine.cancel(number)
+
+    def add(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        cache: CacheParams | None = None,
+    ) -> int:
+        """Queue a request for `engine.step`; its id. It ends where the model's positions do."""
+        ids, sampling = self.encode(prompt), sampling or SamplingParams()
+        room = self.runner.pool.max_tokens - len(ids) + 1  # the last token needs no row
+        sampling = replace(sampling, max_new_tokens=max(1, min(sampling.max_new_tokens, room)))
+        return self.engine.add(ids, sampling, cache)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, with the start token if the tokenizer has one."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ValueError("prompt is text, but this LLM has no tokenizer: pass tokenizer=")
+        ids: list[int] = self.tokenizer(prompt)["input_ids"]
+        bos = self.tokenizer.bos_token_id
+        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+    def summary(self) -> list[tuple[str, str]]:
+        """What fits, as (name, value): what a server prints when it starts."""
+        pool, layout = self.runner.pool, self.runner.pool.layout
+        spec, geometry = layout.spec, layout.spec.geometry
+        full, dims = 2 * geometry.full_numbers, spec.bytes_per_token()
+        stored = layout.bits_per_token / 8
+        per_token = layout.page_bytes / layout.page
+        kept = self.cache.keep_tokens
+        if self.cache.max_cache_tokens:
+            kept = min(1.0, self.cache.max_cache_tokens / pool.max_tokens)
+        tokens = pool.arena.numel() / per_token
+        at_once = min(pool.num_slots, int(tokens / (pool.max_tokens * (kept or 1.0))))
+        rows = [
+            ("pool", f"{pool.arena.numel() / 2**20:.1f} MiB of {layout.page}-row pages"),
+            ("a token, uncompressed", f"{full} B at 16 bits"),
+            ("dimensions kept", f"{dims} B ({full / max(dims, 1):.2f}x smaller)"),
+            ("bits", f"{stored:.0f} B ({full / stored:.2f}x smaller)"),
+            ("in pages", f"{per_token:.0f} B, with rounding and what eviction needs"),
+        ]
+        if kept is not None:
+            rows.append(("tokens kept", f"{kept:.2f} of a request after its prompt"))
+        return [
+            *rows,
+            ("fits", f"{int(tokens)} tokens; {at_once} requests of {pool.max_tokens} tokens"),
+        ]
+
+
+def _eos_ids(model: Any) -> list[int]:
+    found = model.generation_config.eos_token_id
+    if found is None:
+        return []
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]  # one prompt
+    return prompts  # type: ignore[return-value]
+
+
+def _completion(outputs: list[StepOutput]) -> Completion:
+    last = outputs[-1]
+    assert last.finish_reason is not None
+    logprobs = [item for output in outputs for item in output.logprobs or ()]
+    return Completion(
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        finish_reason=last.finish_reason,
+        logprobs=tuple(logprobs) if last.logprobs is not None else None,
+        error=last.error,
+    )

@@ -1,0 +1,237 @@
+"""The model side of the engine: a batch to logits, and sequences to fewer pages."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.cache import evict
+from kvfold.cache.policies import Budget, Policy
+from kvfold.cache.pool import Pool
+from kvfold.engine.paged import PagedStep, Part
+from kvfold.engine.sequence import Batch, CacheParams, Piece, Sequence
+from kvfold.models.families import attention_windows
+from kvfold.ops import store
+
+# transformers makes no mask for an attention without a registered mask function.
+PAGED = "kvfold_paged"
+
+
+class ModelRunner:
+    """Runs a folded model over a pool.
+
+    policy: what is evicted (None: nothing is observed or evicted); cache: budget of requests that
+    set none of their own.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        pool: Pool,
+        *,
+        policy: Policy | None = None,
+        cache: CacheParams | None = None,
+        seed: int = 0,
+    ) -> None:
+        assert policy is None or pool.layout.tracked, "eviction needs positions and metrics"
+        self.model, self.pool, self.policy = model.eval(), pool, policy
+        self.cache = cache or CacheParams()
+        self.windows = attention_windows(model.config)
+        self.device = pool.device
+        self.generator = torch.Generator(device=self.device).manual_seed(seed)
+        groups = pool.layout.groups
+        self.page_units = self._tensor([group.layout.page_units for group in groups])
+        self.layer_of_group = self._tensor([group.layer for group in groups])
+
+    def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    # -- forward ------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Tensor:
+        """Store every piece's rows; logits fp32 [pieces with logits, V]."""
+        hidden = self._hidden(batch)
+        ends, end = [], 0
+        for piece in batch.pieces:
+            end += len(piece.tokens)
+            if piece.wants_logits:
+                ends.append(end - 1)
+        return self._logits(hidden[self._tensor(ends)])
+
+    @torch.inference_mode()
+    def run_all(self, batch: Batch) -> Tensor:
+        """The same with logits of every token, fp32 [N, V]."""
+        return self._logits(self._hidden(batch))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        return logits.float()
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        """Last hidden states [N, D]."""
+        tokens = [token for piece in batch.pieces for token in piece.tokens]
+        positions = self._tensor(
+            [piece.start + i for piece in batch.pieces for i in range(len(piece.tokens))]
+        )
+        with self._paged_attention():
+            out = self.model.base_model(
+                input_ids=self._tensor(tokens)[None],
+                position_ids=positions[None],
+                past_key_values=self._step(batch, positions),
+                use_cache=False,
+            )
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    @contextmanager
+    def _paged_attention(self) -> Iterator[None]:
+        config = self.model.config
+        before, config._attn_implementation = config._attn_implementation, PAGED
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+    def _step(self, batch: Batch, positions: Tensor) -> PagedStep:
+        slots: list[int] = []
+        index: list[int] = []
+        for piece in batch.pieces:
+            slots += [piece.sequence.open_slot] * len(piece.tokens)
+            index += range(-len(piece.tokens), 0)
+        return PagedStep(
+            self.pool,
+            self._parts(batch, positions),
+            self._tensor(slots),
+            self._tensor(index),
+            positions.int(),
+            self.windows,
+            self.policy,
+        )
+
+    def _parts(self, batch: Batch, positions: Tensor) -> list[Part]:
+        """All decoding sequences together; prefill chunks one by one, cut where observation of
+        their queries begins, since it takes explicit attention weights."""
+        singles = takewhile(lambda piece: piece.is_decode and len(piece.tokens) == 1, batch.pieces)
+        decodes, parts = tuple(singles), []
+        if decodes:
+            watch = self.policy is not None and self._observes and self.policy.continual
+            parts.append(self._part(0, decodes, 1, positions, watch))
+        begin = len(decodes)
+        for piece in batch.pieces[len(decodes) :]:
+            quiet = self._unobserved(piece)
+            if quiet:
+                parts.append(self._part(begin, (piece,), quiet, positions, False))
+            if rest := len(piece.tokens) - quiet:
+                parts.append(self._part(begin + quiet, (piece,), rest, positions, True))
+            begin += len(piece.tokens)
+        return parts
+
+    @property
+    def _observes(self) -> bool:
+        return self.policy is not None and self.policy.score == "attention"
+
+    def _unobserved(self, piece: Piece) -> int:
+        """How many of a prefill chunk's first queries add to no metric."""
+        if not self._observes:
+            return len(piece.tokens)
+        assert self.policy is not None
+        window = self.policy.window
+        first = 0 if window is None else piece.sequence.num_prefill - window
+        return min(max(first - piece.start, 0), len(piece.tokens))
+
+    def _part(
+        self, begin: int, pieces: tuple[Piece, ...], queries: int, positions: Tensor, watch: bool
+    ) -> Part:
+        slots = [piece.sequence.open_slot for piece in pieces]
+        lengths = [piece.sequence.num_prefill for piece in pieces]
+        count = len(pieces) * queries
+        return Part(
+            begin=begin,
+            slots=self._tensor(slots),
+            positions=positions[begin : begin + count].view(len(pieces), queries),
+            size=int(self.pool.host_lengths[slots].max()),
+            stop=max(piece.start + len(piece.tokens) for piece in pieces),
+            prompt_lengths=self._tensor(lengths) if watch else None,
+        )
+
+    # -- eviction -----------------------------------------------------------------------------
+
+    def budget(self, sequence: Sequence) -> Budget | None:
+        """What a sequence may keep; None: everything."""
+        own = sequence.cache
+        limits = own if own.max_cache_tokens or own.keep_tokens else self.cache
+        page, groups = self.pool.layout.page, len(self.pool.layout.groups)
+        if self.policy is None:
+            return None
+        if limits.max_cache_tokens:
+            return Budget.max_cache_tokens(limits.max_cache_tokens, page, groups)
+        if limits.keep_tokens:
+            return Budget.keep_tokens(limits.keep_tokens, [sequence.num_computed] * groups, page)
+        return None
+
+    def needs_compression(self, sequence: Sequence) -> bool:
+        budget = self.budget(sequence)
+        if budget is None:
+            return False
+        lengths = self.pool.host_lengths[sequence.slot]
+        return int((-(-lengths // self.pool.layout.page)).sum()) > budget.limit
+
+    @torch.inference_mode()
+    def compress(self, sequences: list[Sequence]) -> None:
+        """Evict to each one's budget and give the pages back to the pool."""
+        for sequence in sequences:
+            budget = self.budget(sequence)
+            if budget is not None:
+                self._evict(sequence, budget)
+
+    def _policy(self, sequence: Sequence) -> Policy:
+        assert self.policy is not None
+        protected = sequence.cache.protected
+        return self.policy if protected is None else replace(self.policy, recent=protected)
+
+    def _evict(self, sequence: Sequence, budget: Budget) -> None:
+        pool, policy = self.pool, self._policy(sequence)
+        lengths = pool.lengths[sequence.open_slot].long()
+        metrics, positions, valid = self._tracked(sequence.open_slot)
+        worth = evict.scores(metrics, positions, valid, policy, self.generator)
+        evicted, _ = evict.select(
+            worth, lengths, pool.layout.page, self.page_units, self.layer_of_group, policy, budget
+        )
+        self._remove(sequence.open_slot, evicted, lengths)
+
+    def _tracked(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Metrics, positions and validity of a sequence's rows in all groups, [G, T]."""
+        pool = self.pool
+        size, slots = int(pool.host_lengths[slot].max()), self._tensor([slot])
+        found = []
+        for where in pool.layout.layer_groups:
+            lengths = pool.lengths[slots][:, where]
+            place = pool.arena, pool.tables[:, where], pool.layout.groups[where], slots
+            found.append(store.read_tracked(*place, lengths, size))
+        metrics, positions, valid = (
+            torch.cat(parts, dim=1)[0] for parts in zip(*found, strict=True)
+        )
+        return metrics, positions, valid
+
+    def _remove(self, slot: int, evicted: Tensor, lengths: Tensor) -> None:
+        """Close the holes layer by layer, and free the pages behind."""
+        pool = self.pool
+        group, source, target, kept = evict.compaction(evicted, lengths)
+        for where in pool.layout.layer_groups:
+            inside = (group >= where.start) & (group < where.stop)
+            own = group[inside] - where.start
+            store.move(
+                pool.arena,
+                pool.tables[:, where],
+                pool.layout.groups[where],
+                torch.full_like(own, slot),
+                own,
+                source[inside],
+                target[inside],
+            )
+        pool.shrink(slot, kept)

@@ -1,0 +1,127 @@
+"""Few-bit integers: numbers to codes, codes to bytes, and back. Plain PyTorch.
+
+Shapes: n numbers that share one scale (a segment of one row); ... any leading dimensions.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FP16_MAX = 65504.0
+# Step of the uniform quantiser of least squared error for a unit Gaussian (Max 1960, table II).
+GAUSSIAN_STEP = {2: 0.9957, 3: 0.5860, 4: 0.3352, 8: 0.0308}
+
+# A byte and the word in which each of its codes has a byte of its own: the word's dtype, then
+# (shift, mask of the codes together, mask of the codes apart), halving what sits together.
+_SPREAD: dict[int, tuple[torch.dtype, tuple[tuple[int, int, int], ...]]] = {
+    8: (torch.uint8, ()),
+    4: (torch.int16, ((4, 0xFF, 0x0F0F),)),
+    2: (torch.int32, ((12, 0xFF, 0x000F000F), (6, 0x000F000F, 0x03030303))),
+    1: (
+        torch.int64,
+        (
+            (28, 0xFF, 0x0000000F0000000F),
+            (14, 0x0000000F0000000F, 0x0003000300030003),
+            (7, 0x0003000300030003, 0x0101010101010101),
+        ),
+    ),
+}
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [..., n] below 2^bits -> uint8 [..., bytes]; bits 8, 4, 3 or 2.
+
+    Number i of a byte sits in its bits i * b and up. 3 bits are two planes, each rounded up to
+    whole bytes: the low two bits of all numbers, then the high bit of all numbers.
+    """
+    if bits == 3:
+        return torch.cat((_squeeze(codes & 3, 2), _squeeze(codes >> 2, 1)), dim=-1)
+    return _squeeze(codes, bits)
+
+
+def unpack(packed: Tensor, n: int, bits: int) -> Tensor:
+    """Inverse of `pack`: uint8 [..., bytes] -> codes uint8 [..., n]."""
+    if bits == 3:
+        low = -(-n // 4)
+        return _spread(packed[..., :low], n, 2) | _spread(packed[..., low:], n, 1) << 2
+    return _spread(packed, n, bits)
+
+
+def _squeeze(codes: Tensor, bits: int) -> Tensor:
+    """The codes of a byte, read as one (little-endian) word, are shifted together in halves."""
+    word, steps = _SPREAD[bits]
+    x = F.pad(codes, (0, -codes.shape[-1] % (8 // bits))).contiguous().view(word)
+    for shift, together, _ in reversed(steps):
+        x |= x >> shift
+        x &= together
+    return x.to(torch.uint8)
+
+
+def _spread(packed: Tensor, n: int, bits: int) -> Tensor:
+    word, steps = _SPREAD[bits]
+    x = packed.to(word, memory_format=torch.contiguous_format)
+    for shift, _, apart in steps:
+        x |= x << shift
+        x &= apart
+    return x.view(torch.uint8)[..., :n]
+
+
+def quantize(x: Tensor, bits: int, zeros: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x float [..., n] -> codes uint8 [..., n], scale fp16 [...], zero fp16 [...] or None.
+
+    With s the stored scale, L = 2^bits - 1, u = 2^-11 the round-off of fp16, and up to fp32's own:
+    zeros (asymmetric): zero = min, scale = (max - min) / L, x_hat = zero + code * s and
+        |x - x_hat| <= (max - min) / 2L + u (|min| + max - min) + (L + 1) 2^-25.
+    no zeros (symmetric): x_hat = (code - L / 2) * s, a grid without a zero level, and
+        |x - x_hat| <= max(s / 2, max|x| - s L / 2). s is the best of five (`_symmetric_scale`), so
+        the group's squared error is at most that of covering the maximum, s = 2 max|x| / L, and
+        |x - x_hat| <= (1 + 2u) sqrt(n) max|x| / L + L 2^-26.
+    A group of one value (symmetric: of one magnitude) comes back no further off than fp16 holds it,
+    and from 32752 on symmetrically within u of it. NaN or inf makes the scale of its group NaN and
+    so all its numbers. Scale and zero saturate at +-65504; the bounds hold where neither does.
+    """
+    x = x.float()
+    low = x.amin(-1)
+    high = x.amax(-1)
+    scale = (high - low) / (2**bits - 1) if zeros else _symmetric_scale(x, bits)
+    scale = _half(torch.where(low.isfinite() & high.isfinite(), scale, torch.nan))
+    zero = _half(low) if zeros else None
+    codes = (x - _lowest(scale, zero, bits)).div_(scale.float()[..., None])
+    # NaN where the scale is 0 or NaN: any code will do, but the cast would be undefined.
+    codes = codes.round_().clamp_(0, 2**bits - 1).nan_to_num_(0.0).to(torch.uint8)
+    return codes, scale, zero
+
+
+def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
+    """Codes uint8 [..., n], scale and zero fp16 [...] -> fp32 [..., n]. See `quantize`."""
+    # code * scale is exact, 8 bits by 11 fit the 24 of fp32, so how the device fuses is no matter.
+    return codes.float().mul_(scale.float()[..., None]).add_(_lowest(scale, zero, bits))
+
+
+def _symmetric_scale(x: Tensor, bits: int) -> Tensor:
+    """The scale [...] with the least squared error among five.
+
+    Rotated numbers are nearly Gaussian, for which clipping beats covering the maximum: the optimal
+    step for the group's rms, and 0.9 of it; the step that reaches max|x|, and the geometric mean of
+    both, for heavier tails; 2 max|x|, whose two inner levels are +-max|x|, for constant groups.
+    """
+    peak = x.abs().amax(-1)
+    wide = peak / ((2**bits - 1) / 2)
+    narrow = torch.minimum(GAUSSIAN_STEP[bits] * x.square().mean(-1).sqrt(), wide)
+    tries = _half(torch.stack((2 * peak, wide, (narrow * wide).sqrt(), narrow, 0.9 * narrow)))
+    steps = x / tries.float()[..., None]
+    half = 2 ** (bits - 1)  # levels are at +-0.5, +-1.5 .. +-(half - 0.5) steps
+    missed = steps.floor().clamp_(-half, half - 1).add_(0.5).sub_(steps)
+    error = torch.linalg.vector_norm(missed, dim=-1) * tries
+    # A scale that rounds to 0 makes its error NaN, and argmin would choose it.
+    return tries.gather(0, error.nan_to_num_(torch.inf).argmin(0, keepdim=True))[0]
+
+
+def _lowest(scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
+    """The value of code 0, fp32 [..., 1]; where no zero is stored the grid is symmetric."""
+    low = scale.float() * (-(2**bits - 1) / 2) if zero is None else zero.float()
+    return low[..., None]
+
+
+def _half(x: Tensor) -> Tensor:
+    return x.clamp(-FP16_MAX, FP16_MAX).half()

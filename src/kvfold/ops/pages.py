@@ -1,0 +1,185 @@
+"""How a layer's pages are addressed: what its layout says once and for all, as tensors.
+
+Shapes: G groups of the layer, R numbers of a row, P rows a page. A *kind* is the g groups whose
+pages are laid out alike (they differ in columns only), W words a row of it. *Packed* columns are
+the row's, reordered kind by kind, segment by segment, group by group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import gcd
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+UNIT = 64  # bytes that a page offset counts
+SCALES, POSITIONS, METRICS = -3, -2, -1  # the last blocks of every page
+INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Segment(Protocol):
+    """What is read of kvfold.cache.layout.Segment, which lies a layer above this one."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def quantized(self) -> bool: ...
+
+
+class PageLayout(Protocol):
+    """What is read of kvfold.cache.layout.PageLayout."""
+
+    @property
+    def segments(self) -> Sequence[Segment]: ...
+    @property
+    def page(self) -> int: ...
+    @property
+    def itemsize(self) -> int: ...
+    @property
+    def zeros(self) -> bool: ...
+    @property
+    def tracked(self) -> bool: ...
+    @property
+    def block_sizes(self) -> tuple[int, ...]: ...
+    @property
+    def block_offsets(self) -> tuple[int, ...]: ...
+    @property
+    def page_units(self) -> int: ...
+
+
+class Group(Protocol):
+    """What is read of kvfold.cache.layout.Group."""
+
+    @property
+    def layout(self) -> PageLayout: ...
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Groups with equal pages. A row is W words, word i at offsets[i] + row * strides[i]."""
+
+    layout: PageLayout
+    numbers: Tensor  # [g] which of the layer's groups
+    columns: tuple[slice, ...]  # packed columns [g * width] of every segment
+    word: torch.dtype
+    offsets: Tensor  # [W]
+    strides: Tensor  # [W]
+
+    def address(self, tables: Tensor, slot: Tensor, number: Tensor, row: Tensor) -> Tensor:
+        """Words of rows: slot, number and row broadcast to [...] -> [..., W]."""
+        page = tables[slot, number, row // self.layout.page].long()
+        start = page * (UNIT // self.word.itemsize)
+        return start[..., None] + self.offsets + (row % self.layout.page)[..., None] * self.strides
+
+    def block(self, pages: Tensor, index: int, dtype: torch.dtype) -> Tensor:
+        """Block `index` of uint8 pages [..., page_bytes] as `dtype` [..., P, numbers of a row]."""
+        size, start = self.layout.block_sizes[index], self.layout.block_offsets[index]
+        numbers = size // (self.layout.page * dtype.itemsize)
+        block = pages[..., start : start + size].view(dtype)
+        return block.unflatten(-1, (self.layout.page, numbers))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kinds of a layer's groups, and the way between row columns and packed columns."""
+
+    kinds: tuple[Kind, ...]
+    width: int  # R
+    step: int  # numbers of the blocks of columns that `pack_order` and `row_order` move
+    pack_order: Tensor | None  # [R / step] block of the row in every place of the packed columns
+    row_order: Tensor | None  # its inverse; None: the row is packed as it is
+    page: int
+    tracked: bool
+    itemsize: int | None  # bytes of an unquantised number; None: there are none
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Row columns to packed columns, [..., R]."""
+        return self._reorder(rows, self.pack_order)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        return self._reorder(packed, self.row_order)
+
+    def _reorder(self, x: Tensor, order: Tensor | None) -> Tensor:
+        if order is None:
+            return x
+        # Three dimensions, for which CPU's index_select is some twenty times faster than for four.
+        blocks = x.reshape(x.shape[:-1].numel(), len(order), self.step)
+        return blocks.index_select(1, order).view(x.shape)
+
+
+# A pure function of what never changes, remembered because every layer asks for it in every step.
+@lru_cache(maxsize=4096)
+def plan_pages(groups: tuple[Group, ...], device: torch.device) -> Plan:
+    """The plan of one layer's groups, which agree in all but their segments."""
+    layout = groups[0].layout
+    for name in ("page", "itemsize", "zeros", "tracked"):
+        found = {getattr(group.layout, name) for group in groups}
+        assert len(found) == 1, f"groups of a layer differ in {name}: {found}"
+    members: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for number, group in enumerate(groups):
+        key = tuple((x.width, x.bits) for x in group.layout.segments)
+        members.setdefault(key, []).append(number)
+    kinds: list[Kind] = []
+    segments: list[Segment] = []  # in packed order
+    for numbers in members.values():
+        layouts = [groups[number].layout for number in numbers]
+        alike = list(zip(*(x.segments for x in layouts), strict=True))
+        if any(layouts[0].block_sizes):  # a group of rank 0 stores nothing unless it is tracked
+            kinds.append(_kind(layouts[0], numbers, sum(x.width for x in segments), device))
+        segments += [x for same in alike for x in same]
+    step, order = _blocks(segments)
+    in_place = order == sorted(order)
+    pack_order = torch.tensor(order, dtype=torch.int64, device=device)
+    return Plan(
+        kinds=tuple(kinds),
+        width=sum(x.width for x in segments),
+        step=step,
+        pack_order=None if in_place else pack_order,
+        row_order=None if in_place else pack_order.argsort(),
+        page=layout.page,
+        tracked=layout.tracked,
+        itemsize=None if all(x.quantized for x in segments) else layout.itemsize,
+    )
+
+
+def _blocks(segments: Sequence[Segment]) -> tuple[int, list[int]]:
+    """The columns of `segments` in order, in blocks of the widest step that fits them all."""
+    step = gcd(*(x.start for x in segments), *(x.width for x in segments)) or 1
+    order = [
+        block for x in segments for block in range(x.start // step, (x.start + x.width) // step)
+    ]
+    assert sorted(order) == list(range(len(order))), "segments do not tile the layer's row"
+    return step, order
+
+
+def _kind(layout: PageLayout, numbers: list[int], start: int, device: torch.device) -> Kind:
+    """The kind of the groups `numbers`, whose packed columns begin at `start`."""
+    ends = list(accumulate((len(numbers) * x.width for x in layout.segments), initial=start))
+    sizes = [size // layout.page for size in layout.block_sizes]
+    word = gcd(8, *sizes)
+    words = [
+        (offset // word + i, size // word)
+        for offset, size in zip(layout.block_offsets, sizes, strict=True)
+        for i in range(size // word)
+    ]
+    offsets, strides = torch.tensor(words, dtype=torch.int64, device=device).unbind(-1)
+    return Kind(
+        layout=layout,
+        numbers=torch.tensor(numbers, device=device),
+        columns=tuple(slice(a, b) for a, b in pairwise(ends)),
+        word=INTS[word],
+        offsets=offsets,
+        strides=strides,
+    )
+
+
+def words_of(arena: Tensor, dtype: torch.dtype) -> Tensor:
+    """The arena's whole units (a writable view), as numbers of `dtype`."""
+    return arena[: arena.numel() // UNIT * UNIT].view(dtype)

@@ -1,0 +1,88 @@
+"""The engine on real model code: the same tokens as transformers, whatever the batch and chunks."""
+
+import pytest
+import torch
+
+from kvfold.artifact import spec_of
+from kvfold.cache.layout import cache_layout, plain_spec
+from kvfold.cache.pool import Pool
+from kvfold.compress.fold import fold_model
+from kvfold.engine.engine import Engine
+from kvfold.engine.runner import ModelRunner
+from kvfold.engine.sequence import SamplingParams
+from kvfold.models.families import family_of
+from models import CONFIGS, tiny, tokens
+
+PROMPTS = (5, 33, 70)
+NEW = 12
+
+
+def engine_of(model, *, num_pages: int = 100, chunk: int, headroom: int = 32) -> Engine:
+    """An engine over a folded model; plain models are folded to full keys and values."""
+    spec = spec_of(model)
+    if spec is None:
+        family = family_of(model.config)
+        spec = plain_spec(family.geometry(model.config))
+        fold_model(model, family, spec, [[None] * len(x.latents) for x in spec.layers])
+    layout = cache_layout(spec, page=8, itemsize=4)
+    pool = Pool(layout, num_pages * layout.page_bytes, num_slots=4, max_tokens=160)
+    return Engine(ModelRunner(model, pool), pool, chunk=chunk, headroom=headroom)
+
+
+def serve(engine: Engine, prompts, new: int = NEW) -> list[list[int]]:
+    ids = [engine.add(prompt, SamplingParams(max_new_tokens=new)) for prompt in prompts]
+    found = {i: [] for i in ids}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None, output.error
+            found[output.id] += output.token_ids
+        engine.scheduler.pool.check_integrity()
+    return [found[i] for i in ids]
+
+
+def greedy(model, prompt: list[int], new: int = NEW) -> tuple[list[int], list[float]]:
+    """transformers' greedy tokens, and how far each was ahead of the second best."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    tops = [score[0].topk(2).values for score in out.scores]
+    return out.sequences[0, len(prompt) :].tolist(), [float(a - b) for a, b in tops]
+
+
+def same_up_to_ties(found: list[int], wanted: list[int], margins: list[float]) -> None:
+    for ours, theirs, margin in zip(found, wanted, margins, strict=True):
+        if margin < 1e-3:
+            return
+        assert ours == theirs
+
+
+def prompts_of(seed: int = 3) -> list[list[int]]:
+    return [tokens(1, length, seed=seed + i)[0].tolist() for i, length in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_uncompressed_engine_equals_transformers(name: str, chunk: int) -> None:
+    model = tiny(name)
+    wanted = [greedy(model, prompt) for prompt in prompts_of()]
+    engine = engine_of(model, chunk=chunk)
+    for found, expected in zip(serve(engine, prompts_of()), wanted, strict=True):
+        same_up_to_ties(found, *expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_pre_emption_changes_nothing(name: str) -> None:
+    model = tiny(name)
+    wanted = [greedy(model, prompt) for prompt in prompts_of()]
+    # Room for all prompts, but not for what they become: someone must give way.
+    engine = engine_of(model, num_pages=16, chunk=16, headroom=0)
+    for found, expected in zip(serve(engine, prompts_of()), wanted, strict=True):
+        same_up_to_ties(found, *expected)
+    assert engine.scheduler.num_preemptions > 0

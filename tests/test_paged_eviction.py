@@ -1,0 +1,121 @@
+"""After eviction the engine computes what a dense model with those pairs masked does."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from kvfold.cache import policies
+from kvfold.config import CacheConfig
+from kvfold.engine.build import build_runner
+from kvfold.engine.sequence import CacheParams
+from kvfold.evaluate.paged import footprint
+from kvfold.evaluate.session import Session
+from kvfold.ops.attention import attention
+from models import CONFIGS, tiny, tokens
+
+PROMPT, MORE, PAGE = 60, 12, 4
+LONG = 40  # above the 32 recent tokens that some policies protect
+MASKED = "kvfold_test_masked"
+FAMILIES = [name for name in CONFIGS if name != "mistral-sliding"]
+
+
+def _masked(module, query, key, value, attention_mask, scaling=None, **_):
+    """Attention under `module.visible` bool [Hq, T, S]."""
+    out, _ = attention(query, key, value, module.visible[None], scaling or module.scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(MASKED, _masked)
+
+
+def runner_of(model, evict: str, keep: float, **settings):
+    config = CacheConfig(kv_bytes=2**22, page=PAGE, evict=evict, keep_tokens=keep, **settings)
+    return build_runner(model, config, num_slots=4, max_tokens=128)
+
+
+def survivors(session: Session) -> list[list[int]]:
+    """Positions that every group still holds."""
+    runner = session.runner
+    _, positions, valid = runner._tracked(session.sequence.slot)
+    return [sorted(row[keep].tolist()) for row, keep in zip(positions, valid, strict=True)]
+
+
+def dense(name: str, ids: Tensor, kept: list[list[int]], groups) -> Tensor:
+    """Logits of the original model in which later queries see only `kept` of the prompt."""
+    model = tiny(name)
+    total, heads = ids.shape[1], model.config.num_attention_heads
+    causal = torch.ones(total, total, dtype=torch.bool).tril()
+    for index, layer in enumerate(_attentions(model)):
+        visible = causal.repeat(heads, 1, 1)
+        for group, positions in zip(groups, kept, strict=True):
+            if group.layer != index:
+                continue
+            gone = sorted(set(range(PROMPT)) - set(positions))
+            size = heads // _num_kv_heads(model)
+            for head in group.heads:
+                for query_head in range(head * size, (head + 1) * size):
+                    visible[query_head, PROMPT:, gone] = False
+        layer.visible = visible
+    model.set_attn_implementation(MASKED)
+    with torch.no_grad():
+        return model(ids).logits[0, PROMPT:]
+
+
+def _attentions(model):
+    from kvfold.models.families import family_of
+
+    return list(family_of(model.config).attentions(model))
+
+
+def _num_kv_heads(model) -> int:
+    return getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+
+
+@pytest.mark.parametrize("evict", policies.POLICIES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_a_masked_dense_model(name: str, evict: str) -> None:
+    ids = tokens(1, PROMPT + MORE)
+    runner = runner_of(tiny(name), evict, 0.5)
+    with Session(runner) as session:
+        session.feed(ids[0, :PROMPT].tolist(), prompt=PROMPT, chunk=17)
+        session.compress()
+        runner.pool.check_integrity()
+        kept = survivors(session)
+        assert any(len(positions) < PROMPT for positions in kept)
+        logits = [session.feed(ids[0, PROMPT : PROMPT + 5].tolist())]
+        logits += [session.feed([token]) for token in ids[0, PROMPT + 5 :].tolist()]
+    wanted = dense(name, ids, kept, runner.pool.layout.groups)
+    torch.testing.assert_close(torch.cat(logits), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+@pytest.mark.parametrize("evict", policies.POLICIES)
+def test_budgets_are_exact_for_every_sequence(evict: str, count: int) -> None:
+    model = tiny("llama-gqa")
+    config = CacheConfig(kv_bytes=2**23, page=PAGE, evict=evict, keep_tokens=0.5)
+    runner = build_runner(model, config, num_slots=count, max_tokens=160)
+    sessions, budgets = [Session(runner).__enter__() for _ in range(count)], []
+    for i, session in enumerate(sessions):
+        length = LONG + 30 + 4 * i
+        session.feed(tokens(1, length, seed=i)[0].tolist(), prompt=length)
+        session.sequence.cache = CacheParams(max_cache_tokens=LONG + 4 * (i % 3))
+        budgets.append((LONG + 4 * (i % 3)) // PAGE * len(runner.pool.layout.groups))
+    runner.compress([session.sequence for session in sessions])
+    runner.pool.check_integrity()
+    for session, budget in zip(sessions, budgets, strict=True):
+        rows = runner.pool.host_lengths[session.sequence.slot]
+        assert (-(-rows // PAGE)).sum() == budget
+
+
+def test_bytes_that_are_reported_are_bytes_that_are_held() -> None:
+    runner = runner_of(tiny("llama-gqa"), "kv-compress", 0.5, bits=4)
+    with Session(runner) as session:
+        session.feed(tokens(1, 64)[0].tolist(), prompt=64)
+        assert footprint(session).kept_fraction == pytest.approx(runner.pool.layout.kept_fraction)
+        session.compress()
+        held = footprint(session)
+        assert held.cache_bytes == runner.pool.stats().used_bytes
+        assert held.kept_fraction == pytest.approx(0.5 * runner.pool.layout.kept_fraction)
+        assert held.kept_fraction < held.pool_fraction
+    assert runner.pool.stats().used_bytes == 0

@@ -1,0 +1,35 @@
+"""Rotating what is stored changes the rows and nothing else."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvfold import recipes
+from kvfold.api import Job
+from kvfold.cache.quantize import rotation
+from kvfold.compress import build
+from kvfold.compress.calibrate import calibrate
+from kvfold.models.rotate import rotate_rows
+from models import tiny, tokens
+
+
+@pytest.mark.parametrize("recipe", ["zack", "lorc", "palu-j", "fast", "lean", "small"])
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "opt", "gpt-neox"])
+def test_rotation_is_absorbed(name: str, recipe: str) -> None:
+    model = tiny(name)
+    try:
+        job = Job(model, recipes.get(recipe), None)
+    except ValueError as error:
+        pytest.skip(str(error))
+    windows, topics = tokens(8, 64), torch.arange(8) // 4
+    job.prepare(calibrate(model, job.family, windows, build.needs(job.recipe), topics=topics))
+    job.fold(job.plan(0.5, 1), {})
+    ids, before, after = tokens(2, 20, seed=9), DynamicCache(), DynamicCache()
+    with torch.no_grad():
+        wanted = model(ids, past_key_values=before).logits
+        for layer in job.family.attentions(model):
+            turns = {x: rotation(x.rank, seed=x.rank) for x in layer.spec.latents if x.rank}
+            rotate_rows(layer, turns)
+        found = model(ids, past_key_values=after).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(before.layers[0].keys, after.layers[0].keys, atol=1e-3)

@@ -1,0 +1,179 @@
+"""Sampling: distributions, seeds, rows that do not see each other, logprobs, NaN."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvfold.engine.sampler import _draw, _limit, sample
+from kvfold.engine.sequence import SamplingParams
+
+VOCAB = 12
+LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+
+
+def expected(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Temperature, then top-k, then top-p, token by token."""
+    p = (logits.double() / params.temperature).softmax(-1)
+    order = sorted(range(len(p)), key=lambda i: -float(p[i]))[: params.top_k]
+    total, kept, reached = sum(float(p[i]) for i in order), [], 0.0
+    for i in order:
+        if params.top_p < 1 and reached >= params.top_p:
+            break
+        kept.append(i)
+        reached += float(p[i]) / total
+    out = torch.zeros_like(p)
+    out[kept] = p[kept]
+    return out / out.sum()
+
+
+def draws(logits: Tensor, params: SamplingParams, count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return sample(logits.expand(count, -1), [params] * count, [generator] * count).tokens
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [None, 1, 5, 99])
+@pytest.mark.parametrize("top_p", [1.0, 0.8, 0.05])
+def test_distribution(temperature: float, top_k: int | None, top_p: float) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    count = 4000
+    wanted = expected(LOGITS, params) * count
+    found = draws(LOGITS, params, count).bincount(minlength=VOCAB)
+    assert not found[wanted == 0].any()
+    often = wanted > 5
+    chi_square = ((found - wanted)[often] ** 2 / wanted[often]).sum()
+    degrees = max(1, int(often.sum()) - 1)
+    assert chi_square < degrees + 5 * (2 * degrees) ** 0.5
+
+
+def test_rare_tokens_of_a_large_vocabulary_keep_their_share() -> None:
+    """A running sum in fp32 would lose steps below 2**-24 near 1."""
+    logits = torch.zeros(1, 200_001)
+    logits[0, 0] = 19.5
+    share = logits.double().softmax(-1)[0, 1]
+    assert share < 2**-28
+    wanted = torch.arange(1, 200_001, 9973)
+    uniform = 1 - (200_000.5 - wanted.double()) * share
+    found = _draw(logits.expand(len(wanted), -1), uniform)
+    assert (found - wanted).abs().max() <= 1
+
+
+def test_greedy_takes_the_first_maximum() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0], [-1.0, -torch.inf, -2.0]])
+    params = [SamplingParams(), SamplingParams(temperature=1e-9, top_k=2)]
+    assert sample(logits, params, [None, None]).tokens.tolist() == [1, 0]
+
+
+def test_ties_at_the_limit_do_not_widen_it() -> None:
+    params = SamplingParams(temperature=1.0, top_k=2)
+    assert set(draws(torch.zeros(VOCAB), params, 500).tolist()) == {0, 1}
+
+
+def test_no_token_without_probability_is_drawn() -> None:
+    scaled = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(2, -1)
+    ends = torch.tensor([0.0, 1 - 2**-40], dtype=torch.float64)
+    assert _draw(scaled, ends).tolist() == [1, 2]
+
+
+def test_a_row_without_limits_loses_nothing_to_rounding() -> None:
+    scaled = torch.tensor([[0.0, -50.0, -80.0]]).expand(2, -1)
+    rows = [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)]
+    assert _limit(scaled, rows).isfinite().tolist() == [[True] * 3, [True, False, False]]
+
+
+def test_extreme_logits_and_temperatures_stay_finite() -> None:
+    logits = torch.tensor([3e38, -3e38, 3e38, -torch.inf])
+    for temperature in (2e-5, 1.0, 1e30):
+        tokens = draws(logits, SamplingParams(temperature=temperature), 50)
+        assert not (tokens == 3).any()
+
+
+row_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    top_k=st.sampled_from([None, 1, 3, 50]),
+    top_p=st.sampled_from([1.0, 0.9, 0.3]),
+    seed=st.integers(0, 99),
+    logprobs=st.sampled_from([None, 0, 2, 50]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(row_params, min_size=1, max_size=5), st.integers(0, 1000))
+def test_a_row_does_not_depend_on_the_others(rows: list[SamplingParams], seed: int) -> None:
+    logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed))
+    together = sample(logits, rows, [p.generator() for p in rows]).choices(rows)
+    for i, p in enumerate(rows):
+        assert sample(logits[i : i + 1], [p], [p.generator()]).choices([p]) == [together[i]]
+
+
+def test_seeds() -> None:
+    params = SamplingParams(temperature=2.0)
+    first, same, other = (draws(LOGITS, params, 50, seed).tolist() for seed in (1, 1, 2))
+    assert first == same != other
+    unseeded = [SamplingParams(temperature=1.0).generator() for _ in range(2)]
+    assert unseeded[0].initial_seed() != unseeded[1].initial_seed()
+
+
+def test_logprobs_come_from_the_unmodified_distribution() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    rows = [
+        SamplingParams(temperature=0.2, top_k=2, logprobs=3, seed=0),
+        SamplingParams(),
+        SamplingParams(logprobs=0),
+    ]
+    first, second, third = sample(logits, rows, [p.generator() for p in rows]).choices(rows)
+    logs = logits.log_softmax(-1)
+    assert second.logprobs is None
+    assert third.logprobs.top == ()
+    assert third.logprobs.chosen == pytest.approx(float(logs[2].max()))
+    assert first.logprobs.chosen == pytest.approx(float(logs[0, first.token]))
+    values, ids = logs[0].topk(3)
+    assert [i for i, _ in first.logprobs.top] == ids.tolist()
+    assert [x for _, x in first.logprobs.top] == pytest.approx(values.tolist())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bad_row_is_flagged_alone(value: float, temperature: float) -> None:
+    logits = LOGITS.repeat(3, 1)
+    logits[1, 4] = value
+    rows = [
+        SamplingParams(temperature=temperature, top_p=0.9, seed=i, logprobs=1) for i in (0, 1, 2)
+    ]
+    sampled = sample(logits, rows, [p.generator() for p in rows])
+    assert sampled.bad.tolist() == [False, True, False]
+    clean = sample(LOGITS.repeat(3, 1), rows, [p.generator() for p in rows]).choices(rows)
+    found = sampled.choices(rows)
+    assert found[1].token is None
+    assert (found[0], found[2]) == (clean[0], clean[2])
+
+
+def test_a_row_without_any_legal_token_is_bad() -> None:
+    logits = torch.full((1, VOCAB), -torch.inf)
+    params = [SamplingParams(temperature=1.0, top_k=3, seed=0)]
+    assert sample(logits, params, [params[0].generator()]).bad.tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("temperature", -0.5),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_k", 0),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("seed", -1),
+        ("stop", "END"),
+        ("stop", ("a", "")),
+        ("logprobs", -1),
+    ],
+)
+def test_settings_are_checked(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field) as error:
+        SamplingParams(**{field: value})
+    assert repr(value) in str(error.value)
