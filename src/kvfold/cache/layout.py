@@ -6,8 +6,8 @@ one sequence:
 
     [codes of segment 0][codes of segment 1]..[scales][positions][metrics]   each block 16-B aligned
 
-A *segment* is consecutive numbers of one latent that share bits and, where quantised, one fp16
-scale (and zero) a token. Sizes are bytes unless a name says bits.
+A *segment* is consecutive numbers of one latent that share bits and, where quantised, one scale
+(and zero) a token. Sizes are bytes unless a name says bits.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from kvfold.ops.bits import PLANES
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side, Tiers, plain_layer
 
 UNIT = 64  # page offsets count units of this many bytes
 BLOCK = 16  # every block of a page begins at a multiple of it
-SCALE = 2  # bytes of an fp16 scale or zero
 POSITION = 4  # bytes of an int32 position
 METRIC = 4  # bytes of an fp32 eviction metric
-BITS = (16, 8, 4, 3, 2)  # 16: unquantised, in the storage dtype
+BITS = (16, *sorted(PLANES, reverse=True))  # 16: unquantised, in the storage dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,10 @@ class Segment:
         return self.bits < 16
 
     def row_bytes(self, itemsize: int) -> int:
-        """Bytes of one token's codes; 3 bits are a plane of two and a plane of one."""
+        """Bytes of one token's codes, every plane of them in whole bytes."""
         if not self.quantized:
             return self.width * itemsize
-        planes = (2, 1) if self.bits == 3 else (self.bits,)
-        return sum(-(-self.width * bits // 8) for bits in planes)
+        return sum(-(-self.width * bits // 8) for bits in PLANES[self.bits])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +50,20 @@ class PageLayout:
     """The blocks of a page. Groups with equal layouts share pages of one byte class.
 
     itemsize: bytes of an unquantised number; zeros: quantised segments store a zero beside the
-    scale (asymmetric); tracked: rows carry positions and eviction metrics.
+    scale (asymmetric); scale: bytes of either, 2 (fp16) or 1 (fp8, symmetric only); tracked: rows
+    carry positions and eviction metrics.
     """
 
     segments: tuple[Segment, ...]
     page: int
     itemsize: int
     zeros: bool
+    scale: int
     tracked: bool
 
     @cached_property
     def scales_per_row(self) -> int:
-        """fp16 numbers a row stores beside its codes: all scales, then all zeros."""
+        """Numbers a row stores beside its codes: all scales, then all zeros."""
         return sum(x.quantized for x in self.segments) * (2 if self.zeros else 1)
 
     @cached_property
@@ -70,7 +71,9 @@ class PageLayout:
         """Bytes of every block: one per segment, then scales, positions, metrics."""
         codes = [x.row_bytes(self.itemsize) for x in self.segments]
         track = (POSITION, METRIC) if self.tracked else (0, 0)
-        return tuple(self.page * size for size in (*codes, self.scales_per_row * SCALE, *track))
+        return tuple(
+            self.page * size for size in (*codes, self.scales_per_row * self.scale, *track)
+        )
 
     @cached_property
     def block_offsets(self) -> tuple[int, ...]:
@@ -102,7 +105,7 @@ class PageLayout:
     def row_bits(self) -> int:
         """Bits that count as stored: numbers (unquantised ones as 16) and quantiser metadata."""
         codes = sum(x.width * (x.bits if x.quantized else 16) for x in self.segments)
-        return codes + 8 * SCALE * self.scales_per_row
+        return codes + 8 * self.scale * self.scales_per_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +172,8 @@ def cache_layout(
 ) -> CacheLayout:
     """Lay out every group of `spec`.
 
-    bits: of every number; None: what each latent plans, and 16 where it plans nothing.
+    bits: of every number; None: what each latent plans (with fp8 scales, for its many tiers), and
+        16 where it plans nothing.
     sub_group: most quantised numbers that share a scale (None: a whole latent's tier).
     Raises ValueError for bits or pages that do not exist.
     """
@@ -187,7 +191,12 @@ def cache_layout(
                 for segment in _segments(layer, latent, tiers(latent, bits), sub_group)
             )
             layout = PageLayout(
-                segments=segments, page=page, itemsize=itemsize, zeros=zeros, tracked=tracked
+                segments=segments,
+                page=page,
+                itemsize=itemsize,
+                zeros=zeros,
+                scale=1 if bits is None and spec.planned and not zeros else 2,
+                tracked=tracked,
             )
             groups.append(Group(layer=index, heads=heads, layout=layout))
     return CacheLayout(spec=spec, page=page, groups=tuple(groups))

@@ -9,7 +9,11 @@ from torch import Tensor
 
 FP16_MAX = 65504.0
 # Step of the uniform quantiser of least squared error for a unit Gaussian (Max 1960, table II).
-GAUSSIAN_STEP = {2: 0.9957, 3: 0.5860, 4: 0.3352, 8: 0.0308}
+GAUSSIAN_STEP = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352, 6: 0.1041, 8: 0.0308}
+# A code's bits from the lowest on, in planes whose widths divide a byte.
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 6: (4, 2), 8: (8,)}
+FP8_MAX = 448.0  # of float8_e4m3fn
+SCALES_IN = {1: torch.float8_e4m3fn, 2: torch.float16}  # by bytes of a scale
 
 # A byte and the word in which each of its codes has a byte of its own: the word's dtype, then
 # (shift, mask of the codes together, mask of the codes apart), halving what sits together.
@@ -29,22 +33,24 @@ _SPREAD: dict[int, tuple[torch.dtype, tuple[tuple[int, int, int], ...]]] = {
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [..., n] below 2^bits -> uint8 [..., bytes]; bits 8, 4, 3 or 2.
+    """Codes uint8 [..., n] below 2^bits -> uint8 [..., bytes]; bits from PLANES.
 
-    Number i of a byte sits in its bits i * b and up. 3 bits are two planes, each rounded up to
-    whole bytes: the low two bits of all numbers, then the high bit of all numbers.
+    Number i of a byte sits in its bits i * b and up. 3 and 6 bits are two planes, each rounded up
+    to whole bytes: the low bits of all numbers, then the high bits of all numbers.
     """
-    if bits == 3:
-        return torch.cat((_squeeze(codes & 3, 2), _squeeze(codes >> 2, 1)), dim=-1)
-    return _squeeze(codes, bits)
+    low, *high = PLANES[bits]
+    if not high:
+        return _squeeze(codes, low)
+    return torch.cat((_squeeze(codes & (1 << low) - 1, low), _squeeze(codes >> low, high[0])), -1)
 
 
 def unpack(packed: Tensor, n: int, bits: int) -> Tensor:
     """Inverse of `pack`: uint8 [..., bytes] -> codes uint8 [..., n]."""
-    if bits == 3:
-        low = -(-n // 4)
-        return _spread(packed[..., :low], n, 2) | _spread(packed[..., low:], n, 1) << 2
-    return _spread(packed, n, bits)
+    low, *high = PLANES[bits]
+    if not high:
+        return _spread(packed, n, low)
+    size = -(-n * low // 8)
+    return _spread(packed[..., :size], n, low) | _spread(packed[..., size:], n, high[0]) << low
 
 
 def _squeeze(codes: Tensor, bits: int) -> Tensor:
@@ -66,10 +72,14 @@ def _spread(packed: Tensor, n: int, bits: int) -> Tensor:
     return x.view(torch.uint8)[..., :n]
 
 
-def quantize(x: Tensor, bits: int, zeros: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x float [..., n] -> codes uint8 [..., n], scale fp16 [...], zero fp16 [...] or None.
+def quantize(
+    x: Tensor, bits: int, zeros: bool, scale_dtype: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x float [..., n] -> codes uint8 [..., n], scale [...], zero fp16 [...] or None.
 
-    With s the stored scale, L = 2^bits - 1, u = 2^-11 the round-off of fp16, and up to fp32's own:
+    scale_dtype: float16, or float8_e4m3fn for symmetric scales, which then hold s * 2^bits (about
+    the largest number) to within 1/16, in 2^-6 .. 448: half the bytes, for numbers of known size.
+    With s the scale, L = 2^bits - 1, u = 2^-11 the round-off of fp16, and up to fp32's own:
     zeros (asymmetric): zero = min, scale = (max - min) / L, x_hat = zero + code * s and
         |x - x_hat| <= (max - min) / 2L + u (|min| + max - min) + (L + 1) 2^-25.
     no zeros (symmetric): x_hat = (code - L / 2) * s, a grid without a zero level, and
@@ -83,22 +93,36 @@ def quantize(x: Tensor, bits: int, zeros: bool) -> tuple[Tensor, Tensor, Tensor 
     x = x.float()
     low = x.amin(-1)
     high = x.amax(-1)
-    scale = (high - low) / (2**bits - 1) if zeros else _symmetric_scale(x, bits)
-    scale = _half(torch.where(low.isfinite() & high.isfinite(), scale, torch.nan))
-    zero = _half(low) if zeros else None
-    codes = (x - _lowest(scale, zero, bits)).div_(scale.float()[..., None])
+    scale = (high - low) / (2**bits - 1) if zeros else _symmetric_scale(x, bits, scale_dtype)
+    scale = torch.where(low.isfinite() & high.isfinite(), scale, torch.nan)
+    stored = _stored(scale, bits, scale_dtype)
+    scale = scale_of(stored, bits)
+    zero = low.clamp(-FP16_MAX, FP16_MAX).half() if zeros else None
+    codes = (x - _lowest(scale, zero, bits)).div_(scale[..., None])
     # NaN where the scale is 0 or NaN: any code will do, but the cast would be undefined.
     codes = codes.round_().clamp_(0, 2**bits - 1).nan_to_num_(0.0).to(torch.uint8)
-    return codes, scale, zero
+    return codes, stored, zero
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
-    """Codes uint8 [..., n], scale and zero fp16 [...] -> fp32 [..., n]. See `quantize`."""
+    """Codes uint8 [..., n], scale fp32 (of `scale_of`) and zero [...] -> fp32 [..., n]."""
     # code * scale is exact, 8 bits by 11 fit the 24 of fp32, so how the device fuses is no matter.
-    return codes.float().mul_(scale.float()[..., None]).add_(_lowest(scale, zero, bits))
+    return codes.float().mul_(scale[..., None]).add_(_lowest(scale, zero, bits))
 
 
-def _symmetric_scale(x: Tensor, bits: int) -> Tensor:
+def scale_of(stored: Tensor, bits: int) -> Tensor:
+    """The scale fp32 that a stored one, fp16 or fp8, stands for."""
+    scale = stored.float()
+    return scale * 2.0**-bits if stored.dtype.itemsize == 1 else scale
+
+
+def _stored(scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    if dtype.itemsize == 1:
+        return (scale * 2.0**bits).clamp(max=FP8_MAX).to(dtype)
+    return scale.clamp(max=FP16_MAX).to(dtype)
+
+
+def _symmetric_scale(x: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """The scale [...] with the least squared error among five.
 
     Rotated numbers are nearly Gaussian, for which clipping beats covering the maximum: the optimal
@@ -108,8 +132,9 @@ def _symmetric_scale(x: Tensor, bits: int) -> Tensor:
     peak = x.abs().amax(-1)
     wide = peak / ((2**bits - 1) / 2)
     narrow = torch.minimum(GAUSSIAN_STEP[bits] * x.square().mean(-1).sqrt(), wide)
-    tries = _half(torch.stack((2 * peak, wide, (narrow * wide).sqrt(), narrow, 0.9 * narrow)))
-    steps = x / tries.float()[..., None]
+    tries = torch.stack((2 * peak, wide, (narrow * wide).sqrt(), narrow, 0.9 * narrow))
+    tries = scale_of(_stored(tries, bits, dtype), bits)
+    steps = x / tries[..., None]
     half = 2 ** (bits - 1)  # levels are at +-0.5, +-1.5 .. +-(half - 0.5) steps
     missed = steps.floor().clamp_(-half, half - 1).add_(0.5).sub_(steps)
     error = torch.linalg.vector_norm(missed, dim=-1) * tries
@@ -119,9 +144,5 @@ def _symmetric_scale(x: Tensor, bits: int) -> Tensor:
 
 def _lowest(scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
     """The value of code 0, fp32 [..., 1]; where no zero is stored the grid is symmetric."""
-    low = scale.float() * (-(2**bits - 1) / 2) if zero is None else zero.float()
+    low = scale * (-(2**bits - 1) / 2) if zero is None else zero.float()
     return low[..., None]
-
-
-def _half(x: Tensor) -> Tensor:
-    return x.clamp(-FP16_MAX, FP16_MAX).half()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.ops.bits import dequantize, pack, quantize, unpack
+from kvfold.ops.bits import SCALES_IN, dequantize, pack, quantize, scale_of, unpack
 from kvfold.ops.pages import (
     INTS,
     METRICS,
@@ -178,10 +178,10 @@ def _encode(kind: Kind, packed: Tensor, positions: Tensor | None) -> Tensor:
     for segment, columns in zip(layout.segments, kind.columns, strict=True):
         x = packed[:, columns].unflatten(-1, (g, segment.width))
         if segment.quantized:
-            codes, scale, zero = quantize(x, segment.bits, layout.zeros)
+            codes, scale, zero = quantize(x, segment.bits, layout.zeros, SCALES_IN[layout.scale])
             x = pack(codes, segment.bits)
-            scales.append(scale)
-            zeros += [] if zero is None else [zero]
+            scales.append(scale.view(INTS[layout.scale]))
+            zeros += [] if zero is None else [zero.view(INTS[layout.scale])]
         parts.append(x)
     if scales:
         parts.append(torch.stack(scales + zeros, dim=-1))
@@ -196,8 +196,9 @@ def _decode(kind: Kind, pages: Tensor, inside: Tensor, packed: Tensor) -> None:
 
     pages uint8 [B, g, n, page_bytes]; inside bool [B, g, n, P].
     """
-    scales = torch.where(inside[..., None], kind.block(pages, SCALES, torch.float16), 0).unbind(-1)
-    scale, zero = iter(scales), iter(scales[len(scales) // 2 :] if kind.layout.zeros else ())
+    stored = kind.block(pages, SCALES, SCALES_IN[kind.layout.scale]).unbind(-1)
+    scales = iter(stored)
+    zeros = iter(stored[len(stored) // 2 :] if kind.layout.zeros else ())
     ints = INTS[packed.dtype.itemsize]
     mask = -inside.to(ints)[..., None]
     for i, (segment, columns) in enumerate(zip(kind.layout.segments, kind.columns, strict=True)):
@@ -206,7 +207,9 @@ def _decode(kind: Kind, pages: Tensor, inside: Tensor, packed: Tensor) -> None:
         if segment.quantized:
             block = kind.block(pages, i, torch.uint8)
             codes = unpack(block, segment.width, segment.bits)
-            out.copy_(dequantize(codes, next(scale), next(zero, None), segment.bits))
+            scale = torch.where(inside, scale_of(next(scales), segment.bits), 0.0)
+            zero = torch.where(inside, next(zeros).float(), 0.0) if kind.layout.zeros else None
+            out.copy_(dequantize(codes, scale, zero, segment.bits))
         else:
             # As bits, because garbage may be NaN, and in the one pass that copies.
             torch.bitwise_and(kind.block(pages, i, ints), mask, out=out.view(ints))
