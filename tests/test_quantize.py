@@ -234,7 +234,7 @@ def test_fp8_scales_cost_little_where_numbers_are_of_known_size(name: str, bits:
         assert ((found - x).abs() <= torch.maximum(step / 2, reach) * (1 + 1e-4)).all()
         exact = (roundtrip(x, bits, False) - x).square().sum()
         # With many levels the scale should reach the largest number, and misses it by up to 1/16.
-        assert (found - x).square().sum() <= (1.15 if bits <= 4 else 1.8) * exact
+        assert (found - x).square().sum() <= (1.15 if bits <= 4 else 2.0) * exact
 
 
 def test_fp8_scales_keep_zero_and_nan_apart() -> None:
