@@ -10,7 +10,7 @@ from kvfold.compress.fold import fold_model
 from kvfold.engine.engine import Engine
 from kvfold.engine.runner import ModelRunner
 from kvfold.engine.sequence import SamplingParams
-from kvfold.models.families import family_of
+from kvfold.models.families import attention_windows, family_of
 from models import CONFIGS, tiny, tokens
 
 PROMPTS = (5, 33, 70)
@@ -24,7 +24,8 @@ def engine_of(model, *, num_pages: int = 100, chunk: int, headroom: int = 32) ->
         family = family_of(model.config)
         spec = plain_spec(family.geometry(model.config))
         fold_model(model, family, spec, [[None] * len(x.latents) for x in spec.layers])
-    layout = cache_layout(spec, page=8, itemsize=4)
+    sliding = [window is not None for window in attention_windows(model.config)]
+    layout = cache_layout(spec, page=8, itemsize=4, tracked=sliding)
     pool = Pool(layout, num_pages * layout.page_bytes, num_slots=4, max_tokens=160)
     return Engine(ModelRunner(model, pool), pool, chunk=chunk, headroom=headroom)
 
@@ -85,4 +86,5 @@ def test_pre_emption_changes_nothing(name: str) -> None:
     engine = engine_of(model, num_pages=16, chunk=16, headroom=0)
     for found, expected in zip(serve(engine, prompts_of()), wanted, strict=True):
         same_up_to_ties(found, *expected)
-    assert engine.scheduler.num_preemptions > 0
+    # Unless pages come free behind a window.
+    assert engine.scheduler.num_preemptions > 0 or any(attention_windows(model.config))

@@ -224,7 +224,7 @@ def test_rotation_refuses_a_negative_width() -> None:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", ["gauss", "laplace"])
 def test_fp8_scales_cost_little_where_numbers_are_of_known_size(name: str, bits: int) -> None:
-    for size in (0.02, 1.0, 30.0):
+    for size in (0.02, 1.0, 10.0):
         x = size * samples(name, 500, 128)
         codes, stored, _ = quantize(x, bits, False, torch.float8_e4m3fn)
         assert stored.dtype is torch.float8_e4m3fn

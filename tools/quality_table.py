@@ -1,4 +1,4 @@
-"""Markdown table of a `kvfold compare --json` file: loss increase by recipe, size and text.
+"""Markdown tables of a `kvfold compare --json` file: loss increase by text, and retrieval.
 
 python tools/quality_table.py benchmarks/results/quality-gqa.json
 """
@@ -24,8 +24,23 @@ def main(path: str) -> None:
         print("| recipe | " + " | ".join(f"{keep:g}" for keep in keeps) + " |")
         print("|---|" + "---|" * len(keeps))
         for recipe in dict.fromkeys(row["recipe"] for row in rows):
-            cells = [cell(found[recipe, keep], text) for keep in keeps if (recipe, keep) in found]
+            cells = [
+                cell(found[recipe, keep], text) if (recipe, keep) in found else "–"
+                for keep in keeps
+            ]
             print(f"| `{recipe}` | " + " | ".join(cells) + " |")
+    if original["needle"]:
+        print_needle(original, rows)
+
+
+def print_needle(original: dict, rows: list[dict]) -> None:
+    """Per cent of questions answered, by context length."""
+    lengths = list(original["needle"])
+    print("\n| recipe | kept | " + " | ".join(lengths) + " |")
+    print("|---|---|" + "---|" * len(lengths))
+    for row in [original, *rows]:
+        cells = [f"{100 * row['needle'][length]:.0f}" for length in lengths]
+        print(f"| `{row['recipe']}` | {row['keep']:g} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":

@@ -27,13 +27,15 @@ Progress = Callable[[str, int, int], None]  # what is being done, done, total
 CALIBRATION_TOKENS = 32768
 CALIBRATION_WINDOW = 1024
 MIN_WINDOWS = 4
+DEFAULT_KEEP = 0.5
 
 
 def compress(
     model: Any,
     recipe: str | Recipe = "small",
     *,
-    keep: float = 0.5,
+    keep: float | None = None,
+    factor: float | None = None,
     align: int | None = None,
     calib: list[str | Path] | None = None,
     tokenizer: Any = None,
@@ -43,18 +45,20 @@ def compress(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Any:
-    """Fold a model so that its KV cache keeps `keep` of its numbers.
+    """Fold a model so that its KV cache keeps `keep` of its numbers, or is `factor` times smaller.
 
     model: a name (directory, hub id, `reference:gqa`) or a loaded causal LM, which is folded in
-    place. recipe: a name from `kvfold.recipes` or a `Recipe`. align: ranks are multiples of it
-    (default 16, 8 for head_dim <= 64). calib: text files instead of the packaged text. tokenizer:
-    needed with a loaded model. statistics: an artifact file, reused if it exists and fits, written
-    if not. output: a directory to save to; written whole or not at all.
+    place. recipe: a name from `kvfold.recipes` or a `Recipe`. keep: in (0, 1], 0.5 if neither it
+    nor `factor` is given. factor: dimensions and bits planned together (see `Job.plan_factor`); the
+    planned bits take effect on the paged cache. align: ranks are multiples of it (default 16, 8 for
+    head_dim <= 64). calib: text files instead of the packaged text. tokenizer: needed with a loaded
+    model. statistics: an artifact file, reused if it exists and fits, written if not. output: a
+    directory to save to; written whole or not at all.
 
     Returns the folded model. Raises ValueError for settings or inputs that cannot work.
     """
-    pipeline.check_keep(keep)
     recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
+    _check_size(recipe, keep, factor)
     if output is not None:
         check_output(Path(output))
     name = model if isinstance(model, str | Path) else None
@@ -63,8 +67,13 @@ def compress(
         model = load(str(name))
     job = Job(model, recipe, tokenizer, calib=calib, max_tokens=max_tokens, seed=seed)
     job.prepare(statistics, progress)
-    spec = job.plan(keep, align)
-    job.fold(spec, {"model": str(name or model.config.name_or_path), "keep": keep})
+    if factor is not None:
+        spec = job.plan_factor(factor, align)
+    else:
+        keep = DEFAULT_KEEP if keep is None else keep
+        spec = job.plan(keep, align)
+    source = str(name or model.config.name_or_path)
+    job.fold(spec, {"model": source, "keep": keep, "factor": factor})
     if output is not None:
         save(model, tokenizer, Path(output))
     return model
@@ -111,9 +120,7 @@ class Job:
     def plan(self, keep: float, align: int | None = None) -> CacheSpec:
         """The ranks that spend `keep` of the cache."""
         pipeline.check_keep(keep)
-        align = pipeline.default_align(self.geometry) if align is None else align
-        if align < 1:
-            raise ValueError(f"align must be at least 1, got {align}")
+        align = self._align(align)
         return pipeline.plan(self.recipe, self.geometry, self.layers, self.candidates, keep, align)
 
     def plan_factor(self, factor: float, align: int | None = None) -> CacheSpec:
@@ -121,14 +128,8 @@ class Job:
 
         Needs a basis that predicts losses: one of `fast`, `lean` and `small`.
         """
-        if self.recipe.basis not in ("post", "latent"):
-            raise ValueError(
-                f"recipe {self.recipe.name!r} predicts no losses to weigh bits by; use fast, lean "
-                "or small"
-            )
-        if not 1 <= factor < 1000:
-            raise ValueError(f"factor must be at least 1 and below 1000, got {factor:g}")
-        align = pipeline.default_align(self.geometry) if align is None else align
+        check_factor(self.recipe, factor)
+        align = self._align(align)
         bits = int(16 * self.geometry.full_numbers / factor)
         return pipeline.plan_bits(
             self.recipe, self.geometry, self.layers, self.candidates, bits, align
@@ -140,6 +141,12 @@ class Job:
         measured = {"recipe": asdict(self.recipe), "statistics": self.statistics.key}
         provenance = {**provenance, **measured}
         mark(self.model, spec, provenance)
+
+    def _align(self, align: int | None) -> int:
+        align = pipeline.default_align(self.geometry) if align is None else align
+        if align < 1:
+            raise ValueError(f"align must be at least 1, got {align}")
+        return align
 
     def _statistics(
         self, given: Path | str | Statistics | None, progress: Progress | None
@@ -170,6 +177,27 @@ class Job:
         if path is not None:
             made.save(path)
         return made
+
+
+def check_factor(recipe: Recipe, factor: float) -> None:
+    """Raises ValueError for a factor out of range or a recipe that cannot plan bits."""
+    if recipe.basis not in ("post", "latent"):
+        raise ValueError(
+            f"recipe {recipe.name!r} predicts no losses to weigh bits by; use fast, lean or small"
+        )
+    if not 1 <= factor < 1000:
+        raise ValueError(f"factor must be at least 1 and below 1000, got {factor:g}")
+
+
+def _check_size(recipe: Recipe, keep: float | None, factor: float | None) -> None:
+    if keep is not None and factor is not None:
+        raise ValueError(
+            f"keep={keep:g} and factor={factor:g} exclude each other: each decides the size alone"
+        )
+    if keep is not None:
+        pipeline.check_keep(keep)
+    if factor is not None:
+        check_factor(recipe, factor)
 
 
 def calibration_windows(

@@ -45,8 +45,9 @@ class CacheConfig:
     kv_bytes: size of the pool (None: a share of what is free). page: rows a page. bits: of every
     stored number, or None for what the checkpoint plans (16 where it plans nothing). zeros: store a
     zero beside the scale (asymmetric). sub_group: most numbers that share a scale. rotate: turn
-    numbers that share a scale first, so that they are alike. evict: name of a policy; keep_tokens
-    or max_cache_tokens: what each sequence may keep.
+    numbers that share a scale first, so that they are alike. kivi: keys per channel of a page,
+    values per token, with zeros and not turned, rows of an unfinished page in 16 bits (KIVI).
+    evict: name of a policy; keep_tokens or max_cache_tokens: what each sequence may keep.
     """
 
     kv_bytes: int | None = None
@@ -55,6 +56,7 @@ class CacheConfig:
     zeros: bool = False
     sub_group: int | None = None
     rotate: bool = True
+    kivi: bool = False
     evict: str | None = None
     keep_tokens: float | None = None
     max_cache_tokens: int | None = None
@@ -65,6 +67,16 @@ class CacheConfig:
             raise ValueError(
                 "keep_tokens and max_cache_tokens need a policy that says what goes: set evict, "
                 "such as evict='kv-compress'"
+            )
+        if self.kivi and self.bits in (None, 16):
+            raise ValueError(
+                f"kivi=True packs every full page, so bits must be less than 16; got {self.bits}: "
+                "set bits to 2, 3 or 4, or leave kivi out"
+            )
+        if self.kivi and self.evict is not None:
+            raise ValueError(
+                f"kivi=True and evict={self.evict!r} exclude each other: rows of a page share the "
+                "scales of its keys, so they cannot move to other pages. Leave one of them out"
             )
         if self.kv_bytes is not None and self.kv_bytes < 1:
             raise ValueError(f"kv_bytes must be at least 1, got {self.kv_bytes}")

@@ -4,14 +4,16 @@ A *group* is a set of KV heads of one layer that share stored numbers; it owns p
 as one. A *row* is what one token stores for one group; a *page* holds `page` rows of one group of
 one sequence:
 
-    [codes of segment 0][codes of segment 1]..[scales][positions][metrics]   each block 16-B aligned
+    [codes of segment 0][codes of segment 1]..[channels][scales][positions][metrics]
 
-A *segment* is consecutive numbers of one latent that share bits and, where quantised, one scale
-(and zero) a token. Sizes are bytes unless a name says bits.
+each block 16-B aligned. A *segment* is consecutive numbers of one latent that share bits and, where
+quantised, one scale (and zero) a token. With KIVI keys have a scale and a zero for every number
+(*channel*) of a page instead, and the unfinished page is a 16-bit *tail*. Sizes are bytes unless a
+name says bits.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -27,12 +29,16 @@ BITS = (16, *sorted(PLANES, reverse=True))  # 16: unquantised, in the storage dt
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """`width` numbers from column `start` of the layer's row, `bits` each."""
+    """`width` numbers from column `start` of the layer's row, `bits` each.
+
+    per_channel: quantised along the rows of a page, not along its own numbers.
+    """
 
     side: Side
     start: int
     width: int
     bits: int
+    per_channel: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -51,7 +57,8 @@ class PageLayout:
 
     itemsize: bytes of an unquantised number; zeros: quantised segments store a zero beside the
     scale (asymmetric); scale: bytes of either, 2 (fp16) or 1 (fp8, symmetric only); tracked: rows
-    carry positions and eviction metrics.
+    carry positions and eviction metrics; kivi: keys are quantised per channel of a full page, and
+    rows wait for that in a tail.
     """
 
     segments: tuple[Segment, ...]
@@ -60,20 +67,32 @@ class PageLayout:
     zeros: bool
     scale: int
     tracked: bool
+    kivi: bool = False
+
+    @cached_property
+    def tail(self) -> "PageLayout | None":
+        """The same rows unquantised: KIVI's unfinished page."""
+        whole = tuple(replace(x, bits=16, per_channel=False) for x in self.segments)
+        return replace(self, segments=whole, kivi=False) if self.kivi else None
 
     @cached_property
     def scales_per_row(self) -> int:
         """Numbers a row stores beside its codes: all scales, then all zeros."""
-        return sum(x.quantized for x in self.segments) * (2 if self.zeros else 1)
+        per_row = sum(x.quantized and not x.per_channel for x in self.segments)
+        return per_row * (2 if self.zeros else 1)
+
+    @cached_property
+    def channels_bytes(self) -> int:
+        """Bytes of a page's scales, then zeros, of every per-channel number."""
+        return 2 * self.scale * sum(x.width for x in self.segments if x.per_channel)
 
     @cached_property
     def block_sizes(self) -> tuple[int, ...]:
-        """Bytes of every block: one per segment, then scales, positions, metrics."""
-        codes = [x.row_bytes(self.itemsize) for x in self.segments]
+        """Bytes of every block: one per segment, then channels, scales, positions, metrics."""
+        codes = [self.page * x.row_bytes(self.itemsize) for x in self.segments]
         track = (POSITION, METRIC) if self.tracked else (0, 0)
-        return tuple(
-            self.page * size for size in (*codes, self.scales_per_row * self.scale, *track)
-        )
+        rows = [self.page * size for size in (self.scales_per_row * self.scale, *track)]
+        return (*codes, self.channels_bytes, *rows)
 
     @cached_property
     def block_offsets(self) -> tuple[int, ...]:
@@ -83,15 +102,15 @@ class PageLayout:
 
     @property
     def scales_offset(self) -> int:
-        return self.block_offsets[len(self.segments)]
+        return self.block_offsets[-3]
 
     @property
     def positions_offset(self) -> int:
-        return self.block_offsets[len(self.segments) + 1]
+        return self.block_offsets[-2]
 
     @property
     def metrics_offset(self) -> int:
-        return self.block_offsets[len(self.segments) + 2]
+        return self.block_offsets[-1]
 
     @cached_property
     def page_bytes(self) -> int:
@@ -102,10 +121,11 @@ class PageLayout:
         return self.page_bytes // UNIT
 
     @cached_property
-    def row_bits(self) -> int:
-        """Bits that count as stored: numbers (unquantised ones as 16) and quantiser metadata."""
+    def row_bits(self) -> float:
+        """Bits that count as stored: numbers (unquantised ones as 16) and quantiser metadata, a
+        page's being shared by its rows."""
         codes = sum(x.width * (x.bits if x.quantized else 16) for x in self.segments)
-        return codes + 8 * self.scale * self.scales_per_row
+        return codes + 8 * (self.scale * self.scales_per_row + self.channels_bytes / self.page)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +158,12 @@ class CacheLayout:
     def tracked(self) -> bool:
         return any(group.layout.tracked for group in self.groups)
 
+    @property
+    def kivi(self) -> bool:
+        return any(group.layout.kivi for group in self.groups)
+
     @cached_property
-    def bits_per_token(self) -> int:
+    def bits_per_token(self) -> float:
         """Numbers and quantiser metadata of one token in all layers."""
         return sum(group.layout.row_bits for group in self.groups)
 
@@ -152,6 +176,12 @@ class CacheLayout:
     def page_bytes(self) -> int:
         """Bytes of one page of every group: what `page` tokens take."""
         return sum(group.layout.page_bytes for group in self.groups)
+
+    @cached_property
+    def tail_bytes(self) -> int:
+        """Bytes of the tails of one sequence, which it holds from its first row on."""
+        tails = (group.layout.tail for group in self.groups)
+        return sum(tail.page_bytes for tail in tails if tail is not None)
 
 
 def plain_spec(geometry: Geometry) -> CacheSpec:
@@ -168,19 +198,27 @@ def cache_layout(
     bits: int | None = None,
     sub_group: int | None = None,
     zeros: bool = False,
-    tracked: bool = False,
+    tracked: bool | Sequence[bool] = False,
+    kivi: bool = False,
 ) -> CacheLayout:
     """Lay out every group of `spec`.
 
     bits: of every number; None: what each latent plans (with fp8 scales, for its many tiers), and
         16 where it plans nothing.
     sub_group: most quantised numbers that share a scale (None: a whole latent's tier).
-    Raises ValueError for bits or pages that do not exist.
+    tracked: rows of all layers, or of those that say so, carry positions and metrics.
+    kivi: keys per channel of a page, values per token, both asymmetric, the rows of an unfinished
+        page in 16 bits (KIVI §3.2-3.3, residual length P).
+    Raises ValueError for bits or pages that do not exist, and for what KIVI cannot quantise.
     """
     if page < 1:
         raise ValueError(f"page must be at least 1 row, got {page}")
     if sub_group is not None and sub_group < 8:
         raise ValueError(f"sub_group must be at least 8 numbers, got {sub_group}")
+    if kivi:
+        _check_kivi(spec)
+    if isinstance(tracked, bool):
+        tracked = (tracked,) * len(spec.layers)
     groups = []
     for index, layer in enumerate(spec.layers):
         for heads in layer.groups():
@@ -188,18 +226,34 @@ def cache_layout(
                 segment
                 for latent in layer.latents
                 if set(latent.heads) <= set(heads)
-                for segment in _segments(layer, latent, tiers(latent, bits), sub_group)
+                for segment in _segments(layer, latent, tiers(latent, bits), sub_group, kivi)
             )
             layout = PageLayout(
                 segments=segments,
                 page=page,
                 itemsize=itemsize,
-                zeros=zeros,
+                zeros=zeros or kivi,
                 scale=1 if bits is None and spec.planned and not zeros else 2,
-                tracked=tracked,
+                tracked=tracked[index],
+                kivi=kivi,
             )
             groups.append(Group(layer=index, heads=heads, layout=layout))
     return CacheLayout(spec=spec, page=page, groups=tuple(groups))
+
+
+def _check_kivi(spec: CacheSpec) -> None:
+    for layer in spec.layers:
+        for latent in layer.key_latents:
+            if latent.side == "kv":
+                what = "one latent for keys and values (recipe small)"
+            elif layer.keys == "pre" and len(latent.heads) > 1:
+                what = "key latents of several heads before RoPE (recipes lorc, palu-g, palu-j)"
+            else:
+                continue
+            raise ValueError(
+                f"kivi=True needs keys of their own, by head, but this model stores {what}: leave "
+                "kivi out, or compress with a recipe that keeps keys per head, such as fast"
+            )
 
 
 def tiers(latent: Latent, bits: int | None) -> Tiers:
@@ -214,16 +268,30 @@ def tiers(latent: Latent, bits: int | None) -> Tiers:
 
 
 def _segments(
-    layer: LayerSpec, latent: Latent, tiers: Sequence[tuple[int, int]], sub_group: int | None
+    layer: LayerSpec,
+    latent: Latent,
+    tiers: Sequence[tuple[int, int]],
+    sub_group: int | None,
+    kivi: bool,
 ) -> list[Segment]:
-    """A latent's tiers, cut into sub-groups of nearly equal width; nothing for rank 0."""
+    """A latent's tiers, cut into sub-groups of nearly equal width; nothing for rank 0. KIVI's keys
+    stay whole, since each of their numbers has a scale."""
     found, start = [], layer.columns(latent).start
+    per_channel = kivi and latent.side == "k"
     for width, bits in tiers:
-        count = 1 if sub_group is None or bits == 16 else -(-width // sub_group)
+        count = 1 if sub_group is None or bits == 16 or per_channel else -(-width // sub_group)
         for i in range(count):
             size = width * (i + 1) // count - width * i // count
             if size:
-                found.append(Segment(side=latent.side, start=start, width=size, bits=bits))
+                found.append(
+                    Segment(
+                        side=latent.side,
+                        start=start,
+                        width=size,
+                        bits=bits,
+                        per_channel=per_channel,
+                    )
+                )
             start += size
     return found
 

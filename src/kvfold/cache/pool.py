@@ -2,6 +2,8 @@
 
 Shapes: S sequences of one call, G groups of all layers, C byte classes (distinct page sizes), M
 pages of one call. A *row* is one token's numbers of one group; a page holds `layout.page` rows.
+A *run* is a list of pages of one class: K = G runs, the groups', or with KIVI K = 2 G: the groups'
+full pages, then their tails (a page each, from the first row on).
 
 The arena is cut into equal *slabs*. A class without free pages takes slabs and cuts them into its
 pages; slabs whose pages are all free are taken back, so classes trade memory as eviction goes on:
@@ -60,7 +62,7 @@ class PoolStats:
 
 @dataclass(frozen=True, kw_only=True)
 class _Span:
-    """Of every group of `slots` [S]: `count` pages from page number `first` on, each [S, G]."""
+    """Of every run of `slots` [S]: `count` pages from page number `first` on, each [S, K]."""
 
     slots: Ints
     first: Ints
@@ -72,8 +74,9 @@ class Pool:
     """Pages for `num_slots` sequences of at most `max_tokens` tokens in an arena of `num_bytes`.
 
     arena: uint8 [num_bytes rounded down to 64], never initialised.
-    tables: int32 [num_slots, G, max_pages], offsets of pages in units of 64 B. Entries beyond a
-        group's pages are stale: offsets inside the arena, of bytes that may be another's.
+    tables: int32 [num_slots, G, max_pages], offsets of pages in units of 64 B, with KIVI a column
+        more: the tails. Entries beyond a group's pages are stale: offsets inside the arena, of
+        bytes that may be another's.
     lengths: int32 [num_slots, G], rows. host_lengths: its int64 mirror on the host; only read it.
     Raises ValueError if the arena cannot hold one page of every group, or int32 not its offsets.
     """
@@ -91,14 +94,17 @@ class Pool:
         self.layout, self.num_slots, self.max_tokens = layout, num_slots, max_tokens
         self.max_pages = -(-max_tokens // layout.page)
         self.device = torch.device(device)
-        page_units = np.array([group.layout.page_units for group in layout.groups], dtype=np.int64)
-        units, self._class_of, groups = np.unique(
-            page_units, return_inverse=True, return_counts=True
+        shape = (num_slots, len(layout.groups), self.max_pages + layout.kivi)
+        layouts = [group.layout for group in layout.groups]
+        layouts += [tail for x in layouts if (tail := x.tail) is not None]
+        starts = np.arange(shape[1]) * shape[2]
+        self._starts: Ints = np.append(starts, starts + self.max_pages)[: len(layouts)]
+        units, self._class_of, runs = np.unique(
+            [x.page_units for x in layouts], return_inverse=True, return_counts=True
         )
-        self._by_class = np.argsort(self._class_of, kind="stable")  # groups, class after class
-        self._slabs = Slabs(num_bytes, units, groups, self.device)
-        self._capacity = self._find_capacity(groups)
-        shape = (num_slots, len(layout.groups), self.max_pages)
+        self._by_class = np.argsort(self._class_of, kind="stable")  # runs, class after class
+        self._slabs = Slabs(num_bytes, units, runs, self.device)
+        self._capacity = self._find_capacity()
         self.arena = torch.empty(num_bytes // UNIT * UNIT, dtype=torch.uint8, device=self.device)
         self.tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.lengths = torch.zeros(shape[:2], dtype=torch.int32, device=self.device)
@@ -106,12 +112,13 @@ class Pool:
         self._is_open = np.zeros(num_slots, dtype=bool)
         self._high_water = 0
 
-    def _find_capacity(self, groups: Ints) -> int:
-        def slabs(pages: int) -> int:
-            return int(ceil_div(groups * pages, self._slabs.per_slab).sum())
+    def _find_capacity(self) -> int:
+        def slabs(tokens: int) -> int:
+            none = np.zeros((1, len(self.layout.groups)), dtype=np.int64)
+            pages = self._span(none[0, :1], none, none + tokens).pages
+            return int(ceil_div(pages, self._slabs.per_slab).sum())
 
-        most = bisect_right(range(1, self.max_pages + 1), self._slabs.num_slabs, key=slabs)
-        return min(most * self.layout.page, self.max_tokens)
+        return bisect_right(range(1, self.max_tokens + 1), self._slabs.num_slabs, key=slabs)
 
     def capacity(self) -> int:
         """Most tokens of one sequence in an empty pool."""
@@ -156,13 +163,17 @@ class Pool:
     def shrink(self, slot: int, lengths: Sequence[int] | Ints | Tensor) -> None:
         """Keep the first lengths[g] rows of every group g; free the whole pages beyond.
 
-        lengths [G], never more than now, in host memory (a device tensor is waited for).
+        lengths [G], never more than now, in host memory (a device tensor is waited for). With KIVI
+        none, or more than the full pages have: the tail has forgotten what was packed.
         """
         assert self._is_open[slot], f"slot {slot} is not open"
         slots, before = np.array([slot]), self.host_lengths[[slot]]
         after: Ints = torch.as_tensor(lengths, dtype=torch.int64, device="cpu").numpy()[None]
         assert after.shape == before.shape, f"{after.size} lengths for {before.size} groups"
         assert (after >= 0).all() and (after <= before).all(), f"from {before} to {after} rows"
+        kept, had = after // self.layout.page, before // self.layout.page
+        packed = self.layout.kivi and bool(((after > 0) & (kept < had)).any())
+        assert not packed, f"from {before} to {after} rows: KIVI's tails have moved on"
         span = self._span(slots, after, before)
         if span.pages.any():
             self._slabs.push(self.tables.view(-1)[self._cells(span)], span.pages)
@@ -189,7 +200,7 @@ class Pool:
         slabs = self._slabs
         slabs.take_back()
         page_bytes, free = slabs.units * UNIT, slabs.num_free
-        owned = ceil_div(self.host_lengths, self.layout.page)
+        owned = self._num_pages(self.host_lengths)
         rows = int(owned.sum()) * self.layout.page
         columns = np.stack((page_bytes, slabs.held * slabs.per_slab - free, free, slabs.held))
         names = ("page_bytes", "used_pages", "free_pages", "slabs")
@@ -223,10 +234,16 @@ class Pool:
         self._slabs.check_integrity(owned)
         assert self.used_bytes <= self._high_water, f"{self.used_bytes} used > {self._high_water}"
 
+    def _num_pages(self, lengths: Ints) -> Ints:
+        """Pages of every run [S, K] for `lengths` [S, G] rows."""
+        if self.layout.kivi:
+            return np.hstack((lengths // self.layout.page, lengths > 0))
+        return ceil_div(lengths, self.layout.page)
+
     def _span(self, slots: Ints, low: Ints, high: Ints) -> _Span:
         """Pages that lie between `low` and `high` rows, each [S, G]."""
-        first = ceil_div(low, self.layout.page)
-        count = ceil_div(high, self.layout.page) - first
+        first = self._num_pages(low)
+        count = self._num_pages(high) - first
         pages = np.bincount(self._class_of, weights=count.sum(0)).astype(np.int64)
         return _Span(slots=slots, first=first, count=count, pages=pages)
 
@@ -257,9 +274,9 @@ class Pool:
         """Where the pages of `span` stand in the flat tables: int64 [M], class after class."""
         order, total = self._by_class, int(span.pages.sum())
         column, row = span.count[:, order].T.nonzero()
-        group = order[column]
-        count = span.count[row, group]
-        begin = (span.slots[row] * len(order) + group) * self.max_pages + span.first[row, group]
+        run = order[column]
+        count = span.count[row, run]
+        begin = span.slots[row] * self.tables[0].numel() + self._starts[run] + span.first[row, run]
         begin -= np.cumsum(count) - count  # then 0 .. M-1 counts on from every run's first page
         both = upload(np.stack((begin, count)), self.device)
         runs = torch.repeat_interleave(both[0], both[1], output_size=total)

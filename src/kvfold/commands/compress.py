@@ -1,7 +1,7 @@
 """kvfold compress: fold a model and save it."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +66,11 @@ def compress(
     check_keep(target.keep)
     check_output(output)
     job = common.job(model, recipe, calibration, place)
+    target = with_factor(target, job, bytes_per_token)
     begin = time.perf_counter()
     with common.progress() as progress:
         job.prepare(calibration.stats, progress)
-        spec, found, ratio = find(job, target, align, bytes_per_token, progress)
+        spec, found, ratio = find(job, target, align, progress)
     asked = {"budget": budget, "factor": factor, "bytes_per_token": bytes_per_token}
     job.fold(spec, {"model": model, "keep": found, "align": align, **asked})
     seconds = time.perf_counter() - begin
@@ -102,20 +103,30 @@ def parse_target(
     return Target(DEFAULT_KEEP if keep is None else keep, factor=factor)
 
 
+def with_factor(target: Target, job: "Job", bytes_per_token: float | None) -> Target:
+    """The target with bytes a token as a factor, checked before anything is calibrated."""
+    from kvfold.api import check_factor
+
+    full = 2 * job.geometry.full_numbers
+    if bytes_per_token is not None:
+        if not bytes_per_token <= full:
+            raise ValueError(
+                f"--bytes-per-token must be at most {full}, what the uncompressed cache takes at"
+                f" 16 bits; got {bytes_per_token:g}"
+            )
+        target = replace(target, factor=full / bytes_per_token)
+    if target.factor is not None:
+        check_factor(job.recipe, target.factor)
+    return target
+
+
 def find(
-    job: "Job",
-    target: Target,
-    align: int | None,
-    bytes_per_token: float | None,
-    progress: common.Progress | None,
+    job: "Job", target: Target, align: int | None, progress: common.Progress | None
 ) -> tuple["CacheSpec", float | None, float | None]:
     """The spec, the share of the numbers it was asked for, and the perplexity ratio that decided
     it."""
-    factor = target.factor
-    if bytes_per_token is not None:
-        factor = 2 * job.geometry.full_numbers / bytes_per_token
-    if factor is not None:
-        return job.plan_factor(factor, align), None, None
+    if target.factor is not None:
+        return job.plan_factor(target.factor, align), None, None
     if target.limit is None:
         return job.plan(target.keep, align), target.keep, None
     from kvfold.evaluate.budget import search_keep

@@ -20,6 +20,7 @@ from kvfold.commands.options import (
 from kvfold.files import check_writable, write_json
 
 if TYPE_CHECKING:
+    from kvfold.config import CacheConfig
     from kvfold.evaluate.run import Measured
     from kvfold.evaluate.tasks import TaskResult
 
@@ -55,6 +56,7 @@ def evaluate(
     rows = {str(path): read_tasks(path) for path in tasks}
     texts = common.named_texts(text) if text or not (tasks or windows.needle) else {}
     loaded, tokenizer = common.load(model, place)
+    check_tasks(tasks, common.cache_config(loaded, storage))
     what = common.measurement(loaded, tokenizer, texts, windows, storage)
     with common.progress() as progress:
         from kvfold.evaluate import run
@@ -77,6 +79,15 @@ def evaluate(
     print_record(record)
     if json is not None:
         write_json(json, finite(record))
+
+
+def check_tasks(tasks: "Sequence[Path]", cache: "CacheConfig | None") -> None:
+    """Raises ValueError for tasks on a paged cache, whose bits and eviction they would not see."""
+    if tasks and cache is not None:
+        raise ValueError(
+            "--tasks are answered through transformers' cache, without bits or eviction: "
+            "leave out the options of the paged cache, and give a checkpoint without planned bits"
+        )
 
 
 def pooled_texts(measured: "Measured") -> dict[str, Any]:
@@ -132,7 +143,9 @@ def print_record(record: dict[str, Any]) -> None:
         print(f"{name}: {', '.join(scores)} of {result['rows']} rows")
     for length, result in record["needle"].items():
         print(f"needle {length}: {100 * result['exact']:.1f} % of {result['num_questions']}")
+    pages = record["pool_fraction"]
     print(
         f"cache: {record['kept_fraction']:.4f} kept, {record['bytes_per_token']:.0f} of"
-        f" {record['baseline_bytes_per_token']:.0f} bytes per token at 16 bits"
+        f" {record['baseline_bytes_per_token']:.0f} bytes per token"
+        + (" at 16 bits" if pages is None else f"; {pages:.4f} in pages")
     )

@@ -89,6 +89,9 @@ class Storage:
     zeros: Annotated[Flag, Parameter(help="Store a zero beside every scale.")] = False
     sub_group: Annotated[int | None, Parameter(help="Most numbers that share a scale.")] = None
     no_rotation: Annotated[Flag, Parameter(help="Quantise numbers as they are.")] = False
+    kivi: Annotated[Flag, Parameter(help="KIVI: keys per channel, the last page in 16 bits.")] = (
+        False
+    )
     evict: Annotated[
         str | None,
         Parameter(help="kv-compress, snapkv, h2o, pyramidkv, ada-snapkv, streaming or random."),
@@ -104,15 +107,21 @@ class Storage:
         """The engine's configuration; None where nothing asks for pages (`planned`: bits do)."""
         if self == Storage() and not planned:
             return None
+        if self.evict and self.keep_tokens is None and self.max_cache_tokens is None:
+            raise ValueError(
+                f"--evict {self.evict} evicts down to a budget: give --keep-tokens, such as 0.5, "
+                "or --max-cache-tokens"
+            )
         from kvfold.config import CacheConfig
 
         return CacheConfig(
             kv_bytes=self.kv_bytes,
-            page=self.page or CacheConfig.page,
+            page=CacheConfig.page if self.page is None else self.page,
             bits=self.bits,
             zeros=self.zeros,
             sub_group=self.sub_group,
             rotate=not self.no_rotation,
+            kivi=self.kivi,
             evict=self.evict,
             keep_tokens=self.keep_tokens,
             max_cache_tokens=self.max_cache_tokens,

@@ -35,7 +35,7 @@ def build_runner(
     that contradict each other or the model, and for a pool that cannot hold a page of each group.
     """
     policy = policies.get(config.evict) if config.evict else None
-    _check(model, policy)
+    _check(model, policy, config.kivi)
     layout = prepare(model, config)
     pool = Pool(
         layout,
@@ -48,14 +48,20 @@ def build_runner(
     return ModelRunner(model, pool, policy=policy, cache=limits, seed=seed)
 
 
-def _check(model: Any, policy: policies.Policy | None) -> None:
+def _check(model: Any, policy: policies.Policy | None, kivi: bool) -> None:
     kind = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind in LONG_ROPE:
         raise ValueError(
             f"rope_type {kind!r} gives a sequence other tables once it, or one beside it, is long; "
             "the engine does not serve it: use transformers' generate"
         )
-    if policy is not None and any(attention_windows(model.config)):
+    windowed = any(attention_windows(model.config))
+    if kivi and windowed:
+        raise ValueError(
+            "kivi=True: this model's sliding window drops old tokens row by row, and KIVI's rows "
+            "share scales by page: leave kivi out and keep bits"
+        )
+    if policy is not None and windowed:
         raise ValueError(
             f"evict={policy.name!r}: this model's sliding window already drops old tokens, and "
             "eviction would drop others: leave evict out"
@@ -66,7 +72,7 @@ def prepare(model: Any, config: CacheConfig) -> CacheLayout:
     """Fold a plain model to rows, turn rows for their bits, and lay pages out."""
     spec, quantized = spec_of(model), (config.bits or 16) < 16
     family = family_of(model.config)
-    turn = config.rotate and (quantized or (spec is not None and spec.planned))
+    turn = config.rotate and not config.kivi and (quantized or bool(spec and spec.planned))
     if spec is None:
         spec = plain_spec(family.geometry(model.config))
         spec = _turned_spec(spec) if turn and quantized else spec
@@ -82,7 +88,11 @@ def prepare(model: Any, config: CacheConfig) -> CacheLayout:
         bits=config.bits,
         sub_group=config.sub_group,
         zeros=config.zeros,
-        tracked=config.evict is not None,
+        tracked=[
+            config.evict is not None or window is not None
+            for window in attention_windows(model.config)
+        ],
+        kivi=config.kivi,
     )
 
 
@@ -117,7 +127,8 @@ def default_bytes(
     layout: CacheLayout, num_slots: int, max_tokens: int, device: torch.device
 ) -> int:
     """Bytes for all slots at full length, or SHARE of the free memory if that is less."""
-    wanted = int(layout.page_bytes * (-(-max_tokens // layout.page)) * num_slots * 1.05)
+    pages = -(-max_tokens // layout.page)
+    wanted = int((layout.page_bytes * pages + layout.tail_bytes) * num_slots * 1.05)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:

@@ -1,15 +1,19 @@
 """Text in, text out: a model, its tokenizer and an engine."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from kvfold.artifact import spec_of
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.engine import Engine, StepOutput
 from kvfold.engine.scheduler import Schedule
 from kvfold.engine.sequence import CacheParams, FinishReason, SamplingParams, TokenLogprobs
 from kvfold.loading import load, load_tokenizer
+from kvfold.models.folded import FoldedAttention
 
 Prompt = str | Sequence[int]
 
@@ -29,11 +33,13 @@ class LLM:
     """Generation over one paged cache.
 
     model: a name (directory, hub id, `reference:gqa`) or a loaded causal LM, folded or plain, which
-    is changed in place. tokenizer: needed with a loaded model for text prompts. max_sequences: most
-    requests at once. max_tokens: longest request, prompt and outputs (default: the model's
-    positions). chunk: most prompt tokens of a request in one step. settings: fields of
-    `CacheConfig`: kv_bytes, bits, evict, keep_tokens, page and so on. Raises ValueError for what
-    cannot work.
+    is changed in place and serves this LLM only. tokenizer: needed with a loaded model for text
+    prompts. max_sequences: most requests at once. max_tokens: longest request, prompt and outputs
+    (default: the model's positions). chunk: most prompt tokens of a request in one step. seed: of
+    what policies draw; a request's tokens are drawn with its own. settings: fields of
+    `CacheConfig`: kv_bytes, bits, evict, keep_tokens, page and so on. With `evict` every request
+    needs a budget, these settings' or its own; keep_tokens=1 evicts nothing. Raises ValueError for
+    what cannot work.
     """
 
     def __init__(
@@ -50,9 +56,10 @@ class LLM:
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        if isinstance(model, str):
-            tokenizer = tokenizer or load_tokenizer(model)
-            model = load(model, dtype=dtype, device=device)
+        if isinstance(model, str | Path):
+            tokenizer = tokenizer or load_tokenizer(str(model))
+            model = load(str(model), dtype=dtype, device=device)
+        _check_fresh(model)
         self.model, self.tokenizer = model, tokenizer
         self.cache = CacheConfig(**settings)
         limit = model.config.max_position_embeddings
@@ -76,6 +83,7 @@ class LLM:
             max_batch_tokens=max(4 * chunk, max_sequences),
             schedule=schedule,
         )
+        self._inbox: dict[int, deque[StepOutput]] = {}  # outputs not yet taken, by request
 
     def generate(
         self,
@@ -84,14 +92,18 @@ class LLM:
         *,
         cache: CacheParams | None = None,
     ) -> list[Completion]:
-        """One completion a prompt, in order. prompts: text, token ids, or a list of either."""
-        ids = [self.add(prompt, sampling, cache) for prompt in _as_list(prompts)]
-        outputs: dict[int, list[StepOutput]] = {i: [] for i in ids}
-        while self.engine.has_work:
-            for output in self.engine.step():
-                if output.id in outputs:
-                    outputs[output.id].append(output)
-        return [_completion(outputs[i]) for i in ids]
+        """One completion a prompt, in order. prompts: text, token ids, or a list of either.
+
+        Raises ValueError for a prompt that can never be served, and then serves none of them.
+        """
+        ids: list[int] = []
+        try:
+            for prompt in _as_list(prompts):
+                ids.append(self._open(prompt, sampling, cache))
+            return [_completion(list(self._outputs(i))) for i in ids]
+        finally:
+            for i in ids:
+                self._close(i)
 
     def stream(
         self,
@@ -100,17 +112,37 @@ class LLM:
         *,
         cache: CacheParams | None = None,
     ) -> Iterator[StepOutput]:
-        """Outputs of one request as they come; leaving the loop early cancels it."""
-        number = self.add(prompt, sampling, cache)
+        """Outputs of one request as they come; leaving the loop early cancels it. Several streams
+        may be read in turns: they run together."""
+        number = self._open(prompt, sampling, cache)
         try:
-            while self.engine.has_work:
-                for output in self.engine.step():
-                    if output.id == number:
-                        yield output
-                        if output.finish_reason is not None:
-                            return
+            yield from self._outputs(number)
         finally:
-            self.engine.cancel(number)
+            self._close(number)
+
+    def _open(
+        self, prompt: Prompt, sampling: SamplingParams | None, cache: CacheParams | None
+    ) -> int:
+        number = self.add(prompt, sampling, cache)
+        self._inbox[number] = deque()
+        return number
+
+    def _outputs(self, number: int) -> Iterator[StepOutput]:
+        """Of one request, to its end; a step for all is taken where it has none left."""
+        inbox = self._inbox[number]
+        while inbox or self.engine.has_work:
+            while inbox:
+                output = inbox.popleft()
+                yield output
+                if output.finish_reason is not None:
+                    return
+            for output in self.engine.step():
+                if output.id in self._inbox:
+                    self._inbox[output.id].append(output)
+
+    def _close(self, number: int) -> None:
+        self.engine.cancel(number)
+        del self._inbox[number]
 
     def add(
         self,
@@ -118,21 +150,46 @@ class LLM:
         sampling: SamplingParams | None = None,
         cache: CacheParams | None = None,
     ) -> int:
-        """Queue a request for `engine.step`; its id. It ends where the model's positions do."""
+        """Queue a request for `engine.step`; its id. It ends where `max_tokens` does.
+
+        Raises ValueError for a prompt that can never be served, and a budget that does not fit what
+        this LLM evicts.
+        """
         ids, sampling = self.encode(prompt), sampling or SamplingParams()
+        self._check_budget(cache or CacheParams())
         room = self.runner.pool.max_tokens - len(ids) + 1  # the last token needs no row
         sampling = replace(sampling, max_new_tokens=max(1, min(sampling.max_new_tokens, room)))
         return self.engine.add(ids, sampling, cache)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, with the start token if the tokenizer has one."""
+        """Token ids of a text, with the start token if the tokenizer has one; ids as they are."""
         if not isinstance(prompt, str):
-            return list(prompt)
+            return self._checked(list(prompt))
         if self.tokenizer is None:
             raise ValueError("prompt is text, but this LLM has no tokenizer: pass tokenizer=")
         ids: list[int] = self.tokenizer(prompt)["input_ids"]
         bos = self.tokenizer.bos_token_id
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        size = self.model.get_input_embeddings().num_embeddings
+        if wrong := [i for i in ids if not 0 <= i < size]:  # would fail the whole batch
+            raise ValueError(f"prompt: token ids must be in 0..{size - 1}; got {wrong[0]}")
+        return ids
+
+    def _check_budget(self, own: CacheParams) -> None:
+        mine, evict = self.cache, self.cache.evict
+        if evict is None and own != CacheParams():
+            raise ValueError(
+                f"cache={own} limits what a request keeps, but this LLM evicts nothing: give it a "
+                "policy, such as evict='kv-compress'"
+            )
+        budgets = (mine.keep_tokens, mine.max_cache_tokens, own.keep_tokens, own.max_cache_tokens)
+        if evict is not None and not any(budgets):
+            raise ValueError(
+                f"evict={evict!r} needs a budget: set keep_tokens or max_cache_tokens of the LLM "
+                "or of the request; keep_tokens=1 evicts nothing"
+            )
 
     def summary(self) -> list[tuple[str, str]]:
         """What fits, as (name, value): what a server prints when it starts."""
@@ -159,6 +216,14 @@ class LLM:
             *rows,
             ("fits", f"{int(tokens)} tokens; {at_once} requests of {pool.max_tokens} tokens"),
         ]
+
+
+def _check_fresh(model: Any) -> None:
+    folded = any(isinstance(module, FoldedAttention) for module in model.modules())
+    if folded and spec_of(model) is None:
+        raise ValueError(
+            "model was changed in place for another LLM, whose settings it keeps: load it again"
+        )
 
 
 def _eos_ids(model: Any) -> list[int]:

@@ -17,7 +17,7 @@ from kvfold.cache.policies import Policy
 from kvfold.cache.pool import Pool
 from kvfold.models.adapter import HFAttention, PagedRows
 from kvfold.models.folded import RowView
-from kvfold.ops import store
+from kvfold.ops import kivi, store
 from kvfold.ops.attention import Tables
 
 
@@ -25,14 +25,14 @@ from kvfold.ops.attention import Tables
 class Part:
     """Tokens begin..begin + B * T of the packed row: T queries each of the sequences `slots` [B].
 
-    positions int [B, T]; size: rows of the longest group; stop: an upper bound of positions;
-    prompt_lengths [B] where the attention of these queries is observed, else None.
+    positions int [B, T]; sizes: of every layer, rows of the longest group; stop: an upper bound of
+    positions; prompt_lengths [B] where the attention of these queries is observed, else None.
     """
 
     begin: int
     slots: Tensor
     positions: Tensor
-    size: int
+    sizes: Sequence[int]
     stop: int
     prompt_lengths: Tensor | None = None
 
@@ -46,7 +46,8 @@ class PagedStep(PagedRows):
     """All layers' attention in one step.
 
     slots, index [N]: each token's sequence, and its row counted from the end of the groups' rows
-    (negative); positions int32 [N]; windows: sliding window of every layer, or None.
+    (negative); positions int32 [N]; windows: sliding window of every layer, or None; fill: which
+    pages the tokens fill, with KIVI.
     """
 
     is_compileable = False
@@ -60,8 +61,10 @@ class PagedStep(PagedRows):
         positions: Tensor,
         windows: Sequence[int | None],
         policy: Policy | None,
+        fill: kivi.Fill | None = None,
     ) -> None:
         self.pool, self.parts, self.windows, self.policy = pool, parts, windows, policy
+        self.fill = fill
         self.slots, self.index, self.positions = slots, index, positions
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -75,7 +78,11 @@ class PagedStep(PagedRows):
         lengths = self.pool.lengths[:, where]
         index = lengths[self.slots].long() + self.index[:, None]
         pages = self.pool.tables[:, where]
-        store.append(self.pool.arena, pages, groups, rows[0], self.slots, index, self.positions)
+        place = self.pool.arena, pages, groups, rows[0], self.slots
+        if self.fill is not None:
+            kivi.append(*place, index[:, 0], self.fill)
+        else:
+            store.append(*place, index, self.positions)
         outputs = [
             self._attend(module, part, part.of(q), groups, pages, lengths) for part in self.parts
         ]
@@ -93,7 +100,9 @@ class PagedStep(PagedRows):
         """q [B, Hq, T, .] -> [B, T, D]."""
         arena, counts = self.pool.arena, lengths[part.slots]
         dtype = module.o_proj.weight.dtype
-        stored = store.gather(arena, pages, groups, part.slots, counts, dtype, part.size)
+        gather = store.gather if self.fill is None else kivi.gather
+        size = part.sizes[module.layer_idx]
+        stored = gather(arena, pages, groups, part.slots, counts, dtype, size)
         member = _group_of_head(tuple(group.heads for group in groups), q.device)
         positions = stored.positions[:, member]  # [B, 1 or Hk, S]
         queries = part.positions[:, None, :, None]

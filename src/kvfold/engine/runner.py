@@ -15,7 +15,7 @@ from kvfold.cache.pool import Pool
 from kvfold.engine.paged import PagedStep, Part
 from kvfold.engine.sequence import Batch, CacheParams, Piece, Sequence
 from kvfold.models.families import attention_windows
-from kvfold.ops import store
+from kvfold.ops import kivi, store
 
 # transformers makes no mask for an attention without a registered mask function.
 PAGED = "kvfold_paged"
@@ -41,6 +41,10 @@ class ModelRunner:
         self.model, self.pool, self.policy = model.eval(), pool, policy
         self.cache = cache or CacheParams()
         self.windows = attention_windows(model.config)
+        layers = zip(pool.layout.layer_groups, self.windows, strict=True)
+        self.sliding = [(where, window) for where, window in layers if window is not None]
+        tracked = all(pool.layout.groups[where.start].layout.tracked for where, _ in self.sliding)
+        assert tracked, "layers with a sliding window need positions, to free what is behind it"
         self.device = pool.device
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         groups = pool.layout.groups
@@ -49,6 +53,12 @@ class ModelRunner:
 
     def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether `Pool.shrink` to earlier lengths takes a sequence back: not where pages were
+        packed (KIVI) or freed behind a window since."""
+        return not (self.sliding or self.pool.layout.kivi)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -85,6 +95,8 @@ class ModelRunner:
                 past_key_values=self._step(batch, positions),
                 use_cache=False,
             )
+        for piece in batch.pieces if self.sliding else ():
+            self._slide(piece.sequence.open_slot, piece.start + len(piece.tokens))
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -103,6 +115,10 @@ class ModelRunner:
         for piece in batch.pieces:
             slots += [piece.sequence.open_slot] * len(piece.tokens)
             index += range(-len(piece.tokens), 0)
+        fill = None
+        if self.pool.layout.kivi:
+            rows = (self.pool.host_lengths[slots, 0] + index).tolist()
+            fill = kivi.Fill.of(slots, rows, self.pool.layout.page, self.device)
         return PagedStep(
             self.pool,
             self._parts(batch, positions),
@@ -111,6 +127,7 @@ class ModelRunner:
             positions.int(),
             self.windows,
             self.policy,
+            fill,
         )
 
     def _parts(self, batch: Batch, positions: Tensor) -> list[Part]:
@@ -150,11 +167,12 @@ class ModelRunner:
         slots = [piece.sequence.open_slot for piece in pieces]
         lengths = [piece.sequence.num_prefill for piece in pieces]
         count = len(pieces) * queries
+        rows = self.pool.host_lengths[slots].max(0)
         return Part(
             begin=begin,
             slots=self._tensor(slots),
             positions=positions[begin : begin + count].view(len(pieces), queries),
-            size=int(self.pool.host_lengths[slots].max()),
+            sizes=[int(rows[where].max()) for where in self.pool.layout.layer_groups],
             stop=max(piece.start + len(piece.tokens) for piece in pieces),
             prompt_lengths=self._tensor(lengths) if watch else None,
         )
@@ -206,17 +224,36 @@ class ModelRunner:
 
     def _tracked(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
         """Metrics, positions and validity of a sequence's rows in all groups, [G, T]."""
-        pool = self.pool
-        size, slots = int(pool.host_lengths[slot].max()), self._tensor([slot])
-        found = []
-        for where in pool.layout.layer_groups:
-            lengths = pool.lengths[slots][:, where]
-            place = pool.arena, pool.tables[:, where], pool.layout.groups[where], slots
-            found.append(store.read_tracked(*place, lengths, size))
-        metrics, positions, valid = (
-            torch.cat(parts, dim=1)[0] for parts in zip(*found, strict=True)
-        )
+        size = int(self.pool.host_lengths[slot].max())
+        found = [self._tracked_in(slot, where, size) for where in self.pool.layout.layer_groups]
+        metrics, positions, valid = (torch.cat(parts) for parts in zip(*found, strict=True))
         return metrics, positions, valid
+
+    def _tracked_in(self, slot: int, where: slice, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of a layer's groups, [g, T]."""
+        pool, slots = self.pool, self._tensor([slot])
+        place = pool.arena, pool.tables[:, where], pool.layout.groups[where], slots
+        metrics, positions, valid = store.read_tracked(*place, pool.lengths[slots, where], size)
+        return metrics[0], positions[0], valid[0]
+
+    def _slide(self, slot: int, position: int) -> None:
+        """Free the pages of rows that no query from `position` on sees. Rows go P at a time, so
+        that a layer is compacted once in P tokens at most."""
+        pool, page = self.pool, self.pool.layout.page
+        lengths = pool.host_lengths[slot]
+        cuts = []
+        for where, window in self.sliding:
+            length = int(lengths[where.start])
+            if behind := max(length - (window - 1), 0) // page * page:
+                cuts.append((where, position - length + behind))
+        if not cuts:
+            return
+        size = int(lengths.max())
+        evicted = torch.zeros(len(lengths), size, dtype=torch.bool, device=self.device)
+        for where, first in cuts:
+            _, positions, valid = self._tracked_in(slot, where, size)
+            evicted[where] = valid & (positions < first)
+        self._remove(slot, evicted, pool.lengths[slot].long())
 
     def _remove(self, slot: int, evicted: Tensor, lengths: Tensor) -> None:
         """Close the holes layer by layer, and free the pages behind."""

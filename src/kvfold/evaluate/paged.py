@@ -3,11 +3,13 @@
 Shapes: n windows, T tokens of a window.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvfold.cache.layout import PageLayout
 from kvfold.engine.runner import ModelRunner
 from kvfold.evaluate.perplexity import PerplexityResult, Progress, summarize, token_nll
 from kvfold.evaluate.session import Session
@@ -36,15 +38,24 @@ def footprint(session: Session) -> Footprint:
     layout, rows = pool.layout, pool.host_lengths[slot]
     tokens = session.sequence.num_computed
     full = 16 * layout.spec.geometry.full_numbers * tokens
-    bits = sum(int(n) * group.layout.row_bits for n, group in zip(rows, layout.groups, strict=True))
+    bits = sum(
+        _row_bits(int(n), group.layout) for n, group in zip(rows, layout.groups, strict=True)
+    )
     pages = [-(-int(n) // layout.page) for n in rows]
-    held = sum(n * group.layout.page_bytes for n, group in zip(pages, layout.groups, strict=True))
+    held = pool.stats().sequence_bytes[slot]
     return Footprint(
         tokens=tokens,
         kept_fraction=bits / full,
         pool_fraction=8 * (held + 4 * sum(pages)) / full,
         cache_bytes=held,
     )
+
+
+def _row_bits(rows: int, layout: PageLayout) -> float:
+    """Bits of `rows` rows of a group: those in a 16-bit tail count as they are."""
+    loose = rows % layout.page if layout.tail else 0
+    tail = loose * layout.tail.row_bits if layout.tail else 0
+    return (rows - loose) * layout.row_bits + tail
 
 
 def paged_perplexity(
@@ -59,10 +70,16 @@ def paged_perplexity(
 
     scored_from: tokens of a window that are only read, then compressed where the runner evicts; the
     rest is fed AFTER tokens at a time and scored. None: half where the runner evicts, else all is
-    scored. Footprint of the last window.
+    scored. Footprint of the last window. Raises ValueError for too short windows and logits that
+    are not finite.
     """
     if scored_from is None:
         scored_from = ids.shape[1] // 2 if runner.policy is not None else 0
+    if not 0 <= scored_from <= ids.shape[1] - 2:
+        raise ValueError(
+            f"scored_from must leave 2 of a window's {ids.shape[1]} tokens, got {scored_from}; use "
+            "longer windows"
+        )
     measured = []
     for window in ids:
         with Session(runner, chunk) as session:
@@ -70,6 +87,10 @@ def paged_perplexity(
         if progress is not None:
             progress(len(measured), len(ids))
     losses, footprints = zip(*measured, strict=True)
+    if not all(map(math.isfinite, losses)):
+        raise ValueError(
+            "model: its logits are not finite; check its weights for NaN or load it in float32"
+        )
     tokens = len(ids) * (ids.shape[1] - max(scored_from, 1))
     last = footprints[-1]
     return summarize(list(losses), tokens, last.cache_bytes, last.tokens), last
@@ -100,7 +121,7 @@ class PagedReader:
 
     def __init__(self, runner: ModelRunner, chunk: int = 512, *, agnostic: bool = True) -> None:
         self.runner, self.chunk = runner, chunk
-        self.shared = agnostic or runner.policy is None
+        self.shared = runner.can_rewind and (agnostic or runner.policy is None)
         self.session: Session | None = None
         self.footprint: Footprint | None = None
 

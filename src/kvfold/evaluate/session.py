@@ -39,20 +39,30 @@ class Session:
         """Append tokens; logits fp32 [len(ids), V] of each.
 
         prompt: where the prompt ends, in tokens from the sequence's start; its last queries are
-        those that a window policy observes. None: as it was.
+        those that a window policy observes. None: as it was. Raises ValueError if the pool is full.
         """
         found, sequence, step = [], self.sequence, chunk or self.chunk
         if prompt is not None:
             sequence.num_prefill = prompt
         for begin in range(0, len(ids), step):
             part = tuple(ids[begin : begin + step])
-            self.runner.pool.extend([sequence.open_slot], [len(part)])
+            self._extend(len(part))
             piece = Piece(
                 sequence=sequence, start=sequence.num_computed, tokens=part, wants_logits=True
             )
             found.append(self.runner.run_all(Batch(pieces=(piece,))))
             sequence.num_computed += len(part)
         return torch.cat(found)
+
+    def _extend(self, count: int) -> None:
+        pool, slots = self.runner.pool, [self.sequence.open_slot]
+        if not pool.can_extend(slots, [count]):
+            raise ValueError(
+                f"kv_bytes: a pool of {pool.arena.numel()} bytes has no room for "
+                f"{self.sequence.num_computed + count} tokens; uncompressed it holds "
+                f"{pool.capacity()}: give it more, or read shorter contexts"
+            )
+        pool.extend(slots, [count])
 
     def compress(self) -> None:
         """Evict to the runner's budget, if there is one."""

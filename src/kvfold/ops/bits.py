@@ -78,7 +78,7 @@ def quantize(
     """x float [..., n] -> codes uint8 [..., n], scale [...], zero fp16 [...] or None.
 
     scale_dtype: float16, or float8_e4m3fn for symmetric scales, which then hold s * 2^bits (about
-    the largest number) to within 1/16, in 2^-6 .. 448: half the bytes, for numbers of known size.
+    twice the largest number) to within 1/16, in 2^-6 .. 448: half the bytes, for numbers of known size.
     With s the scale, L = 2^bits - 1, u = 2^-11 the round-off of fp16, and up to fp32's own:
     zeros (asymmetric): zero = min, scale = (max - min) / L, x_hat = zero + code * s and
         |x - x_hat| <= (max - min) / 2L + u (|min| + max - min) + (L + 1) 2^-25.
@@ -108,6 +108,21 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> 
     """Codes uint8 [..., n], scale fp32 (of `scale_of`) and zero [...] -> fp32 [..., n]."""
     # code * scale is exact, 8 bits by 11 fit the 24 of fp32, so how the device fuses is no matter.
     return codes.float().mul_(scale[..., None]).add_(_lowest(scale, zero, bits))
+
+
+def quantize_channels(x: Tensor, page: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`quantize` with zeros along the rows of every page, a channel at a time (KIVI §3.2).
+
+    x float [M * page, ..., n] -> codes uint8 of that shape, scale and zero fp16 [M, ..., n].
+    """
+    codes, scale, zero = quantize(x.unflatten(0, (-1, page)).movedim(1, -1), bits, zeros=True)
+    assert zero is not None
+    return codes.movedim(-1, 1).flatten(0, 1), scale, zero
+
+
+def dequantize_channels(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [..., P, n], scale fp32 and zero [..., n] -> fp32 [..., P, n]."""
+    return dequantize(codes.mT, scale, zero, bits).mT
 
 
 def scale_of(stored: Tensor, bits: int) -> Tensor:

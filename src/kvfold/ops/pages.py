@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 UNIT = 64  # bytes that a page offset counts
-SCALES, POSITIONS, METRICS = -3, -2, -1  # the last blocks of every page
+CHANNELS, SCALES, POSITIONS, METRICS = -4, -3, -2, -1  # the last blocks of every page
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,6 +29,8 @@ class Segment(Protocol):
     def width(self) -> int: ...
     @property
     def bits(self) -> int: ...
+    @property
+    def per_channel(self) -> bool: ...
     @property
     def quantized(self) -> bool: ...
 
@@ -49,6 +51,8 @@ class PageLayout(Protocol):
     @property
     def tracked(self) -> bool: ...
     @property
+    def tail(self) -> "PageLayout | None": ...
+    @property
     def block_sizes(self) -> tuple[int, ...]: ...
     @property
     def block_offsets(self) -> tuple[int, ...]: ...
@@ -65,7 +69,11 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class Kind:
-    """Groups with equal pages. A row is W words, word i at offsets[i] + row * strides[i]."""
+    """Groups with equal pages. A row is W words, word i at offsets[i] + row * strides[i].
+
+    channels: 2-byte words of the block CHANNELS, c = two a per-channel number, from its page's
+    start.
+    """
 
     layout: PageLayout
     numbers: Tensor  # [g] which of the layer's groups
@@ -73,6 +81,7 @@ class Kind:
     word: torch.dtype
     offsets: Tensor  # [W]
     strides: Tensor  # [W]
+    channels: Tensor  # [c]
 
     def address(self, tables: Tensor, slot: Tensor, number: Tensor, row: Tensor) -> Tensor:
         """Words of rows: slot, number and row broadcast to [...] -> [..., W]."""
@@ -80,12 +89,26 @@ class Kind:
         start = page * (UNIT // self.word.itemsize)
         return start[..., None] + self.offsets + (row % self.layout.page)[..., None] * self.strides
 
+    def channel_address(self, tables: Tensor, slot: Tensor, number: Tensor, row: Tensor) -> Tensor:
+        """2-byte words of CHANNELS of the rows' pages: broadcast to [...] -> [..., c]."""
+        page = tables[slot, number, row // self.layout.page].long()
+        return page[..., None] * (UNIT // 2) + self.channels
+
     def block(self, pages: Tensor, index: int, dtype: torch.dtype) -> Tensor:
         """Block `index` of uint8 pages [..., page_bytes] as `dtype` [..., P, numbers of a row]."""
         size, start = self.layout.block_sizes[index], self.layout.block_offsets[index]
         numbers = size // (self.layout.page * dtype.itemsize)
         block = pages[..., start : start + size].view(dtype)
         return block.unflatten(-1, (self.layout.page, numbers))
+
+    def channel_scales(self, pages: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(scales, zeros) fp16 [..., width] of every per-channel segment of uint8 pages."""
+        widths = [x.width for x in self.layout.segments if x.per_channel]
+        if not widths:
+            return []
+        size, start = self.layout.block_sizes[CHANNELS], self.layout.block_offsets[CHANNELS]
+        both = pages[..., start : start + size].view(torch.float16).split(2 * widths, dim=-1)
+        return list(zip(both[: len(widths)], both[len(widths) :], strict=True))
 
 
 @dataclass(frozen=True)
@@ -124,9 +147,9 @@ def plan_pages(groups: tuple[Group, ...], device: torch.device) -> Plan:
     for name in ("page", "itemsize", "zeros", "tracked"):
         found = {getattr(group.layout, name) for group in groups}
         assert len(found) == 1, f"groups of a layer differ in {name}: {found}"
-    members: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    members: dict[tuple[tuple[int, int, bool], ...], list[int]] = {}
     for number, group in enumerate(groups):
-        key = tuple((x.width, x.bits) for x in group.layout.segments)
+        key = tuple((x.width, x.bits, x.per_channel) for x in group.layout.segments)
         members.setdefault(key, []).append(number)
     kinds: list[Kind] = []
     segments: list[Segment] = []  # in packed order
@@ -165,6 +188,7 @@ def _kind(layout: PageLayout, numbers: list[int], start: int, device: torch.devi
     """The kind of the groups `numbers`, whose packed columns begin at `start`."""
     ends = list(accumulate((len(numbers) * x.width for x in layout.segments), initial=start))
     sizes = [size // layout.page for size in layout.block_sizes]
+    sizes[CHANNELS] = 0  # a page's, not a row's
     word = gcd(8, *sizes)
     words = [
         (offset // word + i, size // word)
@@ -172,6 +196,7 @@ def _kind(layout: PageLayout, numbers: list[int], start: int, device: torch.devi
         for i in range(size // word)
     ]
     offsets, strides = torch.tensor(words, dtype=torch.int64, device=device).unbind(-1)
+    channels = torch.arange(layout.block_sizes[CHANNELS] // 2, device=device)
     return Kind(
         layout=layout,
         numbers=torch.tensor(numbers, device=device),
@@ -179,6 +204,7 @@ def _kind(layout: PageLayout, numbers: list[int], start: int, device: torch.devi
         word=INTS[word],
         offsets=offsets,
         strides=strides,
+        channels=channels + layout.block_offsets[CHANNELS] // 2,
     )
 
 

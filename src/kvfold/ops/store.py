@@ -12,7 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.ops.bits import SCALES_IN, dequantize, pack, quantize, scale_of, unpack
+from kvfold.ops.bits import (
+    SCALES_IN,
+    dequantize,
+    dequantize_channels,
+    pack,
+    quantize,
+    quantize_channels,
+    scale_of,
+    unpack,
+)
 from kvfold.ops.pages import (
     INTS,
     METRICS,
@@ -52,6 +61,7 @@ def append(
 
     arena uint8 [bytes]; tables int32 [S, G, pages]; rows float [N, R], whose dtype unquantised
     numbers keep; slots int64 [N]; index int64 [N, G]; positions int32 [N], needed where tracked.
+    Per-channel segments take whole pages: P rows in order, after one another (see `kivi`).
     """
     plan = plan_pages(tuple(groups), arena.device)
     assert rows.shape[1] == plan.width, f"rows of {rows.shape[1]} numbers, not {plan.width}"
@@ -59,8 +69,12 @@ def append(
     assert not plan.tracked or positions is not None, "tracked rows need positions"
     packed = plan.pack(rows.detach())
     for kind in plan.kinds:
-        address = kind.address(tables, slots[:, None], kind.numbers, index[:, kind.numbers])
-        words_of(arena, kind.word)[address] = _encode(kind, packed, positions)
+        slot, row = slots[:, None], index[:, kind.numbers]
+        words, channels = _encode(kind, packed, positions)
+        words_of(arena, kind.word)[kind.address(tables, slot, kind.numbers, row)] = words
+        if channels is not None:
+            first = slot[:: plan.page], kind.numbers, row[:: plan.page]
+            words_of(arena, torch.int16)[kind.channel_address(tables, *first)] = channels
 
 
 def gather(
@@ -171,13 +185,18 @@ def move(
         words[kind.address(tables, slot, number, new)] = found
 
 
-def _encode(kind: Kind, packed: Tensor, positions: Tensor | None) -> Tensor:
-    """The bytes of N rows of a kind's groups: packed [N, R] -> words [N, g, W]."""
+def _encode(kind: Kind, packed: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The bytes of N rows of a kind's groups: packed [N, R] -> words [N, g, W], and of their pages'
+    channels, int16 [N / P, g, c] or None."""
     layout, g = kind.layout, len(kind.numbers)
-    parts, scales, zeros = [], [], []
+    parts, scales, zeros, channels = [], [], [], []
     for segment, columns in zip(layout.segments, kind.columns, strict=True):
         x = packed[:, columns].unflatten(-1, (g, segment.width))
-        if segment.quantized:
+        if segment.per_channel:
+            codes, *found = quantize_channels(x, layout.page, segment.bits)
+            x = pack(codes, segment.bits)
+            channels.append(torch.stack(found, dim=-2).view(torch.int16))
+        elif segment.quantized:
             codes, scale, zero = quantize(x, segment.bits, layout.zeros, SCALES_IN[layout.scale])
             x = pack(codes, segment.bits)
             scales.append(scale.view(INTS[layout.scale]))
@@ -188,7 +207,8 @@ def _encode(kind: Kind, packed: Tensor, positions: Tensor | None) -> Tensor:
     if positions is not None and layout.tracked:
         where = positions[:, None, None].expand(-1, g, 1)
         parts += [where, torch.zeros_like(where, dtype=torch.float32)]
-    return torch.cat([x.contiguous().view(torch.uint8) for x in parts], dim=-1).view(kind.word)
+    words = torch.cat([x.contiguous().view(torch.uint8) for x in parts], dim=-1).view(kind.word)
+    return words, torch.cat(channels, dim=-1).flatten(-2) if channels else None
 
 
 def _decode(kind: Kind, pages: Tensor, inside: Tensor, packed: Tensor) -> None:
@@ -199,12 +219,17 @@ def _decode(kind: Kind, pages: Tensor, inside: Tensor, packed: Tensor) -> None:
     stored = kind.block(pages, SCALES, SCALES_IN[kind.layout.scale]).unbind(-1)
     scales = iter(stored)
     zeros = iter(stored[len(stored) // 2 :] if kind.layout.zeros else ())
+    channels = iter(kind.channel_scales(pages))
     ints = INTS[packed.dtype.itemsize]
     mask = -inside.to(ints)[..., None]
     for i, (segment, columns) in enumerate(zip(kind.layout.segments, kind.columns, strict=True)):
         out = packed[..., columns].unflatten(-1, (-1, segment.width))
         out = out.unflatten(1, inside.shape[2:]).permute(0, 3, 1, 2, 4)
-        if segment.quantized:
+        if segment.per_channel:
+            codes = unpack(kind.block(pages, i, torch.uint8), segment.width, segment.bits)
+            steps, lows = (torch.where(inside[..., :1], x.float(), 0.0) for x in next(channels))
+            out.copy_(dequantize_channels(codes, steps, lows, segment.bits))
+        elif segment.quantized:
             block = kind.block(pages, i, torch.uint8)
             codes = unpack(block, segment.width, segment.bits)
             scale = torch.where(inside, scale_of(next(scales), segment.bits), 0.0)

@@ -1,0 +1,289 @@
+"""KIVI in pages: keys per channel, values per row, a 16-bit tail; against a slow reference."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvfold.cache.layout import CacheLayout, Latent, cache_layout
+from kvfold.cache.pool import Pool
+from kvfold.config import CacheConfig
+from kvfold.engine.build import build_runner
+from kvfold.engine.engine import Engine
+from kvfold.engine.sequence import SamplingParams
+from kvfold.evaluate.paged import footprint
+from kvfold.evaluate.session import Session
+from kvfold.ops import kivi
+from kvfold.ops.bits import unpack
+from kvfold.spec import CacheSpec, LayerSpec
+from models import tiny, tokens
+from test_store import FLOATS, numbers, one_layer
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@st.composite
+def kivi_layouts(draw) -> CacheLayout:
+    """Ragged heads, rank 0 among them, in pages that divide nothing in particular."""
+    widths = st.sampled_from([0, 1, 5, 8, 16, 20])
+    heads = draw(st.integers(1, 3))
+    latents = [
+        Latent(side=side, heads=(head,), rank=draw(widths))
+        for side in "kv"
+        for head in range(heads)
+    ]
+    return one_layer(
+        latents,
+        page=draw(st.sampled_from([1, 4, 7, 16])),
+        itemsize=draw(st.sampled_from([2, 4])),
+        bits=draw(st.sampled_from([8, 4, 3, 2])),
+        sub_group=draw(st.sampled_from([None, 8])),
+        kivi=True,
+    )
+
+
+def pool_of(layout: CacheLayout, slots: int = 3, rows: int = 40) -> Pool:
+    """Room for `slots` sequences, in memory full of NaN."""
+    pages = layout.page_bytes * (rows // layout.page + 1) + layout.tail_bytes
+    pool = Pool(layout, 3 * slots * pages + 2**14, num_slots=slots, max_tokens=rows, device=DEVICE)
+    pool.arena.fill_(255)
+    return pool
+
+
+def feed(pool: Pool, slots: list[int], counts: list[int], rows: list[Tensor]) -> None:
+    """The next counts[i] rows of slots[i], from rows[i] [T, R]."""
+    starts = pool.host_lengths[slots, 0].tolist()
+    pool.extend(slots, counts)
+    slot = [s for s, n in zip(slots, counts, strict=True) for _ in range(n)]
+    index = [a + i for a, n in zip(starts, counts, strict=True) for i in range(n)]
+    new = torch.cat([x[a : a + n] for x, a, n in zip(rows, starts, counts, strict=True)])
+    fill = kivi.Fill.of(slot, index, pool.layout.page, DEVICE)
+    place = torch.tensor([slot, index], dtype=torch.int64, device=DEVICE).unbind()
+    kivi.append(pool.arena, pool.tables, pool.layout.groups, new.to(DEVICE), *place, fill)
+    pool.check_integrity()
+
+
+def read(pool: Pool, slots: list[int], dtype: torch.dtype) -> Tensor:
+    on, size = torch.tensor(slots, device=DEVICE), int(pool.host_lengths[slots].max())
+    groups = pool.layout.groups
+    found = kivi.gather(pool.arena, pool.tables, groups, on, pool.lengths[on], dtype, size)
+    assert torch.equal(found.valid.sum(-1), pool.lengths[on].long())
+    return found.rows.cpu()
+
+
+def slow_quantized(x: Tensor, bits: int) -> Tensor:
+    """Numbers [n] that share a scale, one group at a time."""
+    low, high = x.float().min(), x.float().max()
+    scale, zero = ((high - low) / (2**bits - 1)).half().float(), low.half().float()
+    if scale == 0:
+        return zero.expand_as(x)
+    return ((x.float() - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero
+
+
+def slow_kivi(rows: Tensor, layout: CacheLayout) -> Tensor:
+    """rows [T, R] as they come back: page by page, channel by channel, row by row."""
+    found, page = rows.clone(), layout.page
+    for group in layout.groups:
+        for x in group.layout.segments:
+            for start in range(0, len(rows) // page * page, page):
+                part = found[start : start + page, x.start : x.start + x.width]
+                for line in part.T if x.side == "k" else part:
+                    line.copy_(slow_quantized(line, x.bits))
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(layout=kivi_layouts(), seed=st.integers(0, 999), data=st.data())
+def test_pages_equal_a_slow_reference(layout: CacheLayout, seed: int, data) -> None:
+    """Sequences of unequal length, fed together in chunks that fill none or several pages."""
+    dtype = data.draw(st.sampled_from(FLOATS[layout.groups[0].layout.itemsize]))
+    width = layout.spec.layers[0].row_width
+    pool, rows = pool_of(layout), [numbers(seed + i, dtype, 40, width) for i in range(3)]
+    slots = [pool.open() for _ in rows]
+    rounds = st.lists(st.integers(0, 13), min_size=3, max_size=3)
+    for counts in data.draw(st.lists(rounds, min_size=1, max_size=3)):
+        feed(pool, slots, counts, rows)
+    order = [2, 0]
+    found = read(pool, order, dtype)
+    for b, slot in enumerate(order):
+        n = int(pool.host_lengths[slot, 0])
+        assert torch.equal(found[b, :n], slow_kivi(rows[slot][:n], layout))
+        assert not found[b, n:].any()
+
+
+def full_pages(pool: Pool, slot: int) -> list[bytes]:
+    """Every byte of the blocks of its full pages; padding between blocks is never written."""
+    data, found = pool.arena.cpu().numpy().tobytes(), []
+    for g, group in enumerate(pool.layout.groups):
+        form = group.layout
+        for i in range(int(pool.host_lengths[slot, g]) // form.page):
+            page = int(pool.tables[slot, g, i]) * 64
+            for offset, size in zip(form.block_offsets, form.block_sizes, strict=True):
+                found.append(data[page + offset : page + offset + size])
+    return found
+
+
+@settings(max_examples=12, deadline=None)
+@given(layout=kivi_layouts(), seed=st.integers(0, 999), cuts=st.sets(st.integers(1, 36)))
+def test_bytes_do_not_depend_on_chunks(layout: CacheLayout, seed: int, cuts: set[int]) -> None:
+    dtype = FLOATS[layout.groups[0].layout.itemsize][0]
+    rows = numbers(seed, dtype, 37, layout.spec.layers[0].row_width)
+    pools = []
+    for edges in (range(38), [0, *sorted(cuts), 37]):
+        pool = pool_of(layout)
+        slot = pool.open()
+        for a, b in pairwise(edges):
+            feed(pool, [slot], [b - a], [rows])
+        pools.append(pool)
+    single, chunked = pools
+    assert full_pages(single, 0) == full_pages(chunked, 0)
+    assert torch.equal(read(single, [0], dtype), read(chunked, [0], dtype))
+
+
+def test_bytes_are_where_the_layout_says() -> None:
+    latents = [Latent(side=side, heads=(0,), rank=rank) for side, rank in (("k", 8), ("v", 16))]
+    layout = one_layer(latents, page=4, bits=4, kivi=True)
+    form = layout.groups[0].layout
+    assert form.block_sizes == (4 * 4, 4 * 8, 2 * 2 * 8, 4 * 2 * 2, 0, 0)
+    assert form.row_bits == 24 * 4 + 2 * 16 + 8 * 2 * 16 / 4
+    assert form.tail is not None and form.tail.page_bytes == 4 * 24 * 2
+    pool, rows = pool_of(layout), numbers(0, torch.float16, 4, 24)
+    feed(pool, [pool.open()], [4], [rows])
+    page = pool.arena.cpu()[int(pool.tables[0, 0, 0]) * 64 :]
+    blocks = [page[a : a + n] for a, n in zip(form.block_offsets, form.block_sizes, strict=True)]
+    scale, zero = blocks[2].view(torch.float16).float().view(2, 8)
+    keys = unpack(blocks[0].view(4, 4), 8, 4) * scale + zero
+    torch.testing.assert_close(keys, slow_kivi(rows, layout)[:, :8].float(), atol=2e-3, rtol=0)
+    assert torch.equal(zero, rows[:, :8].amin(0).float())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pages_and_tails_have_one_owner(seed: int) -> None:
+    chance, width = np.random.default_rng(seed), (5, 16, 16, 5)
+    latents = [Latent(side="kv"[i % 2], heads=(i // 2,), rank=rank) for i, rank in enumerate(width)]
+    layout = one_layer(latents, page=8, bits=4, kivi=True)
+    pool = Pool(layout, 2**14, num_slots=4, max_tokens=100)
+    live: list[int] = []
+    for _ in range(80):
+        if live and chance.random() < 0.2:
+            pool.close(live.pop(chance.integers(len(live))))
+        elif len(live) < 4:
+            live.append(pool.open())
+        counts = chance.integers(0, 12, len(live)).tolist()
+        if pool.can_extend(live, counts):
+            pool.extend(live, counts)
+        pool.check_integrity()
+        rows = pool.host_lengths[:, 0]
+        held = (rows // 8).sum() * layout.page_bytes + (rows > 0).sum() * layout.tail_bytes
+        assert pool.used_bytes == held == sum(pool.stats().sequence_bytes.values())
+    for slot in live:
+        pool.close(slot)
+    slot = pool.open()
+    pool.extend([slot], [pool.capacity()])
+    assert pool.capacity() == 100 or not pool.can_extend([slot], [1])
+
+
+def test_only_the_tail_can_be_taken_back() -> None:
+    layout = one_layer(
+        [Latent(side=s, heads=(0,), rank=8) for s in "kv"], page=8, bits=4, kivi=True
+    )
+    pool = pool_of(layout)
+    slot = pool.open()
+    pool.extend([slot], [21])
+    pool.shrink(slot, [16])
+    with pytest.raises(AssertionError, match="tails have moved on"):
+        pool.shrink(slot, [15])
+    pool.shrink(slot, [0])
+    assert pool.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "latent", "message"),
+    [
+        ("pre", Latent(side="kv", heads=(0, 1), rank=8), "recipe small"),
+        ("absorbed", Latent(side="kv", heads=(0, 1), rank=8), "recipe small"),
+        ("pre", Latent(side="k", heads=(0, 1), rank=8), "lorc, palu-g, palu-j"),
+    ],
+)
+def test_rows_that_kivi_cannot_quantize_are_refused(keys, latent: Latent, message: str) -> None:
+    plain = one_layer([Latent(side="k", heads=(0,), rank=8)]).spec
+    layer = LayerSpec(keys=keys, values="fused", latents=(latent,))
+    spec = CacheSpec(geometry=plain.geometry, layers=(layer,))
+    with pytest.raises(ValueError, match=message):
+        cache_layout(spec, bits=4, kivi=True)
+
+
+def test_settings_that_contradict_kivi_are_refused() -> None:
+    for bits in (None, 16):
+        with pytest.raises(ValueError, match=f"bits must be less than 16; got {bits}"):
+            CacheConfig(kivi=True, bits=bits)
+    with pytest.raises(ValueError, match="evict='kv-compress' exclude each other"):
+        CacheConfig(kivi=True, bits=4, evict="kv-compress", keep_tokens=0.5)
+    with pytest.raises(ValueError, match="sliding window"):
+        build_runner(
+            tiny("mistral-sliding"), CacheConfig(kivi=True, bits=4), num_slots=1, max_tokens=64
+        )
+
+
+def logits(name: str, chunk: int, **settings) -> Tensor:
+    """Of 61 tokens, of which the last 11 are fed one by one."""
+    config = CacheConfig(kv_bytes=2**21, page=8, **settings)
+    runner = build_runner(tiny(name), config, num_slots=2, max_tokens=100)
+    ids = tokens(1, 61)[0].tolist()
+    with Session(runner, chunk) as session:
+        found = [session.feed(ids[:50], prompt=50), *(session.feed([x]) for x in ids[50:])]
+        runner.pool.check_integrity()
+    assert runner.pool.used_bytes == 0
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize("name", ["llama-gqa", "opt"])
+def test_model_stays_close_to_16_bits(name: str, chunk: int) -> None:
+    whole = logits(name, chunk)
+    errors = {
+        bits: float((logits(name, chunk, bits=bits, kivi=True) - whole).norm() / whole.norm())
+        for bits in (8, 4, 2)
+    }
+    assert errors[8] < 0.01 and errors[4] < 0.15
+    assert 0 < errors[8] < errors[4] < errors[2]
+
+
+def test_reported_bytes_are_held_bytes() -> None:
+    config = CacheConfig(kv_bytes=2**20, page=8, bits=4, kivi=True)
+    runner = build_runner(tiny("llama-gqa"), config, num_slots=2, max_tokens=100)
+    layout = runner.pool.layout
+    with Session(runner) as session:
+        session.feed(tokens(1, 61)[0].tolist())
+        held = footprint(session)
+        assert held.cache_bytes == runner.pool.used_bytes
+        assert held.cache_bytes == 7 * layout.page_bytes + layout.tail_bytes
+        full = 56 / 61 * layout.kept_fraction + 5 / 61  # 5 rows wait in 16-bit tails
+        assert held.kept_fraction == pytest.approx(full)
+        assert held.kept_fraction < held.pool_fraction
+
+
+def test_requests_together_get_what_they_get_alone() -> None:
+    def serve(lengths: list[int], num_slots: int) -> list[list[int]]:
+        config = CacheConfig(kv_bytes=2**20, page=8, bits=4, kivi=True)
+        runner = build_runner(tiny("llama-gqa"), config, num_slots=num_slots, max_tokens=100)
+        engine = Engine(runner, runner.pool, chunk=64)
+        ids = [
+            engine.add(tokens(1, n, seed=n)[0].tolist(), SamplingParams(max_new_tokens=20))
+            for n in lengths
+        ]
+        found: dict[int, list[int]] = {i: [] for i in ids}
+        while engine.has_work:
+            for output in engine.step():
+                assert output.error is None, output.error
+                found[output.id] += output.token_ids
+            runner.pool.check_integrity()
+        assert runner.pool.used_bytes == 0
+        return [found[i] for i in ids]
+
+    lengths = [5, 24, 39]
+    assert serve(lengths, 3) == [serve([n], 1)[0] for n in lengths]

@@ -1,0 +1,339 @@
+"""Text in, text out: `LLM` on tiny models and on the embedded one."""
+
+import re
+
+import pytest
+import torch
+
+import kvfold
+from kvfold import LLM, CacheParams, SamplingParams, recipes
+from kvfold.api import Job
+from kvfold.cli import main
+from kvfold.compress import build
+from kvfold.compress.calibrate import calibrate
+from models import tiny, tokens
+
+NEW = 8
+GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+SMALL = {"max_sequences": 3, "max_tokens": 96, "page": 8, "kv_bytes": 2**20}
+PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (3, 17, 30)]
+
+
+class Letters:
+    """Token i reads as letter i mod 26; text starts with token 3."""
+
+    bos_token_id = 3
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [26 + ord(letter) - ord("a") for letter in text]}
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(ord("a") + i % 26) for i in ids)
+
+
+def llm_of(name: str = "llama-gqa", **settings) -> LLM:
+    return LLM(tiny(name), tokenizer=Letters(), **{**SMALL, **settings})
+
+
+def used(llm: LLM) -> int:
+    llm.runner.pool.check_integrity()
+    return llm.runner.pool.stats().used_bytes
+
+
+def compressed(name: str, recipe: str, **size):
+    """A tiny model folded in memory; skips pairs that are refused by design."""
+    model = tiny(name)
+    try:
+        job = Job(model, recipes.get(recipe), None)
+    except ValueError as error:
+        pytest.skip(str(error))
+    wanted = build.needs(job.recipe)
+    made = calibrate(model, job.family, tokens(8, 64), wanted, topics=torch.arange(8) // 4)
+    return kvfold.compress(model, recipe, statistics=made, align=1, **size)
+
+
+def transformers_greedy(model, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
+    """Its tokens, and how far each was ahead of the second best."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    tops = [score[0].topk(2).values for score in out.scores]
+    return out.sequences[0, len(prompt) :].tolist(), [float(a - b) for a, b in tops]
+
+
+# -- what comes out -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["zack", "lorc", "palu-g", "fast", "lean", "small"])
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "phi3", "opt", "gpt-neox"])
+def test_the_engine_equals_transformers_on_compressed_models(name: str, recipe: str) -> None:
+    model = compressed(name, recipe, keep=0.6)
+    wanted = [transformers_greedy(model, prompt, NEW) for prompt in PROMPTS]
+    found = LLM(model, **SMALL, chunk=11).generate(PROMPTS, GREEDY)
+    compared = 0
+    for completion, (expected, margins) in zip(found, wanted, strict=True):
+        for ours, theirs, margin in zip(completion.token_ids, expected, margins, strict=True):
+            if margin < 1e-3:
+                break
+            assert ours == theirs
+            compared += 1
+    assert compared > NEW
+
+
+def test_text_and_ids_are_the_same_prompt() -> None:
+    llm = llm_of()
+    (one,), (two,) = llm.generate("hello", GREEDY), llm.generate(llm.encode("hello"), GREEDY)
+    assert one == two
+    assert llm.encode("hello") == [3, 33, 30, 37, 37, 40]  # the start token first
+    assert one.text == Letters().decode(list(one.token_ids)) and len(one.token_ids) == NEW
+    assert one.finish_reason == "length" and one.logprobs is None and one.error is None
+
+
+def test_a_batch_is_in_order_and_equals_one_by_one() -> None:
+    llm = llm_of()
+    prompts = ["abc", PROMPTS[1], "q", PROMPTS[2], PROMPTS[0]]  # more than there are slots
+    together = llm.generate(prompts, GREEDY)
+    assert together == [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
+    assert used(llm) == 0 and not llm.engine.has_work
+    assert llm.generate([]) == []
+
+
+def test_logprobs_come_for_every_token() -> None:
+    sampling = SamplingParams(max_new_tokens=3, logprobs=2, ignore_eos=True)
+    (found,) = llm_of().generate(["abc"], sampling)
+    assert [len(entry.top) for entry in found.logprobs] == [2, 2, 2]
+    assert all(entry.chosen == entry.top[0][1] for entry in found.logprobs)  # greedy
+
+
+def test_seeds_decide_what_is_sampled() -> None:
+    llm = llm_of()
+    sampling = [SamplingParams(max_new_tokens=16, temperature=1.5, seed=s) for s in (7, 7, 8)]
+    first, again, other = (llm.generate(["abc", "abc"], params) for params in sampling)
+    assert first == again and first[0] == first[1]
+    assert first[0].token_ids != other[0].token_ids
+
+
+def test_a_stop_string_ends_the_text_before_it() -> None:
+    llm = llm_of()
+    (whole,) = llm.generate("abc", SamplingParams(max_new_tokens=20, ignore_eos=True))
+    stop = whole.text[5:7]
+    sampling = SamplingParams(max_new_tokens=20, stop=(stop,), ignore_eos=True)
+    (cut,) = llm.generate("abc", sampling)
+    assert cut.text == whole.text[: whole.text.index(stop)] and cut.finish_reason == "stop"
+    streamed = "".join(output.text for output in llm.stream("abc", sampling))
+    assert streamed == cut.text
+
+
+def test_the_end_token_ends_and_is_not_text() -> None:
+    plain = llm_of()
+    (whole,) = plain.generate("abc", GREEDY)
+    model = tiny("llama-gqa")
+    end = whole.token_ids[4]
+    model.generation_config.eos_token_id = [end]
+    (cut,) = LLM(model, tokenizer=Letters(), **SMALL).generate(
+        "abc", SamplingParams(max_new_tokens=NEW)
+    )
+    count = whole.token_ids.index(end) + 1
+    assert cut.finish_reason == "stop" and cut.token_ids == whole.token_ids[:count]
+
+
+# -- streams ------------------------------------------------------------------------------------
+
+
+def test_a_stream_gives_what_generate_gives() -> None:
+    llm = llm_of()
+    (whole,) = llm.generate(PROMPTS[1], GREEDY)
+    outputs = list(llm.stream(PROMPTS[1], GREEDY))
+    assert tuple(t for output in outputs for t in output.token_ids) == whole.token_ids
+    assert "".join(output.text for output in outputs) == whole.text
+    assert [output.finish_reason for output in outputs] == [None] * (NEW - 1) + ["length"]
+
+
+def test_leaving_a_stream_early_frees_its_pages() -> None:
+    llm = llm_of()
+    stream = llm.stream(PROMPTS[2], GREEDY)
+    next(stream)
+    assert used(llm) > 0
+    stream.close()
+    assert used(llm) == 0
+    with pytest.raises(ZeroDivisionError):
+        for _ in llm.stream(PROMPTS[1], GREEDY):
+            1 / 0  # noqa: B018
+    assert used(llm) == 0
+    assert llm.generate(PROMPTS[0], GREEDY)[0].finish_reason == "length"
+
+
+def test_streams_read_in_turns_lose_nothing() -> None:
+    llm = llm_of()
+    wanted = [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
+    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    found: list[list[int]] = [[], []]
+    for pair in zip(*streams, strict=True):
+        for ids, output in zip(found, pair, strict=True):
+            ids += output.token_ids
+    between = llm.stream(PROMPTS[2], GREEDY)
+    first = next(between)
+    assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == wanted[0]
+    rest = [*first.token_ids, *(t for output in between for t in output.token_ids)]
+    assert [tuple(ids) for ids in (*found, rest)] == wanted
+
+
+# -- limits and mistakes ------------------------------------------------------------------------
+
+
+def test_outputs_end_where_positions_do() -> None:
+    llm = llm_of(max_tokens=32)
+    (found,) = llm.generate(PROMPTS[2], SamplingParams(max_new_tokens=100, ignore_eos=True))
+    assert len(PROMPTS[2]) + len(found.token_ids) == 33  # the last token is never fed
+    assert found.finish_reason == "length"
+    (one,) = llm.generate([list(range(3, 35))], GREEDY)
+    assert len(one.token_ids) == 1
+
+
+def test_a_refused_prompt_leaves_nothing_queued() -> None:
+    llm = llm_of(max_tokens=32)
+    with pytest.raises(ValueError, match="33 tokens need room"):
+        llm.generate([PROMPTS[0], list(range(3, 36))], GREEDY)
+    llm.engine.step()
+    assert not llm.engine.has_work and used(llm) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_tokens": 257}, r"max_tokens must be in 1..256, the model's positions; got 257"),
+        ({"max_tokens": 0}, "max_tokens must be in 1..256"),
+        ({"bits": 5}, "bits must be one of .*; got 5"),
+        ({"page": 0}, "page must be at least 1 row"),
+        ({"evict": "foo"}, "unknown eviction policy 'foo'; policies: kv-compress"),
+        ({"keep_tokens": 0.5}, "need a policy"),
+        ({"evict": "snapkv", "keep_tokens": 1.5}, r"keep_tokens must be in \(0, 1\]"),
+        ({"evict": "snapkv", "keep_tokens": 0.5, "max_cache_tokens": 9}, "give one"),
+        ({"kv_bytes": 100}, "num_bytes must be at least"),
+    ],
+)
+def test_settings_that_cannot_work(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm_of(**settings)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "at least 1 token"), ([97], r"token ids must be in 0..96; got 97"), ([-1], "got -1")],
+)
+def test_prompts_that_cannot_be_served(prompt: list[int], message: str) -> None:
+    llm = llm_of()
+    with pytest.raises(ValueError, match=message):
+        llm.generate([prompt])
+
+
+def test_text_needs_a_tokenizer() -> None:
+    llm = LLM(tiny("llama-gqa"), **SMALL)
+    with pytest.raises(ValueError, match="pass tokenizer="):
+        llm.generate("hello")
+    with pytest.raises(ValueError, match="detokenize"):
+        llm.generate(PROMPTS[0], SamplingParams(stop=("x",)))
+    assert llm.generate(PROMPTS[0], GREEDY)[0].text == ""
+
+
+def test_a_model_serves_one_llm() -> None:
+    model = tiny("llama-gqa")
+    LLM(model, **SMALL)
+    with pytest.raises(ValueError, match="load it again"):
+        LLM(model, **SMALL)
+
+
+# -- the three axes -----------------------------------------------------------------------------
+
+
+def test_eviction_needs_a_budget_from_somewhere() -> None:
+    llm = llm_of(evict="kv-compress")
+    with pytest.raises(ValueError, match="needs a budget"):
+        llm.generate(PROMPTS[2], GREEDY)
+    assert len(llm.generate(PROMPTS[2], GREEDY, cache=CacheParams(keep_tokens=1))) == 1
+    with pytest.raises(ValueError, match="evicts nothing"):
+        llm_of().generate(PROMPTS[2], GREEDY, cache=CacheParams(max_cache_tokens=16))
+
+
+@pytest.mark.parametrize("whose", ["the LLM's", "the request's"])
+def test_a_request_holds_its_budget_after_its_prompt(whose: str) -> None:
+    prompt = tokens(1, 80)[0].tolist()
+    mine = {"max_cache_tokens": 24} if whose == "the LLM's" else {}
+    own = None if mine else CacheParams(max_cache_tokens=24)
+    llm = llm_of(evict="kv-compress", **mine)
+    stream, held = llm.stream(prompt, SamplingParams(max_new_tokens=4), cache=own), []
+    for _ in stream:
+        held.append(used(llm) // llm.runner.pool.layout.page_bytes)
+    assert held[0] == 80 // SMALL["page"]  # pages a group: the prompt, then 24 rows and a new one
+    assert max(held[1:3]) <= 24 // SMALL["page"] + 1
+
+
+def test_summary_adds_up() -> None:
+    model = compressed("llama-gqa", "small", factor=6.0)
+    llm = LLM(model, **SMALL, evict="snapkv", keep_tokens=0.5)
+    rows = dict(llm.summary())
+    layout, geometry = llm.runner.pool.layout, llm.runner.pool.layout.spec.geometry
+    full = 2 * geometry.full_numbers
+    number = {name: float(re.search(r"[\d.]+", value).group()) for name, value in rows.items()}
+    assert number["a token, uncompressed"] == full
+    assert number["pool"] == 1.0 and "8-row pages" in rows["pool"]
+    assert number["dimensions kept"] == layout.spec.bytes_per_token()
+    assert number["bits"] == pytest.approx(layout.bits_per_token / 8, abs=0.5)
+    assert number["bits"] <= full / 6 < number["dimensions kept"]
+    assert number["in pages"] == pytest.approx(layout.page_bytes / 8, abs=0.5)
+    assert number["fits"] == 2**20 * 8 // layout.page_bytes
+    assert "3 requests of 96" in rows["fits"] and number["tokens kept"] == 0.5
+    assert "tokens kept" not in dict(llm_of().summary())
+
+
+def test_few_bits_change_little() -> None:
+    sampling = SamplingParams(max_new_tokens=1, logprobs=0, ignore_eos=True)
+    chosen = [
+        llm_of(bits=bits).generate(PROMPTS[2], sampling)[0].logprobs[0].chosen for bits in (16, 8)
+    ]
+    assert chosen[0] != chosen[1] and chosen[0] == pytest.approx(chosen[1], abs=0.02)
+
+
+def test_all_axes_at_once() -> None:
+    model = compressed("llama-gqa", "small", keep=0.5)
+    llm = LLM(model, **SMALL, bits=4, evict="snapkv", keep_tokens=0.5)
+    assert llm.runner.pool.layout.kept_fraction < 0.5 * 5 / 16  # 4 bits and some for scales
+    (found,) = llm.generate(tokens(1, 80)[0].tolist(), GREEDY)
+    assert found.error is None and len(found.token_ids) == NEW and used(llm) == 0
+
+
+# -- a planned checkpoint -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """The embedded model with dimensions and bits planned together, on disk."""
+    path = tmp_path_factory.mktemp("models") / "planned"
+    kvfold.compress("reference:gqa", "small", factor=6, max_tokens=4096, output=path)
+    return path
+
+
+def test_a_planned_checkpoint_generates_text(planned) -> None:
+    llm = LLM(planned, device="cpu", dtype="float32", max_sequences=2, max_tokens=128)
+    assert llm.runner.pool.layout.spec.planned
+    assert llm.runner.pool.layout.kept_fraction <= 1 / 6
+    whole = LLM("reference:gqa", device="cpu", dtype="float32", max_tokens=128)
+    prompt, sampling = "The old house stood at the end of the", SamplingParams(max_new_tokens=4)
+    (found,), (wanted,) = llm.generate(prompt, sampling), whole.generate(prompt, sampling)
+    assert found.token_ids[0] == wanted.token_ids[0] and found.text.strip()
+
+
+def test_generate_runs_a_planned_checkpoint_on_pages(planned, capsys) -> None:
+    assert main(["generate", str(planned), "--prompt", "The old", "--max-new-tokens", "6"]) == 0
+    captured = capsys.readouterr()
+    assert "bits: " in captured.err and "fits: " in captured.err
+    llm = LLM(planned, device="cpu", dtype="float32", max_tokens=64)
+    (found,) = llm.generate([llm.encode("The old")], SamplingParams(max_new_tokens=6))
+    assert captured.out.strip() == found.text.strip()

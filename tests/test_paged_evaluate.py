@@ -1,0 +1,307 @@
+"""Perplexity and retrieval on pages: the same numbers as transformers' cache, and honest bytes."""
+
+import json
+
+import pytest
+import torch
+import transformers as hf
+
+from kvfold.cli import main
+from kvfold.config import CacheConfig
+from kvfold.engine.build import build_runner
+from kvfold.evaluate.needle import _Reader, evaluate_needle
+from kvfold.evaluate.paged import PagedReader, paged_perplexity
+from kvfold.evaluate.perplexity import perplexity, token_nll
+from kvfold.loading import load_tokenizer
+from models import CONFIGS, tiny, tokens
+
+PAGE, CTX = 8, 60
+
+
+def runner_of(model, max_tokens: int = 128, **settings):
+    config = CacheConfig(**{"kv_bytes": 2**21, "page": PAGE, **settings})
+    return build_runner(model, config, num_slots=1, max_tokens=max_tokens)
+
+
+# -- perplexity ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_without_bits_it_equals_transformers_cache(name: str) -> None:
+    windows = tokens(3, CTX)
+    wanted = perplexity(tiny(name), windows, chunk=17)
+    found, held = paged_perplexity(runner_of(tiny(name)), windows, chunk=13)
+    assert found.window_nll == pytest.approx(wanted.window_nll, rel=1e-4)
+    assert found.perplexity_se == pytest.approx(wanted.perplexity_se, rel=1e-2)
+    assert found.tokens == wanted.tokens == 3 * (CTX - 1)
+    assert held.tokens == CTX - 1  # the last token is only predicted
+
+
+def test_scoring_from_a_token_on_scores_that_and_all_after() -> None:
+    windows, model = tokens(2, CTX), tiny("llama-gqa")
+    with torch.no_grad():
+        nll = token_nll(model(windows).logits[:, 19:-1], windows[:, 20:]).mean(1)
+    found, held = paged_perplexity(runner_of(model), windows, scored_from=20)
+    assert found.window_nll == pytest.approx(nll.tolist(), rel=1e-4)
+    assert found.tokens == 2 * 40 and held.tokens == 20
+
+
+def test_with_eviction_the_second_half_is_scored() -> None:
+    windows = tokens(2, CTX)
+    everything = {"evict": "snapkv", "keep_tokens": 1.0}
+    found, _ = paged_perplexity(runner_of(tiny("llama-gqa"), **everything), windows)
+    wanted, _ = paged_perplexity(runner_of(tiny("llama-gqa")), windows, scored_from=CTX // 2)
+    assert found.tokens == 2 * (CTX // 2)
+    assert found.window_nll == pytest.approx(wanted.window_nll, rel=1e-4)
+    half = {"evict": "snapkv", "keep_tokens": 0.5}
+    evicted, held = paged_perplexity(runner_of(tiny("llama-gqa"), **half), windows)
+    assert abs(evicted.nll - found.nll) > 1e-3  # something was lost
+    assert held.tokens == CTX // 2
+
+
+@pytest.mark.parametrize("scored_from", [-1, CTX - 1, CTX])
+def test_something_must_be_left_to_score(scored_from: int) -> None:
+    with pytest.raises(ValueError, match="must leave 2 of a window's 60 tokens"):
+        paged_perplexity(runner_of(tiny("llama-gqa")), tokens(1, CTX), scored_from=scored_from)
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    model = tiny("llama-gqa")
+    model.model.norm.weight.data[0] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        paged_perplexity(runner_of(model), tokens(1, CTX))
+
+
+# -- footprint ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4, 3, 2])
+def test_footprint_counts_what_is_held(bits: int | None) -> None:
+    model = tiny("llama-gqa")  # 2 layers of 2 heads of 12, in float32
+    runner = runner_of(model, bits=bits)
+    found, held = paged_perplexity(runner, tokens(1, 65))
+    row = 4 * (24 * (bits or 16) + (0 if bits is None else 2 * 16))  # keys, values, two scales
+    assert held.kept_fraction == pytest.approx(row / (16 * 96))
+    pages = 8 * 4  # of 8 rows, in every group
+    page_bytes = runner.pool.layout.groups[0].layout.page_bytes
+    assert held.cache_bytes == pages * page_bytes == found.cache_bytes_allocated
+    assert held.pool_fraction == pytest.approx((held.cache_bytes + 4 * pages) / (2 * 96 * 64))
+    assert runner.pool.stats().high_water_bytes == held.cache_bytes
+    assert runner.pool.stats().used_bytes == 0
+
+
+def test_eviction_shows_in_all_three_numbers() -> None:
+    windows = tokens(1, 128)
+    whole, half = (
+        paged_perplexity(
+            runner_of(tiny("llama-gqa"), bits=4, evict="kv-compress", keep_tokens=keep), windows
+        )[1]
+        for keep in (1.0, 0.5)
+    )
+    assert half.kept_fraction == pytest.approx(whole.kept_fraction / 2)
+    assert half.pool_fraction == pytest.approx(whole.pool_fraction / 2)
+    assert half.cache_bytes == whole.cache_bytes // 2
+    assert half.kept_fraction < half.pool_fraction
+
+
+# -- needle -------------------------------------------------------------------------------------
+
+
+class Both:
+    """Two readers side by side, whose answers must agree."""
+
+    def __init__(self, *readers) -> None:
+        self.readers, self.asked = readers, 0
+
+    def prefill(self, ids: list[int]) -> None:
+        for reader in self.readers:
+            reader.prefill(ids)
+
+    def answer(self, question: list[int], num_tokens: int) -> list[int]:
+        one, other = (reader.answer(question, num_tokens) for reader in self.readers)
+        assert one == other
+        self.asked += 1
+        return one
+
+
+def small_llama(**overrides) -> hf.LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 4096,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**{**sizes, **overrides})).eval()
+
+
+@pytest.mark.parametrize("agnostic", [True, False])
+def test_needle_answers_equal_transformers(agnostic: bool) -> None:
+    runner = runner_of(small_llama(), max_tokens=512)
+    paged = PagedReader(runner, 100, agnostic=agnostic)
+    both = Both(_Reader(small_llama(), 512), paged)
+    tokenizer = load_tokenizer("reference:gqa")
+    (result,) = evaluate_needle(
+        small_llama(), tokenizer, lengths=[400], num_contexts=2, reader=both
+    )
+    assert both.asked == result.num_questions == 8
+    assert paged.footprint.kept_fraction == 1.0
+    paged.close()
+    assert runner.pool.stats().used_bytes == 0
+
+
+@pytest.mark.parametrize("agnostic", [True, False])
+def test_a_compressed_context_answers_each_question_alike(agnostic: bool) -> None:
+    """A question leaves no trace, so its answer does not depend on those before it."""
+    runner = runner_of(tiny("llama-gqa"), evict="snapkv", keep_tokens=0.5)
+    reader, questions = PagedReader(runner, agnostic=agnostic), [[5, 6, 7], [50, 8], [9]]
+    reader.prefill(tokens(1, 64)[0].tolist())
+    first = [reader.answer(question, 4) for question in questions]
+    again = [reader.answer(question, 4) for question in reversed(questions)]
+    assert first == again[::-1]
+    assert reader.footprint.kept_fraction == pytest.approx(0.5, abs=0.1)
+    reader.close()
+    assert runner.pool.stats().used_bytes == 0
+
+
+# -- the command line ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "plain"
+    small_llama().save_pretrained(path)
+    load_tokenizer("reference:gqa").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "sliding"
+    torch.manual_seed(0)
+    config = small_llama().config.to_dict() | {"sliding_window": 64}
+    config = {key: config[key] for key in config if key not in ("architectures", "model_type")}
+    hf.MistralForCausalLM(hf.MistralConfig(**config)).save_pretrained(path)
+    load_tokenizer("reference:gqa").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("The ship went out to sea, and nobody saw it again. " * 60, encoding="utf-8")
+    return path
+
+
+def measured(tmp_path, *arguments) -> dict:
+    """The JSON of a command."""
+    target = tmp_path / "out.json"
+    assert main([*map(str, arguments), "--json", str(target)]) == 0
+    return json.loads(target.read_text())
+
+
+def test_eval_on_pages_without_bits_equals_eval(plain, text, tmp_path) -> None:
+    options = ["--text", text, "--ctx", 128, "--max-tokens", 256]
+    dense = measured(tmp_path, "eval", plain, *options)
+    paged = measured(tmp_path, "eval", plain, *options, "--paged")
+    assert paged["nll"] == pytest.approx(dense["nll"], rel=1e-5)
+    assert paged["tokens"] == dense["tokens"] and paged["kept_fraction"] == 1.0
+    assert dense["pool_fraction"] is None and paged["pool_fraction"] > 1
+
+
+def test_eval_at_four_bits(plain, text, tmp_path, capsys) -> None:
+    options = ["--text", text, "--ctx", 129, "--max-tokens", 258, "--bits", 4]
+    found = measured(tmp_path, "eval", plain, *options)
+    assert found["kept_fraction"] == pytest.approx((4 * 8 + 16) / (16 * 8))  # a scale every 8
+    assert found["bytes_per_token"] == pytest.approx(48)
+    assert found["baseline_bytes_per_token"] == 128
+    pages = 4 * 4  # of 32 rows: codes of keys and values, then scales
+    assert found["cache_bytes_allocated"] == pages * (128 + 128 + 128)
+    assert found["pool_fraction"] == pytest.approx(pages * (384 + 4) / (128 * 128))
+    assert found["settings"]["cache"]["bits"] == 4
+    out = capsys.readouterr().out
+    assert "cache: 0.3750 kept, 48 of 128 bytes per token; 0.3789 in pages" in out
+
+
+@pytest.mark.parametrize("question", [[], ["--see-question"]])
+def test_eval_with_eviction_and_needle(plain, tmp_path, monkeypatch, question) -> None:
+    monkeypatch.setattr("kvfold.evaluate.run.NEEDLE_LENGTHS", (512,))
+    options = ["--evict", "snapkv", "--keep-tokens", ".5", "--needle", "--needle-contexts", 1]
+    found = measured(tmp_path, "eval", plain, *options, *question)
+    assert found["needle"]["512"]["num_questions"] == 4
+    assert found["kept_fraction"] == pytest.approx(0.5, abs=0.07)  # half, rounded up to pages
+    assert found["pool_fraction"] > found["kept_fraction"]
+    assert found["cache_bytes_allocated"] is None  # no text was measured
+
+
+def test_compare_at_four_bits(plain, text, tmp_path) -> None:
+    options = ["--recipes", "small", "--keep", ".5", "--text", text, "--ctx", 128]
+    options += ["--calib-tokens", 4096, "--bits", 4]
+    found = measured(tmp_path, "compare", plain, *options)
+    original, small = found["rows"]
+    assert original["kept_fraction"] == 1.0 and original["pool_fraction"] > 1  # 16 bits, as fp32
+    assert small["kept_fraction"] == pytest.approx((4 * 32 + 2 * 16) / (16 * 64))
+    assert small["kept_fraction"] < small["pool_fraction"] < original["pool_fraction"]
+    assert 0 < small["cache_bytes_allocated"] < original["cache_bytes_allocated"]
+    assert len(small["window_nll"]["text"]) == len(original["window_nll"]["text"])
+    assert found["settings"]["cache"]["bits"] == 4
+
+
+def test_compare_scores_the_same_tokens_with_eviction(plain, text, tmp_path) -> None:
+    options = ["--recipes", "zack", "--keep", "1", "--text", text, "--ctx", 128, "--align", 1]
+    options += ["--calib-tokens", 4096, "--evict", "random", "--keep-tokens", "1"]
+    original, zack = measured(tmp_path, "compare", plain, *options)["rows"]
+    assert zack["window_nll"]["text"] == pytest.approx(original["window_nll"]["text"], rel=1e-4)
+
+
+def refused(capsys, *arguments) -> str:
+    """The one line on stderr of a command that must end with code 2."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("kvfold: error: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bits", "5"], "bits must be one of 16, 8, 6, 4, 3, 2, 1; got 5"),
+        (["--bits", "0"], "bits must be one of"),
+        (["--page", "0"], "page must be at least 1 row, got 0"),
+        (["--sub-group", "4", "--bits", "4"], "sub_group must be at least 8"),
+        (["--kv-bytes", "0"], "kv_bytes must be at least 1, got 0"),
+        (["--kv-bytes", "100"], "num_bytes must be at least"),
+        (["--kv-bytes", "20000"], "kv_bytes: a pool of 19968 bytes has no room for 127 tokens"),
+        (["--evict", "foo", "--keep-tokens", ".5"], "unknown eviction policy 'foo'"),
+        (["--evict", "snapkv"], "give --keep-tokens, such as 0.5, or --max-cache-tokens"),
+        (["--evict", "snapkv", "--keep-tokens", "0"], "keep_tokens must be in (0, 1]"),
+        (["--evict", "snapkv", "--max-cache-tokens", "0"], "max_cache_tokens must be at least 1"),
+        (["--keep-tokens", ".5"], "need a policy that says what goes"),
+        (["--max-cache-tokens", "64"], "need a policy that says what goes"),
+        (["--evict", "h2o", "--keep-tokens", ".5", "--max-cache-tokens", "9"], "give one"),
+        (["--evict", "snapkv", "--keep-tokens", ".5", "--ctx", "2"], "use longer windows"),
+    ],
+)
+def test_eval_refuses(plain, text, capsys, options, message) -> None:
+    arguments = ["--text", text, "--ctx", 128, "--max-tokens", 256, *options]
+    if "--ctx" in options:
+        del arguments[2:4]
+    assert message in refused(capsys, "eval", plain, *arguments)
+
+
+def test_eviction_beside_a_sliding_window_is_refused(sliding, text, capsys) -> None:
+    options = ["--text", text, "--ctx", 128, "--evict", "snapkv", "--keep-tokens", ".5"]
+    assert "sliding window already drops" in refused(capsys, "eval", sliding, *options)
+
+
+def test_tasks_on_pages_are_refused(plain, tmp_path, capsys) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "one two", "answer": "three"}), encoding="utf-8")
+    line = refused(capsys, "eval", plain, "--tasks", rows, "--bits", 4)
+    assert "--tasks are answered through transformers' cache" in line

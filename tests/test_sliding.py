@@ -1,0 +1,117 @@
+"""Layers with a sliding window: what transformers computes, in a cache that stops growing."""
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from kvfold.config import CacheConfig
+from kvfold.engine.build import build_runner
+from kvfold.engine.engine import Engine
+from kvfold.engine.runner import ModelRunner
+from kvfold.engine.sequence import SamplingParams
+from kvfold.evaluate.session import Session
+from kvfold.models.families import attention_windows
+from models import ROTARY, tiny, tokens
+from test_engine import greedy, same_up_to_ties
+
+WINDOW, PAGE = 16, 4
+
+
+def model_of(name: str) -> hf.PreTrainedModel:
+    if name == "mistral":
+        return tiny("mistral-sliding")
+    config = hf.Qwen2Config(
+        **ROTARY,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=["full_attention", "sliding_attention"],
+    )
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+MODELS = ["mistral", "mixed"]
+
+
+def runner_of(name: str, max_tokens: int = 220, **settings) -> ModelRunner:
+    config = CacheConfig(kv_bytes=2**21, page=PAGE, **settings)
+    return build_runner(model_of(name), config, num_slots=3, max_tokens=max_tokens)
+
+
+def dense(name: str, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model_of(name)(ids).logits[0]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers_in_bounded_memory(name: str, chunk: int) -> None:
+    ids, runner = tokens(1, 110), runner_of(name)
+    windows = attention_windows(runner.model.config)
+    layout, freed = runner.pool.layout, []
+    remove = runner._remove
+    runner._remove = lambda *args: (freed.append(1), remove(*args))
+    found = []
+    with Session(runner, chunk) as session:
+        for start in range(0, 110, chunk):
+            found.append(session.feed(ids[0, start : start + chunk].tolist()))
+            runner.pool.check_integrity()
+            rows = runner.pool.host_lengths[session.sequence.slot]
+            done = session.sequence.num_computed
+            for group, count in zip(layout.groups, rows.tolist(), strict=True):
+                limit = done if windows[group.layer] is None else WINDOW - 1 + PAGE - 1
+                assert count <= limit, f"{count} rows after {done} tokens"
+                assert windows[group.layer] is not None or count == done
+    assert 0 < len(freed) <= 110 // PAGE
+    assert runner.pool.stats().used_bytes == 0
+    torch.testing.assert_close(torch.cat(found), dense(name, ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_long_generations_together(name: str) -> None:
+    """Requests that decode side by side reach page borders in different steps."""
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (3, 22, 41)]
+    wanted = [greedy(model_of(name), prompt, 120) for prompt in prompts]
+    runner = runner_of(name)
+    engine = Engine(runner, runner.pool, chunk=8)
+    ids = [engine.add(prompt, SamplingParams(max_new_tokens=120)) for prompt in prompts]
+    found: dict[int, list[int]] = {i: [] for i in ids}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None, output.error
+            found[output.id] += output.token_ids
+        rows = runner.pool.host_lengths[:, runner.sliding[0][0]]
+        assert rows.max() <= WINDOW - 1 + PAGE - 1
+    runner.pool.check_integrity()
+    for i, expected in zip(ids, wanted, strict=True):
+        same_up_to_ties(found[i], *expected)
+
+
+def test_only_sliding_layers_carry_positions() -> None:
+    groups = runner_of("mixed").pool.layout.groups
+    assert [group.layout.tracked for group in groups] == [group.layer == 1 for group in groups]
+
+
+def test_bits_go_with_windows() -> None:
+    ids = tokens(1, 60)
+    with Session(runner_of("mixed", bits=8), 9) as session:
+        found = session.feed(ids[0].tolist())
+    error = (found - dense("mixed", ids)).norm() / dense("mixed", ids).norm()
+    assert 0 < error < 0.02
+
+
+def test_what_has_moved_on_cannot_be_rewound() -> None:
+    assert not runner_of("mixed").can_rewind
+    config = CacheConfig(kv_bytes=2**21, page=PAGE)
+    plain = build_runner(tiny("llama-gqa"), config, num_slots=1, max_tokens=64)
+    assert plain.can_rewind
+
+
+def test_eviction_is_refused() -> None:
+    with pytest.raises(ValueError, match="sliding window already drops"):
+        runner_of("mixed", evict="kv-compress", keep_tokens=0.5)
