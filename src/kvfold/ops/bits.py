@@ -78,7 +78,8 @@ def quantize(
     """x float [..., n] -> codes uint8 [..., n], scale [...], zero fp16 [...] or None.
 
     scale_dtype: float16, or float8_e4m3fn for symmetric scales, which then hold s * 2^bits (about
-    twice the largest number) to within 1/16, in 2^-6 .. 448: half the bytes, for numbers of known size.
+    twice the largest number) to within 1/16, in 2^-6 .. 448: half the bytes, for numbers of
+    known size.
     With s the scale, L = 2^bits - 1, u = 2^-11 the round-off of fp16, and up to fp32's own:
     zeros (asymmetric): zero = min, scale = (max - min) / L, x_hat = zero + code * s and
         |x - x_hat| <= (max - min) / 2L + u (|min| + max - min) + (L + 1) 2^-25.
