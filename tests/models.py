@@ -67,3 +67,19 @@ def tiny(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> hf.Pre
 
 def tokens(batch: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(model, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
+    """transformers' greedy tokens, and how far each was ahead of the second best."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    tops = [score[0].topk(2).values for score in out.scores]
+    return out.sequences[0, len(prompt) :].tolist(), [float(a - b) for a, b in tops]

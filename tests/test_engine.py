@@ -1,7 +1,6 @@
 """The engine on real model code: the same tokens as transformers, whatever the batch and chunks."""
 
 import pytest
-import torch
 
 from kvfold.artifact import spec_of
 from kvfold.cache.layout import cache_layout, plain_spec
@@ -11,7 +10,7 @@ from kvfold.engine.engine import Engine
 from kvfold.engine.runner import ModelRunner
 from kvfold.engine.sequence import SamplingParams
 from kvfold.models.families import attention_windows, family_of
-from models import CONFIGS, tiny, tokens
+from models import CONFIGS, greedy, tiny, tokens
 
 PROMPTS = (5, 33, 70)
 NEW = 12
@@ -41,22 +40,6 @@ def serve(engine: Engine, prompts, new: int = NEW) -> list[list[int]]:
     return [found[i] for i in ids]
 
 
-def greedy(model, prompt: list[int], new: int = NEW) -> tuple[list[int], list[float]]:
-    """transformers' greedy tokens, and how far each was ahead of the second best."""
-    out = model.generate(
-        torch.tensor([prompt]),
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
-    tops = [score[0].topk(2).values for score in out.scores]
-    return out.sequences[0, len(prompt) :].tolist(), [float(a - b) for a, b in tops]
-
-
 def same_up_to_ties(found: list[int], wanted: list[int], margins: list[float]) -> None:
     for ours, theirs, margin in zip(found, wanted, margins, strict=True):
         if margin < 1e-3:
@@ -72,7 +55,7 @@ def prompts_of(seed: int = 3) -> list[list[int]]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_uncompressed_engine_equals_transformers(name: str, chunk: int) -> None:
     model = tiny(name)
-    wanted = [greedy(model, prompt) for prompt in prompts_of()]
+    wanted = [greedy(model, prompt, NEW) for prompt in prompts_of()]
     engine = engine_of(model, chunk=chunk)
     for found, expected in zip(serve(engine, prompts_of()), wanted, strict=True):
         same_up_to_ties(found, *expected)
@@ -81,7 +64,7 @@ def test_uncompressed_engine_equals_transformers(name: str, chunk: int) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_pre_emption_changes_nothing(name: str) -> None:
     model = tiny(name)
-    wanted = [greedy(model, prompt) for prompt in prompts_of()]
+    wanted = [greedy(model, prompt, NEW) for prompt in prompts_of()]
     # Room for all prompts, but not for what they become: someone must give way.
     engine = engine_of(model, num_pages=16, chunk=16, headroom=0)
     for found, expected in zip(serve(engine, prompts_of()), wanted, strict=True):

@@ -11,7 +11,7 @@ from kvfold.api import Job
 from kvfold.cli import main
 from kvfold.compress import build
 from kvfold.compress.calibrate import calibrate
-from models import tiny, tokens
+from models import greedy, tiny, tokens
 
 NEW = 8
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -52,22 +52,6 @@ def compressed(name: str, recipe: str, **size):
     return kvfold.compress(model, recipe, statistics=made, align=1, **size)
 
 
-def transformers_greedy(model, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
-    """Its tokens, and how far each was ahead of the second best."""
-    out = model.generate(
-        torch.tensor([prompt]),
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
-    tops = [score[0].topk(2).values for score in out.scores]
-    return out.sequences[0, len(prompt) :].tolist(), [float(a - b) for a, b in tops]
-
-
 # -- what comes out -----------------------------------------------------------------------------
 
 
@@ -75,7 +59,7 @@ def transformers_greedy(model, prompt: list[int], new: int) -> tuple[list[int], 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "phi3", "opt", "gpt-neox"])
 def test_the_engine_equals_transformers_on_compressed_models(name: str, recipe: str) -> None:
     model = compressed(name, recipe, keep=0.6)
-    wanted = [transformers_greedy(model, prompt, NEW) for prompt in PROMPTS]
+    wanted = [greedy(model, prompt, NEW) for prompt in PROMPTS]
     found = LLM(model, **SMALL, chunk=11).generate(PROMPTS, GREEDY)
     compared = 0
     for completion, (expected, margins) in zip(found, wanted, strict=True):

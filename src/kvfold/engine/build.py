@@ -75,8 +75,8 @@ def prepare(model: Any, config: CacheConfig) -> CacheLayout:
     turn = config.rotate and not config.kivi and (quantized or bool(spec and spec.planned))
     if spec is None:
         spec = plain_spec(family.geometry(model.config))
-        spec = _turned_spec(spec) if turn and quantized else spec
-        fold_model(model, family, spec, [_turned_bases(x, quantized and turn) for x in spec.layers])
+        spec = _turned_spec(spec) if turn else spec
+        fold_model(model, family, spec, [_turned_bases(x, turn) for x in spec.layers])
     elif turn:
         for attention, layer in zip(family.attentions(model), spec.layers, strict=True):
             if isinstance(attention, FoldedAttention) and layer.keys != "plain":

@@ -136,7 +136,7 @@ class ModelRunner:
         singles = takewhile(lambda piece: piece.is_decode and len(piece.tokens) == 1, batch.pieces)
         decodes, parts = tuple(singles), []
         if decodes:
-            watch = self.policy is not None and self._observes and self.policy.continual
+            watch = self._observer is not None and self._observer.continual
             parts.append(self._part(0, decodes, 1, positions, watch))
         begin = len(decodes)
         for piece in batch.pieces[len(decodes) :]:
@@ -149,15 +149,15 @@ class ModelRunner:
         return parts
 
     @property
-    def _observes(self) -> bool:
-        return self.policy is not None and self.policy.score == "attention"
+    def _observer(self) -> Policy | None:
+        """The policy, if it looks at attention."""
+        return self.policy if self.policy and self.policy.score == "attention" else None
 
     def _unobserved(self, piece: Piece) -> int:
         """How many of a prefill chunk's first queries add to no metric."""
-        if not self._observes:
+        if self._observer is None:
             return len(piece.tokens)
-        assert self.policy is not None
-        window = self.policy.window
+        window = self._observer.window
         first = 0 if window is None else piece.sequence.num_prefill - window
         return min(max(first - piece.start, 0), len(piece.tokens))
 
@@ -196,7 +196,7 @@ class ModelRunner:
         budget = self.budget(sequence)
         if budget is None:
             return False
-        lengths = self.pool.host_lengths[sequence.slot]
+        lengths = self.pool.host_lengths[sequence.open_slot]
         return int((-(-lengths // self.pool.layout.page)).sum()) > budget.limit
 
     @torch.inference_mode()

@@ -98,7 +98,7 @@ class Scheduler:
         plan = self._first()
         self._continue_prefills(plan)
         self._admit(plan)
-        self.pool.extend([_slot(sequence) for sequence in plan], list(plan.values()))
+        self.pool.extend([sequence.open_slot for sequence in plan], list(plan.values()))
         return Batch(pieces=tuple(_piece(sequence, tokens) for sequence, tokens in plan.items()))
 
     def finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
@@ -147,7 +147,7 @@ class Scheduler:
     def _outgrown(self) -> list[Sequence]:
         """Decoding sequences as long as one may be: no pre-emption would get them another row."""
         decoding = [sequence for sequence in self.running if sequence.prefilled]
-        rows = self.pool.host_lengths[[_slot(sequence) for sequence in decoding]]
+        rows = self.pool.host_lengths[[sequence.open_slot for sequence in decoding]]
         full = rows.max(1) >= self.pool.max_tokens
         return [decoding[i] for i in full.nonzero()[0]]
 
@@ -164,10 +164,10 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.pool.close(_slot(sequence))
+        self.pool.close(sequence.open_slot)
 
     def _can_extend(self, plan: Plan) -> bool:
-        return self.pool.can_extend([_slot(sequence) for sequence in plan], list(plan.values()))
+        return self.pool.can_extend([sequence.open_slot for sequence in plan], list(plan.values()))
 
     # Prefill ------------------------------------------------------------------------------------
 
@@ -255,13 +255,8 @@ class Scheduler:
         limit = self.when.max_compressed_rows
         if limit is None:
             return order
-        rows = self.pool.host_lengths[[_slot(sequence) for sequence in order]].sum(1)
+        rows = self.pool.host_lengths[[sequence.open_slot for sequence in order]].sum(1)
         return capped(list(zip(order, rows.tolist(), strict=True)), limit) or order[:1]
-
-
-def _slot(sequence: Sequence) -> int:
-    assert sequence.slot is not None, f"sequence {sequence.id} is {sequence.status.value}"
-    return sequence.slot
 
 
 def _piece(sequence: Sequence, count: int) -> Piece:
