@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold import recipes
-from kvfold.api import Job
+from kvfold.api import CALIBRATION_TOKENS, Job
 from kvfold.cache import policies
 from kvfold.commands.common import versions
 from kvfold.commands.evaluate import finite
@@ -75,9 +75,11 @@ def cases(section: str) -> Iterator[Case]:
     if section == "factor":
         for factor in (8, 10, 14, 18, 24):
             yield Case(name=f"factor {factor}", cache=CacheConfig(), factor=factor)
-        for factor, keep in ((8, 0.25), (14, 0.5), (14, 0.25)):
+        for factor, keep in ((14, 0.25), (28, 0.5)):
             cache = CacheConfig(evict="kv-compress", keep_tokens=keep, **evict)
-            yield Case(name=f"factor {factor}, tokens {keep:g}", cache=cache, factor=factor)
+            for window in (8, 32):
+                name = f"tokens {keep:g}, factor {factor}, w{window}"
+                yield Case(name=name, cache=cache, factor=factor, edit={"window": window})
 
 
 class Bench:
@@ -95,7 +97,7 @@ class Bench:
             for path in arguments.text
         }
         self.job: Job | None = None
-        self.stats = arguments.stats
+        self.stats, self.calib_tokens = arguments.stats, arguments.calib_tokens
 
     def row(self, case: Case) -> dict[str, Any]:
         begin = time.perf_counter()
@@ -119,7 +121,8 @@ class Bench:
         if case.factor is None:
             return shared_copy(self.model)
         if self.job is None:
-            self.job = Job(self.model, recipes.get("small"), self.tokenizer)
+            small = recipes.get("small")
+            self.job = Job(self.model, small, self.tokenizer, max_tokens=self.calib_tokens)
             self.job.prepare(self.stats)
         return folded_copy(self.job, self.job.plan_factor(case.factor, 1))
 
@@ -147,16 +150,17 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, default=25)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--stats", type=Path, metavar="FILE")
-    parser.add_argument("--only", default="", help="cases whose name begins with this")
+    parser.add_argument("--calib-tokens", type=int, default=CALIBRATION_TOKENS)
+    parser.add_argument("--only", nargs="+", help="cases whose names begin with one of these")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     arguments = parser.parse_args()
     bench = Bench(arguments)
     known = json.loads(arguments.json.read_text())["rows"] if arguments.json.exists() else []
     rows = {row["name"]: row for row in known}
     plain = Case(name="original", cache=CacheConfig())
-    chosen = [case for case in cases(arguments.section) if case.name.startswith(arguments.only)]
-    for case in (plain, *chosen):
-        if case.name not in rows:
+    only = tuple(arguments.only or ("",))
+    for case in (plain, *cases(arguments.section)):
+        if case.name.startswith(only) and case.name not in rows:
             rows[case.name] = bench.row(case)
             settings = {key: str(value) for key, value in vars(arguments).items()}
             report = {"settings": settings, "versions": versions(bench.model.device)}

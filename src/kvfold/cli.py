@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from cyclopts import App, CycloptsError
 
 from kvfold import __version__
+from kvfold.commands.bench import bench
 from kvfold.commands.compare import compare
 from kvfold.commands.compress import compress
 from kvfold.commands.demo import demo
@@ -32,6 +33,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 for place, (name, command) in enumerate(COMMANDS.items()):
     app.command(command, name=name, sort_key=place)
+app.command(bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

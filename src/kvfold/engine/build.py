@@ -76,7 +76,8 @@ def prepare(model: Any, config: CacheConfig) -> CacheLayout:
     if spec is None:
         spec = plain_spec(family.geometry(model.config))
         spec = _turned_spec(spec) if turn else spec
-        fold_model(model, family, spec, [_turned_bases(x, turn) for x in spec.layers])
+        bases = [_turned_bases(x, turn, model.device) for x in spec.layers]
+        fold_model(model, family, spec, bases)
     elif turn:
         for attention, layer in zip(family.attentions(model), spec.layers, strict=True):
             if isinstance(attention, FoldedAttention) and layer.keys != "plain":
@@ -103,15 +104,15 @@ def _turned_spec(spec: CacheSpec) -> CacheSpec:
     return replace(spec, layers=layers)
 
 
-def _turned_bases(layer: LayerSpec, turn: bool) -> list[Basis | None]:
+def _turned_bases(layer: LayerSpec, turn: bool, device: torch.device) -> list[Basis | None]:
     if not turn:
         return [None] * len(layer.latents)
-    return [_rotation_basis(latent.rank) for latent in layer.latents]
+    return [_rotation_basis(latent.rank, device) for latent in layer.latents]
 
 
-def _rotation_basis(n: int) -> Basis:
-    q, zero = rotation(n), torch.zeros(n, dtype=torch.float64)
-    return Basis(down=q, up=q, mean=zero, singular=torch.ones(n, dtype=torch.float64))
+def _rotation_basis(n: int, device: torch.device) -> Basis:
+    q = rotation(n).to(device)
+    return Basis(down=q, up=q, mean=q.new_zeros(n), singular=q.new_ones(n))
 
 
 def _turn(widths: Sequence[tuple[int, int]]) -> torch.Tensor:
