@@ -19,6 +19,7 @@ LAYERS = {
     "recipes": {"config"},
     "cache": {"spec", "ops"},
     "artifact": {"spec", "models"},
+    "benchmark": {"spec", "ops", "cache"},
     "loading": {"artifact", "models"},
 }
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvfold.ops.attention import aligned, attention
+from kvfold.ops.attention import aligned, attention, attention_in_place
 
 
 def test_aligned_pads_with_zeros_and_begins_every_row_at_sixteen_bytes() -> None:
@@ -27,3 +27,20 @@ def test_padding_does_not_change_attention() -> None:
     plain, _ = attention(q, k, v, None, 0.3)
     padded, _ = attention(aligned(q), aligned(k), aligned(v), None, 0.3)
     torch.testing.assert_close(padded[..., :5], plain)
+
+
+def test_attention_in_place_reads_what_a_copy_would() -> None:
+    """Chunks in any order, heads of unequal length, and garbage where no index points."""
+    q, table = torch.randn(2, 2, 3, 16), torch.full((400, 16), torch.nan)
+    starts = torch.randperm(24).view(2, 2, 6, 1) * 16  # pages of 8 keys, then 8 values
+    index = (starts + torch.arange(8)).view(2, 2, 3, 16).int()
+    lengths = torch.tensor([[48, 33], [1, 20]])
+    valid = torch.arange(48).view(3, 16) < lengths[..., None, None]
+    index = torch.where(valid, index, index[..., :1, :1])
+    table[index.flatten().long()] = torch.randn(index.numel(), 16)
+    table[index.flatten().long() + 8] = torch.randn(index.numel(), 16)
+    found = attention_in_place(q, table, index, valid, 8, 0.3)
+    rows = index.flatten(2).long()
+    mask = valid.flatten(2)[:, :, None].expand(-1, -1, 3, -1).flatten(1, 2)[:, :, None]
+    wanted, _ = attention(q.flatten(1, 2)[:, :, None], table[rows], table[rows + 8], mask, 0.3)
+    torch.testing.assert_close(found.flatten(1, 2), wanted[:, :, 0])

@@ -7,6 +7,8 @@ a part, T queries of each, S stored rows (of the longest group), G groups of a l
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +20,32 @@ from kvfold.cache.pool import Pool
 from kvfold.models.adapter import HFAttention, PagedRows
 from kvfold.models.folded import RowView
 from kvfold.ops import kivi, store
-from kvfold.ops.attention import Tables
+from kvfold.ops.attention import Tables, attention_in_place
+from kvfold.ops.backend import use_triton
+from kvfold.ops.decode import decode, has_kernel, plan_layers
+from kvfold.ops.pages import plan_pages
+
+if TYPE_CHECKING:
+    from kvfold.ops.decode_triton import DecodePlan
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What runs over a pool's pages, chosen once. store: `ops.store` or its kernels; decode:
+    whether decoding has one."""
+
+    store: ModuleType
+    decode: bool
+
+    @classmethod
+    def of(cls, pool: Pool) -> "Kernels":
+        layout, device = pool.layout, pool.device.type
+        layers = [layout.groups[where] for where in layout.layer_groups]
+        if not use_triton(device) or layout.kivi:
+            return cls(store, False)
+        from kvfold.ops import store_triton
+
+        return cls(store_triton, has_kernel(layers, device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +88,15 @@ class PagedStep(PagedRows):
         positions: Tensor,
         windows: Sequence[int | None],
         policy: Policy | None,
+        kernels: Kernels,
         fill: kivi.Fill | None = None,
     ) -> None:
         self.pool, self.parts, self.windows, self.policy = pool, parts, windows, policy
-        self.fill = fill
+        self.kernels, self.fill = kernels, fill
+        self.plans: list[DecodePlan] = []  # of the decoding part
         self.slots, self.index, self.positions = slots, index, positions
+        sizes = {group.layout.page_units for group in pool.layout.groups}
+        self.one_table = len(sizes) == 1 and pool.device.type == "cpu"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Models ask before they make positions and masks, which come from the runner here."""
@@ -82,7 +113,7 @@ class PagedStep(PagedRows):
         if self.fill is not None:
             kivi.append(*place, index[:, 0], self.fill)
         else:
-            store.append(*place, index, self.positions)
+            self.kernels.store.append(*place, index, self.positions)
         outputs = [
             self._attend(module, part, part.of(q), groups, pages, lengths) for part in self.parts
         ]
@@ -98,9 +129,13 @@ class PagedStep(PagedRows):
         lengths: Tensor,
     ) -> Tensor:
         """q [B, Hq, T, .] -> [B, T, D]."""
+        if self.kernels.decode and self._looks_at_all(module, part):
+            return self._decode(module, part, q, groups, pages, lengths)
+        if self._in_place(module, part, groups):
+            return self._attend_in_place(module, part, q, groups, pages, lengths)
         arena, counts = self.pool.arena, lengths[part.slots]
         dtype = module.o_proj.weight.dtype
-        gather = store.gather if self.fill is None else kivi.gather
+        gather = self.kernels.store.gather if self.fill is None else kivi.gather
         size = part.sizes[module.layer_idx]
         stored = gather(arena, pages, groups, part.slots, counts, dtype, size)
         member = _group_of_head(tuple(group.heads for group in groups), q.device)
@@ -119,6 +154,60 @@ class PagedStep(PagedRows):
         if observed:
             self._observe(part, weights, positions, groups, pages, stored.valid)
         return out
+
+    def _looks_at_all(self, module: HFAttention, part: Part) -> bool:
+        """Whether one query a sequence sees all rows, as they are stored, unobserved."""
+        return (
+            part.positions.shape[1] == 1
+            and part.prompt_lengths is None
+            and self.windows[module.layer_idx] is None
+            and module.spec.keys != "pre"
+        )
+
+    def _decode(
+        self,
+        module: HFAttention,
+        part: Part,
+        q: Tensor,
+        groups: Sequence[Group],
+        pages: Tensor,
+        lengths: Tensor,
+    ) -> Tensor:
+        """The same for q [B, Hq, 1, d], by a kernel that reads pages."""
+        if not self.plans:
+            layout = self.pool.layout
+            layers = [layout.groups[where] for where in layout.layer_groups]
+            counts = self.pool.lengths[part.slots]
+            self.plans = plan_layers(layers, counts, module.num_key_value_groups)
+        place = self.pool.arena, pages, lengths, groups, part.slots
+        out = decode(q[:, :, 0], *place, module.scaling, self.plans[module.layer_idx])
+        return module.output(out[:, :, None])
+
+    def _in_place(self, module: HFAttention, part: Part, groups: Sequence[Group]) -> bool:
+        """Whether one query a sequence can read its rows where they lie."""
+        return (
+            self.one_table
+            and self._looks_at_all(module, part)
+            and len(groups) == module.geometry.num_kv_heads
+            and plan_pages(tuple(groups), self.pool.device).in_place
+        )
+
+    def _attend_in_place(
+        self,
+        module: HFAttention,
+        part: Part,
+        q: Tensor,
+        groups: Sequence[Group],
+        pages: Tensor,
+        lengths: Tensor,
+    ) -> Tensor:
+        """The same for q [B, Hq, 1, d]: a decoding query sees all rows of its sequence."""
+        size, page = part.sizes[module.layer_idx], self.pool.layout.page
+        place = self.pool.arena, pages, groups, part.slots, lengths[part.slots], size
+        table, index, valid = store.locate(*place)
+        q = q.unflatten(1, (len(groups), -1))[..., 0, :]
+        out = attention_in_place(q, table, index, valid, page, module.scaling)
+        return module.output(out.flatten(1, 2)[:, :, None])
 
     def _tables(self, module: HFAttention, positions: Tensor, stop: int) -> Tables | None:
         if module.spec.keys != "pre" or module.rotary is None:
@@ -146,7 +235,7 @@ class PagedStep(PagedRows):
             self.policy,
             heads,
         )
-        store.add_metrics(self.pool.arena, pages, groups, part.slots, mass, valid)
+        self.kernels.store.add_metrics(self.pool.arena, pages, groups, part.slots, mass, valid)
 
 
 @lru_cache

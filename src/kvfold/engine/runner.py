@@ -12,10 +12,10 @@ from torch import Tensor
 from kvfold.cache import evict
 from kvfold.cache.policies import Budget, Policy
 from kvfold.cache.pool import Pool
-from kvfold.engine.paged import PagedStep, Part
+from kvfold.engine.paged import Kernels, PagedStep, Part
 from kvfold.engine.sequence import Batch, CacheParams, Piece, Sequence
 from kvfold.models.families import attention_windows
-from kvfold.ops import kivi, store
+from kvfold.ops import kivi
 
 # transformers makes no mask for an attention without a registered mask function.
 PAGED = "kvfold_paged"
@@ -45,7 +45,7 @@ class ModelRunner:
         self.sliding = [(where, window) for where, window in layers if window is not None]
         tracked = all(pool.layout.groups[where.start].layout.tracked for where, _ in self.sliding)
         assert tracked, "layers with a sliding window need positions, to free what is behind it"
-        self.device = pool.device
+        self.device, self.kernels = pool.device, Kernels.of(pool)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         groups = pool.layout.groups
         self.page_units = self._tensor([group.layout.page_units for group in groups])
@@ -127,6 +127,7 @@ class ModelRunner:
             positions.int(),
             self.windows,
             self.policy,
+            self.kernels,
             fill,
         )
 
@@ -233,7 +234,8 @@ class ModelRunner:
         """The same of a layer's groups, [g, T]."""
         pool, slots = self.pool, self._tensor([slot])
         place = pool.arena, pool.tables[:, where], pool.layout.groups[where], slots
-        metrics, positions, valid = store.read_tracked(*place, pool.lengths[slots, where], size)
+        lengths = pool.lengths[slots, where]
+        metrics, positions, valid = self.kernels.store.read_tracked(*place, lengths, size)
         return metrics[0], positions[0], valid[0]
 
     def _slide(self, slot: int, position: int) -> None:
@@ -262,7 +264,7 @@ class ModelRunner:
         for where in pool.layout.layer_groups:
             inside = (group >= where.start) & (group < where.stop)
             own = group[inside] - where.start
-            store.move(
+            self.kernels.store.move(
                 pool.arena,
                 pool.tables[:, where],
                 pool.layout.groups[where],

@@ -142,7 +142,12 @@ class FoldedAttention(nn.Module):
             v = _apply(v, self.value_up).reshape(*v.shape[:2], heads, g.head_dim)
         v = v.transpose(1, 2) if v.shape[2] in (1, heads) else self._values.spread(v)
         out, weights = attention(q, k, v, view.mask, self.scaling, need_weights)
-        return self.o_proj(self._outputs(out, early)), weights
+        return self.output(out, early), weights
+
+    def output(self, out: Tensor, rebuilt: bool = False) -> Tensor:
+        """Attention outputs [B, Hq, T, d or r] through W_O: [B, T, D]. rebuilt: values were mapped
+        before attention already."""
+        return self.o_proj(self._outputs(out, rebuilt))
 
     def _queries(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         g = self.geometry

@@ -1,7 +1,10 @@
 """Attention over transient keys and values. Reference implementation, plain PyTorch.
 
-Shapes: B batch, Hq query heads, Hk KV heads, T queries, S cached tokens.
+Shapes: B batch, Hq query heads, Hk KV heads, G = Hq / Hk, T queries, S cached tokens; d numbers a
+row.
 """
+
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +34,41 @@ def attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out[..., :width], None
+
+
+def attention_in_place(
+    q: Tensor, table: Tensor, index: Tensor, valid: Tensor, shift: int, scale: float
+) -> Tensor:
+    """softmax(q k^T * scale) v of one query a sequence, reading rows where they lie. CPU, fp32.
+
+    q [B, Hk, G, d]; table [N, d]; index int32 [B, Hk, c, s]: rows of the keys, c chunks of s, whose
+    values are `shift` rows on; valid bool, of the same shape: what may be attended to, at least one
+    a head; the rest names finite rows too. Returns [B, Hk, G, d]. Copying rows first would cost
+    twice the traffic of reading them, so both products are sparse ones over the table, a chunk for
+    one query head after another: those of a group find it in the core's cache.
+    """
+    (batch, heads, chunks, _), (group, d) = index.shape, q.shape[2:]
+    shape = (batch, heads, chunks, group, -1)
+    rows = index[..., None, :].expand(shape).flatten()
+    unseen = torch.zeros_like(valid, dtype=q.dtype).masked_fill_(~valid, -torch.inf)
+    first = torch.arange(0, len(rows) + 1, index.shape[-1], dtype=torch.int32)
+    queries = (q * scale)[:, :, None].expand(shape).reshape(-1, d)
+    scores = _dots(queries, table, rows, first, unseen[..., None, :].expand(shape)).view(shape)
+    weights = scores.sub_(scores.amax((2, 4), keepdim=True)).exp_()
+    parts = F.embedding_bag(
+        rows, table[shift:], first[:-1], per_sample_weights=weights.flatten(), mode="sum"
+    )
+    return parts.view(*shape[:-1], d).sum(2) / weights.sum((2, 4))[..., None]
+
+
+def _dots(x: Tensor, table: Tensor, rows: Tensor, first: Tensor, bias: Tensor) -> Tensor:
+    """bias + x[i] . table[rows[j]] for first[i] <= j < first[i + 1]: x [M, d], rows [n] -> [n]."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls all of its CSR tensors beta
+        where = torch.sparse_csr_tensor(
+            first, rows, bias.flatten(), (len(x), len(table)), check_invariants=False
+        )
+    return torch.sparse.sampled_addmm(where, x, table.mT).values()
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -105,10 +105,18 @@ def quantize(
     return codes, stored, zero
 
 
-def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
-    """Codes uint8 [..., n], scale fp32 (of `scale_of`) and zero [...] -> fp32 [..., n]."""
+def dequantize(
+    codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, out: Tensor | None = None
+) -> Tensor:
+    """Codes uint8 [..., n], scale fp32 (of `scale_of`) and zero [...] -> fp32 [..., n].
+
+    out: where to write, in its dtype; fp32 of any strides takes no pass of its own.
+    """
     # code * scale is exact, 8 bits by 11 fit the 24 of fp32, so how the device fuses is no matter.
-    return codes.float().mul_(scale[..., None]).add_(_lowest(scale, zero, bits))
+    direct = out is not None and out.dtype is torch.float32
+    steps = torch.mul(codes, scale[..., None], out=out if direct else None)
+    steps.add_(_lowest(scale, zero, bits))
+    return steps if out is None or direct else out.copy_(steps)
 
 
 def quantize_channels(x: Tensor, page: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,6 +24,8 @@ class Segment(Protocol):
     """What is read of kvfold.cache.layout.Segment, which lies a layer above this one."""
 
     @property
+    def side(self) -> str: ...
+    @property
     def start(self) -> int: ...
     @property
     def width(self) -> int: ...
@@ -33,6 +35,7 @@ class Segment(Protocol):
     def per_channel(self) -> bool: ...
     @property
     def quantized(self) -> bool: ...
+    def row_bytes(self, itemsize: int) -> int: ...
 
 
 class PageLayout(Protocol):
@@ -62,7 +65,6 @@ class PageLayout(Protocol):
 
 class Group(Protocol):
     """What is read of kvfold.cache.layout.Group."""
-
     @property
     def layout(self) -> PageLayout: ...
 
@@ -82,6 +84,15 @@ class Kind:
     offsets: Tensor  # [W]
     strides: Tensor  # [W]
     channels: Tensor  # [c]
+    spots: tuple[tuple[int, int], ...] | None  # of every segment, (first, step) of groups' columns
+    # in the row; None: steps are not even
+
+    def columns_of(self, row: Tensor, index: int) -> Tensor:
+        """Columns of segment `index` in rows [..., R]: a view [..., g, width]."""
+        assert self.spots is not None, "columns of these groups are no even steps apart"
+        (start, step), width = self.spots[index], self.layout.segments[index].width
+        stop = start + step * (len(self.numbers) - 1) + width
+        return row[..., start:stop].unfold(-1, width, step)
 
     def address(self, tables: Tensor, slot: Tensor, number: Tensor, row: Tensor) -> Tensor:
         """Words of rows: slot, number and row broadcast to [...] -> [..., W]."""
@@ -124,6 +135,24 @@ class Plan:
     tracked: bool
     itemsize: int | None  # bytes of an unquantised number; None: there are none
 
+    @property
+    def even(self) -> bool:
+        """Whether rows can be filled without packing their columns."""
+        return all(kind.spots is not None for kind in self.kinds)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether every page is P rows of fp32 keys, then P as wide of values, and nothing else: an
+        arena of such pages alone is one table of rows."""
+        kind, *others = self.kinds
+        segments = kind.layout.segments
+        widths = {x.width for x in segments}
+        if others or self.itemsize != 4 or len(segments) != 2 or len(widths) > 1:
+            return False
+        page_bytes = kind.layout.page_units * UNIT
+        unquantized = not any(x.quantized for x in segments)
+        return unquantized and page_bytes == 2 * self.page * 4 * widths.pop()
+
     def pack(self, rows: Tensor) -> Tensor:
         """Row columns to packed columns, [..., R]."""
         return self._reorder(rows, self.pack_order)
@@ -157,7 +186,9 @@ def plan_pages(groups: tuple[Group, ...], device: torch.device) -> Plan:
         layouts = [groups[number].layout for number in numbers]
         alike = list(zip(*(x.segments for x in layouts), strict=True))
         if any(layouts[0].block_sizes):  # a group of rank 0 stores nothing unless it is tracked
-            kinds.append(_kind(layouts[0], numbers, sum(x.width for x in segments), device))
+            spots = _spots([[x.start for x in same] for same in alike])
+            first = sum(x.width for x in segments)
+            kinds.append(_kind(layouts[0], numbers, first, spots, device))
         segments += [x for same in alike for x in same]
     step, order = _blocks(segments)
     in_place = order == sorted(order)
@@ -184,7 +215,21 @@ def _blocks(segments: Sequence[Segment]) -> tuple[int, list[int]]:
     return step, order
 
 
-def _kind(layout: PageLayout, numbers: list[int], start: int, device: torch.device) -> Kind:
+def _spots(starts: list[list[int]]) -> tuple[tuple[int, int], ...] | None:
+    """(first, step) of starts [segments][g], where each segment's are even steps up."""
+    steps = [{b - a for a, b in pairwise(found)} or {1} for found in starts]
+    if any(len(found) > 1 or min(found) < 1 for found in steps):
+        return None
+    return tuple((found[0], step.pop()) for found, step in zip(starts, steps, strict=True))
+
+
+def _kind(
+    layout: PageLayout,
+    numbers: list[int],
+    start: int,
+    spots: tuple[tuple[int, int], ...] | None,
+    device: torch.device,
+) -> Kind:
     """The kind of the groups `numbers`, whose packed columns begin at `start`."""
     ends = list(accumulate((len(numbers) * x.width for x in layout.segments), initial=start))
     sizes = [size // layout.page for size in layout.block_sizes]
@@ -205,6 +250,7 @@ def _kind(layout: PageLayout, numbers: list[int], start: int, device: torch.devi
         offsets=offsets,
         strides=strides,
         channels=channels + layout.block_offsets[CHANNELS] // 2,
+        spots=spots,
     )
 
 

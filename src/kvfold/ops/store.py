@@ -34,6 +34,8 @@ from kvfold.ops.pages import (
     words_of,
 )
 
+CHUNK = 8  # pages that `locate` keeps together: their keys or values fit a core's cache
+
 
 @dataclass(frozen=True)
 class StoredRows:
@@ -105,12 +107,43 @@ def gather(
     for kind in plan.kinds:
         inside = valid[:, kind.numbers].unflatten(-1, (num_pages, plan.page))
         pages = _read_pages(arena, tables, kind, slots, inside)
-        _decode(kind, pages, inside, packed)
+        _decode(kind, pages, inside, packed, plan.even)
         if plan.tracked:
             found = kind.block(pages, POSITIONS, torch.int32)[..., 0] * inside
             positions[:, kind.numbers] = found.flatten(2)
-    rows = plan.unpack(packed)[:, :size]
+    rows = (packed if plan.even else plan.unpack(packed))[:, :size]
     return StoredRows(rows, valid[..., :size], positions[..., :size])
+
+
+def locate(
+    arena: Tensor,
+    tables: Tensor,
+    groups: Sequence[Group],
+    slots: Tensor,
+    lengths: Tensor,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the first lengths[b, g] rows lie, for groups whose plan is `in_place` and an arena of
+    such pages alone.
+
+    Arguments as of `gather`, lengths at least 1. Returns the arena as rows fp32 [., w], int32
+    [B, G, c, s] which of them are the keys (values are P further on), c chunks of some pages, and
+    bool [B, G, c, s] which are rows of the group: the others name its first.
+    """
+    plan = plan_pages(tuple(groups), arena.device)
+    assert plan.in_place, "pages are not rows of one width"
+    (kind,), num_pages = plan.kinds, -(-size // plan.page)
+    width = kind.layout.segments[0].width
+    floats = words_of(arena, torch.float32)
+    table = floats[: floats.numel() // width * width].view(-1, width)
+    column = torch.arange(-(-num_pages // CHUNK) * CHUNK, device=arena.device)
+    row = torch.arange(plan.page, dtype=torch.int32, device=arena.device)
+    pages = tables[slots[:, None, None], kind.numbers[:, None], column.clamp(max=num_pages - 1)]
+    first = pages[..., None] // kind.layout.page_units * (2 * plan.page)
+    valid = column.int()[:, None] * plan.page + row < lengths[..., None, None]
+    index = torch.where(valid, first + row, first[..., :1, :])
+    index, valid = (x.unflatten(2, (-1, CHUNK)).flatten(3) for x in (index, valid))
+    return table, index, valid
 
 
 def add_metrics(
@@ -211,10 +244,11 @@ def _encode(kind: Kind, packed: Tensor, positions: Tensor | None) -> tuple[Tenso
     return words, torch.cat(channels, dim=-1).flatten(-2) if channels else None
 
 
-def _decode(kind: Kind, pages: Tensor, inside: Tensor, packed: Tensor) -> None:
+def _decode(kind: Kind, pages: Tensor, inside: Tensor, packed: Tensor, even: bool) -> None:
     """Fill the kind's columns of packed [B, n * P, R]; rows that are not inside become 0.
 
-    pages uint8 [B, g, n, page_bytes]; inside bool [B, g, n, P].
+    even: columns are the row's own, not packed. pages uint8 [B, g, n, page_bytes]; inside bool
+    [B, g, n, P].
     """
     stored = kind.block(pages, SCALES, SCALES_IN[kind.layout.scale]).unbind(-1)
     scales = iter(stored)
@@ -223,7 +257,10 @@ def _decode(kind: Kind, pages: Tensor, inside: Tensor, packed: Tensor) -> None:
     ints = INTS[packed.dtype.itemsize]
     mask = -inside.to(ints)[..., None]
     for i, (segment, columns) in enumerate(zip(kind.layout.segments, kind.columns, strict=True)):
-        out = packed[..., columns].unflatten(-1, (-1, segment.width))
+        if even:
+            out = kind.columns_of(packed, i)
+        else:
+            out = packed[..., columns].unflatten(-1, (-1, segment.width))
         out = out.unflatten(1, inside.shape[2:]).permute(0, 3, 1, 2, 4)
         if segment.per_channel:
             codes = unpack(kind.block(pages, i, torch.uint8), segment.width, segment.bits)
@@ -234,7 +271,7 @@ def _decode(kind: Kind, pages: Tensor, inside: Tensor, packed: Tensor) -> None:
             codes = unpack(block, segment.width, segment.bits)
             scale = torch.where(inside, scale_of(next(scales), segment.bits), 0.0)
             zero = torch.where(inside, next(zeros).float(), 0.0) if kind.layout.zeros else None
-            out.copy_(dequantize(codes, scale, zero, segment.bits))
+            dequantize(codes, scale, zero, segment.bits, out)
         else:
             # As bits, because garbage may be NaN, and in the one pass that copies.
             torch.bitwise_and(kind.block(pages, i, ints), mask, out=out.view(ints))

@@ -1,0 +1,251 @@
+"""Decode attention over one step of a batch: ours in several sizes, theirs on the whole cache.
+
+A *case* is a batch of B sequences of T tokens each, on average; all that is timed in it takes
+turns. Baselines always have sequences of equal length, which is their best case.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvfold.benchmark.baselines import BASELINES, Unavailable, build_contiguous, full_bytes
+from kvfold.benchmark.ceiling import Ceiling
+from kvfold.benchmark.reference import attend, check, decode_one
+from kvfold.benchmark.timing import Step, Timing, cold_bytes, record, time_steps
+from kvfold.benchmark.workload import (
+    SHAPES,
+    VARIANTS,
+    Decode,
+    build_workload,
+    layer_bytes,
+)
+
+SHARE = 0.7  # of the free memory; the rest is for checks and work space
+HOST_BYTES = 1 << 30  # where free memory is not asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is timed: names of a shape, of variants and of baselines, (B, T) of every case; `layers`
+    a call; rounds. Raises ValueError for names that do not exist and numbers below 1."""
+
+    shape: str
+    cases: tuple[tuple[int, int], ...]
+    variants: tuple[str, ...]
+    baselines: tuple[str, ...]
+    layers: int
+    rounds: int
+
+    def __post_init__(self) -> None:
+        _check_names("shape", [self.shape], SHAPES)
+        _check_names("variants", self.variants, VARIANTS)
+        _check_names("baselines", self.baselines, BASELINES)
+        _check_least("batch", *(batch for batch, _ in self.cases))
+        _check_least("tokens", *(tokens for _, tokens in self.cases))
+        _check_least("layers", self.layers)
+        _check_least("rounds", self.rounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One variant or baseline (`kind`) in one case; times in microseconds a layer.
+
+    bytes: of a layer, that must be read: stored numbers and scales; distinct_layers: how many the
+    call went round; ceiling_fraction: of the pure read in the same run; fastest_baseline: of the
+    same case, None where none could run.
+    """
+
+    variant: str
+    kind: str
+    shape: str
+    batch: int
+    tokens: int
+    distinct_layers: int
+    us: float
+    us_p10: float
+    us_p90: float
+    repeat_us: float
+    bytes: float
+    tb_per_s: float
+    ceiling_fraction: float
+    fastest_baseline: str | None
+    fastest_baseline_us: float | None
+    speedup_vs_fastest: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """What was asked for and not timed."""
+
+    name: str
+    shape: str
+    batch: int
+    tokens: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    kind: str
+    step: Step
+    bytes: float
+    distinct_layers: int
+
+
+def measure_case(
+    job: Job, batch: int, tokens: int, decode: Decode, ceiling: Ceiling, device: torch.device
+) -> tuple[list[Row], list[Skipped]]:
+    """Rows of one case. `decode` is called as `kvfold.ops.decode.decode`.
+
+    Raises RuntimeError where `decode` is wrong: then nothing is timed.
+    """
+    candidates: dict[str, _Candidate] = {}
+    skipped: list[Skipped] = []
+    budget = _budget(device) // (len(job.variants) + 1)
+    found = [
+        *_baselines(job, batch, tokens, budget, device),
+        *_variants(job, batch, tokens, budget, decode, device),
+    ]
+    for name, made in found:
+        if isinstance(made, str):
+            skipped.append(
+                Skipped(name=name, shape=job.shape, batch=batch, tokens=tokens, reason=made)
+            )
+        else:
+            candidates[name] = made
+    steps = {name: x.step for name, x in candidates.items()}
+    times = time_steps(steps, layers=job.layers, rounds=job.rounds, device=device) if steps else {}
+    return _rows(job, batch, tokens, candidates, times, ceiling), skipped
+
+
+def _baselines(
+    job: Job, batch: int, tokens: int, budget: int, device: torch.device
+) -> Iterator[tuple[str, _Candidate | str]]:
+    """Every baseline that runs and is right, or why it does not."""
+    geometry = SHAPES[job.shape]
+    size = full_bytes(geometry, batch, tokens)
+    num_layers = _distinct(size, job.layers, budget, device)
+    if not num_layers:
+        yield from ((name, _too_large(size, budget)) for name in job.baselines)
+        return
+    at = build_contiguous(
+        geometry, batch=batch, tokens=tokens, num_layers=num_layers, device=device
+    )
+    for name in job.baselines:
+        try:
+            built = BASELINES[name](at)
+            out = built.step(0)
+            assert isinstance(out, torch.Tensor), f"{name} returned {type(out)}"
+            q = at.q[0].unflatten(0, (-1, at.per_kv))
+            heads = zip(q, built.k, built.v, strict=True)
+            expected = torch.cat([attend(*head, at.scale) for head in heads])
+            check(name, out[0].reshape(expected.shape), expected)
+            record(built.step, 1, device)  # not all that runs can be captured
+        except (Unavailable, RuntimeError, ImportError) as error:
+            yield name, " ".join(str(error).split()) or type(error).__name__
+            continue
+        yield (
+            name,
+            _Candidate(kind="baseline", step=built.step, bytes=size, distinct_layers=num_layers),
+        )
+
+
+def _variants(
+    job: Job, batch: int, tokens: int, budget: int, decode: Decode, device: torch.device
+) -> Iterator[tuple[str, _Candidate | str]]:
+    """Every variant that fits. One that is wrong is an error."""
+    geometry = SHAPES[job.shape]
+    for name in job.variants:
+        size = layer_bytes(geometry, VARIANTS[name], batch, tokens)
+        num_layers = _distinct(size, job.layers, budget, device)
+        if not num_layers:
+            yield name, _too_large(size, budget)
+            continue
+        work = build_workload(
+            geometry,
+            VARIANTS[name],
+            batch=batch,
+            tokens=tokens,
+            num_layers=num_layers,
+            device=device,
+        )
+        step = work.step(decode)
+        out = step(0)
+        assert isinstance(out, torch.Tensor), f"decode returned {type(out)}"
+        tables, lengths, groups = work.layer(0)
+        place = work.arena, tables, lengths, groups, 0, geometry.scaling
+        check(name, out[0], decode_one(work.q[0], *place, work.dv))
+        yield (
+            name,
+            _Candidate(kind="variant", step=step, bytes=work.row_bytes, distinct_layers=num_layers),
+        )
+
+
+def _rows(
+    job: Job,
+    batch: int,
+    tokens: int,
+    candidates: dict[str, _Candidate],
+    times: dict[str, Timing],
+    ceiling: Ceiling,
+) -> list[Row]:
+    """What was timed, with the fastest baseline beside each."""
+    baselines = [name for name, x in candidates.items() if x.kind == "baseline"]
+    fastest = min(baselines, key=lambda name: times[name].us, default=None)
+    bar = times[fastest].us if fastest else None
+    rows = []
+    for name, x in candidates.items():
+        time = times[name]
+        rate = x.bytes / time.us / 1e6
+        rows.append(
+            Row(
+                variant=name,
+                kind=x.kind,
+                shape=job.shape,
+                batch=batch,
+                tokens=tokens,
+                distinct_layers=x.distinct_layers,
+                us=time.us,
+                us_p10=time.us_p10,
+                us_p90=time.us_p90,
+                repeat_us=time.repeat_us,
+                bytes=x.bytes,
+                tb_per_s=rate,
+                ceiling_fraction=rate / ceiling.read_tb_per_s,
+                fastest_baseline=fastest,
+                fastest_baseline_us=bar,
+                speedup_vs_fastest=bar / time.us if bar else None,
+            )
+        )
+    return rows
+
+
+def _budget(device: torch.device) -> int:
+    """Bytes for all caches of a case."""
+    if device.type != "cuda":
+        return HOST_BYTES
+    torch.cuda.empty_cache()
+    return int(SHARE * torch.cuda.mem_get_info(device)[0])
+
+
+def _distinct(size: int, layers: int, budget: int, device: torch.device) -> int:
+    """Layers of `size` bytes to go round: all, or as many as fit; 0 where those do not even fill
+    the device's cache so often that no layer is found in it again."""
+    fit = min(layers, budget // max(size, 1))
+    return fit if fit == layers or fit * size >= cold_bytes(device) else 0
+
+
+def _too_large(size: int, budget: int) -> str:
+    return f"a layer takes {size} bytes, its share of the memory is {budget}: name fewer variants"
+
+
+def _check_names(field: str, names: Iterable[str], legal: Iterable[str]) -> None:
+    for name in names:
+        if name not in legal:
+            raise ValueError(f"{field}: unknown name {name!r}; legal: {', '.join(legal)}")
+
+
+def _check_least(field: str, *values: int) -> None:
+    if min(values) < 1:
+        raise ValueError(f"{field} must be at least 1, got {min(values)}")

@@ -1,0 +1,13 @@
+"""kvfold bench: one benchmark a file, each with its own flags. None needs a model."""
+
+from collections.abc import Callable
+
+from cyclopts import App
+
+from kvfold.commands.bench_attention import attention
+
+BENCHMARKS: dict[str, Callable[..., None]] = {"attention": attention}
+
+bench = App(name="bench", help="Measure kernels beside the fastest known baselines.")
+for place, (name, command) in enumerate(BENCHMARKS.items()):
+    bench.command(command, name=name, sort_key=place)

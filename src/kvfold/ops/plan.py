@@ -1,0 +1,77 @@
+"""How a decode step's work is cut into equal slices. Plain PyTorch, also inside a CUDA graph.
+
+Shapes: L layers (or any leading dimensions), I items, S slices. An *item* is one (sequence, group):
+`tiles` tiles of equally many rows. A slice takes consecutive tiles of consecutive items, so an item
+may be split between slices and a slice may hold many items (stream-K, Osama et al. 2023, weighted).
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Slices:
+    """starts int32 [..., S + 1, 2]: the (item, tile) where a slice begins and the one before ends.
+
+    firsts int32 [..., I]: slice of an item's first tile; counts int32 [..., I]: slices that hold a
+    part of it, 0 for an item without tiles. The part of item i in slice s is part s + i.
+    order int32 [..., I]: the item that is meant by every item number; None: itself.
+    """
+
+    starts: Tensor
+    firsts: Tensor
+    counts: Tensor
+    order: Tensor | None = None
+
+
+def stream_k(
+    tiles: Tensor, cost: Tensor, overhead: int, num_slices: int, smallest: int = 1
+) -> Slices:
+    """Slices of equal cost, to within a tile; fewer, the last ones empty, where there are not as
+    many tiles.
+
+    tiles int [..., I]; cost int [I] or [..., I] of a tile; overhead: cost of beginning an item;
+    smallest: tiles of a slice. No host sync; costs add up to less than 2^63 / S.
+    """
+    tiles, cost = tiles.long(), cost.long()
+    work = tiles * cost + overhead * (tiles > 0)
+    ends = work.cumsum(-1)
+    begins, total = ends - work, ends[..., -1:].clamp(min=1)
+    # No slice smaller than a tile: then none is empty between two that share an item.
+    used = (total // (smallest * cost.amax(-1, keepdim=True))).clamp(1, num_slices)
+    numbers = torch.arange(num_slices + 1, device=tiles.device).minimum(used)
+    bounds = numbers * total // used
+    item = torch.searchsorted(ends, bounds, right=True).clamp(max=tiles.shape[-1] - 1)
+    inside = bounds - begins.gather(-1, item) - overhead
+    each = cost.expand_as(tiles).gather(-1, item)
+    tile = (-(-inside // each)).clamp(min=0).minimum(tiles.gather(-1, item))
+    first = ((begins + overhead + 1) * used - 1) // total
+    last = ((ends - cost + 1) * used - 1) // total
+    counts = torch.where(tiles > 0, last - first + 1, 0)
+    return Slices(torch.stack((item, tile), -1).int(), first.int(), counts.int())
+
+
+def longest_first(tiles: Sequence[int], cost: Sequence[int], num_slices: int) -> Slices:
+    """ZACK §5.3: whole items, the longest first, each to the slice with least work. On the host.
+
+    It never splits an item; kept as what `stream_k` is measured against.
+    """
+    work = [n * c for n, c in zip(tiles, cost, strict=True)]
+    heap = [(0, s) for s in range(num_slices)]
+    members: list[list[int]] = [[] for _ in range(num_slices)]
+    for item in sorted(range(len(work)), key=lambda i: -work[i]):
+        load, s = heapq.heappop(heap)
+        members[s].append(item)
+        heapq.heappush(heap, (load + work[item], s))
+    order = [item for each in members for item in each]
+    begins = [0]
+    for each in members:
+        begins.append(begins[-1] + len(each))
+    owner = [s for s, each in enumerate(members) for _ in each]
+    counts = [int(tiles[item] > 0) for item in order]
+    starts = [(begin, 0) for begin in begins]
+    return Slices(*(torch.tensor(x, dtype=torch.int32) for x in (starts, owner, counts, order)))

@@ -1,0 +1,517 @@
+"""Benchmarks time what is right, report what they timed, and make the page from that alone."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from kvfold.benchmark import attention, baselines, timing, workload
+from kvfold.benchmark.ceiling import Ceiling, measure_ceiling
+from kvfold.benchmark.reference import TOLERANCE, attend, check, decode_one
+from kvfold.cli import main
+from kvfold.ops.store import gather, read_tracked
+
+CPU = torch.device("cpu")
+TINY = workload.SHAPES["tiny"]
+CEILING = Ceiling(read_tb_per_s=2.0, read_by="int64 amax", copy_tb_per_s=1.5, num_bytes=1 << 20)
+PAGE_TOOL = Path(__file__).parents[1] / "tools" / "performance_page.py"
+
+
+def decode(q, arena, tables, lengths, groups, slots, scale, plan=None):
+    """The reference, sequence by sequence."""
+    dv = max(sum(x.width for x in g.layout.segments if x.side == "v") for g in groups)
+    place = arena, tables, lengths, groups
+    return torch.stack([decode_one(q[s], *place, s, scale, dv) for s in slots.tolist()]).to(q.dtype)
+
+
+def build(name, *, batch=3, tokens=90, num_layers=2, seed=0):
+    return workload.build_workload(
+        TINY,
+        workload.VARIANTS[name],
+        batch=batch,
+        tokens=tokens,
+        num_layers=num_layers,
+        device=CPU,
+        seed=seed,
+    )
+
+
+def stored_rows(work, number):
+    tables, lengths, groups = work.layer(number)
+    return gather(work.arena, tables, groups, work.slots, lengths, workload.DTYPE).rows
+
+
+def job(**changes):
+    settings = {"shape": "tiny", "cases": ((2, 64),), "variants": ("bf16-full", "int4-half")}
+    settings |= {"baselines": tuple(baselines.BASELINES), "layers": 2, "rounds": 2}
+    return attention.Job(**{**settings, **changes})
+
+
+# -- timing -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock in microseconds that only moves when told to."""
+    now = SimpleNamespace(us=0.0)
+    fake = SimpleNamespace(perf_counter=lambda: now.us / 1e6)
+    monkeypatch.setattr(timing, "time", fake)
+    return now
+
+
+def test_times_are_a_layers_and_percentiles_over_rounds(clock):
+    passes = []
+
+    def fast(layer):
+        clock.us += 3
+
+    def growing(layer):
+        if layer == 0:
+            passes.append(None)
+        clock.us += len(passes)
+
+    steps = {"fast": fast, "growing": growing}
+    found = timing.time_steps(steps, layers=4, rounds=11, device=CPU)
+    numbers = [getattr(found["fast"], x) for x in ("us", "us_p10", "us_p90", "repeat_us")]
+    assert numbers == pytest.approx([3, 3, 3, 3])
+    first = 1 + timing.WARM_UP + 1  # of the 11 passes that are counted
+    numbers = [getattr(found["growing"], x) for x in ("us", "us_p10", "us_p90", "repeat_us")]
+    assert numbers == pytest.approx([first + 5, first + 1, first + 9, first + 16])
+    assert len(passes) == 1 + timing.WARM_UP + 2 * 11
+
+
+def test_steps_take_turns_over_all_layers():
+    seen = []
+    steps = {name: lambda layer, name=name: seen.append((name, layer)) for name in "abc"}
+    timing.time_steps(steps, layers=2, rounds=5, device=CPU)
+    assert seen[::2] == [(name, 0) for name, _ in seen[::2]]
+    assert seen[1::2] == [(name, 1) for name, _ in seen[::2]]
+    turns = [name for name, _ in seen[::2]]
+    rounds = ["".join(turns[i : i + 3]) for i in range(0, len(turns), 3)]
+    assert rounds[-5:] == ["abc", "bca", "cab", "abc", "bca"]
+
+
+def test_ceiling_is_the_fastest_read():
+    found = measure_ceiling(CPU, 1)
+    assert found.read_by == "int64 amax" and found.num_bytes == 32 << 20
+    assert 0 < found.read_tb_per_s < 10 and 0 < found.copy_tb_per_s < 10
+
+
+def test_the_reading_kernel_reads_all(monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from kvfold.benchmark import ceiling_triton
+
+    size = ceiling_triton.BLOCK * ceiling_triton.STEPS
+    x = torch.randperm(2 * size, device="cuda" if torch.cuda.is_available() else "cpu")
+    assert torch.equal(ceiling_triton.read(x), x.view(2, size).amax(1))
+    with pytest.raises(AssertionError):
+        ceiling_triton.read(x[1:])
+
+
+# -- workload -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", workload.VARIANTS)
+def test_pages_have_one_owner_and_lie_in_the_arena(name):
+    work = build(name)
+    owned = -(-work.lengths.long() // work.layout.page)
+    starts = []
+    for g, group in enumerate(work.layout.groups):
+        for b, count in enumerate(owned[:, g].tolist()):
+            size = group.layout.page_units
+            starts += [(at, at + size) for at in work.tables[b, g, :count].tolist()]
+    starts.sort()
+    assert starts[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(starts))
+    assert starts[-1][1] * 64 == work.arena.numel()
+
+
+@pytest.mark.parametrize("name", workload.VARIANTS)
+def test_numbers_are_sane_and_layers_differ(name):
+    work = build(name)
+    seen = []
+    for number in range(3):
+        rows = stored_rows(work, number)
+        stored = rows[rows != 0].float()
+        assert stored.isfinite().all() and 0.5 < stored.std() < 4
+        seen.append(rows)
+    assert seen[0].shape != seen[1].shape or not torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
+    again = build(name)
+    assert torch.equal(stored_rows(again, 0), seen[0]) and torch.equal(again.q, work.q)
+
+
+def test_pages_are_shuffled():
+    tables = build("bf16-full", batch=2, tokens=640).tables
+    steps = (tables[..., 1:] - tables[..., :-1]).flatten()
+    assert (steps < 0).any() and steps.unique().numel() > 3
+
+
+@pytest.mark.parametrize("name", workload.VARIANTS)
+def test_lengths_are_as_asked(name):
+    variant = workload.VARIANTS[name]
+    lengths = build(name, batch=8, tokens=200).lengths.double()
+    assert lengths.mean() == pytest.approx(200 / variant.evict, rel=0.02)
+    by_sequence, by_group = (lengths.std(i).max() > 10 for i in (0, 1))
+    wanted = {"uniform": (False, False), "pareto": (True, False), "evicted": (True, True)}
+    assert (bool(by_sequence), bool(by_group)) == wanted[variant.lengths]
+    if variant.evict > 1:
+        assert lengths.max() <= 200
+
+
+def test_positions_ascend_where_rows_were_evicted():
+    work = build("int4-half-evict8", tokens=640)
+    tables, lengths, groups = work.layer(0)
+    size = int(lengths.max())
+    place = work.arena, tables, groups, work.slots, lengths, size
+    _, positions, valid = read_tracked(*place)
+    assert size > work.layout.page and torch.equal(positions, torch.arange(size) * valid)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [("bf16-full", 64), ("bf16-half", 32), ("int8-full", 36), ("int4-half", 12)],
+)
+def test_bytes_are_what_rows_store(name, numbers):
+    """Of a row: 2 x 16 numbers or half of them, and two fp16 scales where quantised."""
+    assert build(name, batch=3, tokens=90).row_bytes == 3 * 90 * 2 * numbers
+
+
+def test_queries_are_zero_beyond_a_heads_rank():
+    work = build("bf16-half-ragged")  # keys of 4 and 8 numbers of 16
+    assert work.q.shape == (3, 4, 8) and work.dv == 12
+    assert not work.q[:, :2, 4:].any() and work.q[:, :2, :4].all() and work.q[:, 2:].all()
+
+
+def test_a_layer_takes_about_the_bytes_that_it_is_thought_to():
+    for name, variant in workload.VARIANTS.items():
+        bytes_per_layer = build(name, batch=4, tokens=640).arena.numel() / 2
+        guess = workload.layer_bytes(TINY, variant, 4, 640)
+        assert bytes_per_layer <= guess <= 2 * bytes_per_layer, name
+
+
+# -- right before fast --------------------------------------------------------------------------
+
+
+def test_the_reference_is_attention_over_what_is_stored():
+    work = build("bf16-half-ragged")
+    out, rows = work.step(decode)(1), stored_rows(work, 1).float()
+    keys, values = rows[..., :12].split((4, 8), -1), rows[..., 12:].split((12, 8), -1)
+    for head in range(4):
+        k, v = keys[head // 2], values[head // 2]
+        q = work.q[:, head, None, : k.shape[-1]].float()
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=TINY.scaling)
+        torch.testing.assert_close(
+            out[:, head, : v.shape[-1]].float(), expected[:, 0], atol=0.02, rtol=0.02
+        )
+        assert not out[:, head, v.shape[-1] :].any()
+
+
+def test_check_tells_wrong_from_rounded():
+    expected = torch.randn(4, 8)
+    padded = torch.nn.functional.pad(expected, (0, 4))
+    check("kernel", padded.bfloat16(), expected)
+    for wrong in (padded * (1 + 2 * TOLERANCE), padded + torch.nan, padded + 0.1):
+        with pytest.raises(RuntimeError, match="kernel: outputs are off"):
+            check("kernel", wrong, expected)
+
+
+@pytest.mark.parametrize("name", baselines.BASELINES)
+@pytest.mark.parametrize("shape", ["grouped", "one each"])
+def test_baselines_are_right_or_say_why_not(name, shape):
+    geometry = TINY if shape == "grouped" else replace(TINY, num_kv_heads=4)
+    at = baselines.build_contiguous(geometry, batch=2, tokens=48, num_layers=2, device=CPU)
+    if "cudnn" in name or name == "flashinfer" or ("folded" in name and shape != "grouped"):
+        with pytest.raises(baselines.Unavailable):
+            baselines.BASELINES[name](at)
+        return
+    built = baselines.BASELINES[name](at)
+    q = at.q[0].unflatten(0, (-1, at.per_kv))
+    assert torch.equal(built.k, at.k[0, 0]) and torch.equal(built.v, at.v[0, 0])
+    for layer in (0, 1, 2):
+        heads = zip(q, at.k[layer % 2, 0], at.v[layer % 2, 0], strict=True)
+        expected = torch.cat([attend(*head, at.scale) for head in heads])
+        check(name, built.step(layer)[0].reshape(expected.shape), expected)
+
+
+class FakeWrapper:
+    """FlashInfer's interface, as its documentation describes it, by gathering pages."""
+
+    def __init__(self, workspace, kv_layout, use_tensor_cores):
+        assert kv_layout == "HND" and workspace.dtype is torch.uint8
+
+    def plan(self, indptr, indices, last, heads, kv_heads, dim, page, *, sm_scale, **dtypes):
+        assert (last == page).all() and set(dtypes.values()) == {workload.DTYPE}
+        self.indptr, self.indices, self.scale = indptr, indices, sm_scale
+
+    def run(self, q, cache):
+        out = []
+        for b in range(len(q)):
+            mine = self.indices[self.indptr[b] : self.indptr[b + 1]].long()
+            k, v = (x[mine].transpose(0, 1).flatten(1, 2) for x in cache)
+            heads = zip(q[b].unflatten(0, (len(k), -1)), k, v, strict=True)
+            out.append(torch.cat([attend(*head, self.scale) for head in heads]))
+        return torch.stack(out).to(q.dtype)
+
+
+@pytest.fixture
+def flashinfer(monkeypatch):
+    module = ModuleType("flashinfer")
+    module.__spec__ = ModuleSpec("flashinfer", None)
+    module.BatchDecodeWithPagedKVCacheWrapper = FakeWrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+
+
+def test_flashinfer_is_timed_where_it_is_installed(flashinfer):
+    rows, skipped = attention.measure_case(job(), 2, 64, decode, CEILING, CPU)
+    assert "flashinfer" in [row.variant for row in rows]
+    _, skipped = attention.measure_case(job(), 2, 63, decode, CEILING, CPU)
+    assert {x.name: x.reason for x in skipped}["flashinfer"].startswith("63 tokens")
+
+
+# -- a case -------------------------------------------------------------------------------------
+
+
+def test_rows_add_up():
+    rows, skipped = attention.measure_case(job(), 2, 64, decode, CEILING, CPU)
+    names = ["sdpa-flash", "sdpa-flash-folded", "bf16-full", "int4-half"]
+    assert [row.variant for row in rows] == names
+    assert {x.name for x in skipped} == {"sdpa-cudnn", "sdpa-cudnn-folded", "flashinfer"}
+    theirs = [row for row in rows if row.kind == "baseline"]
+    fastest = min(theirs, key=lambda row: row.us)
+    for row in rows:
+        assert (row.shape, row.batch, row.tokens, row.distinct_layers) == ("tiny", 2, 64, 2)
+        assert 0 < row.us_p10 <= row.us <= row.us_p90 and row.repeat_us > 0
+        assert row.tb_per_s == pytest.approx(row.bytes / row.us * 1e-6)
+        assert row.ceiling_fraction == pytest.approx(row.tb_per_s / 2)
+        assert (row.fastest_baseline, row.fastest_baseline_us) == (fastest.variant, fastest.us)
+        assert row.speedup_vs_fastest == fastest.us / row.us
+    assert {row.variant: row.bytes for row in rows} == {
+        **dict.fromkeys(names[:3], 2 * 64 * 128),
+        "int4-half": 2 * 64 * 24,
+    }
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch):
+    wrong = lambda *place, plan=None: decode(*place) * 1.1  # noqa: E731
+    with pytest.raises(RuntimeError, match="bf16-full: outputs are off"):
+        attention.measure_case(job(), 2, 64, wrong, CEILING, CPU)
+    flash = baselines.BASELINES["sdpa-flash"]
+
+    def broken(at):
+        built = flash(at)
+        return replace(built, k=-built.k)
+
+    monkeypatch.setitem(baselines.BASELINES, "sdpa-flash", broken)
+    rows, skipped = attention.measure_case(job(), 2, 64, decode, CEILING, CPU)
+    assert "sdpa-flash" not in [row.variant for row in rows]
+    assert "off by" in {x.name: x.reason for x in skipped}["sdpa-flash"]
+
+
+def test_without_a_baseline_nothing_is_compared():
+    rows, _ = attention.measure_case(job(baselines=("sdpa-cudnn",)), 1, 64, decode, CEILING, CPU)
+    assert {row.speedup_vs_fastest for row in rows} == {None}
+
+
+def test_what_does_not_fit_is_named(monkeypatch):
+    monkeypatch.setattr(attention, "HOST_BYTES", 3 * 20000)
+    rows, skipped = attention.measure_case(job(), 2, 64, decode, CEILING, CPU)
+    assert {row.variant: row.distinct_layers for row in rows} == {
+        **dict.fromkeys(("sdpa-flash", "sdpa-flash-folded"), 1),
+        "int4-half": 2,
+    }
+    reason = {x.name: x.reason for x in skipped}["bf16-full"]
+    assert (
+        reason == "a layer takes 24576 bytes, its share of the memory is 20000: name fewer variants"
+    )
+
+
+def test_layers_go_round_only_where_the_cache_forgets_them(monkeypatch):
+    monkeypatch.setattr(attention, "cold_bytes", lambda device: 1000)
+    distinct = [
+        attention._distinct(size, 32, 2000, CPU) for size in (10, 100, 600, 900, 1500, 2001)
+    ]
+    assert distinct == [32, 20, 3, 2, 1, 0]
+    assert attention._distinct(990, 32, 999, CPU) == 0
+
+
+# -- command ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvfold.ops.decode", SimpleNamespace(decode=decode))
+
+
+def run(*options):
+    few = ["--layers", "2", "--rounds", "2", "--variants", "bf16-full,int4-half"]
+    return main(["bench", "attention", "--shape", "tiny", *few, *map(str, options)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shape", "gpt-9"], "shape: unknown name 'gpt-9'; legal: llama-3.1-8b, "),
+        (["--variants", "int5"], "variants: unknown name 'int5'; legal: bf16-full, "),
+        (["--baselines", "eager"], "baselines: unknown name 'eager'; legal: sdpa-flash, "),
+        (["--batch", "0"], "batch must be at least 1, got 0"),
+        (["--tokens", "64,-1"], "tokens must be at least 1, got -1"),
+        (["--tokens", "many"], "--tokens: 'many' is not"),
+        (["--layers", "0"], "layers must be at least 1"),
+        (["--rounds", "0"], "rounds must be at least 1"),
+        (["--json", "no/such/folder/x.json"], "folder"),
+        (["--speed", "1"], "--speed"),
+    ],
+)
+def test_bad_settings_are_one_line(capsys, options, message):
+    assert main(["bench", "attention", *options]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and message in lines[0]
+
+
+def test_bench_attention_prints_and_writes(kernel, tmp_path, capsys):
+    target = tmp_path / "attention.json"
+    assert run("--batch", "1,2", "--tokens", "32", "--json", target) == 0
+    out = capsys.readouterr().out
+    assert "tiny, 2 x 32 tokens" in out and "int4-half" in out and "ceiling: " in out
+    assert out.count("sdpa-flash *") + out.count("sdpa-flash-folded *") == 2
+    assert "flashinfer at 1 x 32, 2 x 32 not timed: flashinfer is not" in out
+    report = json.loads(target.read_text())
+    assert report["benchmark"] == "attention" and report["settings"]["cases"] == [[1, 32], [2, 32]]
+    assert report["ceiling"]["read_tb_per_s"] > 0
+    assert {"kvfold", "commit", "torch", "triton", "device"} <= report["versions"].keys()
+    assert {(row["batch"], row["variant"]) for row in report["rows"]} >= {
+        (1, "bf16-full"),
+        (2, "int4-half"),
+    }
+
+
+# -- page ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page_tool():
+    spec = importlib.util.spec_from_file_location("performance_page", PAGE_TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(variant, batch, tokens, us, kind="variant", bar=10.0):
+    return {
+        "variant": variant,
+        "kind": kind,
+        "shape": "llama-3.1-8b",
+        "batch": batch,
+        "tokens": tokens,
+        "distinct_layers": 32,
+        "us": us,
+        "us_p10": us - 1,
+        "us_p90": us + 1,
+        "repeat_us": us,
+        "bytes": 4e6,
+        "tb_per_s": 4 / us,
+        "ceiling_fraction": 1 / us,
+        "fastest_baseline": bar and "sdpa-cudnn",
+        "fastest_baseline_us": bar,
+        "speedup_vs_fastest": bar and bar / us,
+    }
+
+
+def report(rows):
+    return {
+        "benchmark": "attention",
+        "settings": {
+            "shape": "llama-3.1-8b",
+            "cases": [[1, 1024], [64, 8192]],
+            "variants": ["bf16-half", "int4-half"],
+            "baselines": ["sdpa-cudnn"],
+            "layers": 32,
+            "rounds": 30,
+        },
+        "versions": {
+            "device": "NVIDIA H200",
+            "torch": "2.11",
+            "triton": "3.6",
+            "kvfold": "0.1",
+            "commit": "abcdef0123456789",
+        },
+        "ceiling": {
+            "read_tb_per_s": 4.5,
+            "read_by": "triton",
+            "copy_tb_per_s": 4.2,
+            "num_bytes": 1,
+        },
+        "rows": rows,
+        "skipped": [
+            {"name": "flashinfer", "batch": b, "tokens": t, "reason": "not installed"}
+            for b, t in ((1, 1024), (64, 8192))
+        ],
+    }
+
+
+ROWS = [
+    row("sdpa-cudnn", 1, 1024, 10.0, kind="baseline"),
+    row("bf16-half", 1, 1024, 20.0),
+    row("int4-half", 1, 1024, 5.0),
+    row("sdpa-cudnn", 64, 8192, 10.0, kind="baseline"),
+    row("bf16-half", 64, 8192, 5.5),
+    row("int4-half", 64, 8192, 2.5),
+]
+
+
+def write_page(page_tool, tmp_path, rows):
+    results = tmp_path / "results"
+    results.mkdir(exist_ok=True)
+    (results / "attention-h200.json").write_text(json.dumps(report(rows)))
+    (results / "quality.json").write_text(json.dumps({"model": "m", "rows": []}))
+    page_tool.main(["--results", str(results), "--output", str(tmp_path / "performance.md")])
+    return (tmp_path / "performance.md").read_text()
+
+
+def test_the_page_says_what_where_and_which_lost(page_tool, tmp_path):
+    text = write_page(page_tool, tmp_path, ROWS)
+    assert "## Decode attention, llama-3.1-8b, NVIDIA H200" in text and "`abcdef0123`" in text
+    assert "kvfold bench attention --shape llama-3.1-8b --batch 1,64 --tokens 1024,8192" in text
+    assert "| 1 | 1024 | sdpa-cudnn | 10.0 | 0.50 | **2.00** |" in text
+    assert "| 64 | 8192 | sdpa-cudnn | 10.0 | **1.82** | **4.00** |" in text
+    assert "- `bf16-half`: in 1 of 2 cases (B x T: 1 x 1024), none above 1024 tokens." in text
+    assert "- `int4-half`: in none of 2 cases." in text
+    assert "- `flashinfer` at 1 x 1024, 64 x 8192: not installed" in text
+    for name in ("speedup", "ceiling"):
+        picture = f"performance/attention-h200-{name}.svg"
+        assert f"]({picture})" in text and "bf16-half" in (tmp_path / picture).read_text()
+
+
+def test_the_page_is_the_same_every_time(page_tool, tmp_path):
+    found = []
+    for _ in range(2):
+        text = write_page(page_tool, tmp_path, ROWS)
+        plots = sorted((tmp_path / "performance").iterdir())
+        found.append([text, *(plot.read_text() for plot in plots)])
+    assert found[0] == found[1]
+
+
+def test_a_variant_that_always_loses_is_said_to(page_tool):
+    rows = [row("bf16-full", 1, 1024, 11.0), row("bf16-full", 2, 1024, 12.0)]
+    assert page_tool.losses(rows) == "- `bf16-full`: in all 2 cases."
+
+
+def test_the_page_does_without_baselines(page_tool, tmp_path):
+    rows = [row("bf16-half", 1, 1024, 5.0, bar=None)]
+    text = write_page(page_tool, tmp_path, rows)
+    assert "Nothing was compared" in text and "| 1 | 1024 | – | – | – |" in text
+
+
+def test_without_results_there_is_no_page(page_tool, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        page_tool.main(["--results", str(tmp_path), "--output", str(tmp_path / "page.md")])
+    assert "holds no file" in capsys.readouterr().err and not list(tmp_path.iterdir())
