@@ -3,13 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-oldest check bench clean
+.PHONY: demo test gpu-test test-oldest check bench clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold demo --output report.html
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+# Where there is a GPU: the kernels themselves, which `test` interprets, and all that runs on them.
+gpu-test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_*_triton.py tests/test_store.py \
+		tests/test_pool.py tests/test_sliding.py tests/test_decode.py
 
 # The oldest transformers that is supported, laid over the same environment.
 test-oldest: $(STAMP) .venv/oldest

@@ -19,7 +19,7 @@ LAYERS = {
     "recipes": {"config"},
     "cache": {"spec", "ops"},
     "artifact": {"spec", "models"},
-    "benchmark": {"spec", "ops", "cache"},
+    "benchmark": {"spec", "ops", "cache", "models", "config", "artifact", "engine"},
     "loading": {"artifact", "models"},
 }
 

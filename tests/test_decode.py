@@ -3,18 +3,20 @@
 Shapes: S slots, B sequences, G groups, N query heads of each, R numbers of a row, T rows.
 """
 
-import importlib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import e, log2
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kvfold.cache.layout import CacheLayout, Group, Latent
-from kvfold.ops import backend, decode, store, tuning
+from kvfold.ops import backend, store
+from kvfold.ops.backend import use_triton
+from kvfold.ops.decode import DecodeGroups, decode, decode_groups, decode_reference, supports
+from kvfold.ops.tuning import FILE, Shape, Tuning, table, tuning_for
 from test_store import DEVICE, Store, numbers, one_layer, stored
 
 Ranks = list[tuple[int, int]]
@@ -30,31 +32,42 @@ def per_head(ranks: Ranks, **options) -> CacheLayout:
     return one_layer(latents, **options)
 
 
+def heads_of(
+    q: Tensor, rows: Tensor, groups: tuple[Group, ...], lengths: Tensor
+) -> Iterator[tuple[int, slice, Tensor, Tensor, Tensor]]:
+    """(b, its query heads, q [N, dk], k [T, dk], v [T, dv]) of every group, float64.
+
+    q [B, G N, widest key]; rows [B, T, R] as they come back; lengths [B, G].
+    """
+    size = q.shape[1] // len(groups)
+    for g, group in enumerate(groups):
+        columns = {
+            side: [
+                column
+                for x in group.layout.segments
+                if x.side == side
+                for column in range(x.start, x.start + x.width)
+            ]
+            for side in "kv"
+        }
+        heads = slice(group.heads[0] * size, (group.heads[0] + 1) * size)
+        for b in range(len(q)):
+            mine = rows[b, : int(lengths[b, g])].double()
+            k, v = mine[:, columns["k"]], mine[:, columns["v"]]
+            yield b, heads, q[b, heads, : k.shape[1]].double(), k, v
+
+
 def written_out(
     q: Tensor, rows: Tensor, groups: tuple[Group, ...], lengths: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """float64 outputs [B, G N, widest value] and log2-sum-exp2s [B, G N], head by head.
-
-    q [B, G N, dk]; rows [B, T, R] as they are stored; lengths [B, G].
-    """
-    sides = [
-        [[x for x in group.layout.segments if x.side == side] for side in "kv"] for group in groups
-    ]
-    widest = max(sum(x.width for x in values) for _, values in sides)
+    """float64 outputs [B, G N, widest value] and log2-sum-exp2s [B, G N]."""
+    widest = max(sum(x.width for x in g.layout.segments if x.side == "v") for g in groups)
     out = torch.zeros(*q.shape[:2], widest, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
-    size = q.shape[1] // len(groups)
-    for b in range(len(q)):
-        for g, group in enumerate(groups):
-            mine = rows[b, : int(lengths[b, g])].double()
-            k, v = (
-                torch.cat([mine[:, :0], *(mine[:, x.start : x.start + x.width] for x in side)], -1)
-                for side in sides[g]
-            )
-            heads = slice(group.heads[0] * size, (group.heads[0] + 1) * size)
-            scores = q[b, heads, : k.shape[1]].double() @ k.T * scale
-            out[b, heads, : v.shape[1]] = scores.softmax(-1) @ v
-            lse[b, heads] = scores.logsumexp(-1) / torch.tensor(2.0).log()
+    for b, heads, mine, k, v in heads_of(q, rows, groups, lengths):
+        scores = mine @ k.T * scale
+        out[b, heads, : v.shape[1]] = scores.softmax(-1) @ v
+        lse[b, heads] = scores.logsumexp(-1) * log2(e)
     return out, lse
 
 
@@ -99,8 +112,9 @@ class Case:
         q = queries_of(groups, queries, dtype, len(counts), seed)
         whole = sum(stored(rows.float(), group).double() for group in groups)
         scale = 0.1
-        if peak:
-            scale *= peak * 0.6931 / float(written_scores(q, whole, groups, counts))
+        if peak is not None:
+            found = [x @ k.T for _, _, x, k, _ in heads_of(q, whole, groups, counts)]
+            scale = peak / max(float(x.abs().max()) for x in found if x.numel())
         args = [x.to(DEVICE) for x in (q, arena, tables, all_lengths)]
         beyond = torch.cat((slots, torch.tensor([2**40]))).to(DEVICE)
         out, lse = written_out(q, whole, groups, counts, scale)
@@ -116,3 +130,248 @@ def queries_of(
     heads[[group.heads[0] for group in groups]] = torch.tensor(ranks)
     q = numbers(seed + 1, dtype, batch, len(groups) * size, max(ranks))
     return q * (torch.arange(max(ranks)) < heads.repeat_interleave(size)[:, None])
+
+
+def error(found: Tensor, want: Tensor) -> float:
+    """Largest error of a head, over the norm of what it should be."""
+    difference = (found.cpu().double() - want).norm(dim=-1)
+    return float((difference / want.norm(dim=-1).clamp(min=1e-9)).max())
+
+
+# -- the reference ------------------------------------------------------------------------------
+
+LENGTHS = [[0, 1, 40], [31, 32, 33], [0, 0, 0]]
+LAYOUTS = {
+    "equal": {"ranks": [(64, 64)] * 3},
+    "ragged": {"ranks": [(48, 16), (0, 96), (16, 0)]},
+    "odd": {"ranks": [(7, 13), (1, 0), (0, 5)], "page": 1},
+    "zeros": {"ranks": [(48, 16), (0, 96), (16, 0)], "bits": 8, "zeros": True},
+    "four bits": {"ranks": [(64, 64), (32, 48), (0, 16)], "bits": 4, "tracked": True},
+    "sub-groups": {"ranks": [(24, 20), (0, 16), (8, 0)], "bits": 4, "sub_group": 8, "zeros": True},
+    "planes": {"ranks": [(24, 20), (9, 16), (8, 0)], "bits": 3},
+    "no keys": {"ranks": [(0, 8), (0, 16), (0, 3)]},
+    "no values": {"ranks": [(8, 0), (16, 0), (3, 0)]},
+}
+
+
+@pytest.mark.parametrize("queries", [1, 4, 7])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_reference_is_the_formula(name: str, queries: int) -> None:
+    layout = per_head(**{"page": 16, "itemsize": 4} | LAYOUTS[name])
+    case = Case.of(layout, LENGTHS, queries, torch.float32)
+    found = decode_reference(*case.args)
+    assert found.shape == case.out.shape and found.dtype is torch.float32
+    assert error(found, case.out) < 1e-5
+    assert not found[2].any()  # no rows in any group
+
+
+def test_reference_in_any_order_of_groups() -> None:
+    layout = per_head([(8, 16), (24, 4), (0, 12)], page=8, itemsize=4)
+    case = Case.of(replace(layout, groups=layout.groups[::-1]), LENGTHS, 2, torch.float32)
+    assert error(decode_reference(*case.args), case.out) < 1e-5
+
+
+def test_reference_without_any_row() -> None:
+    layout = per_head([(8, 16), (24, 4)], page=8)
+    case = Case.of(layout, [[0, 0]], 2, torch.float16)
+    found = decode_reference(*case.args)
+    assert found.shape == (1, 4, 16) and found.dtype is torch.float16 and not found.any()
+
+
+# -- what the kernels read ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks": [(64, 64)] * 2},
+        {"ranks": [(0, 16), (96, 0)], "bits": 4, "zeros": True},
+        {"ranks": [(0, 0), (2, 4)], "bits": 8},
+        {"ranks": [(64, 64)], "bits": 4, "itemsize": 4},
+        {"ranks": [(0, 5)]},
+        {"ranks": [(0, 0)]},
+        {"ranks": [(64, 64)], "sub_group": 8},
+    ],
+)
+def test_supported(options: dict) -> None:
+    assert supports(per_head(page=16, **options).groups)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks": [(64, 64)], "itemsize": 4},
+        {"ranks": [(64, 64)], "bits": 3},
+        {"ranks": [(64, 62)], "bits": 4},
+        {"ranks": [(64, 63)], "bits": 8},
+        {"ranks": [(64, 64)], "bits": 4, "sub_group": 32},
+        {"ranks": [(64, 64)], "bits": 4, "kivi": True},
+    ],
+)
+def test_not_supported(options: dict) -> None:
+    assert not supports(per_head(page=16, **options).groups)
+
+
+def mixed(*bits: tuple[int, int], **options) -> CacheLayout:
+    """16 keys and 16 values of every head, in so many bits."""
+    latents = [
+        Latent(side=side, heads=(head,), rank=16, tiers=((16, each[i]),))
+        for i, side in enumerate("kv")
+        for head, each in enumerate(bits)
+    ]
+    return one_layer(latents, page=16, **options)
+
+
+def test_bits_are_one_number_a_side() -> None:
+    assert supports(mixed((8, 4), (8, 4), zeros=True).groups)
+    assert supports(mixed((16, 8), (16, 8), zeros=True).groups)
+    assert not supports(mixed((8, 4), (4, 4), zeros=True).groups)
+    assert not supports(mixed((8, 4), (8, 4)).groups)  # fp8 scales
+    assert not supports(mixed((16, 8), itemsize=4, zeros=True).groups)
+
+
+def test_shared_latents_are_not_supported() -> None:
+    for latent in (
+        Latent(side="kv", heads=(0,), rank=16),
+        Latent(side="k", heads=(0, 1), rank=16),
+    ):
+        assert not supports(one_layer([latent], page=16).groups)
+
+
+def described(groups: tuple[Group, ...], queries: int = 4) -> DecodeGroups:
+    return decode_groups(groups, queries, torch.device("cpu"))
+
+
+def test_groups_of_whole_numbers() -> None:
+    found = described(per_head([(48, 16), (0, 32)], page=16).groups)
+    # 16 rows of 48 keys; values begin behind them, or at once where there are none.
+    assert found.table.tolist() == [
+        [48, 16, 48, 16, 768, 1024, 0, 0],
+        [0, 32, 0, 32, 0, 512, 0, 4],
+    ]
+    assert found.widths == (48, 32) and found.narrowest == (0, 16) and found.bits == (16, 16)
+    assert found.align == 16 and not found.zeros and not found.paired and found.page == 16
+    assert not found.exact(48, 32)
+
+
+def test_groups_of_codes() -> None:
+    found = described(per_head([(64, 32)] * 2, page=32, bits=4, zeros=True).groups, queries=7)
+    # 32 rows of 32 and of 16 bytes, then two scales and two zeros a row.
+    row = [64, 32, 16, 8, 512, 768, 4]
+    assert found.table.tolist() == [[*row, 0], [*row, 7]]
+    assert found.bits == (4, 4) and found.zeros and found.paired and found.align == 8
+    assert found.exact(64, 32) and not found.exact(64, 64)
+
+
+def test_one_scale_is_no_pair() -> None:
+    found = described(per_head([(8, 8), (0, 6)], page=16, bits=8).groups)
+    assert not found.paired and found.align == 1
+    assert found.table[1].tolist() == [0, 6, 0, 3, 0, 48, 1, 4]
+    assert described(mixed((16, 8), zeros=True).groups).bits == (16, 8)
+
+
+# -- who runs it --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """Sets the backend; what is chosen once a process is chosen again."""
+
+    def change(name: str | None) -> None:
+        use_triton.cache_clear()
+        if name is None:
+            monkeypatch.delenv("KVFOLD_BACKEND", raising=False)
+        else:
+            monkeypatch.setenv("KVFOLD_BACKEND", name)
+
+    yield change
+    use_triton.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "name,installed,cpu,cuda",
+    [
+        (None, True, False, True),
+        ("auto", True, False, True),
+        ("auto", False, False, False),
+        ("triton", True, True, True),
+        ("reference", True, False, False),
+        ("reference", False, False, False),
+    ],
+)
+def test_backend(name, installed, cpu, cuda, choose, monkeypatch, caplog) -> None:
+    choose(name)
+    monkeypatch.setattr(backend, "find_spec", lambda _: object() if installed else None)
+    with caplog.at_level(logging.INFO, logger="kvfold"):
+        assert [use_triton("cpu"), use_triton("cuda"), use_triton("cuda")] == [cpu, cuda, cuda]
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2  # once a type of device
+    assert f"cuda: {'triton' if cuda else 'reference'}" in lines[1]
+
+
+def test_unknown_backend(choose) -> None:
+    choose("cuda")
+    with pytest.raises(ValueError, match="one of auto, triton, reference; got 'cuda'"):
+        use_triton("cpu")
+
+
+def test_triton_is_missing(choose, monkeypatch) -> None:
+    choose("triton")
+    monkeypatch.setattr(backend, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="pip install triton"):
+        use_triton("cpu")
+
+
+def test_decode_is_the_reference_without_kernels(choose) -> None:
+    choose("reference")
+    case = Case.of(per_head([(8, 16), (24, 4)], page=8), [[3, 20]], 2, torch.float16)
+    assert torch.equal(decode(*case.args), decode_reference(*case.args))
+
+
+# -- tuning -------------------------------------------------------------------------------------
+
+
+def shape(about: DecodeGroups, queries: int) -> Shape:
+    return Shape(bits=about.bits, widths=about.widths, page=about.page, queries=queries)
+
+
+def test_what_was_measured_is_used() -> None:
+    for known, cut in table().items():
+        bits = None if known.bits == (16, 16) else known.bits[0]
+        groups = per_head([known.widths] * 2, page=known.page, bits=bits).groups
+        assert shape(described(groups), known.queries) == known
+        for queries in (1, known.queries // 2, known.queries):
+            assert tuning_for(described(groups, queries), queries) == cut
+
+
+def test_every_cut_can_be_launched() -> None:
+    assert FILE.exists() and table()
+    for known, cut in table().items():
+        assert known.page % cut.block == 0 or cut.block % known.page == 0, known
+        assert cut.block >= 16 and cut.warps in (1, 2, 4, 8) and cut.slices >= 1, known
+        assert min(cut.block, known.widths[1] * known.bits[1] // 16) // 16 >= cut.warps, known
+
+
+@pytest.mark.parametrize("ranks", [[(0, 0)], [(16, 48)], [(100, 128)], [(256, 256)]])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("page,queries", [(16, 1), (32, 4), (64, 16), (128, 8)])
+def test_others_take_the_nearest(ranks: Ranks, bits, page: int, queries: int) -> None:
+    about = described(per_head(ranks, page=page, bits=bits).groups, queries)
+    cut = tuning_for(about, queries)
+    assert page % cut.block == 0 or cut.block % page == 0
+    if cut not in table().values():
+        assert cut.registers is None and cut.slices <= Tuning().slices
+
+
+def test_nearest_is_near() -> None:
+    """Bits before bytes of a row, before the page, before queries."""
+    wanted = Shape(bits=(8, 4), widths=(64, 64), page=32, queries=8)
+    far = [
+        replace(wanted, queries=16),
+        replace(wanted, page=64),
+        replace(wanted, widths=(64, 128)),
+        replace(wanted, bits=(8, 8)),
+        replace(wanted, bits=(16, 8)),
+    ]
+    assert sorted((far[i] for i in (4, 2, 0, 3, 1)), key=wanted.distance) == far
+    assert wanted.distance(wanted) == (0, 0, 0, 0)

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from cyclopts import App
 
 from kvfold.commands.bench_attention import attention
+from kvfold.commands.bench_decode import decode
 
-BENCHMARKS: dict[str, Callable[..., None]] = {"attention": attention}
+BENCHMARKS: dict[str, Callable[..., None]] = {"attention": attention, "decode": decode}
 
 bench = App(name="bench", help="Measure kernels beside the fastest known baselines.")
 for place, (name, command) in enumerate(BENCHMARKS.items()):

@@ -17,13 +17,14 @@ from kvfold.cache.evict import attention_mass
 from kvfold.cache.layout import Group
 from kvfold.cache.policies import Policy
 from kvfold.cache.pool import Pool
+from kvfold.engine.flat import FlatDecode, flat_layers
 from kvfold.models.adapter import HFAttention, PagedRows
 from kvfold.models.folded import RowView
 from kvfold.ops import kivi, store
 from kvfold.ops.attention import Tables, attention_in_place
 from kvfold.ops.backend import use_triton
 from kvfold.ops.decode import decode, has_kernel, plan_layers
-from kvfold.ops.pages import plan_pages
+from kvfold.ops.pages import locate, plan_pages
 
 if TYPE_CHECKING:
     from kvfold.ops.decode_triton import DecodePlan
@@ -32,17 +33,18 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Kernels:
     """What runs over a pool's pages, chosen once. store: `ops.store` or its kernels; decode:
-    whether decoding has one."""
+    whether decoding has one; flat: the layers that `FlatDecode` does."""
 
     store: ModuleType
     decode: bool
+    flat: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, pool: Pool) -> "Kernels":
         layout, device = pool.layout, pool.device.type
         layers = [layout.groups[where] for where in layout.layer_groups]
         if not use_triton(device) or layout.kivi:
-            return cls(store, False)
+            return cls(store, False, flat_layers(pool))
         from kvfold.ops import store_triton
 
         return cls(store_triton, has_kernel(layers, device))
@@ -53,7 +55,8 @@ class Part:
     """Tokens begin..begin + B * T of the packed row: T queries each of the sequences `slots` [B].
 
     positions int [B, T]; sizes: of every layer, rows of the longest group; stop: an upper bound of
-    positions; prompt_lengths [B] where the attention of these queries is observed, else None.
+    positions; prompt_lengths [B] where the attention of these queries is observed, else None;
+    decode: T is 1, and no row of these sequences comes after their queries.
     """
 
     begin: int
@@ -62,6 +65,7 @@ class Part:
     sizes: Sequence[int]
     stop: int
     prompt_lengths: Tensor | None = None
+    decode: bool = False
 
     def of(self, packed: Tensor) -> Tensor:
         """This part of packed [1, H, N, n] as [B, H, T, n]."""
@@ -95,6 +99,8 @@ class PagedStep(PagedRows):
         self.kernels, self.fill = kernels, fill
         self.plans: list[DecodePlan] = []  # of the decoding part
         self.slots, self.index, self.positions = slots, index, positions
+        layers = kernels.flat
+        self.flat = {x.begin: FlatDecode(pool, x, layers, policy) for x in parts if x.decode}
         sizes = {group.layout.page_units for group in pool.layout.groups}
         self.one_table = len(sizes) == 1 and pool.device.type == "cpu"
 
@@ -131,8 +137,10 @@ class PagedStep(PagedRows):
         """q [B, Hq, T, .] -> [B, T, D]."""
         if self.kernels.decode and self._looks_at_all(module, part):
             return self._decode(module, part, q, groups, pages, lengths)
-        if self._in_place(module, part, groups):
-            return self._attend_in_place(module, part, q, groups, pages, lengths)
+        if part.decode and self._is_flat(module):
+            if self._in_place(part, groups):
+                return self._attend_in_place(module, part, q, groups, pages, lengths)
+            return self.flat[part.begin].attend(module, q)
         arena, counts = self.pool.arena, lengths[part.slots]
         dtype = module.o_proj.weight.dtype
         gather = self.kernels.store.gather if self.fill is None else kivi.gather
@@ -183,14 +191,14 @@ class PagedStep(PagedRows):
         out = decode(q[:, :, 0], *place, module.scaling, self.plans[module.layer_idx])
         return module.output(out[:, :, None])
 
-    def _in_place(self, module: HFAttention, part: Part, groups: Sequence[Group]) -> bool:
-        """Whether one query a sequence can read its rows where they lie."""
-        return (
-            self.one_table
-            and self._looks_at_all(module, part)
-            and len(groups) == module.geometry.num_kv_heads
-            and plan_pages(tuple(groups), self.pool.device).in_place
-        )
+    def _is_flat(self, module: HFAttention) -> bool:
+        layer = module.layer_idx
+        return layer in self.kernels.flat and self.windows[layer] is None
+
+    def _in_place(self, part: Part, groups: Sequence[Group]) -> bool:
+        """Whether rows can be read where they lie."""
+        plan = plan_pages(tuple(groups), self.pool.device)
+        return self.one_table and part.prompt_lengths is None and plan.in_place
 
     def _attend_in_place(
         self,
@@ -204,7 +212,7 @@ class PagedStep(PagedRows):
         """The same for q [B, Hq, 1, d]: a decoding query sees all rows of its sequence."""
         size, page = part.sizes[module.layer_idx], self.pool.layout.page
         place = self.pool.arena, pages, groups, part.slots, lengths[part.slots], size
-        table, index, valid = store.locate(*place)
+        table, index, valid = locate(*place)
         q = q.unflatten(1, (len(groups), -1))[..., 0, :]
         out = attention_in_place(q, table, index, valid, page, module.scaling)
         return module.output(out.flatten(1, 2)[:, :, None])

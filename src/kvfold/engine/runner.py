@@ -12,6 +12,7 @@ from torch import Tensor
 from kvfold.cache import evict
 from kvfold.cache.policies import Budget, Policy
 from kvfold.cache.pool import Pool
+from kvfold.engine.graphs import DecodeGraphs
 from kvfold.engine.paged import Kernels, PagedStep, Part
 from kvfold.engine.sequence import Batch, CacheParams, Piece, Sequence
 from kvfold.models.families import attention_windows
@@ -47,9 +48,17 @@ class ModelRunner:
         assert tracked, "layers with a sliding window need positions, to free what is behind it"
         self.device, self.kernels = pool.device, Kernels.of(pool)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
+        graphs = self.kernels.decode and self.device.type == "cuda" and self._plain_decode()
+        self.graphs = DecodeGraphs(self._decode, self.device) if graphs else None
         groups = pool.layout.groups
         self.page_units = self._tensor([group.layout.page_units for group in groups])
         self.layer_of_group = self._tensor([group.layer for group in groups])
+
+    def _plain_decode(self) -> bool:
+        """Whether every decoding query reads all rows of its sequence by a kernel, unobserved."""
+        keys = {layer.keys for layer in self.pool.layout.spec.layers}
+        watched = self.policy is not None and self.policy.continual
+        return "pre" not in keys and not self.sliding and not watched
 
     def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -64,7 +73,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
-        """Store every piece's rows; logits fp32 [pieces with logits, V]."""
+        """Store every piece's rows; logits fp32 [pieces with logits, V], which the next call may
+        overwrite."""
+        if self.graphs is not None and self.graphs.fits(batch):
+            return self.graphs.run(batch)
         hidden = self._hidden(batch)
         ends, end = [], 0
         for piece in batch.pieces:
@@ -88,17 +100,37 @@ class ModelRunner:
         positions = self._tensor(
             [piece.start + i for piece in batch.pieces for i in range(len(piece.tokens))]
         )
-        with self._paged_attention():
-            out = self.model.base_model(
-                input_ids=self._tensor(tokens)[None],
-                position_ids=positions[None],
-                past_key_values=self._step(batch, positions),
-                use_cache=False,
-            )
+        hidden = self._forward(self._tensor(tokens), positions, self._step(batch, positions))
         for piece in batch.pieces if self.sliding else ():
             self._slide(piece.sequence.open_slot, piece.start + len(piece.tokens))
+        return hidden
+
+    def _forward(self, tokens: Tensor, positions: Tensor, step: PagedStep) -> Tensor:
+        """tokens, positions int64 [N] -> last hidden states [N, D]."""
+        with self._paged_attention():
+            out = self.model.base_model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                past_key_values=step,
+                use_cache=False,
+            )
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
+
+    def _decode(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        """One token a sequence, with nothing from the host: logits fp32 [B, V]."""
+        num_layers = len(self.windows)
+        part = Part(
+            begin=0,
+            slots=slots,
+            positions=positions[:, None],
+            sizes=[0] * num_layers,  # kernels do not ask
+            stop=0,
+            decode=True,
+        )
+        last = torch.full_like(slots, -1)
+        step = self._paged_step([part], slots, last, positions)
+        return self._logits(self._forward(tokens, positions, step))
 
     @contextmanager
     def _paged_attention(self) -> Iterator[None]:
@@ -119,11 +151,22 @@ class ModelRunner:
         if self.pool.layout.kivi:
             rows = (self.pool.host_lengths[slots, 0] + index).tolist()
             fill = kivi.Fill.of(slots, rows, self.pool.layout.page, self.device)
+        parts = self._parts(batch, positions)
+        return self._paged_step(parts, self._tensor(slots), self._tensor(index), positions, fill)
+
+    def _paged_step(
+        self,
+        parts: list[Part],
+        slots: Tensor,
+        index: Tensor,
+        positions: Tensor,
+        fill: kivi.Fill | None = None,
+    ) -> PagedStep:
         return PagedStep(
             self.pool,
-            self._parts(batch, positions),
-            self._tensor(slots),
-            self._tensor(index),
+            parts,
+            slots,
+            index,
             positions.int(),
             self.windows,
             self.policy,
@@ -176,6 +219,7 @@ class ModelRunner:
             sizes=[int(rows[where].max()) for where in self.pool.layout.layer_groups],
             stop=max(piece.start + len(piece.tokens) for piece in pieces),
             prompt_lengths=self._tensor(lengths) if watch else None,
+            decode=queries == 1 and pieces[0].is_decode,
         )
 
     # -- eviction -----------------------------------------------------------------------------

@@ -107,6 +107,11 @@ class FoldedAttention(nn.Module):
         skip = "k" if self.keys_online else ""
         return tuple(latent for latent in self.spec.latents if latent.side != skip)
 
+    @property
+    def value_width(self) -> int:
+        """Numbers of the widest latent of values: of an attention output that `output` takes."""
+        return self._values.widest
+
     # -- contract -----------------------------------------------------------------------------
 
     def normalize_queries(self, q: Tensor) -> Tensor:

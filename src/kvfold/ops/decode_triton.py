@@ -22,6 +22,7 @@ from torch import Tensor
 from kvfold.ops.decode import DecodeGroups, HeadGroup, decode_groups
 from kvfold.ops.pages import words_of
 from kvfold.ops.plan import Slices, stream_k
+from kvfold.ops.tuning import Tuning, tuning_for
 
 LOG2_E = 1.4426950408889634
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
@@ -46,37 +47,31 @@ def unpack(words, BITS: tl.constexpr):
     8 bits: 1024 + c. 4 bits: 1024 + c, 1024 + 16 c, 1024 + c, 1024 + 16 c.
     """
     if BITS == 16:
-        return words, words, words, words
-    if BITS == 8:
+        a, b, c, d = words, words, words, words
+    elif BITS == 8:
         if INTERPRET:
             a, b = _field(words, 0, 0xFF), _field(words, 8, 0xFF)
-            return a, b, a, a
-        a, b = tl.inline_asm_elementwise(
-            _BYTES, "=&r,=r,r", [words], dtype=(tl.uint16, tl.uint16), is_pure=True, pack=2
+        else:
+            a, b = tl.inline_asm_elementwise(
+                _BYTES, "=&r,=r,r", [words], dtype=(tl.uint16, tl.uint16), is_pure=True, pack=2
+            )
+            a, b = a.to(tl.float16, bitcast=True), b.to(tl.float16, bitcast=True)
+        c, d = a, a
+    elif INTERPRET:
+        a, b = _field(words, 0, 0xF), _field(words, 0, 0xF0)
+        c, d = _field(words, 8, 0xF), _field(words, 8, 0xF0)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _NIBBLES,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16),
+            is_pure=True,
+            pack=2,
         )
         a, b = a.to(tl.float16, bitcast=True), b.to(tl.float16, bitcast=True)
-        return a, b, a, a
-    if INTERPRET:
-        return (
-            _field(words, 0, 0xF),
-            _field(words, 0, 0xF0),
-            _field(words, 8, 0xF),
-            _field(words, 8, 0xF0),
-        )
-    a, b, c, d = tl.inline_asm_elementwise(
-        _NIBBLES,
-        "=&r,=&r,=&r,=&r,r",
-        [words],
-        dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16),
-        is_pure=True,
-        pack=2,
-    )
-    return (
-        a.to(tl.float16, bitcast=True),
-        b.to(tl.float16, bitcast=True),
-        c.to(tl.float16, bitcast=True),
-        d.to(tl.float16, bitcast=True),
-    )
+        c, d = c.to(tl.float16, bitcast=True), d.to(tl.float16, bitcast=True)
+    return a, b, c, d
 
 
 @triton.jit
@@ -142,7 +137,7 @@ def _tile(
     inside: rows that exist, of which MASKED says whether some do not. EXACT: all rows are as wide
     as the tile.
     """
-    LOW: tl.constexpr = 0.0 if ZEROS else (2**VALUE_BITS - 1) / 2
+    LOW: tl.constexpr = (2**VALUE_BITS - 1) / 2
     top, mass, floor, acc0, acc1, acc2, acc3 = state
     q0, q1, q2, q3, low, total = queries
     key_row, value_row, value_start, scale_start, scale_row, key_codes, value_codes = group
@@ -189,7 +184,8 @@ def _tile(
     v0, v1, v2, v3 = unpack(v, VALUE_BITS)
     if VALUE_BITS < 16:
         if ZEROS:
-            floor = floor * fade + p * value_zero[:, None]
+            # In the middle of the codes: what is weighed by rounded weights is then small.
+            floor = floor * fade + p * (value_zero + LOW * value_scale)[:, None]
         p *= value_scale[:, None]
     w = p.to(v0.dtype)
     if VALUE_BITS == 16:
@@ -238,7 +234,7 @@ def decode_kernel(
     end_tile = tl.load(starts + 2 * slice + 3)
     head = tl.arange(0, GP)
     row, value_word = tl.arange(0, BLOCK), tl.arange(0, WV)
-    while item <= end_item:
+    while (item < end_item) | ((item == end_item) & (tile < end_tile)):
         which = item
         if ORDER:
             which = tl.load(order + item)
@@ -372,18 +368,6 @@ def combine_kernel(
         tl.store(lse + row, top + tl.log2(mass) if count > 0 else float("-inf"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """How a kernel is cut: rows a tile, tiles in flight, warps, slices a multiprocessor, and most
-    registers a thread."""
-
-    block: int = 32
-    stages: int = 3
-    warps: int = 1
-    slices: int = 8
-    registers: int | None = None
-
-
 @dataclass(frozen=True)
 class DecodePlan:
     """One layer's slices, and where their parts go: room that layers share."""
@@ -418,10 +402,6 @@ def plan_layers(
     part_ml = torch.empty(number, 2, part.shape[1], device=lengths.device)
     each = zip(slices.starts, slices.firsts, slices.counts, strict=True)
     return [DecodePlan(Slices(*one), tuning, part, part_ml) for one in each]
-
-
-def tuning_for(about: DecodeGroups, queries: int) -> Tuning:
-    return Tuning(block=min(32, about.page))
 
 
 OVERHEAD = 512  # cost of beginning an item, in bits of a row
@@ -460,7 +440,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """`decode.decode_reference` on the device. Returns the outputs and the log2-sum-exp2 of the
     scores, fp32 [B, Hq]."""
-    queries = q.shape[1] // len(groups)
+    q, queries = q.contiguous(), q.shape[1] // len(groups)
     about = decode_groups(tuple(groups), queries, q.device)
     plan = plan or plan_layers([groups], lengths[slots], queries)[0]
     slices, tuning = plan.slices, plan.tuning

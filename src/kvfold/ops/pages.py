@@ -17,6 +17,7 @@ from torch import Tensor
 
 UNIT = 64  # bytes that a page offset counts
 CHANNELS, SCALES, POSITIONS, METRICS = -4, -3, -2, -1  # the last blocks of every page
+CHUNK = 8  # pages that `locate` keeps together: their keys or values fit a core's cache
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -65,6 +66,7 @@ class PageLayout(Protocol):
 
 class Group(Protocol):
     """What is read of kvfold.cache.layout.Group."""
+
     @property
     def layout(self) -> PageLayout: ...
 
@@ -176,9 +178,9 @@ def plan_pages(groups: tuple[Group, ...], device: torch.device) -> Plan:
     for name in ("page", "itemsize", "zeros", "tracked"):
         found = {getattr(group.layout, name) for group in groups}
         assert len(found) == 1, f"groups of a layer differ in {name}: {found}"
-    members: dict[tuple[tuple[int, int, bool], ...], list[int]] = {}
+    members: dict[tuple[tuple[str, int, int, bool], ...], list[int]] = {}
     for number, group in enumerate(groups):
-        key = tuple((x.width, x.bits, x.per_channel) for x in group.layout.segments)
+        key = tuple((x.side, x.width, x.bits, x.per_channel) for x in group.layout.segments)
         members.setdefault(key, []).append(number)
     kinds: list[Kind] = []
     segments: list[Segment] = []  # in packed order
@@ -257,3 +259,34 @@ def _kind(
 def words_of(arena: Tensor, dtype: torch.dtype) -> Tensor:
     """The arena's whole units (a writable view), as numbers of `dtype`."""
     return arena[: arena.numel() // UNIT * UNIT].view(dtype)
+
+
+def locate(
+    arena: Tensor,
+    tables: Tensor,
+    groups: Sequence[Group],
+    slots: Tensor,
+    lengths: Tensor,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the first lengths[b, g] rows lie, for groups whose plan is `in_place` and an arena of
+    such pages alone.
+
+    Arguments as of `store.gather`, lengths at least 1. Returns the arena as rows fp32 [., w], int32
+    [B, G, c, s] which of them are the keys (values are P further on), c chunks of some pages, and
+    bool [B, G, c, s] which are rows of the group: the others name its first.
+    """
+    plan = plan_pages(tuple(groups), arena.device)
+    assert plan.in_place, "pages are not rows of one width"
+    (kind,), num_pages = plan.kinds, -(-size // plan.page)
+    width = kind.layout.segments[0].width
+    floats = words_of(arena, torch.float32)
+    table = floats[: floats.numel() // width * width].view(-1, width)
+    column = torch.arange(-(-num_pages // CHUNK) * CHUNK, device=arena.device)
+    row = torch.arange(plan.page, dtype=torch.int32, device=arena.device)
+    pages = tables[slots[:, None, None], kind.numbers[:, None], column.clamp(max=num_pages - 1)]
+    first = pages[..., None] // kind.layout.page_units * (2 * plan.page)
+    valid = column.int()[:, None] * plan.page + row < lengths[..., None, None]
+    index = torch.where(valid, first + row, first[..., :1, :])
+    index, valid = (x.unflatten(2, (-1, CHUNK)).flatten(3) for x in (index, valid))
+    return table, index, valid

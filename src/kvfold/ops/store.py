@@ -34,8 +34,6 @@ from kvfold.ops.pages import (
     words_of,
 )
 
-CHUNK = 8  # pages that `locate` keeps together: their keys or values fit a core's cache
-
 
 @dataclass(frozen=True)
 class StoredRows:
@@ -113,37 +111,6 @@ def gather(
             positions[:, kind.numbers] = found.flatten(2)
     rows = (packed if plan.even else plan.unpack(packed))[:, :size]
     return StoredRows(rows, valid[..., :size], positions[..., :size])
-
-
-def locate(
-    arena: Tensor,
-    tables: Tensor,
-    groups: Sequence[Group],
-    slots: Tensor,
-    lengths: Tensor,
-    size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the first lengths[b, g] rows lie, for groups whose plan is `in_place` and an arena of
-    such pages alone.
-
-    Arguments as of `gather`, lengths at least 1. Returns the arena as rows fp32 [., w], int32
-    [B, G, c, s] which of them are the keys (values are P further on), c chunks of some pages, and
-    bool [B, G, c, s] which are rows of the group: the others name its first.
-    """
-    plan = plan_pages(tuple(groups), arena.device)
-    assert plan.in_place, "pages are not rows of one width"
-    (kind,), num_pages = plan.kinds, -(-size // plan.page)
-    width = kind.layout.segments[0].width
-    floats = words_of(arena, torch.float32)
-    table = floats[: floats.numel() // width * width].view(-1, width)
-    column = torch.arange(-(-num_pages // CHUNK) * CHUNK, device=arena.device)
-    row = torch.arange(plan.page, dtype=torch.int32, device=arena.device)
-    pages = tables[slots[:, None, None], kind.numbers[:, None], column.clamp(max=num_pages - 1)]
-    first = pages[..., None] // kind.layout.page_units * (2 * plan.page)
-    valid = column.int()[:, None] * plan.page + row < lengths[..., None, None]
-    index = torch.where(valid, first + row, first[..., :1, :])
-    index, valid = (x.unflatten(2, (-1, CHUNK)).flatten(3) for x in (index, valid))
-    return table, index, valid
 
 
 def add_metrics(

@@ -1,0 +1,221 @@
+"""Attention over rebuilt keys: the reference against float64, the kernels against the reference.
+
+Without a GPU the kernels run in Triton's interpreter.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+from kvfold.cache.layout import cache_layout  # noqa: E402
+from kvfold.ops import rebuild, rebuild_triton, store  # noqa: E402
+from kvfold.ops.rebuild import KeyMaps, supports  # noqa: E402
+from kvfold.ops.rebuild_triton import Pass, Tuning, rope_table  # noqa: E402
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+SMALL = Tuning(scores=Pass(block=16, slices=1), values=Pass(block=16, slices=1))
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Memory that nobody has written holds NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def latents(kind: str, keys: list[int], values: int) -> tuple[Latent, ...]:
+    """lean: keys per head, values of all; palu: both per head; small: one latent of all."""
+    heads = tuple(range(len(keys)))
+    if kind == "small":
+        return (Latent(side="kv", heads=heads, rank=values),)
+    found = tuple(Latent(side="k", heads=(h,), rank=r) for h, r in enumerate(keys))
+    if kind == "lean":
+        return (*found, Latent(side="v", heads=heads, rank=values))
+    return found + tuple(Latent(side="v", heads=(h,), rank=values - 16 * h) for h in heads)
+
+
+class Case:
+    """Sequences of random rows, positions in no order, their pages shuffled, the rest NaN."""
+
+    def __init__(self, kind, keys, values, lengths, *, d=32, queries=2, rotary=None, page=16,
+                 bits=None, zeros=False, tracked=False, scaling=1.0, seed=0):  # fmt: skip
+        chance = torch.Generator().manual_seed(seed)
+        random = lambda *shape: torch.randn(shape, generator=chance)  # noqa: E731
+        heads = len(keys)
+        geometry = Geometry(
+            hidden_size=8, num_query_heads=heads * queries, num_kv_heads=heads, head_dim=d,
+            num_layers=1, rope=True, key_norm=False, scaling=0.1,
+        )  # fmt: skip
+        self.layer = LayerSpec(keys="pre", values="fused", latents=latents(kind, keys, values))
+        layout = cache_layout(
+            CacheSpec(geometry=geometry, layers=(self.layer,)),
+            page=page, bits=bits, zeros=zeros, tracked=tracked,
+        )  # fmt: skip
+        self.groups, batch = layout.groups, len(lengths)
+        counts = torch.tensor(lengths)[:, None] - torch.arange(len(self.groups))
+        self.lengths = counts.clamp(min=0).int()
+        self._fill(layout.page, batch, max(lengths), chance)
+        self.slots = torch.randperm(batch, generator=chance).to(DEVICE)
+        rotary = rotary or d
+        up = random(heads, d, max([values] if kind == "small" else keys)) * 0.2
+        for h, rank in enumerate(keys if kind != "small" else []):
+            up[h, :, rank:] = 0
+        inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
+        self.maps = KeyMaps(
+            up.half().to(DEVICE), random(heads, d).half().to(DEVICE), inv_freq.to(DEVICE), scaling
+        )
+        self.rope = rope_table(self.maps.inv_freq, 512, d)
+        self.q = random(batch, heads * queries, d).half().to(DEVICE)
+
+    def _fill(self, page: int, batch: int, longest: int, chance: torch.Generator) -> None:
+        num_groups = len(self.groups)
+        units = [group.layout.page_units for group in self.groups]
+        shape = (batch, num_groups, max(1, -(-longest // page)))
+        order = torch.randperm(torch.Size(shape).numel(), generator=chance)
+        sizes = torch.tensor(units)[None, :, None].expand(shape).flatten()[order]
+        tables = torch.empty_like(order)
+        tables[order] = sizes.cumsum(0) - sizes
+        self.tables = tables.view(shape).int().to(DEVICE)
+        self.arena = torch.full((int(sizes.sum()) * 64,), 0xFF, dtype=torch.uint8, device=DEVICE)
+        index = torch.arange(longest)[:, None].expand(-1, num_groups)
+        for b in range(batch):
+            rows = torch.randn(longest, self.layer.row_width, generator=chance).half()
+            for group, count in zip(self.groups, self.lengths[b].tolist(), strict=True):
+                for x in group.layout.segments:
+                    rows[count:, x.start : x.start + x.width] = torch.nan
+            at = torch.randperm(512, generator=chance)[:longest].int()
+            args = [x.to(DEVICE) for x in (rows, torch.full((longest,), b), index, at)]
+            store.append(self.arena, self.tables, self.groups, *args)
+
+    def run(self, function, **options) -> Tensor:
+        return function(
+            self.q, self.arena, self.tables, self.lengths.to(DEVICE), self.layer, self.groups,
+            self.slots, 0.1, self.maps, **options,
+        )  # fmt: skip
+
+
+def explicit(case: Case) -> Tensor:
+    """The outputs written out in float64, a head after another."""
+    counts = case.lengths.to(DEVICE)[case.slots]
+    args = (case.arena, case.tables, case.groups, case.slots, counts)
+    stored = store.gather(*args, torch.float16)
+    layer, queries = case.layer, case.q.shape[1] // len(case.maps.up)
+    widest = max(x.rank for x in layer.value_latents)
+    out = torch.zeros(*case.q.shape[:2], widest, dtype=torch.float64, device=DEVICE)
+    for b, head in torch.cartesian_prod(*map(torch.arange, case.q.shape[:2])).tolist():
+        h = head // queries
+        g = next(g for g, group in enumerate(case.groups) if h in group.heads)
+        keys, values = (
+            next(x for x in side if h in x.heads)
+            for side in (layer.key_latents, layer.value_latents)
+        )
+        rows = stored.rows[b, : counts[b, g]].double()
+        up, mean = case.maps.up[h, :, : keys.rank].double(), case.maps.mean[h].double()
+        k = rows[:, layer.columns(keys)] @ up.T + mean
+        half = case.maps.rotary // 2
+        angles = stored.positions[b, g, : counts[b, g], None] * case.maps.inv_freq.double()
+        turn = torch.polar(torch.full_like(angles, case.maps.scaling), angles)
+        turned = torch.complex(k[:, :half], k[:, half : 2 * half]) * turn
+        k = torch.cat((turned.real, turned.imag, k[:, 2 * half :]), -1)
+        weights = (k @ case.q[b, head].double() * 0.1).softmax(0)
+        out[b, head, : values.rank] = weights @ rows[:, layer.columns(values)]
+    return out
+
+
+def error(case: Case, tuning: Tuning = SMALL) -> float:
+    """Of the kernels, relative to float64."""
+    assert supports(case.layer, case.groups)
+    want = explicit(case).float()
+    out, _ = case.run(rebuild_triton.decode, rope=case.rope, tuning=tuning)
+    return float((out.float() - want).norm() / want.norm())
+
+
+KINDS = [("lean", [16, 48], 64), ("palu", [48, 48], 64), ("small", [0, 0], 48)]
+
+
+@pytest.mark.parametrize("kind,keys,values", KINDS)
+def test_reference(kind: str, keys: list[int], values: int) -> None:
+    case = Case(kind, keys, values, [37, 0, 16, 2], tracked=True, rotary=16, scaling=1.2)
+    found = case.run(rebuild.decode_reference, dtype=torch.float64)
+    torch.testing.assert_close(found.double(), explicit(case), rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("kind,keys,values", KINDS)
+def test_sixteen_bits(kind: str, keys: list[int], values: int, tracked: bool) -> None:
+    """Ragged ranks; no rows, a full tile, one row more than a group has; positions in no order."""
+    assert error(Case(kind, keys, values, [33, 0, 16, 1], tracked=tracked)) < 1e-3
+
+
+@pytest.mark.parametrize("kind,bits,zeros", [
+    ("lean", 8, False), ("lean", 4, True), ("palu", 8, True), ("palu", 4, False),
+    ("small", 4, True), ("small", 8, False),
+])  # fmt: skip
+def test_codes(kind: str, bits: int, zeros: bool) -> None:
+    """Rows of an odd number of scales too, and of one scale for keys and values."""
+    keys, values = next((k, v) for name, k, v in KINDS if name == kind)
+    assert error(Case(kind, keys, values, [21], bits=bits, zeros=zeros, tracked=zeros)) < 1e-3
+
+
+@pytest.mark.parametrize("options", [
+    {"rotary": 8, "scaling": 1.3},  # partial, as of GPT-NeoX, and scaled, as of YaRN
+    {"d": 80, "queries": 1},  # no power of 2
+    {"page": 32, "queries": 7},  # tiles smaller than a page
+    {"page": 8, "queries": 3, "tracked": True},  # and larger
+])  # fmt: skip
+def test_shapes(options: dict) -> None:
+    assert error(Case("lean", [32, 16], 32, [40], **options)) < 1e-3
+
+
+def test_slices_and_tiles_do_not_matter() -> None:
+    """Parts of an item are merged; value tiles may be smaller than score tiles; equal again."""
+    case, found = Case("lean", [16, 16], 32, [70, 0, 3], queries=1), []
+    for score_block, value_block, slices in ((64, 64, 1), (32, 16, 2)):
+        tuning = Tuning(
+            scores=Pass(block=score_block, slices=slices),
+            values=Pass(block=value_block, slices=slices),
+        )
+        run = lambda: case.run(rebuild_triton.decode, rope=case.rope, tuning=tuning)  # noqa: B023, E731
+        out, lse = run()
+        assert torch.equal(out, run()[0])
+        found.append((out, lse))
+    for out, lse in found[1:]:
+        torch.testing.assert_close(out, found[0][0], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(lse, found[0][1], rtol=0, atol=1e-3)
+    assert (found[0][0][case.slots == 1] == 0).all() and (
+        found[0][1][case.slots == 1] == -torch.inf
+    ).all()
+
+
+def test_large_scores_and_means() -> None:
+    case = Case("lean", [16, 16], 32, [40])
+    case.maps.mean.mul_(20)
+    case.q.mul_(3)
+    assert error(case) < 5e-3
+
+
+def test_supports() -> None:
+    case = Case("lean", [16, 16], 32, [1])
+    assert supports(case.layer, case.groups)
+    post = LayerSpec(keys="post", values="fused", latents=case.layer.latents)
+    assert not supports(post, case.groups)
+    assert not supports(*layer_and_groups(bits=2))
+    assert not supports(*layer_and_groups(bits=4, sub_group=16))
+    assert not supports(*layer_and_groups(bits=4, kivi=True))
+    assert not supports(*layer_and_groups(ranks=[16, 0]))
+
+
+def layer_and_groups(ranks: tuple[int, ...] | list[int] = (32, 32), **options):
+    """A lean layer laid out with `options`."""
+    layer = LayerSpec(keys="pre", values="fused", latents=latents("lean", list(ranks), 32))
+    geometry = Geometry(
+        hidden_size=8, num_query_heads=2, num_kv_heads=2, head_dim=32, num_layers=1, rope=True,
+        key_norm=False, scaling=0.1,
+    )  # fmt: skip
+    spec = CacheSpec(geometry=geometry, layers=(layer,))
+    return layer, cache_layout(spec, **options).groups
