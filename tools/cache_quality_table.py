@@ -14,7 +14,9 @@ SECTIONS = ("policies", "metric", "bits", "factor")
 
 def loss(row: dict, original: dict, text: str) -> str:
     """Increase of the loss, nats a token, paired by window, and its standard error."""
-    pairs = zip(row["texts"][text]["window_nll"], original["texts"][text]["window_nll"], strict=True)
+    pairs = zip(
+        row["texts"][text]["window_nll"], original["texts"][text]["window_nll"], strict=True
+    )
     gaps = [after - before for after, before in pairs]
     error = statistics.stdev(gaps) / math.sqrt(len(gaps))
     return f"{statistics.mean(gaps):.4f} ± {error:.4f}"

@@ -25,8 +25,13 @@ timed; all that is compared took turns in one process, each turn with a cold cac
 that must be read: stored numbers and scales. The ceiling is the fastest pure read of memory in the
 same process. Speed-ups are over the fastest bf16 baseline of the same batch B and tokens T, which
 has sequences of equal length and reads the whole cache. Speed says nothing of quality: see
-[methods](methods.md) for what a size costs.
+[quality](quality.md) for what a size costs. [Goals](performance-goals.md) says what was aimed for,
+what was reached and what was not.
 """
+
+STEP = """Random weights in bfloat16, a cache filled as if prompts had been read, greedy sampling; a
+step is everything between tokens, scheduling and sampling included. `transformers` is its dynamic
+cache with SDPA. Predicted: weights and pages."""
 
 Report = dict[str, Any]
 Row = dict[str, Any]
@@ -52,18 +57,19 @@ def page(found: dict[str, Report], plots: Path) -> str:
 def attention_section(stem: str, report: Report, plots: Path) -> str:
     """Decode attention: what was measured, speed-ups, where we lose, everything."""
     rows = report["rows"]
-    pictures = {"speedup": speedup_figure, "ceiling": ceiling_figure}
-    for name, draw in pictures.items():
-        save(draw(rows), plots / f"{stem}-{name}.svg")
     shape = report["settings"]["shape"]
-    speedup, ceiling = (f"{plots.name}/{stem}-{name}.svg" for name in pictures)
     parts = [
         f"## Decode attention, {shape}, {report['versions']['device']}",
         provenance(report),
         "### Speed-up over the fastest baseline",
         speedup_table(rows),
-        f"![Speed-up against tokens of the batch]({speedup})",
-        f"![Share of the ceiling by cache]({ceiling})",
+    ]
+    if len(_cases(rows)) > 1:
+        save(speedup_figure(rows), plots / f"{stem}-speedup.svg")
+        parts.append(f"![Speed-up against tokens of the batch]({plots.name}/{stem}-speedup.svg)")
+    save(ceiling_figure(rows), plots / f"{stem}-ceiling.svg")
+    parts += [
+        f"![Share of the ceiling by cache]({plots.name}/{stem}-ceiling.svg)",
         "### Where it is slower",
         losses(rows),
         "### All times",
@@ -74,12 +80,45 @@ def attention_section(stem: str, report: Report, plots: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def decode_section(stem: str, report: Report, plots: Path) -> str:
+    """The whole engine: milliseconds a step, and memory beside its prediction."""
+    rows, settings = report["rows"], report["settings"]
+    save(step_figure(rows), plots / f"{stem}-steps.svg")
+    lines = [
+        ["B", "T", "cache", "ms", "p10–p90", "tokens/s", "cache GB", "peak GB", "predicted GB"]
+    ]
+    for row in rows:
+        sizes = (row["cache_bytes"], row["peak_bytes"], row["predicted_bytes"])
+        numbers = [f"{row['ms']:.2f}", f"{row['ms_p10']:.2f}–{row['ms_p90']:.2f}"]
+        numbers += [f"{row['tokens_per_s']:.0f}", *(f"{size / 1e9:.1f}" for size in sizes)]
+        lines.append([*map(str, _case(row)), f"`{row['variant']}`", *numbers])
+    batch, tokens = (_joined(case[i] for case in _cases(rows)) for i in range(2))
+    variants = _joined(row["variant"] for row in rows)
+    parts = [
+        f"## Time between tokens, {settings['shape']}, {report['versions']['device']}",
+        f"{made_with(report)}\n\n```\nkvfold bench decode --shape {settings['shape']} \\\n"
+        f"    --batch {batch} --tokens {tokens} --steps {settings['steps']} \\\n"
+        f"    --variants {variants}\n```",
+        STEP,
+        _table(lines, left=(2,)),
+        f"![Milliseconds a step by cache]({plots.name}/{stem}-steps.svg)",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def made_with(report: Report) -> str:
+    """Device and versions."""
+    made = report["versions"]
+    names = [name for name in ("torch", "triton", "transformers", "kvfold") if made.get(name)]
+    with_ = ", ".join(f"{name} {made[name]}" for name in names)
+    return f"{made['device']}; {with_} (commit `{(made['commit'] or 'unknown')[:10]}`)."
+
+
 def provenance(report: Report) -> str:
     """Device, versions, command and ceiling."""
-    made, ceiling = report["versions"], report["ceiling"]
-    with_ = ", ".join(f"{name} {made[name]}" for name in ("torch", "triton", "kvfold"))
+    ceiling = report["ceiling"]
     return (
-        f"{made['device']}; {with_} (commit `{(made['commit'] or 'unknown')[:10]}`).\n"
+        f"{made_with(report)}\n"
         f"Ceiling {ceiling['read_tb_per_s']:.2f} TB/s read ({ceiling['read_by']}), copy"
         f" {ceiling['copy_tb_per_s']:.2f} TB/s.\n\n```\n{command(report['settings'])}\n```"
     )
@@ -206,6 +245,18 @@ def ceiling_figure(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def step_figure(rows: Sequence[Row]) -> Any:
+    """Milliseconds a step, a bar a cache, a group of bars a case."""
+    figure, axes = _figure(7.2, 0.9 + 0.32 * len(rows))
+    labels = [f"{row['variant']}, {row['batch']} x {row['tokens']}" for row in rows]
+    colors = [COLORS[-1] if row["variant"] == "transformers" else COLORS[0] for row in rows]
+    bars = axes.barh(labels, [row["ms"] for row in rows], color=colors, height=0.6)
+    axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=8, color=INK)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds a step")
+    return figure
+
+
 def save(figure: Any, path: Path) -> None:
     """The same bytes for the same figure."""
     import matplotlib
@@ -252,7 +303,10 @@ def _table(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
 
 
-SECTIONS: dict[str, Callable[[str, Report, Path], str]] = {"attention": attention_section}
+SECTIONS: dict[str, Callable[[str, Report, Path], str]] = {
+    "attention": attention_section,
+    "decode": decode_section,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -81,7 +81,9 @@ def _plain(group: HeadGroup) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def decode_groups(groups: tuple[HeadGroup, ...], queries: int, device: torch.device) -> DecodeGroups:
+def decode_groups(
+    groups: tuple[HeadGroup, ...], queries: int, device: torch.device
+) -> DecodeGroups:
     """queries: query heads of a KV head."""
     rows, widths, strides = [], [], []
     for group in groups:

@@ -25,7 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.decode import HeadGroup
-from kvfold.ops.decode_triton import INTERPRET, combine_kernel, unpack
+from kvfold.ops.codes_triton import INTERPRET, unpack
+from kvfold.ops.direct_triton import combine_kernel
 from kvfold.ops.pages import words_of
 from kvfold.ops.plan import Slices, stream_k
 from kvfold.ops.rebuild import KeyMaps, Layer, RebuildGroups, rebuild_groups

@@ -1,0 +1,113 @@
+"""Codes, scales and queries as the decode kernels read them. Triton functions.
+
+Shapes: W 16-bit words of a row, each of C codes; GP padded queries of a KV head.
+
+A code becomes fp16 by setting bits, since 0x6400 | c is 1024 + c: nothing is converted, and 1024 is
+taken off once a query instead of once a token. Every second 4-bit code stays where it is, 16 times
+as large.
+"""
+# mypy: allow-untyped-defs
+
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+# Two words -> their even and odd codes.
+_BYTES = tl.constexpr("prmt.b32 $0, $2, 0x64646464, 0x4240; prmt.b32 $1, $2, 0x64646464, 0x4341;")
+_NIBBLES = tl.constexpr(
+    "{ .reg .b32 t; shr.b32 t, $4, 8;"
+    " lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA; lop3.b32 $1, $4, 0x00F000F0, 0x64006400, 0xEA;"
+    " lop3.b32 $2, t, 0x000F000F, 0x64006400, 0xEA; lop3.b32 $3, t, 0x00F000F0, 0x64006400, 0xEA; }"
+)
+
+
+@triton.jit
+def _field(words, SHIFT: tl.constexpr, MASK: tl.constexpr):
+    return (((words >> SHIFT) & MASK) | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def unpack(words, BITS: tl.constexpr):
+    """uint16 words -> (code 0, .. code 3) of each as fp16; what is not there repeats code 0.
+
+    8 bits: 1024 + c. 4 bits: 1024 + c, 1024 + 16 c, 1024 + c, 1024 + 16 c.
+    """
+    if BITS == 16:
+        a, b, c, d = words, words, words, words
+    elif BITS == 8:
+        if INTERPRET:
+            a, b = _field(words, 0, 0xFF), _field(words, 8, 0xFF)
+        else:
+            a, b = tl.inline_asm_elementwise(
+                _BYTES, "=&r,=r,r", [words], dtype=(tl.uint16, tl.uint16), is_pure=True, pack=2
+            )
+            a, b = a.to(tl.float16, bitcast=True), b.to(tl.float16, bitcast=True)
+        c, d = a, a
+    elif INTERPRET:
+        a, b = _field(words, 0, 0xF), _field(words, 0, 0xF0)
+        c, d = _field(words, 8, 0xF), _field(words, 8, 0xF0)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _NIBBLES,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16),
+            is_pure=True,
+            pack=2,
+        )
+        a, b = a.to(tl.float16, bitcast=True), b.to(tl.float16, bitcast=True)
+        c, d = c.to(tl.float16, bitcast=True), d.to(tl.float16, bitcast=True)
+    return a, b, c, d
+
+
+@triton.jit
+def load_query(
+    q, heads, width, J: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr
+):
+    """Numbers J, J + C .. of every query as [W, GP], and the sum of what their codes carry extra.
+
+    q: pointers to the queries [GP]; heads: which exist [GP].
+    """
+    column = tl.arange(0, W) * C + J
+    x = tl.load(q[None, :] + column[:, None], (column < width)[:, None] & heads[None, :], 0.0)
+    FACTOR: tl.constexpr = 16 if (BITS == 4 and J % 2 == 1) else 1
+    if BITS < 16:
+        x = (x.to(tl.float32) / FACTOR).to(tl.float16)
+    return x, FACTOR * tl.sum(x.to(tl.float32), 0)
+
+
+@triton.jit
+def _halves(pair):
+    """int32 -> its two fp16s, in fp32."""
+    low = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    high = ((pair >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def load_scales(
+    arena, page, start, place, inside, key_codes, value_codes,
+    ANY: tl.constexpr, ZEROS: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """Scales and zeros of keys and of values, fp32 by row. page, start, place: in fp16s.
+
+    PAIRED: every group has both, so that 4 bytes hold them, as asynchronous copies want; arena is
+    then int32, else fp16.
+    """
+    none = tl.zeros(place.shape, tl.float32)
+    key, value, key_zero, value_zero = none, none, none, none
+    if ANY and PAIRED:
+        where = arena + (page // 2 + start // 2) + place // 2
+        key, value = _halves(tl.load(where, inside, 0))
+        if ZEROS:
+            key_zero, value_zero = _halves(tl.load(where + 1, inside, 0))
+    if ANY and not PAIRED:
+        where = arena + (page + start + place)
+        second = key_codes.to(tl.int32)
+        key = tl.load(where, inside & key_codes, 0.0).to(tl.float32)
+        value = tl.load(where + second, inside & value_codes, 0.0).to(tl.float32)
+        if ZEROS:
+            where += second + value_codes.to(tl.int32)
+            key_zero = tl.load(where, inside & key_codes, 0.0).to(tl.float32)
+            value_zero = tl.load(where + second, inside & value_codes, 0.0).to(tl.float32)
+    return key, value, key_zero, value_zero

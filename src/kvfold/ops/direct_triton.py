@@ -1,0 +1,255 @@
+"""The direct body of decode attention: rows are in score space. Triton kernels.
+
+Shapes: B sequences, G groups (KV heads) of a layer, N query heads of each, padded to GP; I = B * G
+items, S slices (see `plan`); DK, DV the layer's widest key and value, rounded up. Tokens lie on the
+rows of every matrix product, queries on its 8 or 16 columns; codes as in `codes_triton`.
+"""
+# mypy: allow-untyped-defs
+
+import triton
+import triton.language as tl
+
+from kvfold.ops.codes_triton import load_query, load_scales, unpack
+
+
+@triton.jit
+def _tile(
+    state, queries, row, page, inside, keys, values, scales, group, scale,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, ZEROS: tl.constexpr, PAIRED: tl.constexpr,
+    WK: tl.constexpr, WV: tl.constexpr, EXACT: tl.constexpr, ONE_PAGE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The softmax's state after rows `row` of `page` [BLOCK] (or of one page).
+
+    inside: rows that exist, of which MASKED says whether some do not. EXACT: all rows are as wide
+    as the tile.
+    """
+    LOW: tl.constexpr = (2**VALUE_BITS - 1) / 2
+    top, mass, floor, acc0, acc1, acc2, acc3 = state
+    q0, q1, q2, q3, low, total = queries
+    key_row, value_row, value_start, scale_start, scale_row, key_codes, value_codes = group
+    key_word, value_word = tl.arange(0, WK)[None, :], tl.arange(0, WV)[:, None]
+    key_mask, value_mask = inside[:, None], inside[None, :]
+    if not EXACT:
+        key_mask = key_mask & (key_word < key_row)
+        value_mask = value_mask & (value_word < value_row)
+    if ONE_PAGE:
+        key_at = keys + page + ((row * key_row)[:, None] + key_word)
+        value_at = values + (page + value_start) + ((row * value_row)[None, :] + value_word)
+    else:
+        key_at = keys + ((page + row * key_row)[:, None] + key_word)
+        value_at = values + ((page + value_start + row * value_row)[None, :] + value_word)
+    if MASKED or not EXACT:
+        k, v = tl.load(key_at, key_mask, 0), tl.load(value_at, value_mask, 0)
+    else:
+        k, v = tl.load(key_at), tl.load(value_at)
+    key_scale, value_scale, key_zero, value_zero = load_scales(
+        scales, page, scale_start, row * scale_row, inside, key_codes, value_codes,
+        KEY_BITS < 16 or VALUE_BITS < 16, ZEROS, PAIRED,
+    )  # fmt: skip
+    k0, k1, k2, k3 = unpack(k, KEY_BITS)
+    if KEY_BITS == 16:
+        s = tl.dot(k0, q0)
+    else:
+        s = tl.dot(k0, q0, tl.broadcast_to(-low[None, :], row.shape[0], q0.shape[1]))
+        s = tl.dot(k1, q1, s)
+        if KEY_BITS == 4:
+            s = tl.dot(k3, q3, tl.dot(k2, q2, s))
+        s *= (key_scale * scale)[:, None]
+        if ZEROS:
+            s += (key_zero * scale)[:, None] * total[None, :]
+    if MASKED:
+        s = tl.where(inside[:, None], s, float("-inf"))
+    if KEY_BITS == 16:
+        peak = tl.maximum(top, tl.max(s, 0) * scale)
+        p = tl.exp2(s * scale - peak[None, :])
+    else:
+        peak = tl.maximum(top, tl.max(s, 0))
+        p = tl.exp2(s - peak[None, :])
+    fade = tl.exp2(top - peak)[None, :]
+    mass = mass * fade + p
+    v0, v1, v2, v3 = unpack(v, VALUE_BITS)
+    if VALUE_BITS < 16:
+        if ZEROS:
+            # In the middle of the codes: what is weighed by rounded weights is then small.
+            floor = floor * fade + p * (value_zero + LOW * value_scale)[:, None]
+        p *= value_scale[:, None]
+    w = p.to(v0.dtype)
+    if VALUE_BITS == 16:
+        acc0 = tl.dot(v0, w, acc0 * fade)
+    else:
+        # What codes carry extra goes tile by tile: in the long run it would drown the rest.
+        weight = tl.dot(tl.full([WV, row.shape[0]], 1.0, w.dtype), w)
+        even = weight * -(1024 + LOW)
+        odd = weight * -(1024 + LOW * (1 if VALUE_BITS == 8 else 16))
+        acc0 = acc0 * fade + tl.dot(v0, w, even)
+        acc1 = acc1 * fade + tl.dot(v1, w, odd)
+        if VALUE_BITS == 4:
+            acc2 = acc2 * fade + tl.dot(v2, w, even)
+            acc3 = acc3 * fade + tl.dot(v3, w, odd)
+    return peak, mass, floor, acc0, acc1, acc2, acc3
+
+
+@triton.jit
+def decode_kernel(
+    q, q_stride, out, lse, part, part_ml,
+    keys, values, scales, tables, table_slot, table_group, lengths, length_slot, slots,
+    groups, starts, counts, order, scale,
+    G: tl.constexpr, N: tl.constexpr, GP: tl.constexpr,
+    DQ: tl.constexpr, DO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, ZEROS: tl.constexpr, PAIRED: tl.constexpr,
+    PAGE: tl.constexpr, ALIGN: tl.constexpr, EXACT: tl.constexpr, ORDER: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One slice: its part of every item it touches.
+
+    q [B, G * N, DQ] and out [B, G * N, DO] in score and value space; lse fp32 [B, G * N], in log2.
+    part fp32 [S + I, GP, DV], part_ml fp32 [S + I, 2, GP]. keys, values, scales: the arena as
+    16-bit words. groups int32 [G, 8]: see `decode_groups`.
+    """
+    CK: tl.constexpr = 16 // KEY_BITS
+    CV: tl.constexpr = 16 // VALUE_BITS
+    WK: tl.constexpr = DK // CK
+    WV: tl.constexpr = DV // CV
+    ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0  # a tile lies in one page
+    KEY_LOW: tl.constexpr = 0.0 if ZEROS else (2**KEY_BITS - 1) / 2
+    UNIT: tl.constexpr = 32  # 16-bit words that a page offset counts
+    slice = tl.program_id(0)
+    item = tl.load(starts + 2 * slice)
+    tile = tl.load(starts + 2 * slice + 1)
+    end_item = tl.load(starts + 2 * slice + 2)
+    end_tile = tl.load(starts + 2 * slice + 3)
+    head = tl.arange(0, GP)
+    row, value_word = tl.arange(0, BLOCK), tl.arange(0, WV)
+    while (item < end_item) | ((item == end_item) & (tile < end_tile)):
+        which = item
+        if ORDER:
+            which = tl.load(order + item)
+        b, g = which // G, which % G
+        slot = tl.load(slots + b).to(tl.int64)
+        length = tl.load(lengths + slot * length_slot + g)
+        stop = tl.cdiv(length, BLOCK)
+        if item == end_item:
+            stop = end_tile
+        if tile < stop:
+            about = groups + 8 * g
+            key_width, value_width = tl.load(about), tl.load(about + 1)
+            key_row = tl.multiple_of(tl.load(about + 2), ALIGN)
+            value_row = tl.multiple_of(tl.load(about + 3), ALIGN)
+            value_start = tl.multiple_of(tl.load(about + 4), 8)
+            scale_start, scale_row = tl.load(about + 5), tl.load(about + 6)
+            first_head = tl.load(about + 7)
+            key_codes = (key_width > 0) & (KEY_BITS < 16)
+            value_codes = (value_width > 0) & (VALUE_BITS < 16)
+            query = b * q_stride + (first_head + head) * DQ
+            q0, sum0 = load_query(q + query, head < N, key_width, 0, CK, WK, KEY_BITS)
+            q1, q2, q3, total, low = q0, q0, q0, sum0, 1024 * sum0
+            if KEY_BITS < 16:
+                q1, sum1 = load_query(q + query, head < N, key_width, 1, CK, WK, KEY_BITS)
+                total += sum1
+                low += (1024 if KEY_BITS == 8 else 64) * sum1
+            if KEY_BITS == 4:
+                q2, sum2 = load_query(q + query, head < N, key_width, 2, CK, WK, KEY_BITS)
+                q3, sum3 = load_query(q + query, head < N, key_width, 3, CK, WK, KEY_BITS)
+                total += sum2 + sum3
+                low += 1024 * sum2 + 64 * sum3
+            low += KEY_LOW * total
+            queries = (q0, q1, q2, q3, low, total)
+            group = (
+                key_row, value_row, value_start, scale_start, scale_row, key_codes, value_codes
+            )  # fmt: skip
+            none = tl.zeros([WV, GP], tl.float32)
+            spread = tl.zeros([BLOCK, GP], tl.float32)  # summed over rows once, at the end
+            # Highest score, mass, mass times the values' zeros, outputs.
+            top = tl.full([GP], float("-inf"), tl.float32)
+            state = (top, spread, spread, none, none, none, none)
+            table = tables + slot * table_slot + g * table_group
+            full = tl.minimum(stop, length // BLOCK)
+            ahead = tl.load(table + tile * BLOCK // PAGE)
+            for t in tl.range(tile, full, num_stages=STAGES):
+                at = t * BLOCK + row
+                if ONE_PAGE:
+                    page = ahead.to(tl.int64) * UNIT
+                    ahead = tl.load(table + tl.minimum(t + 1, stop - 1) * BLOCK // PAGE)
+                    place = row + t * BLOCK % PAGE
+                else:
+                    page = tl.load(table + at // PAGE).to(tl.int64) * UNIT
+                    place = at % PAGE
+                state = _tile(
+                    state, queries, place, page, row >= 0, keys, values, scales, group, scale,
+                    KEY_BITS, VALUE_BITS, ZEROS, PAIRED, WK, WV, EXACT, ONE_PAGE, False,
+                )  # fmt: skip
+            for t in tl.range(tl.maximum(tile, full), stop, num_stages=1):
+                at = t * BLOCK + row
+                page = tl.load(table + at // PAGE, at < length, 0).to(tl.int64) * UNIT
+                state = _tile(
+                    state, queries, at % PAGE, page, at < length, keys, values, scales, group,
+                    scale, KEY_BITS, VALUE_BITS, ZEROS, PAIRED, WK, WV, EXACT, False, True,
+                )  # fmt: skip
+            top, spread, floors, acc0, acc1, acc2, acc3 = state
+            mass, floor = tl.sum(spread, 0), tl.sum(floors, 0)
+            whole = tl.load(counts + item) == 1
+            norm = 1.0 / mass if whole else mass * 0 + 1
+            base = out + (b * G * N + first_head) * DO
+            piece = part + (slice + item).to(tl.int64) * GP * DV
+            if VALUE_BITS == 4:
+                acc1, acc3 = acc1 / 16, acc3 / 16
+            for J in tl.static_range(CV):
+                acc = acc0 if J == 0 else (acc1 if J == 1 else (acc2 if J == 2 else acc3))
+                acc += floor[None, :]
+                column = value_word * CV + J
+                if whole:
+                    tl.store(
+                        base + head[None, :] * DO + column[:, None],
+                        tl.where((column < value_width)[:, None], acc * norm[None, :], 0.0),
+                        (head < N)[None, :] & (column < DO)[:, None],
+                    )
+                else:
+                    tl.store(piece + head[None, :] * DV + column[:, None], acc)
+            if whole:
+                tl.store(lse + b * G * N + first_head + head, top + tl.log2(mass), head < N)
+            else:
+                ml = part_ml + (slice + item).to(tl.int64) * 2 * GP
+                tl.store(ml + head, top)
+                tl.store(ml + GP + head, mass)
+        item += 1
+        tile = 0
+
+
+@triton.jit
+def combine_kernel(
+    out, lse, part, part_ml, groups, firsts, counts, order,
+    G: tl.constexpr, N: tl.constexpr, GP: tl.constexpr, DO: tl.constexpr, DV: tl.constexpr,
+    ORDER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Merge an item's parts for one query head; nothing to do for an item of one part."""
+    item, head = tl.program_id(0), tl.program_id(1)
+    count = tl.load(counts + item)
+    if count != 1:
+        which = item
+        if ORDER:
+            which = tl.load(order + item)
+        b, g = which // G, which % G
+        first = (tl.load(firsts + item) + item).to(tl.int64)
+        row = b * G * N + tl.load(groups + 8 * g + 7) + head
+        value_width = tl.load(groups + 8 * g + 1)
+        column, number = tl.arange(0, DV), tl.arange(0, BLOCK)
+        top, mass = float("-inf"), 0.0
+        acc = tl.zeros([DV], tl.float32)
+        for begin in range(0, count, BLOCK):
+            there = begin + number < count
+            index = first + begin + number
+            m = tl.load(part_ml + index * 2 * GP + head, there, float("-inf"))
+            peak = tl.maximum(top, tl.max(m, 0))
+            fade, each = tl.exp2(top - peak), tl.exp2(m - peak)
+            mass = mass * fade + tl.sum(
+                each * tl.load(part_ml + index * 2 * GP + GP + head, there, 0.0), 0
+            )
+            x = tl.load(
+                part + (index * GP + head)[:, None] * DV + column[None, :], there[:, None], 0.0
+            )
+            acc = acc * fade + tl.sum(x * each[:, None], 0)
+            top = peak
+        acc = tl.where((column < value_width) & (count > 0), acc / mass, 0.0)
+        tl.store(out + row * DO + column, acc, column < DO)
+        tl.store(lse + row, top + tl.log2(mass) if count > 0 else float("-inf"))
