@@ -1,50 +1,40 @@
 """The decode kernel against float64 on the same cache: every path of it, ragged and poisoned.
 
-Without a GPU it runs in Triton's interpreter, and every cut of the tuning table is compiled for
-sm_90a in another process. Interpreted cases are tiny; on a GPU the same tests have longer rows.
+Without a GPU it runs in Triton's interpreter. Interpreted cases are tiny; on a GPU the same tests
+have longer rows.
 """
 
-import importlib.util
-import json
 import os
 import random
-import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
 GPU = torch.cuda.is_available()
-if not GPU and __name__ != "__main__":
+if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
-if not GPU and __name__ != "__main__" and not isinstance(tl.sum, interpreter.InterpretedFunction):
+if not GPU and not isinstance(tl.sum, interpreter.InterpretedFunction):
     pytest.skip(
         "Triton was imported before TRITON_INTERPRET=1 was set: set it for the whole run",
         allow_module_level=True,
     )
 
-from kvfold.benchmark import timing  # noqa: E402
-from kvfold.benchmark.workload import SHAPES, Variant  # noqa: E402
 from kvfold.ops import decode_triton  # noqa: E402
-from kvfold.ops import tuning as tuning_table  # noqa: E402
 from kvfold.ops.backend import use_triton  # noqa: E402
-from kvfold.ops.decode import decode, decode_groups  # noqa: E402
+from kvfold.ops.decode import decode  # noqa: E402
 from kvfold.ops.decode_triton import DecodePlan, plan_layers  # noqa: E402
 from kvfold.ops.plan import longest_first, stream_k  # noqa: E402
-from kvfold.ops.tuning import Shape, Tuning, table  # noqa: E402
-from test_decode import Case, error, mixed, per_head  # noqa: E402
+from kvfold.ops.tuning import Tuning  # noqa: E402
+from pages import Case, error, mixed, per_head  # noqa: E402
 from test_store import DEVICE  # noqa: E402
 
 TOOL = Path(__file__).parents[1] / "tools" / "tune_decode.py"
@@ -307,165 +297,3 @@ def test_decode_takes_the_kernel_where_there_is_one(monkeypatch) -> None:
     case = Case.of(per_head([(16, 16)], page=16, bits=3), [[9]], 2, torch.float16)
     assert error(decode(*case.args), case.out) <= LIMITS[torch.float16]
     use_triton.cache_clear()
-
-
-# -- tuning -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tool(monkeypatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tune_decode", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(timing, "WARM_UP", 0)
-    return module
-
-
-def test_the_table_can_be_made_again(tool: ModuleType, monkeypatch, tmp_path) -> None:
-    """All that is swept may be launched, and what is written is what is read."""
-    entries = []
-    for bits, kept, page in product(tool.BITS, tool.KEPT, tool.PAGES):
-        variant = Variant(keys=(kept,), values=(kept,), bits=bits, page=page)
-        shape = tool.shape_of(SHAPES["llama-3.1-8b"], variant)
-        cuts = tool.candidates(shape)
-        assert 1 < len(cuts) <= 6
-        assert all(page % x.block == 0 or x.block % page == 0 for x in cuts)
-        assert shape not in table() or table()[shape] in cuts
-        entries.append(tool.entry(shape, {cut: 1.0 + i for i, cut in enumerate(cuts)}))
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps({"entries": entries}), "utf-8")
-    monkeypatch.setattr(tuning_table, "FILE", path)
-    found = table.__wrapped__()
-    assert len(found) == 12 and set(table()) <= set(found)
-    assert all(cut == tool.candidates(shape)[0] for shape, cut in found.items())
-
-
-def test_a_sweep(tool: ModuleType, capsys) -> None:
-    cuts = [Tuning(block=16, slices=1), Tuning(block=32, slices=1)]
-    variant = Variant(bits=8)
-    size = {"batch": 1, "tokens": 17, "rounds": 1, "device": DEVICE}
-    found = tool.sweep(SHAPES["tiny"], variant, cuts, **size)
-    assert set(found) == set(cuts) and list(found.values()) == sorted(found.values())
-    tool.print_sweep(tool.shape_of(SHAPES["tiny"], variant), found)
-    assert "bits (8, 8), widths (16, 16), page 32" in capsys.readouterr().out
-
-
-# -- compiled for Hopper ------------------------------------------------------------------------
-
-POINTERS = dict.fromkeys(("lse", "part", "part_ml"), "*fp32")
-POINTERS |= dict.fromkeys(("tables", "lengths", "groups", "starts", "counts", "order"), "*i32")
-STEPS = dict.fromkeys(("q_stride", "table_slot", "table_group", "length_slot"), "i32")
-SHARED = 227 * 1024  # bytes of a block on sm_90
-
-
-def assembly(known: Shape, tuning: Tuning, queries: int, hard: bool) -> tuple[str, int]:
-    """SASS of the kernel for one entry of the table, and its shared memory. hard: with groups of
-    several widths, with zeros."""
-    bits = None if known.bits == (16, 16) else known.bits[0]
-    narrow = (known.widths[0] // 2, known.widths[1] // 4) if hard else known.widths
-    groups = per_head([known.widths, narrow] * 4, page=known.page, bits=bits, zeros=hard).groups
-    about = decode_groups(groups, queries, torch.device("cpu"))
-    codes = ["*bf16" if bits == 16 else "*u16" for bits in about.bits]
-    types = POINTERS | STEPS | {"q": "*bf16", "out": "*bf16", "slots": "*i64", "scale": "fp32"}
-    types |= {"keys": codes[0], "values": codes[1], "scales": "*i32" if about.paired else "*fp16"}
-    keys, values = about.widths
-    constants = {"G": len(groups), "N": queries, "GP": decode_triton.padded_queries(queries)}
-    constants |= {"DQ": keys, "DO": values, "DK": keys, "DV": values}
-    constants |= {"EXACT": about.exact(keys, values)}
-    constants |= {"KEY_BITS": about.bits[0], "VALUE_BITS": about.bits[1], "ZEROS": about.zeros}
-    constants |= {"PAIRED": about.paired, "PAGE": about.page, "ALIGN": about.align, "ORDER": False}
-    constants |= {"BLOCK": tuning.block, "STAGES": tuning.stages}
-    kernel = decode_triton.decode_kernel
-    names = kernel.arg_names
-    assert set(names) == {*types, *constants}
-    source = triton.compiler.ASTSource(
-        kernel,
-        {name: types.get(name, "constexpr") for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {
-            (names.index(name),): [["tt.divisibility", 16]]
-            for name, kind in types.items()
-            if kind[0] == "*" or name in ("q_stride", "table_slot", "table_group", "length_slot")
-        },
-    )
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    options = {"num_warps": tuning.warps, "maxnreg": tuning.registers}
-    compiled = triton.compile(source, target=target, options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return listing, compiled.metadata.shared
-
-
-def operations(listing: str) -> tuple[list[str], dict[str, int]]:
-    """Names of all instructions, in order, and which of them follows each label."""
-    names: list[str] = []
-    labels = {}
-    for line in listing.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(names)
-        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(\S.*?);", line):
-            names.append(found[1])
-    return names, labels
-
-
-def hot_loop(names: list[str], labels: dict[str, int]) -> list[str]:
-    """The shortest loop that multiplies matrices and copies ahead of itself."""
-    loops = []
-    for end, name in enumerate(names):
-        target = re.search(r"BRA.*`\((\.L_x_\d+)\)", name)
-        if target and labels.get(target[1], end + 1) <= end:
-            body = [re.split(r"[. ]", x)[0] for x in names[labels[target[1]] : end]]
-            if {"HMMA", "LDGSTS"} <= set(body):
-                loops.append(body)
-    return min(loops, key=len, default=[])
-
-
-def products(known: Shape, tuning: Tuning) -> int:
-    """Matrix products of 16 x 8 x 16 that a warp has to do for a tile: scores, outputs and, for
-    codes, the sums of the weights."""
-    each = sum(known.widths) // 16 // tuning.warps + (known.bits[1] < 16)
-    return tuning.block // 16 * each * (known.queries // 8)
-
-
-def compile_all() -> None:
-    """Every entry as it was measured; those with few registers also as they are hardest."""
-    for known, tuning in table().items():
-        for hard in (False, True) if tuning.registers else (False,):
-            listing, shared = assembly(known, tuning, known.queries // (1 if hard else 2), hard)
-            names, labels = operations(listing)
-            body = hot_loop(names, labels)
-            spills = sum(name.startswith(("STL", "LDL")) for name in names)
-            report = {"shape": str(known), "tuning": str(tuning), "hard": hard}
-            report |= {"instructions": len(body), "spills": spills, "shared": shared}
-            report |= {"copies": body.count("LDGSTS"), "products": body.count("HMMA")}
-            print(json.dumps(report | {"wanted": products(known, tuning)}), flush=True)
-
-
-@pytest.mark.slow
-def test_every_cut_compiles_well_for_hopper() -> None:
-    """In a process of its own: this one's kernels belong to the interpreter."""
-    try:
-        tools = [triton.knobs.nvidia.ptxas.path, triton.knobs.nvidia.nvdisasm.path]
-    except (AttributeError, RuntimeError) as error:
-        pytest.skip(f"this Triton cannot compile for sm_90a: {error}")
-    assert all(map(Path.exists, map(Path, tools)))
-    known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = {"PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
-    done = subprocess.run(
-        [sys.executable, __file__], env=known | path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
-    limited = sum(tuning.registers is not None for tuning in table().values())
-    assert len(reports) == len(table()) + limited
-    for report in reports:
-        assert report["spills"] == 0 and report["shared"] <= SHARED, report
-        assert report["products"] == report["wanted"], report
-        assert report["copies"], report
-
-
-if __name__ == "__main__":
-    compile_all()

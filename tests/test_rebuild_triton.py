@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from kvfold.cache.layout import cache_layout  # noqa: E402
 from kvfold.ops import rebuild, rebuild_triton, store  # noqa: E402
 from kvfold.ops.rebuild import KeyMaps, supports  # noqa: E402
-from kvfold.ops.rebuild_triton import Pass, Tuning, rope_table  # noqa: E402
+from kvfold.ops.rebuild_plan import Pass, Tuning, rope_table  # noqa: E402
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -38,7 +38,7 @@ def print_needle(original: dict, rows: list[dict]) -> None:
     lengths = list(original["needle"])
     print("\n| recipe | kept | " + " | ".join(lengths) + " |")
     print("|---|---|" + "---|" * len(lengths))
-    for row in [original, *rows]:
+    for row in [original, *(row for row in rows if row["needle"])]:
         cells = [f"{100 * row['needle'][length]:.0f}" for length in lengths]
         print(f"| `{row['recipe']}` | {row['keep']:g} | " + " | ".join(cells) + " |")
 

@@ -20,7 +20,8 @@ from kvfold.benchmark.workload import SHAPES, Variant, Workload, build_workload
 from kvfold.commands.common import versions
 from kvfold.files import check_writable, write_json
 from kvfold.ops import decode_triton
-from kvfold.ops.decode_triton import padded_queries, plan_layers
+from kvfold.ops.decode_triton import plan_layers
+from kvfold.ops.plan import padded_queries
 from kvfold.ops.tuning import FILE, Shape, Tuning
 from kvfold.spec import Geometry
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvfold.ops.decode import DecodeGroups, HeadGroup, decode_groups
 from kvfold.ops.direct_triton import combine_kernel, decode_kernel
 from kvfold.ops.pages import words_of
-from kvfold.ops.plan import Slices, stream_k
+from kvfold.ops.plan import Slices, padded_queries, stream_k
 from kvfold.ops.tuning import Tuning, tuning_for
 
 LOG2_E = 1.4426950408889634
@@ -69,10 +69,6 @@ def _tile_cost(about: DecodeGroups) -> Tensor:
 def _multiprocessors(device: torch.device) -> int:
     cuda = device.type == "cuda"
     return torch.cuda.get_device_properties(device).multi_processor_count if cuda else 3
-
-
-def padded_queries(queries: int) -> int:
-    return max(8, triton.next_power_of_2(queries))
 
 
 def _power(width: int) -> int:

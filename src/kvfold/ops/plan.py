@@ -75,3 +75,8 @@ def longest_first(tiles: Sequence[int], cost: Sequence[int], num_slices: int) ->
     counts = [int(tiles[item] > 0) for item in order]
     starts = [(begin, 0) for begin in begins]
     return Slices(*(torch.tensor(x, dtype=torch.int32) for x in (starts, owner, counts, order)))
+
+
+def padded_queries(queries: int) -> int:
+    """Columns of a matrix product that a KV head's queries take: a power of two, 8 or more."""
+    return max(8, 1 << (queries - 1).bit_length())

@@ -210,7 +210,7 @@ def decode(
     """softmax(q k^T * scale) v over the rows of every group, k rebuilt from its latent (Palu §4).
 
     q [B, Hq, d], rotated at its own position; arena uint8; tables int32 [S, G, n]; lengths int
-    [S, G]; slots int64 [B]; rope: `rebuild_triton.rope_table` of `maps.inv_freq` for all positions
+    [S, G]; slots int64 [B]; rope: `rebuild_plan.rope_table` of `maps.inv_freq` for all positions
     (only kernels need it; every layer may use the same). Rows without stored positions are at their
     index. Returns [B, Hq, widest value rank], 0 beyond a head's own rank and for a group without
     rows.

@@ -1,0 +1,143 @@
+"""Filled caches whose rows are in score space, and attention over them written out in float64.
+
+Shapes: S slots, B sequences, G groups, N query heads of each, R numbers of a row, T rows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import e, log2
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.layout import CacheLayout, Group, Latent
+from kvfold.ops import store
+from test_store import DEVICE, Store, numbers, one_layer, stored
+
+Ranks = list[tuple[int, int]]
+
+
+def per_head(ranks: Ranks, **options) -> CacheLayout:
+    """(key, value) rank of every KV head."""
+    latents = [
+        Latent(side=side, heads=(head,), rank=rank[i])
+        for i, side in enumerate("kv")
+        for head, rank in enumerate(ranks)
+    ]
+    return one_layer(latents, **options)
+
+
+def mixed(*bits: tuple[int, int], **options) -> CacheLayout:
+    """16 keys and 16 values of every head, in so many bits."""
+    latents = [
+        Latent(side=side, heads=(head,), rank=16, tiers=((16, each[i]),))
+        for i, side in enumerate("kv")
+        for head, each in enumerate(bits)
+    ]
+    return one_layer(latents, page=16, **options)
+
+
+def heads_of(
+    q: Tensor, rows: Tensor, groups: tuple[Group, ...], lengths: Tensor
+) -> Iterator[tuple[int, slice, Tensor, Tensor, Tensor]]:
+    """(b, its query heads, q [N, dk], k [T, dk], v [T, dv]) of every group, float64.
+
+    q [B, G N, widest key]; rows [B, T, R] as they come back; lengths [B, G].
+    """
+    size = q.shape[1] // len(groups)
+    for g, group in enumerate(groups):
+        columns = {
+            side: [
+                column
+                for x in group.layout.segments
+                if x.side == side
+                for column in range(x.start, x.start + x.width)
+            ]
+            for side in "kv"
+        }
+        heads = slice(group.heads[0] * size, (group.heads[0] + 1) * size)
+        for b in range(len(q)):
+            mine = rows[b, : int(lengths[b, g])].double()
+            k, v = mine[:, columns["k"]], mine[:, columns["v"]]
+            yield b, heads, q[b, heads, : k.shape[1]].double(), k, v
+
+
+def written_out(
+    q: Tensor, rows: Tensor, groups: tuple[Group, ...], lengths: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """float64 outputs [B, G N, widest value] and log2-sum-exp2s [B, G N]."""
+    widest = max(sum(x.width for x in g.layout.segments if x.side == "v") for g in groups)
+    out = torch.zeros(*q.shape[:2], widest, dtype=torch.float64)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
+    for b, heads, mine, k, v in heads_of(q, rows, groups, lengths):
+        scores = mine @ k.T * scale
+        out[b, heads, : v.shape[1]] = scores.softmax(-1) @ v
+        lse[b, heads] = scores.logsumexp(-1) * log2(e)
+    return out, lse
+
+
+@dataclass
+class Case:
+    """A filled cache and what attention over it gives.
+
+    Rows that nobody owns are NaN, pages that nobody owns are far away, and so are the lengths of
+    slots that are not asked for.
+    """
+
+    args: tuple  # of `decode`
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def of(
+        cls, layout: CacheLayout, lengths: list[list[int]], queries: int, dtype: torch.dtype,
+        *, seed: int = 0, peak: float | None = None, page_offset: int = 0,
+    ) -> "Case":  # fmt: skip
+        """lengths [B, G]. peak: the largest score; None: what chance makes of it.
+        page_offset: how far away all pages are, in units."""
+        groups, page = layout.groups, layout.page
+        chance = torch.Generator().manual_seed(seed)
+        counts = torch.tensor(lengths, dtype=torch.int32)
+        num, size = len(counts) + 1, max(1, int(counts.max()))
+        spare = -(-size // page) * page  # first row of a page for what no group owns
+        on = Store.of(layout, num, spare + page, seed)
+        slots = torch.randperm(num, generator=chance)[:-1]
+        token = torch.arange(size)
+        index = torch.where(token < counts[..., None], token, spare).mT.flatten(0, 1)
+        rows = numbers(seed, dtype, len(counts), size, on.width)
+        arena, tables = on.arena.cpu(), on.tables.cpu()
+        positions = torch.arange(len(index), dtype=torch.int32)
+        owner = slots.repeat_interleave(size)
+        store.append(arena, tables, groups, rows.flatten(0, 1), owner, index, positions)
+        all_lengths = torch.full((num, len(groups)), 2**30, dtype=torch.int32)
+        all_lengths[slots] = counts
+        far = torch.arange(tables.shape[2]) * page >= all_lengths[..., None]
+        tables = torch.where(far, 2**30, tables + page_offset)
+        arena = torch.cat((arena.new_full((64 * page_offset,), 255), arena))
+        q = queries_of(groups, queries, dtype, len(counts), seed)
+        whole = sum(stored(rows.float(), group).double() for group in groups)
+        scale = 0.1
+        if peak is not None:
+            found = [x @ k.T for _, _, x, k, _ in heads_of(q, whole, groups, counts)]
+            scale = peak / max(float(x.abs().max()) for x in found if x.numel())
+        args = [x.to(DEVICE) for x in (q, arena, tables, all_lengths)]
+        beyond = torch.cat((slots, torch.tensor([2**40]))).to(DEVICE)
+        out, lse = written_out(q, whole, groups, counts, scale)
+        return cls((*args, groups, beyond[:-1], scale), out, lse)
+
+
+def queries_of(
+    groups: tuple[Group, ...], size: int, dtype: torch.dtype, batch: int, seed: int
+) -> Tensor:
+    """Random queries [B, G N, widest key], 0 beyond a head's rank."""
+    ranks = [sum(x.width for x in g.layout.segments if x.side == "k") for g in groups]
+    heads = torch.zeros(len(groups), dtype=torch.int64)
+    heads[[group.heads[0] for group in groups]] = torch.tensor(ranks)
+    q = numbers(seed + 1, dtype, batch, len(groups) * size, max(ranks))
+    return q * (torch.arange(max(ranks)) < heads.repeat_interleave(size)[:, None])
+
+
+def error(found: Tensor, want: Tensor) -> float:
+    """Largest error of a head, over the norm of what it should be."""
+    difference = (found.cpu().double() - want).norm(dim=-1)
+    return float((difference / want.norm(dim=-1).clamp(min=1e-9)).max())

@@ -1,0 +1,206 @@
+"""Decode kernels compiled for sm_90a: nothing spills, loads are asynchronous, products as counted.
+
+What is compiled is what a launch would be: its arguments are recorded. All of it happens in a
+process of its own, since kernels of the tests' process may belong to Triton's interpreter.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+from kvfold.cache.layout import Group, cache_layout  # noqa: E402
+from kvfold.ops import decode_triton, rebuild_triton  # noqa: E402
+from kvfold.ops.decode_triton import plan_layers  # noqa: E402
+from kvfold.ops.rebuild import KeyMaps  # noqa: E402
+from kvfold.ops.rebuild_plan import rope_table  # noqa: E402
+from kvfold.ops.tuning import Shape, Tuning, table  # noqa: E402
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
+from pages import per_head  # noqa: E402
+
+SHARED = 227 * 1024  # bytes of a block on sm_90
+SPILLS = {"value_kernel": 8}  # two registers, stored once a slice; a tile reads one of them back
+TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint16: "u16",
+    torch.int32: "i32", torch.int64: "i64", float: "fp32", int: "i32",
+}  # fmt: skip
+
+
+class Recorder:
+    """Stands for a kernel in a launch and compiles it with what it was given."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> "Recorder":
+        return self
+
+    def __call__(self, *args: Any, **constants: Any) -> None:
+        self.options = {name: constants.pop(name, None) for name in ("num_warps", "maxnreg")}
+        names = self.kernel.arg_names
+        types = {
+            name: f"*{TYPES[x.dtype]}" if isinstance(x, torch.Tensor) else TYPES[type(x)]
+            for name, x in zip(names, args, strict=False)
+        }
+        assert set(names) == {*types, *constants} and len(names) == len(types) + len(constants)
+        # Strides and addresses as a pool has them: multiples of 16.
+        sixteen = [(names.index(name),) for name, kind in types.items() if kind != "fp32"]
+        self.source = triton.compiler.ASTSource(
+            self.kernel,
+            {name: types.get(name, "constexpr") for name in names},
+            {(names.index(name),): value for name, value in constants.items()},
+            {place: [["tt.divisibility", 16]] for place in sixteen},
+        )
+
+    def compiled(self) -> tuple[str, int]:
+        """SASS, and bytes of shared memory."""
+        target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+        found = triton.compile(self.source, target=target, options=self.options)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(found.asm["cubin"])
+            file.flush()
+            command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+            listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return listing, found.metadata.shared
+
+
+def recorders(module: ModuleType, *kernels: str) -> dict[str, Recorder]:
+    """For `mock.patch.multiple`."""
+    return {name: Recorder(getattr(module, name)) for name in kernels}
+
+
+def one_sequence(groups: tuple[Group, ...], queries: int, width: int) -> tuple[torch.Tensor, ...]:
+    """q, arena, tables, lengths of a row in every group, as `decode` takes them."""
+    size = max(group.layout.page_units for group in groups) * 64
+    return (
+        torch.zeros(1, queries, width, dtype=torch.bfloat16),
+        torch.zeros(size, dtype=torch.uint8),
+        torch.zeros(1, len(groups), 1, dtype=torch.int32),
+        torch.ones(1, len(groups), dtype=torch.int32),
+    )
+
+
+def direct(known: Shape, tuning: Tuning, queries: int, hard: bool) -> Recorder:
+    """The kernel for one entry of the table. hard: with groups of several widths, with zeros."""
+    bits = None if known.bits == (16, 16) else known.bits[0]
+    narrow = (known.widths[0] // 2, known.widths[1] // 4) if hard else known.widths
+    ranks = [known.widths, narrow] * 4
+    groups = per_head(ranks, page=known.page, bits=bits, zeros=hard).groups
+    place = one_sequence(groups, queries * len(groups), known.widths[0])
+    plan = plan_layers([groups], place[-1], queries, tuning, 1)[0]
+    kernels = recorders(decode_triton, "decode_kernel", "combine_kernel")
+    with mock.patch.multiple(decode_triton, **kernels):
+        decode_triton.decode(*place, groups, torch.zeros(1, dtype=torch.int64), 0.1, plan)
+    return kernels["decode_kernel"]
+
+
+def rebuilt() -> tuple[Recorder, Recorder]:
+    """Scores and values of a `lean` layer of Llama-3.1-8B's shape: 48 numbers a key, 256 values."""
+    heads = tuple(range(8))
+    keys = tuple(Latent(side="k", heads=(head,), rank=48) for head in heads)
+    latents = (*keys, Latent(side="v", heads=heads, rank=256))
+    layer = LayerSpec(keys="pre", values="fused", latents=latents)
+    geometry = Geometry(
+        hidden_size=8, num_query_heads=32, num_kv_heads=8, head_dim=128, num_layers=1, rope=True,
+        key_norm=False, scaling=0.1,
+    )  # fmt: skip
+    spec = CacheSpec(geometry=geometry, layers=(layer,))
+    groups = cache_layout(spec, page=64).groups
+    maps = KeyMaps(torch.zeros(8, 128, 48), torch.zeros(8, 128), torch.ones(64))
+    place = (*one_sequence(groups, 32, 128), layer, groups, torch.zeros(1, dtype=torch.int64))
+    kernels = recorders(rebuild_triton, "score_kernel", "value_kernel", "combine_kernel")
+    with mock.patch.multiple(rebuild_triton, **kernels):
+        rebuild_triton.decode(*place, 0.1, maps, rope_table(maps.inv_freq, 64, 128))
+    return kernels["score_kernel"], kernels["value_kernel"]
+
+
+def operations(listing: str) -> tuple[list[str], dict[str, int]]:
+    """Names of all instructions, in order, and which of them follows each label."""
+    names: list[str] = []
+    labels = {}
+    for line in listing.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(names)
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(\S.*?);", line):
+            names.append(found[1])
+    return names, labels
+
+
+def hot_loop(names: list[str], labels: dict[str, int]) -> list[str]:
+    """The shortest loop that multiplies matrices and copies ahead of itself."""
+    loops = []
+    for end, name in enumerate(names):
+        target = re.search(r"BRA.*`\((\.L_x_\d+)\)", name)
+        if target and labels.get(target[1], end + 1) <= end:
+            body = [re.split(r"[. ]", x)[0] for x in names[labels[target[1]] : end]]
+            if {"HMMA", "LDGSTS"} <= set(body):
+                loops.append(body)
+    return min(loops, key=len, default=[])
+
+
+def products(known: Shape, tuning: Tuning) -> int:
+    """Matrix products of 16 x 8 x 16 that a warp has to do for a tile: scores, outputs and, for
+    codes, the sums of the weights."""
+    each = sum(known.widths) // 16 // tuning.warps + (known.bits[1] < 16)
+    return tuning.block // 16 * each * (known.queries // 8)
+
+
+def print_report(what: str, recorder: Recorder, wanted: dict[str, int]) -> None:
+    listing, shared = recorder.compiled()
+    names, labels = operations(listing)
+    body = hot_loop(names, labels)
+    report = {"what": what, "kernel": recorder.kernel.__name__, "instructions": len(body)}
+    report |= {"spills": sum(name.startswith(("STL", "LDL")) for name in names)}
+    report |= {"copies": body.count("LDGSTS"), "products": {x: body.count(x) for x in wanted}}
+    print(json.dumps(report | {"wanted": wanted, "shared": shared}), flush=True)
+
+
+def compile_all() -> None:
+    """Every entry of the table as it was measured; those with few registers also as they are
+    hardest. Keys rebuilt from latents: both passes."""
+    for known, tuning in table().items():
+        for hard in (False, True) if tuning.registers else (False,):
+            kernel = direct(known, tuning, known.queries // (1 if hard else 2), hard)
+            print_report(f"{known} {tuning} {hard}", kernel, {"HMMA": products(known, tuning)})
+    # A tile of 64 rows: two halves of A z, 16 of 48 numbers at a time, and by each half 4 products
+    # with queries; 4 x 64 values by 4 x 16 rows, and 4 products that sum the weights.
+    for kernel, wanted in zip(rebuilt(), ((6, 8), (16, 4)), strict=True):
+        print_report("rebuilt", kernel, dict(zip(("HGMMA", "HMMA"), wanted, strict=True)))
+
+
+@pytest.mark.slow
+def test_kernels_compile_well_for_hopper() -> None:
+    try:
+        tools = [triton.knobs.nvidia.ptxas.path, triton.knobs.nvidia.nvdisasm.path]
+    except (AttributeError, RuntimeError) as error:
+        pytest.skip(f"this Triton cannot compile for sm_90a: {error}")
+    assert all(map(Path.exists, map(Path, tools)))
+    known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = {"PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
+    done = subprocess.run(
+        [sys.executable, __file__], env=known | path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    limited = sum(tuning.registers is not None for tuning in table().values())
+    assert len(reports) == len(table()) + limited + 2
+    for report in reports:
+        assert report["spills"] <= SPILLS.get(report["kernel"], 0), report
+        assert report["shared"] <= SHARED, report
+        assert report["products"] == report["wanted"], report
+        assert report["copies"], report
+
+
+if __name__ == "__main__":
+    compile_all()

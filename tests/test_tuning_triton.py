@@ -1,0 +1,58 @@
+"""The tool that makes the tuning table: what it sweeps can be launched, what it writes is read."""
+
+import importlib.util
+import json
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from kvfold.benchmark import timing
+from kvfold.benchmark.workload import SHAPES, Variant
+from kvfold.ops import tuning as tuning_table
+from kvfold.ops.tuning import Tuning, table
+from test_store import DEVICE
+
+TOOL = Path(__file__).parents[1] / "tools" / "tune_decode.py"
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+
+
+@pytest.fixture
+def tool(monkeypatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tune_decode", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(timing, "WARM_UP", 0)
+    return module
+
+
+def test_the_table_can_be_made_again(tool: ModuleType, monkeypatch, tmp_path) -> None:
+    """All that is swept may be launched, and what is written is what is read."""
+    entries = []
+    for bits, kept, page in product(tool.BITS, tool.KEPT, tool.PAGES):
+        variant = Variant(keys=(kept,), values=(kept,), bits=bits, page=page)
+        shape = tool.shape_of(SHAPES["llama-3.1-8b"], variant)
+        cuts = tool.candidates(shape)
+        assert 1 < len(cuts) <= 6
+        assert all(page % x.block == 0 or x.block % page == 0 for x in cuts)
+        assert shape not in table() or table()[shape] in cuts
+        entries.append(tool.entry(shape, {cut: 1.0 + i for i, cut in enumerate(cuts)}))
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"entries": entries}), "utf-8")
+    monkeypatch.setattr(tuning_table, "FILE", path)
+    found = table.__wrapped__()
+    assert len(found) == 12 and set(table()) <= set(found)
+    assert all(cut == tool.candidates(shape)[0] for shape, cut in found.items())
+
+
+def test_a_sweep(tool: ModuleType, capsys) -> None:
+    cuts = [Tuning(block=16, slices=1), Tuning(block=32, slices=1)]
+    variant = Variant(bits=8)
+    size = {"batch": 1, "tokens": 17, "rounds": 1, "device": DEVICE}
+    found = tool.sweep(SHAPES["tiny"], variant, cuts, **size)
+    assert set(found) == set(cuts) and list(found.values()) == sorted(found.values())
+    tool.print_sweep(tool.shape_of(SHAPES["tiny"], variant), found)
+    assert "bits (8, 8), widths (16, 16), page 32" in capsys.readouterr().out
