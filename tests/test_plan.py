@@ -28,12 +28,12 @@ works = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, m
 
 
 @settings(max_examples=300, deadline=None)
-@given(works, st.integers(0, 5), st.sampled_from([1, 2, 7, 64, 400]))
+@given(works, st.integers(0, 5), st.sampled_from([1, 2, 7, 64, 400]), st.sampled_from([1, 4]))
 def test_stream_k_covers_every_tile_once(
-    work: list[tuple[int, int]], overhead: int, num_slices: int
+    work: list[tuple[int, int]], overhead: int, num_slices: int, smallest: int
 ) -> None:
     tiles, cost = [n for n, _ in work], [c for _, c in work]
-    slices = stream_k(torch.tensor(tiles), torch.tensor(cost), overhead, num_slices)
+    slices = stream_k(torch.tensor(tiles), torch.tensor(cost), overhead, num_slices, smallest)
     found = walk(slices, tiles)
     assert len(found) == num_slices
     flat = [at for mine in found for at in mine]
