@@ -33,18 +33,21 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Kernels:
     """What runs over a pool's pages, chosen once. store: `ops.store` or its kernels; decode:
-    whether decoding has one; flat: the layers that `FlatDecode` does."""
+    whether decoding has one; flat: the layers that `FlatDecode` does; one_table: whether pages of
+    a CPU's arena are all of one size, rows of one table."""
 
     store: ModuleType
     decode: bool
     flat: tuple[int, ...] = ()
+    one_table: bool = False
 
     @classmethod
     def of(cls, pool: Pool) -> "Kernels":
         layout, device = pool.layout, pool.device.type
         layers = [layout.groups[where] for where in layout.layer_groups]
         if not use_triton(device) or layout.kivi:
-            return cls(store, False, flat_layers(pool))
+            sizes = {group.layout.page_units for group in layout.groups}
+            return cls(store, False, flat_layers(pool), len(sizes) == 1 and device == "cpu")
         from kvfold.ops import store_triton
 
         return cls(store_triton, has_kernel(layers, device))
@@ -101,8 +104,6 @@ class PagedStep(PagedRows):
         self.slots, self.index, self.positions = slots, index, positions
         layers = kernels.flat
         self.flat = {x.begin: FlatDecode(pool, x, layers, policy) for x in parts if x.decode}
-        sizes = {group.layout.page_units for group in pool.layout.groups}
-        self.one_table = len(sizes) == 1 and pool.device.type == "cpu"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Models ask before they make positions and masks, which come from the runner here."""
@@ -166,7 +167,7 @@ class PagedStep(PagedRows):
     def _looks_at_all(self, module: HFAttention, part: Part) -> bool:
         """Whether one query a sequence sees all rows, as they are stored, unobserved."""
         return (
-            part.positions.shape[1] == 1
+            part.decode
             and part.prompt_lengths is None
             and self.windows[module.layer_idx] is None
             and module.spec.keys != "pre"
@@ -198,7 +199,7 @@ class PagedStep(PagedRows):
     def _in_place(self, part: Part, groups: Sequence[Group]) -> bool:
         """Whether rows can be read where they lie."""
         plan = plan_pages(tuple(groups), self.pool.device)
-        return self.one_table and part.prompt_lengths is None and plan.in_place
+        return self.kernels.one_table and part.prompt_lengths is None and plan.in_place
 
     def _attend_in_place(
         self,
