@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers as hf
 
+from commands import refused
 from kvfold import versions
 from kvfold.cli import main
 from kvfold.loading import load_tokenizer
@@ -54,15 +55,6 @@ def text(tmp_path):
 def spoiled(plain, tmp_path):
     """A copy of the plain checkpoint to damage."""
     return shutil.copytree(plain, tmp_path / "spoiled")
-
-
-def refused(capsys, *arguments):
-    """The one line on stderr of a command that must end with code 2."""
-    capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("kvfold: error: ")
-    return lines[0]
 
 
 # -- mistakes -----------------------------------------------------------------------------------

@@ -9,12 +9,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from kvfold.config import CacheConfig  # noqa: E402
-from kvfold.engine import paged  # noqa: E402
-from kvfold.engine.build import build_runner  # noqa: E402
-from kvfold.engine.sequence import Batch, Piece, SamplingParams, Sequence  # noqa: E402
-from kvfold.ops import decode  # noqa: E402
-from models import tiny, tokens  # noqa: E402
+from kvfold.config import CacheConfig
+from kvfold.engine import paged
+from kvfold.engine.build import build_runner
+from kvfold.engine.sequence import Batch, Piece, SamplingParams, Sequence
+from kvfold.ops import decode
+from models import tiny, tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

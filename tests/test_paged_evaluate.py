@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers as hf
 
+from commands import refused
 from kvfold.cli import main
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
@@ -257,15 +258,6 @@ def test_compare_scores_the_same_tokens_with_eviction(plain, text, tmp_path) -> 
     options += ["--calib-tokens", 4096, "--evict", "random", "--keep-tokens", "1"]
     original, zack = measured(tmp_path, "compare", plain, *options)["rows"]
     assert zack["window_nll"]["text"] == pytest.approx(original["window_nll"]["text"], rel=1e-4)
-
-
-def refused(capsys, *arguments) -> str:
-    """The one line on stderr of a command that must end with code 2."""
-    capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("kvfold: error: ")
-    return lines[0]
 
 
 @pytest.mark.parametrize(

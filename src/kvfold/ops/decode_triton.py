@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 
 from kvfold.ops.decode import DecodeGroups, HeadGroup, decode_groups
 from kvfold.ops.direct_triton import combine_kernel, decode_kernel
 from kvfold.ops.pages import words_of
-from kvfold.ops.plan import Slices, padded_queries, stream_k
+from kvfold.ops.plan import Slices, padded_queries, padded_width, stream_k
 from kvfold.ops.tuning import Tuning, tuning_for
 
 LOG2_E = 1.4426950408889634
@@ -51,7 +50,7 @@ def plan_layers(
     counts = lengths.unflatten(1, (len(layers), -1)).transpose(0, 1).flatten(1)
     cost = torch.stack([_tile_cost(about) for about in abouts]).repeat(1, lengths.shape[0])
     slices = stream_k(-(-counts // tuning.block), cost, OVERHEAD, num_slices, SMALLEST)
-    width = _power(max(about.widths[1] for about in abouts))
+    width = padded_width(max(about.widths[1] for about in abouts))
     number = num_slices + counts.shape[1]
     part = torch.empty(number, padded_queries(queries), width, device=lengths.device)
     part_ml = torch.empty(number, 2, part.shape[1], device=lengths.device)
@@ -69,10 +68,6 @@ def _tile_cost(about: DecodeGroups) -> Tensor:
 def _multiprocessors(device: torch.device) -> int:
     cuda = device.type == "cuda"
     return torch.cuda.get_device_properties(device).multi_processor_count if cuda else 3
-
-
-def _power(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
 
 
 def decode(
@@ -95,14 +90,14 @@ def decode(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     words = [words_of(arena, q.dtype if bits == 16 else torch.uint16) for bits in about.bits]
     order = slices.firsts if slices.order is None else slices.order
-    gp = padded_queries(queries)
-    low = 16 // min(16, *about.bits)
+    keys = max(padded_width(about.widths[0]), 16 * (16 // min(about.bits)))
+    values = padded_width(about.widths[1])
     widths = {
         "G": len(groups),
         "N": queries,
-        "GP": gp,
+        "GP": padded_queries(queries),
         "DO": out.shape[-1],
-        "DV": _power(about.widths[1]),
+        "DV": values,
         "ORDER": slices.order is not None,
     }
     scales = words_of(arena, torch.int32 if about.paired else torch.float16)
@@ -111,10 +106,10 @@ def decode(
         *words, scales, tables, tables.stride(0), tables.stride(1),
         lengths, lengths.stride(0), slots, about.table, slices.starts, slices.counts, order,
         scale * LOG2_E,
-        DQ=q.shape[-1], DK=max(_power(about.widths[0]), 16 * low),
+        DQ=q.shape[-1], DK=keys,
         KEY_BITS=about.bits[0], VALUE_BITS=about.bits[1], ZEROS=about.zeros, PAIRED=about.paired,
         PAGE=about.page, ALIGN=about.align,
-        EXACT=about.exact(max(_power(about.widths[0]), 16 * low), _power(about.widths[1])),
+        EXACT=about.exact(keys, values),
         BLOCK=tuning.block, STAGES=tuning.stages, num_warps=tuning.warps,
         maxnreg=tuning.registers, **widths,
     )  # fmt: skip

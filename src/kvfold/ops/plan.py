@@ -77,6 +77,16 @@ def longest_first(tiles: Sequence[int], cost: Sequence[int], num_slices: int) ->
     return Slices(*(torch.tensor(x, dtype=torch.int32) for x in (starts, owner, counts, order)))
 
 
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 def padded_queries(queries: int) -> int:
     """Columns of a matrix product that a KV head's queries take: a power of two, 8 or more."""
-    return max(8, 1 << (queries - 1).bit_length())
+    return max(8, power_of_two(queries))
+
+
+def padded_width(width: int) -> int:
+    """Numbers of a tile that hold a row of `width`: a power of two, 16 or more."""
+    return max(16, power_of_two(width))

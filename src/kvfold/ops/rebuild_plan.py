@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.ops.plan import Slices, padded_queries, stream_k
+from kvfold.ops.plan import Slices, padded_queries, padded_width, stream_k
 from kvfold.ops.rebuild import KeyMaps, RebuildGroups
 
 
 def rope_table(inv_freq: Tensor, positions: int, head_dim: int) -> Tensor:
     """cos and sin of positions 0 .. as two fp16s of an int32 [positions, F]; dims that are not
     rotated turn by 0. One for all layers with these angles."""
-    pairs = torch.zeros(_power(head_dim // 2), device=inv_freq.device)
+    pairs = torch.zeros(padded_width(head_dim // 2), device=inv_freq.device)
     pairs[: len(inv_freq)] = inv_freq
     angles = torch.arange(positions, device=inv_freq.device)[:, None].float() * pairs
     both = torch.stack((angles.cos(), angles.sin()), -1).half()
@@ -38,7 +38,7 @@ def pack_maps(maps: KeyMaps, about: RebuildGroups, dtype: torch.dtype) -> tuple[
     rest = (d - 2 * half) // 2
     both = torch.cat((both[:, :half], both[:, 2 * half : 2 * half + rest],
                       both[:, half : 2 * half], both[:, 2 * half + rest :]), 1)  # fmt: skip
-    padded = both.new_zeros(len(both), 2, _power(d // 2), codes * words + 1)
+    padded = both.new_zeros(len(both), 2, padded_width(d // 2), codes * words + 1)
     padded[:, :, : d // 2, : up.shape[-1]] = both[..., :-1].unflatten(1, (2, -1))
     padded[:, :, : d // 2, -1] = both[..., -1].unflatten(1, (2, -1))
     by_code = padded[..., :-1].unflatten(-1, (words, codes)).permute(0, 4, 1, 3, 2)
@@ -56,7 +56,7 @@ def pieces(about: RebuildGroups) -> tuple[int, int]:
     """Words of a key row as two powers of 2, the second 0 where one is as good."""
     words = max(16, about.widths[0] * about.bits[0] // 16)
     first = 1 << (words.bit_length() - 1)
-    second = _power(words - first) if words > first else 0
+    second = padded_width(words - first) if words > first else 0
     return (first, second) if second < first else (first + second, 0)
 
 
@@ -115,7 +115,7 @@ def plan_rebuild(
     room, heads = rows // first.block + lengths.numel(), group_heads * queries
     number = sms * second.slices + each.numel()
     # Of codes, at least as many words as a product has rows.
-    width = max(_power(about.widths[1]), 256 // about.bits[1])
+    width = max(padded_width(about.widths[1]), 256 // about.bits[1])
     kept = dtype if about.bits[1] == 16 else torch.float16
     part = torch.empty(number, padded_queries(value_heads * queries), width, device=device)
     return RebuildPlan(
@@ -133,8 +133,3 @@ def _cut(tiles: Tensor, tuning: Pass, sms: int) -> Slices:
     """Tiles [B, .] of equal cost; beginning an item costs as much as one."""
     cost = torch.ones(tiles.numel(), dtype=torch.int64, device=tiles.device)
     return stream_k(tiles.flatten(), cost, 1, sms * tuning.slices)
-
-
-def _power(width: int, least: int = 16) -> int:
-    """The next power of 2, as tiles have to be."""
-    return max(least, 1 << (width - 1).bit_length())

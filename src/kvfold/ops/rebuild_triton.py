@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvfold.ops.decode import HeadGroup
+from kvfold.ops.decode_triton import LOG2_E
 from kvfold.ops.direct_triton import combine_kernel
 from kvfold.ops.pages import words_of
 from kvfold.ops.plan import padded_queries
@@ -70,7 +71,7 @@ def _score(q, arena, where, about, scale, maps, rope, plan, tuning, queries, sam
     score_kernel[(plan.scores.starts.shape[0] - 1,)](
         q, q.stride(0), up, sums, rope, rope.view(torch.float16), plan.weights, plan.tops,
         words_of(arena, q.dtype if bits == 16 else torch.uint16), words_of(arena, torch.int32),
-        *where, about.keys, plan.bases, plan.scores.starts, scale * 1.4426950408889634,
+        *where, about.keys, plan.bases, plan.scores.starts, scale * LOG2_E,
         HG=about.heads[0], N=queries, GP=padded_queries(queries), D=q.shape[-1],
         HALF=maps.rotary // 2, F=rope.shape[1], W0=first, W1=second,
         BITS=bits, TRACKED=about.tracked,

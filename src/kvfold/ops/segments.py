@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvfold.ops.bits import GAUSSIAN_STEP, PLANES
 from kvfold.ops.pages import CHANNELS, METRICS, POSITIONS, SCALES, Group, PageLayout, Segment
+from kvfold.ops.plan import power_of_two
 
 NONE = -1  # the offset of what a piece does not have
 
@@ -76,11 +77,6 @@ class Blocks:
     word: int
     width: int
     tracks: Tensor
-
-
-def power_of_two(n: int) -> int:
-    """The least power of two that is not below n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 # Pure functions of what never changes, remembered because every layer asks in every step.

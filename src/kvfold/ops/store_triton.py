@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvfold.ops.pages import INTS, Group, PageLayout, words_of
 from kvfold.ops.pages_triton import append_rows, gather_rows, move_rows, track_rows
-from kvfold.ops.segments import Blocks, has_channels, plan_blocks, plan_pieces, power_of_two
+from kvfold.ops.plan import power_of_two
+from kvfold.ops.segments import Blocks, has_channels, plan_blocks, plan_pieces
 from kvfold.ops.store import StoredRows
 
 WHOLE = 1 << 30  # no segment is cut where it is quantised: its numbers share a scale

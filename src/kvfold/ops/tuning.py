@@ -10,6 +10,7 @@ from math import log2
 from pathlib import Path
 
 from kvfold.ops.decode import DecodeGroups
+from kvfold.ops.plan import padded_queries, power_of_two
 
 FILE = Path(__file__).with_name("decode_tuning.json")
 
@@ -55,12 +56,14 @@ def tuning_for(about: DecodeGroups, queries: int) -> Tuning:
     might spill, and with no more slices than then run at once.
     """
     widths = about.widths
-    return _nearest(about.bits, (_power(widths[0]), _power(widths[1])), about.page, queries)
+    return _nearest(
+        about.bits, (power_of_two(widths[0]), power_of_two(widths[1])), about.page, queries
+    )
 
 
 @lru_cache(maxsize=4096)
 def _nearest(bits: tuple[int, int], widths: tuple[int, int], page: int, queries: int) -> Tuning:
-    wanted = Shape(bits=bits, widths=widths, page=page, queries=max(8, _power(queries)))
+    wanted = Shape(bits=bits, widths=widths, page=page, queries=padded_queries(queries))
     found = table()
     if wanted in found:
         return found[wanted]
@@ -81,8 +84,3 @@ def table() -> dict[Shape, Tuning]:
         ): Tuning(**x["tuning"])
         for x in entries
     }
-
-
-def _power(number: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, number - 1).bit_length()
