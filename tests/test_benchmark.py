@@ -1,27 +1,27 @@
-"""Benchmarks time what is right, report what they timed, and make the page from that alone."""
+"""Benchmarks of attention time what is right, and report what they timed."""
 
-import importlib.util
 import json
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from kvfold.benchmark import attention, baselines, timing, workload
+from kvfold.benchmark import attention, baselines, filling, timing, variants, workload
 from kvfold.benchmark.ceiling import Ceiling, measure_ceiling
 from kvfold.benchmark.reference import TOLERANCE, attend, check, decode_one
 from kvfold.cli import main
+from kvfold.compress.fold import value_kind
+from kvfold.ops.backend import use_triton
+from kvfold.ops.decode import decode as decode_kernel
 from kvfold.ops.store import gather, read_tracked
 
 CPU = torch.device("cpu")
 TINY = workload.SHAPES["tiny"]
 CEILING = Ceiling(read_tb_per_s=2.0, read_by="int64 amax", copy_tb_per_s=1.5, num_bytes=1 << 20)
-PAGE_TOOL = Path(__file__).parents[1] / "tools" / "performance_page.py"
 
 
 def decode(q, arena, tables, lengths, groups, slots, scale, plan=None):
@@ -191,6 +191,105 @@ def test_queries_are_zero_beyond_a_heads_rank():
     assert not work.q[:, :2, 4:].any() and work.q[:, :2, :4].all() and work.q[:, 2:].all()
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "values", "most"),
+    [
+        ("lean-35", 48, 320, 0.35),
+        ("small-25", 512, 512, 0.25),
+        ("small-10", 192, 192, 0.1),
+        ("lorc", 512, 512, 0.5),
+    ],
+)
+def test_recipes_keep_what_they_are_named_for(name, keys, values, most):
+    spec = variants.variant_layout(variants.SHAPES["llama-3.1-8b"], variants.VARIANTS[name], 2).spec
+    layer = spec.layers[0]
+    assert layer.keys == "pre" and most - 0.01 < spec.kept_fraction <= most
+    assert {x.rank for x in layer.key_latents} == {keys}
+    assert {x.rank for x in layer.value_latents} == {values}
+    assert len(layer.groups()) == 1
+
+
+@pytest.mark.parametrize(("name", "share"), [("palu-g1", 1), ("palu-g4", 4), ("palu-g32", 32)])
+def test_palu_keeps_a_quarter_of_keys_and_the_rest_of_values(name, share):
+    """§4.5; W_O takes the maps in only where that costs less (not for shared latents)."""
+    shape, variant = variants.SHAPES["llama-2-7b"], variants.VARIANTS[name]
+    spec = variants.variant_layout(shape, variant, 1).spec
+    layer = spec.layers[0]
+    assert spec.kept_fraction == 0.5 and layer.keys == "pre"
+    assert [len(x.heads) for x in layer.latents] == [share] * 2 * (32 // share)
+    assert {x.rank for x in layer.key_latents} == {32 * share}
+    assert layer.values == ("fused" if share == 1 else "rebuilt")
+    assert layer.values == value_kind(shape, layer.value_latents)
+
+
+@pytest.mark.parametrize("name", ["lean-35", "small-10", "palu-g4", "lorc"])
+def test_rebuilt_attention_is_right_and_counted(name):
+    work = build(name)
+    assert work.q.shape == (3, 4, 16) and work.num_layers == len(work.maps) == 2
+    out, expected = work.step(None)(0), work.expected()
+    check(name, out[0], expected)
+    assert work.rank == {"lean-35": 6, "small-10": 6, "palu-g4": 8, "lorc": 16}[name]
+    assert work.flops == 2 * 16 * work.rank * 2 * 3 * 90  # 2 d r a KV head and row
+    maps = work.maps[0]
+    object.__setattr__(maps, "up", -maps.up)
+    with pytest.raises(RuntimeError):
+        check(name, out[0], work.expected())
+
+
+def test_decompressed_attention_is_that_of_the_latents():
+    work = build("bf16-half-decompressed")
+    for layer in (0, 1):
+        tables, lengths, groups = work.layer(layer)
+        place = work.arena, tables, lengths, groups, 0, TINY.scaling, work.dv
+        check("decompressed", work.step(None)(layer)[0], decode_one(work.q[0], *place))
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Triton's interpreter, which multiplies no bf16."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setenv("KVFOLD_BACKEND", "triton")
+    for module in (workload, filling):
+        monkeypatch.setattr(module, "DTYPE", torch.float16)
+    use_triton.cache_clear()
+    yield
+    monkeypatch.undo()
+    use_triton.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+@pytest.mark.parametrize("name", ["longest", "whole", "pareto-longest", "pareto-whole"])
+def test_other_cuts_give_the_same(name, kernels):
+    """Kernels over whole heads: no item is shared by slices; every slice of `whole` has one."""
+    work = build(f"bf16-half-{name}")
+    plans = []
+
+    def spy(*place, plan):
+        plans.append(plan)
+        return decode_kernel(*place, plan=plan)
+
+    check(name, work.step(spy)(1)[0], expected_in(work, 1))
+    slices = plans[0].slices
+    assert (slices.starts[:, 1] == 0).all() and slices.counts.tolist() == [1] * 6
+    assert slices.order is not None
+    if "whole" in name:
+        assert sorted(slices.starts[:, 0].tolist()) == list(range(7))
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+def test_kernels_rebuild_keys(kernels):
+    work = build("lean-35", batch=2, tokens=70)
+    assert work.has_kernel
+    step = work.step(None)
+    check("lean-35", step(0)[0], work.expected())
+    assert not torch.equal(step(0), step(1))
+
+
+def expected_in(work, number):
+    tables, lengths, groups = work.layer(number)
+    return decode_one(work.q[0], work.arena, tables, lengths, groups, 0, TINY.scaling, work.dv)
+
+
 def test_a_layer_takes_about_the_bytes_that_it_is_thought_to():
     for name, variant in workload.VARIANTS.items():
         bytes_per_layer = build(name, batch=4, tokens=640).arena.numel() / 2
@@ -229,7 +328,11 @@ def test_check_tells_wrong_from_rounded():
 def test_baselines_are_right_or_say_why_not(name, shape):
     geometry = TINY if shape == "grouped" else replace(TINY, num_kv_heads=4)
     at = baselines.build_contiguous(geometry, batch=2, tokens=48, num_layers=2, device=CPU)
-    if "cudnn" in name or name == "flashinfer" or ("folded" in name and shape != "grouped"):
+    if (
+        "cudnn" in name
+        or name in ("flex", "flashinfer")
+        or ("folded" in name and shape != "grouped")
+    ):
         with pytest.raises(baselines.Unavailable):
             baselines.BASELINES[name](at)
         return
@@ -284,7 +387,8 @@ def test_rows_add_up():
     rows, skipped = attention.measure_case(job(), 2, 64, decode, CEILING, CPU)
     names = ["sdpa-flash", "sdpa-flash-folded", "bf16-full", "int4-half"]
     assert [row.variant for row in rows] == names
-    assert {x.name for x in skipped} == {"sdpa-cudnn", "sdpa-cudnn-folded", "flashinfer"}
+    theirs = {"sdpa-cudnn", "sdpa-cudnn-folded", "flex", "flashinfer"}
+    assert {x.name for x in skipped} == theirs
     theirs = [row for row in rows if row.kind == "baseline"]
     fastest = min(theirs, key=lambda row: row.us)
     for row in rows:
@@ -302,8 +406,15 @@ def test_rows_add_up():
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
     wrong = lambda *place, plan=None: decode(*place) * 1.1  # noqa: E731
-    with pytest.raises(RuntimeError, match="bf16-full: outputs are off"):
-        attention.measure_case(job(), 2, 64, wrong, CEILING, CPU)
+    rows, skipped = attention.measure_case(job(), 2, 64, wrong, CEILING, CPU)
+    assert {row.kind for row in rows} == {"baseline"}
+    assert "outputs are off by" in {x.name: x.reason for x in skipped}["bf16-full"]
+
+    def broken(*place, plan=None):
+        raise KeyError("no such\n  kernel")
+
+    rows, skipped = attention.measure_case(job(), 2, 64, broken, CEILING, CPU)
+    assert {x.name: x.reason for x in skipped}["int4-half"] == "KeyError: 'no such\\n kernel'"
     flash = baselines.BASELINES["sdpa-flash"]
 
     def broken(at):
@@ -314,6 +425,29 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
     rows, skipped = attention.measure_case(job(), 2, 64, decode, CEILING, CPU)
     assert "sdpa-flash" not in [row.variant for row in rows]
     assert "off by" in {x.name: x.reason for x in skipped}["sdpa-flash"]
+
+
+def test_a_case_that_cannot_be_timed_is_named(monkeypatch):
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(attention, "time_steps", fails)
+    rows, skipped = attention.measure_case(job(), 2, 64, decode, CEILING, CPU)
+    reasons = {x.name: x.reason for x in skipped}
+    assert not rows and reasons["int4-half"] == "with all others: none left"
+    assert len(reasons) == 8
+
+
+def test_rates_of_rebuilt_keys():
+    names = ("lean-35", "small-10", "bf16-half")
+    rows, skipped = attention.measure_case(job(variants=names), 2, 64, decode, CEILING, CPU)
+    found = {row.variant: row for row in rows}
+    assert not {x.name for x in skipped} & set(names)
+    for name in names[:2]:
+        assert found[name].rank == 6
+        flops = 2 * 16 * 6 * 2 * 2 * 64
+        assert found[name].tflops == pytest.approx(flops / found[name].us * 1e-6)
+    assert found["bf16-half"].tflops is None and found["bf16-half"].rank is None
 
 
 def test_without_a_baseline_nothing_is_compared():
@@ -392,126 +526,3 @@ def test_bench_attention_prints_and_writes(kernel, tmp_path, capsys):
         (1, "bf16-full"),
         (2, "int4-half"),
     }
-
-
-# -- page ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def page_tool():
-    spec = importlib.util.spec_from_file_location("performance_page", PAGE_TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def row(variant, batch, tokens, us, kind="variant", bar=10.0):
-    return {
-        "variant": variant,
-        "kind": kind,
-        "shape": "llama-3.1-8b",
-        "batch": batch,
-        "tokens": tokens,
-        "distinct_layers": 32,
-        "us": us,
-        "us_p10": us - 1,
-        "us_p90": us + 1,
-        "repeat_us": us,
-        "bytes": 4e6,
-        "tb_per_s": 4 / us,
-        "ceiling_fraction": 1 / us,
-        "fastest_baseline": bar and "sdpa-cudnn",
-        "fastest_baseline_us": bar,
-        "speedup_vs_fastest": bar and bar / us,
-    }
-
-
-def report(rows):
-    return {
-        "benchmark": "attention",
-        "settings": {
-            "shape": "llama-3.1-8b",
-            "cases": [[1, 1024], [64, 8192]],
-            "variants": ["bf16-half", "int4-half"],
-            "baselines": ["sdpa-cudnn"],
-            "layers": 32,
-            "rounds": 30,
-        },
-        "versions": {
-            "device": "NVIDIA H200",
-            "torch": "2.11",
-            "triton": "3.6",
-            "kvfold": "0.1",
-            "commit": "abcdef0123456789",
-        },
-        "ceiling": {
-            "read_tb_per_s": 4.5,
-            "read_by": "triton",
-            "copy_tb_per_s": 4.2,
-            "num_bytes": 1,
-        },
-        "rows": rows,
-        "skipped": [
-            {"name": "flashinfer", "batch": b, "tokens": t, "reason": "not installed"}
-            for b, t in ((1, 1024), (64, 8192))
-        ],
-    }
-
-
-ROWS = [
-    row("sdpa-cudnn", 1, 1024, 10.0, kind="baseline"),
-    row("bf16-half", 1, 1024, 20.0),
-    row("int4-half", 1, 1024, 5.0),
-    row("sdpa-cudnn", 64, 8192, 10.0, kind="baseline"),
-    row("bf16-half", 64, 8192, 5.5),
-    row("int4-half", 64, 8192, 2.5),
-]
-
-
-def write_page(page_tool, tmp_path, rows):
-    results = tmp_path / "results"
-    results.mkdir(exist_ok=True)
-    (results / "attention-h200.json").write_text(json.dumps(report(rows)))
-    (results / "quality.json").write_text(json.dumps({"model": "m", "rows": []}))
-    page_tool.main(["--results", str(results), "--output", str(tmp_path / "performance.md")])
-    return (tmp_path / "performance.md").read_text()
-
-
-def test_the_page_says_what_where_and_which_lost(page_tool, tmp_path):
-    text = write_page(page_tool, tmp_path, ROWS)
-    assert "## Decode attention, llama-3.1-8b, NVIDIA H200" in text and "`abcdef0123`" in text
-    assert "kvfold bench attention --shape llama-3.1-8b --batch 1,64 --tokens 1024,8192" in text
-    assert "| 1 | 1024 | sdpa-cudnn | 10.0 | 0.50 | **2.00** |" in text
-    assert "| 64 | 8192 | sdpa-cudnn | 10.0 | **1.82** | **4.00** |" in text
-    assert "- `bf16-half`: in 1 of 2 cases (B x T: 1 x 1024), none above 1024 tokens." in text
-    assert "- `int4-half`: in none of 2 cases." in text
-    assert "- `flashinfer` at 1 x 1024, 64 x 8192: not installed" in text
-    for name in ("speedup", "ceiling"):
-        picture = f"performance/attention-h200-{name}.svg"
-        assert f"]({picture})" in text and "bf16-half" in (tmp_path / picture).read_text()
-
-
-def test_the_page_is_the_same_every_time(page_tool, tmp_path):
-    found = []
-    for _ in range(2):
-        text = write_page(page_tool, tmp_path, ROWS)
-        plots = sorted((tmp_path / "performance").iterdir())
-        found.append([text, *(plot.read_text() for plot in plots)])
-    assert found[0] == found[1]
-
-
-def test_a_variant_that_always_loses_is_said_to(page_tool):
-    rows = [row("bf16-full", 1, 1024, 11.0), row("bf16-full", 2, 1024, 12.0)]
-    assert page_tool.losses(rows) == "- `bf16-full`: in all 2 cases."
-
-
-def test_the_page_does_without_baselines(page_tool, tmp_path):
-    rows = [row("bf16-half", 1, 1024, 5.0, bar=None)]
-    text = write_page(page_tool, tmp_path, rows)
-    assert "Nothing was compared" in text and "| 1 | 1024 | – | – | – |" in text
-
-
-def test_without_results_there_is_no_page(page_tool, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        page_tool.main(["--results", str(tmp_path), "--output", str(tmp_path / "page.md")])
-    assert "holds no file" in capsys.readouterr().err and not list(tmp_path.iterdir())

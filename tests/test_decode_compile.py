@@ -21,16 +21,21 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvfold.cache.layout import Group, cache_layout  # noqa: E402
-from kvfold.ops import decode_triton, rebuild_triton  # noqa: E402
+from kvfold.ops import decode_triton, plan_triton, rebuild_triton  # noqa: E402
 from kvfold.ops.decode_triton import plan_layers  # noqa: E402
+from kvfold.ops.plan import padded_queries  # noqa: E402
 from kvfold.ops.rebuild import KeyMaps  # noqa: E402
 from kvfold.ops.rebuild_plan import rope_table  # noqa: E402
 from kvfold.ops.tuning import Shape, Tuning, table  # noqa: E402
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
 from pages import per_head  # noqa: E402
 
+OPTIONS = ("num_warps", "maxnreg", "launch_pdl")
 SHARED = 227 * 1024  # bytes of a block on sm_90
 SPILLS = {"value_kernel": 8}  # two registers, stored once a slice; a tile reads one of them back
+SHORT = {  # pages shorter than a tile
+    Shape(bits=(4, 4), widths=(64, 64), page=16, queries=4): Tuning(block=64, stages=3, warps=1),
+}
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint16: "u16",
     torch.int32: "i32", torch.int64: "i64", float: "fp32", int: "i32",
@@ -47,8 +52,9 @@ class Recorder:
         return self
 
     def __call__(self, *args: Any, **constants: Any) -> None:
-        self.options = {name: constants.pop(name, None) for name in ("num_warps", "maxnreg")}
+        self.options = {name: constants.pop(name, None) for name in OPTIONS}
         names = self.kernel.arg_names
+        constants = {"PDL": False} | constants if "PDL" in names else constants
         types = {
             name: f"*{TYPES[x.dtype]}" if isinstance(x, torch.Tensor) else TYPES[type(x)]
             for name, x in zip(names, args, strict=False)
@@ -91,18 +97,24 @@ def one_sequence(groups: tuple[Group, ...], queries: int, width: int) -> tuple[t
     )
 
 
-def direct(known: Shape, tuning: Tuning, queries: int, hard: bool) -> Recorder:
-    """The kernel for one entry of the table. hard: with groups of several widths, with zeros."""
+def direct(known: Shape, tuning: Tuning, queries: int, hard: bool) -> dict[str, Recorder]:
+    """The kernels for one entry of the table. hard: with groups of several widths, with zeros."""
     bits = None if known.bits == (16, 16) else known.bits[0]
     narrow = (known.widths[0] // 2, known.widths[1] // 4) if hard else known.widths
     ranks = [known.widths, narrow] * 4
     groups = per_head(ranks, page=known.page, bits=bits, zeros=hard).groups
     place = one_sequence(groups, queries * len(groups), known.widths[0])
-    plan = plan_layers([groups], place[-1], queries, tuning, 1)[0]
+    slots = torch.zeros(1, dtype=torch.int64)
     kernels = recorders(decode_triton, "decode_kernel", "combine_kernel")
-    with mock.patch.multiple(decode_triton, **kernels):
-        decode_triton.decode(*place, groups, torch.zeros(1, dtype=torch.int64), 0.1, plan)
-    return kernels["decode_kernel"]
+    planned = recorders(plan_triton, "plan_kernel")
+    early = {"launch_options": lambda _: {"PDL": True, "launch_pdl": True}}
+    with (
+        mock.patch.multiple(decode_triton, **kernels, **early),
+        mock.patch.multiple(plan_triton, **planned),
+    ):
+        plan = plan_layers([groups], place[-1], queries, tuning, 1, slots=slots)[0]
+        decode_triton.decode(*place, groups, slots, 0.1, plan)
+    return kernels | planned
 
 
 def rebuilt() -> tuple[Recorder, Recorder]:
@@ -153,7 +165,7 @@ def products(known: Shape, tuning: Tuning) -> int:
     """Matrix products of 16 x 8 x 16 that a warp has to do for a tile: scores, outputs and, for
     codes, the sums of the weights."""
     each = sum(known.widths) // 16 // tuning.warps + (known.bits[1] < 16)
-    return tuning.block // 16 * each * (known.queries // 8)
+    return tuning.block // 16 * each * (padded_queries(known.queries) // 8)
 
 
 def print_report(what: str, recorder: Recorder, wanted: dict[str, int]) -> None:
@@ -161,6 +173,7 @@ def print_report(what: str, recorder: Recorder, wanted: dict[str, int]) -> None:
     names, labels = operations(listing)
     body = hot_loop(names, labels)
     report = {"what": what, "kernel": recorder.kernel.__name__, "instructions": len(body)}
+    report |= {"early": sum(name.startswith(("ACQBULK", "PREEXIT")) for name in names)}
     report |= {"spills": sum(name.startswith(("STL", "LDL")) for name in names)}
     report |= {"copies": body.count("LDGSTS"), "products": {x: body.count(x) for x in wanted}}
     print(json.dumps(report | {"wanted": wanted, "shared": shared}), flush=True)
@@ -168,11 +181,15 @@ def print_report(what: str, recorder: Recorder, wanted: dict[str, int]) -> None:
 
 def compile_all() -> None:
     """Every entry of the table as it was measured; those with few registers also as they are
-    hardest. Keys rebuilt from latents: both passes."""
-    for known, tuning in table().items():
+    hardest. Short pages, and what is launched beside. Keys rebuilt from latents: both passes."""
+    for known, tuning in (table() | SHORT).items():
         for hard in (False, True) if tuning.registers else (False,):
-            kernel = direct(known, tuning, known.queries // (1 if hard else 2), hard)
-            print_report(f"{known} {tuning} {hard}", kernel, {"HMMA": products(known, tuning)})
+            queries = padded_queries(known.queries) if hard else max(1, known.queries // 2)
+            kernels = direct(known, tuning, queries, hard)
+            wanted = {"HMMA": products(known, tuning)}
+            print_report(f"{known} {tuning} {hard}", kernels["decode_kernel"], wanted)
+    print_report("planned", kernels["plan_kernel"], {})
+    print_report("merged", kernels["combine_kernel"], {})
     # A tile of 64 rows: two halves of A z, 16 of 48 numbers at a time, and by each half 4 products
     # with queries; 4 x 64 values by 4 x 16 rows, and 4 products that sum the weights.
     for kernel, wanted in zip(rebuilt(), ((6, 8), (16, 4)), strict=True):
@@ -193,13 +210,15 @@ def test_kernels_compile_well_for_hopper() -> None:
     )
     assert done.returncode == 0, done.stderr
     reports = [json.loads(line) for line in done.stdout.splitlines()]
-    limited = sum(tuning.registers is not None for tuning in table().values())
-    assert len(reports) == len(table()) + limited + 2
+    cuts = (table() | SHORT).values()
+    limited = sum(tuning.registers is not None for tuning in cuts)
+    assert len(reports) == len(cuts) + limited + 4
     for report in reports:
         assert report["spills"] <= SPILLS.get(report["kernel"], 0), report
         assert report["shared"] <= SHARED, report
         assert report["products"] == report["wanted"], report
-        assert report["copies"], report
+        assert report["copies"] or not report["wanted"], report
+        assert report["early"] == (0 if report["what"] == "rebuilt" else 2), report
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,13 +30,12 @@ if not GPU and not isinstance(tl.sum, interpreter.InterpretedFunction):
 from kvfold.ops import decode_triton  # noqa: E402
 from kvfold.ops.backend import use_triton  # noqa: E402
 from kvfold.ops.decode import decode  # noqa: E402
-from kvfold.ops.decode_triton import DecodePlan, plan_layers  # noqa: E402
+from kvfold.ops.decode_triton import DecodePlan, combine_options, plan_layers  # noqa: E402
 from kvfold.ops.plan import longest_first, stream_k  # noqa: E402
 from kvfold.ops.tuning import Tuning  # noqa: E402
 from pages import Case, error, mixed, per_head  # noqa: E402
 from test_store import DEVICE  # noqa: E402
 
-TOOL = Path(__file__).parents[1] / "tools" / "tune_decode.py"
 LIMITS = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 LSE = 1e-3
 right_dot, right_casts = interpreter.InterpreterBuilder.create_dot, interpreter._convert_float
@@ -237,9 +235,6 @@ def test_pages_beyond_two_gigabytes(bits: int | None) -> None:
     check(case, *run(case, Tuning(block=16), 7))
 
 
-# -- slices -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bits", [None, 4])
 def test_any_number_of_slices(bits: int | None) -> None:
     """The result moves by no more than rounding, and not at all when it is asked for again."""
@@ -256,8 +251,12 @@ def test_any_number_of_slices(bits: int | None) -> None:
 
 
 def test_more_parts_than_are_merged_at_once() -> None:
-    case = Case.of(per_head([(16, 16)], page=16), [[16 * 18 - 1]], 8, torch.float16, peak=20.0)
-    check(case, *run(case, Tuning(block=16), 99))
+    """Most are of one item, and as many are merged at once as an item has on average."""
+    layout = per_head([(16, 16)] * 2, page=16)
+    case = Case.of(layout, [[16 * 18 - 1, 1], [0, 1]], 8, torch.float16, peak=20.0)
+    most = cut(case, Tuning(block=16), 12).slices.counts.max()
+    assert most > 2 * combine_options(12 + 4, 4, 16)["BLOCK"]
+    check(case, *run(case, Tuning(block=16), 12))
 
 
 @pytest.mark.parametrize("num_slices", [1, 3, 20])
@@ -275,11 +274,13 @@ def test_longest_first(num_slices: int) -> None:
 
 
 def test_layers_planned_together() -> None:
-    """Two layers of unlike groups in one arena's tables; q a part of more."""
+    """Two layers of unlike groups in one arena's tables; q a part of more; lengths of slots."""
     cases = [ragged(seed=1), ragged(seed=2)]
-    counts = [case.args[3][case.args[5]] for case in cases]
+    counts = torch.cat([case.args[3][case.args[5]] for case in cases], 1)
+    lengths, slots = counts.new_full((3, counts.shape[1]), 999), counts.new_tensor([2, 0]).long()
+    lengths[slots] = counts
     layers = [case.args[4] for case in cases]
-    plans = plan_layers(layers, torch.cat(counts, 1), 2, Tuning(block=16), 5)
+    plans = plan_layers(layers, lengths, 2, Tuning(block=16), 5, slots=slots)
     for case, plan in zip(cases, plans, strict=True):
         q, arena, tables, lengths, *rest = case.args
         q = torch.cat((q, q), 1)[:, : q.shape[1]]

@@ -1,7 +1,9 @@
 """Every tile in exactly one slice, evenly, and parts where the combine step looks for them."""
 
+import random
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,3 +77,43 @@ def test_longest_first_keeps_items_whole() -> None:
     assert sorted(order) == list(range(5))
     loads = sorted(sum(cost[order[i]] for i, _ in mine) for mine in found)
     assert loads == [6, 7, 9]
+
+
+def both_plans(
+    chance: random.Random, layers: int, batch: int, groups: int, num_slices: int, rows: int
+) -> None:
+    """The kernel's slices are `stream_k`'s: ragged lengths, some 0, of slots in any order."""
+    from kvfold.ops.plan_triton import plan_slices
+
+    generator = torch.Generator().manual_seed(chance.randrange(2**31))
+    longest = chance.choice([1, 40, 3000, 2**20])
+    shape = (batch + 2, layers * groups)
+    dtype = chance.choice([torch.int32, torch.int64])
+    lengths = torch.randint(0, longest + 1, shape, generator=generator, dtype=dtype)
+    lengths *= torch.randint(0, 4, shape, generator=generator, dtype=dtype) > 0
+    slots = torch.randperm(batch + 2, generator=generator)[:batch]
+    cost = torch.randint(1, 5000, (layers, groups), generator=generator, dtype=torch.int32)
+    overhead, smallest = chance.choice([0, 1, 512]), chance.choice([1, 4])
+    cut = rows, overhead, num_slices, smallest
+    mine = lengths[slots]
+    counts = mine.unflatten(1, (layers, groups)).transpose(0, 1).flatten(1)
+    want = stream_k(-(-counts // rows), cost.repeat(1, batch), overhead, num_slices, smallest)
+    for rows_of in ((lengths, slots), (mine, None)):
+        moved = [x if x is None else x.to(DEVICE) for x in rows_of]
+        slices, found = plan_slices(*moved, cost.to(DEVICE), *cut)
+        assert torch.equal(found.cpu(), counts.int())
+        for name in ("starts", "firsts", "counts"):
+            x, y = getattr(slices, name).cpu(), getattr(want, name)
+            assert x.dtype is y.dtype and torch.equal(x, y), name
+
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES = [(1, 1, 1), (2, 1, 3), (3, 5, 2), (2, 7, 8), (1, 64, 8), (1, 257, 4), (1, 64, 32)]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_kernel_plans_the_same(size: tuple[int, int, int]) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    chance = random.Random(str(size))
+    for num_slices in (1, 7, 132, 2112):
+        both_plans(chance, *size, num_slices, chance.choice([16, 32, 128]))

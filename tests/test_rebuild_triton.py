@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from kvfold.cache.layout import cache_layout  # noqa: E402
 from kvfold.ops import rebuild, rebuild_triton, store  # noqa: E402
 from kvfold.ops.rebuild import KeyMaps, supports  # noqa: E402
-from kvfold.ops.rebuild_plan import Pass, Tuning, rope_table  # noqa: E402
+from kvfold.ops.rebuild_plan import Pass, Tuning, find_drift, rope_table  # noqa: E402
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -160,6 +160,34 @@ def test_codes(kind: str, bits: int, zeros: bool) -> None:
     """Rows of an odd number of scales too, and of one scale for keys and values."""
     keys, values = next((k, v) for name, k, v in KINDS if name == kind)
     assert error(Case(kind, keys, values, [21], bits=bits, zeros=zeros, tracked=zeros)) < 1e-3
+
+
+@pytest.mark.parametrize("options", [
+    {"queries": 1}, {"queries": 3, "rotary": 40, "scaling": 1.3}, {"page": 64, "queries": 8},
+    {"bits": 8, "queries": 2}, {"bits": 4, "zeros": True, "queries": 1}, {"bits": 4},
+])  # fmt: skip
+@pytest.mark.parametrize("kind,keys,values", [("lean", [48], 32)])
+def test_slow_pairs(kind: str, keys: list[int], values: int, options: dict) -> None:
+    """Half of the pairs are not rebuilt; rows are in two stretches, of 64, but for one query."""
+    case = Case(kind, keys, values, [70, 17], d=64, **options)
+    case.run(rebuild_triton.decode, rope=case.rope, tuning=SMALL)
+    (packed,) = case.maps.packed.values()
+    assert packed.drift.fast == 16
+    assert error(case) < 1e-3
+
+
+@pytest.mark.parametrize("queries,base,reach", [(4, 5e5, 512), (4, 1e4, 64), (1, 1e4, 512)])
+def test_drift(queries: int, base: float, reach: int) -> None:
+    """What the powers miss, of all angles in a stretch of models in use."""
+    inv_freq = base ** (-torch.arange(64) / 64)
+    drift = find_drift(inv_freq, 64, queries)
+    assert (drift.fast, drift.reach) == (32, reach)
+    offset = torch.arange(-reach / 2, reach / 2)[:, None]
+    basis = (offset / (reach / 2)) ** torch.arange(len(drift.powers))
+    angles = offset * inv_freq[32:]
+    for first, wanted in ((0, angles.cos()), (1, angles.sin())):
+        assert (basis[:, first::2] @ drift.powers[first::2] - wanted).abs().max() < 1e-3
+    assert find_drift(inv_freq * 500, 64, queries).fast == 64
 
 
 @pytest.mark.parametrize("options", [

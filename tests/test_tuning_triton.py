@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from kvfold.benchmark import timing
 from kvfold.benchmark.workload import SHAPES, Variant
 from kvfold.ops import tuning as tuning_table
-from kvfold.ops.tuning import Tuning, table
+from kvfold.ops.tuning import Shape, Tuning, table
 from test_store import DEVICE
 
 TOOL = Path(__file__).parents[1] / "tools" / "tune_decode.py"
@@ -32,20 +32,31 @@ def tool(monkeypatch) -> ModuleType:
 def test_the_table_can_be_made_again(tool: ModuleType, monkeypatch, tmp_path) -> None:
     """All that is swept may be launched, and what is written is what is read."""
     entries = []
-    for bits, kept, page in product(tool.BITS, tool.KEPT, tool.PAGES):
-        variant = Variant(keys=(kept,), values=(kept,), bits=bits, page=page)
-        shape = tool.shape_of(SHAPES["llama-3.1-8b"], variant)
+    for name, *how in tool.MEASURED:
+        variant = tool.variant_of(*how)
+        shape = tool.shape_of(SHAPES[name], variant)
         cuts = tool.candidates(shape)
         assert 1 < len(cuts) <= 6
-        assert all(page % x.block == 0 or x.block % page == 0 for x in cuts)
+        assert all(shape.page % x.block == 0 or x.block % shape.page == 0 for x in cuts)
         assert shape not in table() or table()[shape] in cuts
         entries.append(tool.entry(shape, {cut: 1.0 + i for i, cut in enumerate(cuts)}))
     path = tmp_path / "table.json"
     path.write_text(json.dumps({"entries": entries}), "utf-8")
     monkeypatch.setattr(tuning_table, "FILE", path)
     found = table.__wrapped__()
-    assert len(found) == 12 and set(table()) <= set(found)
+    assert len(found) == len(tool.MEASURED)
     assert all(cut == tool.candidates(shape)[0] for shape, cut in found.items())
+
+
+def test_a_shape_that_was_not_measured(monkeypatch) -> None:
+    """The nearest one's cut; its registers only where the compiled kernel is the same."""
+    shape = Shape(bits=(4, 4), widths=(64, 64), page=32, queries=4)
+    cut = Tuning(block=64, slices=16, registers=128)
+    monkeypatch.setattr(tuning_table, "table", lambda: {shape: cut})
+    near = tuning_table._nearest.__wrapped__
+    assert near((4, 4), (64, 64), 32, 1) == near((4, 4), (64, 64), 32, 7) == cut
+    loose = replace(cut, registers=None, slices=Tuning.slices)
+    assert near((4, 4), (64, 64), 16, 4) == near((4, 4), (64, 64), 32, 9) == loose
 
 
 def test_a_sweep(tool: ModuleType, capsys) -> None:

@@ -3,14 +3,20 @@
     python tools/tune_decode.py
 
 Every cut is checked against attention written out before it is timed; those of a shape take turns.
+All are compiled first, on all cores, since compiling takes longer than everything else.
 """
 
 import argparse
+import multiprocessing
+import os
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from rich.console import Console
 from rich.table import Table
 
@@ -21,17 +27,24 @@ from kvfold.commands.common import versions
 from kvfold.files import check_writable, write_json
 from kvfold.ops import decode_triton
 from kvfold.ops.decode_triton import plan_layers
-from kvfold.ops.plan import padded_queries
+from kvfold.ops.plan import power_of_two
 from kvfold.ops.tuning import FILE, Shape, Tuning
 from kvfold.spec import Geometry
 
 SEED, LAYERS = 0, 2
-PAGES, KEPT, BITS = (32, 64), (1.0, 0.5), (16, 8, 4)
+GQA, MHA = "llama-3.1-8b", "llama-2-7b-norope"  # 4 query heads a KV head, and 1
+# Model, bits of a number, kept dims, rows a page. Short pages are for what is evicted.
+MEASURED: tuple[tuple[str, int, float, int], ...] = (
+    *product((GQA,), (16, 8, 4), (1.0, 0.5), (32, 64)),
+    *product((GQA,), (4,), (1.0, 0.5), (16,)),
+    *product((MHA,), (16,), (0.5,), (32,)),
+    *product((MHA,), (4,), (1.0, 0.5), (32,)),
+)
 # Rows a tile, tiles in flight, warps, slices a multiprocessor, most registers a thread.
 WIDE = ((32, 3, 1, 5), (32, 3, 1, 6), (32, 3, 2, 6), (64, 3, 1, 8), (64, 3, 2, 4), (128, 5, 4, 2))
 NARROW = (
     (32, 3, 1, 8),
-    (32, 3, 1, 12),
+    (32, 4, 1, 16, 128),
     (32, 3, 1, 16, 128),
     (64, 3, 1, 8),
     (64, 3, 2, 6),
@@ -41,9 +54,14 @@ NAMES = ("block", "stages", "warps", "slices", "registers")
 SHARED = 227 * 1024  # bytes of a block on sm_90
 
 
+def variant_of(bits: int, kept: float, page: int) -> Variant:
+    return Variant(keys=(kept,), values=(kept,), bits=bits, page=page)
+
+
 def shape_of(geometry: Geometry, variant: Variant) -> Shape:
+    assert variant.values is not None, "values have latents of their own"
     keys, values = (int(kept[0] * geometry.head_dim) for kept in (variant.keys, variant.values))
-    queries = padded_queries(geometry.queries_per_kv)
+    queries = power_of_two(geometry.queries_per_kv)
     bits = (variant.bits, variant.bits)
     return Shape(bits=bits, widths=(keys, values), page=variant.page, queries=queries)
 
@@ -124,30 +142,49 @@ def print_sweep(shape: Shape, found: dict[Tuning, float]) -> None:
     Console().print(shown)
 
 
+def compile_one(name: str, variant: Variant, tuning: Tuning, batch: int) -> None:
+    """Leave a cut's kernels in Triton's cache: the same launches over a few rows."""
+    sizes = {"batch": batch, "tokens": 16 * variant.page, "num_layers": LAYERS, "seed": SEED}
+    work = build_workload(SHAPES[name], variant, **sizes, device=torch.device("cuda"))
+    step_of(work, tuning)(0)
+    torch.cuda.synchronize()
+
+
+def compile_all(jobs: list[tuple[str, Variant, Tuning, int]], processes: int) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
+        for each in [pool.submit(compile_one, *job) for job in jobs]:
+            each.result()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=512, help="KV heads of all sequences")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile")
     parser.add_argument("--json", type=Path, default=FILE, metavar="FILE")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU to tune for")
     check_writable(arguments.json)
-    geometry, device = SHAPES[arguments.shape], torch.device("cuda")
-    size = {"batch": arguments.batch, "tokens": arguments.tokens, "rounds": arguments.rounds}
+    device = torch.device("cuda")
+    cases = []
+    for name, bits, kept, page in MEASURED:
+        variant, geometry = variant_of(bits, kept, page), SHAPES[name]
+        cuts = candidates(shape_of(geometry, variant))
+        cases.append((name, variant, cuts, max(1, arguments.heads // geometry.num_kv_heads)))
+    jobs = [(name, variant, cut, batch) for name, variant, cuts, batch in cases for cut in cuts]
+    compile_all(jobs, arguments.processes)
+    size = {"tokens": arguments.tokens, "rounds": arguments.rounds}
     entries = []
-    for bits in BITS:
-        for kept in KEPT:
-            for page in PAGES:
-                variant = Variant(keys=(kept,), values=(kept,), bits=bits, page=page)
-                shape = shape_of(geometry, variant)
-                found = sweep(geometry, variant, candidates(shape), **size, device=device)
-                print_sweep(shape, found)
-                entries.append(entry(shape, found))
-    made_with = versions(device) | {"triton": decode_triton.triton.__version__}
-    report = {"versions": made_with, "shape": arguments.shape, **size, "entries": entries}
+    for name, variant, cuts, batch in cases:
+        shape = shape_of(SHAPES[name], variant)
+        found = sweep(SHAPES[name], variant, cuts, batch=batch, **size, device=device)
+        print_sweep(shape, found)
+        entries.append(entry(shape, found))
+    made_with = versions(device) | {"triton": triton.__version__}
+    report = {"versions": made_with, "heads": arguments.heads, **size, "entries": entries}
     write_json(arguments.json, report)
 
 

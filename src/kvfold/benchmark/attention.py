@@ -4,6 +4,7 @@ A *case* is a batch of B sequences of T tokens each, on average; all that is tim
 turns. Baselines always have sequences of equal length, which is their best case.
 """
 
+import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,18 +12,15 @@ import torch
 
 from kvfold.benchmark.baselines import BASELINES, Unavailable, build_contiguous, full_bytes
 from kvfold.benchmark.ceiling import Ceiling
-from kvfold.benchmark.reference import attend, check, decode_one
+from kvfold.benchmark.reference import attend, check
 from kvfold.benchmark.timing import Step, Timing, cold_bytes, record, time_steps
-from kvfold.benchmark.workload import (
-    SHAPES,
-    VARIANTS,
-    Decode,
-    build_workload,
-    layer_bytes,
-)
+from kvfold.benchmark.variants import SHAPES, VARIANTS
+from kvfold.benchmark.workload import Decode, build_workload, layer_bytes
 
 SHARE = 0.7  # of the free memory; the rest is for checks and work space
 HOST_BYTES = 1 << 30  # where free memory is not asked for
+LONGEST = 300  # characters of a reason
+DEFAULT = tuple(name for name, x in VARIANTS.items() if not (x.rebuilt or x.ablation))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +51,8 @@ class Row:
 
     bytes: of a layer, that must be read: stored numbers and scales; distinct_layers: how many the
     call went round; ceiling_fraction: of the pure read in the same run; fastest_baseline: of the
-    same case, None where none could run.
+    same case, None where none could run. Of rebuilt keys: rank, numbers that a key is made from;
+    tflops, what making them takes (2 d r a row and KV head) over the time.
     """
 
     variant: str
@@ -72,6 +71,8 @@ class Row:
     fastest_baseline: str | None
     fastest_baseline_us: float | None
     speedup_vs_fastest: float | None
+    rank: int | None = None
+    tflops: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +92,21 @@ class _Candidate:
     step: Step
     bytes: float
     distinct_layers: int
+    rank: int | None = None
+    flops: float | None = None
 
 
 def measure_case(
     job: Job, batch: int, tokens: int, decode: Decode, ceiling: Ceiling, device: torch.device
 ) -> tuple[list[Row], list[Skipped]]:
-    """Rows of one case. `decode` is called as `kvfold.ops.decode.decode`.
-
-    Raises RuntimeError where `decode` is wrong: then nothing is timed.
-    """
+    """Rows of one case. `decode` is called as `kvfold.ops.decode.decode`. What does not run, does
+    not fit or is wrong is not timed, but named."""
     candidates: dict[str, _Candidate] = {}
     skipped: list[Skipped] = []
+
+    def skip(name: str, why: str) -> Skipped:
+        return Skipped(name=name, shape=job.shape, batch=batch, tokens=tokens, reason=why)
+
     budget = _budget(device) // (len(job.variants) + 1)
     found = [
         *_baselines(job, batch, tokens, budget, device),
@@ -109,13 +114,17 @@ def measure_case(
     ]
     for name, made in found:
         if isinstance(made, str):
-            skipped.append(
-                Skipped(name=name, shape=job.shape, batch=batch, tokens=tokens, reason=made)
-            )
+            skipped.append(skip(name, made))
         else:
             candidates[name] = made
     steps = {name: x.step for name, x in candidates.items()}
-    times = time_steps(steps, layers=job.layers, rounds=job.rounds, device=device) if steps else {}
+    times: dict[str, Timing] = {}
+    try:
+        if steps:
+            times = time_steps(steps, layers=job.layers, rounds=job.rounds, device=device)
+    except Exception as error:  # of the whole case: the next one runs on
+        skipped += [skip(name, f"with all others: {reason(error)}") for name in candidates]
+        candidates = {}
     return _rows(job, batch, tokens, candidates, times, ceiling), skipped
 
 
@@ -129,9 +138,13 @@ def _baselines(
     if not num_layers:
         yield from ((name, _too_large(size, budget)) for name in job.baselines)
         return
-    at = build_contiguous(
-        geometry, batch=batch, tokens=tokens, num_layers=num_layers, device=device
-    )
+    try:
+        at = build_contiguous(
+            geometry, batch=batch, tokens=tokens, num_layers=num_layers, device=device
+        )
+    except RuntimeError as error:  # out of memory
+        yield from ((name, reason(error)) for name in job.baselines)
+        return
     for name in job.baselines:
         try:
             built = BASELINES[name](at)
@@ -142,8 +155,8 @@ def _baselines(
             expected = torch.cat([attend(*head, at.scale) for head in heads])
             check(name, out[0].reshape(expected.shape), expected)
             record(built.step, 1, device)  # not all that runs can be captured
-        except (Unavailable, RuntimeError, ImportError) as error:
-            yield name, " ".join(str(error).split()) or type(error).__name__
+        except Exception as error:  # whatever it is, the others run on
+            yield name, reason(error)
             continue
         yield (
             name,
@@ -154,7 +167,7 @@ def _baselines(
 def _variants(
     job: Job, batch: int, tokens: int, budget: int, decode: Decode, device: torch.device
 ) -> Iterator[tuple[str, _Candidate | str]]:
-    """Every variant that fits. One that is wrong is an error."""
+    """Every variant that fits, runs and is right, or why it does not."""
     geometry = SHAPES[job.shape]
     for name in job.variants:
         size = layer_bytes(geometry, VARIANTS[name], batch, tokens)
@@ -162,24 +175,54 @@ def _variants(
         if not num_layers:
             yield name, _too_large(size, budget)
             continue
-        work = build_workload(
-            geometry,
-            VARIANTS[name],
-            batch=batch,
-            tokens=tokens,
-            num_layers=num_layers,
-            device=device,
-        )
-        step = work.step(decode)
-        out = step(0)
-        assert isinstance(out, torch.Tensor), f"decode returned {type(out)}"
-        tables, lengths, groups = work.layer(0)
-        place = work.arena, tables, lengths, groups, 0, geometry.scaling
-        check(name, out[0], decode_one(work.q[0], *place, work.dv))
-        yield (
-            name,
-            _Candidate(kind="variant", step=step, bytes=work.row_bytes, distinct_layers=num_layers),
-        )
+        try:
+            found = _variant(job, name, batch, tokens, num_layers, decode, device)
+        except Exception as error:  # as above
+            yield name, reason(error)
+            continue
+        yield name, found
+
+
+def _variant(
+    job: Job,
+    name: str,
+    batch: int,
+    tokens: int,
+    num_layers: int,
+    decode: Decode,
+    device: torch.device,
+) -> _Candidate | str:
+    """A variant that is right and has been captured. Raises what goes wrong."""
+    work = build_workload(
+        SHAPES[job.shape],
+        VARIANTS[name],
+        batch=batch,
+        tokens=tokens,
+        num_layers=num_layers,
+        device=device,
+    )
+    if device.type == "cuda" and not work.has_kernel:
+        return "there is no kernel for these rows"
+    step = work.step(decode)
+    out = step(0)
+    assert isinstance(out, torch.Tensor), f"decode returned {type(out)}"
+    check(name, out[0], work.expected())
+    record(step, 1, device)  # not all that runs can be captured
+    return _Candidate(
+        kind="variant",
+        step=step,
+        bytes=work.row_bytes,
+        distinct_layers=num_layers,
+        rank=work.rank,
+        flops=work.flops,
+    )
+
+
+def reason(error: Exception) -> str:
+    """What an error says, in a line."""
+    text = " ".join(str(error).split())[:LONGEST]
+    known = isinstance(error, RuntimeError | Unavailable) and text
+    return text if known else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _rows(
@@ -216,6 +259,8 @@ def _rows(
                 fastest_baseline=fastest,
                 fastest_baseline_us=bar,
                 speedup_vs_fastest=bar / time.us if bar else None,
+                rank=x.rank,
+                tflops=x.flops / time.us / 1e6 if x.flops else None,
             )
         )
     return rows
@@ -225,6 +270,7 @@ def _budget(device: torch.device) -> int:
     """Bytes for all caches of a case."""
     if device.type != "cuda":
         return HOST_BYTES
+    gc.collect()
     torch.cuda.empty_cache()
     return int(SHARE * torch.cuda.mem_get_info(device)[0])
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvfold.benchmark.timing import Step
-from kvfold.benchmark.workload import DTYPE
+from kvfold.benchmark.variants import DTYPE
 from kvfold.spec import Geometry
 
 FLASHINFER_PAGE = 16
-WORKSPACE = 128 << 20  # bytes, as FlashInfer recommends
+WORKSPACE = 256 << 20  # bytes; FlashInfer recommends 128 MB, or more where keys are split often
 
 
 class Unavailable(Exception):
@@ -91,9 +91,28 @@ def _sdpa(backend: SDPBackend, folded: bool) -> Callable[[Contiguous], Built]:
     return build
 
 
+def _flex(at: Contiguous) -> Built:
+    """FlexAttention, compiled anew for every size: a limit on recompilations would else make it
+    fall back to eager code in silence."""
+    if at.q.device.type != "cuda":
+        raise Unavailable("FlexAttention is compiled for CUDA devices only")
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch.compiler.reset()
+    attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    q, num_layers = at.q[:, :, None], len(at.k)
+
+    def step(layer: int) -> Tensor:
+        k, v = at.k[layer % num_layers], at.v[layer % num_layers]
+        found: Tensor = attend(q, k, v, scale=at.scale, enable_gqa=at.per_kv > 1)
+        return found
+
+    return Built(step=step, k=at.k[0, 0], v=at.v[0, 0])
+
+
 def _flashinfer(at: Contiguous) -> Built:
-    """FlashInfer's batch decode. The same bytes as everyone's, taken as pages [P, d] of each head:
-    the numbers are random, so no other order is asked for."""
+    """FlashInfer's batch decode (0.6.13), planned once. The same bytes as everyone's, taken as
+    pages [P, d] of each head: the numbers are random, so no other order is asked for."""
     if not find_spec("flashinfer"):
         raise Unavailable("flashinfer is not installed")
     import flashinfer
@@ -105,7 +124,7 @@ def _flashinfer(at: Contiguous) -> Built:
     paged = (num_layers, batch * each, kv_heads, FLASHINFER_PAGE, dim)
     k, v = at.k.view(paged), at.v.view(paged)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(WORKSPACE, dtype=torch.uint8, device=device),
+        torch.zeros(WORKSPACE, dtype=torch.uint8, device=device),
         "HND",
         use_tensor_cores=at.per_kv > 1,
     )
@@ -135,5 +154,6 @@ BASELINES: dict[str, Callable[[Contiguous], Built]] = {
     "sdpa-flash-folded": _sdpa(SDPBackend.FLASH_ATTENTION, folded=True),
     "sdpa-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION, folded=False),
     "sdpa-cudnn-folded": _sdpa(SDPBackend.CUDNN_ATTENTION, folded=True),
+    "flex": _flex,
     "flashinfer": _flashinfer,
 }

@@ -1,144 +1,154 @@
 """A paged cache as a model in service leaves it, made on the device from random numbers.
 
-Shapes: B sequences, Hq query heads, G groups a layer (one a KV head), N layers, n pages of the
-longest sequence, M pages of a kind, P rows a page, d head dim, dk, dv widest key and value rank.
+Shapes: B sequences, Hq query heads, Hk KV heads, G groups a layer, N layers, n pages of the longest
+sequence, d head dim, dk, dv widest key and value rank.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvfold.benchmark.ablations import decompressed, recut
+from kvfold.benchmark.filling import build_pages, draw_lengths
+from kvfold.benchmark.reference import decode_one
 from kvfold.benchmark.timing import Step
-from kvfold.cache.layout import UNIT, CacheLayout, Group, cache_layout
-from kvfold.ops.bits import GAUSSIAN_STEP
+from kvfold.benchmark.variants import DTYPE, SHAPES, VARIANTS, Variant, variant_layout
+from kvfold.cache.layout import CacheLayout, Group
+from kvfold.ops import rebuild, rebuild_plan
+from kvfold.ops.backend import use_triton
 from kvfold.ops.decode import has_kernel, plan_layers
-from kvfold.ops.pages import METRICS, POSITIONS, SCALES, Kind, plan_pages
-from kvfold.spec import SIDES, CacheSpec, Geometry, Latent, LayerSpec
+from kvfold.ops.rebuild import KeyMaps
+from kvfold.spec import Geometry
 
-DTYPE = torch.bfloat16
-TAIL, SPREAD, MOST = 1.5, 0.5, 8.0  # Pareto's exponent; log-normal's sigma; cut, in smallest/usual
+__all__ = ["DTYPE", "SHAPES", "VARIANTS", "Variant", "Workload", "build_workload", "layer_bytes"]
+
+BASE = 10000.0  # of RoPE's angles
 
 Decode = Callable[..., Tensor]  # of kvfold.ops.decode.decode
-Lengths = Literal["uniform", "pareto", "evicted"]
-
-
-def _shape(kv_heads: int, rope: bool = True) -> Geometry:
-    return Geometry(
-        hidden_size=4096,
-        num_query_heads=32,
-        num_kv_heads=kv_heads,
-        head_dim=128,
-        num_layers=32,
-        rope=rope,
-        key_norm=False,
-        scaling=128**-0.5,
-    )
-
-
-SHAPES = {
-    "llama-3.1-8b": _shape(8),
-    "llama-2-7b": _shape(32),
-    "llama-2-7b-norope": _shape(32, rope=False),
-    "tiny": replace(_shape(2), hidden_size=64, num_query_heads=4, head_dim=16, num_layers=2),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """What of the cache is kept.
-
-    keys, values: kept over all dims of a head, in turn over the KV heads; bits: of every number;
-    lengths: equal, Pareto over sequences, or log-normal over (sequence, group); evict: tokens over
-    rows, on average; page: rows a page.
-    """
-
-    keys: tuple[float, ...] = (1.0,)
-    values: tuple[float, ...] = (1.0,)
-    bits: int = 16
-    lengths: Lengths = "uniform"
-    evict: int = 1
-    page: int = 32
-
-
-_HALF = Variant(keys=(0.5,), values=(0.5,))
-VARIANTS = {
-    "bf16-full": Variant(),
-    "bf16-half": _HALF,
-    "bf16-half-ragged": Variant(keys=(0.25, 0.5, 0.5, 0.75), values=(0.75, 0.5, 0.5, 0.25)),
-    "bf16-half-pareto": replace(_HALF, lengths="pareto"),
-    "int8-full": Variant(bits=8),
-    "int8-half": replace(_HALF, bits=8),
-    "int4-full": Variant(bits=4),
-    "int4-half": replace(_HALF, bits=4),
-    "int4-half-evict8": replace(_HALF, bits=4, lengths="evicted", evict=8, page=16),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """q [B, Hq, dk] in DTYPE, zero beyond a head's rank; arena uint8; tables int32 [B, N G, n];
-    lengths int32 [B, N G]; slots int64 [B]; row_bytes: what attention must read of a layer, numbers
-    and scales of all rows, averaged over layers; dv: widest value rank."""
+    """q [B, Hq, dk], or [B, Hq, d] where keys are rebuilt, in DTYPE, zero beyond a head's rank;
+    arena uint8; tables int32 [B, N G, n]; lengths int32 [B, N G], rows their copy on the host;
+    slots int64 [B]; row_bytes: what attention must read of a layer, numbers and scales of all rows,
+    averaged over layers; dv: widest value rank; maps, rope: what rebuilds keys, a map a layer."""
 
+    variant: Variant
     layout: CacheLayout
     q: Tensor
     arena: Tensor
     tables: Tensor
     lengths: Tensor
+    rows: Tensor
     slots: Tensor
     row_bytes: float
     dv: int
+    maps: tuple[KeyMaps, ...] = ()
+    rope: Tensor | None = None
 
     def layer(self, number: int) -> tuple[Tensor, Tensor, tuple[Group, ...]]:
         """(tables, lengths, groups) of a layer; numbers go round."""
-        where = self.layout.layer_groups[number % len(self.layout.layer_groups)]
+        where = self.layout.layer_groups[number % self.num_layers]
         return self.tables[:, where], self.lengths[:, where], self.layout.groups[where]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layout.layer_groups)
+
+    @property
+    def groups(self) -> list[tuple[Group, ...]]:
+        return [self.layer(i)[2] for i in range(self.num_layers)]
+
+    @property
+    def rank(self) -> int | None:
+        """Numbers from which a rebuilt key is made; None where none are."""
+        return _widest(self.layout, "k") if self.maps else None
+
+    @property
+    def flops(self) -> float | None:
+        """Arithmetic that rebuilds a layer's keys: 2 d r a row and KV head."""
+        if not self.maps:
+            return None
+        spec = self.layout.spec
+        heads = sum(x.rank * len(x.heads) for x in spec.layers[0].key_latents)
+        rows = float(self.rows.sum()) / len(self.layout.groups)
+        return 2 * spec.geometry.head_dim * heads * rows
+
+    def expected(self) -> Tensor:
+        """What layer 0 gives for the first sequence, fp32 [Hq, dv], written out."""
+        tables, lengths, groups = self.layer(0)
+        scale = self.layout.spec.geometry.scaling
+        if not self.maps:
+            return decode_one(self.q[0], self.arena, tables, lengths, groups, 0, scale, self.dv)
+        layer, slots = self.layout.spec.layers[0], self.slots[:1]
+        place = self.arena, tables, lengths, layer, groups, slots, scale, self.maps[0]
+        return rebuild.decode_reference(self.q[:1], *place, dtype=torch.float32)[0].float()
 
     def step(self, decode: Decode) -> Step:
         """`decode` over layer after layer. The first plans for all, as the engine does."""
-        layers = [self.layer(i) for i in range(len(self.layout.layer_groups))]
-        groups = [each for _, _, each in layers]
-        geometry = self.layout.spec.geometry
-        planned = has_kernel(groups, self.q.device.type)
-        plans: list[Any] = [None] * len(layers)
+        if self.variant.how == "decompressed":
+            return decompressed(self)
+        return self._rebuilt_step() if self.maps else self._direct_step(decode)
+
+    def _direct_step(self, decode: Decode) -> Step:
+        geometry, planned = self.layout.spec.geometry, self.has_kernel
+        fixed = self.variant.how != "stream-k"
+        plans: list[Any] = [None] * self.num_layers
 
         def run(number: int) -> Tensor:
-            if planned and (number == 0 or plans[0] is None):
-                plans[:] = plan_layers(groups, self.lengths[self.slots], geometry.queries_per_kv)
-            at = number % len(layers)
-            tables, lengths, _ = layers[at]
-            place = self.arena, tables, lengths, groups[at], self.slots
-            return decode(self.q, *place, geometry.scaling, plan=plans[at])
+            if planned and (plans[0] is None or (number == 0 and not fixed)):
+                queries = geometry.queries_per_kv
+                plans[:] = plan_layers(self.groups, self.lengths[self.slots], queries)
+                plans[:] = self._recut(plans) if fixed else plans
+            tables, lengths, groups = self.layer(number)
+            place = self.arena, tables, lengths, groups, self.slots
+            return decode(self.q, *place, geometry.scaling, plan=plans[number % len(plans)])
 
         return run
 
+    def _recut(self, plans: list[Any]) -> list[Any]:
+        rows = [self.rows[:, where] for where in self.layout.layer_groups]
+        costs = [[_row_bytes(group) for group in groups] for groups in self.groups]
+        each = zip(plans, rows, costs, strict=True)
+        return [recut(plan, own, cost, self.variant.how) for plan, own, cost in each]
 
-def variant_layout(geometry: Geometry, variant: Variant, num_layers: int) -> CacheLayout:
-    """The pages of `num_layers` equal layers. Rows that are evicted are tracked."""
-    latents = [
-        Latent(side=side, heads=(h,), rank=int(cycle[h % len(cycle)] * geometry.head_dim))
-        for side, cycle in zip(SIDES, (variant.keys, variant.values), strict=True)
-        for h in range(geometry.num_kv_heads)
-    ]
-    whole = {*variant.keys, *variant.values} == {1.0}
-    layer = LayerSpec(
-        keys="plain" if whole else "post" if geometry.rope else "absorbed",
-        values="plain" if whole else "fused",
-        latents=tuple(latents),
-    )
-    spec = CacheSpec(
-        geometry=replace(geometry, num_layers=num_layers), layers=(layer,) * num_layers
-    )
-    return cache_layout(
-        spec,
-        page=variant.page,
-        itemsize=DTYPE.itemsize,
-        bits=variant.bits,
-        tracked=variant.evict > 1,
-    )
+    def _rebuilt_step(self) -> Step:
+        spec, planned = self.layout.spec, self.has_kernel
+        size = spec.geometry.queries_per_kv, self.q.dtype, self._most_rows()
+        plans: list[Any] = [None] * self.num_layers
+
+        def run(number: int) -> Tensor:
+            at, (tables, lengths, groups) = number % len(plans), self.layer(number)
+            place = self.arena, tables, lengths, spec.layers[at], groups, self.slots
+            maps = spec.geometry.scaling, self.maps[at]
+            if not planned:
+                return rebuild.decode_reference(self.q, *place, *maps)
+            from kvfold.ops import rebuild_triton
+
+            if number == 0 or plans[0] is None:
+                counts = self.lengths[self.slots]
+                plans[:] = rebuild_plan.plan_layers(spec.layers, self.groups, counts, *size)
+            assert self.rope is not None
+            return rebuild_triton.decode(self.q, *place, *maps, self.rope, plans[at])[0]
+
+        return run
+
+    def _most_rows(self) -> int:
+        """Rows of the layer with most, over its groups."""
+        return max(int(self.rows[:, where].sum()) for where in self.layout.layer_groups)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether what is timed are kernels, not PyTorch."""
+        device = self.q.device.type
+        if not self.maps:
+            return has_kernel(self.groups, device)
+        each = zip(self.layout.spec.layers, self.groups, strict=True)
+        return use_triton(device) and all(rebuild.supports(*x) for x in each)
 
 
 def layer_bytes(geometry: Geometry, variant: Variant, batch: int, tokens: int) -> int:
@@ -160,37 +170,48 @@ def build_workload(
     """`batch` sequences of `tokens` tokens each, on average, in shuffled pages of `num_layers`
     layers. Codes are random bytes, unquantised numbers normal, positions ascend."""
     layout = variant_layout(geometry, variant, num_layers)
-    rows = _lengths(variant, batch, tokens, layout, seed)
+    rows = draw_lengths(variant, batch, tokens, layout, seed)
     generator = torch.Generator(device).manual_seed(seed)
-    arena, tables = _pages(layout, rows, generator, device)
+    arena, tables = build_pages(layout, rows, generator, device)
     sizes = torch.tensor([_row_bytes(group) for group in layout.groups])
+    rebuilt = layout.spec.layers[0].keys == "pre"
+    maps = _maps(layout, generator, device) if rebuilt else ()
     return Workload(
+        variant=variant,
         layout=layout,
         q=_queries(layout, batch, generator, device),
         arena=arena,
         tables=tables,
         lengths=rows.to(device, torch.int32),
+        rows=rows,
         slots=torch.arange(batch, device=device),
         row_bytes=float((rows * sizes).sum()) / num_layers,
         dv=_widest(layout, "v"),
+        maps=maps,
+        rope=_rope(maps[0], int(rows.max())) if maps else None,
     )
 
 
-def _lengths(variant: Variant, batch: int, tokens: int, layout: CacheLayout, seed: int) -> Tensor:
-    """Rows int64 [B, N G], on the host: `tokens` / `evict` on average."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (batch, len(layout.groups))
-    if variant.lengths == "pareto":
-        uniform = torch.rand(batch, 1, generator=generator, dtype=torch.float64)
-        weights = (1 - uniform).pow(-1 / TAIL).clamp(max=MOST).expand(shape)
-    elif variant.lengths == "evicted":
-        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
-        weights = (SPREAD * normal).exp().clamp(max=MOST)
-    else:
-        weights = torch.ones(shape, dtype=torch.float64)
-    most = tokens if variant.evict > 1 else None
-    rows = weights / weights.mean() * (tokens / variant.evict)
-    return rows.round().long().clamp(1, most)
+def _maps(
+    layout: CacheLayout, generator: torch.Generator, device: torch.device
+) -> tuple[KeyMaps, ...]:
+    """Maps of every layer, of which a key's numbers are about as large as a latent's."""
+    spec, geometry, found = layout.spec.layers[0], layout.spec.geometry, []
+    ranks = {head: x.rank for x in spec.key_latents for head in x.heads}
+    pairs = torch.arange(0, geometry.head_dim, 2, device=device) / geometry.head_dim
+    for _ in layout.spec.layers:
+        size = geometry.num_kv_heads, geometry.head_dim, max(ranks.values())
+        up = torch.zeros(size, dtype=DTYPE, device=device)
+        for head, rank in ranks.items():
+            up[head, :, :rank].normal_(std=rank**-0.5, generator=generator)
+        mean = torch.empty(size[:2], dtype=DTYPE, device=device).normal_(generator=generator)
+        found.append(KeyMaps(up=up, mean=mean, inv_freq=BASE**-pairs))
+    return tuple(found)
+
+
+def _rope(maps: KeyMaps, rows: int) -> Tensor:
+    """The table for `rows` positions, and a tile more."""
+    return rebuild_plan.rope_table(maps.inv_freq, rows + 256, maps.up.shape[1])
 
 
 def _row_bytes(group: Group) -> int:
@@ -201,68 +222,20 @@ def _row_bytes(group: Group) -> int:
 
 
 def _widest(layout: CacheLayout, side: str) -> int:
-    return max(x.rank for x in layout.spec.layers[0].latents if x.side == side)
+    return max(x.rank for x in layout.spec.layers[0].latents if side in x.side)
 
 
 def _queries(
     layout: CacheLayout, batch: int, generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """Normal numbers, zero beyond the key rank of a query head's KV head."""
-    geometry = layout.spec.geometry
-    ranks = torch.tensor([x.rank for x in layout.spec.layers[0].key_latents], device=device)
+    """Normal numbers, zero beyond what a query head's score is taken of."""
+    geometry, spec = layout.spec.geometry, layout.spec.layers[0]
+    width = {head: x.rank for x in spec.key_latents for head in x.heads}
+    if spec.keys == "pre":
+        width = dict.fromkeys(width, geometry.head_dim)
+    ranks = torch.tensor([width[head] for head in sorted(width)], device=device)
     ranks = ranks.repeat_interleave(geometry.queries_per_kv)[:, None]
-    columns = torch.arange(_widest(layout, "k"), device=device)
+    columns = torch.arange(int(ranks.max()), device=device)
     shape = (batch, geometry.num_query_heads, len(columns))
     q = torch.empty(shape, dtype=DTYPE, device=device).normal_(generator=generator)
     return q * (columns < ranks)
-
-
-def _pages(
-    layout: CacheLayout, rows: Tensor, generator: torch.Generator, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The arena, filled, and tables that take its pages in random order."""
-    owned_pages = -(-rows // layout.page)
-    units = torch.tensor([group.layout.page_units for group in layout.groups])
-    total = int((owned_pages * units).sum())
-    assert total < 2**31, f"{total} units exceed int32 offsets"
-    arena = torch.empty(total * UNIT, dtype=torch.uint8, device=device)
-    number = torch.arange(int(owned_pages.max()), device=device)
-    owned = number < owned_pages.to(device)[..., None]
-    tables = torch.zeros(owned.shape, dtype=torch.int32, device=device)
-    start = 0
-    for where in layout.layer_groups:
-        for kind in plan_pages(layout.groups[where], device).kinds:
-            groups = kind.numbers + where.start
-            mine = owned[:, groups]
-            order = torch.randperm(int(mine.sum()), generator=generator, device=device)
-            size = kind.layout.page_units
-            found = torch.zeros_like(mine, dtype=torch.int32)
-            found[mine] = (start + order * size).int()
-            tables[:, groups] = found
-            pages = arena[start * UNIT : (start + len(order) * size) * UNIT]
-            index = torch.empty_like(order)
-            index[order] = number.expand_as(mine)[mine]
-            _fill(pages.view(-1, size * UNIT), kind, index, generator)
-            start += len(order) * size
-    assert start == total, f"{start} units filled != {total} allocated"
-    return arena, tables
-
-
-def _fill(pages: Tensor, kind: Kind, index: Tensor, generator: torch.Generator) -> None:
-    """Write uint8 pages [M, page_bytes]; index int64 [M]: a page's place in its sequence."""
-    steps = []
-    for i, segment in enumerate(kind.layout.segments):
-        if segment.quantized:
-            kind.block(pages, i, torch.uint8).random_(generator=generator)
-            steps.append(GAUSSIAN_STEP[segment.bits])
-        else:
-            kind.block(pages, i, DTYPE).normal_(generator=generator)
-    if steps:
-        scales = kind.block(pages, SCALES, torch.float16)
-        spread = torch.rand(scales.shape, generator=generator, device=pages.device) + 0.5
-        scales.copy_(spread * torch.tensor(steps, device=pages.device))
-    if kind.layout.tracked:
-        kind.block(pages, METRICS, torch.float32).zero_()
-        page = kind.layout.page
-        row = torch.arange(page, device=pages.device)[:, None]
-        kind.block(pages, POSITIONS, torch.int32).copy_(index[:, None, None] * page + row)

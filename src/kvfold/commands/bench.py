@@ -5,9 +5,16 @@ from collections.abc import Callable
 from cyclopts import App
 
 from kvfold.commands.bench_attention import attention
+from kvfold.commands.bench_compress import compress
 from kvfold.commands.bench_decode import decode
+from kvfold.commands.bench_prefill import prefill
 
-BENCHMARKS: dict[str, Callable[..., None]] = {"attention": attention, "decode": decode}
+BENCHMARKS: dict[str, Callable[..., None]] = {
+    "attention": attention,
+    "decode": decode,
+    "prefill": prefill,
+    "compress": compress,
+}
 
 bench = App(name="bench", help="Measure kernels beside the fastest known baselines.")
 for place, (name, command) in enumerate(BENCHMARKS.items()):

@@ -43,7 +43,7 @@ def attention(
     tokens
         Tokens of a sequence, separated by commas; every batch is timed with every one.
     variants
-        Names separated by commas, such as bf16-half,int4-half-evict8; by default all.
+        Names separated by commas, such as bf16-half,lean-35; by default those without rebuilt keys.
     baselines
         Names separated by commas, such as sdpa-cudnn,flashinfer; by default all.
     layers
@@ -67,7 +67,7 @@ def attention(
 
     job = bench.Job(
         shape=shape,
-        variants=_names(variants, "--variants", bench.VARIANTS),
+        variants=_names(variants, "--variants", bench.DEFAULT),
         baselines=_names(baselines, "--baselines", bench.BASELINES),
         layers=layers,
         rounds=rounds,
@@ -100,7 +100,11 @@ def record(
     return {
         "benchmark": "attention",
         "settings": dataclasses.asdict(job),
-        "versions": {**common.versions(device), "triton": _triton()},
+        "versions": {
+            **common.versions(device),
+            "triton": installed("triton"),
+            "flashinfer": installed("flashinfer-python"),
+        },
         "ceiling": dataclasses.asdict(ceiling),
         "rows": [dataclasses.asdict(row) for row in rows],
         "skipped": [dataclasses.asdict(item) for item in skipped],
@@ -148,8 +152,9 @@ def _names(text: str | None, option: str, default: Iterable[str]) -> tuple[str, 
     return tuple(default) if text is None else tuple(parse_list(text, option, str))
 
 
-def _triton() -> str | None:
+def installed(package: str) -> str | None:
+    """Its version."""
     try:
-        return version("triton")
+        return version(package)
     except PackageNotFoundError:
         return None

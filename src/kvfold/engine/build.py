@@ -15,6 +15,7 @@ from kvfold.cache.quantize import rotation
 from kvfold.compress.basis import Basis
 from kvfold.compress.fold import fold_model
 from kvfold.config import CacheConfig
+from kvfold.engine.device import LONG_ROPE
 from kvfold.engine.runner import ModelRunner
 from kvfold.engine.sequence import CacheParams
 from kvfold.models.families import attention_windows, family_of
@@ -23,7 +24,6 @@ from kvfold.models.rotate import rotate_rows
 from kvfold.spec import CacheSpec, KeyKind, LayerSpec
 
 SHARE = 0.5  # of free memory, where kv_bytes is not given
-LONG_ROPE = ("dynamic", "longrope")  # tables that depend on the longest sequence of a batch
 
 
 def build_runner(

@@ -3,69 +3,87 @@
 Shapes: B sequences, L layers, Hq query heads, Hk KV heads, G = Hq / Hk; n pages, P rows a page.
 """
 
-from functools import cached_property
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from kvfold.cache.evict import attention_mass
-from kvfold.cache.policies import Policy
-from kvfold.cache.pool import Pool
+from kvfold.engine.ways import Part, Setup
 from kvfold.models.adapter import HFAttention
+from kvfold.ops.attention import attention_in_place
+from kvfold.ops.backend import use_triton
 from kvfold.ops.flat import PageList, add_metrics, attend_pages, list_pages, positions_of
-from kvfold.ops.pages import plan_pages
-
-if TYPE_CHECKING:
-    from kvfold.engine.paged import Part
+from kvfold.ops.pages import locate, plan_pages
 
 
-def flat_layers(pool: Pool) -> tuple[int, ...]:
-    """Layers whose pages are read so: on CPUs, where heads have numbers of their own, in score
-    space, with scales by row."""
-    layout, num_heads = pool.layout, pool.layout.spec.geometry.num_kv_heads
-    if layout.kivi or pool.device.type != "cpu":
+def flat_layers(setup: Setup) -> tuple[int, ...]:
+    """Layers whose pages are read so: on CPUs without kernels, where heads have numbers of their
+    own, in score space, with scales by row, and no window."""
+    layout, num_heads = setup.pool.layout, setup.pool.layout.spec.geometry.num_kv_heads
+    if layout.kivi or setup.pool.device.type != "cpu" or use_triton("cpu"):
         return ()
-    layers = enumerate(zip(layout.spec.layers, layout.layer_groups, strict=True))
-    return tuple(i for i, (x, at) in layers if x.keys != "pre" and at.stop - at.start == num_heads)
+    layers = enumerate(zip(layout.spec.layers, setup.pages, setup.windows, strict=True))
+    return tuple(
+        i
+        for i, (spec, pages, window) in layers
+        if spec.keys != "pre" and len(pages.groups) == num_heads and window is None
+    )
 
 
 class FlatDecode:
-    """One step of the decoding sequences, in `layers`. Pages are listed for all of these at once,
-    when the first asks: they have the step's rows by then, and do not change in it."""
+    """Decoding in `layers`. Pages are listed for all of these at once, when the first asks: they
+    have the step's rows by then, and do not change in it. A step has one decoding part."""
 
-    def __init__(
-        self, pool: Pool, part: "Part", layers: tuple[int, ...], policy: Policy | None
-    ) -> None:
-        self.pool, self.part, self.layers, self.policy = pool, part, layers, policy
+    def __init__(self, setup: Setup, layers: tuple[int, ...]) -> None:
+        self.setup, self.layers = setup, layers
+        self.lists: dict[int, list[PageList]] = {}  # of every layer, kind by kind
+        sizes = {group.layout.page_units for group in setup.pool.layout.groups}
+        self.one_table = len(sizes) == 1  # all pages of the arena are rows of one table
 
-    @cached_property
-    def page_lists(self) -> dict[int, list[PageList]]:
-        """Of every layer, kind by kind."""
-        pool, slots = self.pool, self.part.slots
+    def takes(self, module: HFAttention, part: Part) -> bool:
+        return part.decode and module.layer_idx in self.layers
+
+    def attend(self, module: HFAttention, part: Part, q: Tensor) -> Tensor:
+        """q [B, Hq, 1, .] -> [B, 1, D]."""
+        q_BHGd = q.unflatten(1, (module.geometry.num_kv_heads, -1))[..., 0, :]
+        plan = plan_pages(self.setup.pages[module.layer_idx].groups, self.setup.pool.device)
+        if self.one_table and part.prompt_lengths is None and plan.in_place:
+            out = self._in_place(module, part, q_BHGd)
+        else:
+            out = self._page_by_page(module, part, q_BHGd)
+        return module.output(out.flatten(1, 2)[:, :, None].to(q.dtype))
+
+    def _in_place(self, module: HFAttention, part: Part, q: Tensor) -> Tensor:
+        """q [B, Hk, G, d]: rows can be read where they lie."""
+        arena, tables, lengths, groups = self.setup.pages[module.layer_idx]
+        size, page = part.sizes[module.layer_idx], self.setup.pool.layout.page
+        place = locate(arena, tables, groups, part.slots, lengths[part.slots], size)
+        return attention_in_place(q, *place, page, module.scaling)
+
+    def _list_pages(self, part: Part) -> None:
+        pool, slots = self.setup.pool, part.slots
         places = [pool.layout.layer_groups[i] for i in self.layers]
         plans = [(at, plan_pages(pool.layout.groups[at], pool.device)) for at in places]
         found = list_pages(plans, pool.tables, slots, pool.lengths[slots])
-        return dict(zip(self.layers, found, strict=True))
+        self.lists = dict(zip(self.layers, found, strict=True))
 
-    def attend(self, module: HFAttention, q: Tensor) -> Tensor:
-        """q [B, Hq, 1, .] -> [B, 1, D]."""
-        q_BHGd = q.unflatten(1, (module.geometry.num_kv_heads, -1))[..., 0, :]
-        out = torch.zeros(*q_BHGd.shape[:3], module.value_width)  # fp32
-        for pages in self.page_lists[module.layer_idx]:
-            data = pages.read(self.pool.arena)
-            found, weights = attend_pages(q_BHGd, data, pages, module.scaling)
+    def _page_by_page(self, module: HFAttention, part: Part, q: Tensor) -> Tensor:
+        if not self.lists:
+            self._list_pages(part)
+        out = torch.zeros(*q.shape[:3], module.value_width)  # fp32
+        for pages in self.lists[module.layer_idx]:
+            data = pages.read(self.setup.pool.arena)
+            found, weights = attend_pages(q, data, pages, module.scaling)
             out[:, pages.kind.numbers, :, : found.shape[-1]] = found
-            if self.part.prompt_lengths is not None:
-                self._observe(weights, data, pages)
-        return module.output(out.flatten(1, 2)[:, :, None].to(q.dtype))
+            if part.prompt_lengths is not None:
+                self._observe(part, weights, data, pages)
+        return out
 
-    def _observe(self, weights: Tensor, data: Tensor, pages: PageList) -> None:
+    def _observe(self, part: Part, weights: Tensor, data: Tensor, pages: PageList) -> None:
         """Add weights [n, G, P] to the metrics, as if a page were a sequence of one KV head."""
-        part = self.part
-        assert self.policy is not None and part.prompt_lengths is not None
+        policy = self.setup.policy
+        assert policy is not None and part.prompt_lengths is not None
         sequence = pages.item % len(part.slots)
         queries = part.positions[sequence], part.prompt_lengths[sequence]
         positions = positions_of(data, pages)[:, None]
-        mass = attention_mass(weights[:, :, None], positions, *queries, self.policy, [(0,)])
-        add_metrics(self.pool.arena, data, pages, mass[:, 0])
+        mass = attention_mass(weights[:, :, None], positions, *queries, policy, [(0,)])
+        add_metrics(self.setup.pool.arena, data, pages, mass[:, 0])

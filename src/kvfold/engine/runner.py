@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from kvfold.cache import evict
 from kvfold.cache.policies import Budget, Policy
 from kvfold.cache.pool import Pool
 from kvfold.engine.graphs import DecodeGraphs
-from kvfold.engine.paged import Kernels, PagedStep, Part
-from kvfold.engine.sequence import Batch, CacheParams, Piece, Sequence
+from kvfold.engine.paged import Attention, PagedStep
+from kvfold.engine.parts import decodes, decoding, split
+from kvfold.engine.sequence import Batch, CacheParams, Sequence
 from kvfold.models.families import attention_windows
 from kvfold.ops import kivi
 
@@ -46,19 +46,13 @@ class ModelRunner:
         self.sliding = [(where, window) for where, window in layers if window is not None]
         tracked = all(pool.layout.groups[where.start].layout.tracked for where, _ in self.sliding)
         assert tracked, "layers with a sliding window need positions, to free what is behind it"
-        self.device, self.kernels = pool.device, Kernels.of(pool)
+        self.device, self.attention = pool.device, Attention(self.model, pool, policy)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
-        graphs = self.kernels.decode and self.device.type == "cuda" and self._plain_decode()
-        self.graphs = DecodeGraphs(self._decode, self.device) if graphs else None
+        captures = self.attention.captures
+        self.graphs = DecodeGraphs(self._decode, self.device) if captures else None
         groups = pool.layout.groups
         self.page_units = self._tensor([group.layout.page_units for group in groups])
         self.layer_of_group = self._tensor([group.layer for group in groups])
-
-    def _plain_decode(self) -> bool:
-        """Whether every decoding query reads all rows of its sequence by a kernel, unobserved."""
-        keys = {layer.keys for layer in self.pool.layout.spec.layers}
-        watched = self.policy is not None and self.policy.continual
-        return "pre" not in keys and not self.sliding and not watched
 
     def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -76,7 +70,9 @@ class ModelRunner:
         """Store every piece's rows; logits fp32 [pieces with logits, V], which the next call may
         overwrite."""
         if self.graphs is not None and self.graphs.fits(batch):
-            return self.graphs.run(batch)
+            graphs = self.graphs
+            with self._observed(batch):
+                return graphs.run(batch)
         hidden = self._hidden(batch)
         ends, end = [], 0
         for piece in batch.pieces:
@@ -100,10 +96,21 @@ class ModelRunner:
         positions = self._tensor(
             [piece.start + i for piece in batch.pieces for i in range(len(piece.tokens))]
         )
-        hidden = self._forward(self._tensor(tokens), positions, self._step(batch, positions))
+        with self._observed(batch):
+            hidden = self._forward(self._tensor(tokens), positions, self._step(batch, positions))
         for piece in batch.pieces if self.sliding else ():
             self._slide(piece.sequence.open_slot, piece.start + len(piece.tokens))
         return hidden
+
+    @contextmanager
+    def _observed(self, batch: Batch) -> Iterator[None]:
+        """Around a step: its decoding queries are kept, or added to metrics."""
+        if (observer := self.attention.observer) is None:
+            yield
+            return
+        observer.begin(batch.pieces)
+        yield
+        observer.end(decodes(batch))
 
     def _forward(self, tokens: Tensor, positions: Tensor, step: PagedStep) -> Tensor:
         """tokens, positions int64 [N] -> last hidden states [N, D]."""
@@ -119,17 +126,8 @@ class ModelRunner:
 
     def _decode(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """One token a sequence, with nothing from the host: logits fp32 [B, V]."""
-        num_layers = len(self.windows)
-        part = Part(
-            begin=0,
-            slots=slots,
-            positions=positions[:, None],
-            sizes=[0] * num_layers,  # kernels do not ask
-            stop=0,
-            decode=True,
-        )
-        last = torch.full_like(slots, -1)
-        step = self._paged_step([part], slots, last, positions)
+        part, last = decoding(self.attention.setup, slots, positions), torch.full_like(slots, -1)
+        step = PagedStep(self.attention, [part], slots, last, positions.int())
         return self._logits(self._forward(tokens, positions, step))
 
     @contextmanager
@@ -151,76 +149,9 @@ class ModelRunner:
         if self.pool.layout.kivi:
             rows = (self.pool.host_lengths[slots, 0] + index).tolist()
             fill = kivi.Fill.of(slots, rows, self.pool.layout.page, self.device)
-        parts = self._parts(batch, positions)
-        return self._paged_step(parts, self._tensor(slots), self._tensor(index), positions, fill)
-
-    def _paged_step(
-        self,
-        parts: list[Part],
-        slots: Tensor,
-        index: Tensor,
-        positions: Tensor,
-        fill: kivi.Fill | None = None,
-    ) -> PagedStep:
-        return PagedStep(
-            self.pool,
-            parts,
-            slots,
-            index,
-            positions.int(),
-            self.windows,
-            self.policy,
-            self.kernels,
-            fill,
-        )
-
-    def _parts(self, batch: Batch, positions: Tensor) -> list[Part]:
-        """All decoding sequences together; prefill chunks one by one, cut where observation of
-        their queries begins, since it takes explicit attention weights."""
-        singles = takewhile(lambda piece: piece.is_decode and len(piece.tokens) == 1, batch.pieces)
-        decodes, parts = tuple(singles), []
-        if decodes:
-            watch = self._observer is not None and self._observer.continual
-            parts.append(self._part(0, decodes, 1, positions, watch))
-        begin = len(decodes)
-        for piece in batch.pieces[len(decodes) :]:
-            quiet = self._unobserved(piece)
-            if quiet:
-                parts.append(self._part(begin, (piece,), quiet, positions, False))
-            if rest := len(piece.tokens) - quiet:
-                parts.append(self._part(begin + quiet, (piece,), rest, positions, True))
-            begin += len(piece.tokens)
-        return parts
-
-    @property
-    def _observer(self) -> Policy | None:
-        """The policy, if it looks at attention."""
-        return self.policy if self.policy and self.policy.score == "attention" else None
-
-    def _unobserved(self, piece: Piece) -> int:
-        """How many of a prefill chunk's first queries add to no metric."""
-        if self._observer is None:
-            return len(piece.tokens)
-        window = self._observer.window
-        first = 0 if window is None else piece.sequence.num_prefill - window
-        return min(max(first - piece.start, 0), len(piece.tokens))
-
-    def _part(
-        self, begin: int, pieces: tuple[Piece, ...], queries: int, positions: Tensor, watch: bool
-    ) -> Part:
-        slots = [piece.sequence.open_slot for piece in pieces]
-        lengths = [piece.sequence.num_prefill for piece in pieces]
-        count = len(pieces) * queries
-        rows = self.pool.host_lengths[slots].max(0)
-        return Part(
-            begin=begin,
-            slots=self._tensor(slots),
-            positions=positions[begin : begin + count].view(len(pieces), queries),
-            sizes=[int(rows[where].max()) for where in self.pool.layout.layer_groups],
-            stop=max(piece.start + len(piece.tokens) for piece in pieces),
-            prompt_lengths=self._tensor(lengths) if watch else None,
-            decode=queries == 1 and pieces[0].is_decode,
-        )
+        parts = split(self.attention.setup, batch, positions)
+        where = self._tensor(slots), self._tensor(index), positions.int()
+        return PagedStep(self.attention, parts, *where, fill)
 
     # -- eviction -----------------------------------------------------------------------------
 
@@ -269,6 +200,8 @@ class ModelRunner:
 
     def _tracked(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
         """Metrics, positions and validity of a sequence's rows in all groups, [G, T]."""
+        if self.attention.observer is not None:
+            self.attention.observer.flush()
         size = int(self.pool.host_lengths[slot].max())
         found = [self._tracked_in(slot, where, size) for where in self.pool.layout.layer_groups]
         metrics, positions, valid = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -279,7 +212,7 @@ class ModelRunner:
         pool, slots = self.pool, self._tensor([slot])
         place = pool.arena, pool.tables[:, where], pool.layout.groups[where], slots
         lengths = pool.lengths[slots, where]
-        metrics, positions, valid = self.kernels.store.read_tracked(*place, lengths, size)
+        metrics, positions, valid = self.attention.setup.store.read_tracked(*place, lengths, size)
         return metrics[0], positions[0], valid[0]
 
     def _slide(self, slot: int, position: int) -> None:
@@ -308,7 +241,7 @@ class ModelRunner:
         for where in pool.layout.layer_groups:
             inside = (group >= where.start) & (group < where.stop)
             own = group[inside] - where.start
-            self.kernels.store.move(
+            self.attention.setup.store.move(
                 pool.arena,
                 pool.tables[:, where],
                 pool.layout.groups[where],

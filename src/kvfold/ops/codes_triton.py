@@ -2,9 +2,10 @@
 
 Shapes: W 16-bit words of a row, each of C codes; GP padded queries of a KV head.
 
-A code becomes fp16 by setting bits, since 0x6400 | c is 1024 + c: nothing is converted, and 1024 is
-taken off once a query instead of once a token. Every second 4-bit code stays where it is, 16 times
-as large.
+A code becomes fp16 by masking: the bits of c, alone, are the subnormal number c * 2^-24, which
+tensor cores multiply exactly (Fasi et al. 2021; Khattak and Mikaitis 2025 for H100). Nothing is
+converted, or added that would have to be taken off again; UNIT comes back as a factor of scores and
+outputs, which are fp32. Every second 4-bit code stays where it is, 16 times as large.
 """
 # mypy: allow-untyped-defs
 
@@ -12,25 +13,26 @@ import triton
 import triton.language as tl
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+UNIT = tl.constexpr(2.0**24)  # a code of 1 is 1 / UNIT
 # Two words -> their even and odd codes.
-_BYTES = tl.constexpr("prmt.b32 $0, $2, 0x64646464, 0x4240; prmt.b32 $1, $2, 0x64646464, 0x4341;")
+_BYTES = tl.constexpr("prmt.b32 $0, $2, 0, 0x4240; prmt.b32 $1, $2, 0, 0x4341;")
 _NIBBLES = tl.constexpr(
     "{ .reg .b32 t; shr.b32 t, $4, 8;"
-    " lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA; lop3.b32 $1, $4, 0x00F000F0, 0x64006400, 0xEA;"
-    " lop3.b32 $2, t, 0x000F000F, 0x64006400, 0xEA; lop3.b32 $3, t, 0x00F000F0, 0x64006400, 0xEA; }"
+    " and.b32 $0, $4, 0x000F000F; and.b32 $1, $4, 0x00F000F0;"
+    " and.b32 $2, t, 0x000F000F; and.b32 $3, t, 0x00F000F0; }"
 )
 
 
 @triton.jit
 def _field(words, SHIFT: tl.constexpr, MASK: tl.constexpr):
-    return (((words >> SHIFT) & MASK) | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True)
+    return ((words >> SHIFT) & MASK).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def unpack(words, BITS: tl.constexpr):
     """uint16 words -> (code 0, .. code 3) of each as fp16; what is not there repeats code 0.
 
-    8 bits: 1024 + c. 4 bits: 1024 + c, 1024 + 16 c, 1024 + c, 1024 + 16 c.
+    In units of 1 / UNIT; 8 bits: c, c'; 4 bits: c, 16 c', c", 16 c'".
     """
     if BITS == 16:
         a, b, c, d = words, words, words, words
@@ -64,7 +66,8 @@ def unpack(words, BITS: tl.constexpr):
 def load_query(
     q, heads, width, J: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr
 ):
-    """Numbers J, J + C .. of every query as [W, GP], and the sum of what their codes carry extra.
+    """Numbers J, J + C .. of every query as [W, GP], over what their codes are too large by, and
+    their sums [GP], fp32.
 
     q: pointers to the queries [GP]; heads: which exist [GP].
     """

@@ -14,19 +14,23 @@ from torch import Tensor
 from kvfold.ops.decode import DecodeGroups, HeadGroup, decode_groups
 from kvfold.ops.direct_triton import combine_kernel, decode_kernel
 from kvfold.ops.pages import words_of
-from kvfold.ops.plan import Slices, padded_queries, padded_width, stream_k
+from kvfold.ops.plan import Slices, padded_queries, padded_width, power_of_two
+from kvfold.ops.plan_triton import plan_slices
 from kvfold.ops.tuning import Tuning, tuning_for
 
 LOG2_E = 1.4426950408889634
 OVERHEAD = 512  # cost of beginning an item, in bits of a row
 SMALLEST = 4  # tiles of a slice
+PDL = True  # programmatic dependent launch, where the device has it
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """One layer's slices, and where their parts go: room that layers share."""
+    """One layer's slices, lengths int32 [I] of its items, and where parts go: room that layers
+    share."""
 
     slices: Slices
+    lengths: Tensor
     tuning: Tuning
     part: Tensor
     part_ml: Tensor
@@ -38,24 +42,36 @@ def plan_layers(
     queries: int,
     tuning: Tuning | None = None,
     num_slices: int | None = None,
+    *,
+    slots: Tensor | None = None,
 ) -> list[DecodePlan]:
     """Plans of layers with equally many groups, made together. No host sync.
 
-    lengths int [B, groups of all layers], after the step's own rows; queries: query heads of a KV
-    head; num_slices: of every layer, by default as many as run at once.
+    lengths int [B, groups of all layers], after the step's own rows, or, where slots int [B] are
+    given, [S, groups of all layers]; queries: query heads of a KV head; num_slices: of every layer,
+    by default as many as run at once.
     """
-    abouts = [decode_groups(tuple(groups), queries, lengths.device) for groups in layers]
-    tuning = tuning or tuning_for(abouts[0], queries)
-    num_slices = num_slices or tuning.slices * _multiprocessors(lengths.device)
-    counts = lengths.unflatten(1, (len(layers), -1)).transpose(0, 1).flatten(1)
-    cost = torch.stack([_tile_cost(about) for about in abouts]).repeat(1, lengths.shape[0])
-    slices = stream_k(-(-counts // tuning.block), cost, OVERHEAD, num_slices, SMALLEST)
-    width = padded_width(max(about.widths[1] for about in abouts))
-    number = num_slices + counts.shape[1]
-    part = torch.empty(number, padded_queries(queries), width, device=lengths.device)
-    part_ml = torch.empty(number, 2, part.shape[1], device=lengths.device)
-    each = zip(slices.starts, slices.firsts, slices.counts, strict=True)
-    return [DecodePlan(Slices(*one), tuning, part, part_ml) for one in each]
+    device = lengths.device
+    about, cost, width = _about(tuple(map(tuple, layers)), queries, device)
+    tuning = tuning or tuning_for(about, queries)
+    num_slices = num_slices or tuning.slices * _multiprocessors(device)
+    cut = tuning.block, OVERHEAD, num_slices, SMALLEST
+    slices, counted = plan_slices(lengths, slots, cost, *cut, launch_options(device))
+    number = num_slices + counted.shape[1]
+    part = torch.empty(number, padded_queries(queries), width, device=device)
+    part_ml = torch.empty(number, 2, part.shape[1], device=device)
+    each = zip(slices.starts, slices.firsts, slices.counts, counted, strict=True)
+    return [DecodePlan(Slices(*one), own, tuning, part, part_ml) for *one, own in each]
+
+
+@lru_cache
+def _about(
+    layers: tuple[tuple[HeadGroup, ...], ...], queries: int, device: torch.device
+) -> tuple[DecodeGroups, Tensor, int]:
+    """The first layer's groups, int32 [L, G] cost of a tile of all, and the widest value."""
+    abouts = [decode_groups(groups, queries, device) for groups in layers]
+    cost = torch.stack([_tile_cost(about) for about in abouts])
+    return abouts[0], cost, padded_width(max(about.widths[1] for about in abouts))
 
 
 def _tile_cost(about: DecodeGroups) -> Tensor:
@@ -68,6 +84,20 @@ def _tile_cost(about: DecodeGroups) -> Tensor:
 def _multiprocessors(device: torch.device) -> int:
     cuda = device.type == "cuda"
     return torch.cuda.get_device_properties(device).multi_processor_count if cuda else 3
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Of kernels that wait by themselves for what they read: where it can be, they are launched
+    before the kernel in front has ended."""
+    early = PDL and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if early else {}
+
+
+def combine_options(parts: int, items: int, width: int) -> dict[str, int]:
+    """Parts merged at a time: about as many as an item has, with 32 numbers of them a thread, or 64
+    where 8 warps are not enough."""
+    block = min(128, max(4, power_of_two(-(-parts // items))))
+    return {"BLOCK": block, "num_warps": min(8, max(1, block * width // 1024))}
 
 
 def decode(
@@ -84,7 +114,7 @@ def decode(
     scores, fp32 [B, Hq]."""
     q, queries = q.contiguous(), q.shape[1] // len(groups)
     about = decode_groups(tuple(groups), queries, q.device)
-    plan = plan or plan_layers([groups], lengths[slots], queries)[0]
+    plan = plan or plan_layers([groups], lengths, queries, slots=slots)[0]
     slices, tuning = plan.slices, plan.tuning
     out = q.new_empty(*q.shape[:2], about.widths[1])
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -100,11 +130,12 @@ def decode(
         "DV": values,
         "ORDER": slices.order is not None,
     }
+    widths |= launch_options(q.device)
     scales = words_of(arena, torch.int32 if about.paired else torch.float16)
     decode_kernel[(slices.starts.shape[0] - 1,)](
         q, q.stride(0), out, lse, plan.part, plan.part_ml,
         *words, scales, tables, tables.stride(0), tables.stride(1),
-        lengths, lengths.stride(0), slots, about.table, slices.starts, slices.counts, order,
+        plan.lengths, slots, about.table, slices.starts, slices.counts, order,
         scale * LOG2_E,
         DQ=q.shape[-1], DK=keys,
         KEY_BITS=about.bits[0], VALUE_BITS=about.bits[1], ZEROS=about.zeros, PAIRED=about.paired,
@@ -113,8 +144,9 @@ def decode(
         BLOCK=tuning.block, STAGES=tuning.stages, num_warps=tuning.warps,
         maxnreg=tuning.registers, **widths,
     )  # fmt: skip
-    combine_kernel[(slices.counts.shape[0], queries)](
+    parts, items = plan.part.shape[0], slices.counts.shape[0]
+    combine_kernel[(items, queries)](
         out, lse, plan.part, plan.part_ml, about.table, slices.firsts, slices.counts, order,
-        BLOCK=16, num_warps=4, **widths,
+        **combine_options(parts, items, values), **widths,
     )  # fmt: skip
     return out, lse

@@ -58,7 +58,7 @@ class KeyMaps:
     mean: Tensor
     inv_freq: Tensor
     scaling: float = 1.0
-    packed: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    packed: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def rotary(self) -> int:

@@ -1,34 +1,97 @@
 """What attention over rebuilt keys is given beside pages: packed maps, angles, slices and room.
 
-Shapes as in `rebuild`; GP query heads of a value latent, padded; I items of a pass, S slices of it
-(see `plan`); W 16-bit words of a key row, of C codes.
+Shapes as in `rebuild`; L layers; GP query heads of a value latent, padded; I items of a pass, S
+slices of it (see `plan`); W 16-bit words of a key row, of C codes; K powers of a `Drift`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from kvfold.ops.plan import Slices, padded_queries, padded_width, stream_k
-from kvfold.ops.rebuild import KeyMaps, RebuildGroups
+from kvfold.ops.decode import HeadGroup
+from kvfold.ops.plan import Slices, padded_queries, padded_width, power_of_two, stream_k
+from kvfold.ops.rebuild import KeyMaps, Layer, RebuildGroups, rebuild_groups
+
+SPAN = 16  # rows that share a top
+REACHES = (512, 256, 128, 64)  # rows of a stretch
+TOLERANCE = 1e-3  # of a cosine: less than bf16 rounds off
+
+
+@dataclass(frozen=True, eq=False)
+class Drift:
+    """Pairs that turn slowly, from `fast` on: over `reach` rows their cosine and sine are
+    polynomials, so that queries go through the map instead of these pairs of every key.
+
+    powers fp32 [K, slow pairs]: coefficients of the offset from the stretch's middle over reach /
+    2; even powers make up the cosine, odd ones the sine.
+    """
+
+    fast: int
+    reach: int
+    powers: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A layer's maps as kernels take them.
+
+    up A^T [Hk, C, 2, W, F] by code of a word and half of the pairs; sums fp32 [Hk, 6, F]: halves of
+    mu, of what the codes' middle adds to A z, and of A's sums over the latent. Both are
+    multiplied by `KeyMaps.scaling` where they are rotated.
+    """
+
+    up: Tensor
+    sums: Tensor
+    drift: Drift
+
+
+def find_drift(inv_freq: Tensor, pairs: int, queries: int) -> Drift:
+    """The slower half of `pairs` on the longest stretch that K powers follow; none if none do.
+
+    queries: query heads of a KV head. Waits for the device.
+    """
+    order, fast = num_powers(queries), pairs // 2
+    freq = torch.zeros(pairs, dtype=torch.float64)
+    freq[: len(inv_freq)] = inv_freq.double().cpu()
+    for reach in REACHES if fast >= 16 else ():
+        offset = torch.arange(-reach // 2, reach // 2, dtype=torch.float64)
+        angles = offset[:, None] * freq[fast:]
+        basis = (offset[:, None] * 2 / reach) ** torch.arange(order)
+        powers, error = torch.zeros(order, pairs - fast, dtype=torch.float64), 0.0
+        for first, wanted in ((0, angles.cos()), (1, angles.sin())):
+            powers[first::2] = torch.linalg.lstsq(basis[:, first::2], wanted).solution
+            missed = basis[:, first::2] @ powers[first::2] - wanted
+            error = max(error, float(missed.abs().max()))
+        if error < TOLERANCE:
+            return Drift(fast, reach, powers.float().to(inv_freq.device))
+    return no_drift(pairs, queries, inv_freq.device)
+
+
+def no_drift(pairs: int, queries: int, device: torch.device) -> Drift:
+    return Drift(pairs, REACHES[0], torch.zeros(num_powers(queries), 0, device=device))
+
+
+def num_powers(queries: int) -> int:
+    """As many as fill the 8 columns of a product, at least 4."""
+    return max(4, 8 // power_of_two(queries))
 
 
 def rope_table(inv_freq: Tensor, positions: int, head_dim: int) -> Tensor:
-    """cos and sin of positions 0 .. as two fp16s of an int32 [positions, F]; dims that are not
-    rotated turn by 0. One for all layers with these angles."""
+    """cos and sin of positions 0 .. as two fp16s of an int32 [positions + longest reach, F]; dims
+    that are not rotated turn by 0. One for all layers with these angles."""
     pairs = torch.zeros(padded_width(head_dim // 2), device=inv_freq.device)
     pairs[: len(inv_freq)] = inv_freq
-    angles = torch.arange(positions, device=inv_freq.device)[:, None].float() * pairs
+    number = torch.arange(positions + REACHES[0], device=inv_freq.device)
+    angles = number[:, None].float() * pairs
     both = torch.stack((angles.cos(), angles.sin()), -1).half()
     return both.view(torch.int32)[..., 0]
 
 
-def pack_maps(maps: KeyMaps, about: RebuildGroups, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A^T [Hk, C, 2, W, F] by code of a word and half of the pairs, and fp32 [Hk, 6, F]: halves of
-    mu, of what the codes' bits add to A z, negative, and of A's sums over the latent.
-
-    Both are multiplied by `maps.scaling` where they are rotated.
-    """
+def pack_maps(maps: KeyMaps, about: RebuildGroups, queries: int, dtype: torch.dtype) -> Packed:
+    """What kernels need of `maps`, made once: waits for the device."""
     bits, d, half = about.bits[0], maps.up.shape[1], maps.rotary // 2
     codes, words = 16 // bits, sum(pieces(about))
     up, mean = maps.up.float(), maps.mean.float()
@@ -48,8 +111,14 @@ def pack_maps(maps: KeyMaps, about: RebuildGroups, dtype: torch.dtype) -> tuple[
     kept = packed.float()
     total = (kept * each[:, None, None, None]).sum((1, 3))
     low = 0.0 if about.zeros else (2**bits - 1) / 2
-    extra = -(1024 * kept.sum((1, 3)) + low * total)
-    return packed.contiguous(), torch.cat((padded[..., -1], extra, total), 1).contiguous()
+    middle = total * (-low / 2**24)  # in units of unpacked codes
+    sums = torch.cat((padded[..., -1], middle, total), 1).contiguous()
+    num_pairs = padded.shape[2]
+    if about.tracked:
+        drift = no_drift(num_pairs, queries, up.device)
+    else:
+        drift = find_drift(maps.inv_freq, num_pairs, queries)
+    return Packed(packed.contiguous(), sums, drift)
 
 
 def pieces(about: RebuildGroups) -> tuple[int, int]:
@@ -74,62 +143,129 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Of both passes; the rows of a value tile divide those of a score tile."""
+    """Of both passes."""
 
     scores: Pass = Pass()
     values: Pass = Pass()
 
+    @classmethod
+    def of(cls, about: RebuildGroups, queries: int) -> "Tuning":
+        """What was fastest on an H200 for rows as wide as these; queries: of a KV head."""
+        words, bits = sum(pieces(about)), about.bits[1]
+        numbers = padded_width(about.widths[1]) * padded_queries(about.heads[1] * queries)
+        scores = Pass(block=64, stages=2, warps=4, slices=2)
+        if words <= 64:  # one warp's registers hold a tile: no barriers
+            scores = Pass(block=32, stages=3, warps=1, slices=8)
+        elif words > 256:
+            scores = Pass(block=64, stages=1, warps=8, slices=1)
+        values = Pass(block=64, stages=2 if bits == 16 else 3, warps=4, slices=2)
+        if numbers <= 1024:
+            values = Pass(block=64, stages=3, warps=1, slices=8)
+        elif numbers > 8192:
+            values = Pass(block=32, stages=2, warps=8, slices=1)
+        return cls(scores=scores, values=values)
+
 
 @dataclass(frozen=True)
-class RebuildPlan:
-    """One layer's slices of both passes, int32 [B * G] the first tile of every (sequence, group),
-    and room for weights, tops and parts."""
+class Room:
+    """Where passes leave what the next one reads; layers take turns.
 
-    scores: Slices
-    values: Slices
-    bases: Tensor
+    weights [rows / SPAN, heads of a group, SPAN], tops fp32 of the same but rows; part, part_ml as
+    `direct_triton` has them; rows: most of a layer.
+    """
+
     weights: Tensor
     tops: Tensor
     part: Tensor
     part_ml: Tensor
+    rows: int
 
 
-def plan_rebuild(
+@dataclass(frozen=True)
+class RebuildPlan:
+    """One layer's slices of both passes, and where the spans of every (sequence, group) begin,
+    int32 [B * G]."""
+
+    scores: Slices
+    values: Slices
+    bases: Tensor
+    room: Room
+    tuning: Tuning
+
+
+def plan_layers(
+    layers: Sequence[Layer],
+    groups: Sequence[Sequence[HeadGroup]],
     lengths: Tensor,
-    about: RebuildGroups,
     queries: int,
     dtype: torch.dtype,
-    tuning: Tuning,
-    sms: int,
     rows: int,
-) -> RebuildPlan:
-    """lengths int [B, G] of one layer, which add up to `rows` at most. No host sync."""
-    device, group_heads, value_heads = lengths.device, *about.heads
+    tuning: Tuning | None = None,
+) -> list[RebuildPlan]:
+    """Plans of layers with equally many groups and latents, made together. No host sync.
+
+    lengths int [B, groups of all layers], the step's own rows included; queries: query heads of a
+    KV head; rows: at most as many has a layer, its groups added up.
+    """
+    each = zip(layers, groups, strict=True)
+    abouts = [rebuild_groups(one, tuple(own), queries, lengths.device) for one, own in each]
+    about = max(abouts, key=lambda x: x.widths)
+    tuning = tuning or Tuning.of(about, queries)
     first, second = tuning.scores, tuning.values
-    assert first.block % second.block == 0, "value tiles do not divide score tiles"
-    tiles = -(-lengths // first.block)
-    scores = _cut(tiles.repeat_interleave(group_heads, 1), first, sms)
-    each = (-(-lengths // second.block))[:, about.values[:, 6]]
-    values = _cut(each, second, sms)
-    bases = tiles.flatten().cumsum(0) - tiles.flatten()
-    room, heads = rows // first.block + lengths.numel(), group_heads * queries
-    number = sms * second.slices + each.numel()
-    # Of codes, at least as many words as a product has rows.
-    width = max(padded_width(about.widths[1]), 256 // about.bits[1])
-    kept = dtype if about.bits[1] == 16 else torch.float16
-    part = torch.empty(number, padded_queries(value_heads * queries), width, device=device)
-    return RebuildPlan(
-        scores=scores,
-        values=values,
-        bases=bases.int(),
-        weights=torch.empty(room, heads, first.block, dtype=kept, device=device),
-        tops=torch.empty(room, heads, device=device),
-        part=part,
-        part_ml=part.new_empty(number, 2, part.shape[1]),
-    )
+    counts = lengths.unflatten(1, (len(layers), -1)).transpose(0, 1)  # [L, B, G]
+    tiles = (-(-counts // first.block)).repeat_interleave(about.heads[0], 2)
+    owners = torch.stack([x.values[:, 6] for x in abouts])[:, None].expand(-1, len(lengths), -1)
+    value_tiles = (-(-counts // second.block)).gather(2, owners.long())
+    sms = _multiprocessors(lengths.device)
+    scores, values = _cut(tiles, first, sms), _cut(value_tiles, second, sms)
+    spans = (-(-counts // SPAN)).flatten(1)
+    bases = (spans.cumsum(1) - spans).int()
+    room = _room(abouts, queries, dtype, rows, counts[0].numel(), values.starts.shape[-2])
+    return [
+        RebuildPlan(
+            Slices(scores.starts[i], scores.firsts[i], scores.counts[i]),
+            Slices(values.starts[i], values.firsts[i], values.counts[i]),
+            bases[i],
+            room,
+            tuning,
+        )
+        for i in range(len(layers))
+    ]
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    cuda = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if cuda else 3
 
 
 def _cut(tiles: Tensor, tuning: Pass, sms: int) -> Slices:
-    """Tiles [B, .] of equal cost; beginning an item costs as much as one."""
-    cost = torch.ones(tiles.numel(), dtype=torch.int64, device=tiles.device)
-    return stream_k(tiles.flatten(), cost, 1, sms * tuning.slices)
+    """Tiles [L, B, .] of equal cost; beginning an item costs as much as one."""
+    cost = torch.ones(tiles[0].numel(), dtype=torch.int64, device=tiles.device)
+    return stream_k(tiles.flatten(1), cost, 1, sms * tuning.slices)
+
+
+def _room(
+    abouts: Sequence[RebuildGroups],
+    queries: int,
+    dtype: torch.dtype,
+    rows: int,
+    runs: int,
+    bounds: int,
+) -> Room:
+    """runs: sequences times groups; bounds: one more than value slices."""
+    about = abouts[0]
+    device, (group_heads, value_heads) = about.keys.device, about.heads
+    spans = rows // SPAN + runs
+    number = bounds + runs // len(about.keys) * group_heads * len(about.values)
+    # Of codes, at least as many words as a product has rows.
+    width = max(*(padded_width(x.widths[1]) for x in abouts), 256 // about.bits[1])
+    kept = dtype if about.bits[1] == 16 else torch.float16
+    part = torch.empty(number, padded_queries(value_heads * queries), width, device=device)
+    return Room(
+        weights=torch.empty(spans, group_heads * queries, SPAN, dtype=kept, device=device),
+        tops=torch.empty(spans, group_heads * queries, device=device),
+        part=part,
+        part_ml=part.new_empty(number, 2, part.shape[1]),
+        rows=rows,
+    )

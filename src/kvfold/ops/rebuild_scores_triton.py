@@ -1,18 +1,23 @@
 """The first pass of attention over rebuilt keys: weights of every tile of rows. Triton kernels.
 
-Shapes as in `rebuild`; GP query heads of a KV head, padded; W 16-bit words of a key row in a tile,
-in pieces W0 + W1, of C codes.
+Shapes as in `rebuild`; W 16-bit words of a key row in a tile, in pieces W0 + W1, of C codes; F
+pairs that are rebuilt of PAIRS.
 
 Keys are not rotated to where they are: score = (R_a^T q) . (R_o u) for u = A z + mu at position
 a + o, so that a tile rotates its N queries by its first row's angles a, and its rows by o < BLOCK,
 whose table stays on chip. Rows that carry positions look their angles up instead.
+
+Half of the pairs turn so slowly that they are not rebuilt: within a stretch of REACH rows R_o is a
+polynomial in o, of K powers, and A^T times its coefficients' queries is K * N vectors in the
+latent's space (`fold_kernel`), which rows are multiplied by directly (see `rebuild_plan.Drift`).
+NP: N to a power of 2; GP = K * NP columns, of which power k has NP from k * NP on.
 """
 # mypy: allow-untyped-defs
 
 import triton
 import triton.language as tl
 
-from kvfold.ops.codes_triton import INTERPRET, unpack
+from kvfold.ops.codes_triton import INTERPRET, UNIT, unpack
 
 # fp32 x0 x1 y0 y1 and fp16 pairs cos, sin, a, b -> a + x cos - y sin, b + y cos + x sin.
 _ROTATE = tl.constexpr(
@@ -32,6 +37,26 @@ def _rotate(x, y, cos, sin, a, b):
     else:
         x, y = tl.inline_asm_elementwise(
             _ROTATE, "=&r,=&r,f,f,f,f,r,r,r,r", [x, y, cos, sin, a, b],
+            dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return x, y
+
+
+# fp16 pairs x, y, cos, sin -> x cos + y sin, y cos - x sin.
+_ROTATE_BACK = tl.constexpr(
+    "{ .reg .b32 n; neg.f16x2 n, $2; mul.f16x2 $0, $2, $4; fma.rn.f16x2 $0, $3, $5, $0;"
+    " mul.f16x2 $1, $3, $4; fma.rn.f16x2 $1, n, $5, $1; }"
+)
+
+
+@triton.jit
+def _rotate_back(x, y, cos, sin):
+    """Halves x, y of queries, fp16, rotated by minus the angle."""
+    if INTERPRET:
+        x, y = x * cos + y * sin, y * cos - x * sin
+    else:
+        x, y = tl.inline_asm_elementwise(
+            _ROTATE_BACK, "=&r,=&r,r,r,r,r", [x, y, cos, sin],
             dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     return x, y
@@ -64,17 +89,18 @@ def load_fp16(arena, index, inside):
 
 @triton.jit
 def _map(up, FIRST: tl.constexpr, W: tl.constexpr, F: tl.constexpr, WORDS: tl.constexpr,
-         C: tl.constexpr):  # fmt: skip
-    """Rows FIRST .. FIRST + W of both halves of A^T, for every code of a word; what is not there
-    repeats code 0."""
-    at = up + (FIRST + tl.arange(0, W))[:, None] * F + tl.arange(0, F)[None, :]
-    a0, b0 = tl.load(at), tl.load(at + WORDS * F)
+         PAIRS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Rows FIRST .. FIRST + W of both halves of A^T, F pairs of them, for every code of a word;
+    what is not there repeats code 0."""
+    at = up + (FIRST + tl.arange(0, W))[:, None] * PAIRS + tl.arange(0, F)[None, :]
+    HALF: tl.constexpr = WORDS * PAIRS
+    a0, b0 = tl.load(at), tl.load(at + HALF)
     a1, b1, a2, b2, a3, b3 = a0, b0, a0, b0, a0, b0
     if C > 1:
-        a1, b1 = tl.load(at + 2 * WORDS * F), tl.load(at + 3 * WORDS * F)
+        a1, b1 = tl.load(at + 2 * HALF), tl.load(at + 3 * HALF)
     if C > 2:
-        a2, b2 = tl.load(at + 4 * WORDS * F), tl.load(at + 5 * WORDS * F)
-        a3, b3 = tl.load(at + 6 * WORDS * F), tl.load(at + 7 * WORDS * F)
+        a2, b2 = tl.load(at + 4 * HALF), tl.load(at + 5 * HALF)
+        a3, b3 = tl.load(at + 6 * HALF), tl.load(at + 7 * HALF)
     return a0, b0, a1, b1, a2, b2, a3, b3
 
 
@@ -107,82 +133,228 @@ def _piece(
 
 
 @triton.jit
+def _attend_folded(
+    s, z, folded, FIRST: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr, GP: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """s [BLOCK, GP] and one piece of z times the queries in its space, at pointer `folded`."""
+    at = folded + (FIRST + tl.arange(0, W))[:, None] * GP + tl.arange(0, GP)[None, :]
+    if BITS == 16:
+        s = tl.dot(z, tl.load(at), s)
+    else:
+        z0, z1, z2, z3 = unpack(z, BITS)
+        s = tl.dot(z1, tl.load(at + WORDS * GP), tl.dot(z0, tl.load(at), s))
+        if BITS == 4:
+            s = tl.dot(z2, tl.load(at + 2 * WORDS * GP), s)
+            s = tl.dot(z3, tl.load(at + 3 * WORDS * GP), s)
+    return s
+
+
+@triton.jit
 def _scores(
     t, page, row, inside, keys, arena, rope, head, maps0, maps1, sums, queries, turns,
+    folded, extra,
     BITS: tl.constexpr, ZEROS: tl.constexpr, TRACKED: tl.constexpr, EXACT: tl.constexpr,
-    W0: tl.constexpr, W1: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
+    W0: tl.constexpr, W1: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr, K: tl.constexpr,
+    NP: tl.constexpr, HG: tl.constexpr, REACH: tl.constexpr, BLOCK: tl.constexpr,
     ONE_PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores [BLOCK, GP] of tile t, whose rows are rows `row` of pages `page` (in 16-bit words)."""
+    """Scores [BLOCK, NP] of tile t, whose rows are rows `row` of pages `page` (in 16-bit words)."""
+    GP: tl.constexpr = K * NP
+    QP: tl.constexpr = NP if NP > 8 else 8
+    WORDS: tl.constexpr = W0 + W1
     row_words, start, scale_start, scale_row, zero_step, position_start = head
     mean_x, mean_y, low_x, low_y, total_x, total_y = sums
     if EXACT:
-        row_words = W0 + W1
+        row_words = WORDS
     if ONE_PAGE:
         at = keys + (page + start) + (row * row_words)[:, None]
     else:
-        at = keys + (page + start + row * row_words)[:, None]
+        at = keys + (page + (start + row * row_words))[:, None]
     z0 = _piece(at, row_words, inside, 0, W0, EXACT, MASKED)
+    z1 = z0
+    if W1 > 0:
+        z1 = _piece(at, row_words, inside, W0, W1, EXACT, MASKED)
+    scale, zero = 1.0, 0.0
+    if BITS < 16:
+        place = page + scale_start + row * scale_row
+        scale = load_fp16(arena, place, inside)[:, None] * UNIT
+        if ZEROS:
+            zero = load_fp16(arena, place + zero_step, inside)[:, None]
+    # Pairs that turn slowly.
+    slow = tl.zeros([BLOCK, QP], tl.float32)
+    if F < PAIRS:
+        s = tl.zeros([BLOCK, GP], tl.float32)
+        column, stretch = tl.arange(0, GP), t * BLOCK // REACH * HG
+        folded += stretch * (16 // BITS * WORDS * GP)
+        extra += stretch * 3 * GP + column
+        mean = tl.load(extra)
+        if BITS == 16:
+            s += mean[None, :]
+        else:
+            s += tl.load(extra + GP)[None, :]
+        s = _attend_folded(s, z0, folded, 0, W0, WORDS, GP, BITS)
+        if W1 > 0:
+            s = _attend_folded(s, z1, folded, W0, W1, WORDS, GP, BITS)
+        if BITS < 16:
+            s = s * scale + mean[None, :]
+            if ZEROS:
+                s += zero * tl.load(extra + 2 * GP)[None, :]
+        offset = t * BLOCK % REACH - REACH // 2 + tl.arange(0, BLOCK)
+        u = (offset * (2 / REACH))[:, None]
+        s *= _powers(u, (column // NP)[None, :], K)
+        slow = tl.sum(tl.reshape(s, [BLOCK, GP // QP, QP]), 1)
+    # The others, rebuilt.
     x, y = tl.zeros([BLOCK, F], tl.float32), tl.zeros([BLOCK, F], tl.float32)
     if BITS < 16:
         x, y = tl.broadcast_to(low_x[None, :], BLOCK, F), tl.broadcast_to(low_y[None, :], BLOCK, F)
     x, y = _rebuild(x, y, z0, maps0, BITS)
     if W1 > 0:
-        z1 = _piece(at, row_words, inside, W0, W1, EXACT, MASKED)
         x, y = _rebuild(x, y, z1, maps1, BITS)
     if BITS < 16:
-        place = page + scale_start + row * scale_row
-        scale = load_fp16(arena, place, inside)[:, None]
         x, y = x * scale, y * scale
         if ZEROS:
-            zero = load_fp16(arena, place + zero_step, inside)[:, None]
             x, y = x + zero * total_x[None, :], y + zero * total_y[None, :]
     pair = tl.arange(0, F)
     q_x, q_y = queries
     cos, sin, turned_x, turned_y = turns
     if TRACKED:
         position = tl.load(arena + (page // 2 + position_start + row), inside, 0)
-        cos, sin = _angles(tl.load(rope + position[:, None] * F + pair[None, :]))
+        cos, sin = _angles(tl.load(rope + position[:, None] * PAIRS + pair[None, :]))
         x, y = x + mean_x[None, :], y + mean_y[None, :]
         x, y = x.to(tl.float16), y.to(tl.float16)
         x, y = x * cos - y * sin, y * cos + x * sin
-        q0, q1 = q_x.to(tl.float16), q_y.to(tl.float16)
+        q0, q1 = q_x, q_y
     else:
-        base_cos, base_sin = _angles(tl.load(rope + t * BLOCK * F + pair))
-        base_cos, base_sin = base_cos.to(tl.float32)[:, None], base_sin.to(tl.float32)[:, None]
-        q0 = (q_x * base_cos + q_y * base_sin).to(tl.float16)
-        q1 = (q_y * base_cos - q_x * base_sin).to(tl.float16)
+        base_cos, base_sin = _angles(tl.load(rope + t * BLOCK * PAIRS + pair))
+        q0, q1 = _rotate_back(q_x, q_y, base_cos[:, None], base_sin[:, None])
         x, y = _rotate(x, y, cos, sin, turned_x, turned_y)
-    return tl.dot(y, q1, tl.dot(x, q0))
+    s = tl.dot(x, q0) + (tl.dot(y, q1) + slow)  # two chains, side by side
+    return tl.sum(tl.reshape(s, [BLOCK, QP // NP, NP]), 1)
 
 
 @triton.jit
-def _store(s, weights, tops, to, there, BLOCK: tl.constexpr):
-    """Weights and top of a tile's scores s [BLOCK, GP], in log2, as columns `to` [GP]."""
-    top = tl.max(s, 0)
-    weight = tl.exp2(s - top[None, :])
-    tl.store(tops + to, top, there)
-    tl.store(weights + (to * BLOCK)[None, :] + tl.arange(0, BLOCK)[:, None], weight, there[None, :])
+def _powers(u, k, K: tl.constexpr):
+    """u to the k-th, k < K."""
+    x = tl.where(k % 2 == 1, u, 1.0)
+    x *= tl.where(k % 4 >= 2, u * u, 1.0)
+    if K > 4:
+        x *= tl.where(k >= 4, u * u * u * u, 1.0)
+    return x
+
+
+@triton.jit
+def _store(
+    s, weights, tops, to, there, rows, BLOCK: tl.constexpr, NP: tl.constexpr, NQ: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """Weights and tops of a tile's scores s [BLOCK, NP], in log2, of which `rows` rows are there.
+    to [NP]: columns of the tile's first span."""
+    SPANS: tl.constexpr = BLOCK // SPAN
+    s = tl.reshape(s, [SPANS, SPAN, NP])
+    top = tl.maximum(tl.max(s, 1), -1e30)  # of rows that exist, if any
+    weight = tl.exp2(s - top[:, None, :])
+    span, row = tl.arange(0, SPANS), tl.arange(0, SPAN)
+    at = to[None, :] + span[:, None] * NQ
+    there = there[None, :] & (span * SPAN < rows)[:, None]
+    tl.store(tops + at, top, there)
+    tl.store(weights + at[:, None, :] * SPAN + row[None, :, None], weight, there[:, None, :])
+
+
+@triton.jit
+def _head_queries(q, n, pair, there, D: tl.constexpr, HALF: tl.constexpr):
+    """Halves fp32 [pairs, .] of the heads n at pointer q: `pair` [pairs] counts pairs."""
+    first = tl.where(pair < HALF, pair, pair + HALF)
+    second = first + tl.where(pair < HALF, HALF, D // 2 - HALF)
+    at = q + n[None, :] * D
+    there = there[None, :] & (pair < D // 2)[:, None]
+    x = tl.load(at + first[:, None], there, 0.0).to(tl.float32)
+    return x, tl.load(at + second[:, None], there, 0.0).to(tl.float32)
+
+
+@triton.jit
+def fold_kernel(
+    q, q_stride, up, sums, rope, powers, folded, extra, lengths, length_slot, slots, bases,
+    G: tl.constexpr, HG: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr, WORDS: tl.constexpr,
+    WP: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr, REACH: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """Queries in the space of a KV head's latent, for the slow pairs, by stretch and power.
+
+    Program (i, item): stretches i, i + programs .. of item (b, h). folded [stretches, HG, C, W,
+    GP], of the queries as `_scores` multiplies them; extra fp32 [stretches, HG, 3, GP]: what mu,
+    the codes' middle and a zero of 1 add. WP: W to a power of two.
+    """
+    GP: tl.constexpr = K * NP
+    C: tl.constexpr = 16 // BITS
+    SLOW: tl.constexpr = PAIRS - F
+    LOW: tl.constexpr = 0.0 if ZEROS else (2**BITS - 1) / 2
+    item = tl.program_id(1)
+    b, h = item // (G * HG), item % (G * HG)
+    g = h // HG
+    length = tl.load(lengths + tl.load(slots + b).to(tl.int64) * length_slot + g)
+    column, pair, word = tl.arange(0, GP), F + tl.arange(0, SLOW), tl.arange(0, WP)
+    n, k = column % NP, column // NP
+    x, y = _head_queries(q + b * q_stride + h * N * D, n, pair, n < N, D, HALF)
+    power = tl.load(powers + k[None, :] * SLOW + (pair - F)[:, None])
+    odd = (k % 2 == 1)[None, :]
+    at = sums + h * 6 * PAIRS + pair
+    mean_x, mean_y = tl.load(at)[:, None], tl.load(at + PAIRS)[:, None]
+    run = b * G + g
+    first = tl.load(bases + run) // (REACH // SPAN) + run
+    for j in tl.static_range(C):
+        place = ((h * C + j) * 2 * WORDS + word)[:, None] * PAIRS + pair[None, :]
+        a_x = tl.load(up + place, (word < WORDS)[:, None], 0.0)
+        a_y = tl.load(up + place + WORDS * PAIRS, (word < WORDS)[:, None], 0.0)
+        for stretch in range(tl.program_id(0), tl.cdiv(length, REACH), tl.num_programs(0)):
+            middle = stretch * REACH + REACH // 2
+            cos, sin = _angles(tl.load(rope + middle * PAIRS + pair))
+            cos, sin = cos.to(tl.float32)[:, None], sin.to(tl.float32)[:, None]
+            there_x, there_y = x * cos + y * sin, y * cos - x * sin
+            g_x = tl.where(odd, there_y, there_x) * power
+            g_y = tl.where(odd, -there_x, there_y) * power
+            w = tl.dot(a_y, g_y.to(a_y.dtype), tl.dot(a_x, g_x.to(a_x.dtype)))
+            w = w.to(folded.dtype.element_ty)
+            to = ((first + stretch) * HG + h % HG).to(tl.int64)
+            own = ((to * C + j) * WORDS + word)[:, None] * GP + column[None, :]
+            tl.store(folded + own, w, (word < WORDS)[:, None])
+            to_extra = extra + to * 3 * GP + column
+            if j == 0:
+                tl.store(to_extra, tl.sum(mean_x * g_x + mean_y * g_y, 0))
+            if BITS < 16:
+                total = tl.sum(w.to(tl.float32), 0) * (16 if BITS == 4 and j % 2 == 1 else 1)
+                low = total * (-LOW / UNIT)
+                if j > 0:
+                    low += tl.load(to_extra + GP)
+                    total += tl.load(to_extra + 2 * GP)
+                tl.store(to_extra + GP, low)
+                tl.store(to_extra + 2 * GP, total)
 
 
 @triton.jit
 def score_kernel(
-    q, q_stride, up, sums, rope, turns, weights, tops, keys, arena,
+    q, q_stride, up, sums, rope, turns, folded, extra, weights, tops, keys, arena,
     tables, table_slot, table_group, lengths, length_slot, slots, heads, bases, starts, scale,
-    G: tl.constexpr, HG: tl.constexpr, N: tl.constexpr, GP: tl.constexpr,
-    D: tl.constexpr, HALF: tl.constexpr, F: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
+    G: tl.constexpr, HG: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr,
+    W0: tl.constexpr, W1: tl.constexpr,
     BITS: tl.constexpr, ZEROS: tl.constexpr, TRACKED: tl.constexpr, EXACT: tl.constexpr,
-    PAGE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, ALIGN: tl.constexpr, REACH: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Weights of every tile of a slice; items are (sequence, KV head).
 
-    q [B, Hq, D]; up [Hk, C, 2, W, F] and sums fp32 [Hk, 6, F]: see `pack_maps`; rope int32 [M, F],
-    turns the same as fp16s. weights [tiles, HG * N, BLOCK], tops fp32 [tiles, HG * N] in log2,
-    tiles of (b, g) from bases int32 [B * G] on. keys: the arena as 16-bit words, arena: as int32.
-    heads: see `RebuildGroups`. HALF: half of the rotated dims.
+    q [B, Hq, D]; up [Hk, C, 2, W, PAIRS] and sums fp32 [Hk, 6, PAIRS]: see `rebuild_plan.Packed`;
+    folded, extra: see `fold_kernel`; rope int32 [M, PAIRS], turns the same as fp16s. weights
+    [spans, HG * N, SPAN], tops fp32 [spans, HG * N] in log2, spans of (b, g) from bases int32
+    [B * G] on. keys: the arena as 16-bit words, arena: as int32. heads: see `RebuildGroups`. HALF:
+    half of the rotated dims.
     """
     C: tl.constexpr = 16 // BITS
     WORDS: tl.constexpr = W0 + W1
+    GP: tl.constexpr = K * NP
+    QP: tl.constexpr = NP if NP > 8 else 8
     HK: tl.constexpr = G * HG
     NQ: tl.constexpr = HG * N
     ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0  # a tile lies in one page
@@ -191,17 +363,15 @@ def score_kernel(
     tile = tl.load(starts + 2 * slice + 1)
     end_item = tl.load(starts + 2 * slice + 2)
     end_tile = tl.load(starts + 2 * slice + 3)
-    n, row, pair = tl.arange(0, GP), tl.arange(0, BLOCK), tl.arange(0, F)
+    n, row, pair, column = tl.arange(0, NP), tl.arange(0, BLOCK), tl.arange(0, F), tl.arange(0, QP)
     # Of a tile's rows against its first.
-    turn = turns + (row[:, None] * F + pair[None, :]) * 2
+    turn = turns + (row[:, None] * PAIRS + pair[None, :]) * 2
     # Laid out as the products they will meet, or they would be packed anew in every tile.
     like = tl.dot(tl.zeros([BLOCK, 16], tl.float16), tl.zeros([16, F], tl.float16))
     cos = (tl.load(turn).to(tl.float32) + like).to(tl.float16)
     sin = (tl.load(turn + 1).to(tl.float32) + like).to(tl.float16)
     cos, sin = _packed(cos, sin)
-    first = tl.where(pair < HALF, pair, pair + HALF)
-    second = first + tl.where(pair < HALF, HALF, D // 2 - HALF)
-    while item <= end_item:
+    while (item < end_item) | ((item == end_item) & (tile < end_tile)):
         b, h = item // HK, item % HK
         g = h // HG
         slot = tl.load(slots + b).to(tl.int64)
@@ -217,54 +387,59 @@ def score_kernel(
                 row_words, start, tl.load(about + 3), tl.load(about + 4), tl.load(about + 5),
                 tl.load(about + 6),
             )  # fmt: skip
-            at = q + b * q_stride + (h * N + n)[None, :] * D
-            there = (n < N)[None, :] & (pair < D // 2)[:, None]
-            queries = (
-                tl.load(at + first[:, None], there, 0.0).to(tl.float32),
-                tl.load(at + second[:, None], there, 0.0).to(tl.float32),
+            q_x, q_y = _head_queries(
+                q + b * q_stride + h * N * D, column, pair, column < N, D, HALF
             )
-            map_at = up + h * C * 2 * WORDS * F
-            maps0 = _map(map_at, 0, W0, F, WORDS, C)
+            queries = q_x.to(tl.float16), q_y.to(tl.float16)
+            map_at = up + h * C * 2 * WORDS * PAIRS
+            maps0 = _map(map_at, 0, W0, F, WORDS, PAIRS, C)
             maps1 = maps0
             if W1 > 0:
-                maps1 = _map(map_at, W0, W1, F, WORDS, C)
-            sum_at = sums + h * 6 * F + pair
+                maps1 = _map(map_at, W0, W1, F, WORDS, PAIRS, C)
+            sum_at = sums + h * 6 * PAIRS + pair
             six = (
-                tl.load(sum_at), tl.load(sum_at + F), tl.load(sum_at + 2 * F),
-                tl.load(sum_at + 3 * F), tl.load(sum_at + 4 * F), tl.load(sum_at + 5 * F),
+                tl.load(sum_at), tl.load(sum_at + PAIRS), tl.load(sum_at + 2 * PAIRS),
+                tl.load(sum_at + 3 * PAIRS), tl.load(sum_at + 4 * PAIRS),
+                tl.load(sum_at + 5 * PAIRS),
             )  # fmt: skip
-            zero = cos * 0
+            nothing = cos * 0
             mean_x = tl.broadcast_to(six[0][None, :], BLOCK, F)
             mean_y = tl.broadcast_to(six[1][None, :], BLOCK, F)
-            mean_x, mean_y = _rotate(mean_x, mean_y, cos, sin, zero, zero)
+            mean_x, mean_y = _rotate(mean_x, mean_y, cos, sin, nothing, nothing)
             turned = (cos, sin, mean_x, mean_y)
             table = tables + slot * table_slot + g * table_group
-            column = tl.load(bases + b * G + g).to(tl.int64) * NQ + (h % HG) * N
+            run = b * G + g
+            base = tl.load(bases + run)
+            to = base.to(tl.int64) * NQ + (h % HG) * N + n
+            stretch = ((base // (REACH // SPAN) + run) * HG + h % HG).to(tl.int64)
+            own_folded, own_extra = folded + stretch * (C * WORDS * GP), extra + stretch * 3 * GP
             full = tl.minimum(stop, length // BLOCK)
-            ahead = tl.load(table + tile * BLOCK // PAGE)
+            in_tile = row
+            if ONE_PAGE:
+                in_tile = 0
+            ahead = tl.load(table + tl.minimum(tile * BLOCK + in_tile, length - 1) // PAGE)
             for t in tl.range(tile, full, num_stages=STAGES):
                 place = t * BLOCK + row
-                if ONE_PAGE:
-                    page = ahead.to(tl.int64) * 32
-                    ahead = tl.load(table + tl.minimum(t + 1, stop - 1) * BLOCK // PAGE)
-                    place = row + t * BLOCK % PAGE
-                else:
-                    page = tl.load(table + place // PAGE).to(tl.int64) * 32
-                    place = place % PAGE
+                page = ahead.to(tl.int64) * 32
+                ahead = tl.load(table + tl.minimum((t + 1) * BLOCK + in_tile, length - 1) // PAGE)
                 s = _scores(
-                    t, page, place, row >= 0, keys, arena, rope, head, maps0, maps1, six, queries,
-                    turned, BITS, ZEROS, TRACKED, EXACT, W0, W1, F, BLOCK, ONE_PAGE, False,
+                    t, page, row + t * BLOCK % PAGE if ONE_PAGE else place % PAGE, row >= 0, keys, arena, rope, head, maps0, maps1, six,
+                    queries, turned, own_folded, own_extra, BITS, ZEROS, TRACKED, EXACT, W0, W1, F,
+                    PAIRS, K, NP, HG, REACH, BLOCK, ONE_PAGE, False,
                 )  # fmt: skip
-                _store(s * scale, weights, tops, column + t * NQ + n, n < N, BLOCK)
+                own = to + t * (BLOCK // SPAN) * NQ
+                _store(s * scale, weights, tops, own, n < N, BLOCK, BLOCK, NP, NQ, SPAN)
             for t in tl.range(tl.maximum(tile, full), stop, num_stages=1):
                 place = t * BLOCK + row
                 inside = place < length
                 page = tl.load(table + place // PAGE, inside, 0).to(tl.int64) * 32
                 s = _scores(
                     t, page, place % PAGE, inside, keys, arena, rope, head, maps0, maps1, six,
-                    queries, turned, BITS, ZEROS, TRACKED, EXACT, W0, W1, F, BLOCK, False, True,
+                    queries, turned, own_folded, own_extra, BITS, ZEROS, TRACKED, EXACT, W0, W1, F,
+                    PAIRS, K, NP, HG, REACH, BLOCK, False, True,
                 )  # fmt: skip
-                s = tl.where(inside[:, None], s, float("-inf"))
-                _store(s * scale, weights, tops, column + t * NQ + n, n < N, BLOCK)
+                s = tl.where(inside[:, None], s * scale, float("-inf"))
+                own = to + t * (BLOCK // SPAN) * NQ
+                _store(s, weights, tops, own, n < N, length - t * BLOCK, BLOCK, NP, NQ, SPAN)
         item += 1
         tile = 0

@@ -11,6 +11,7 @@ bytes as Hq numbers a row, written and read once.
 # mypy: allow-untyped-defs
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,17 +20,21 @@ from kvfold.ops.decode import HeadGroup
 from kvfold.ops.decode_triton import LOG2_E
 from kvfold.ops.direct_triton import combine_kernel
 from kvfold.ops.pages import words_of
-from kvfold.ops.plan import padded_queries
-from kvfold.ops.rebuild import KeyMaps, Layer, rebuild_groups
+from kvfold.ops.plan import padded_queries, padded_width, power_of_two
+from kvfold.ops.rebuild import KeyMaps, Layer, RebuildGroups, rebuild_groups
 from kvfold.ops.rebuild_plan import (
+    SPAN,
+    Packed,
     RebuildPlan,
     Tuning,
     pack_maps,
     pieces,
-    plan_rebuild,
+    plan_layers,
 )
-from kvfold.ops.rebuild_scores_triton import score_kernel
+from kvfold.ops.rebuild_scores_triton import fold_kernel, score_kernel
 from kvfold.ops.rebuild_values_triton import value_kernel
+
+FOLDING = 1024  # programs, about, that fold queries
 
 
 def decode(
@@ -48,61 +53,128 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """`rebuild.decode_reference` on the device. Returns the outputs and the log2-sum-exp2 of the
     scores, fp32 [B, Hq]."""
-    queries, tuning = q.shape[1] // len(maps.up), tuning or Tuning()
+    queries = q.shape[1] // len(maps.up)
     about = rebuild_groups(layer, tuple(groups), queries, arena.device)
     assert q.stride()[1:] == (q.shape[2], 1), "a sequence's queries are one block"
     if plan is None:
-        sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 3
         rows = lengths[slots].numel() * tables.shape[2] * about.page
-        plan = plan_rebuild(lengths[slots], about, queries, q.dtype, tuning, sms, rows)
-    where = (tables, tables.stride(0), tables.stride(1), lengths, lengths.stride(0), slots)
-    same = {"G": len(groups), "ZEROS": about.zeros, "PAGE": about.page, "ALIGN": about.align}
-    _score(q, arena, where, about, scale, maps, rope, plan, tuning.scores, queries, same)
-    return _attend_values(q, arena, where, about, plan, tuning, queries, same)
-
-
-def _score(q, arena, where, about, scale, maps, rope, plan, tuning, queries, same) -> None:
-    (bits, _), (first, second) = about.bits, pieces(about)
+        plan = plan_layers([layer], [groups], lengths[slots], queries, q.dtype, rows, tuning)[0]
     if (key := (about, q.dtype)) not in maps.packed:
-        maps.packed[key] = pack_maps(maps, about, q.dtype)
-    up, sums = maps.packed[key]
-    assert rope.shape[1] == up.shape[-1], "the table is of another head dim"
-    assert rope.shape[0] >= tuning.block, "the table is shorter than a tile"
-    score_kernel[(plan.scores.starts.shape[0] - 1,)](
-        q, q.stride(0), up, sums, rope, rope.view(torch.float16), plan.weights, plan.tops,
-        words_of(arena, q.dtype if bits == 16 else torch.uint16), words_of(arena, torch.int32),
-        *where, about.keys, plan.bases, plan.scores.starts, scale * LOG2_E,
-        HG=about.heads[0], N=queries, GP=padded_queries(queries), D=q.shape[-1],
-        HALF=maps.rotary // 2, F=rope.shape[1], W0=first, W1=second,
-        BITS=bits, TRACKED=about.tracked,
-        EXACT=about.narrowest[0] * bits == 16 * (first + second),
-        BLOCK=tuning.block, STAGES=tuning.stages, num_warps=tuning.warps,
-        maxnreg=tuning.registers, **same,
-    )  # fmt: skip
+        maps.packed[key] = pack_maps(maps, about, queries, q.dtype)
+    packed = maps.packed[key]
+    assert rope.shape[1] == packed.up.shape[-1], "the table is of another head dim"
+    step = _Step(q, arena, tables, lengths, slots, len(groups), queries, about, plan)
+    folded = step.fold(packed, maps.rotary, rope)
+    step.score(packed, maps.rotary, rope, folded, scale)
+    return step.attend_values()
 
 
-def _attend_values(q, arena, where, about, plan, tuning, queries, same) -> tuple[Tensor, Tensor]:
-    bits, tune, slices = about.bits[1], tuning.values, plan.values
-    out = q.new_empty(*q.shape[:2], about.widths[1])
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    heads = about.heads[1] * queries
-    widths = {
-        "N": heads,
-        "GP": padded_queries(heads),
-        "DO": out.shape[-1],
-        "DV": plan.part.shape[-1],
-    }
-    value_kernel[(slices.starts.shape[0] - 1,)](
-        out, lse, plan.part, plan.part_ml, plan.weights, plan.tops,
-        words_of(arena, q.dtype if bits == 16 else torch.uint16), words_of(arena, torch.int32),
-        *where, about.values, plan.bases, slices.starts, slices.counts,
-        V=len(about.values), NQ=about.heads[0] * queries, BITS=bits,
-        EXACT=about.narrowest[1] == plan.part.shape[-1], BLOCK=tune.block,
-        SPAN=tuning.scores.block, STAGES=tune.stages, num_warps=tune.warps,
-        maxnreg=tune.registers, **widths, **same,
-    )  # fmt: skip
-    combine_kernel[(slices.counts.shape[0], heads)](
-        out, lse, plan.part, plan.part_ml, about.values, slices.firsts, slices.counts,
-        slices.firsts, G=len(about.values), ORDER=False, BLOCK=16, num_warps=4, **widths,
-    )  # fmt: skip
-    return out, lse
+@dataclass(frozen=True)
+class _Step:
+    """A layer's three launches, and a merge."""
+
+    q: Tensor
+    arena: Tensor
+    tables: Tensor
+    lengths: Tensor
+    slots: Tensor
+    num_groups: int
+    queries: int
+    about: RebuildGroups
+    plan: RebuildPlan
+
+    @property
+    def _where(self) -> tuple[Tensor | int, ...]:
+        steps = self.tables.stride(0), self.tables.stride(1)
+        return self.tables, *steps, self.lengths, self.lengths.stride(0), self.slots
+
+    @property
+    def _same(self) -> dict[str, int | bool]:
+        about = self.about
+        return {
+            "G": self.num_groups, "ZEROS": about.zeros, "PAGE": about.page, "ALIGN": about.align,
+            "SPAN": SPAN,
+        }  # fmt: skip
+
+    def _heads(self, packed: Packed, rotary: int) -> dict[str, int]:
+        drift = packed.drift
+        return {
+            "HG": self.about.heads[0], "N": self.queries, "NP": power_of_two(self.queries),
+            "K": len(drift.powers), "D": self.q.shape[-1], "HALF": rotary // 2, "F": drift.fast,
+            "PAIRS": packed.up.shape[-1], "BITS": self.about.bits[0], "REACH": drift.reach,
+        }  # fmt: skip
+
+    def fold(self, packed: Packed, rotary: int, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries in latents' space, where pairs turn slowly."""
+        about, drift, (batch, _, _) = self.about, packed.drift, self.q.shape
+        runs = batch * self.num_groups
+        stretches = self.plan.room.rows // drift.reach + 2 * runs if drift.powers.numel() else 1
+        codes, words = packed.up.shape[1], packed.up.shape[3]
+        columns = len(drift.powers) * power_of_two(self.queries)
+        device, group_heads = self.q.device, about.heads[0]
+        sizes = (stretches, group_heads, codes, words, columns), (stretches, group_heads, 3, columns)
+        folded = torch.empty(sizes[0], dtype=packed.up.dtype, device=device)
+        extra = torch.empty(sizes[1], dtype=torch.float32, device=device)
+        if drift.powers.numel():
+            items = runs * group_heads
+            longest = -(-self.tables.shape[2] * about.page // drift.reach)
+            fold_kernel[(max(1, min(longest, FOLDING // items)), items)](
+                self.q, self.q.stride(0), packed.up, packed.sums, rope, drift.powers, folded, extra,
+                *self._where[3:], self.plan.bases, G=self.num_groups, SPAN=SPAN, WORDS=words,
+                WP=padded_width(words), ZEROS=about.zeros, num_warps=1 if words <= 64 else 4,
+                **self._heads(packed, rotary),
+            )  # fmt: skip
+        return folded, extra
+
+    def score(
+        self,
+        packed: Packed,
+        rotary: int,
+        rope: Tensor,
+        folded: tuple[Tensor, Tensor],
+        scale: float,
+    ) -> None:
+        """The first pass."""
+        about, plan, tuning = self.about, self.plan, self.plan.tuning.scores
+        bits, (first, second) = about.bits[0], pieces(about)
+        assert rope.shape[0] >= tuning.block, "the table is shorter than a tile"
+        score_kernel[(plan.scores.starts.shape[0] - 1,)](
+            self.q, self.q.stride(0), packed.up, packed.sums, rope, rope.view(torch.float16),
+            *folded, plan.room.weights, plan.room.tops,
+            words_of(self.arena, self.q.dtype if bits == 16 else torch.uint16),
+            words_of(self.arena, torch.int32), *self._where, about.keys, plan.bases,
+            plan.scores.starts, scale * LOG2_E, W0=first, W1=second, TRACKED=about.tracked,
+            EXACT=about.narrowest[0] * bits == 16 * (first + second), BLOCK=tuning.block,
+            STAGES=tuning.stages,
+            num_warps=tuning.warps, maxnreg=tuning.registers,
+            **self._heads(packed, rotary), **self._same,
+        )  # fmt: skip
+
+    def attend_values(self) -> tuple[Tensor, Tensor]:
+        """The second pass, and the merge of its parts."""
+        q, about, plan = self.q, self.about, self.plan
+        bits, tune, slices, room = about.bits[1], plan.tuning.values, plan.values, plan.room
+        out = q.new_empty(*q.shape[:2], about.widths[1])
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        heads = about.heads[1] * self.queries
+        widths = {
+            "N": heads,
+            "GP": padded_queries(heads),
+            "DO": out.shape[-1],
+            "DV": room.part.shape[-1],
+        }
+        value_kernel[(slices.starts.shape[0] - 1,)](
+            out, lse, room.part, room.part_ml, room.weights, room.tops,
+            words_of(self.arena, q.dtype if bits == 16 else torch.uint16),
+            words_of(self.arena, torch.int32), *self._where, about.values, plan.bases,
+            slices.starts, slices.counts,
+            V=len(about.values), NQ=about.heads[0] * self.queries, BITS=bits,
+            EXACT=about.narrowest[1] == room.part.shape[-1], BLOCK=tune.block,
+            STAGES=tune.stages, num_warps=tune.warps, maxnreg=tune.registers,
+            **widths, **self._same,
+        )  # fmt: skip
+        combine_kernel[(slices.counts.shape[0], heads)](
+            out, lse, room.part, room.part_ml, about.values, slices.firsts, slices.counts,
+            slices.firsts, G=len(about.values), ORDER=False, BLOCK=16, num_warps=4, **widths,
+        )  # fmt: skip
+        return out, lse

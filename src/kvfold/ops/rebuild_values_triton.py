@@ -1,14 +1,14 @@
 """The second pass of attention over rebuilt keys: values under given weights. Triton kernels.
 
 Shapes as in `rebuild`; GP query heads of a value latent, padded; I items, S slices of them (see
-`plan`); WV 16-bit words of a value row, of C codes; SPAN rows of a tile of the first pass.
+`plan`); WV 16-bit words of a value row, of C codes; SPAN rows share a top.
 """
 # mypy: allow-untyped-defs
 
 import triton
 import triton.language as tl
 
-from kvfold.ops.codes_triton import unpack
+from kvfold.ops.codes_triton import UNIT, unpack
 from kvfold.ops.rebuild_scores_triton import load_fp16
 
 
@@ -19,12 +19,14 @@ def _attend(
     N: tl.constexpr, GP: tl.constexpr, NQ: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     ONE_PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The softmax's state after tile t of BLOCK rows; weights and tops come by SPAN rows."""
+    """The softmax's state after tile t of BLOCK rows; weights and tops come by SPAN rows, of which
+    those beyond the last row's are not read."""
+    SPANS: tl.constexpr = BLOCK // SPAN
     LOW: tl.constexpr = (2**BITS - 1) / 2
     FULL: tl.constexpr = N == GP
     mass, floor, acc0, acc1, acc2, acc3 = state
     row_words, start, scale_start, scale_row, zero_step, column = about
-    word, n, r = tl.arange(0, WV)[:, None], tl.arange(0, GP), tl.arange(0, BLOCK)
+    word, n = tl.arange(0, WV)[:, None], tl.arange(0, GP)
     if EXACT:
         row_words = WV
     if ONE_PAGE:
@@ -35,13 +37,17 @@ def _attend(
         v = tl.load(at)
     else:
         v = tl.load(at, inside[None, :] & (word < row_words), 0)
-    to = column + t * BLOCK // SPAN * NQ + n
-    at = weights + (to * SPAN)[None, :] + (t % (SPAN // BLOCK) * BLOCK + r)[:, None]
-    if FULL:
+    span = tl.arange(0, SPANS)
+    to = column + (t * SPANS + span)[:, None] * NQ + n[None, :]
+    at = weights + to[:, None, :] * SPAN + tl.arange(0, SPAN)[None, :, None]
+    if FULL and not MASKED:
         p, top = tl.load(at), tl.load(tops + to)
     else:
-        p, top = tl.load(at, (n < N)[None, :], 0.0), tl.load(tops + to, n < N, 0.0)
-    p = p.to(tl.float32) * tl.exp2(top - peak)[None, :]
+        some = tl.max(tl.reshape(inside.to(tl.int32), [SPANS, SPAN]), 1) > 0
+        there = (n < N)[None, :] & some[:, None]
+        p, top = tl.load(at, there[:, None, :], 0.0), tl.load(tops + to, there, 0.0)
+    p = p.to(tl.float32) * tl.exp2(top - peak[None, :])[:, None, :]
+    p = tl.reshape(p, [BLOCK, GP])
     ones = tl.full([16, BLOCK], 1.0, weights.dtype.element_ty)
     if BITS == 16:
         w = p.to(weights.dtype.element_ty)
@@ -57,10 +63,10 @@ def _attend(
             zero = load_fp16(arena, place + zero_step, inside) + LOW * scale
             floor = tl.dot(ones, (p * zero[:, None]).to(tl.float16), floor)
         w = (p * scale[:, None]).to(tl.float16)
-        # What codes carry extra goes tile by tile: in the long run it would drown the rest.
+        # The codes' middle goes tile by tile: in the long run it would drown the rest.
         weight = tl.dot(tl.full([WV, BLOCK], 1.0, tl.float16), w)
-        even = weight * -(1024 + LOW)
-        odd = weight * -(1024 + LOW * (1 if BITS == 8 else 16))
+        even = weight * (-LOW / UNIT)
+        odd = weight * (-LOW / UNIT * (1 if BITS == 8 else 16))
         acc0 += tl.dot(v0, w, even)
         acc1 += tl.dot(v1, w, odd)
         if BITS == 4:
@@ -112,9 +118,10 @@ def value_kernel(
             spread = tl.zeros([16, GP], tl.float32)  # sixteen equal rows
             # The slice's highest score, known beforehand: nothing is rescaled on the way.
             top = tl.full([GP], float("-inf"), tl.float32)
-            for begin in range(tile * BLOCK // SPAN, tl.cdiv(stop * BLOCK, SPAN), 32):
-                t = begin + tl.arange(0, 32)[:, None]
-                there = (t * SPAN < stop * BLOCK) & (n < N)[None, :]
+            last = tl.cdiv(tl.minimum(stop * BLOCK, length), SPAN)
+            for begin in range(tile * BLOCK // SPAN, last, 128):
+                t = begin + tl.arange(0, 128)[:, None]
+                there = (t < last) & (n < N)[None, :]
                 found = tl.load(tops + about[5] + t * NQ + n[None, :], there, float("-inf"))
                 top = tl.maximum(top, tl.max(found, 0))
             top = tl.where(n < N, top, 0.0)
@@ -153,10 +160,10 @@ def value_kernel(
             to = out + (b * V * N + first_head) * DO
             piece = part + (slice + item).to(tl.int64) * GP * DV
             value_width = tl.load(line + 1)
-            if BITS == 4:
-                acc1, acc3 = acc1 / 16, acc3 / 16
             for J in tl.static_range(C):
                 acc = acc0 if J == 0 else (acc1 if J == 1 else (acc2 if J == 2 else acc3))
+                if BITS < 16:
+                    acc *= UNIT / (16 if BITS == 4 and J % 2 == 1 else 1)
                 acc += floor[None, :]
                 column = word * C + J
                 if whole:

@@ -30,7 +30,7 @@ class Tuning:
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """What a measurement holds for. bits and widths of keys and of values, widths rounded up to
-    powers of two; page: rows; queries: of a KV head, rounded up to a power of two, 8 or more."""
+    powers of two; page: rows; queries: of a KV head, rounded up to a power of two."""
 
     bits: tuple[int, int]
     widths: tuple[int, int]
@@ -43,6 +43,11 @@ class Shape:
         others = (other.row_bits, other.page, other.queries)
         bits = sum(abs(log2(a / b)) for a, b in zip(self.bits, other.bits, strict=True))
         return (bits, *(abs(log2(a / b)) for a, b in zip(mine, others, strict=True)))
+
+    @property
+    def compiled(self) -> tuple[object, ...]:
+        """What registers depend on."""
+        return self.bits, self.widths, self.page, padded_queries(self.queries)
 
     @property
     def row_bits(self) -> int:
@@ -63,12 +68,12 @@ def tuning_for(about: DecodeGroups, queries: int) -> Tuning:
 
 @lru_cache(maxsize=4096)
 def _nearest(bits: tuple[int, int], widths: tuple[int, int], page: int, queries: int) -> Tuning:
-    wanted = Shape(bits=bits, widths=widths, page=page, queries=padded_queries(queries))
-    found = table()
-    if wanted in found:
-        return found[wanted]
-    near = found[min(found, key=wanted.distance)]
-    return replace(near, registers=None, slices=min(near.slices, Tuning.slices))
+    wanted = Shape(bits=bits, widths=widths, page=page, queries=power_of_two(queries))
+    near = min(table(), key=wanted.distance)
+    found = table()[near]
+    if near.compiled == wanted.compiled:
+        return found
+    return replace(found, registers=None, slices=min(found.slices, Tuning.slices))
 
 
 @lru_cache

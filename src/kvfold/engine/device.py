@@ -1,0 +1,190 @@
+"""Decoding by kernels that read pages where they lie, and what they are given beside pages.
+
+Shapes: B sequences, Hq query heads, Hk KV heads, d head dim, r widest key rank, D model width.
+Nothing here waits for the device, so that a step can be captured as a CUDA graph.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.layout import Group
+from kvfold.engine.observer import Observer
+from kvfold.engine.ways import Part, Setup
+from kvfold.models.adapter import HFAttention
+from kvfold.ops import decode, rebuild
+from kvfold.ops.backend import use_triton
+from kvfold.ops.rebuild import KeyMaps
+
+if TYPE_CHECKING:
+    from kvfold.ops.decode_triton import DecodePlan
+    from kvfold.ops.rebuild_plan import RebuildPlan
+
+LONG_ROPE = ("dynamic", "longrope")  # tables that depend on the longest sequence of a batch
+
+
+@dataclass(frozen=True)
+class Bunch:
+    """Layers that are planned together, since they have equally many groups and latents; columns
+    int64: the numbers of these groups."""
+
+    layers: tuple[int, ...]
+    groups: tuple[tuple[Group, ...], ...]
+    columns: Tensor
+
+    def lengths(self, setup: Setup, part: Part) -> Tensor:
+        """int32 [B, groups of these layers], the step's own rows included."""
+        return setup.pool.lengths[part.slots[:, None], self.columns]
+
+
+def bunches(setup: Setup, layers: Iterable[int]) -> list[Bunch]:
+    """`layers`, alike ones together."""
+    spec, alike = setup.pool.layout.spec, defaultdict(list)
+    for layer in layers:
+        latents = spec.layers[layer]
+        counts = len(latents.key_latents), len(latents.value_latents)
+        alike[len(setup.pages[layer].groups), counts].append(layer)
+    return [_bunch(setup, tuple(found)) for found in alike.values()]
+
+
+def _bunch(setup: Setup, layers: tuple[int, ...]) -> Bunch:
+    places = [setup.pool.layout.layer_groups[i] for i in layers]
+    columns = [number for x in places for number in range(x.start, x.stop)]
+    groups = tuple(setup.pages[i].groups for i in layers)
+    return Bunch(layers, groups, torch.tensor(columns, device=setup.pool.device))
+
+
+class DirectDecode:
+    """Rows in score space, a group a KV head, by `ops.decode`'s kernel. A step has one decoding
+    part. observer: what keeps observed queries; None: those are for other ways."""
+
+    def __init__(self, setup: Setup, layers: list[Bunch], observer: Observer | None) -> None:
+        self.setup, self.layers, self.observer = setup, layers, observer
+        self.plans: dict[int, DecodePlan] = {}
+        self.kept: Tensor | None = None  # where the observer keeps the part's queries
+
+    def takes(self, module: HFAttention, part: Part) -> bool:
+        mine = any(module.layer_idx in x.layers for x in self.layers)
+        watched = part.prompt_lengths is not None
+        seen = self.observer is not None and module.layer_idx in self.observer.modules
+        return part.decode and mine and (seen or not watched)
+
+    def attend(self, module: HFAttention, part: Part, q: Tensor) -> Tensor:
+        """q [B, Hq, 1, r] -> [B, 1, D]."""
+        from kvfold.ops import decode_triton
+
+        if not self.plans:
+            for x in self.layers:
+                counts, queries = x.lengths(self.setup, part), module.num_key_value_groups
+                plans = decode_triton.plan_layers(x.groups, counts, queries)
+                self.plans.update(zip(x.layers, plans, strict=True))
+        layer, q = module.layer_idx, q[:, :, 0]
+        place = *self.setup.pages[layer], part.slots
+        out, lse = decode_triton.decode(q, *place, module.scaling, self.plans[layer])
+        if self.observer is not None and part.prompt_lengths is not None:
+            if self.kept is None:
+                self.kept = self.observer.rows_of(part)
+            self.observer.keep(layer, self.kept, q, lse)
+        return module.output(out[:, :, None])
+
+
+@dataclass(frozen=True)
+class Rebuilder:
+    """What rebuilds the keys of layers, made once: their maps by layer, and one table of angles."""
+
+    layers: list[Bunch]
+    maps: Mapping[int, KeyMaps]
+    rope: Tensor
+
+
+class RebuiltDecode:
+    """Keys rebuilt from latents before RoPE, by `ops.rebuild`'s kernels, where they are not
+    observed. A step has one decoding part."""
+
+    def __init__(self, setup: Setup, rebuilder: Rebuilder) -> None:
+        self.setup, self.rebuilder = setup, rebuilder
+        self.plans: dict[int, RebuildPlan] = {}
+
+    def takes(self, module: HFAttention, part: Part) -> bool:
+        mine = module.layer_idx in self.rebuilder.maps
+        return part.decode and mine and part.prompt_lengths is None
+
+    def attend(self, module: HFAttention, part: Part, q: Tensor) -> Tensor:
+        """q [B, Hq, 1, d], rotated -> [B, 1, D]."""
+        from kvfold.ops import rebuild_triton
+
+        if not self.plans:
+            self._plan(part, module.num_key_value_groups, q.dtype)
+        layer, q = module.layer_idx, q[:, :, 0].contiguous()
+        arena, tables, lengths, groups = self.setup.pages[layer]
+        out, _ = rebuild_triton.decode(
+            q,
+            arena,
+            tables,
+            lengths,
+            module.spec,
+            groups,
+            part.slots,
+            module.scaling,
+            self.rebuilder.maps[layer],
+            self.rebuilder.rope,
+            self.plans[layer],
+        )
+        return module.output(out[:, :, None])
+
+    def _plan(self, part: Part, queries: int, dtype: torch.dtype) -> None:
+        from kvfold.ops.rebuild_plan import plan_layers
+
+        spec = self.setup.pool.layout.spec
+        for x in self.rebuilder.layers:
+            layers, counts = [spec.layers[i] for i in x.layers], x.lengths(self.setup, part)
+            plans = plan_layers(layers, x.groups, counts, queries, dtype, part.rows)
+            self.plans.update(zip(x.layers, plans, strict=True))
+
+
+def direct_layers(setup: Setup) -> list[int]:
+    """Layers that `DirectDecode` does: a query sees all rows, which its kernel reads."""
+    return [
+        i
+        for i in _unwindowed(setup)
+        if setup.pool.layout.spec.layers[i].keys != "pre" and decode.supports(setup.pages[i].groups)
+    ]
+
+
+def rebuilder_of(setup: Setup, modules: Sequence[Any]) -> Rebuilder | None:
+    """Of the layers whose keys kernels rebuild; None if there is none. Only angles that do not
+    depend on the sequence's length will do, the same in all layers."""
+    spec = setup.pool.layout.spec
+    layers = [
+        i
+        for i in _unwindowed(setup)
+        if rebuild.supports(spec.layers[i], setup.pages[i].groups)
+        and modules[i].rotary is not None
+        and modules[i].rotary.rope_type not in LONG_ROPE
+    ]
+    if not layers:
+        return None
+    from kvfold.ops.rebuild_plan import rope_table
+
+    maps = {i: _key_maps(modules[i]) for i in layers}
+    angles = maps[layers[0]].inv_freq
+    rope = rope_table(angles, setup.pool.max_tokens, spec.geometry.head_dim)
+    return Rebuilder(bunches(setup, layers), maps, rope)
+
+
+def _key_maps(module: HFAttention) -> KeyMaps:
+    assert module.rotary is not None
+    rotary: Any = module.rotary.rotary
+    up = module._keys.per_head(module.key_up, module.geometry.head_dim).detach()
+    return KeyMaps(up, module.key_mean.detach(), rotary.inv_freq.float(), rotary.attention_scaling)
+
+
+def _unwindowed(setup: Setup) -> list[int]:
+    """Layers without a sliding window, where kernels run."""
+    if not use_triton(setup.pool.device.type) or setup.pool.layout.kivi:
+        return []
+    return [i for i, window in enumerate(setup.windows) if window is None]

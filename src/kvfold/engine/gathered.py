@@ -1,0 +1,163 @@
+"""Attention over rows gathered from pages: prefill chunks, and whatever no other way takes.
+
+Shapes: B sequences of a part, T queries of each, S stored rows (of the longest group), R numbers of
+a row, G groups of a layer, Hk KV heads, d head dim.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.evict import _observed, attention_mass
+from kvfold.cache.layout import Group
+from kvfold.engine.ways import Part, Setup
+from kvfold.models.adapter import HFAttention
+from kvfold.models.folded import Columns, RowView
+from kvfold.ops import kivi
+from kvfold.ops.attention import Tables
+from kvfold.ops.observe import observe
+from kvfold.ops.observe import supports as can_observe
+from kvfold.ops.prefill import Side, prefill
+from kvfold.ops.prefill import supports as can_prefill
+from kvfold.ops.store import StoredRows
+
+
+class Gathered:
+    """Prefill by kernels, where there is one for these rows, and for the metrics of observed
+    queries; else PyTorch, under a mask, with explicit weights where they are observed."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+
+    def takes(self, module: HFAttention, part: Part) -> bool:
+        return True
+
+    def attend(self, module: HFAttention, part: Part, q: Tensor) -> Tensor:
+        """q [B, Hq, T, .] -> [B, T, D]."""
+        layer = module.layer_idx
+        arena, tables, lengths, groups = self.setup.pages[layer]
+        dtype = module.o_proj.weight.dtype
+        gather = kivi.gather if self.setup.pool.layout.kivi else self.setup.store.gather
+        counts, size = lengths[part.slots], part.sizes[layer]
+        stored = gather(arena, tables, groups, part.slots, counts, dtype, size)
+        member = _member(_owner(groups), q.device)
+        positions = stored.positions[:, member]  # [B, 1 or Hk, S]
+        rope = _tables(module, positions, part.stop)
+        if self._may_use_kernels(module, part):
+            early = module._rebuild_values_first(q.shape[2], size)
+            sides = _keys(module, stored.rows, rope), _values(module, stored.rows, early)
+            if can_prefill(q, *sides):
+                out, lse = prefill(
+                    q,
+                    *sides,
+                    counts=counts,
+                    owner=_owner(groups),
+                    positions=stored.positions if groups[0].layout.tracked else None,
+                    queries=part.positions,
+                    scale=module.scaling,
+                    window=self.setup.windows[layer],
+                )
+                self._observe(module, part, q, lse)
+                return module.output(out, early)
+        return self._by_torch(module, part, q, stored, positions, rope)
+
+    def _may_use_kernels(self, module: HFAttention, part: Part) -> bool:
+        """One query a sequence is not worth a tile; metrics have a kernel, or need weights."""
+        groups = self.setup.pages[module.layer_idx].groups
+        watchable = module.spec.keys != "pre" and can_observe(groups)
+        return not part.decode and (part.prompt_lengths is None or watchable)
+
+    def _observe(self, module: HFAttention, part: Part, q: Tensor, lse: Tensor) -> None:
+        """Add what q [B, Hq, T, .] attended to, to the metrics: lse fp32 [B, Hq, T]."""
+        policy = self.setup.policy
+        if policy is None or part.prompt_lengths is None:
+            return
+        counted = _observed(part.positions, part.prompt_lengths, policy)
+        positions = part.positions.masked_fill(~counted, -1)
+        place = *self.setup.pages[module.layer_idx], part.slots, module.scaling
+        observe(q, lse, positions, *place, power=policy.power, exclude=policy.exclude)
+
+    def _by_torch(
+        self,
+        module: HFAttention,
+        part: Part,
+        q: Tensor,
+        stored: StoredRows,
+        positions: Tensor,
+        rope: Tables | None,
+    ) -> Tensor:
+        """q [B, Hq, T, .] -> [B, T, D]."""
+        layer = module.layer_idx
+        arena, tables, _, groups = self.setup.pages[layer]
+        member = _member(_owner(groups), q.device)
+        queries = part.positions[:, None, :, None]
+        mask = stored.valid[:, member, None] & (positions[:, :, None] <= queries)
+        if (window := self.setup.windows[layer]) is not None:
+            mask &= positions[:, :, None] > queries - window
+        mask = _per_query_head(mask, module.num_key_value_groups)
+        view = RowView(rows=stored.rows, tables=rope, mask=mask)
+        out, weights = module.attend(q, view, need_weights=part.prompt_lengths is not None)
+        if (policy := self.setup.policy) is not None and part.prompt_lengths is not None:
+            assert weights is not None
+            heads = [group.heads for group in groups]
+            each = positions.expand(-1, sum(map(len, heads)), -1)
+            about = part.positions, part.prompt_lengths
+            mass = attention_mass(weights, each, *about, policy, heads)
+            self.setup.store.add_metrics(arena, tables, groups, part.slots, mass, stored.valid)
+        return out
+
+
+def _keys(module: HFAttention, rows: Tensor, rope: Tables | None) -> Side:
+    """Rows [B, S, R] as they are, or the keys rebuilt from them."""
+    if module.spec.keys != "pre":
+        return _columns(module._keys, rows)
+    k = module._score_keys(RowView(rows=rows, tables=rope, mask=None))
+    return _heads(k.transpose(1, 2))
+
+
+def _values(module: HFAttention, rows: Tensor, early: bool) -> Side:
+    """Rows [B, S, R] as they are, or mapped: then `output` is not to map again."""
+    if not early:
+        return _columns(module._values, rows)
+    z = module._values.gather(rows)
+    v = torch.einsum("bsnr,ncr->bsnc", z, module.value_up)
+    return _heads(v.reshape(*v.shape[:2], module.geometry.num_kv_heads, -1))
+
+
+def _columns(columns: Columns, rows: Tensor) -> Side:
+    starts, ranks = columns.starts, columns.ranks
+    return Side(
+        rows, tuple(starts[i] for i in columns.heads), tuple(ranks[i] for i in columns.heads)
+    )
+
+
+def _heads(x: Tensor) -> Side:
+    """x [B, S, Hk, d], the last with stride 1."""
+    assert x.stride(-1) == 1, "a row's numbers follow one another"
+    heads = range(x.shape[2])
+    return Side(x, tuple(h * x.stride(2) for h in heads), (x.shape[3],) * len(heads))
+
+
+def _tables(module: HFAttention, positions: Tensor, stop: int) -> Tables | None:
+    if module.spec.keys != "pre" or module.rotary is None:
+        return None
+    return module.rotary(module.o_proj.weight, positions.long(), stop)
+
+
+@lru_cache
+def _owner(groups: tuple[Group, ...]) -> tuple[int, ...]:
+    """Group number of every KV head."""
+    owner = {head: number for number, group in enumerate(groups) for head in group.heads}
+    return tuple(owner[head] for head in sorted(owner))
+
+
+@lru_cache
+def _member(owner: tuple[int, ...], device: torch.device) -> Tensor:
+    """The same as a tensor [Hk]; [1] where there is one group."""
+    return torch.tensor(owner if any(owner) else owner[:1], device=device)
+
+
+def _per_query_head(mask: Tensor, group: int) -> Tensor:
+    """[B, 1 or Hk, T, S] -> [B, 1 or Hq, T, S]."""
+    return mask if mask.shape[1] == 1 else mask.repeat_interleave(group, dim=1)

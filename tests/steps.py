@@ -1,0 +1,78 @@
+"""A runner driven by hand on tiny fp16 models, by the reference or by kernels."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvfold import compress, recipes
+from kvfold.compress import build
+from kvfold.compress.calibrate import calibrate
+from kvfold.config import CacheConfig, Recipe
+from kvfold.engine.build import build_runner
+from kvfold.engine.runner import ModelRunner
+from kvfold.engine.sequence import Batch, Piece, SamplingParams, Sequence
+from kvfold.models.families import family_of
+from kvfold.ops.backend import use_triton
+from models import tiny, tokens
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """For a fixture: a function that sets the backend by name."""
+
+    def use(name: str) -> None:
+        monkeypatch.setenv("KVFOLD_BACKEND", name)
+        use_triton.cache_clear()
+
+    yield use
+    use_triton.cache_clear()
+
+
+def folded(recipe: Recipe | None, align: int = 8, layers: int = 1):
+    """A tiny fp16 model of so many layers, folded as a recipe says to half of its numbers."""
+    model = tiny("llama3-scaling")
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:layers], layers
+    if recipe is not None:
+        wanted = build.needs(recipe)
+        statistics = calibrate(model, family_of(model.config), tokens(8, 64), wanted)
+        model = compress(model, recipe, statistics=statistics, keep=0.5, align=align)
+    return torch.nn.Module.half(model).to(DEVICE)  # transformers refuses it for compressed models
+
+
+def even(name: str) -> Recipe:
+    """A recipe that keeps as much of every head."""
+    return replace(recipes.get(name), ranks="uniform")
+
+
+def runner_of(model, slots: int = 3, **settings) -> ModelRunner:
+    config = CacheConfig(page=16, kv_bytes=2**20, **settings)
+    return build_runner(model, config, num_slots=slots, max_tokens=96)
+
+
+def sequences_of(runner: ModelRunner, *prompts: int, more: int = 30) -> list[Sequence]:
+    """Sequences with slots, their prompts of so many tokens and what they go on with."""
+    found = []
+    for i, length in enumerate(prompts):
+        ids = tokens(1, length + more, seed=i)[0].tolist()
+        one = Sequence(id=i, token_ids=ids, num_prompt=length, sampling=SamplingParams())
+        one.slot, one.num_prefill = runner.pool.open(), length
+        found.append(one)
+    return found
+
+
+def step(runner: ModelRunner, *work: tuple[Sequence, int], every: bool = False) -> Tensor:
+    """Logits of the last of the next tokens of every sequence, or of every token."""
+    runner.pool.extend([x.open_slot for x, _ in work], [count for _, count in work])
+    pieces = []
+    for x, count in work:
+        part = tuple(x.token_ids[x.num_computed : x.num_computed + count])
+        pieces.append(Piece(sequence=x, start=x.num_computed, tokens=part, wants_logits=True))
+    run = runner.run_all if every else runner.run
+    found = run(Batch(pieces=tuple(pieces))).clone()
+    for x, count in work:
+        x.num_computed += count
+    return found

@@ -1,0 +1,150 @@
+"""Decoding queries that are kept and observed later: the reference's metrics and evictions."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from kvfold.engine import observer
+from kvfold.engine.observer import WINDOW, Observer
+from kvfold.engine.runner import ModelRunner
+from kvfold.engine.sequence import CacheParams, Piece, SamplingParams, Sequence
+from steps import backends, folded, runner_of, sequences_of, step
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch):
+    yield from backends(monkeypatch)
+
+
+def metrics(runner: ModelRunner, one: Sequence) -> tuple[Tensor, Tensor]:
+    """Of rows by position, and the positions, [G, T]; rows there are none of come last."""
+    found, positions, valid = runner._tracked(one.open_slot)
+    order = positions.masked_fill(~valid, 2**30).argsort(1)
+    return found.gather(1, order), positions.gather(1, order)
+
+
+def generated(runner: ModelRunner) -> list[list[Tensor]]:
+    """Logits, metrics and positions while two sequences generate, are compressed and go on."""
+    first, second = sequences_of(runner, 29, 20)
+    found = [[step(runner, (first, 29)), step(runner, (second, 20))]]
+    for one in (first, second):
+        one.cache = CacheParams(max_cache_tokens=16, protected=4)
+    for count in (3, 1):
+        logits = [step(runner, (first, 1), (second, 1)) for _ in range(count)]
+        found += [logits, *(list(metrics(runner, one)) for one in (first, second))]
+        runner.compress([first, second])
+        assert runner.pool.host_lengths[first.open_slot].sum() < 4 * first.num_computed
+        found += [list(metrics(runner, one)) for one in (first, second)]
+    return found
+
+
+@pytest.mark.parametrize("evict", ["kv-compress", "kv-compress-full"])
+def test_metrics_and_evictions_are_the_reference_s(
+    evict: str, backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries are added in the middle of it, and again where metrics are read."""
+    monkeypatch.setattr(observer, "WINDOW", 2)
+    found = []
+    for name in ("reference", "triton"):
+        backend(name)
+        runner = runner_of(folded(None), evict=evict, keep_tokens=0.9)
+        assert (runner.attention.observer is not None) is (name == "triton")
+        found.append(generated(runner))
+    for ours, theirs in zip(*found[::-1], strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a - b).abs().max() <= 1e-2 * b.abs().max()
+
+
+# -- what is kept, and for how long ---------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> tuple[Observer, list[dict[int, list[int]]]]:
+    """An observer, and what it was asked to add: positions by slot, at every call."""
+    runner, calls = runner_of(folded(None), evict="kv-compress", keep_tokens=0.9), []
+    module = runner.model.model.layers[0].self_attn
+
+    def observe(q, lse, positions, arena, tables, lengths, groups, slots, scale, **_) -> None:
+        calls.append({})
+        for slot, row, total, at in zip(slots.tolist(), q, lse, positions, strict=True):
+            counts = at >= 0
+            assert (row[:, counts, :] == at[counts, None]).all(), "a query is not where it should"
+            assert (total[:, counts] == at[counts]).all()
+            calls[-1][slot] = sorted(at[counts].tolist())
+
+    monkeypatch.setattr(observer, "observe", observe)
+    return Observer(runner.attention.setup, {0: module}), calls
+
+
+def decode(on: Observer, *sequences: Sequence) -> None:
+    """A step whose queries are their own positions."""
+    pieces = [
+        Piece(sequence=x, start=x.num_computed, tokens=(5,), wants_logits=True) for x in sequences
+    ]
+    on.begin(pieces)
+    slots = torch.tensor([x.open_slot for x in sequences])
+    positions = torch.tensor([x.num_computed for x in sequences])
+    q = on.queries[0].new_ones(len(slots), *on.queries[0].shape[1:]) * positions[:, None, None]
+    on.keep(0, slots * WINDOW + positions % WINDOW, q, q[..., 0].float())
+    on.end(pieces)
+    for x in sequences:
+        x.num_computed += 1
+
+
+def sequence(slot: int, computed: int) -> Sequence:
+    one = Sequence(id=slot, token_ids=[5], num_prompt=1, sampling=SamplingParams(), slot=slot)
+    one.num_computed = computed
+    return one
+
+
+def test_all_that_is_kept_is_added_once_one_sequence_has_enough(kept) -> None:
+    on, calls = kept
+    first, second = sequence(0, 13), sequence(2, 30)
+    for _ in range(3):
+        decode(on, first)
+    for _ in range(WINDOW - 3):
+        assert not calls
+        decode(on, first, second)
+    assert calls == [{0: list(range(13, 21)), 2: list(range(30, 35))}]
+    on.flush()
+    assert len(calls) == 1
+    decode(on, second)
+    on.flush()
+    assert calls[1:] == [{2: [35]}]
+
+
+def test_what_belongs_to_others_is_dropped(kept) -> None:
+    on, calls = kept
+    ended, replaced, restarted = (sequence(slot, 9) for slot in range(3))
+    decode(on, ended, replaced, restarted)
+    ended.slot = None
+    restarted.num_computed = 0
+    on.begin(
+        [
+            Piece(sequence=x, start=x.num_computed, tokens=(5, 6), wants_logits=False)
+            for x in (sequence(1, 10), restarted)
+        ]
+    )
+    on.flush()
+    assert not calls
+
+
+def test_sequences_that_do_not_simply_go_on_are_added_first(kept) -> None:
+    on, calls = kept
+    one = sequence(1, 20)
+    decode(on, one)
+    decode(on, one)
+    one.num_computed = 40  # a chunk came in between
+    decode(on, one)
+    assert calls == [{1: [20, 21]}]
+    one.num_computed = 21  # back to an earlier token
+    decode(on, one)
+    assert calls[1:] == [{1: [40]}]

@@ -1,0 +1,105 @@
+"""The prefill kernel compiled for sm_90a: tensor cores by warp group, loads ahead, nothing spills.
+
+As in `test_decode_compile`, what is compiled is what a launch would be.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+from kvfold.ops import prefill_triton  # noqa: E402
+from kvfold.ops.prefill import Side  # noqa: E402
+from kvfold.ops.prefill_plan import cut_for  # noqa: E402
+from test_decode_compile import SHARED, Recorder, operations  # noqa: E402
+
+# Key and value rank of the benchmark's variants, and the widest that there are.
+RANKS = ((128, 128), (64, 64), (32, 96), (96, 32), (96, 96), (32, 32), (128, 256), (256, 256))
+SPILLS = 24  # outside of loops: once a tile of queries, not once a tile of rows
+
+
+def recorded(ranks: tuple[int, int], few: bool, positions: bool, window: int | None) -> Recorder:
+    """The launch for eight KV heads of four query heads."""
+    heads, size = 8, 64
+    data = torch.zeros(1, size, heads * sum(ranks), dtype=torch.bfloat16)
+    keys, values = (
+        Side(data, tuple(first + h * rank for h in range(heads)), (rank,) * heads)
+        for rank, first in zip(ranks, (0, heads * ranks[0]), strict=True)
+    )
+    where = torch.zeros(1, heads, size, dtype=torch.int32) if positions else None
+    recorder = Recorder(prefill_triton.prefill_kernel)
+    with mock.patch.object(prefill_triton, "prefill_kernel", recorder):
+        prefill_triton.prefill(
+            torch.zeros(1, size, 4 * heads, ranks[0], dtype=torch.bfloat16).transpose(1, 2),
+            keys, values,
+            counts=torch.full((1, heads), size), owner=tuple(range(heads)), positions=where,
+            queries=torch.arange(size)[None], scale=0.1, window=window,
+            cut=lambda widths: cut_for(widths, few),
+        )  # fmt: skip
+    return recorder
+
+
+def hot_loop(names: list[str], labels: dict[str, int]) -> list[str]:
+    """The shortest loop that multiplies matrices by warp group."""
+    loops = []
+    for end, name in enumerate(names):
+        target = re.search(r"BRA.*`\((\.L_x_\d+)\)", name)
+        if target and labels.get(target[1], end + 1) <= end:
+            body = [re.split(r"[. ]", x)[0] for x in names[labels[target[1]] : end]]
+            loops += [body] if "HGMMA" in body else []
+    return min(loops, key=len, default=[])
+
+
+def print_report(ranks: tuple[int, int], few: bool, positions: bool, window: int | None) -> None:
+    listing, shared = recorded(ranks, few, positions, window).compiled()
+    names, labels = operations(listing)
+    body = hot_loop(names, labels)
+    report = {"ranks": ranks, "few": few, "positions": positions, "window": window}
+    report |= {"spills": sum(name.startswith(("STL", "LDL")) for name in names)}
+    report |= {"in_loop": sum(name in ("STL", "LDL") for name in body), "shared": shared}
+    report |= {x: body.count(x) for x in ("HGMMA", "HMMA", "LDGSTS", "WARPGROUP")}
+    print(json.dumps(report | {"instructions": len(body)}), flush=True)
+
+
+def compile_all() -> None:
+    for ranks in RANKS:
+        print_report(ranks, False, False, None)
+    print_report((64, 64), True, False, None)
+    print_report((64, 64), False, True, None)
+    print_report((64, 64), False, False, 4096)
+
+
+@pytest.mark.slow
+def test_the_kernel_compiles_well_for_hopper() -> None:
+    try:
+        tools = [triton.knobs.nvidia.ptxas.path, triton.knobs.nvidia.nvdisasm.path]
+    except (AttributeError, RuntimeError) as error:
+        pytest.skip(f"this Triton cannot compile for sm_90a: {error}")
+    assert all(map(Path.exists, map(Path, tools)))
+    known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = {"PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
+    done = subprocess.run(
+        [sys.executable, __file__], env=known | path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(reports) == len(RANKS) + 3
+    for report in reports:
+        assert report["in_loop"] == 0 and report["spills"] <= SPILLS, report
+        assert report["WARPGROUP"] <= 6, report  # else ptxas waits after each product
+        assert report["HGMMA"] and not report["HMMA"] and report["LDGSTS"], report
+        # Two programs share a multiprocessor where ranks are small.
+        narrow = max(report["ranks"]) <= 96
+        assert report["shared"] <= SHARED // (2 if narrow else 1), report
+
+
+if __name__ == "__main__":
+    compile_all()

@@ -1,0 +1,300 @@
+"""The prefill kernel against the formula in float64: ragged, windowed, evicted, poisoned.
+
+Without a GPU it runs in Triton's interpreter, in fp16.
+"""
+
+import os
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+import triton.language as tl  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+if not GPU and not isinstance(tl.sum, interpreter.InterpretedFunction):
+    pytest.skip(
+        "Triton was imported before TRITON_INTERPRET=1 was set: set it for the whole run",
+        allow_module_level=True,
+    )
+
+from kvfold.ops import prefill_triton  # noqa: E402
+from kvfold.ops.backend import use_triton  # noqa: E402
+from kvfold.ops.prefill import Side, prefill, prefill_reference, supports  # noqa: E402
+from kvfold.ops.prefill_plan import Cut, classes_of, longest_first, parts  # noqa: E402
+
+DEVICE = torch.device("cuda" if GPU else "cpu")
+LIMIT, LSE = 1e-3, 1e-3
+CUT = Cut(pairs=16, rows=16, warps=4, stages=1)
+WIDE = replace(CUT, pairs=32, rows=32)
+RAGGED = ((16, 32), (24, 48), (48, 8), (40, 16))  # key and value rank
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """What is allocated and not written is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dataclass
+class Case:
+    """What `prefill` takes."""
+
+    q: Tensor
+    keys: Side
+    values: Side
+    options: dict
+
+    @classmethod
+    def of(
+        cls,
+        ranks=((32, 32),),
+        counts=((40,),),
+        num_queries=40,
+        group=1,
+        first=0,
+        owner=None,
+        positions=False,
+        window=None,
+        seed=0,
+    ) -> "Case":
+        """Rows [keys of all heads, values of all heads], NaN beyond every count; queries at
+        `first` and after. counts [B][G]; positions: random, with gaps, in no order."""
+        torch.manual_seed(seed)
+        owner = tuple(range(len(ranks))) if owner is None else owner
+        counts = torch.tensor(counts, device=DEVICE)
+        batch, size = len(counts), int(counts.max()) + 5
+        widths = [rank[side] for side in (0, 1) for rank in ranks]
+        starts = [sum(widths[:i]) for i in range(len(widths) + 1)]
+        rows = torch.randn(batch, size, max(starts[-1], 1), device=DEVICE).half()
+        for i, head in enumerate(2 * list(range(len(ranks)))):
+            outside = torch.arange(size, device=DEVICE) >= counts[:, owner[head], None]
+            rows[..., starts[i] : starts[i + 1]][outside] = torch.nan
+        keys, values = (
+            Side(rows, tuple(starts[at : at + len(ranks)]), tuple(widths[at : at + len(ranks)]))
+            for at in (0, len(ranks))
+        )
+        q = torch.randn(batch, len(ranks) * group, num_queries, max(keys.ranks), device=DEVICE)
+        for head, rank in enumerate(keys.ranks):
+            q[:, head * group : (head + 1) * group, :, rank:] = 0
+        where = None
+        if positions:
+            spread = [torch.randperm(2 * size)[:size] for _ in range(counts.numel())]
+            where = torch.stack(spread).view(*counts.shape, size).int().to(DEVICE)
+        queries = first + torch.arange(num_queries, device=DEVICE).repeat(batch, 1)
+        options = {"counts": counts, "owner": owner, "positions": where, "queries": queries}
+        return cls(q.half(), keys, values, options | {"scale": 0.3, "window": window})
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        sides = (replace(side, data=side.data.double()) for side in (self.keys, self.values))
+        return prefill_reference(self.q.double(), *sides, **self.options)
+
+    def check(self, cut: Cut = CUT) -> tuple[Tensor, Tensor]:
+        out, lse = prefill_triton.prefill(
+            self.q, self.keys, self.values, **self.options, cut=lambda _: cut
+        )
+        want, want_lse = self.expected()
+        assert out.dtype is self.q.dtype and out.shape == want.shape
+        assert lse.dtype is torch.float32 and lse.shape == want_lse.shape
+        error = (out.double() - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-9)
+        assert float(error.max() if error.numel() else 0) <= LIMIT
+        nothing = want_lse.isinf()
+        assert torch.equal(lse.isinf(), nothing) and not out[nothing].any()
+        assert ((lse - want_lse)[~nothing].abs() <= LSE).all()
+        return out, lse
+
+
+def brute(case: Case) -> Tensor:
+    """Outputs, query by query, row by row: what the reference itself must be."""
+    out = torch.zeros(*case.q.shape[:3], max(case.values.ranks), dtype=torch.float64)
+    o, group = case.options, case.q.shape[1] // len(case.options["owner"])
+    for b, h, t in torch.cartesian_prod(*map(torch.arange, case.q.shape[:3])).tolist():
+        head = h // group
+        g, at = o["owner"][head], int(o["queries"][b, t])
+        seen = []
+        for s in range(int(o["counts"][b, g])):
+            position = s if o["positions"] is None else int(o["positions"][b, g, s])
+            if position <= at and (o["window"] is None or position > at - o["window"]):
+                seen.append(s)
+        if seen:
+            k, v = (side.head(head)[b, seen].double() for side in (case.keys, case.values))
+            weights = (k @ case.q[b, h, t, : k.shape[-1]].double() * o["scale"]).softmax(0)
+            out[b, h, t, : v.shape[-1]] = weights @ v
+    return out
+
+
+@pytest.mark.skipif(GPU, reason="slow on a GPU, and says nothing about it")
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_reference_is_the_definition(positions: bool, window: int | None) -> None:
+    case = Case.of(
+        ((3, 2), (0, 5), (4, 0)), ((6, 9), (0, 7)), 5, group=2, first=2, owner=(0, 1, 0),
+        positions=positions, window=window,
+    )  # fmt: skip
+    out, _ = case.expected()
+    torch.testing.assert_close(out, brute(case))
+
+
+# -- every shape ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [1, 2, 7])
+@pytest.mark.parametrize("num_queries", [1, 15, 33])
+def test_queries_of_any_number(group: int, num_queries: int) -> None:
+    Case.of(((32, 16),), ((40,),), num_queries, group=group).check()
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize("first", [0, 37])
+def test_counts_around_a_tile(count: int, first: int) -> None:
+    Case.of(((16, 16), (16, 16)), ((count, 20),), 12, first=first).check()
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 9, 1000])
+def test_heads_of_any_rank_in_a_middle_chunk(positions: bool, window: int | None) -> None:
+    case = Case.of(
+        RAGGED, ((48, 16, 0, 33), (7, 40, 47, 1)), 11, group=2, first=37,
+        positions=positions, window=window,
+    )  # fmt: skip
+    case.check(WIDE if window == 9 else CUT)
+
+
+def test_windows_around_a_tile() -> None:
+    for window in range(15, 50, 2):
+        Case.of(((16, 16),), ((64,),), 16, first=48, window=window).check()
+
+
+def test_rows_that_all_queries_are_behind() -> None:
+    """No mask is needed but for the rows that do not exist."""
+    Case.of(((16, 16), (16, 32)), ((37, 48), (1, 0)), 5, first=500, positions=True).check()
+
+
+@pytest.mark.parametrize(
+    "ranks", [((0, 16),), ((16, 0),), ((0, 0), (5, 3)), ((0, 0),), ((250, 200),), ((96, 80),)]
+)
+def test_ranks_of_all_kinds(ranks: tuple[tuple[int, int], ...]) -> None:
+    Case.of(ranks, ((40,) * len(ranks),), 10, first=20).check()
+
+
+@pytest.mark.parametrize("rank", [256, 300, 512])
+def test_joint_values_serve_all_heads(rank: int) -> None:
+    case = Case.of(((16, rank), (48, 8)), ((40,), (21,)), 7, first=20, group=2, owner=(0, 0))
+    starts = (case.values.starts[0],) * 2
+    case.values = replace(case.values, starts=starts, ranks=(rank, rank))
+    case.check()
+
+
+def test_many_sequences_and_groups_of_heads() -> None:
+    counts = ((16, 3), (40, 40), (0, 0), (33, 1), (1, 17))
+    case = Case.of(RAGGED, counts, 19, first=5, owner=(1, 0, 0, 1))
+    case.options["queries"] = case.options["queries"] + torch.arange(5, device=DEVICE)[:, None] * 9
+    case.check(WIDE)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_rebuilt_keys_and_strided_queries(window: int | None) -> None:
+    """Keys [B, Hk, S, d], values [B, Hk, S, d] of another tensor, queries of a projection."""
+    case = Case.of(((16, 16),) * 3, ((40,) * 3, (33,) * 3), 12, group=2, first=25, window=window)
+    k, v = (torch.randn(2, 3, 45, d, device=DEVICE).half() for d in (16, 24))
+    case.keys, case.values = (
+        Side(x.transpose(1, 2), tuple(h * x.stride(1) for h in range(3)), (x.shape[-1],) * 3)
+        for x in (k, v)
+    )
+    case.q = case.q.transpose(1, 2).contiguous().transpose(1, 2)
+    out, _ = case.check()
+    q = case.q.double()
+    row, query = torch.arange(45, device=DEVICE), case.options["queries"][0, :, None]
+    seen = (row <= query) & (row > query - (window or 99)) & (row < 40)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q[:1], k[:1].double(), v[:1].double(), seen, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(out[:1].double(), want, atol=2e-3, rtol=2e-3)
+
+
+def test_large_scores() -> None:
+    case = Case.of(((32, 32),), ((60,),), 20, first=40)
+    case.q *= 40
+    case.check()
+
+
+def test_the_result_hardly_moves_with_the_cut() -> None:
+    case = Case.of(RAGGED[1:3], ((41, 16),), 20, first=27)
+    want, _ = case.check()
+    for cut in (Cut(stages=1), replace(CUT, pairs=64, rows=16)):
+        out, _ = case.check(cut)
+        torch.testing.assert_close(out, want, atol=1e-3, rtol=1e-2)
+    assert torch.equal(case.check()[0], want)
+
+
+# -- classes, order ------------------------------------------------------------------------------
+
+
+def test_every_number_belongs_to_one_unit() -> None:
+    ranks = (0, 16, 96, 300, 512)
+    classes = classes_of((0,) * 5, (*ranks[::-1][1:], 8), (0,) * 5, ranks, (0,) * 5, DEVICE)
+    columns: dict[int, int] = dict.fromkeys(range(5), 0)
+    for kind in classes:
+        for head, _, _, k_rank, value, v_rank, column, _ in kind.units.tolist():
+            assert k_rank <= sum(kind.widths[:2]) and v_rank <= sum(kind.widths[2:]) <= 256
+            assert value == column <= columns[head] <= column + 256
+            columns[head] += v_rank
+    assert tuple(columns.values()) == ranks
+    sums = [sum(kind.widths) for kind in classes]
+    assert sums == sorted(sums, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [(0, (16, 0)), (16, (16, 0)), (17, (32, 0)), (40, (32, 16)), (48, (32, 16)), (49, (64, 0)),
+     (96, (64, 32)), (112, (128, 0)), (144, (128, 16)), (192, (128, 64)), (256, (256, 0))],
+)  # fmt: skip
+def test_parts_hold_a_rank(rank: int, expected: tuple[int, int]) -> None:
+    assert parts(rank) == expected
+
+
+def test_most_rows_come_first() -> None:
+    units = torch.tensor([[0, 0], [1, 1], [2, 0]])
+    counts = torch.tensor([[100, 50], [300, 60]])
+    queries = torch.stack((torch.arange(60, 100), torch.arange(260, 300)))
+    order = longest_first(units, counts, None, queries, None, 4)
+    rows = [
+        min(int(queries[i // 3 % 2, 40 - 10 * (i // 6) - 1]) + 1, int(counts[i // 3 % 2, u]))
+        for i, u in ((i, (0, 1, 0)[i % 3]) for i in order.tolist())
+    ]
+    assert sorted(order.tolist()) == list(range(24)) and rows == sorted(rows, reverse=True)
+    spread = longest_first(units, counts, counts, queries, None, 4).tolist()
+    assert spread[:8] == [3, 5, 9, 11, 15, 17, 21, 23]
+    assert longest_first(units, counts, None, queries, 30, 4).tolist() == list(range(24))
+
+
+# -- dispatch ------------------------------------------------------------------------------------
+
+
+def test_prefill_takes_the_kernel_where_there_is_one(monkeypatch) -> None:
+    monkeypatch.setenv("KVFOLD_BACKEND", "triton")
+    use_triton.cache_clear()
+    case = Case.of(((16, 16),), ((20,),), 5, first=15)
+    want, _ = case.expected()
+    found, _ = prefill(case.q, case.keys, case.values, **case.options)
+    torch.testing.assert_close(found.double(), want, atol=2e-3, rtol=2e-3)
+    monkeypatch.setattr(prefill_triton, "prefill", lambda *_, **__: pytest.fail("no kernel"))
+    single = [replace(side, data=side.data.float()) for side in (case.keys, case.values)]
+    found, _ = prefill(case.q.float(), *single, **case.options)
+    torch.testing.assert_close(found.double(), want, atol=1e-5, rtol=1e-5)
+    for keys, values, there in ((256, 512, True), (257, 16, False), (16, 513, False)):
+        sides = (replace(case.keys, ranks=(keys,)), replace(case.values, ranks=(values,)))
+        assert supports(case.q, *sides) is there
+    use_triton.cache_clear()
