@@ -90,8 +90,9 @@ def decode(on: Observer, *sequences: Sequence) -> None:
         Piece(sequence=x, start=x.num_computed, tokens=(5,), wants_logits=True) for x in sequences
     ]
     on.begin(pieces)
-    slots = torch.tensor([x.open_slot for x in sequences])
-    positions = torch.tensor([x.num_computed for x in sequences])
+    device = on.queries[0].device
+    slots = torch.tensor([x.open_slot for x in sequences], device=device)
+    positions = torch.tensor([x.num_computed for x in sequences], device=device)
     q = on.queries[0].new_ones(len(slots), *on.queries[0].shape[1:]) * positions[:, None, None]
     on.keep(0, slots * WINDOW + positions % WINDOW, q, q[..., 0].float())
     on.end(pieces)

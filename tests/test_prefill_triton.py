@@ -163,7 +163,7 @@ def test_counts_around_a_tile(count: int, first: int) -> None:
 
 
 @pytest.mark.parametrize("positions", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 9, 1000])
+@pytest.mark.parametrize("window", [None, 9, 1000])
 def test_heads_of_any_rank_in_a_middle_chunk(positions: bool, window: int | None) -> None:
     case = Case.of(
         RAGGED, ((48, 16, 0, 33), (7, 40, 47, 1)), 11, group=2, first=37,
@@ -173,7 +173,7 @@ def test_heads_of_any_rank_in_a_middle_chunk(positions: bool, window: int | None
 
 
 def test_windows_around_a_tile() -> None:
-    for window in range(15, 50, 2):
+    for window in (15, 16, 17, 31, 33):
         Case.of(((16, 16),), ((64,),), 16, first=48, window=window).check()
 
 
@@ -248,7 +248,7 @@ def test_every_number_belongs_to_one_unit() -> None:
     columns: dict[int, int] = dict.fromkeys(range(5), 0)
     for kind in classes:
         for head, _, _, k_rank, value, v_rank, column, _ in kind.units.tolist():
-            assert k_rank <= sum(kind.widths[:2]) and v_rank <= sum(kind.widths[2:]) <= 256
+            assert k_rank <= sum(kind.widths[:2]) and v_rank <= kind.widths[2] <= 256
             assert value == column <= columns[head] <= column + 256
             columns[head] += v_rank
     assert tuple(columns.values()) == ranks

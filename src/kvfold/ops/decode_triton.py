@@ -54,7 +54,7 @@ def plan_layers(
     device = lengths.device
     about, cost, width = _about(tuple(map(tuple, layers)), queries, device)
     tuning = tuning or tuning_for(about, queries)
-    num_slices = num_slices or tuning.slices * _multiprocessors(device)
+    num_slices = num_slices or tuning.slices * multiprocessors(device)
     cut = tuning.block, OVERHEAD, num_slices, SMALLEST
     slices, counted = plan_slices(lengths, slots, cost, *cut, launch_options(device))
     number = num_slices + counted.shape[1]
@@ -81,7 +81,7 @@ def _tile_cost(about: DecodeGroups) -> Tensor:
 
 
 @lru_cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     cuda = device.type == "cuda"
     return torch.cuda.get_device_properties(device).multi_processor_count if cuda else 3
 

@@ -1,7 +1,8 @@
 """How a chunk's attention is cut into kernels and their programs. Plain PyTorch.
 
 Shapes as in `prefill`; U units of one class. A *unit* is a KV head's keys with up to 256 columns of
-its values; a *class* is the padded widths, (DK + EK, DV + EV), of both.
+its values; a *class* is the padded widths, DK + EK and DV, of both. Values are one piece: products
+with a second one gave wrong numbers on the device (Triton 3.6).
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from kvfold.ops.plan import padded_width
 
 WIDEST = 256  # value columns of a unit
 NEVER = 2**31 - 1  # the position of what is not there
-Widths = tuple[int, int, int, int]  # DK, EK, DV, EV
+Widths = tuple[int, int, int]  # DK, EK, DV
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Class:
 def cut_for(widths: Widths, few: bool) -> Cut:
     """What keeps a class's tiles in registers: two programs a multiprocessor where they are narrow.
     few: tiles of 128 pairs would leave multiprocessors idle."""
-    keys, values = sum(widths[:2]), sum(widths[2:])
+    keys, values = sum(widths[:2]), widths[2]
     narrow = max(keys, values) <= 96
     rows = 64 if values <= 128 else 32
     if few:
@@ -94,12 +95,12 @@ def classes_of(
         for column in range(0, max(v_rank, 1), WIDEST):
             width = min(v_rank - column, WIDEST)
             unit = [head, group, key, k_rank, value + column, width, column, 0]
-            found.setdefault((*parts(k_rank), *parts(width)), []).append(unit)
+            found.setdefault((*parts(k_rank), padded_width(width)), []).append(unit)
     return tuple(
         Class(
             widths,
             _upload(found[widths], device),
-            all((u[3], u[5]) == (sum(widths[:2]), sum(widths[2:])) for u in found[widths]),
+            all((u[3], u[5]) == (sum(widths[:2]), widths[2]) for u in found[widths]),
             gcd(8, *(n for u in found[widths] for n in u[2:6])),
         )
         for widths in sorted(found, key=sum, reverse=True)

@@ -45,11 +45,11 @@ def _load(at, row_stride, rank, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr
 def _tile(
     state, queries, first, count, query, keys, k_s, k_rank, values, v_s, v_rank, places,
     scale, window,
-    DK: tl.constexpr, EK: tl.constexpr, DV: tl.constexpr, EV: tl.constexpr, EXACT: tl.constexpr,
+    DK: tl.constexpr, EK: tl.constexpr, DV: tl.constexpr, EXACT: tl.constexpr,
     BN: tl.constexpr, POSITIONS: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The softmax's state after the rows first.. of a unit. MASKED: not all are seen by all."""
-    top, mass, acc, more = state
+    top, mass, acc = state
     q, q_more = queries
     positions, tops, earliest = places
     row = first + tl.arange(0, BN)
@@ -82,12 +82,8 @@ def _tile(
     fade = tl.exp2(top - base)
     mass = mass * fade + tl.sum(p, 1)
     v = _load(value_at, v_s, v_rank, inside, 0, DV, BN, EXACT, MASKED)
-    w = p.to(v.dtype)
-    acc = tl.dot(w, v, acc * fade[:, None])
-    if EV > 0:
-        v = _load(value_at, v_s, v_rank, inside, DV, EV, BN, EXACT, MASKED)
-        more = tl.dot(w, v, more * fade[:, None])
-    return peak, mass, acc, more
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+    return peak, mass, acc
 
 
 INTEGERS = (
@@ -101,7 +97,7 @@ def prefill_kernel(
     q, q_b, q_h, q_t, keys, k_b, k_s, values, v_b, v_s, out, lse, units,
     counts, c_b, c_g, positions, p_b, p_g, tops, t_b, t_g, queries, at_b, order,
     B, U, T, H, DO, scale, window,
-    N: tl.constexpr, DK: tl.constexpr, EK: tl.constexpr, DV: tl.constexpr, EV: tl.constexpr,
+    N: tl.constexpr, DK: tl.constexpr, EK: tl.constexpr, DV: tl.constexpr,
     EXACT: tl.constexpr, ALIGN: tl.constexpr, POSITIONS: tl.constexpr, WINDOW: tl.constexpr,
     ORDER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -156,31 +152,25 @@ def prefill_kernel(
     top = tl.full([BM], float("-inf"), tl.float32)
     mass = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DV], tl.float32)
-    more = acc
-    if EV > 0:
-        more = tl.zeros([BM, EV], tl.float32)
-    state, places = (top, mass, acc, more), (positions, tops, earliest)
+    state, places = (top, mass, acc), (positions, tops, earliest)
     for i in tl.range(low, high, num_stages=STAGES):
         state = _tile(
             state, (q0, q1), i * BN, count, query, keys, k_s, k_rank, values, v_s, v_rank,
-            places, scale, window, DK, EK, DV, EV, EXACT, BN, POSITIONS, WINDOW, False,
+            places, scale, window, DK, EK, DV, EXACT, BN, POSITIONS, WINDOW, False,
         )  # fmt: skip
     for i in tl.range(begin, stop - high + low, num_stages=STAGES if POSITIONS else 1):
         tile = tl.where(i < low, i, i + high - low)
         state = _tile(
             state, (q0, q1), tile * BN, count, query, keys, k_s, k_rank, values, v_s, v_rank,
-            places, scale, window, DK, EK, DV, EV, EXACT, BN, POSITIONS, WINDOW, True,
+            places, scale, window, DK, EK, DV, EXACT, BN, POSITIONS, WINDOW, True,
         )  # fmt: skip
-    top, mass, acc, more = state
+    top, mass, acc = state
 
     norm, begin = tl.where(mass > 0, 1.0 / mass, 0.0)[:, None], tl.load(unit + 6)
     DO = tl.multiple_of(DO, ALIGN)
     out += tl.multiple_of(((b * T + start) * H + head) * DO + begin, ALIGN)
     at, column = (((t - start) * H + which) * DO)[:, None], tl.arange(0, DV)
     tl.store(out + (at + column), acc * norm, live[:, None] & (column < v_rank))
-    if EV > 0:
-        column = DV + tl.arange(0, EV)
-        tl.store(out + (at + column), more * norm, live[:, None] & (column < v_rank))
     if begin == 0:
         tl.store(lse + (b * H + head + which) * T + t, top + tl.log2(mass), live)
 
@@ -227,7 +217,7 @@ def prefill(
             kind.units, counts, *counts.stride(), *where,
             queries, queries.stride(0), kind.units if order is None else order,
             batch, num_units, num_queries, heads, out.shape[-1], scale * LOG2_E, window or 0,
-            N=group, **dict(zip(("DK", "EK", "DV", "EV"), kind.widths, strict=True)),
+            N=group, **dict(zip(("DK", "EK", "DV"), kind.widths, strict=True)),
             EXACT=kind.exact, ALIGN=gcd(kind.align, aligned), POSITIONS=positions is not None,
             WINDOW=window is not None, ORDER=order is not None, BM=how.pairs, BN=how.rows,
             STAGES=how.stages, num_warps=how.warps, maxnreg=how.registers,

@@ -24,6 +24,9 @@ from kvfold.ops.pages import Segment
 from kvfold.ops.store import gather
 
 
+WIDEST = 512  # numbers of a latent that kernels hold on chip
+
+
 class Latent(Protocol):
     """What is read of kvfold.spec.Latent, which this layer does not import."""
 
@@ -96,7 +99,7 @@ class RebuildGroups:
 
 def supports(layer: Layer, groups: Sequence[HeadGroup]) -> bool:
     """Whether `decode` has kernels for these pages: keys rebuilt before RoPE; latents of 16, 8 or 4
-    bits a side, one scale each, in whole 16-bit words; groups and value latents of consecutive
+    bits a side, at most WIDEST wide, one scale each, in whole 16-bit words; groups and value latents of consecutive
     heads, as many each."""
     found = [_segments(layer, groups, side) for side in ("k", "v")]
     alike = all(
@@ -109,6 +112,7 @@ def supports(layer: Layer, groups: Sequence[HeadGroup]) -> bool:
         and alike
         and all(x is not None for each in found for x in each)
         and all(len({x.bits for x in each if x}) == 1 for each in found)
+        and all(x.width <= WIDEST for each in found for x in each if x)
         and all(_plain(group) for group in groups)
     )
 

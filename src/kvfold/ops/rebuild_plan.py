@@ -6,13 +6,14 @@ slices of it (see `plan`); W 16-bit words of a key row, of C codes; K powers of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kvfold.ops.decode import HeadGroup
-from kvfold.ops.plan import Slices, padded_queries, padded_width, power_of_two, stream_k
+from kvfold.ops.decode_triton import launch_options, multiprocessors
+from kvfold.ops.plan import Slices, padded_queries, padded_width, power_of_two
+from kvfold.ops.plan_triton import plan_slices
 from kvfold.ops.rebuild import KeyMaps, Layer, RebuildGroups, rebuild_groups
 
 SPAN = 16  # rows that share a top
@@ -212,15 +213,13 @@ def plan_layers(
     about = max(abouts, key=lambda x: x.widths)
     tuning = tuning or Tuning.of(about, queries)
     first, second = tuning.scores, tuning.values
-    counts = lengths.unflatten(1, (len(layers), -1)).transpose(0, 1)  # [L, B, G]
-    tiles = (-(-counts // first.block)).repeat_interleave(about.heads[0], 2)
-    owners = torch.stack([x.values[:, 6] for x in abouts])[:, None].expand(-1, len(lengths), -1)
-    value_tiles = (-(-counts // second.block)).gather(2, owners.long())
-    sms = _multiprocessors(lengths.device)
-    scores, values = _cut(tiles, first, sms), _cut(value_tiles, second, sms)
-    spans = (-(-counts // SPAN)).flatten(1)
+    counts = lengths.unflatten(1, (len(layers), -1))  # [B, L, G]
+    scores = _cut(counts.repeat_interleave(about.heads[0], 2).flatten(1), first, len(layers))
+    owners = torch.stack([x.values[:, 6] for x in abouts]).long().expand(len(lengths), -1, -1)
+    values = _cut(counts.gather(2, owners).flatten(1), second, len(layers))
+    spans = (-(-counts.transpose(0, 1) // SPAN)).flatten(1)
     bases = (spans.cumsum(1) - spans).int()
-    room = _room(abouts, queries, dtype, rows, counts[0].numel(), values.starts.shape[-2])
+    room = _room(abouts, queries, dtype, rows, counts[:, 0].numel(), values.starts.shape[-2])
     return [
         RebuildPlan(
             Slices(scores.starts[i], scores.firsts[i], scores.counts[i]),
@@ -233,16 +232,14 @@ def plan_layers(
     ]
 
 
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    cuda = device.type == "cuda"
-    return torch.cuda.get_device_properties(device).multi_processor_count if cuda else 3
-
-
-def _cut(tiles: Tensor, tuning: Pass, sms: int) -> Slices:
-    """Tiles [L, B, .] of equal cost; beginning an item costs as much as one."""
-    cost = torch.ones(tiles[0].numel(), dtype=torch.int64, device=tiles.device)
-    return stream_k(tiles.flatten(1), cost, 1, sms * tuning.slices)
+def _cut(lengths: Tensor, tuning: Pass, num_layers: int) -> Slices:
+    """Tiles of equal cost; beginning an item costs as much as one. lengths int [B, items of a
+    sequence in all layers]."""
+    device = lengths.device
+    cost = torch.ones(num_layers, lengths.shape[1] // num_layers, dtype=torch.int32, device=device)
+    number = tuning.slices * multiprocessors(device)
+    options = launch_options(device)
+    return plan_slices(lengths, None, cost, tuning.block, 1, number, 1, options)[0]
 
 
 def _room(

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from kvfold.ops.codes_triton import INTERPRET, UNIT, unpack
+from kvfold.ops.direct_triton import after_launch
 
 # fp32 x0 x1 y0 y1 and fp16 pairs cos, sin, a, b -> a + x cos - y sin, b + y cos + x sin.
 _ROTATE = tl.constexpr(
@@ -278,7 +279,7 @@ def fold_kernel(
     G: tl.constexpr, HG: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr, WORDS: tl.constexpr,
     WP: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr, REACH: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPAN: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Queries in the space of a KV head's latent, for the slow pairs, by stretch and power.
 
@@ -290,6 +291,7 @@ def fold_kernel(
     C: tl.constexpr = 16 // BITS
     SLOW: tl.constexpr = PAIRS - F
     LOW: tl.constexpr = 0.0 if ZEROS else (2**BITS - 1) / 2
+    after_launch(PDL)
     item = tl.program_id(1)
     b, h = item // (G * HG), item % (G * HG)
     g = h // HG
@@ -341,7 +343,7 @@ def score_kernel(
     W0: tl.constexpr, W1: tl.constexpr,
     BITS: tl.constexpr, ZEROS: tl.constexpr, TRACKED: tl.constexpr, EXACT: tl.constexpr,
     PAGE: tl.constexpr, ALIGN: tl.constexpr, REACH: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Weights of every tile of a slice; items are (sequence, KV head).
 
@@ -358,6 +360,7 @@ def score_kernel(
     HK: tl.constexpr = G * HG
     NQ: tl.constexpr = HG * N
     ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0  # a tile lies in one page
+    after_launch(PDL)
     slice = tl.program_id(0)
     item = tl.load(starts + 2 * slice)
     tile = tl.load(starts + 2 * slice + 1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvfold.ops.decode import HeadGroup
-from kvfold.ops.decode_triton import LOG2_E
+from kvfold.ops.decode_triton import LOG2_E, combine_options, launch_options
 from kvfold.ops.direct_triton import combine_kernel
 from kvfold.ops.pages import words_of
 from kvfold.ops.plan import padded_queries, padded_width, power_of_two
@@ -93,7 +93,7 @@ class _Step:
         about = self.about
         return {
             "G": self.num_groups, "ZEROS": about.zeros, "PAGE": about.page, "ALIGN": about.align,
-            "SPAN": SPAN,
+            "SPAN": SPAN, **launch_options(self.q.device),
         }  # fmt: skip
 
     def _heads(self, packed: Packed, rotary: int) -> dict[str, int]:
@@ -121,7 +121,7 @@ class _Step:
             fold_kernel[(max(1, min(longest, FOLDING // items)), items)](
                 self.q, self.q.stride(0), packed.up, packed.sums, rope, drift.powers, folded, extra,
                 *self._where[3:], self.plan.bases, G=self.num_groups, SPAN=SPAN, WORDS=words,
-                WP=padded_width(words), ZEROS=about.zeros, num_warps=1 if words <= 64 else 4,
+                WP=padded_width(words), ZEROS=about.zeros, **launch_options(device), num_warps=1 if words <= 64 else 4,
                 **self._heads(packed, rotary),
             )  # fmt: skip
         return folded, extra
@@ -173,8 +173,10 @@ class _Step:
             STAGES=tune.stages, num_warps=tune.warps, maxnreg=tune.registers,
             **widths, **self._same,
         )  # fmt: skip
-        combine_kernel[(slices.counts.shape[0], heads)](
+        items = slices.counts.shape[0]
+        combine_kernel[(items, heads)](
             out, lse, room.part, room.part_ml, about.values, slices.firsts, slices.counts,
-            slices.firsts, G=len(about.values), ORDER=False, BLOCK=16, num_warps=4, **widths,
+            slices.firsts, G=len(about.values), ORDER=False, **widths, **launch_options(q.device),
+            **combine_options(slices.starts.shape[0], items, widths["DV"]),
         )  # fmt: skip
         return out, lse

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kvfold.ops.codes_triton import UNIT, unpack
+from kvfold.ops.direct_triton import after_launch
 from kvfold.ops.rebuild_scores_triton import load_fp16
 
 
@@ -82,7 +83,7 @@ def value_kernel(
     G: tl.constexpr, V: tl.constexpr, NQ: tl.constexpr, N: tl.constexpr, GP: tl.constexpr,
     DO: tl.constexpr, DV: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr,
     EXACT: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """One slice: its part of every item, (sequence, value latent), it touches.
 
@@ -92,6 +93,7 @@ def value_kernel(
     C: tl.constexpr = 16 // BITS
     WV: tl.constexpr = DV // C
     ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0
+    after_launch(PDL)
     slice = tl.program_id(0)
     item = tl.load(starts + 2 * slice)
     tile = tl.load(starts + 2 * slice + 1)
