@@ -177,13 +177,13 @@ def test_brain_floats(kept: int) -> None:
 
 @pytest.mark.parametrize("kept", [8, 40])
 def test_any_number_of_programs(kept: int, monkeypatch) -> None:
-    """A program may take all tiles of its group, or none; the bytes are the same."""
+    """A program may take all tiles of its group, or none; the sums are the same."""
     found = []
     for programs in (1, 4096, 4096):
         monkeypatch.setattr(observe_triton, "PROGRAMS", programs)
         case = Case.of(per_head(RAGGED[:2], page=16, bits=8, tracked=True), [[290, 1]], 2, kept)
         observe_triton.observe(*case.args, power=1)
-        found.append(case.arena)
+        found.append(case.metrics())
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
 
 

@@ -56,12 +56,17 @@ class Hooks:
         """A request ended, whatever the reason. Its pages are back in the pool."""
 
 
+def default_chunk(device_type: str) -> int:
+    """Tokens of a prompt in a step: as many as keep a GPU busy, or a CPU's steps short."""
+    return 2048 if device_type == "cuda" else 512
+
+
 class Engine:
     """Serves requests together from one pool.
 
     eos_ids: tokens that end a sequence; they never become text. detokenize: token ids to text,
-    needed for stop strings and StepOutput.text. chunk, max_batch_tokens, headroom, schedule: see
-    Scheduler.
+    needed for stop strings and StepOutput.text. chunk (default: `default_chunk`), max_batch_tokens,
+    headroom, schedule: see Scheduler.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class Engine:
         eos_ids: Collection[int] = (),
         detokenize: Detokenize | None = None,
         hooks: Hooks | None = None,
-        chunk: int = 512,
+        chunk: int | None = None,
         max_batch_tokens: int = 2048,
         headroom: int = 32,
         schedule: Schedule | None = None,
@@ -80,7 +85,7 @@ class Engine:
         self.scheduler = Scheduler(
             runner,
             pool,
-            chunk=chunk,
+            chunk=default_chunk(pool.device.type) if chunk is None else chunk,
             max_batch_tokens=max_batch_tokens,
             headroom=headroom,
             schedule=schedule,

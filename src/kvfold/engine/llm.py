@@ -9,7 +9,7 @@ from typing import Any
 from kvfold.artifact import spec_of
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
-from kvfold.engine.engine import Engine, StepOutput
+from kvfold.engine.engine import Engine, StepOutput, default_chunk
 from kvfold.engine.scheduler import Schedule
 from kvfold.engine.sequence import CacheParams, FinishReason, SamplingParams, TokenLogprobs
 from kvfold.loading import load, load_tokenizer
@@ -35,7 +35,8 @@ class LLM:
     model: a name (directory, hub id, `reference:gqa`) or a loaded causal LM, folded or plain, which
     is changed in place and serves this LLM only. tokenizer: needed with a loaded model for text
     prompts. max_sequences: most requests at once. max_tokens: longest request, prompt and outputs
-    (default: the model's positions). chunk: most prompt tokens of a request in one step. seed: of
+    (default: the model's positions). chunk: most prompt tokens of a request in one step
+    (default: 2048 on CUDA, else 512). seed: of
     what policies draw; a request's tokens are drawn with its own. settings: fields of
     `CacheConfig`: kv_bytes, bits, evict, keep_tokens, page and so on. With `evict` every request
     needs a budget, these settings' or its own; keep_tokens=1 evicts nothing. Raises ValueError for
@@ -51,7 +52,7 @@ class LLM:
         dtype: str = "auto",
         max_sequences: int = 16,
         max_tokens: int | None = None,
-        chunk: int = 512,
+        chunk: int | None = None,
         schedule: Schedule | None = None,
         seed: int = 0,
         **settings: Any,
@@ -74,6 +75,7 @@ class LLM:
             max_tokens=max_tokens or limit,
             seed=seed,
         )
+        chunk = default_chunk(self.runner.pool.device.type) if chunk is None else chunk
         self.engine = Engine(
             self.runner,
             self.runner.pool,

@@ -36,7 +36,7 @@ class Attention:
 
     def __init__(self, model: Any, pool: Pool, policy: Policy | None) -> None:
         modules = list(family_of(model.config).attentions(model))
-        setup = Setup(pool, policy, attention_windows(model.config), _store_of(pool))
+        setup = Setup(pool, policy, attention_windows(model.config), *_store_of(pool))
         direct, rebuilder = direct_layers(setup), rebuilder_of(setup, modules)
         decoded = {*direct, *(rebuilder.maps if rebuilder else ())}
         self.setup, self.observer = setup, None
@@ -53,13 +53,13 @@ class Attention:
         ]
 
 
-def _store_of(pool: Pool) -> ModuleType:
-    """What moves rows in and out of pages."""
+def _store_of(pool: Pool) -> tuple[ModuleType, Sequence[slice]]:
+    """What moves rows in and out of pages, and of which groups at once."""
     if not use_triton(pool.device.type) or pool.layout.kivi:
-        return store
+        return store, pool.layout.layer_groups
     from kvfold.ops import store_triton
 
-    return store_triton
+    return store_triton, (slice(0, len(pool.layout.groups)),)
 
 
 class PagedStep(PagedRows):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -203,12 +204,12 @@ class ModelRunner:
         if self.attention.observer is not None:
             self.attention.observer.flush()
         size = int(self.pool.host_lengths[slot].max())
-        found = [self._tracked_in(slot, where, size) for where in self.pool.layout.layer_groups]
+        found = [self._tracked_in(slot, where, size) for where in self.attention.setup.spans]
         metrics, positions, valid = (torch.cat(parts) for parts in zip(*found, strict=True))
         return metrics, positions, valid
 
     def _tracked_in(self, slot: int, where: slice, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of a layer's groups, [g, T]."""
+        """The same of the groups `where`, [g, T]."""
         pool, slots = self.pool, self._tensor([slot])
         place = pool.arena, pool.tables[:, where], pool.layout.groups[where], slots
         lengths = pool.lengths[slots, where]
@@ -235,19 +236,20 @@ class ModelRunner:
         self._remove(slot, evicted, pool.lengths[slot].long())
 
     def _remove(self, slot: int, evicted: Tensor, lengths: Tensor) -> None:
-        """Close the holes layer by layer, and free the pages behind."""
-        pool = self.pool
-        group, source, target, kept = evict.compaction(evicted, lengths)
-        for where in pool.layout.layer_groups:
-            inside = (group >= where.start) & (group < where.stop)
-            own = group[inside] - where.start
+        """Close the holes, and free the pages behind."""
+        pool, spans = self.pool, self.attention.setup.spans
+        group, source, target, kept = evict.compaction(evicted, lengths)  # group ascends
+        edges = self._tensor([*(where.start for where in spans), len(lengths)])
+        bounds = torch.searchsorted(group, edges).tolist()
+        for where, (first, last) in zip(spans, pairwise(bounds), strict=True):
+            own = group[first:last] - where.start
             self.attention.setup.store.move(
                 pool.arena,
                 pool.tables[:, where],
                 pool.layout.groups[where],
                 torch.full_like(own, slot),
                 own,
-                source[inside],
-                target[inside],
+                source[first:last],
+                target[first:last],
             )
         pool.shrink(slot, kept)
