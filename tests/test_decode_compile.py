@@ -129,10 +129,12 @@ def rebuilt() -> tuple[Recorder, Recorder]:
     )  # fmt: skip
     spec = CacheSpec(geometry=geometry, layers=(layer,))
     groups = cache_layout(spec, page=64).groups
-    maps = KeyMaps(torch.zeros(8, 128, 48), torch.zeros(8, 128), torch.ones(64))
+    angles = 5e5 ** (-torch.arange(64) / 64)
+    maps = KeyMaps(torch.zeros(8, 128, 48), torch.zeros(8, 128), angles)
     place = (*one_sequence(groups, 32, 128), layer, groups, torch.zeros(1, dtype=torch.int64))
-    kernels = recorders(rebuild_triton, "score_kernel", "value_kernel", "combine_kernel")
-    with mock.patch.multiple(rebuild_triton, **kernels):
+    names = "fold_kernel", "score_kernel", "value_kernel", "combine_kernel"
+    kernels, planned = recorders(rebuild_triton, *names), recorders(plan_triton, "plan_kernel")
+    with mock.patch.multiple(rebuild_triton, **kernels), mock.patch.multiple(plan_triton, **planned):
         rebuild_triton.decode(*place, 0.1, maps, rope_table(maps.inv_freq, 64, 128))
     return kernels["score_kernel"], kernels["value_kernel"]
 

@@ -5,8 +5,7 @@ head; BM (query, head) pairs of a tile: pair m is query m // N of head m % N; BN
 """
 # mypy: allow-untyped-defs
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable
 from math import gcd
 
 import torch
@@ -188,7 +187,7 @@ def prefill(
     window: int | None = None,
     cut: Callable[[Widths], Cut] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`prefill.prefill` on the device: a launch for every class, all at once. cut: of every class,
+    """`prefill.prefill` on the device: a launch for every class. cut: of every class,
     by default `cut_for`."""
     assert q.stride(-1) == 1 and queries.stride(-1) == 1 and scale > 0
     assert positions is None or (positions.stride(-1) == 1 and positions.dtype is torch.int32)
@@ -200,7 +199,6 @@ def prefill(
     strides = (*q.stride()[:3], *keys.data.stride()[:2], *values.data.stride()[:2])
     aligned = gcd(*strides, out.shape[-1], 8)
     few = _idle(batch * sum(len(x.units) for x in classes), num_queries * group, q.device)
-    launches = []
     for kind in classes:
         how, num_units = cut(kind.widths) if cut else cut_for(kind.widths, few), len(kind.units)
         blocks = triton.cdiv(num_queries * group, how.pairs)
@@ -211,8 +209,7 @@ def prefill(
             where = (positions, *positions.stride()[:2], tops, *tops.stride()[:2])
         if batch > 1 or positions is not None:
             order = longest_first(kind.units, counts, positions, queries, window, blocks)
-        launches.append(partial(
-            prefill_kernel[(blocks * batch * num_units,)],
+        prefill_kernel[(blocks * batch * num_units,)](
             q, *strides[:3], keys.data, *strides[3:5], values.data, *strides[5:], out, lse,
             kind.units, counts, *counts.stride(), *where,
             queries, queries.stride(0), kind.units if order is None else order,
@@ -221,8 +218,7 @@ def prefill(
             EXACT=kind.exact, ALIGN=gcd(kind.align, aligned), POSITIONS=positions is not None,
             WINDOW=window is not None, ORDER=order is not None, BM=how.pairs, BN=how.rows,
             STAGES=how.stages, num_warps=how.warps, maxnreg=how.registers,
-        ))  # fmt: skip
-    _side_by_side(launches, q.device)
+        )  # fmt: skip
     return out.transpose(1, 2), lse
 
 
@@ -231,24 +227,3 @@ def _idle(items: int, pairs: int, device: torch.device) -> bool:
     cuda = device.type == "cuda"
     number = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 132
     return items * triton.cdiv(pairs, 128) < number
-
-
-@lru_cache
-def _streams(device: torch.device) -> list[torch.cuda.Stream]:
-    return [torch.cuda.Stream(device) for _ in range(3)]
-
-
-def _side_by_side(launches: Sequence[Callable[[], object]], device: torch.device) -> None:
-    """Launch kernels that do not wait for each other: the next begins where one leaves room."""
-    if len(launches) == 1 or device.type != "cuda":
-        for launch in launches:
-            launch()
-        return
-    here, others = torch.cuda.current_stream(device), _streams(device)[: len(launches) - 1]
-    for stream in others:
-        stream.wait_stream(here)
-    for i, launch in enumerate(launches):
-        with torch.cuda.stream((here, *others)[i % (len(others) + 1)]):
-            launch()
-    for stream in others:
-        here.wait_stream(stream)
