@@ -134,7 +134,10 @@ def rebuilt() -> tuple[Recorder, Recorder]:
     place = (*one_sequence(groups, 32, 128), layer, groups, torch.zeros(1, dtype=torch.int64))
     names = "fold_kernel", "score_kernel", "value_kernel", "combine_kernel"
     kernels, planned = recorders(rebuild_triton, *names), recorders(plan_triton, "plan_kernel")
-    with mock.patch.multiple(rebuild_triton, **kernels), mock.patch.multiple(plan_triton, **planned):
+    with (
+        mock.patch.multiple(rebuild_triton, **kernels),
+        mock.patch.multiple(plan_triton, **planned),
+    ):
         rebuild_triton.decode(*place, 0.1, maps, rope_table(maps.inv_freq, 64, 128))
     return kernels["score_kernel"], kernels["value_kernel"]
 

@@ -26,7 +26,7 @@ if not GPU and not isinstance(tl.sum, interpreter.InterpretedFunction):
 from kvfold.ops import prefill_triton  # noqa: E402
 from kvfold.ops.backend import use_triton  # noqa: E402
 from kvfold.ops.prefill import Side, prefill, prefill_reference, supports  # noqa: E402
-from kvfold.ops.prefill_plan import Cut, classes_of, longest_first, parts  # noqa: E402
+from kvfold.ops.prefill_plan import Cut, classes_of, longest_first, parts, widths_of  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 LIMIT, LSE = 1e-3, 1e-3
@@ -263,6 +263,28 @@ def test_every_number_belongs_to_one_unit() -> None:
 )  # fmt: skip
 def test_parts_hold_a_rank(rank: int, expected: tuple[int, int]) -> None:
     assert parts(rank) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "expected"),
+    [(16, 16, (16, 0, 16)), (32, 16, (32, 0, 32)), (96, 32, (64, 32, 64)), (128, 8, (128, 0, 64)),
+     (32, 96, (32, 0, 128)), (48, 16, (32, 16, 32)), (256, 256, (256, 0, 256))],
+)  # fmt: skip
+def test_values_are_no_narrower_than_keys(
+    keys: int, values: int, expected: tuple[int, int, int]
+) -> None:
+    assert widths_of(keys, values) == expected
+
+
+@pytest.mark.skipif(not GPU, reason="the interpreter has no warp groups")
+@pytest.mark.parametrize("cut", [Cut(), Cut(pairs=64, warps=4)])
+@pytest.mark.parametrize("keys", [16, 32, 48, 64, 96, 128])
+def test_every_pair_of_ranks_over_many_tiles(keys: int, cut: Cut) -> None:
+    for values in (8, 16, 32, 48, 64, 96, 128):
+        for positions in (False, True):
+            case = Case.of(((keys, values),) * 2, ((500, 470),), 200, group=4, first=280,
+                           positions=positions)  # fmt: skip
+            case.check(cut)
 
 
 def test_most_rows_come_first() -> None:

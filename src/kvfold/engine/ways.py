@@ -57,8 +57,8 @@ class LayerPages(NamedTuple):
 @dataclass(frozen=True)
 class Setup:
     """What all steps of a runner share. policy: what is observed and evicted, or None; windows:
-    sliding window of every layer, or None; store: `ops.store` or its kernels; spans: the groups that
-    these read or move at once, of a layer or of all."""
+    sliding window of every layer, or None; store: `ops.store` or its kernels; spans: the groups
+    that these read or move at once, of a layer or of all."""
 
     pool: Pool
     policy: Policy | None

@@ -102,7 +102,7 @@ def _tile(
 
 
 @triton.jit
-def _pages(table, t, row, length, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr):
+def tile_pages(table, t, row, length, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr):
     """Offsets of the page of tile t, or [BLOCK] of the pages of its rows; of the last row's page
     beyond it."""
     first = t * row.shape[0]
@@ -111,7 +111,7 @@ def _pages(table, t, row, length, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr):
 
 
 @triton.jit
-def _places(t, row, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr):
+def tile_rows(t, row, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr):
     """Rows of their pages [BLOCK] that a tile's rows are."""
     first = t * row.shape[0]
     return row + first % PAGE if ONE_PAGE else (first + row) % PAGE
@@ -173,7 +173,7 @@ def decode_kernel(
             stop = end_tile
         if tile < stop:
             table = tables + slot * table_slot + g * table_group
-            ahead = _pages(table, tile, row, length, PAGE, ONE_PAGE)
+            ahead = tile_pages(table, tile, row, length, PAGE, ONE_PAGE)
             key_codes = (key_width > 0) & (KEY_BITS < 16)
             value_codes = (value_width > 0) & (VALUE_BITS < 16)
             query = b * q_stride + (first_head + head) * DQ
@@ -199,16 +199,17 @@ def decode_kernel(
             full = tl.minimum(stop, length // BLOCK)
             for t in tl.range(tile, full, num_stages=STAGES):
                 page = ahead.to(tl.int64) * OFFSET
-                ahead = _pages(table, t + 1, row, length, PAGE, ONE_PAGE)
+                ahead = tile_pages(table, t + 1, row, length, PAGE, ONE_PAGE)
                 state = _tile(
-                    state, queries, _places(t, row, PAGE, ONE_PAGE), page, row >= 0,
+                    state, queries, tile_rows(t, row, PAGE, ONE_PAGE), page, row >= 0,
                     keys, values, scales, group, scale,
                     KEY_BITS, VALUE_BITS, ZEROS, PAIRED, WK, WV, EXACT, ONE_PAGE, False,
                 )  # fmt: skip
             if full < stop:
                 state = _tile(
-                    state, queries, _places(full, row, PAGE, ONE_PAGE), ahead.to(tl.int64) * OFFSET,
-                    full * BLOCK + row < length, keys, values, scales, group, scale,
+                    state, queries, tile_rows(full, row, PAGE, ONE_PAGE),
+                    ahead.to(tl.int64) * OFFSET, full * BLOCK + row < length,
+                    keys, values, scales, group, scale,
                     KEY_BITS, VALUE_BITS, ZEROS, PAIRED, WK, WV, EXACT, ONE_PAGE, True,
                 )  # fmt: skip
             top, spread, floors, acc0, acc1, acc2, acc3 = state

@@ -1,8 +1,7 @@
 """How a chunk's attention is cut into kernels and their programs. Plain PyTorch.
 
 Shapes as in `prefill`; U units of one class. A *unit* is a KV head's keys with up to 256 columns of
-its values; a *class* is the padded widths, DK + EK and DV, of both. Values are one piece: products
-with a second one gave wrong numbers on the device (Triton 3.6).
+its values; a *class* is the padded widths, DK + EK and DV, of both.
 """
 
 from dataclasses import dataclass
@@ -95,7 +94,7 @@ def classes_of(
         for column in range(0, max(v_rank, 1), WIDEST):
             width = min(v_rank - column, WIDEST)
             unit = [head, group, key, k_rank, value + column, width, column, 0]
-            found.setdefault((*parts(k_rank), padded_width(width)), []).append(unit)
+            found.setdefault(widths_of(k_rank, width), []).append(unit)
     return tuple(
         Class(
             widths,
@@ -105,6 +104,14 @@ def classes_of(
         )
         for widths in sorted(found, key=sum, reverse=True)
     )
+
+
+def widths_of(k_rank: int, v_rank: int) -> Widths:
+    """Values are one piece, and at least 64 wide or as wide as the keys' first: on an H200, tiles
+    of values that are narrower than those gave wrong numbers (Triton 3.6; of the ranks 16 to 256 on
+    either side, these and no others)."""
+    first, second = parts(k_rank)
+    return first, second, max(padded_width(v_rank), min(first, 64))
 
 
 def parts(rank: int) -> tuple[int, int]:

@@ -23,7 +23,6 @@ from kvfold.ops.decode import HeadGroup
 from kvfold.ops.pages import Segment
 from kvfold.ops.store import gather
 
-
 WIDEST = 512  # numbers of a latent that kernels hold on chip
 
 
@@ -99,8 +98,8 @@ class RebuildGroups:
 
 def supports(layer: Layer, groups: Sequence[HeadGroup]) -> bool:
     """Whether `decode` has kernels for these pages: keys rebuilt before RoPE; latents of 16, 8 or 4
-    bits a side, at most WIDEST wide, one scale each, in whole 16-bit words; groups and value latents of consecutive
-    heads, as many each."""
+    bits a side, at most WIDEST wide, one scale each, in whole 16-bit words; groups and value
+    latents of consecutive heads, as many each."""
     found = [_segments(layer, groups, side) for side in ("k", "v")]
     alike = all(
         len({len(heads) for _, heads in each}) == 1

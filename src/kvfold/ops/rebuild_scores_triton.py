@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kvfold.ops.codes_triton import INTERPRET, UNIT, unpack
-from kvfold.ops.direct_triton import after_launch
+from kvfold.ops.direct_triton import after_launch, tile_pages, tile_rows
 
 # fp32 x0 x1 y0 y1 and fp16 pairs cos, sin, a, b -> a + x cos - y sin, b + y cos + x sin.
 _ROTATE = tl.constexpr(
@@ -417,32 +417,27 @@ def score_kernel(
             stretch = ((base // (REACH // SPAN) + run) * HG + h % HG).to(tl.int64)
             own_folded, own_extra = folded + stretch * (C * WORDS * GP), extra + stretch * 3 * GP
             full = tl.minimum(stop, length // BLOCK)
-            in_tile = row
-            if ONE_PAGE:
-                in_tile = 0
-            ahead = tl.load(table + tl.minimum(tile * BLOCK + in_tile, length - 1) // PAGE)
+            ahead = tile_pages(table, tile, row, length, PAGE, ONE_PAGE)
             for t in tl.range(tile, full, num_stages=STAGES):
-                place = t * BLOCK + row
                 page = ahead.to(tl.int64) * 32
-                ahead = tl.load(table + tl.minimum((t + 1) * BLOCK + in_tile, length - 1) // PAGE)
+                ahead = tile_pages(table, t + 1, row, length, PAGE, ONE_PAGE)
                 s = _scores(
-                    t, page, row + t * BLOCK % PAGE if ONE_PAGE else place % PAGE, row >= 0, keys, arena, rope, head, maps0, maps1, six,
-                    queries, turned, own_folded, own_extra, BITS, ZEROS, TRACKED, EXACT, W0, W1, F,
-                    PAIRS, K, NP, HG, REACH, BLOCK, ONE_PAGE, False,
+                    t, page, tile_rows(t, row, PAGE, ONE_PAGE), row >= 0, keys, arena, rope, head,
+                    maps0, maps1, six, queries, turned, own_folded, own_extra, BITS, ZEROS, TRACKED,
+                    EXACT, W0, W1, F, PAIRS, K, NP, HG, REACH, BLOCK, ONE_PAGE, False,
                 )  # fmt: skip
                 own = to + t * (BLOCK // SPAN) * NQ
                 _store(s * scale, weights, tops, own, n < N, BLOCK, BLOCK, NP, NQ, SPAN)
-            for t in tl.range(tl.maximum(tile, full), stop, num_stages=1):
-                place = t * BLOCK + row
-                inside = place < length
-                page = tl.load(table + place // PAGE, inside, 0).to(tl.int64) * 32
+            if full < stop:
+                rows = length - full * BLOCK
                 s = _scores(
-                    t, page, place % PAGE, inside, keys, arena, rope, head, maps0, maps1, six,
-                    queries, turned, own_folded, own_extra, BITS, ZEROS, TRACKED, EXACT, W0, W1, F,
-                    PAIRS, K, NP, HG, REACH, BLOCK, False, True,
+                    full, ahead.to(tl.int64) * 32, tile_rows(full, row, PAGE, ONE_PAGE), row < rows,
+                    keys, arena, rope, head, maps0, maps1, six, queries, turned, own_folded,
+                    own_extra, BITS, ZEROS, TRACKED, EXACT, W0, W1, F, PAIRS, K, NP, HG, REACH,
+                    BLOCK, ONE_PAGE, True,
                 )  # fmt: skip
-                s = tl.where(inside[:, None], s * scale, float("-inf"))
-                own = to + t * (BLOCK // SPAN) * NQ
-                _store(s, weights, tops, own, n < N, length - t * BLOCK, BLOCK, NP, NQ, SPAN)
+                s = tl.where((row < rows)[:, None], s * scale, float("-inf"))
+                own = to + full * (BLOCK // SPAN) * NQ
+                _store(s, weights, tops, own, n < N, rows, BLOCK, NP, NQ, SPAN)
         item += 1
         tile = 0

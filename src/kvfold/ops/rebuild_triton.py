@@ -112,7 +112,10 @@ class _Step:
         codes, words = packed.up.shape[1], packed.up.shape[3]
         columns = len(drift.powers) * power_of_two(self.queries)
         device, group_heads = self.q.device, about.heads[0]
-        sizes = (stretches, group_heads, codes, words, columns), (stretches, group_heads, 3, columns)
+        sizes = (
+            (stretches, group_heads, codes, words, columns),
+            (stretches, group_heads, 3, columns),
+        )
         folded = torch.empty(sizes[0], dtype=packed.up.dtype, device=device)
         extra = torch.empty(sizes[1], dtype=torch.float32, device=device)
         if drift.powers.numel():
@@ -121,8 +124,8 @@ class _Step:
             fold_kernel[(max(1, min(longest, FOLDING // items)), items)](
                 self.q, self.q.stride(0), packed.up, packed.sums, rope, drift.powers, folded, extra,
                 *self._where[3:], self.plan.bases, G=self.num_groups, SPAN=SPAN, WORDS=words,
-                WP=padded_width(words), ZEROS=about.zeros, **launch_options(device), num_warps=1 if words <= 64 else 4,
-                **self._heads(packed, rotary),
+                WP=padded_width(words), ZEROS=about.zeros, num_warps=1 if words <= 64 else 4,
+                **self._heads(packed, rotary), **launch_options(device),
             )  # fmt: skip
         return folded, extra
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvfold.ops.codes_triton import UNIT, unpack
-from kvfold.ops.direct_triton import after_launch
+from kvfold.ops.direct_triton import after_launch, tile_pages, tile_rows
 from kvfold.ops.rebuild_scores_triton import load_fp16
 
 
@@ -131,29 +131,20 @@ def value_kernel(
             state = (spread, spread, none, none, none, none)
             table = tables + slot * table_slot + g * table_group
             full = tl.minimum(stop, length // BLOCK)
-            ahead = tl.load(table + tile * BLOCK // PAGE)
+            ahead = tile_pages(table, tile, row, length, PAGE, ONE_PAGE)
             for t in tl.range(tile, full, num_stages=STAGES):
-                place = t * BLOCK + row
-                if ONE_PAGE:
-                    page = ahead.to(tl.int64) * 32
-                    ahead = tl.load(table + tl.minimum(t + 1, stop - 1) * BLOCK // PAGE)
-                    place = row + t * BLOCK % PAGE
-                else:
-                    page = tl.load(table + place // PAGE).to(tl.int64) * 32
-                    place = place % PAGE
+                page = ahead.to(tl.int64) * 32
+                ahead = tile_pages(table, t + 1, row, length, PAGE, ONE_PAGE)
                 state = _attend(
-                    state, t, page, place, row >= 0, values, arena, weights, tops, about, top,
-                    BITS, ZEROS, EXACT, WV, N, GP, NQ, BLOCK, SPAN,
+                    state, t, page, tile_rows(t, row, PAGE, ONE_PAGE), row >= 0, values, arena,
+                    weights, tops, about, top, BITS, ZEROS, EXACT, WV, N, GP, NQ, BLOCK, SPAN,
                     ONE_PAGE, False,
                 )  # fmt: skip
-            for t in tl.range(tl.maximum(tile, full), stop, num_stages=1):
-                place = t * BLOCK + row
-                inside = place < length
-                page = tl.load(table + place // PAGE, inside, 0).to(tl.int64) * 32
+            if full < stop:
                 state = _attend(
-                    state, t, page, place % PAGE, inside, values, arena, weights, tops, about,
-                    top, BITS, ZEROS, EXACT, WV, N, GP, NQ, BLOCK, SPAN,
-                    False, True,
+                    state, full, ahead.to(tl.int64) * 32, tile_rows(full, row, PAGE, ONE_PAGE),
+                    full * BLOCK + row < length, values, arena, weights, tops, about, top,
+                    BITS, ZEROS, EXACT, WV, N, GP, NQ, BLOCK, SPAN, ONE_PAGE, True,
                 )  # fmt: skip
             spread, floors, acc0, acc1, acc2, acc3 = state
             mass, floor = tl.max(spread, 0), tl.sum(floors, 0) / 16
