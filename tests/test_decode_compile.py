@@ -32,7 +32,7 @@ from pages import per_head  # noqa: E402
 
 OPTIONS = ("num_warps", "maxnreg", "launch_pdl")
 SHARED = 227 * 1024  # bytes of a block on sm_90
-SPILLS = {"value_kernel": 8}  # two registers, stored once a slice; a tile reads one of them back
+SPILLS = {"score_kernel": 8, "value_kernel": 8}  # a few registers, once an item, in no loop
 SHORT = {  # pages shorter than a tile
     Shape(bits=(4, 4), widths=(64, 64), page=16, queries=4): Tuning(block=64, stages=3, warps=1),
 }
@@ -180,6 +180,7 @@ def print_report(what: str, recorder: Recorder, wanted: dict[str, int]) -> None:
     report = {"what": what, "kernel": recorder.kernel.__name__, "instructions": len(body)}
     report |= {"early": sum(name.startswith(("ACQBULK", "PREEXIT")) for name in names)}
     report |= {"spills": sum(name.startswith(("STL", "LDL")) for name in names)}
+    report |= {"in_loop": body.count("STL") + body.count("LDL")}
     report |= {"copies": body.count("LDGSTS"), "products": {x: body.count(x) for x in wanted}}
     print(json.dumps(report | {"wanted": wanted, "shared": shared}), flush=True)
 
@@ -195,9 +196,9 @@ def compile_all() -> None:
             print_report(f"{known} {tuning} {hard}", kernels["decode_kernel"], wanted)
     print_report("planned", kernels["plan_kernel"], {})
     print_report("merged", kernels["combine_kernel"], {})
-    # A tile of 64 rows: two halves of A z, 16 of 48 numbers at a time, and by each half 4 products
-    # with queries; 4 x 64 values by 4 x 16 rows, and 4 products that sum the weights.
-    for kernel, wanted in zip(rebuilt(), ((6, 8), (16, 4)), strict=True):
+    # 2 x 16 rows by 3 x 16 numbers: 4 products for each half of 32 pairs, 2 for the others'
+    # queries; 2 x 4 for all queries. 4 x 64 values by 4 x 16 rows, and 4 that sum the weights.
+    for kernel, wanted in zip(rebuilt(), ((0, 68), (16, 4)), strict=True):
         print_report("rebuilt", kernel, dict(zip(("HGMMA", "HMMA"), wanted, strict=True)))
 
 
@@ -219,7 +220,7 @@ def test_kernels_compile_well_for_hopper() -> None:
     limited = sum(tuning.registers is not None for tuning in cuts)
     assert len(reports) == len(cuts) + limited + 4
     for report in reports:
-        assert report["spills"] <= SPILLS.get(report["kernel"], 0), report
+        assert report["spills"] <= SPILLS.get(report["kernel"], 0) and not report["in_loop"], report
         assert report["shared"] <= SHARED, report
         assert report["products"] == report["wanted"], report
         assert report["copies"] or not report["wanted"], report

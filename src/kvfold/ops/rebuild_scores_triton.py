@@ -428,16 +428,16 @@ def score_kernel(
                 )  # fmt: skip
                 own = to + t * (BLOCK // SPAN) * NQ
                 _store(s * scale, weights, tops, own, n < N, BLOCK, BLOCK, NP, NQ, SPAN)
-            if full < stop:
-                rows = length - full * BLOCK
+            for t in tl.range(tl.maximum(tile, full), stop, num_stages=1):
+                rows = length - t * BLOCK
+                page = tile_pages(table, t, row, length, PAGE, ONE_PAGE).to(tl.int64) * 32
                 s = _scores(
-                    full, ahead.to(tl.int64) * 32, tile_rows(full, row, PAGE, ONE_PAGE), row < rows,
-                    keys, arena, rope, head, maps0, maps1, six, queries, turned, own_folded,
-                    own_extra, BITS, ZEROS, TRACKED, EXACT, W0, W1, F, PAIRS, K, NP, HG, REACH,
-                    BLOCK, ONE_PAGE, True,
+                    t, page, tile_rows(t, row, PAGE, ONE_PAGE), row < rows, keys, arena, rope, head,
+                    maps0, maps1, six, queries, turned, own_folded, own_extra, BITS, ZEROS, TRACKED,
+                    EXACT, W0, W1, F, PAIRS, K, NP, HG, REACH, BLOCK, ONE_PAGE, True,
                 )  # fmt: skip
                 s = tl.where((row < rows)[:, None], s * scale, float("-inf"))
-                own = to + full * (BLOCK // SPAN) * NQ
+                own = to + t * (BLOCK // SPAN) * NQ
                 _store(s, weights, tops, own, n < N, rows, BLOCK, NP, NQ, SPAN)
         item += 1
         tile = 0
