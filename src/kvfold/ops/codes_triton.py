@@ -114,3 +114,10 @@ def load_scales(
             key_zero = tl.load(where, inside & key_codes, 0.0).to(tl.float32)
             value_zero = tl.load(where + second, inside & value_codes, 0.0).to(tl.float32)
     return key, value, key_zero, value_zero
+
+
+@triton.jit
+def load_fp16(arena, index, inside):
+    """fp16 number `index` of the arena (int32) as fp32: asynchronous copies want 4 bytes."""
+    pair = tl.load(arena + index // 2, inside, 0) >> ((index % 2) * 16).to(tl.int32)
+    return (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)

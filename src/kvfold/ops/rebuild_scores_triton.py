@@ -17,75 +17,9 @@ NP: N to a power of 2; GP = K * NP columns, of which power k has NP from k * NP 
 import triton
 import triton.language as tl
 
-from kvfold.ops.codes_triton import INTERPRET, UNIT, unpack
+from kvfold.ops.codes_triton import UNIT, load_fp16, unpack
 from kvfold.ops.direct_triton import after_launch, tile_pages, tile_rows
-
-# fp32 x0 x1 y0 y1 and fp16 pairs cos, sin, a, b -> a + x cos - y sin, b + y cos + x sin.
-_ROTATE = tl.constexpr(
-    "{ .reg .b32 x, y, n; cvt.rn.f16x2.f32 x, $3, $2; cvt.rn.f16x2.f32 y, $5, $4;"
-    " neg.f16x2 n, y; fma.rn.f16x2 $0, x, $6, $8; fma.rn.f16x2 $0, n, $7, $0;"
-    " fma.rn.f16x2 $1, y, $6, $9; fma.rn.f16x2 $1, x, $7, $1; }"
-)
-
-
-@triton.jit
-def _rotate(x, y, cos, sin, a, b):
-    """Halves x, y, fp32, rotated in fp16 and added to a, b. Written out because pairs of fp16s are
-    otherwise packed anew in every tile."""
-    if INTERPRET:
-        x, y = x.to(tl.float16), y.to(tl.float16)
-        x, y = (a + x * cos) - y * sin, (b + y * cos) + x * sin
-    else:
-        x, y = tl.inline_asm_elementwise(
-            _ROTATE, "=&r,=&r,f,f,f,f,r,r,r,r", [x, y, cos, sin, a, b],
-            dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    return x, y
-
-
-# fp16 pairs x, y, cos, sin -> x cos + y sin, y cos - x sin.
-_ROTATE_BACK = tl.constexpr(
-    "{ .reg .b32 n; neg.f16x2 n, $2; mul.f16x2 $0, $2, $4; fma.rn.f16x2 $0, $3, $5, $0;"
-    " mul.f16x2 $1, $3, $4; fma.rn.f16x2 $1, n, $5, $1; }"
-)
-
-
-@triton.jit
-def _rotate_back(x, y, cos, sin):
-    """Halves x, y of queries, fp16, rotated by minus the angle."""
-    if INTERPRET:
-        x, y = x * cos + y * sin, y * cos - x * sin
-    else:
-        x, y = tl.inline_asm_elementwise(
-            _ROTATE_BACK, "=&r,=&r,r,r,r,r", [x, y, cos, sin],
-            dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    return x, y
-
-
-@triton.jit
-def _packed(x, y):
-    """fp16 x and y as they are, two to a register from here on."""
-    if not INTERPRET:
-        x, y = tl.inline_asm_elementwise(
-            "mov.b32 $0, $2; mov.b32 $1, $3;", "=&r,=r,r,r", [x, y],
-            dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    return x, y
-
-
-@triton.jit
-def _angles(pair):
-    """int32 -> its two fp16s: cos, sin."""
-    low = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    return low, ((pair >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def load_fp16(arena, index, inside):
-    """fp16 number `index` of the arena (int32) as fp32: asynchronous copies want 4 bytes."""
-    pair = tl.load(arena + index // 2, inside, 0) >> ((index % 2) * 16).to(tl.int32)
-    return (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+from kvfold.ops.rope_triton import load_angles, load_pairs, packed_pairs, rotate, rotate_back
 
 
 @triton.jit
@@ -221,15 +155,15 @@ def _scores(
     cos, sin, turned_x, turned_y = turns
     if TRACKED:
         position = tl.load(arena + (page // 2 + position_start + row), inside, 0)
-        cos, sin = _angles(tl.load(rope + position[:, None] * PAIRS + pair[None, :]))
+        cos, sin = load_angles(tl.load(rope + position[:, None] * PAIRS + pair[None, :]))
         x, y = x + mean_x[None, :], y + mean_y[None, :]
         x, y = x.to(tl.float16), y.to(tl.float16)
         x, y = x * cos - y * sin, y * cos + x * sin
         q0, q1 = q_x, q_y
     else:
-        base_cos, base_sin = _angles(tl.load(rope + t * BLOCK * PAIRS + pair))
-        q0, q1 = _rotate_back(q_x, q_y, base_cos[:, None], base_sin[:, None])
-        x, y = _rotate(x, y, cos, sin, turned_x, turned_y)
+        base_cos, base_sin = load_angles(tl.load(rope + t * BLOCK * PAIRS + pair))
+        q0, q1 = rotate_back(q_x, q_y, base_cos[:, None], base_sin[:, None])
+        x, y = rotate(x, y, cos, sin, turned_x, turned_y)
     s = tl.dot(x, q0) + (tl.dot(y, q1) + slow)  # two chains, side by side
     return tl.sum(tl.reshape(s, [BLOCK, QP // NP, NP]), 1)
 
@@ -260,78 +194,6 @@ def _store(
     there = there[None, :] & (span * SPAN < rows)[:, None]
     tl.store(tops + at, top, there)
     tl.store(weights + at[:, None, :] * SPAN + row[None, :, None], weight, there[:, None, :])
-
-
-@triton.jit
-def _head_queries(q, n, pair, there, D: tl.constexpr, HALF: tl.constexpr):
-    """Halves fp32 [pairs, .] of the heads n at pointer q: `pair` [pairs] counts pairs."""
-    first = tl.where(pair < HALF, pair, pair + HALF)
-    second = first + tl.where(pair < HALF, HALF, D // 2 - HALF)
-    at = q + n[None, :] * D
-    there = there[None, :] & (pair < D // 2)[:, None]
-    x = tl.load(at + first[:, None], there, 0.0).to(tl.float32)
-    return x, tl.load(at + second[:, None], there, 0.0).to(tl.float32)
-
-
-@triton.jit
-def fold_kernel(
-    q, q_stride, up, sums, rope, powers, folded, extra, lengths, length_slot, slots, bases,
-    G: tl.constexpr, HG: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr,
-    D: tl.constexpr, HALF: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr, WORDS: tl.constexpr,
-    WP: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr, REACH: tl.constexpr,
-    SPAN: tl.constexpr, PDL: tl.constexpr = False,
-):  # fmt: skip
-    """Queries in the space of a KV head's latent, for the slow pairs, by stretch and power.
-
-    Program (i, item): stretches i, i + programs .. of item (b, h). folded [stretches, HG, C, W,
-    GP], of the queries as `_scores` multiplies them; extra fp32 [stretches, HG, 3, GP]: what mu,
-    the codes' middle and a zero of 1 add. WP: W to a power of two.
-    """
-    GP: tl.constexpr = K * NP
-    C: tl.constexpr = 16 // BITS
-    SLOW: tl.constexpr = PAIRS - F
-    LOW: tl.constexpr = 0.0 if ZEROS else (2**BITS - 1) / 2
-    after_launch(PDL)
-    item = tl.program_id(1)
-    b, h = item // (G * HG), item % (G * HG)
-    g = h // HG
-    length = tl.load(lengths + tl.load(slots + b).to(tl.int64) * length_slot + g)
-    column, pair, word = tl.arange(0, GP), F + tl.arange(0, SLOW), tl.arange(0, WP)
-    n, k = column % NP, column // NP
-    x, y = _head_queries(q + b * q_stride + h * N * D, n, pair, n < N, D, HALF)
-    power = tl.load(powers + k[None, :] * SLOW + (pair - F)[:, None])
-    odd = (k % 2 == 1)[None, :]
-    at = sums + h * 6 * PAIRS + pair
-    mean_x, mean_y = tl.load(at)[:, None], tl.load(at + PAIRS)[:, None]
-    run = b * G + g
-    first = tl.load(bases + run) // (REACH // SPAN) + run
-    for j in tl.static_range(C):
-        place = ((h * C + j) * 2 * WORDS + word)[:, None] * PAIRS + pair[None, :]
-        a_x = tl.load(up + place, (word < WORDS)[:, None], 0.0)
-        a_y = tl.load(up + place + WORDS * PAIRS, (word < WORDS)[:, None], 0.0)
-        for stretch in range(tl.program_id(0), tl.cdiv(length, REACH), tl.num_programs(0)):
-            middle = stretch * REACH + REACH // 2
-            cos, sin = _angles(tl.load(rope + middle * PAIRS + pair))
-            cos, sin = cos.to(tl.float32)[:, None], sin.to(tl.float32)[:, None]
-            there_x, there_y = x * cos + y * sin, y * cos - x * sin
-            g_x = tl.where(odd, there_y, there_x) * power
-            g_y = tl.where(odd, -there_x, there_y) * power
-            w = tl.dot(a_y, g_y.to(a_y.dtype), tl.dot(a_x, g_x.to(a_x.dtype)))
-            w = w.to(folded.dtype.element_ty)
-            to = ((first + stretch) * HG + h % HG).to(tl.int64)
-            own = ((to * C + j) * WORDS + word)[:, None] * GP + column[None, :]
-            tl.store(folded + own, w, (word < WORDS)[:, None])
-            to_extra = extra + to * 3 * GP + column
-            if j == 0:
-                tl.store(to_extra, tl.sum(mean_x * g_x + mean_y * g_y, 0))
-            if BITS < 16:
-                total = tl.sum(w.to(tl.float32), 0) * (16 if BITS == 4 and j % 2 == 1 else 1)
-                low = total * (-LOW / UNIT)
-                if j > 0:
-                    low += tl.load(to_extra + GP)
-                    total += tl.load(to_extra + 2 * GP)
-                tl.store(to_extra + GP, low)
-                tl.store(to_extra + 2 * GP, total)
 
 
 @triton.jit
@@ -373,7 +235,7 @@ def score_kernel(
     like = tl.dot(tl.zeros([BLOCK, 16], tl.float16), tl.zeros([16, F], tl.float16))
     cos = (tl.load(turn).to(tl.float32) + like).to(tl.float16)
     sin = (tl.load(turn + 1).to(tl.float32) + like).to(tl.float16)
-    cos, sin = _packed(cos, sin)
+    cos, sin = packed_pairs(cos, sin)
     while (item < end_item) | ((item == end_item) & (tile < end_tile)):
         b, h = item // HK, item % HK
         g = h // HG
@@ -390,9 +252,7 @@ def score_kernel(
                 row_words, start, tl.load(about + 3), tl.load(about + 4), tl.load(about + 5),
                 tl.load(about + 6),
             )  # fmt: skip
-            q_x, q_y = _head_queries(
-                q + b * q_stride + h * N * D, column, pair, column < N, D, HALF
-            )
+            q_x, q_y = load_pairs(q + b * q_stride + h * N * D, column, pair, column < N, D, HALF)
             queries = q_x.to(tl.float16), q_y.to(tl.float16)
             map_at = up + h * C * 2 * WORDS * PAIRS
             maps0 = _map(map_at, 0, W0, F, WORDS, PAIRS, C)
@@ -408,7 +268,7 @@ def score_kernel(
             nothing = cos * 0
             mean_x = tl.broadcast_to(six[0][None, :], BLOCK, F)
             mean_y = tl.broadcast_to(six[1][None, :], BLOCK, F)
-            mean_x, mean_y = _rotate(mean_x, mean_y, cos, sin, nothing, nothing)
+            mean_x, mean_y = rotate(mean_x, mean_y, cos, sin, nothing, nothing)
             turned = (cos, sin, mean_x, mean_y)
             table = tables + slot * table_slot + g * table_group
             run = b * G + g

@@ -22,6 +22,7 @@ from kvfold.ops.direct_triton import combine_kernel
 from kvfold.ops.pages import words_of
 from kvfold.ops.plan import padded_queries, padded_width, power_of_two
 from kvfold.ops.rebuild import KeyMaps, Layer, RebuildGroups, rebuild_groups
+from kvfold.ops.rebuild_fold_triton import fold_kernel
 from kvfold.ops.rebuild_plan import (
     SPAN,
     Packed,
@@ -31,7 +32,7 @@ from kvfold.ops.rebuild_plan import (
     pieces,
     plan_layers,
 )
-from kvfold.ops.rebuild_scores_triton import fold_kernel, score_kernel
+from kvfold.ops.rebuild_scores_triton import score_kernel
 from kvfold.ops.rebuild_values_triton import value_kernel
 
 FOLDING = 1024  # programs, about, that fold queries

@@ -8,9 +8,8 @@ Shapes as in `rebuild`; GP query heads of a value latent, padded; I items, S sli
 import triton
 import triton.language as tl
 
-from kvfold.ops.codes_triton import UNIT, unpack
+from kvfold.ops.codes_triton import UNIT, load_fp16, unpack
 from kvfold.ops.direct_triton import after_launch, tile_pages, tile_rows
-from kvfold.ops.rebuild_scores_triton import load_fp16
 
 
 @triton.jit
