@@ -332,6 +332,15 @@ def test_pool_follows_positions() -> None:
     assert metrics.tolist() == [[1.0, 0.0, 5.0, 9.0, 99.0]]
 
 
+def test_rows_in_order_need_no_sorting(monkeypatch: pytest.MonkeyPatch) -> None:
+    positions = torch.arange(9, dtype=torch.int32).repeat(2, 1)
+    valid = positions < torch.tensor([[9], [6]])
+    about = torch.rand(2, 9), positions, valid, replace(PLAIN, pool=3)
+    wanted = scores(*about)
+    monkeypatch.setattr(torch.Tensor, "argsort", None, raising=False)
+    assert torch.equal(scores(*about, in_order=True), wanted)
+
+
 @pytest.mark.parametrize(
     "policy, stays",
     [

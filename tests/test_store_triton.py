@@ -284,7 +284,8 @@ APPEND |= dict.fromkeys(("num_tokens", "row_step", "token_step"), "i32")
 GATHER = COMMON | {"lengths": "*i32", "valid": "*i1"}
 counts = ("size", "row_width", "num_groups", "num_pieces", "sequence_step")
 GATHER |= dict.fromkeys(counts, "i32")
-MOVE = {"tables": "*i32", "blocks": "*i32", "num_blocks": "i32"} | dict.fromkeys(STEPS, "i32")
+MOVE = {"tables": "*i32", "blocks": "*i32"}
+MOVE |= dict.fromkeys(("num_moves", "num_blocks", *STEPS), "i32")
 MOVE |= dict.fromkeys(("slots", "groups", "sources", "targets"), "*i64")
 TRACK = {"tables": "*i32", "offsets": "*i32", "slots": "*i64", "valid": "*i1", "size": "i32"}
 TRACK |= dict.fromkeys(STEPS, "i32")
@@ -328,9 +329,11 @@ def compile_all() -> None:
             found = spilled(kernel, types | {"rows": "*bf16"}, warps, **form)
             print(kernel.__name__, bits, width, scale, zeros, found)
     for word in (1, 2, 4, 8):
-        known = {"PAGE": 32, "WORD": word, "WIDTH": 4096 // word}
-        types, warps = MOVE | {"words": f"*i{8 * word}"}, max(1, 2048 // word // 256)
-        print("move_rows", word, spilled(pages_triton.move_rows, types, warps, **known))
+        width = 4096 // word
+        rows = max(1, store_triton.MOVED // width)
+        known = {"PAGE": 32, "WORD": word, "ROWS": rows, "WIDTH": width}
+        types = MOVE | {"words": f"*i{8 * word}"}
+        print("move_rows", word, spilled(pages_triton.move_rows, types, **known))
     for add in (False, True):
         types = TRACK | {"words": "*fp32", "values": "*fp32"}
         print(

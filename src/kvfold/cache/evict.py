@@ -76,17 +76,19 @@ def scores(
     valid: Tensor,
     policy: Policy,
     generator: torch.Generator | None = None,
+    in_order: bool = False,
 ) -> Tensor:
     """What each row is worth: fp32 [G, T], +inf where it must stay and where there is no row.
 
     metrics fp32 [G, T] (summed `attention_mass`); positions int [G, T]; valid bool [G, T];
-    generator: for `random`, on the metrics' device. Sinks and the sequence's last tokens stay:
-    `recent` ones and as many as the observation window, which slides on while tokens are generated.
+    generator: for `random`, on the metrics' device; in_order: positions ascend. Sinks and the
+    sequence's last tokens stay: `recent` ones and as many as the observation window, which slides
+    on while tokens are generated.
     Pooling (KV-Compress eq. 8) is done here, over all that was observed so far, so that metrics
     stay sums; eq. 20 adds generated queries after it.
     """
     if policy.score == "attention":
-        worth = _max_pool(metrics, positions, valid, policy.pool)
+        worth = _max_pool(metrics, positions, valid, policy.pool, in_order)
     elif policy.score == "recency":
         worth = positions.float()
     else:
@@ -96,10 +98,15 @@ def scores(
     return worth.masked_fill(stays | ~valid, INF)
 
 
-def _max_pool(metrics: Tensor, positions: Tensor, valid: Tensor, width: int) -> Tensor:
+def _max_pool(
+    metrics: Tensor, positions: Tensor, valid: Tensor, width: int, in_order: bool
+) -> Tensor:
     """Largest metric of the `width` rows around each, in order of position, gaps closed."""
     if width == 1:
         return metrics
+    if in_order:
+        known = metrics.masked_fill(~valid, -INF)
+        return F.max_pool1d(known, width, stride=1, padding=width // 2)
     behind = torch.iinfo(positions.dtype).max  # slots without a row are nobody's neighbours
     order = positions.masked_fill(~valid, behind).argsort(dim=1)
     sorted_metrics = metrics.masked_fill(~valid, -INF).gather(1, order)

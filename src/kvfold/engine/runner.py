@@ -193,7 +193,9 @@ class ModelRunner:
         pool, policy = self.pool, self._policy(sequence)
         lengths = pool.lengths[sequence.open_slot].long()
         metrics, positions, valid = self._tracked(sequence.open_slot)
-        worth = evict.scores(metrics, positions, valid, policy, self.generator)
+        # Rows leave their order where others go, never before.
+        whole = bool((pool.host_lengths[sequence.open_slot] == sequence.num_computed).all())
+        worth = evict.scores(metrics, positions, valid, policy, self.generator, in_order=whole)
         evicted, _ = evict.select(
             worth, lengths, pool.layout.page, self.page_units, self.layer_of_group, policy, budget
         )

@@ -169,7 +169,7 @@ def gather_rows(
             tl.store(out, x.to(rows.dtype.element_ty), exists[:, None] & (column < wide))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_moves"])
 def move_rows(
     words,
     tables,
@@ -178,25 +178,33 @@ def move_rows(
     groups,
     sources,
     targets,
+    num_moves,
     num_blocks,
     slot_step,
     group_step,
     page_step,
     PAGE: tl.constexpr,
     WORD: tl.constexpr,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Program (m, k): block k of moved row m, in words of WORD bytes."""
-    m, k = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    group, source, target = tl.load(groups + m), tl.load(sources + m), tl.load(targets + m)
+    """Program (i, k): block k of ROWS moved rows, in words of WORD bytes."""
+    k = tl.program_id(1)
+    m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = m < num_moves
+    group = tl.load(groups + m, here, 0)
+    source, target = tl.load(sources + m, here, 0), tl.load(targets + m, here, 0)
     block = blocks + (group * num_blocks + k) * 2
     offset, count = tl.load(block) // WORD, tl.load(block + 1) // WORD
-    table = tables + tl.load(slots + m) * slot_step + group * group_step
-    old = tl.load(table + source // PAGE * page_step).to(tl.int64) * (UNIT // WORD)
-    new = tl.load(table + target // PAGE * page_step).to(tl.int64) * (UNIT // WORD)
-    word = tl.arange(0, WIDTH)
-    x = tl.load(words + old + offset + source % PAGE * count + word, word < count)
-    tl.store(words + new + offset + target % PAGE * count + word, x, word < count)
+    table = tables + tl.load(slots + m, here, 0) * slot_step + group * group_step
+    old = tl.load(table + source // PAGE * page_step, here, 0).to(tl.int64) * (UNIT // WORD)
+    new = tl.load(table + target // PAGE * page_step, here, 0).to(tl.int64) * (UNIT // WORD)
+    old += offset + source % PAGE * count
+    new += offset + target % PAGE * count
+    word = tl.arange(0, WIDTH)[None, :]
+    inside = here[:, None] & (word < count[:, None])
+    x = tl.load(words + (old[:, None] + word), inside)
+    tl.store(words + (new[:, None] + word), x, inside)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from kvfold.ops.store import StoredRows
 WHOLE = 1 << 30  # no segment is cut where it is quantised: its numbers share a scale
 CHUNK = 128  # numbers of a piece where it is read
 TRACK = 256  # rows of a tile of metrics
+MOVED = 2048  # words of a tile of rows that move
 
 
 def supports(layout: PageLayout) -> bool:
@@ -142,18 +143,19 @@ def move(
     """Copy row source[i] of (slots[i], group[i]) to row target[i] of the same. As `store.move`, but
     it never waits for the device."""
     blocks = plan_blocks(tuple(groups), arena.device)
-    number = blocks.table.shape[1]
-    move_rows[(len(slots), number)](
+    number, rows = blocks.table.shape[1], max(1, MOVED // blocks.width)
+    move_rows[(triton.cdiv(len(slots), rows), number)](
         words_of(arena, INTS[blocks.word]),
         tables,
         blocks.table,
         *(x.contiguous() for x in (slots, group, source, target)),
+        len(slots),
         number,
         *tables.stride(),
         PAGE=_layout(groups).page,
         WORD=blocks.word,
+        ROWS=rows,
         WIDTH=blocks.width,
-        num_warps=max(1, min(8, blocks.width // 256)),
     )
 
 
