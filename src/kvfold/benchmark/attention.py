@@ -14,7 +14,7 @@ from kvfold.benchmark.baselines import BASELINES, Unavailable, build_contiguous,
 from kvfold.benchmark.ceiling import Ceiling
 from kvfold.benchmark.reference import attend, check
 from kvfold.benchmark.timing import Step, Timing, cold_bytes, record, time_steps
-from kvfold.benchmark.variants import SHAPES, VARIANTS
+from kvfold.benchmark.variants import ROPE_BASES, SHAPES, VARIANTS
 from kvfold.benchmark.workload import Decode, build_workload, layer_bytes
 
 SHARE = 0.7  # of the free memory; the rest is for checks and work space
@@ -200,6 +200,7 @@ def _variant(
         tokens=tokens,
         num_layers=num_layers,
         device=device,
+        rope_base=ROPE_BASES[job.shape],
     )
     if device.type == "cuda" and not work.has_kernel:
         return "there is no kernel for these rows"

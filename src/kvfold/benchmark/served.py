@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvfold.artifact import mark
-from kvfold.benchmark.variants import DTYPE, SHAPES, Variant, variant_layout
+from kvfold.benchmark.variants import DTYPE, ROPE_BASES, SHAPES, Variant, variant_layout
 from kvfold.cache.layout import CacheLayout
 from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
@@ -24,17 +24,17 @@ from kvfold.models.families import family_of
 from kvfold.ops.pages import POSITIONS, plan_pages
 from kvfold.spec import CacheSpec
 
-WIDTHS = {  # hidden size, MLP, vocabulary, RoPE base
-    "llama-3.1-8b": (4096, 14336, 128256, 500000.0),
-    "llama-2-7b": (4096, 11008, 32000, 10000.0),
-    "tiny": (64, 128, 256, 10000.0),
+WIDTHS = {  # hidden size, MLP, vocabulary
+    "llama-3.1-8b": (4096, 14336, 128256),
+    "llama-2-7b": (4096, 11008, 32000),
+    "tiny": (64, 128, 256),
 }
 NEVER = Schedule(after_prefill=False, before_preempt=False)
 
 
 def random_model(shape: str, spec: CacheSpec | None, device: torch.device) -> Any:
     """A Llama of that shape with random weights in DTYPE, folded as `spec` says."""
-    width, mlp, vocabulary, base = WIDTHS[shape]
+    width, mlp, vocabulary = WIDTHS[shape]
     geometry = SHAPES[shape]
     config = LlamaConfig(
         hidden_size=width,
@@ -45,7 +45,7 @@ def random_model(shape: str, spec: CacheSpec | None, device: torch.device) -> An
         num_key_value_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
         max_position_embeddings=1 << 18,
-        rope_parameters={"rope_type": "default", "rope_theta": base},
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASES[shape]},
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)

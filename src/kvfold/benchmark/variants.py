@@ -37,6 +37,7 @@ SHAPES = {
     "llama-2-7b-norope": _shape(32, rope=False),
     "tiny": replace(_shape(2), hidden_size=64, num_query_heads=4, head_dim=16, num_layers=2),
 }
+ROPE_BASES = dict.fromkeys(SHAPES, 10000.0) | {"llama-3.1-8b": 500000.0}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,6 @@ from kvfold.spec import Geometry
 
 __all__ = ["DTYPE", "SHAPES", "VARIANTS", "Variant", "Workload", "build_workload", "layer_bytes"]
 
-BASE = 10000.0  # of RoPE's angles
 
 Decode = Callable[..., Tensor]  # of kvfold.ops.decode.decode
 
@@ -166,16 +165,18 @@ def build_workload(
     num_layers: int,
     device: torch.device,
     seed: int = 0,
+    rope_base: float = 10000.0,
 ) -> Workload:
     """`batch` sequences of `tokens` tokens each, on average, in shuffled pages of `num_layers`
-    layers. Codes are random bytes, unquantised numbers normal, positions ascend."""
+    layers. Codes are random bytes, unquantised numbers normal, positions ascend. rope_base: of the
+    angles by which rebuilt keys turn."""
     layout = variant_layout(geometry, variant, num_layers)
     rows = draw_lengths(variant, batch, tokens, layout, seed)
     generator = torch.Generator(device).manual_seed(seed)
     arena, tables = build_pages(layout, rows, generator, device)
     sizes = torch.tensor([_row_bytes(group) for group in layout.groups])
     rebuilt = layout.spec.layers[0].keys == "pre"
-    maps = _maps(layout, generator, device) if rebuilt else ()
+    maps = _maps(layout, rope_base, generator, device) if rebuilt else ()
     return Workload(
         variant=variant,
         layout=layout,
@@ -193,7 +194,7 @@ def build_workload(
 
 
 def _maps(
-    layout: CacheLayout, generator: torch.Generator, device: torch.device
+    layout: CacheLayout, rope_base: float, generator: torch.Generator, device: torch.device
 ) -> tuple[KeyMaps, ...]:
     """Maps of every layer, of which a key's numbers are about as large as a latent's."""
     spec, geometry, found = layout.spec.layers[0], layout.spec.geometry, []
@@ -205,7 +206,7 @@ def _maps(
         for head, rank in ranks.items():
             up[head, :, :rank].normal_(std=rank**-0.5, generator=generator)
         mean = torch.empty(size[:2], dtype=DTYPE, device=device).normal_(generator=generator)
-        found.append(KeyMaps(up=up, mean=mean, inv_freq=BASE**-pairs))
+        found.append(KeyMaps(up=up, mean=mean, inv_freq=rope_base**-pairs))
     return tuple(found)
 
 
