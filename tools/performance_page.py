@@ -33,7 +33,8 @@ from performance_tables import (
 ROOT = Path(__file__).parents[1]
 HEAD = """# Performance
 
-Made from `benchmarks/results/` by `python tools/performance_page.py`; no number is written by hand.
+Measured by `benchmarks/gpu.sh`, made from `benchmarks/results/` by
+`python tools/performance_page.py`; no number is written by hand.
 
 Times are medians; what is compared took turns in one process. Kernels are timed as a CUDA graph
 over layers, from a cold cache, after a check against attention written out, and given in

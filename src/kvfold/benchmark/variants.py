@@ -96,7 +96,7 @@ VARIANTS = {
     "int4-full": Variant(bits=4),
     "int4-half": replace(_HALF, bits=4),
     "int4-half-evict8": replace(_HALF, bits=4, lengths="evicted", evict=8, page=16),
-    # Recipes lean and small: at most so much of the uncompressed numbers, ranks multiples of 16
+    # Recipes lean and small: at most so much of the uncompressed numbers, ranks multiples of 8
     # (llama-3.1-8b: keys 48 or 56 a head and values 256; one latent of 512, of 192).
     "lean-31": _rebuilt(0.375, 0.25, (1, ALL)),
     "lean-35": _rebuilt(0.4375, 0.25, (1, ALL)),

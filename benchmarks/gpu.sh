@@ -1,0 +1,52 @@
+#!/bin/sh
+# Measurements of docs/performance.md on a GPU, one JSON file each:
+#     benchmarks/gpu.sh [attention|rebuilt|ablations|engine|prefill|compress]...   (default: all)
+# RESULTS: folder of the files (benchmarks/results); KVFOLD: the command (kvfold).
+# `pip install flashinfer-python` adds that baseline. Then: python tools/performance_page.py
+set -e
+results=${RESULTS:-benchmarks/results}
+bench="${KVFOLD:-kvfold} bench"
+
+attention() {
+    $bench attention --batch 64 --tokens 8192 --rounds 10 --json "$results/attention-8b-64x8192.json" \
+        --variants bf16-full,bf16-half,bf16-half-ragged,int8-half,int4-half,int4-half-evict8 \
+        --baselines sdpa-flash,sdpa-cudnn,sdpa-cudnn-folded,flashinfer,flex
+    $bench attention --batch 1 --tokens 65536 --rounds 10 --json "$results/attention-8b-1x65536.json" \
+        --variants bf16-full,bf16-half,int8-half,int4-half,int4-half-evict8 --baselines sdpa-flash,sdpa-cudnn,flashinfer
+    $bench attention --shape llama-2-7b-norope --batch 1 --tokens 65536 --rounds 10 \
+        --json "$results/attention-7b-norope.json" --variants bf16-half,int4-half --baselines sdpa-cudnn
+}
+
+rebuilt() {
+    $bench attention --batch 64 --tokens 8192 --rounds 10 --json "$results/rebuilt-8b-64x8192.json" \
+        --variants lean-31,lean-35,small-10 --baselines sdpa-cudnn
+    $bench attention --shape llama-2-7b --batch 1 --tokens 65536 --rounds 10 --json "$results/rebuilt-7b-1x65536.json" \
+        --variants palu-g1,palu-g4 --baselines sdpa-cudnn
+}
+
+ablations() {
+    $bench attention --batch 1,64 --tokens 8192 --rounds 10 --json "$results/ablations-8b.json" --baselines sdpa-cudnn \
+        --variants bf16-half,bf16-half-longest,bf16-half-whole,bf16-half-pareto,bf16-half-pareto-longest,bf16-half-pareto-whole
+}
+
+engine() {
+    $bench decode --batch 1,8,64 --tokens 8192 --steps 10 --json "$results/decode-8b-8192.json" --prefill \
+        --variants bf16-full,bf16-half,int4-half,lean-35,small-10,transformers,transformers-static
+    $bench decode --batch 1,8 --tokens 32768,131072 --steps 10 --json "$results/decode-8b-long.json" \
+        --variants bf16-full,int4-half,lean-35,transformers
+    $bench decode --shape llama-2-7b --batch 1,8 --tokens 4096,32768 --steps 10 --json "$results/decode-7b.json" \
+        --variants bf16-full,int4-half,transformers
+}
+
+prefill() {
+    $bench prefill --batch 1 --tokens 8192,32768 --rounds 10 --json "$results/prefill-8b.json" \
+        --variants full,half,half-ragged,quarter
+}
+
+compress() {
+    $bench compress --batch 64 --tokens 8192 --steps 8 --json "$results/compress-8b-64x8192.json" --variants int4-half
+}
+
+for section in "${@:-attention rebuilt ablations engine prefill compress}"; do
+    for name in $section; do "$name"; done
+done
