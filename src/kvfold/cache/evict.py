@@ -44,7 +44,7 @@ def attention_mass(
     19, 20). Prompts may come in chunks, whose masses add up. Never waits for the device.
     """
     heads = key_positions.shape[1]
-    counted = _observed(query_positions, prompt_lengths, policy)[:, None, :, None]
+    counted = observed(query_positions, prompt_lengths, policy)[:, None, :, None]
     if policy.exclude:
         distance = query_positions[:, None, :, None] - key_positions[:, :, None]
         counted = counted & (distance >= policy.exclude)
@@ -54,7 +54,7 @@ def attention_mass(
     return F.pad(mass, (0, 0, 0, 1))[:, _members(tuple(groups), heads, mass.device)].sum(2)
 
 
-def _observed(query_positions: Tensor, prompt_lengths: Tensor, policy: Policy) -> Tensor:
+def observed(query_positions: Tensor, prompt_lengths: Tensor, policy: Policy) -> Tensor:
     """bool [B, n]: queries in the prompt's observation window, and generated ones if continual."""
     window = prompt_lengths if policy.window is None else policy.window
     first = (prompt_lengths - window).clamp(min=0)

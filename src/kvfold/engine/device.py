@@ -179,7 +179,7 @@ def rebuilder_of(setup: Setup, modules: Sequence[Any]) -> Rebuilder | None:
 def _key_maps(module: HFAttention) -> KeyMaps:
     assert module.rotary is not None
     rotary: Any = module.rotary.rotary
-    up = module._keys.per_head(module.key_up, module.geometry.head_dim).detach()
+    up = module.key_columns.per_head(module.key_up, module.geometry.head_dim).detach()
     return KeyMaps(up, module.key_mean.detach(), rotary.inv_freq.float(), rotary.attention_scaling)
 
 

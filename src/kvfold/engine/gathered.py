@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvfold.cache.evict import _observed, attention_mass
+from kvfold.cache.evict import attention_mass, observed
 from kvfold.cache.layout import Group
 from kvfold.engine.ways import Part, Setup
 from kvfold.models.adapter import HFAttention
@@ -45,7 +45,7 @@ class Gathered:
         positions = stored.positions[:, member]  # [B, 1 or Hk, S]
         rope = _tables(module, positions, part.stop)
         if self._may_use_kernels(module, part):
-            early = module._rebuild_values_first(q.shape[2], size)
+            early = module.rebuilds_values_first(q.shape[2], size)
             sides = _keys(module, stored.rows, rope), _values(module, stored.rows, early)
             if can_prefill(q, *sides):
                 out, lse = prefill(
@@ -73,7 +73,7 @@ class Gathered:
         policy = self.setup.policy
         if policy is None or part.prompt_lengths is None:
             return
-        counted = _observed(part.positions, part.prompt_lengths, policy)
+        counted = observed(part.positions, part.prompt_lengths, policy)
         positions = part.positions.masked_fill(~counted, -1)
         place = *self.setup.pages[module.layer_idx], part.slots, module.scaling
         observe(q, lse, positions, *place, power=policy.power, exclude=policy.exclude)
@@ -111,16 +111,16 @@ class Gathered:
 def _keys(module: HFAttention, rows: Tensor, rope: Tables | None) -> Side:
     """Rows [B, S, R] as they are, or the keys rebuilt from them."""
     if module.spec.keys != "pre":
-        return _columns(module._keys, rows)
-    k = module._score_keys(RowView(rows=rows, tables=rope, mask=None))
+        return _columns(module.key_columns, rows)
+    k = module.score_keys(RowView(rows=rows, tables=rope, mask=None))
     return _heads(k.transpose(1, 2))
 
 
 def _values(module: HFAttention, rows: Tensor, early: bool) -> Side:
     """Rows [B, S, R] as they are, or mapped: then `output` is not to map again."""
     if not early:
-        return _columns(module._values, rows)
-    z = module._values.gather(rows)
+        return _columns(module.value_columns, rows)
+    z = module.value_columns.gather(rows)
     v = torch.einsum("bsnr,ncr->bsnc", z, module.value_up)
     return _heads(v.reshape(*v.shape[:2], module.geometry.num_kv_heads, -1))
 

@@ -45,7 +45,7 @@ class Observer:
         self.lse: dict[int, Tensor] = {}
         for layer, module in modules.items():
             like, heads = module.o_proj.weight, module.geometry.num_query_heads
-            self.queries[layer] = like.new_zeros(rows, heads, module._keys.widest)
+            self.queries[layer] = like.new_zeros(rows, heads, module.key_columns.widest)
             self.lse[layer] = torch.zeros(rows, heads, device=device)
 
     def rows_of(self, part: Part) -> Tensor:

@@ -80,8 +80,8 @@ class FoldedAttention(nn.Module):
     def _build_indices(self) -> None:
         """Column numbers as plain lists: buffers on the meta device would not survive loading."""
         spec, group = self.spec, self.geometry.queries_per_kv
-        self._keys = Columns.of(spec, spec.key_latents)
-        self._values = Columns.of(spec, spec.value_latents)
+        self.key_columns = Columns.of(spec, spec.key_latents)
+        self.value_columns = Columns.of(spec, spec.value_latents)
         self._head_ranks = {
             side: [r for r in _per_head(latents) for _ in range(group)]
             for side, latents in (("k", spec.key_latents), ("v", spec.value_latents))
@@ -110,7 +110,7 @@ class FoldedAttention(nn.Module):
     @property
     def value_width(self) -> int:
         """Numbers of the widest latent of values: of an attention output that `output` takes."""
-        return self._values.widest
+        return self.value_columns.widest
 
     # -- contract -----------------------------------------------------------------------------
 
@@ -140,12 +140,12 @@ class FoldedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of q [B, Hq, T, .] over the stored rows, through W_O: [B, T, D], weights."""
         g, heads = self.geometry, self.geometry.num_kv_heads
-        k = self._score_keys(view)
-        v = self._values.gather(view.rows)
-        early = self._rebuild_values_first(q.shape[2], view.rows.shape[1])
+        k = self.score_keys(view)
+        v = self.value_columns.gather(view.rows)
+        early = self.rebuilds_values_first(q.shape[2], view.rows.shape[1])
         if early:
             v = _apply(v, self.value_up).reshape(*v.shape[:2], heads, g.head_dim)
-        v = v.transpose(1, 2) if v.shape[2] in (1, heads) else self._values.spread(v)
+        v = v.transpose(1, 2) if v.shape[2] in (1, heads) else self.value_columns.spread(v)
         out, weights = attention(q, k, v, view.mask, self.scaling, need_weights)
         return self.output(out, early), weights
 
@@ -164,7 +164,7 @@ class FoldedAttention(nn.Module):
             q = rotate(q, tables[0][:, None], tables[1][:, None])
         if self.spec.keys not in ("post", "absorbed"):
             return q
-        up = self._keys.per_head(self.key_up, g.head_dim)
+        up = self.key_columns.per_head(self.key_up, g.head_dim)
         q = q.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
         return torch.einsum("bhgtd,hdr->bhgtr", q, up).flatten(1, 2)
 
@@ -177,21 +177,21 @@ class FoldedAttention(nn.Module):
             return k.flatten(-2)
         k = k.flatten(-2).unflatten(-1, (len(spec.key_latents), -1))
         z = torch.einsum("btnc,ncr->btnr", k, self.key_down)
-        return self._keys.compact(z) + self.key_shift
+        return self.key_columns.compact(z) + self.key_shift
 
-    def _score_keys(self, view: RowView) -> Tensor:
+    def score_keys(self, view: RowView) -> Tensor:
         """Keys in score space [B, Hk, S, d or r]."""
         g = self.geometry
-        z = self._keys.gather(view.rows)
+        z = self.key_columns.gather(view.rows)
         if self.spec.keys != "pre":
-            return self._keys.spread(z)
+            return self.key_columns.spread(z)
         k = _apply(z, self.key_up).reshape(*z.shape[:2], g.num_kv_heads, g.head_dim)
         k = (k + self.key_mean).transpose(1, 2)
         if view.tables is None:
             return k
         return rotate(k, *view.tables)
 
-    def _rebuild_values_first(self, queries: int, cached: int) -> bool:
+    def rebuilds_values_first(self, queries: int, cached: int) -> bool:
         """Map values before attention where that costs less than wider attention (long chunks)."""
         if self.spec.values != "rebuilt":
             return False
@@ -206,7 +206,7 @@ class FoldedAttention(nn.Module):
         if self.spec.values == "fused":
             return _join_ragged(out, self._head_ranks["v"])
         if self.spec.values == "rebuilt" and not rebuilt:
-            up = self._values.per_head(self.value_up, g.head_dim)
+            up = self.value_columns.per_head(self.value_up, g.head_dim)
             out = out.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
             out = torch.einsum("bhgtr,hdr->bhgtd", out, up).flatten(1, 2)
         return out.transpose(1, 2).flatten(-2)
