@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from kvfold.cache.layout import cache_layout  # noqa: E402
 from kvfold.ops import rebuild, rebuild_triton, store  # noqa: E402
 from kvfold.ops.rebuild import KeyMaps, supports  # noqa: E402
-from kvfold.ops.rebuild_plan import Pass, Tuning, find_drift, rope_table  # noqa: E402
+from kvfold.ops.rebuild_plan import Pass, Tuning, find_drift, plan_layers, rope_table  # noqa: E402
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -218,6 +218,18 @@ def test_slices_and_tiles_do_not_matter() -> None:
     assert (found[0][0][case.slots == 1] == 0).all() and (
         found[0][1][case.slots == 1] == -torch.inf
     ).all()
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_parts_have_room(batch: int) -> None:
+    """Whatever the number of sequences: the last item's part in the last slice is one of them."""
+    case = Case("lean", [16] * 4, 32, [40])
+    lengths = torch.full((batch, 1), 40, dtype=torch.int32, device=DEVICE)
+    options = [case.layer], [case.groups], lengths, 2, torch.float16, 40 * batch
+    plan = plan_layers(*options)[0]
+    items, slices = len(plan.values.counts), len(plan.values.starts) - 1
+    assert items == batch and len(plan.room.part) >= slices + items
+    assert len(plan.room.part_ml) == len(plan.room.part)
 
 
 def test_large_scores_and_means() -> None:

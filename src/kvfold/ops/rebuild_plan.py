@@ -219,7 +219,8 @@ def plan_layers(
     values = _cut(counts.gather(2, owners).flatten(1), second, len(layers))
     spans = (-(-counts.transpose(0, 1) // SPAN)).flatten(1)
     bases = (spans.cumsum(1) - spans).int()
-    room = _room(abouts, queries, dtype, rows, counts[:, 0].numel(), values.starts.shape[-2])
+    parts = values.starts.shape[-2] - 1 + values.counts.shape[-1]
+    room = _room(abouts, queries, dtype, rows, counts[:, 0].numel(), parts)
     return [
         RebuildPlan(
             Slices(scores.starts[i], scores.firsts[i], scores.counts[i]),
@@ -248,21 +249,20 @@ def _room(
     dtype: torch.dtype,
     rows: int,
     runs: int,
-    bounds: int,
+    parts: int,
 ) -> Room:
-    """runs: sequences times groups; bounds: one more than value slices."""
+    """runs: sequences times groups; parts: value slices and items (see `plan.Slices`)."""
     about = abouts[0]
     device, (group_heads, value_heads) = about.keys.device, about.heads
     spans = rows // SPAN + runs
-    number = bounds + runs // len(about.keys) * group_heads * len(about.values)
     # Of codes, at least as many words as a product has rows.
     width = max(*(padded_width(x.widths[1]) for x in abouts), 256 // about.bits[1])
     kept = dtype if about.bits[1] == 16 else torch.float16
-    part = torch.empty(number, padded_queries(value_heads * queries), width, device=device)
+    part = torch.empty(parts, padded_queries(value_heads * queries), width, device=device)
     return Room(
         weights=torch.empty(spans, group_heads * queries, SPAN, dtype=kept, device=device),
         tops=torch.empty(spans, group_heads * queries, device=device),
         part=part,
-        part_ml=part.new_empty(number, 2, part.shape[1]),
+        part_ml=part.new_empty(parts, 2, part.shape[1]),
         rows=rows,
     )
