@@ -14,10 +14,10 @@ from kvfold.benchmark import attention, baselines, filling, timing, variants, wo
 from kvfold.benchmark.ceiling import Ceiling, measure_ceiling
 from kvfold.benchmark.reference import TOLERANCE, attend, check, decode_one
 from kvfold.cli import main
-from kvfold.compress.fold import value_kind
 from kvfold.ops.backend import use_triton
 from kvfold.ops.decode import decode as decode_kernel
 from kvfold.ops.store import gather, read_tracked
+from kvfold.spec import value_kind
 
 CPU = torch.device("cpu")
 TINY = workload.SHAPES["tiny"]

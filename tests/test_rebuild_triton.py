@@ -12,12 +12,15 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from kvfold.cache.layout import cache_layout  # noqa: E402
 from kvfold.ops import rebuild, rebuild_triton, store  # noqa: E402
 from kvfold.ops.rebuild import KeyMaps, supports  # noqa: E402
-from kvfold.ops.rebuild_plan import Pass, Tuning, find_drift, plan_layers, rope_table  # noqa: E402
+from kvfold.ops.rebuild_plan import Passes, find_drift, plan_layers, rope_table  # noqa: E402
+from kvfold.ops.tuning import Tuning  # noqa: E402
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
-SMALL = Tuning(scores=Pass(block=16, slices=1), values=Pass(block=16, slices=1))
+SMALL = Passes(
+    scores=Tuning(block=16, warps=4, slices=1), values=Tuning(block=16, warps=4, slices=1)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -127,11 +130,11 @@ def explicit(case: Case) -> Tensor:
     return out
 
 
-def error(case: Case, tuning: Tuning = SMALL) -> float:
+def error(case: Case, passes: Passes = SMALL) -> float:
     """Of the kernels, relative to float64."""
     assert supports(case.layer, case.groups)
     want = explicit(case).float()
-    out, _ = case.run(rebuild_triton.decode, rope=case.rope, tuning=tuning)
+    out, _ = case.run(rebuild_triton.decode, rope=case.rope, passes=passes)
     return float((out.float() - want).norm() / want.norm())
 
 
@@ -170,7 +173,7 @@ def test_codes(kind: str, bits: int, zeros: bool) -> None:
 def test_slow_pairs(kind: str, keys: list[int], values: int, options: dict) -> None:
     """Half of the pairs are not rebuilt; rows are in two stretches, of 64, but for one query."""
     case = Case(kind, keys, values, [70, 17], d=64, **options)
-    case.run(rebuild_triton.decode, rope=case.rope, tuning=SMALL)
+    case.run(rebuild_triton.decode, rope=case.rope, passes=SMALL)
     (packed,) = case.maps.packed.values()
     assert packed.drift.fast == 16
     assert error(case) < 1e-3
@@ -204,11 +207,11 @@ def test_slices_and_tiles_do_not_matter() -> None:
     """Parts of an item are merged; value tiles may be smaller than score tiles; equal again."""
     case, found = Case("lean", [16, 16], 32, [70, 0, 3], queries=1), []
     for score_block, value_block, slices in ((64, 64, 1), (32, 16, 2)):
-        tuning = Tuning(
-            scores=Pass(block=score_block, slices=slices),
-            values=Pass(block=value_block, slices=slices),
+        passes = Passes(
+            scores=Tuning(block=score_block, warps=4, slices=slices),
+            values=Tuning(block=value_block, warps=4, slices=slices),
         )
-        run = lambda: case.run(rebuild_triton.decode, rope=case.rope, tuning=tuning)  # noqa: B023, E731
+        run = lambda: case.run(rebuild_triton.decode, rope=case.rope, passes=passes)  # noqa: B023, E731
         out, lse = run()
         assert torch.equal(out, run()[0])
         found.append((out, lse))

@@ -4,6 +4,7 @@ Shapes: D model width, L layers, Hq query heads, Hk KV heads, G = Hq / Hk, d hea
 A *row* is everything one token stores in one layer; a *latent* is one contiguous slice of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -166,3 +167,15 @@ def plain_layer(geometry: Geometry) -> LayerSpec:
         for head in range(geometry.num_kv_heads)
     )
     return LayerSpec(keys="plain", values="plain", latents=latents)
+
+
+def value_kind(geometry: Geometry, latents: Sequence[Latent]) -> ValueKind:
+    """`fused` where wider W_O costs no more multiplications a token than rebuilding outputs.
+
+    Palu's release always fuses, which makes W_O r / d times wider for shared latents.
+    """
+    g, d = geometry, geometry.head_dim
+    per_query = [x.rank for x in latents for _ in range(len(x.heads) * g.queries_per_kv)]
+    fused = sum(per_query) * g.hidden_size
+    rebuilt = sum(per_query) * d + g.num_query_heads * d * g.hidden_size
+    return "fused" if fused <= rebuilt else "rebuilt"

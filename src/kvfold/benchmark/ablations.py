@@ -5,15 +5,13 @@ numbers of a row, S rows of the longest group, I = B G items.
 """
 
 from dataclasses import replace
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.ops import store
-from kvfold.ops.backend import use_triton
+from kvfold.ops.backend import store_module
 from kvfold.ops.plan import Slices, longest_first
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ def decompressed(work: "Workload") -> "Step":
     geometry, dtype = work.layout.spec.geometry, work.q.dtype
     keys, values = (_orthonormal(geometry.head_dim, n, work.q) for n in (work.q.shape[-1], work.dv))
     q, grouped = (work.q @ keys.T)[:, :, None], geometry.queries_per_kv > 1
-    size, gather = int(work.rows.max()), _store(work.arena.device.type).gather
+    size, gather = int(work.rows.max()), store_module(work.arena.device.type).gather
 
     def step(number: int) -> Tensor:
         tables, lengths, groups = work.layer(number)
@@ -59,14 +57,6 @@ def decompressed(work: "Workload") -> "Step":
         return (out @ values)[:, :, 0]
 
     return step
-
-
-def _store(device_type: str) -> ModuleType:
-    if not use_triton(device_type):
-        return store
-    from kvfold.ops import store_triton
-
-    return store_triton
 
 
 def _orthonormal(dim: int, rank: int, like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from kvfold.cache.layout import CacheLayout, cache_layout
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side, ValueKind
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side, ValueKind, value_kind
 
 DTYPE = torch.bfloat16
 ALL = 1 << 30  # heads of a latent: as many as there are
@@ -161,11 +161,8 @@ def _latents(geometry: Geometry, side: Side, kept: tuple[float, ...], share: int
 
 
 def _value_kind(geometry: Geometry, variant: Variant, latents: list[Latent]) -> ValueKind:
-    """As `compress.fold.value_kind` decides, by multiplications a token."""
     if variant.whole:
         return "plain"
-    values = [x for x in latents if "v" in x.side]
-    ranks = geometry.queries_per_kv * sum(x.rank * len(x.heads) for x in values)
-    head_dim, width = geometry.head_dim, geometry.hidden_size
-    fused, mapped = ranks * width, (ranks + geometry.num_query_heads * width) * head_dim
-    return "fused" if fused <= mapped and not variant.online else "rebuilt"
+    if variant.online:
+        return "rebuilt"
+    return value_kind(geometry, [x for x in latents if "v" in x.side])

@@ -12,19 +12,7 @@ from torch import Tensor
 
 from kvfold.compress.basis import Basis
 from kvfold.models.adapter import Family, HFAttention, Projections
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, ValueKind
-
-
-def value_kind(geometry: Geometry, latents: Sequence[Latent]) -> ValueKind:
-    """`fused` where wider W_O costs no more multiplications a token than rebuilding outputs.
-
-    Palu's release always fuses, which makes W_O r / d times wider for shared latents.
-    """
-    g, d = geometry, geometry.head_dim
-    per_query = [x.rank for x in latents for _ in range(len(x.heads) * g.queries_per_kv)]
-    fused = sum(per_query) * g.hidden_size
-    rebuilt = sum(per_query) * d + g.num_query_heads * d * g.hidden_size
-    return "fused" if fused <= rebuilt else "rebuilt"
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
 
 
 def fold_layer(

@@ -8,13 +8,13 @@ import torch
 
 from kvfold.compress import allocate, build
 from kvfold.compress.basis import Basis
-from kvfold.compress.fold import fold_model, value_kind
+from kvfold.compress.fold import fold_model
 from kvfold.compress.statistics import Statistics
 from kvfold.compress.support import support
 from kvfold.compress.tiers import plan_tiers
 from kvfold.config import Recipe
 from kvfold.models.adapter import Family
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Tiers, plain_layer
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Tiers, plain_layer, value_kind
 
 log = logging.getLogger(__name__)
 

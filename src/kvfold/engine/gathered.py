@@ -41,9 +41,7 @@ class Gathered:
         gather = kivi.gather if self.setup.pool.layout.kivi else self.setup.store.gather
         counts, size = lengths[part.slots], part.sizes[layer]
         stored = gather(arena, tables, groups, part.slots, counts, dtype, size)
-        member = _member(_owner(groups), q.device)
-        positions = stored.positions[:, member]  # [B, 1 or Hk, S]
-        rope = _tables(module, positions, part.stop)
+        rope = _tables(module, stored, groups, part.stop)
         if self._may_use_kernels(module, part):
             early = module.rebuilds_values_first(q.shape[2], size)
             sides = _keys(module, stored.rows, rope), _values(module, stored.rows, early)
@@ -60,7 +58,7 @@ class Gathered:
                 )
                 self._observe(module, part, q, lse)
                 return module.output(out, early)
-        return self._by_torch(module, part, q, stored, positions, rope)
+        return self._by_torch(module, part, q, stored, rope)
 
     def _may_use_kernels(self, module: HFAttention, part: Part) -> bool:
         """One query a sequence is not worth a tile; metrics have a kernel, or need weights."""
@@ -84,13 +82,13 @@ class Gathered:
         part: Part,
         q: Tensor,
         stored: StoredRows,
-        positions: Tensor,
         rope: Tables | None,
     ) -> Tensor:
         """q [B, Hq, T, .] -> [B, T, D]."""
         layer = module.layer_idx
         arena, tables, _, groups = self.setup.pages[layer]
         member = _member(_owner(groups), q.device)
+        positions = stored.positions[:, member]  # [B, 1 or Hk, S]
         queries = part.positions[:, None, :, None]
         mask = stored.valid[:, member, None] & (positions[:, :, None] <= queries)
         if (window := self.setup.windows[layer]) is not None:
@@ -139,9 +137,13 @@ def _heads(x: Tensor) -> Side:
     return Side(x, tuple(h * x.stride(2) for h in heads), (x.shape[3],) * len(heads))
 
 
-def _tables(module: HFAttention, positions: Tensor, stop: int) -> Tables | None:
+def _tables(
+    module: HFAttention, stored: StoredRows, groups: tuple[Group, ...], stop: int
+) -> Tables | None:
+    """Of the rows' positions, where keys are rebuilt."""
     if module.spec.keys != "pre" or module.rotary is None:
         return None
+    positions = stored.positions[:, _member(_owner(groups), stored.positions.device)]
     return module.rotary(module.o_proj.weight, positions.long(), stop)
 
 

@@ -22,7 +22,7 @@ from kvfold.models.adapter import HFAttention, PagedRows
 from kvfold.models.families import attention_windows, family_of
 from kvfold.ops import kivi, store
 from kvfold.ops.attention import Tables
-from kvfold.ops.backend import use_triton
+from kvfold.ops.backend import store_module
 from kvfold.ops.observe import supports as can_observe
 
 
@@ -55,11 +55,10 @@ class Attention:
 
 def _store_of(pool: Pool) -> tuple[ModuleType, Sequence[slice]]:
     """What moves rows in and out of pages, and of which groups at once."""
-    if not use_triton(pool.device.type) or pool.layout.kivi:
+    found = store if pool.layout.kivi else store_module(pool.device.type)
+    if found is store:
         return store, pool.layout.layer_groups
-    from kvfold.ops import store_triton
-
-    return store_triton, (slice(0, len(pool.layout.groups)),)
+    return found, (slice(0, len(pool.layout.groups)),)
 
 
 class PagedStep(PagedRows):

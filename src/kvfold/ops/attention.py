@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LOG2_E = 1.4426950408889634  # kernels take powers of 2
 Tables = tuple[Tensor, Tensor]  # RoPE cos, sin
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 from functools import lru_cache
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 
@@ -27,3 +28,14 @@ def use_triton(device_type: str) -> bool:
     name = "triton" if chosen else "reference"
     logging.getLogger(__name__).info("backend on %s: %s (%s)", device_type, name, version)
     return chosen
+
+
+def store_module(device_type: str) -> ModuleType:
+    """What moves rows in and out of pages: `ops.store`, or its kernels."""
+    if use_triton(device_type):
+        from kvfold.ops import store_triton
+
+        return store_triton
+    from kvfold.ops import store
+
+    return store

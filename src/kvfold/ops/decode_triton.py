@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvfold.ops.attention import LOG2_E
 from kvfold.ops.decode import DecodeGroups, HeadGroup, decode_groups
 from kvfold.ops.direct_triton import combine_kernel, decode_kernel
 from kvfold.ops.pages import words_of
@@ -18,7 +19,6 @@ from kvfold.ops.plan import Slices, padded_queries, padded_width, power_of_two
 from kvfold.ops.plan_triton import plan_slices
 from kvfold.ops.tuning import Tuning, tuning_for
 
-LOG2_E = 1.4426950408889634
 OVERHEAD = 512  # cost of beginning an item, in bits of a row
 SMALLEST = 4  # tiles of a slice
 PDL = True  # programmatic dependent launch, where the device has it

@@ -6,17 +6,15 @@ and a group is one KV head.
 """
 
 from collections.abc import Sequence
-from math import e, log2
 
 import torch
 from torch import Tensor
 
 from kvfold.ops import decode
+from kvfold.ops.attention import LOG2_E
 from kvfold.ops.backend import use_triton
 from kvfold.ops.decode import HeadGroup
 from kvfold.ops.store import add_metrics, gather
-
-LOG2_E = log2(e)
 
 
 def supports(groups: Sequence[HeadGroup]) -> bool:

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, float16, float32, int32, uint16
 
+from kvfold.ops.attention import LOG2_E
 from kvfold.ops.codes_triton import UNIT, load_query, load_scales, unpack
 from kvfold.ops.decode import DecodeGroups, HeadGroup, decode_groups
-from kvfold.ops.observe import LOG2_E
 from kvfold.ops.pages import words_of
 from kvfold.ops.plan import padded_width, power_of_two
 from kvfold.ops.segments import plan_blocks

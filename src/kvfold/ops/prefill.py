@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.ops.attention import LOG2_E
 from kvfold.ops.backend import use_triton
 
-LOG2_E = 1.4426950408889634
 WIDEST = (256, 512)  # key and value rank
 
 

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.ops.prefill import LOG2_E, Side
+from kvfold.ops.attention import LOG2_E
+from kvfold.ops.prefill import Side
 from kvfold.ops.prefill_plan import (
     Cut,
     Widths,

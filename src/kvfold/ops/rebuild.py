@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kvfold.ops.attention import attention, rotate
-from kvfold.ops.backend import use_triton
 from kvfold.ops.decode import HeadGroup
 from kvfold.ops.pages import Segment
 from kvfold.ops.store import gather
@@ -97,7 +96,7 @@ class RebuildGroups:
 
 
 def supports(layer: Layer, groups: Sequence[HeadGroup]) -> bool:
-    """Whether `decode` has kernels for these pages: keys rebuilt before RoPE; latents of 16, 8 or 4
+    """Whether `rebuild_triton` has kernels for these pages: keys rebuilt before RoPE; latents of 16, 8 or 4
     bits a side, at most WIDEST wide, one scale each, in whole 16-bit words; groups and value
     latents of consecutive heads, as many each."""
     found = [_segments(layer, groups, side) for side in ("k", "v")]
@@ -198,35 +197,6 @@ def _positions(group: HeadGroup) -> int:
     return group.layout.block_offsets[-2] // 4
 
 
-def decode(
-    q: Tensor,
-    arena: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    layer: Layer,
-    groups: Sequence[HeadGroup],
-    slots: Tensor,
-    scale: float,
-    maps: KeyMaps,
-    rope: Tensor | None = None,
-) -> Tensor:
-    """softmax(q k^T * scale) v over the rows of every group, k rebuilt from its latent (Palu §4).
-
-    q [B, Hq, d], rotated at its own position; arena uint8; tables int32 [S, G, n]; lengths int
-    [S, G]; slots int64 [B]; rope: `rebuild_plan.rope_table` of `maps.inv_freq` for all positions
-    (only kernels need it; every layer may use the same). Rows without stored positions are at their
-    index. Returns [B, Hq, widest value rank], 0 beyond a head's own rank and for a group without
-    rows.
-    """
-    if rope is not None and use_triton(arena.device.type) and supports(layer, groups):
-        from kvfold.ops import rebuild_triton
-
-        return rebuild_triton.decode(
-            q, arena, tables, lengths, layer, groups, slots, scale, maps, rope
-        )[0]
-    return decode_reference(q, arena, tables, lengths, layer, groups, slots, scale, maps)
-
-
 def decode_reference(
     q: Tensor,
     arena: Tensor,
@@ -239,7 +209,14 @@ def decode_reference(
     maps: KeyMaps,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`decode`, gathering all rows and rebuilding all keys. dtype: of the sums, q's if None."""
+    """softmax(q k^T * scale) v over the rows of every group, k rebuilt from its latent (Palu §4),
+    gathering all rows and rebuilding all keys. The kernels are `rebuild_triton.decode`.
+
+    q [B, Hq, d], rotated at its own position; arena uint8; tables int32 [S, G, n]; lengths int
+    [S, G]; slots int64 [B]; dtype: of the sums, q's if None. Rows without stored positions are at
+    their index. Returns [B, Hq, widest value rank], 0 beyond a head's own rank and for a group
+    without rows.
+    """
     counts, of = lengths[slots], dtype or q.dtype
     stored = gather(arena, tables, groups, slots, counts, q.dtype)
     owner = torch.tensor([g for _, g in sorted(_owners(groups))], device=q.device)

@@ -15,6 +15,7 @@ from kvfold.ops.decode_triton import launch_options, multiprocessors
 from kvfold.ops.plan import Slices, padded_queries, padded_width, power_of_two
 from kvfold.ops.plan_triton import plan_slices
 from kvfold.ops.rebuild import KeyMaps, Layer, RebuildGroups, rebuild_groups
+from kvfold.ops.tuning import Tuning
 
 SPAN = 16  # rows that share a top
 REACHES = (512, 256, 128, 64)  # rows of a stretch
@@ -131,39 +132,27 @@ def pieces(about: RebuildGroups) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
-    """How a pass is cut: rows a tile, tiles in flight, warps, slices a multiprocessor, and most
-    registers a thread."""
+class Passes:
+    """How both passes are cut."""
 
-    block: int = 64
-    stages: int = 3
-    warps: int = 4
-    slices: int = 2
-    registers: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """Of both passes."""
-
-    scores: Pass = Pass()
-    values: Pass = Pass()
+    scores: Tuning
+    values: Tuning
 
     @classmethod
-    def of(cls, about: RebuildGroups, queries: int) -> "Tuning":
+    def of(cls, about: RebuildGroups, queries: int) -> "Passes":
         """What was fastest on an H200 for rows as wide as these; queries: of a KV head."""
         words, bits = sum(pieces(about)), about.bits[1]
         numbers = padded_width(about.widths[1]) * padded_queries(about.heads[1] * queries)
-        scores = Pass(block=64, stages=2, warps=4, slices=2)
+        scores = Tuning(block=64, stages=2, warps=4, slices=2)
         if words <= 64:  # one warp's registers hold a tile: no barriers
-            scores = Pass(block=32, stages=3, warps=1, slices=8)
+            scores = Tuning(block=32, stages=3, warps=1, slices=8)
         elif words > 256:
-            scores = Pass(block=64, stages=1, warps=8, slices=1)
-        values = Pass(block=64, stages=2 if bits == 16 else 3, warps=4, slices=2)
+            scores = Tuning(block=64, stages=1, warps=8, slices=1)
+        values = Tuning(block=64, stages=2 if bits == 16 else 3, warps=4, slices=2)
         if numbers <= 1024:
-            values = Pass(block=64, stages=3, warps=1, slices=8)
+            values = Tuning(block=64, stages=3, warps=1, slices=8)
         elif numbers > 8192:
-            values = Pass(block=32, stages=2, warps=8, slices=1)
+            values = Tuning(block=32, stages=2, warps=8, slices=1)
         return cls(scores=scores, values=values)
 
 
@@ -191,7 +180,7 @@ class RebuildPlan:
     values: Slices
     bases: Tensor
     room: Room
-    tuning: Tuning
+    passes: Passes
 
 
 def plan_layers(
@@ -201,7 +190,7 @@ def plan_layers(
     queries: int,
     dtype: torch.dtype,
     rows: int,
-    tuning: Tuning | None = None,
+    passes: Passes | None = None,
 ) -> list[RebuildPlan]:
     """Plans of layers with equally many groups and latents, made together. No host sync.
 
@@ -211,8 +200,8 @@ def plan_layers(
     each = zip(layers, groups, strict=True)
     abouts = [rebuild_groups(one, tuple(own), queries, lengths.device) for one, own in each]
     about = max(abouts, key=lambda x: x.widths)
-    tuning = tuning or Tuning.of(about, queries)
-    first, second = tuning.scores, tuning.values
+    passes = passes or Passes.of(about, queries)
+    first, second = passes.scores, passes.values
     counts = lengths.unflatten(1, (len(layers), -1))  # [B, L, G]
     scores = _cut(counts.repeat_interleave(about.heads[0], 2).flatten(1), first, len(layers))
     owners = torch.stack([x.values[:, 6] for x in abouts]).long().expand(len(lengths), -1, -1)
@@ -227,13 +216,13 @@ def plan_layers(
             Slices(values.starts[i], values.firsts[i], values.counts[i]),
             bases[i],
             room,
-            tuning,
+            passes,
         )
         for i in range(len(layers))
     ]
 
 
-def _cut(lengths: Tensor, tuning: Pass, num_layers: int) -> Slices:
+def _cut(lengths: Tensor, tuning: Tuning, num_layers: int) -> Slices:
     """Tiles of equal cost; beginning an item costs as much as one. lengths int [B, items of a
     sequence in all layers]."""
     device = lengths.device

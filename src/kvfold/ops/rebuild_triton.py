@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfold.ops.attention import LOG2_E
 from kvfold.ops.decode import HeadGroup
-from kvfold.ops.decode_triton import LOG2_E, combine_options, launch_options
+from kvfold.ops.decode_triton import combine_options, launch_options
 from kvfold.ops.direct_triton import combine_kernel
 from kvfold.ops.pages import words_of
 from kvfold.ops.plan import padded_queries, padded_width, power_of_two
@@ -26,8 +27,8 @@ from kvfold.ops.rebuild_fold_triton import fold_kernel
 from kvfold.ops.rebuild_plan import (
     SPAN,
     Packed,
+    Passes,
     RebuildPlan,
-    Tuning,
     pack_maps,
     pieces,
     plan_layers,
@@ -50,16 +51,17 @@ def decode(
     maps: KeyMaps,
     rope: Tensor,
     plan: RebuildPlan | None = None,
-    tuning: Tuning | None = None,
+    passes: Passes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`rebuild.decode_reference` on the device. Returns the outputs and the log2-sum-exp2 of the
-    scores, fp32 [B, Hq]."""
+    scores, fp32 [B, Hq]. rope: `rebuild_plan.rope_table` of `maps.inv_freq` for all positions,
+    which layers may share."""
     queries = q.shape[1] // len(maps.up)
     about = rebuild_groups(layer, tuple(groups), queries, arena.device)
     assert q.stride()[1:] == (q.shape[2], 1), "a sequence's queries are one block"
     if plan is None:
         rows = lengths[slots].numel() * tables.shape[2] * about.page
-        plan = plan_layers([layer], [groups], lengths[slots], queries, q.dtype, rows, tuning)[0]
+        plan = plan_layers([layer], [groups], lengths[slots], queries, q.dtype, rows, passes)[0]
     if (key := (about, q.dtype)) not in maps.packed:
         maps.packed[key] = pack_maps(maps, about, queries, q.dtype)
     packed = maps.packed[key]
@@ -139,7 +141,7 @@ class _Step:
         scale: float,
     ) -> None:
         """The first pass."""
-        about, plan, tuning = self.about, self.plan, self.plan.tuning.scores
+        about, plan, tuning = self.about, self.plan, self.plan.passes.scores
         bits, (first, second) = about.bits[0], pieces(about)
         assert rope.shape[0] >= tuning.block, "the table is shorter than a tile"
         score_kernel[(plan.scores.starts.shape[0] - 1,)](
@@ -157,7 +159,7 @@ class _Step:
     def attend_values(self) -> tuple[Tensor, Tensor]:
         """The second pass, and the merge of its parts."""
         q, about, plan = self.q, self.about, self.plan
-        bits, tune, slices, room = about.bits[1], plan.tuning.values, plan.values, plan.room
+        bits, tune, slices, room = about.bits[1], plan.passes.values, plan.values, plan.room
         out = q.new_empty(*q.shape[:2], about.widths[1])
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         heads = about.heads[1] * self.queries
