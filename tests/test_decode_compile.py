@@ -5,12 +5,9 @@ process of its own, since kernels of the tests' process may belong to Triton's i
 """
 
 import json
-import os
 import re
 import subprocess
-import sys
 import tempfile
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -20,6 +17,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
+from hopper import need_compiler, run_alone  # noqa: E402
 from kvfold.cache.layout import Group, cache_layout  # noqa: E402
 from kvfold.ops import decode_triton, plan_triton, rebuild_triton  # noqa: E402
 from kvfold.ops.decode_triton import plan_layers  # noqa: E402
@@ -204,18 +202,8 @@ def compile_all() -> None:
 
 @pytest.mark.slow
 def test_kernels_compile_well_for_hopper() -> None:
-    try:
-        tools = [triton.knobs.nvidia.ptxas.path, triton.knobs.nvidia.nvdisasm.path]
-    except (AttributeError, RuntimeError) as error:
-        pytest.skip(f"this Triton cannot compile for sm_90a: {error}")
-    assert all(map(Path.exists, map(Path, tools)))
-    known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = {"PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
-    done = subprocess.run(
-        [sys.executable, __file__], env=known | path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    need_compiler()
+    reports = [json.loads(line) for line in run_alone(__file__)]
     cuts = (table() | SHORT).values()
     limited = sum(tuning.registers is not None for tuning in cuts)
     assert len(reports) == len(cuts) + limited + 4

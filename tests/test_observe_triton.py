@@ -4,10 +4,7 @@ Without a GPU it runs in Triton's interpreter, on tiny cases. Shapes as in `ops.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from itertools import product
 from math import e, log2
@@ -19,6 +16,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
+from hopper import need_compiler, run_alone  # noqa: E402
 from kvfold.cache.evict import attention_mass  # noqa: E402
 from kvfold.cache.layout import CacheLayout  # noqa: E402
 from kvfold.cache.policies import Policy  # noqa: E402
@@ -249,17 +247,8 @@ def compile_all() -> None:
 @pytest.mark.slow
 def test_kernel_compiles_well_for_hopper() -> None:
     """Nothing spills, keys are copied ahead of their use, and a tile takes few instructions."""
-    try:
-        assert triton.knobs.nvidia.ptxas.path and triton.knobs.nvidia.nvdisasm.path
-    except (AttributeError, RuntimeError) as error:
-        pytest.skip(f"this Triton cannot compile for sm_90a: {error}")
-    known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = {"PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
-    done = subprocess.run(
-        [sys.executable, __file__], env=known | path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    need_compiler()
+    reports = [json.loads(line) for line in run_alone(__file__)]
     assert len(reports) == len(COMPILED)
     for (bits, (rank, kept)), report in zip(COMPILED, reports, strict=True):
         rows = 64 if rank * (bits or 16) > 1024 else 128

@@ -4,11 +4,7 @@ As in `test_decode_compile`, what is compiled is what a launch would be.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,6 +12,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
+from hopper import need_compiler, run_alone  # noqa: E402
 from kvfold.ops import prefill_triton  # noqa: E402
 from kvfold.ops.prefill import Side  # noqa: E402
 from kvfold.ops.prefill_plan import cut_for  # noqa: E402
@@ -79,18 +76,8 @@ def compile_all() -> None:
 
 @pytest.mark.slow
 def test_the_kernel_compiles_well_for_hopper() -> None:
-    try:
-        tools = [triton.knobs.nvidia.ptxas.path, triton.knobs.nvidia.nvdisasm.path]
-    except (AttributeError, RuntimeError) as error:
-        pytest.skip(f"this Triton cannot compile for sm_90a: {error}")
-    assert all(map(Path.exists, map(Path, tools)))
-    known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = {"PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
-    done = subprocess.run(
-        [sys.executable, __file__], env=known | path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    need_compiler()
+    reports = [json.loads(line) for line in run_alone(__file__)]
     assert len(reports) == len(RANKS) + 3
     for report in reports:
         assert report["in_loop"] == 0 and report["spills"] <= SPILLS, report

@@ -6,7 +6,6 @@ Without a GPU they run in Triton's interpreter, and are compiled for sm_90a in a
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -31,6 +30,7 @@ if not GPU and __name__ != "__main__" and not isinstance(tl.sum, interpreter.Int
         allow_module_level=True,
     )
 
+from hopper import run_alone  # noqa: E402
 from kvfold.cache.layout import CacheLayout, Latent  # noqa: E402
 from kvfold.ops import pages_triton, store, store_triton  # noqa: E402
 from kvfold.ops.bits import PLANES  # noqa: E402
@@ -347,14 +347,8 @@ def test_no_kernel_spills_on_hopper() -> None:
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     if not ptxas.exists():
         pytest.skip("this Triton brings no ptxas to compile for sm_90a")
-    known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = {"PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
-    done = subprocess.run(
-        [sys.executable, __file__], env=known | path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 28 and all(line.endswith(" 0") for line in lines), done.stdout
+    lines = run_alone(__file__)
+    assert len(lines) == 28 and all(line.endswith(" 0") for line in lines), lines
 
 
 if __name__ == "__main__":

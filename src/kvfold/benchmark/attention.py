@@ -5,13 +5,14 @@ turns. Baselines always have sequences of equal length, which is their best case
 """
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from kvfold.benchmark.baselines import BASELINES, Unavailable, build_contiguous, full_bytes
+from kvfold.benchmark.baselines import BASELINES, build_contiguous, full_bytes
 from kvfold.benchmark.ceiling import Ceiling
+from kvfold.benchmark.jobs import check_names, fastest, reason
 from kvfold.benchmark.reference import attend, check
 from kvfold.benchmark.timing import Step, Timing, cold_bytes, record, time_steps
 from kvfold.benchmark.variants import ROPE_BASES, SHAPES, VARIANTS
@@ -19,7 +20,6 @@ from kvfold.benchmark.workload import Decode, build_workload, layer_bytes
 
 SHARE = 0.7  # of the free memory; the rest is for checks and work space
 HOST_BYTES = 1 << 30  # where free memory is not asked for
-LONGEST = 300  # characters of a reason
 DEFAULT = tuple(name for name, x in VARIANTS.items() if not (x.rebuilt or x.ablation))
 
 
@@ -36,9 +36,9 @@ class Job:
     rounds: int
 
     def __post_init__(self) -> None:
-        _check_names("shape", [self.shape], SHAPES)
-        _check_names("variants", self.variants, VARIANTS)
-        _check_names("baselines", self.baselines, BASELINES)
+        check_names("shape", [self.shape], SHAPES)
+        check_names("variants", self.variants, VARIANTS)
+        check_names("baselines", self.baselines, BASELINES)
         _check_least("batch", *(batch for batch, _ in self.cases))
         _check_least("tokens", *(tokens for _, tokens in self.cases))
         _check_least("layers", self.layers)
@@ -219,13 +219,6 @@ def _variant(
     )
 
 
-def reason(error: Exception) -> str:
-    """What an error says, in a line."""
-    text = " ".join(str(error).split())[:LONGEST]
-    known = isinstance(error, RuntimeError | Unavailable) and text
-    return text if known else f"{type(error).__name__}: {text}".removesuffix(": ")
-
-
 def _rows(
     job: Job,
     batch: int,
@@ -235,9 +228,7 @@ def _rows(
     ceiling: Ceiling,
 ) -> list[Row]:
     """What was timed, with the fastest baseline beside each."""
-    baselines = [name for name, x in candidates.items() if x.kind == "baseline"]
-    fastest = min(baselines, key=lambda name: times[name].us, default=None)
-    bar = times[fastest].us if fastest else None
+    best, bar = fastest({name: x.kind for name, x in candidates.items()}, times)
     rows = []
     for name, x in candidates.items():
         time = times[name]
@@ -257,8 +248,8 @@ def _rows(
                 bytes=x.bytes,
                 tb_per_s=rate,
                 ceiling_fraction=rate / ceiling.read_tb_per_s,
-                fastest_baseline=fastest,
-                fastest_baseline_us=bar,
+                fastest_baseline=best,
+                fastest_baseline_us=bar or None,
                 speedup_vs_fastest=bar / time.us if bar else None,
                 rank=x.rank,
                 tflops=x.flops / time.us / 1e6 if x.flops else None,
@@ -285,12 +276,6 @@ def _distinct(size: int, layers: int, budget: int, device: torch.device) -> int:
 
 def _too_large(size: int, budget: int) -> str:
     return f"a layer takes {size} bytes, its share of the memory is {budget}: name fewer variants"
-
-
-def _check_names(field: str, names: Iterable[str], legal: Iterable[str]) -> None:
-    for name in names:
-        if name not in legal:
-            raise ValueError(f"{field}: unknown name {name!r}; legal: {', '.join(legal)}")
 
 
 def _check_least(field: str, *values: int) -> None:

@@ -3,7 +3,7 @@
 All causal, in DTYPE, random; B sequences of S tokens, the last T of which are the chunk.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvfold.benchmark.baselines import Unavailable
 from kvfold.benchmark.chunk import BASELINES, CUT, KEPT, Work, build_work, variant_step
+from kvfold.benchmark.jobs import check_names, fastest, reason
 from kvfold.benchmark.timing import Step, Timing, record, time_steps
 from kvfold.benchmark.variants import SHAPES
 
@@ -32,9 +33,9 @@ class Job:
     rounds: int
 
     def __post_init__(self) -> None:
-        _check_names("shape", [self.shape], SHAPES)
-        _check_names("variants", [name.partition("@")[0] for name in self.variants], KEPT)
-        _check_names("baselines", self.baselines, BASELINES)
+        check_names("shape", [self.shape], SHAPES)
+        check_names("variants", [name.partition("@")[0] for name in self.variants], KEPT)
+        check_names("baselines", self.baselines, BASELINES)
         for name in self.variants:
             how = name.partition("@")[2]
             if how not in ("", "zack") and not CUT.fullmatch(how):
@@ -118,7 +119,7 @@ def _candidates(
             record(step, 1, device)  # not all that runs can be captured
             yield name, kind, (step, work.flops)
         except (Unavailable, RuntimeError, ImportError) as error:
-            yield name, kind, " ".join(str(error).split())[:300] or type(error).__name__
+            yield name, kind, reason(error)
 
 
 def _rows(
@@ -128,9 +129,7 @@ def _rows(
     times: dict[str, Timing],
 ) -> list[Row]:
     """What was timed, with the fastest baseline beside each."""
-    baselines = [name for name, (kind, _, _) in steps.items() if kind == "baseline"]
-    fastest = min(baselines, key=lambda name: times[name].us, default=None)
-    bar = times[fastest].us if fastest else None
+    best, bar = fastest({name: kind for name, (kind, _, _) in steps.items()}, times)
     return [
         Row(
             variant=name,
@@ -141,15 +140,9 @@ def _rows(
             chunk=case[2],
             **asdict(times[name]),
             tflops=flops / times[name].us / 1e6,
-            fastest_baseline=fastest,
-            fastest_baseline_us=bar,
+            fastest_baseline=best,
+            fastest_baseline_us=bar or None,
             speedup_vs_fastest=bar / times[name].us if bar else None,
         )
         for name, (kind, _, flops) in steps.items()
     ]
-
-
-def _check_names(field: str, names: Iterable[str], legal: Iterable[str]) -> None:
-    for name in names:
-        if name not in legal:
-            raise ValueError(f"{field}: unknown name {name!r}; legal: {', '.join(legal)}")

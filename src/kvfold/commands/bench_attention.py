@@ -1,8 +1,7 @@
 """kvfold bench attention: one decode step's attention, ours and others', in a table and as JSON."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.commands import common
+from kvfold.commands.bench_common import empty_table, installed, names, versions
 from kvfold.commands.options import parse_list
 from kvfold.files import write_json
 
@@ -67,8 +67,8 @@ def attention(
 
     job = bench.Job(
         shape=shape,
-        variants=_names(variants, "--variants", bench.DEFAULT),
-        baselines=_names(baselines, "--baselines", bench.BASELINES),
+        variants=names(variants, "--variants", bench.DEFAULT),
+        baselines=names(baselines, "--baselines", bench.BASELINES),
         layers=layers,
         rounds=rounds,
         cases=tuple(cases),
@@ -100,11 +100,7 @@ def record(
     return {
         "benchmark": "attention",
         "settings": dataclasses.asdict(job),
-        "versions": {
-            **common.versions(device),
-            "triton": installed("triton"),
-            "flashinfer": installed("flashinfer-python"),
-        },
+        "versions": {**versions(device), "flashinfer": installed("flashinfer-python")},
         "ceiling": dataclasses.asdict(ceiling),
         "rows": [dataclasses.asdict(row) for row in rows],
         "skipped": [dataclasses.asdict(item) for item in skipped],
@@ -129,10 +125,8 @@ def print_rows(rows: "Sequence[Row]", skipped: "Sequence[Skipped]", ceiling: "Ce
 
 def table(rows: "Sequence[Row]") -> Table:
     """One line a row of one case; times in microseconds a layer, speed-up in times."""
-    found = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    found.add_column("cache", no_wrap=True)
-    for name in ("us", "p10-p90", "again", "MB", "TB/s", "ceiling", "times"):
-        found.add_column(name, justify="right", no_wrap=True)
+    columns = "us", "p10-p90", "again", "MB", "TB/s", "ceiling", "times"
+    found = empty_table("cache", *columns)
     for row in rows:
         speedup = row.speedup_vs_fastest
         found.add_row(
@@ -146,15 +140,3 @@ def table(rows: "Sequence[Row]") -> Table:
             "–" if speedup is None else f"{speedup:.2f}",
         )
     return found
-
-
-def _names(text: str | None, option: str, default: Iterable[str]) -> tuple[str, ...]:
-    return tuple(default) if text is None else tuple(parse_list(text, option, str))
-
-
-def installed(package: str) -> str | None:
-    """Its version."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.commands import common
-from kvfold.commands.bench_decode import check_names, versions
+from kvfold.commands.bench_common import check_names, versions
 from kvfold.commands.options import parse_list
 from kvfold.files import write_json
 
@@ -45,8 +45,8 @@ def compress(
 
     from kvfold.benchmark import compression, served
     from kvfold.benchmark import variants as known
-    from kvfold.benchmark.attention import reason
     from kvfold.benchmark.decode import release
+    from kvfold.benchmark.jobs import reason
     from kvfold.loading import default_device
 
     names, keeps = parse_list(variants, "--variants", str), parse_list(keep, "--keep", float)

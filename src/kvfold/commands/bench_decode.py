@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.commands import common
-from kvfold.commands.bench_attention import installed
+from kvfold.commands.bench_common import check_names, empty_table, versions
 from kvfold.commands.options import parse_list
 from kvfold.files import write_json
 
@@ -94,9 +94,9 @@ class _Run:
 
     def measure(self, name: str) -> None:
         """All batches and lengths of one contender, whose model is built once."""
-        from kvfold.benchmark.attention import reason
         from kvfold.benchmark.contenders import contender
         from kvfold.benchmark.decode import release
+        from kvfold.benchmark.jobs import reason
 
         release(self.device)
         try:
@@ -113,7 +113,7 @@ class _Run:
     def _one(self, of: "Contender", name: str, batch: int | None, tokens: int) -> None:
         """A row; of the first token where there is no batch."""
         from kvfold.benchmark import decode as bench
-        from kvfold.benchmark.attention import reason
+        from kvfold.benchmark.jobs import reason
 
         shape, steps = self.settings["shape"], self.settings["steps"]
         found: Row | FirstToken | str
@@ -165,7 +165,7 @@ class _Run:
 
 def table(rows: "Sequence[Row]") -> Table:
     """One line a row; bytes in GB."""
-    found = _table("cache", "B x T", "ms", "p10-p90", "again", "tokens/s", *GB)
+    found = empty_table("cache", "B x T", "ms", "p10-p90", "again", "tokens/s", *GB)
     for row in rows:
         found.add_row(
             row.variant,
@@ -181,31 +181,12 @@ def table(rows: "Sequence[Row]") -> Table:
 
 def first_table(rows: "Sequence[FirstToken]") -> Table:
     """One line a prompt length."""
-    found = _table("cache", "T", "chunk", "ms to the first token", "low-high", "tokens/s")
+    found = empty_table("cache", "T", "chunk", "ms to the first token", "low-high", "tokens/s")
     for row in rows:
         low_high = f"{row.ms_low:.1f}-{row.ms_high:.1f}"
         chunk = "all" if row.chunk is None else str(row.chunk)
         numbers = f"{row.ms:.1f}", low_high, f"{row.tokens_per_s:.0f}"
         found.add_row(row.variant, str(row.tokens), chunk, *numbers)
-    return found
-
-
-def versions(device: Any) -> dict[str, str | None]:
-    """What it was made with, kernels included."""
-    return {**common.versions(device), "triton": installed("triton")}
-
-
-def check_names(option: str, names: Sequence[str], legal: Sequence[str] | dict[str, Any]) -> None:
-    """Raises ValueError for a name that is not legal."""
-    if unknown := [name for name in names if name not in legal]:
-        raise ValueError(f"{option}: {unknown[0]!r} is none of {', '.join(legal)}")
-
-
-def _table(first: str, *rest: str) -> Table:
-    found = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    found.add_column(first, no_wrap=True)
-    for name in rest:
-        found.add_column(name, justify="right", no_wrap=True)
     return found
 
 

@@ -1,7 +1,7 @@
 """kvfold bench prefill: attention of a prompt's chunk, ours and others', in a table and as JSON."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.commands import common
-from kvfold.commands.bench_attention import installed
+from kvfold.commands.bench_common import empty_table, names, versions
 from kvfold.commands.options import parse_list
 from kvfold.files import write_json
 
@@ -68,8 +68,8 @@ def prefill(
     job = bench.Job(
         shape=shape,
         cases=tuple((b, s, t) for b, s in product(batches, sizes) for t in chunks or [s]),
-        variants=_names(variants, "--variants", bench.KEPT),
-        baselines=_names(baselines, "--baselines", bench.BASELINES),
+        variants=names(variants, "--variants", bench.KEPT),
+        baselines=names(baselines, "--baselines", bench.BASELINES),
         layers=layers,
         rounds=rounds,
     )
@@ -97,7 +97,7 @@ def record(
     return {
         "benchmark": "prefill",
         "settings": dataclasses.asdict(job),
-        "versions": {**common.versions(device), "triton": installed("triton")},
+        "versions": versions(device),
         "rows": [dataclasses.asdict(row) for row in rows],
         "skipped": [dataclasses.asdict(item) for item in skipped],
     }
@@ -117,10 +117,7 @@ def print_rows(rows: "Sequence[Row]", skipped: "Sequence[Skipped]") -> None:
 
 def table(rows: "Sequence[Row]") -> Table:
     """One line a row of one case; times in microseconds a layer, speed-up in times."""
-    found = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    found.add_column("kept", no_wrap=True)
-    for name in ("us", "p10-p90", "again", "TFLOP/s", "times"):
-        found.add_column(name, justify="right", no_wrap=True)
+    found = empty_table("kept", "us", "p10-p90", "again", "TFLOP/s", "times")
     for row in rows:
         speedup = row.speedup_vs_fastest
         found.add_row(
@@ -132,7 +129,3 @@ def table(rows: "Sequence[Row]") -> Table:
             "–" if speedup is None else f"{speedup:.2f}",
         )
     return found
-
-
-def _names(text: str | None, option: str, default: Iterable[str]) -> tuple[str, ...]:
-    return tuple(default) if text is None else tuple(parse_list(text, option, str))

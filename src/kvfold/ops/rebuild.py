@@ -96,9 +96,9 @@ class RebuildGroups:
 
 
 def supports(layer: Layer, groups: Sequence[HeadGroup]) -> bool:
-    """Whether `rebuild_triton` has kernels for these pages: keys rebuilt before RoPE; latents of 16, 8 or 4
-    bits a side, at most WIDEST wide, one scale each, in whole 16-bit words; groups and value
-    latents of consecutive heads, as many each."""
+    """Whether `rebuild_triton` has kernels for these pages: keys rebuilt before RoPE; latents of
+    16, 8 or 4 bits a side, at most WIDEST wide, one scale each, in whole 16-bit words; groups and
+    value latents of consecutive heads, as many each."""
     found = [_segments(layer, groups, side) for side in ("k", "v")]
     alike = all(
         len({len(heads) for _, heads in each}) == 1
