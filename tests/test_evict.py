@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
-from kvfold.cache.evict import attention_mass, capped, compaction, scores, select
+from kvfold.cache import evict
+from kvfold.cache.evict import attention_mass, capped
 from kvfold.cache.layout import UNIT
 from kvfold.cache.policies import POLICIES, Budget, Policy, get
 
@@ -30,6 +32,42 @@ def rows(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Ten
     metrics[~valid] = float("nan")
     positions[~valid] = 10**9
     return metrics, positions, valid, held
+
+
+# -- one sequence through what takes several ------------------------------------------------------
+
+
+def scores(
+    metrics: Tensor,
+    positions: Tensor,
+    valid: Tensor,
+    policy: Policy,
+    generator: torch.Generator | None = None,
+    in_order: bool = False,
+) -> Tensor:
+    each = metrics[None], positions[None], valid[None]
+    recent, sizes = torch.tensor([policy.protected_recent]), [metrics.shape[1]]
+    return evict.scores(*each, policy, recent, sizes, generator, in_order)[0]
+
+
+def select(
+    metric: Tensor,
+    held: Tensor,
+    page: int,
+    units: Tensor,
+    layer_of_group: Tensor,
+    policy: Policy,
+    budget: Budget,
+) -> tuple[Tensor, int]:
+    about = page, units, layer_of_group, policy, [budget]
+    evicted, kept = evict.select(metric[None], held[None], *about)
+    return evicted[0], kept[0]
+
+
+def compaction(evicted: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (sequence, *moves), lengths = evict.compaction(evicted[None], held[None])
+    assert not sequence.any()
+    return *moves, lengths[0]
 
 
 def plain_units(count: int) -> Tensor:
@@ -105,12 +143,17 @@ def naive_select(
     lengths=st.lists(st.integers(0, 70), min_size=1, max_size=6).filter(any),
     page=st.sampled_from([1, 4, 16]),
     keep=st.floats(0.05, 1.2),
+    coarse=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_conformance(name: str, lengths: list[int], page: int, keep: float, seed: int) -> None:
-    """Every policy: exact budget, protected rows stay, and moves preserve position -> row."""
+def test_conformance(
+    name: str, lengths: list[int], page: int, keep: float, coarse: bool, seed: int
+) -> None:
+    """Every policy: exact budget, the first of equal rows first, protected rows stay, and moves
+    preserve position -> row."""
     policy = get(name)
     metrics, positions, valid, held = rows(lengths, seed)
+    metrics = (metrics * 4).floor() if coarse else metrics
     metric = scores(metrics, positions, valid, policy, torch.Generator().manual_seed(seed))
     assert not metric.isnan().any()
     assert metric[~valid].isinf().all()
@@ -139,6 +182,53 @@ def test_conformance(name: str, lengths: list[int], page: int, keep: float, seed
         assert sorted(store[g, :n].tolist()) == sorted(survivors.tolist())
         stayed = ~evicted[g, :n]
         assert torch.equal(store[g, :n][stayed], positions[g, :n][stayed])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_sequences_are_compressed_as_if_alone(name: str) -> None:
+    """Lengths, budgets and protected rows differ; what is drawn at random is drawn in turn."""
+    policy, lengths = get(name), ([70, 9, 44], [5, 0, 12], [40, 64, 64], [1, 1, 1])
+    recents, layers = [0, 3, 33, 1], torch.tensor([0, 0, 4])
+    budgets = [Budget(pages=count) for count in (9, 2, 30, 0)]
+    alone = [rows(list(x), seed) for seed, x in enumerate(lengths)]
+    most = max(len(x[0][0]) for x in alone)
+    padded = [[F.pad(y, (0, most - y.shape[1]), value=1) for y in x[:2]] for x in alone]
+    metrics, positions = (torch.stack(x) for x in zip(*padded, strict=True))
+    held = torch.tensor(lengths)
+    valid = torch.arange(most) < held[..., None]
+    each, generators = [], [torch.Generator().manual_seed(0) for _ in range(2)]
+    policies = [replace(policy, recent=x) for x in recents]
+    sizes = [len(x[0][0]) for x in alone]
+    together = evict.scores(
+        metrics,
+        positions,
+        valid,
+        policy,
+        torch.tensor([x.protected_recent for x in policies]),
+        sizes,
+        generators[0],
+    )
+    about = 4, plain_units(3), layers
+    evicted, kept = evict.select(together, held, *about, policy, budgets)
+    moves, left = evict.compaction(evicted, held)
+    for i, (own, one, budget) in enumerate(zip(alone, policies, budgets, strict=True)):
+        metric = scores(*own[:3], one, generators[1])
+        assert torch.equal(together[i, :, : sizes[i]], metric)
+        chosen, count = select(metric, own[3], *about, one, budget)
+        assert torch.equal(evicted[i, :, : sizes[i]], chosen)
+        assert kept[i] == count
+        *wanted, lengths_left = compaction(chosen, own[3])
+        for found, expected in zip(moves[1:], wanted, strict=True):
+            assert torch.equal(found[moves[0] == i], expected)
+        assert torch.equal(left[i], lengths_left)
+        each.append(count)
+    assert each != [x.limit for x in budgets]  # of some, protected rows need more
+
+
+def test_budgets_are_of_one_kind() -> None:
+    about = torch.rand(2, 1, 4), torch.full((2, 1), 4), 4, plain_units(1), torch.zeros(1)
+    with pytest.raises(AssertionError, match="of two kinds"):
+        evict.select(*about, ALL, [Budget(pages=1), Budget(bytes=64)])
 
 
 @pytest.mark.parametrize("scope", ["group", "layer", "pyramid", "all"])

@@ -1,13 +1,18 @@
 """After eviction the engine computes what a dense model with those pairs masked does."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
 from kvfold.cache import policies
 from kvfold.config import CacheConfig
+from kvfold.engine import runner as runner_module
 from kvfold.engine.build import build_runner
+from kvfold.engine.runner import ModelRunner
 from kvfold.engine.sequence import CacheParams
 from kvfold.evaluate.paged import footprint
 from kvfold.evaluate.session import Session
@@ -38,7 +43,7 @@ def survivors(session: Session) -> list[list[int]]:
     """Positions that every group still holds."""
     runner = session.runner
     _, positions, valid = runner._tracked(session.sequence.slot)
-    return [sorted(row[keep].tolist()) for row, keep in zip(positions, valid, strict=True)]
+    return [sorted(row[keep].tolist()) for row, keep in zip(positions[0], valid[0], strict=True)]
 
 
 def dense(name: str, ids: Tensor, kept: list[list[int]], groups) -> Tensor:
@@ -106,6 +111,63 @@ def test_budgets_are_exact_for_every_sequence(evict: str, count: int) -> None:
     for session, budget in zip(sessions, budgets, strict=True):
         rows = runner.pool.host_lengths[session.sequence.slot]
         assert (-(-rows // PAGE)).sum() == budget
+
+
+def filled(evict: str, lengths: list[int]) -> tuple[ModelRunner, list[Session]]:
+    """Sequences of so many tokens, with budgets and protected tokens of their own."""
+    config = CacheConfig(kv_bytes=2**23, page=PAGE, evict=evict, keep_tokens=0.5)
+    runner = build_runner(tiny("llama-gqa"), config, num_slots=len(lengths), max_tokens=160)
+    sessions = [Session(runner).__enter__() for _ in lengths]
+    for i, (session, length) in enumerate(zip(sessions, lengths, strict=True)):
+        session.feed(tokens(1, length, seed=i)[0].tolist(), prompt=length)
+        session.sequence.cache = CacheParams(max_cache_tokens=LONG - 4 * i, protected=4 * i)
+    return runner, sessions
+
+
+@pytest.mark.parametrize("evict", policies.POLICIES)
+def test_how_many_go_at_once_does_not_matter(evict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, two by two, all: twice, so that most are out of order the second time."""
+    lengths, found = [44, 50, 71, 62, 48], []
+    for most in (1, 2 * 62 * 4, 1 << 23):
+        monkeypatch.setattr(runner_module, "ROWS", most)
+        runner, sessions = filled(evict, lengths)
+        for first in (1, 0):
+            runner.compress([session.sequence for session in sessions[first:]])
+            runner.pool.check_integrity()
+            found.append([survivors(session) for session in sessions])
+            for session in sessions:
+                session.feed([1, 2, 3])
+                session.sequence.cache = replace(session.sequence.cache, max_cache_tokens=20)
+    assert found[:2] == found[2:4] == found[4:]
+    assert found[0] != found[1]
+
+
+def test_nothing_to_compress() -> None:
+    runner, sessions = filled("kv-compress", [44])
+    runner.compress([])
+    runner.cache = sessions[0].sequence.cache = CacheParams()
+    runner.compress([session.sequence for session in sessions])
+    assert (runner.pool.host_lengths == 44).all()
+
+
+def test_sequences_share_every_operation() -> None:
+    """Nothing is launched, or waited for, once a sequence."""
+
+    class Count(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Count.total += 1
+            return func(*args, **(kwargs or {}))
+
+    totals = []
+    for lengths in ([60, 61], [60, 61, 62, 63]):
+        runner, sessions = filled("kv-compress", lengths)
+        Count.total = 0
+        with Count():
+            runner.compress([session.sequence for session in sessions])
+        totals.append(Count.total)
+    assert totals[0] == totals[1]
 
 
 def test_bytes_that_are_reported_are_bytes_that_are_held() -> None:

@@ -199,6 +199,14 @@ def test_lengths_that_shrink_cannot_reach(wrong: list[int]) -> None:
         p.shrink(slot, wrong)
 
 
+@pytest.mark.parametrize("slots", [[0, 0], [0, 2], [0, -1], [0]])
+def test_slots_that_shrink_cannot_take(slots: list[int]) -> None:
+    p = pool((8, 8))
+    p.extend([p.open(), p.open()], [5, 5])
+    with pytest.raises(AssertionError):
+        p.shrink(slots, torch.ones(2, 2, dtype=torch.int32))
+
+
 def test_slots_that_extend_cannot_take() -> None:
     p = pool()
     slot = p.open()
@@ -418,6 +426,17 @@ class PoolMachine(RuleBasedStateMachine):
         self.model[slot] = np.array([data.draw(st.integers(0, n)) for n in self.model[slot]])
         self.pool.shrink(slot, self.model[slot])
         self.stamps.update(slot)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def shrink_together(self, data: st.DataObject) -> None:
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, unique=True))
+        for slot in slots:
+            self.model[slot] = np.array([data.draw(st.integers(0, n)) for n in self.model[slot]])
+        lengths = np.stack([self.model[slot] for slot in slots])
+        self.pool.shrink(slots, torch.from_numpy(lengths).int())
+        for slot in slots:
+            self.stamps.update(slot)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())

@@ -2,11 +2,13 @@
 
 Pure functions of tensors. Shapes: B sequences, Hq query heads, Hk KV heads, n queries, G groups of
 one sequence (all layers; of one layer in `attention_mass`), T row slots, padded to the longest
-group, P rows of a page, E = ceil(T / P) blocks of a group, N = G * E. Rows of a group fill slots
-0..length-1 in any order of positions. A *block* is what must go for one more page to come free.
+group of all sequences, P rows of a page, E = ceil(T / P) blocks of a group, N = G * E. Rows of a
+group fill slots 0..length-1 in any order of positions. A *block* is what must go for one more page
+to come free.
 
 The order of eviction does not depend on the budget: a smaller budget evicts the same blocks and
-more. All but `attention_mass` run once per compression, and may wait for the device.
+more. Sequences are compressed together, and each as if it were alone. `select` waits for the device
+once a call, `compaction` twice, the others never.
 """
 
 from collections.abc import Sequence
@@ -14,12 +16,14 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kvfold.cache.layout import UNIT
 from kvfold.cache.policies import Budget, Policy
+from kvfold.cache.slabs import upload
 
 PYRAMID = 20  # beta of PyramidKV: the last layer keeps 1 / beta of the average
 INF = float("inf")
@@ -75,15 +79,18 @@ def scores(
     positions: Tensor,
     valid: Tensor,
     policy: Policy,
+    recent: Tensor,
+    sizes: Sequence[int],
     generator: torch.Generator | None = None,
     in_order: bool = False,
 ) -> Tensor:
-    """What each row is worth: fp32 [G, T], +inf where it must stay and where there is no row.
+    """What each row is worth: fp32 [B, G, T], +inf where it must stay and where there is no row.
 
-    metrics fp32 [G, T] (summed `attention_mass`); positions int [G, T]; valid bool [G, T];
-    generator: for `random`, on the metrics' device; in_order: positions ascend. Sinks and the
-    sequence's last tokens stay: `recent` ones and as many as the observation window, which slides
-    on while tokens are generated.
+    metrics fp32 [B, G, T] (summed `attention_mass`); positions int [B, G, T]; valid bool [B, G, T];
+    recent int [B]: last tokens of every sequence that stay, `protected_recent` of its policy: the
+    observation window slides on while tokens are generated; sizes: T of every sequence alone, by
+    which `random` draws; generator: for `random`, on the metrics' device; in_order: positions
+    ascend. Sinks stay too.
     Pooling (KV-Compress eq. 8) is done here, over all that was observed so far, so that metrics
     stay sums; eq. 20 adds generated queries after it.
     """
@@ -92,10 +99,19 @@ def scores(
     elif policy.score == "recency":
         worth = positions.float()
     else:
-        worth = torch.rand(metrics.shape, generator=generator, device=metrics.device)
-    last = positions.masked_fill(~valid, -1).amax()
-    stays = (positions < policy.sinks) | (positions > last - policy.protected_recent)
-    return worth.masked_fill(stays | ~valid, INF)
+        worth = _draw(metrics, sizes, generator)
+    last = positions.where(valid, -1).amax((1, 2))
+    may_go = valid & (positions <= (last - recent)[:, None, None])
+    if policy.sinks:
+        may_go &= positions >= policy.sinks
+    return worth.where(may_go, INF)
+
+
+def _draw(like: Tensor, sizes: Sequence[int], generator: torch.Generator | None) -> Tensor:
+    """Random fp32 [B, G, T]. A sequence's do not depend on how long those beside it are."""
+    num_groups, most = like.shape[1:]
+    draws = (torch.rand(num_groups, x, generator=generator, device=like.device) for x in sizes)
+    return torch.stack([F.pad(x, (0, most - x.shape[1])) for x in draws])
 
 
 def _max_pool(
@@ -104,14 +120,13 @@ def _max_pool(
     """Largest metric of the `width` rows around each, in order of position, gaps closed."""
     if width == 1:
         return metrics
+    known = metrics.where(valid, -INF)
     if in_order:
-        known = metrics.masked_fill(~valid, -INF)
         return F.max_pool1d(known, width, stride=1, padding=width // 2)
     behind = torch.iinfo(positions.dtype).max  # slots without a row are nobody's neighbours
-    order = positions.masked_fill(~valid, behind).argsort(dim=1)
-    sorted_metrics = metrics.masked_fill(~valid, -INF).gather(1, order)
-    pooled = F.max_pool1d(sorted_metrics, width, stride=1, padding=width // 2)
-    return torch.empty_like(metrics).scatter_(1, order, pooled)
+    order = positions.where(valid, behind).argsort(dim=-1)
+    pooled = F.max_pool1d(known.gather(-1, order), width, stride=1, padding=width // 2)
+    return torch.empty_like(metrics).scatter_(-1, order, pooled)
 
 
 def select(
@@ -121,30 +136,52 @@ def select(
     page_units: Tensor,
     layer_of_group: Tensor,
     policy: Policy,
-    budget: Budget,
-) -> tuple[Tensor, int]:
-    """Rows of one sequence to evict, bool [G, T], and how many pages are then kept.
+    budgets: Sequence[Budget],
+) -> tuple[Tensor, list[int]]:
+    """Rows to evict, bool [B, G, T], and how many pages every sequence then keeps.
 
-    scores fp32 [G, T], +inf (or NaN) for rows that stay; lengths, page_units, layer_of_group int
-    [G]. KV-Compress §4.2.2: rows go in order of score; a group's first block is its partial last
-    page (or a whole one), later blocks are P rows; a block costs its largest score (eq. 17). Blocks
-    go by cost per byte freed, cost / page_units, in the order that `policy.scope` gives, until the
-    budget holds: exactly `pages`, or at most `bytes` by less than one page. Protected rows come
-    first: where they need more, the least possible is kept, so compare the returned number. A
-    group without protected rows may lose all its pages.
+    scores fp32 [B, G, T], +inf (or NaN) for rows that stay; lengths int [B, G]; page_units int [G];
+    layer_of_group int [G], ascending; budgets: B of one kind. KV-Compress §4.2.2: rows go in order
+    of score, the first slot first where equal; a group's first block is its partial last page (or a
+    whole one), later blocks are P rows; a block costs its largest score (eq. 17). Blocks go by cost
+    per byte freed, cost / page_units, in the order that `policy.scope` gives, until the budget
+    holds: exactly `pages`, or at most `bytes` by less than one page. Protected rows come first:
+    where they need more, the least possible is kept, so compare the returned numbers. A group
+    without protected rows may lose all its pages.
     """
-    lengths, ranks = lengths.long(), torch.arange(scores.shape[1], device=scores.device)
-    ascending = scores.masked_fill(ranks >= lengths[:, None], INF).sort(dim=1, stable=True)
-    costs = _block_costs(ascending.values, lengths, page)
+    by_bytes = budgets[0].bytes is not None
+    assert all((x.bytes is not None) == by_bytes for x in budgets), f"of two kinds: {budgets}"
+    slots = torch.arange(scores.shape[2], device=scores.device, dtype=torch.int32)
+    known, lengths = scores.where(slots < lengths[..., None], INF), lengths.long()
+    ascending = _sorted(known)
+    costs = _block_costs(ascending, lengths, page)
     pages = _num_pages(lengths, page)
-    size = torch.ones_like(pages) if budget.bytes is None else page_units.long() * UNIT
+    size = page_units.long() * UNIT if by_bytes else torch.ones_like(page_units)
+    limits = upload(np.array([x.limit for x in budgets]), scores.device)
     order = _order(costs / page_units[:, None], pages, layer_of_group, policy)
-    num_blocks = _first_blocks(order, costs, size, (pages * size).sum() - budget.limit)
-    num_rows = num_blocks * page - (-lengths % page)
-    evicted = torch.zeros_like(scores, dtype=torch.bool)
-    evicted.scatter_(1, ascending.indices, ranks < num_rows[:, None])
-    kept = _num_pages(lengths - evicted.sum(1), page)
-    return evicted, _checked(pages, kept, num_blocks, costs.isfinite().sum(), budget)
+    num_blocks = _first_blocks(order, costs, size, (pages * size).sum(1) - limits)
+    num_rows = (num_blocks * page - (-lengths % page)).clamp(min=0)
+    evicted = _lowest(known, ascending, num_rows)
+    kept = _num_pages(lengths - evicted.sum(2), page)
+    return evicted, _checked(pages, kept, num_blocks, costs.isfinite().sum((1, 2)), budgets)
+
+
+def _sorted(x: Tensor) -> Tensor:
+    """Along the last dimension; NaN comes last. NumPy sorts rows some ten times faster on a CPU,
+    because it need not say where each number was."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(np.sort(x.numpy()))
+    return x.sort().values
+
+
+def _lowest(scores: Tensor, ascending: Tensor, count: Tensor) -> Tensor:
+    """bool [B, G, T]: the `count` [B, G] lowest scores of every group, the first of equal ones."""
+    most = ascending.gather(2, (count - 1).clamp(min=0)[..., None])
+    most = most.masked_fill(count[..., None] == 0, -INF)
+    num_below = torch.searchsorted(ascending, most)
+    equal = scores == most
+    first = equal.cumsum(2, dtype=torch.int32) <= count[..., None] - num_below
+    return (scores < most) | (equal & first)
 
 
 def _num_pages(lengths: Tensor, page: int) -> Tensor:
@@ -152,38 +189,40 @@ def _num_pages(lengths: Tensor, page: int) -> Tensor:
 
 
 def _block_costs(ascending: Tensor, lengths: Tensor, page: int) -> Tensor:
-    """[G, E] largest score of each block, rising along a group; inf where there is no block.
+    """[B, G, E] largest score of each block, rising along a group; inf where there is no block.
 
     Empty slots of the last page count as the cheapest rows, so block e ends at rank
     (e + 1) P - empty - 1 of the sorted rows.
     """
-    num_blocks = -(-ascending.shape[1] // page)
+    num_blocks = -(-ascending.shape[2] // page)
     ends = torch.arange(1, num_blocks + 1, device=lengths.device) * page
-    last = ends - 1 - (-lengths % page)[:, None]
-    costs = ascending.gather(1, last.clamp(max=ascending.shape[1] - 1))
-    return costs.masked_fill(last >= lengths[:, None], INF)
+    last = ends - 1 - (-lengths % page)[..., None]
+    costs = ascending.gather(2, last.clamp(max=ascending.shape[2] - 1))
+    return costs.masked_fill(last >= lengths[..., None], INF)
 
 
 def _order(costs: Tensor, pages: Tensor, layer_of_group: Tensor, policy: Policy) -> Tensor:
-    """int64 [N] block numbers (group * E + block) in the order in which they go.
+    """int64 [B, N] block numbers (group * E + block) in the order in which they go.
 
     Groups that compete form a unit, whose cheapest block goes next. Of several units the one that
     keeps most for its share gives way, (pages left - 1/2) / share, the cheaper block on a tie: the
     rounding of Webster, which meets any budget exactly and skips units that have nothing to give.
     """
-    by_cost = costs.flatten().argsort(stable=True)
+    by_cost = costs.flatten(1).argsort(dim=1, stable=True)
     if policy.scope == "all":
         return by_cost
     unit, share = _units(layer_of_group, policy)
-    left, shares = (torch.zeros_like(x).index_add_(0, unit, x) for x in (pages, share))
-    own = unit.repeat_interleave(costs.shape[1])[by_cost]
-    excess = ((left[own] - _rank_within(own)).double() - 0.5) / shares[own]
-    return by_cost[excess.argsort(descending=True, stable=True)]
+    left = torch.zeros_like(pages).index_add_(1, unit, pages)
+    shares = torch.zeros_like(share).index_add_(0, unit, share)
+    own = unit.repeat_interleave(costs.shape[2])[by_cost]
+    # fp64, since in fp32 two units' numbers may seem equal: one in P rows has one.
+    excess = ((left.gather(1, own) - _rank_within(own)).double() - 0.5) / shares[own]
+    return by_cost.gather(1, excess.argsort(dim=1, descending=True, stable=True))
 
 
 def _units(layer_of_group: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
     """Which unit a group belongs to, int64 [G], and its share of the budget, fp64 [G]."""
-    layers = torch.unique(layer_of_group, return_inverse=True)[1]
+    layers = F.pad(layer_of_group.diff().sign().cumsum(0), (1, 0))
     share = torch.ones_like(layers, dtype=torch.float64)
     if policy.scope == "layer":
         return layers, share
@@ -194,49 +233,57 @@ def _units(layer_of_group: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
 
 
 def _rank_within(own: Tensor) -> Tensor:
-    """int64 [N]: how many earlier entries of `own` are the same."""
-    ascending = own.sort(stable=True)
+    """int64 [B, N]: how many earlier entries of a row of `own` are the same."""
+    ascending = own.sort(dim=1, stable=True)
     first = torch.searchsorted(ascending.values, ascending.values)
-    ranks = torch.arange(len(own), device=own.device) - first
-    return torch.empty_like(own).scatter_(0, ascending.indices, ranks)
+    ranks = torch.arange(own.shape[1], device=own.device) - first
+    return torch.empty_like(own).scatter_(1, ascending.indices, ranks)
 
 
 def _first_blocks(order: Tensor, costs: Tensor, size: Tensor, excess: Tensor) -> Tensor:
-    """int64 [G] blocks that go from each group: the first in `order` that free `excess`."""
-    freed = torch.where(costs.isfinite(), size[:, None], 0).flatten()[order]
-    goes = (freed.cumsum(0) - freed < excess) & (freed > 0)
-    return torch.empty_like(goes).scatter_(0, order, goes).view_as(costs).sum(1)
+    """int64 [B, G] blocks that go from each group: the first in `order` that free `excess` [B]."""
+    freed = torch.where(costs.isfinite(), size[:, None], 0).flatten(1).gather(1, order)
+    goes = (freed.cumsum(1) - freed < excess[:, None]) & (freed > 0)
+    return torch.empty_like(goes).scatter_(1, order, goes).view_as(costs).sum(2)
 
 
 def _checked(
-    pages: Tensor, kept: Tensor, num_blocks: Tensor, evictable: Tensor, budget: Budget
-) -> int:
-    """Pages kept in all. Asserts that every evicted block frees a page, and the budget in pages."""
-    assert torch.equal(kept, pages - num_blocks), f"{pages} pages - {num_blocks} != {kept} kept"
-    present, num_kept, most = torch.stack([pages.sum(), kept.sum(), evictable]).tolist()
-    if budget.pages is not None:
-        expected = max(min(budget.pages, present), present - most)
-        assert num_kept == expected, (
-            f"{num_kept} pages kept != {expected}: budget {budget.pages} of {present} pages,"
-            f" {most} of them evictable"
+    pages: Tensor, kept: Tensor, num_blocks: Tensor, evictable: Tensor, budgets: Sequence[Budget]
+) -> list[int]:
+    """Pages kept of every sequence. Asserts that every evicted block frees a page, and budgets in
+    pages."""
+    freed = num_blocks.sum(1).where((kept == pages - num_blocks).all(1), -1)
+    columns = torch.stack((pages.sum(1), kept.sum(1), evictable, freed)).tolist()
+    for budget, present, num_kept, most, num_freed in zip(budgets, *columns, strict=True):
+        assert num_kept == present - num_freed, (
+            f"{present} pages - {num_freed} freed != {num_kept} kept (-1: differs by group)"
         )
-    return int(num_kept)
+        if budget.pages is not None:
+            expected = max(min(budget.pages, present), present - most)
+            assert num_kept == expected, (
+                f"{num_kept} pages kept != {expected}: budget {budget.pages} of {present} pages,"
+                f" {most} of them evictable"
+            )
+    return columns[1]
 
 
-def compaction(evicted: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Moves that close the holes: group, source and target slots, int64 [M]; new lengths [G].
+def compaction(
+    evicted: Tensor, lengths: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Moves that close the holes, (sequence, group, source slot, target slot), int64 [M] each; new
+    lengths [B, G].
 
-    evicted bool [G, T]; lengths int [G]. KV-Compress Algorithm 1 in parallel: survivors beyond the
-    new length take the evicted slots before it, so sources and targets never meet and the moves
-    can be made at once, in any order.
+    evicted bool [B, G, T]; lengths int [B, G]. KV-Compress Algorithm 1 in parallel: survivors
+    beyond the new length take the evicted slots before it, so sources and targets never meet and
+    the moves can be made at once, in any order.
     """
-    slots = torch.arange(evicted.shape[1], device=evicted.device)
-    survives = ~evicted & (slots < lengths[:, None])
-    new_lengths = survives.sum(1)
-    inside = slots < new_lengths[:, None]
-    group, source = (survives & ~inside).nonzero(as_tuple=True)
-    _, target = (~survives & inside).nonzero(as_tuple=True)
-    return group, source, target, new_lengths.to(lengths.dtype)
+    slots = torch.arange(evicted.shape[2], device=evicted.device, dtype=torch.int32)
+    survives = ~evicted & (slots < lengths[..., None])
+    new_lengths = survives.sum(2, dtype=torch.int32)
+    inside = slots < new_lengths[..., None]
+    sequence, group, source = (survives & ~inside).nonzero(as_tuple=True)
+    *_, target = (inside & ~survives).nonzero(as_tuple=True)
+    return (sequence, group, source, target), new_lengths.to(lengths.dtype)
 
 
 def capped(order: Sequence[tuple[Id, int]], limit: int) -> list[Id]:

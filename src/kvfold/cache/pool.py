@@ -92,8 +92,7 @@ class Pool:
     ) -> None:
         _check(num_bytes, num_slots, max_tokens)
         self.layout, self.num_slots, self.max_tokens = layout, num_slots, max_tokens
-        self.max_pages = -(-max_tokens // layout.page)
-        self.device = torch.device(device)
+        self.max_pages, self.device = -(-max_tokens // layout.page), torch.device(device)
         shape = (num_slots, len(layout.groups), self.max_pages + layout.kivi)
         layouts = [group.layout for group in layout.groups]
         layouts += [tail for x in layouts if (tail := x.tail) is not None]
@@ -160,24 +159,24 @@ class Pool:
         self._set_lengths(span.slots, lengths)
         self._high_water = max(self._high_water, self.used_bytes)
 
-    def shrink(self, slot: int, lengths: Sequence[int] | Ints | Tensor) -> None:
-        """Keep the first lengths[g] rows of every group g; free the whole pages beyond.
+    def shrink(self, slots: int | Sequence[int], lengths: Sequence[int] | Ints | Tensor) -> None:
+        """Keep the first lengths[i, g] rows of group g of slots[i]; free the whole pages beyond.
 
-        lengths [G], never more than now, in host memory (a device tensor is waited for). With KIVI
-        none, or more than the full pages have: the tail has forgotten what was packed.
+        lengths [S, G], or [G] of one slot, never more than now, in host memory (a device tensor is
+        waited for). With KIVI none, or more than the full pages have: tails forget what is packed.
         """
-        assert self._is_open[slot], f"slot {slot} is not open"
-        slots, before = np.array([slot]), self.host_lengths[[slot]]
-        after: Ints = torch.as_tensor(lengths, dtype=torch.int64, device="cpu").numpy()[None]
-        assert after.shape == before.shape, f"{after.size} lengths for {before.size} groups"
+        index = self._opened(np.atleast_1d(slots))
+        before = self.host_lengths[index]
+        after: Ints = np.atleast_2d(torch.as_tensor(lengths, dtype=torch.int64, device="cpu"))
+        assert after.shape == before.shape, f"{after.shape} lengths for {before.shape} groups"
         assert (after >= 0).all() and (after <= before).all(), f"from {before} to {after} rows"
-        kept, had = after // self.layout.page, before // self.layout.page
-        packed = self.layout.kivi and bool(((after > 0) & (kept < had)).any())
+        lost = (after > 0) & (after // self.layout.page < before // self.layout.page)
+        packed = self.layout.kivi and bool(lost.any())
         assert not packed, f"from {before} to {after} rows: KIVI's tails have moved on"
-        span = self._span(slots, after, before)
+        span = self._span(index, after, before)
         if span.pages.any():
             self._slabs.push(self.tables.view(-1)[self._cells(span)], span.pages)
-        self._set_lengths(slots, after)
+        self._set_lengths(index, after)
 
     @property
     def used_bytes(self) -> int:
@@ -247,15 +246,18 @@ class Pool:
         pages = np.bincount(self._class_of, weights=count.sum(0)).astype(np.int64)
         return _Span(slots=slots, first=first, count=count, pages=pages)
 
+    def _opened(self, slots: Sequence[int] | Ints) -> Ints:
+        index: Ints = np.array(slots, dtype=np.int64)
+        assert (index >= 0).all() and self._is_open[index].all(), f"not all open: slots {slots}"
+        assert len(np.unique(index)) == len(index), f"not different: slots {slots}"
+        return index
+
     def _growth(self, slots: Sequence[int], tokens: Sequence[int]) -> tuple[_Span, Ints]:
         """What to add for `tokens` more rows, and the lengths [S, G] with them."""
-        index, more = np.array(slots, dtype=np.int64), np.array(tokens, dtype=np.int64)
-        assert (index >= 0).all() and self._is_open[index].all(), f"not all open: slots {slots}"
-        assert len(set(slots)) == len(index) == len(more), f"slots {slots}, tokens {tokens}"
-        assert (more >= 0).all(), f"tokens {tokens}"
-        before = self.host_lengths[index]
-        after = before + more[:, None]
-        return self._span(index, before, after), after
+        index, more = self._opened(slots), np.array(tokens, dtype=np.int64)
+        assert len(index) == len(more) and (more >= 0).all(), f"slots {slots}, tokens {tokens}"
+        after = self.host_lengths[index] + more[:, None]
+        return self._span(index, self.host_lengths[index], after), after
 
     def _shortage(self, span: _Span, lengths: Ints) -> str | None:
         """Why sequences cannot have `lengths` [S, G] rows, which add `span`."""
@@ -284,8 +286,7 @@ class Pool:
 
     def _set_lengths(self, slots: Ints, lengths: Ints) -> None:
         self.host_lengths[slots] = lengths
-        rows = upload(lengths.astype(np.int32), self.device)
-        self.lengths[upload(slots, self.device)] = rows
+        self.lengths[upload(slots, self.device)] = upload(lengths.astype(np.int32), self.device)
 
 
 def _check(num_bytes: int, num_slots: int, max_tokens: int) -> None:

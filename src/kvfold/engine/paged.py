@@ -80,7 +80,8 @@ class PagedStep(PagedRows):
         fill: kivi.Fill | None = None,
     ) -> None:
         self.setup, self.parts, self.fill = attention.setup, parts, fill
-        self.slots, self.index, self.positions = slots, index, positions
+        self.slots, self.positions = slots, positions
+        self.index = self.setup.pool.lengths[slots] + index[:, None]  # int64 [N, all groups]
         self.ways = [make() for make in attention.ways]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -91,12 +92,13 @@ class PagedStep(PagedRows):
         q, rows = module.project(x, tables)
         self._store(module.layer_idx, rows[0])
         outputs = [self._way(module, x).attend(module, x, x.of(q)) for x in self.parts]
-        return torch.cat([out.flatten(0, 1) for out in outputs])[None]
+        flat = [out.flatten(0, 1) for out in outputs]
+        return (torch.cat(flat) if len(flat) > 1 else flat[0])[None]
 
     def _store(self, layer: int, rows: Tensor) -> None:
         """rows [N, R] of the step's tokens into their pages."""
-        arena, tables, lengths, groups = self.setup.pages[layer]
-        index = lengths[self.slots].long() + self.index[:, None]
+        arena, tables, _, groups = self.setup.pages[layer]
+        index = self.index[:, self.setup.pool.layout.layer_groups[layer]]
         place = arena, tables, groups, rows, self.slots
         if self.fill is not None:
             kivi.append(*place, index[:, 0], self.fill)

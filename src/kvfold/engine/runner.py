@@ -1,26 +1,32 @@
 """The model side of the engine: a batch to logits, and sequences to fewer pages."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvfold.cache import evict
 from kvfold.cache.policies import Budget, Policy
 from kvfold.cache.pool import Pool
+from kvfold.cache.slabs import upload
+from kvfold.engine.compiled import Compiled, wanted
 from kvfold.engine.graphs import DecodeGraphs
 from kvfold.engine.paged import Attention, PagedStep
 from kvfold.engine.parts import decodes, decoding, split
 from kvfold.engine.sequence import Batch, CacheParams, Sequence
+from kvfold.models.adapter import PagedRows
 from kvfold.models.families import attention_windows
 from kvfold.ops import kivi
 
 # transformers makes no mask for an attention without a registered mask function.
 PAGED = "kvfold_paged"
+ROWS = 10_000_000  # of all groups that are compressed at once, with some 40 B each of temporaries
+
+Evicted = tuple[Sequence, Budget]
 
 
 class ModelRunner:
@@ -49,6 +55,9 @@ class ModelRunner:
         assert tracked, "layers with a sliding window need positions, to free what is behind it"
         self.device, self.attention = pool.device, Attention(self.model, pool, policy)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
+        self.compiled = Compiled(self.model) if wanted(self.device.type) else None
+        if self.compiled is not None:
+            self.compiled.warm_up(self._forward, self.device)
         captures = self.attention.captures
         self.graphs = DecodeGraphs(self._decode, self.device) if captures else None
         groups = pool.layout.groups
@@ -113,9 +122,9 @@ class ModelRunner:
         yield
         observer.end(decodes(batch))
 
-    def _forward(self, tokens: Tensor, positions: Tensor, step: PagedStep) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, step: PagedRows) -> Tensor:
         """tokens, positions int64 [N] -> last hidden states [N, D]."""
-        with self._paged_attention():
+        with self._paged_attention(), self.compiled.applied() if self.compiled else nullcontext():
             out = self.model.base_model(
                 input_ids=tokens[None],
                 position_ids=positions[None],
@@ -166,7 +175,8 @@ class ModelRunner:
         if limits.max_cache_tokens:
             return Budget.max_cache_tokens(limits.max_cache_tokens, page, groups)
         if limits.keep_tokens:
-            return Budget.keep_tokens(limits.keep_tokens, [sequence.num_computed] * groups, page)
+            one = Budget.keep_tokens(limits.keep_tokens, [sequence.num_computed], page)
+            return Budget(pages=one.limit * groups)
         return None
 
     def needs_compression(self, sequence: Sequence) -> bool:
@@ -179,44 +189,78 @@ class ModelRunner:
     @torch.inference_mode()
     def compress(self, sequences: list[Sequence]) -> None:
         """Evict to each one's budget and give the pages back to the pool."""
-        for sequence in sequences:
-            budget = self.budget(sequence)
-            if budget is not None:
-                self._evict(sequence, budget)
+        work = [(x, budget) for x in sequences if (budget := self.budget(x)) is not None]
+        kept = [self._evict(chunk) for chunk in self._chunks(work)]
+        if kept:
+            self.pool.shrink([x.open_slot for x, _ in work], torch.cat(kept))
 
-    def _policy(self, sequence: Sequence) -> Policy:
-        assert self.policy is not None
-        protected = sequence.cache.protected
-        return self.policy if protected is None else replace(self.policy, recent=protected)
+    def _chunks(self, work: list[Evicted]) -> Iterator[list[Evicted]]:
+        """What is compressed at once: at most ROWS rows, padding included, or one sequence."""
+        chunk: list[Evicted] = []
+        widest = 0
+        for item in work:
+            rows = self.pool.host_lengths[item[0].open_slot]
+            widest = max(widest, int(rows.max()) * len(rows))
+            if chunk and widest * (len(chunk) + 1) > ROWS:
+                yield chunk
+                chunk, widest = [], int(rows.max()) * len(rows)
+            chunk.append(item)
+        if chunk:
+            yield chunk
 
-    def _evict(self, sequence: Sequence, budget: Budget) -> None:
-        pool, policy = self.pool, self._policy(sequence)
-        lengths = pool.lengths[sequence.open_slot].long()
-        metrics, positions, valid = self._tracked(sequence.open_slot)
-        # Rows leave their order where others go, never before.
-        whole = bool((pool.host_lengths[sequence.open_slot] == sequence.num_computed).all())
-        worth = evict.scores(metrics, positions, valid, policy, self.generator, in_order=whole)
+    def _evict(self, chunk: list[Evicted]) -> Tensor:
+        """Move what is kept together; rows kept, int32 [B, G]."""
+        pool, policy, sequences = self.pool, self.policy, [x for x, _ in chunk]
+        assert policy is not None
+        slots = upload(np.array([x.open_slot for x in sequences]), self.device)
         evicted, _ = evict.select(
-            worth, lengths, pool.layout.page, self.page_units, self.layer_of_group, policy, budget
+            self._scores(sequences, policy),
+            pool.lengths[slots],
+            pool.layout.page,
+            self.page_units,
+            self.layer_of_group,
+            policy,
+            [budget for _, budget in chunk],
         )
-        self._remove(sequence.open_slot, evicted, lengths)
+        return self._move(slots, evicted)
 
-    def _tracked(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Metrics, positions and validity of a sequence's rows in all groups, [G, T]."""
+    def _scores(self, sequences: list[Sequence], policy: Policy) -> Tensor:
+        """What their rows are worth, fp32 [B, G, T]."""
+        slots = [x.open_slot for x in sequences]
+        lengths = self.pool.host_lengths[slots]
+        computed = np.array([[x.num_computed] for x in sequences])
+        recent = np.array([_recent(x, policy) for x in sequences])
+        return evict.scores(
+            *self._tracked(*slots),
+            policy,
+            upload(recent, self.device),
+            lengths.max(1).tolist(),
+            self.generator,
+            # Rows leave their order where others go, never before.
+            in_order=bool((lengths == computed).all()),
+        )
+
+    def _tracked(self, *slots: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Metrics, positions and validity of sequences' rows in all groups, [B, G, T]."""
         if self.attention.observer is not None:
             self.attention.observer.flush()
-        size = int(self.pool.host_lengths[slot].max())
-        found = [self._tracked_in(slot, where, size) for where in self.attention.setup.spans]
-        metrics, positions, valid = (torch.cat(parts) for parts in zip(*found, strict=True))
+        index = upload(np.array(slots), self.device)
+        size = int(self.pool.host_lengths[list(slots)].max())
+        first, *others = (self._tracked_in(index, x, size) for x in self.attention.setup.spans)
+        if not others:
+            return first
+        metrics, positions, valid = (torch.cat(x, 1) for x in zip(first, *others, strict=True))
         return metrics, positions, valid
 
-    def _tracked_in(self, slot: int, where: slice, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of the groups `where`, [g, T]."""
-        pool, slots = self.pool, self._tensor([slot])
+    def _tracked_in(self, slots: Tensor, where: slice, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of the groups `where` of slots [B]: [B, g, T]."""
+        pool = self.pool
         place = pool.arena, pool.tables[:, where], pool.layout.groups[where], slots
         lengths = pool.lengths[slots, where]
-        metrics, positions, valid = self.attention.setup.store.read_tracked(*place, lengths, size)
-        return metrics[0], positions[0], valid[0]
+        found: tuple[Tensor, Tensor, Tensor] = self.attention.setup.store.read_tracked(
+            *place, lengths, size
+        )
+        return found
 
     def _slide(self, slot: int, position: int) -> None:
         """Free the pages of rows that no query from `position` on sees. Rows go P at a time, so
@@ -230,28 +274,27 @@ class ModelRunner:
                 cuts.append((where, position - length + behind))
         if not cuts:
             return
-        size = int(lengths.max())
-        evicted = torch.zeros(len(lengths), size, dtype=torch.bool, device=self.device)
+        size, index = int(lengths.max()), upload(np.array([slot]), self.device)
+        evicted = torch.zeros(1, len(lengths), size, dtype=torch.bool, device=self.device)
         for where, first in cuts:
-            _, positions, valid = self._tracked_in(slot, where, size)
-            evicted[where] = valid & (positions < first)
-        self._remove(slot, evicted, pool.lengths[slot].long())
+            _, positions, valid = self._tracked_in(index, where, size)
+            evicted[:, where] = valid & (positions < first)
+        pool.shrink(slot, self._move(index, evicted))
 
-    def _remove(self, slot: int, evicted: Tensor, lengths: Tensor) -> None:
-        """Close the holes, and free the pages behind."""
-        pool, spans = self.pool, self.attention.setup.spans
-        group, source, target, kept = evict.compaction(evicted, lengths)  # group ascends
-        edges = self._tensor([*(where.start for where in spans), len(lengths)])
-        bounds = torch.searchsorted(group, edges).tolist()
-        for where, (first, last) in zip(spans, pairwise(bounds), strict=True):
-            own = group[first:last] - where.start
-            self.attention.setup.store.move(
-                pool.arena,
-                pool.tables[:, where],
-                pool.layout.groups[where],
-                torch.full_like(own, slot),
-                own,
-                source[first:last],
-                target[first:last],
-            )
-        pool.shrink(slot, kept)
+    def _move(self, slots: Tensor, evicted: Tensor) -> Tensor:
+        """Close the holes of the sequences slots [B]: evicted bool [B, G, T]; rows kept [B, G]."""
+        pool, setup, kept = self.pool, self.attention.setup, []
+        lengths = pool.lengths[slots]
+        for where in setup.spans:
+            moves, left = evict.compaction(evicted[:, where], lengths[:, where])
+            sequence, *rows = moves
+            place = pool.arena, pool.tables[:, where], pool.layout.groups[where]
+            setup.store.move(*place, slots[sequence], *rows)
+            kept.append(left)
+        return torch.cat(kept, 1)
+
+
+def _recent(sequence: Sequence, policy: Policy) -> int:
+    """Last tokens of a sequence that are never evicted."""
+    own = sequence.cache.protected
+    return (policy if own is None else replace(policy, recent=own)).protected_recent

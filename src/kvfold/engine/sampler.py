@@ -68,13 +68,13 @@ def sample(
     the device.
     """
     assert logits.shape[0] == len(params) == len(generators), (logits.shape, len(params))
-    tokens = logits.argmax(-1)
+    most, tokens = logits.max(-1)
     rows = [i for i, p in enumerate(params) if not p.greedy]
     if rows:
         uniform = _uniform([generators[i] for i in rows]).to(logits.device)
         chosen = [params[i] for i in rows]
         tokens[rows] = _draw(_limit(_scale(logits[rows], chosen), chosen), uniform)
-    bad = ~logits.amax(-1).isfinite()  # the maximum of a row with a NaN is NaN
+    bad = ~most.isfinite()  # the maximum of a row with a NaN is NaN
     return Sampled(tokens=tokens, bad=bad, logprobs=_logprobs(logits, tokens, params))
 
 

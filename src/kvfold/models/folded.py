@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvfold.models.pieces import Pieces
 from kvfold.ops.attention import attention, rotate
 from kvfold.spec import Geometry, Latent, LayerSpec
 
@@ -32,6 +33,8 @@ class FoldedAttention(nn.Module):
 
     A family subclass inherits its own attention class too, and adapts `forward`.
     """
+
+    pieces = Pieces()  # an engine's steps put compiled ones in their place
 
     def __init__(self, config: Any, geometry: Geometry, spec: LayerSpec, layer_idx: int) -> None:
         nn.Module.__init__(self)
@@ -130,10 +133,7 @@ class FoldedAttention(nn.Module):
         rows = self.down_proj(x) if hasattr(self, "down_proj") else x.new_zeros(*x.shape[:2], 0)
         if not self.keys_online:
             return q, rows
-        keys = self._online_keys(x, tables)
-        if self.spec.latents[0].side == "kv":
-            return q, rows + keys
-        return q, torch.cat((keys, rows), dim=-1)
+        return q, self._online_rows(x, tables, rows)
 
     def attend(
         self, q: Tensor, view: RowView, need_weights: bool = False
@@ -159,25 +159,24 @@ class FoldedAttention(nn.Module):
         q = self.q_proj(x)
         if self.query_folded:
             return _split_ragged(q, self._head_ranks["k"])
-        q = self.normalize_queries(q.unflatten(-1, (g.num_query_heads, g.head_dim))).transpose(1, 2)
-        if g.rope and tables is not None:
-            q = rotate(q, tables[0][:, None], tables[1][:, None])
-        if self.spec.keys not in ("post", "absorbed"):
-            return q
-        up = self.key_columns.per_head(self.key_up, g.head_dim)
-        q = q.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
-        return torch.einsum("bhgtd,hdr->bhgtr", q, up).flatten(1, 2)
+        q = self.normalize_queries(q.unflatten(-1, (g.num_query_heads, g.head_dim)))
+        mapped = self.spec.keys in ("post", "absorbed")
+        up = self.key_columns.per_head(self.key_up, g.head_dim) if mapped else None
+        return self.pieces.queries(q, tables if g.rope else None, up)
 
-    def _online_keys(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _online_rows(self, x: Tensor, tables: tuple[Tensor, Tensor] | None, rest: Tensor) -> Tensor:
+        """Rows [B, T, R] from x [B, T, D] and what is mapped from it already, rest [B, T, .]."""
         g, spec = self.geometry, self.spec
         k = self.normalize_keys(self.k_proj(x).unflatten(-1, (g.num_kv_heads, g.head_dim)))
-        if g.rope and spec.keys in ("post", "plain") and tables is not None:
-            k = rotate(k, tables[0][:, :, None], tables[1][:, :, None])
+        tables = tables if g.rope and spec.keys in ("post", "plain") else None
         if spec.keys == "plain":
-            return k.flatten(-2)
-        k = k.flatten(-2).unflatten(-1, (len(spec.key_latents), -1))
+            return self.pieces.rows(k, tables, None, rest)
+        k = self.pieces.turn(k, tables).flatten(-2).unflatten(-1, (len(spec.key_latents), -1))
         z = torch.einsum("btnc,ncr->btnr", k, self.key_down)
-        return self.key_columns.compact(z) + self.key_shift
+        z = self.key_columns.compact(z)
+        if spec.latents[0].side == "kv":
+            return rest + self.pieces.rows(z, None, self.key_shift, rest[..., :0])
+        return self.pieces.rows(z, None, self.key_shift, rest)
 
     def score_keys(self, view: RowView) -> Tensor:
         """Keys in score space [B, Hk, S, d or r]."""
@@ -243,9 +242,9 @@ class Columns:
         return rows.index_select(-1, index).unflatten(-1, (count, self.widest))
 
     def compact(self, z: Tensor) -> Tensor:
-        """[B, T, n, widest] -> [B, T, sum of ranks], padding dropped."""
+        """[B, T, n, widest] -> [B, T, sum of ranks], padding dropped; as it is where none is."""
         if self.uniform:
-            return z.flatten(-2)
+            return z
         return torch.cat([z[..., i, :rank] for i, rank in enumerate(self.ranks)], dim=-1)
 
     def spread(self, z: Tensor) -> Tensor:

@@ -1,0 +1,125 @@
+"""A model's elementwise work in few launches: pieces of its layers compiled, for an engine's steps.
+
+In plain PyTorch a norm is eight launches, RoPE five, silu(gate) * up two. torch.compile makes one
+of each; products stay with cuBLAS, attention with our kernels. The pieces are what lies between:
+modules that transformers wrote, all of a class by one function, and those of `models.pieces`. They
+stand in the model during a forward pass of the engine alone.
+KVFOLD_COMPILE: `auto` (on CUDA devices) or `off`. Shapes: N tokens of a step, D model width.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvfold.models.adapter import HFAttention, PagedRows
+from kvfold.models.families import family_of
+from kvfold.models.pieces import Pieces
+from kvfold.ops.attention import Tables
+
+TOKENS = 127  # of the step that is compiled for; a prime, so that no width of a model equals it
+RECOMPILES = 64  # of one function: widths, types of numbers, and one token apart from more
+
+Forward = Callable[[Tensor, Tensor, PagedRows], Tensor]
+
+
+def wanted(device_type: str) -> bool:
+    """Whether pieces are compiled for this type of device. Raises ValueError."""
+    found = os.environ.get("KVFOLD_COMPILE", "auto")
+    if found not in ("auto", "off"):
+        raise ValueError(f"KVFOLD_COMPILE must be auto or off; got {found!r}")
+    return found == "auto" and device_type == "cuda"
+
+
+class Compiled:
+    """What stands in for parts of a model during `applied`. backend: of torch.compile."""
+
+    def __init__(self, model: Any, backend: str = "inductor") -> None:
+        layers, attentions = _parts(model)
+        inner = {type(x) for layer in layers for x in layer.children() if x not in attentions}
+        forwards = {kind: _piece(kind.forward, backend) for kind in inner if _is_theirs(kind)}
+        # A module with a forward of its own is someone's, as with transformers' other devices.
+        self.swaps: list[tuple[nn.Module, str, Any]] = [
+            (x, "forward", partial(forwards[type(x)], x))
+            for x in model.modules()
+            if type(x) in forwards and "forward" not in vars(x)
+        ]
+        pieces = Pieces(*(_piece(function, backend) for function in Pieces()))
+        self.swaps += [(x, "pieces", pieces) for x in attentions]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model computes the same, but for rounding."""
+        for module, name, value in self.swaps:
+            vars(module)[name] = value
+        try:
+            yield
+        finally:
+            for module, name, _ in self.swaps:
+                del vars(module)[name]
+
+    @torch.inference_mode()
+    def warm_up(self, forward: Forward, device: torch.device) -> None:
+        """Compile all that steps need: forward, given tokens, positions int64 [N] and what attends,
+        runs the model under `applied`. Where that fails, warn and do without."""
+        try:
+            with torch._dynamo.config.patch(cache_size_limit=RECOMPILES):
+                for number in (TOKENS, 1):
+                    positions = torch.arange(number, device=device)
+                    forward(torch.zeros_like(positions), positions, _Dry())
+        except Exception as error:
+            self.swaps = []
+            warnings.warn(
+                f"torch.compile failed, so that a step takes more launches; KVFOLD_COMPILE=off "
+                f"does not try: {type(error).__name__}: {str(error)[:500]}",
+                stacklevel=2,
+            )
+
+
+class _Dry(PagedRows):
+    """Attention without a pool: nothing is stored, and all outputs are 0."""
+
+    is_compileable = False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def attend(self, module: HFAttention, x: Tensor, tables: Tables | None) -> Tensor:
+        q, _ = module.project(x, tables)
+        return module.output(q.new_zeros(*q.shape[:3], module.value_width))
+
+
+def _parts(model: Any) -> tuple[list[Any], set[nn.Module]]:
+    family = family_of(model.config)
+    return list(family.layers(model)), set(family.attentions(model))
+
+
+def _is_theirs(kind: type[nn.Module]) -> bool:
+    """PyTorch's own modules are one launch each."""
+    return kind.__module__.startswith("transformers.")
+
+
+def _piece(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """Compiled once for one token and once for any other number of them, dim 1 of all tensors."""
+    return partial(_call, torch.compile(function, backend=backend))
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    # Of what is a parameter, torch.compile makes every size a constant.
+    args = tuple(x.detach() if isinstance(x, nn.Parameter) else x for x in args)
+    _mark(args)
+    return function(*args)
+
+
+def _mark(x: Any) -> None:
+    """Keep TOKENS out of the code; all other sizes stay in it until they are found to differ."""
+    if isinstance(x, tuple):
+        for item in x:
+            _mark(item)
+    elif isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == TOKENS:
+        torch._dynamo.maybe_mark_dynamic(x, 1)
