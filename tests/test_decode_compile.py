@@ -17,9 +17,17 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
 from hopper import need_compiler, run_alone  # noqa: E402
 from kvfold.cache.layout import Group, cache_layout  # noqa: E402
-from kvfold.ops import decode_triton, plan_triton, rebuild_triton  # noqa: E402
+from kvfold.ops import (  # noqa: E402
+    decode_triton,
+    plan_triton,
+    rebuild_plan,
+    rebuild_scores_gluon,
+    rebuild_triton,
+)
 from kvfold.ops.decode_triton import plan_layers  # noqa: E402
 from kvfold.ops.plan import padded_queries  # noqa: E402
 from kvfold.ops.rebuild import KeyMaps  # noqa: E402
@@ -60,7 +68,8 @@ class Recorder:
         assert set(names) == {*types, *constants} and len(names) == len(types) + len(constants)
         # Strides and addresses as a pool has them: multiples of 16.
         sixteen = [(names.index(name),) for name, kind in types.items() if kind != "fp32"]
-        self.source = triton.compiler.ASTSource(
+        compiles = GluonASTSource if self.kernel.is_gluon() else triton.compiler.ASTSource
+        self.source = compiles(
             self.kernel,
             {name: types.get(name, "constexpr") for name in names},
             {(names.index(name),): value for name, value in constants.items()},
@@ -115,11 +124,12 @@ def direct(known: Shape, tuning: Tuning, queries: int, hard: bool) -> dict[str, 
     return kernels | planned
 
 
-def rebuilt() -> tuple[Recorder, Recorder]:
-    """Scores and values of a `lean` layer of Llama-3.1-8B's shape: 48 numbers a key, 256 values."""
-    heads = tuple(range(8))
-    keys = tuple(Latent(side="k", heads=(head,), rank=48) for head in heads)
-    latents = (*keys, Latent(side="v", heads=heads, rank=256))
+def rebuilt(keys: int, values: int, heads: int = 0) -> tuple[Recorder, Recorder]:
+    """Scores and values of a layer of Llama-3.1-8B's shape: `lean`, or where keys is 0 `small`;
+    heads: KV heads of a program of the scores for Hopper, 0: the other kernel's."""
+    every = tuple(range(8))
+    latents = tuple(Latent(side="k", heads=(head,), rank=keys) for head in every if keys)
+    latents += (Latent(side="v" if keys else "kv", heads=every, rank=values),)
     layer = LayerSpec(keys="pre", values="fused", latents=latents)
     geometry = Geometry(
         hidden_size=8, num_query_heads=32, num_kv_heads=8, head_dim=128, num_layers=1, rope=True,
@@ -128,16 +138,19 @@ def rebuilt() -> tuple[Recorder, Recorder]:
     spec = CacheSpec(geometry=geometry, layers=(layer,))
     groups = cache_layout(spec, page=64).groups
     angles = 5e5 ** (-torch.arange(64) / 64)
-    maps = KeyMaps(torch.zeros(8, 128, 48), torch.zeros(8, 128), angles)
+    maps = KeyMaps(torch.zeros(8, 128, keys or values), torch.zeros(8, 128), angles)
     place = (*one_sequence(groups, 32, 128), layer, groups, torch.zeros(1, dtype=torch.int64))
     names = "fold_kernel", "score_kernel", "value_kernel", "combine_kernel"
     kernels, planned = recorders(rebuild_triton, *names), recorders(plan_triton, "plan_kernel")
+    hopper = recorders(rebuild_scores_gluon, "score_kernel")
     with (
         mock.patch.multiple(rebuild_triton, **kernels),
+        mock.patch.multiple(rebuild_scores_gluon, **hopper),
         mock.patch.multiple(plan_triton, **planned),
+        mock.patch.object(rebuild_plan, "hopper_heads", lambda *_: heads),
     ):
         rebuild_triton.decode(*place, 0.1, maps, rope_table(maps.inv_freq, 64, 128))
-    return kernels["score_kernel"], kernels["value_kernel"]
+    return (hopper if heads else kernels)["score_kernel"], kernels["value_kernel"]
 
 
 def operations(listing: str) -> tuple[list[str], dict[str, int]]:
@@ -196,8 +209,14 @@ def compile_all() -> None:
     print_report("merged", kernels["combine_kernel"], {})
     # 2 x 16 rows by 3 x 16 numbers: 4 products for each half of 32 pairs, 2 for the others'
     # queries; 2 x 4 for all queries. 4 x 64 values by 4 x 16 rows, and 4 that sum the weights.
-    for kernel, wanted in zip(rebuilt(), ((0, 68), (16, 4)), strict=True):
+    for kernel, wanted in zip(rebuilt(48, 256), ((0, 68), (16, 4)), strict=True):
         print_report("rebuilt", kernel, dict(zip(("HGMMA", "HMMA"), wanted, strict=True)))
+    # A product per 16 numbers of both heads' latents, or of the one they share, for pairs and for
+    # folded queries; 2 heads by 4 products with keys and 4 with means.
+    for ranks, each in (((48, 256), 2 * 3), ((56, 256), 2 * 4), ((0, 192), 12)):
+        wanted = {"HGMMA": 2 * each, "HMMA": 16}
+        print_report("rebuilt", rebuilt(*ranks, heads=2)[0], wanted)
+    print_report("rebuilt", rebuilt(0, 512, heads=1)[0], {"HGMMA": 64, "HMMA": 8})
 
 
 @pytest.mark.slow
@@ -206,7 +225,7 @@ def test_kernels_compile_well_for_hopper() -> None:
     reports = [json.loads(line) for line in run_alone(__file__)]
     cuts = (table() | SHORT).values()
     limited = sum(tuning.registers is not None for tuning in cuts)
-    assert len(reports) == len(cuts) + limited + 4
+    assert len(reports) == len(cuts) + limited + 8
     for report in reports:
         assert report["spills"] <= SPILLS.get(report["kernel"], 0) and not report["in_loop"], report
         assert report["shared"] <= SHARED, report

@@ -3,6 +3,8 @@
 Without a GPU the kernels run in Triton's interpreter.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -91,7 +93,7 @@ class Case:
             for group, count in zip(self.groups, self.lengths[b].tolist(), strict=True):
                 for x in group.layout.segments:
                     rows[count:, x.start : x.start + x.width] = torch.nan
-            at = torch.randperm(512, generator=chance)[:longest].int()
+            at = torch.randperm(max(512, longest), generator=chance)[:longest].int()
             args = [x.to(DEVICE) for x in (rows, torch.full((longest,), b), index, at)]
             store.append(self.arena, self.tables, self.groups, *args)
 
@@ -130,8 +132,8 @@ def explicit(case: Case) -> Tensor:
     return out
 
 
-def error(case: Case, passes: Passes = SMALL) -> float:
-    """Of the kernels, relative to float64."""
+def error(case: Case, passes: Passes | None = SMALL) -> float:
+    """Of the kernels, relative to float64; passes None: as they come."""
     assert supports(case.layer, case.groups)
     want = explicit(case).float()
     out, _ = case.run(rebuild_triton.decode, rope=case.rope, passes=passes)
@@ -193,6 +195,31 @@ def test_drift(queries: int, base: float, reach: int) -> None:
     assert find_drift(inv_freq * 500, 64, queries).fast == 64
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU: tests/test_decode_compile.py compiles it")
+@pytest.mark.parametrize("kind,keys,values,options", [
+    ("lean", [48, 48], 64, {}), ("lean", [56, 56], 64, {"base": 5e5}), ("lean", [48, 64], 32, {}),
+    ("lean", [48, 32], 64, {"page": 32}), ("lean", [48, 48, 48], 64, {"queries": 3}),
+    ("lean", [64, 64], 64, {"queries": 8}), ("lean", [48, 48], 64, {"rotary": 64, "scaling": 1.2}),
+    ("lean", [64, 64], 64, {"d": 64}), ("lean", [128, 128], 64, {}), ("palu", [64, 64], 64, {}),
+    ("small", [0, 0], 96, {}), ("small", [0] * 4, 192, {"base": 5e5}), ("small", [0] * 3, 208, {}),
+    ("small", [0, 0], 384, {}), ("small", [0, 0], 512, {"page": 32}),
+])  # fmt: skip
+def test_hopper(kind: str, keys: list[int], values: int, options: dict) -> None:
+    """Where the GPU is one, its own kernel scores: heads that share a latent or not, an odd number
+    of them, ragged rows, several stretches, parts of tiles and no rows."""
+    base = options.pop("base", 1e4)
+    case = Case(
+        kind, keys, values, [600, 0, 64, 70, 1], **({"d": 128, "queries": 4, "page": 64} | options)
+    )
+    case.maps = replace(case.maps, inv_freq=_angles(base, case.maps.rotary))
+    case.rope = rope_table(case.maps.inv_freq, 1024, case.maps.up.shape[1])
+    assert error(case, None) < 1.5e-3
+
+
+def _angles(base: float, rotary: int) -> Tensor:
+    return (base ** (-torch.arange(0, rotary, 2) / rotary)).to(DEVICE)
+
+
 @pytest.mark.parametrize("options", [
     {"rotary": 8, "scaling": 1.3},  # partial, as of GPT-NeoX, and scaled, as of YaRN
     {"d": 80, "queries": 1},  # no power of 2
@@ -228,7 +255,7 @@ def test_parts_have_room(batch: int) -> None:
     """Whatever the number of sequences: the last item's part in the last slice is one of them."""
     case = Case("lean", [16] * 4, 32, [40])
     lengths = torch.full((batch, 1), 40, dtype=torch.int32, device=DEVICE)
-    options = [case.layer], [case.groups], lengths, 2, torch.float16, 40 * batch
+    options = [case.layer], [case.groups], lengths, 2, 32, torch.float16, 40 * batch
     plan = plan_layers(*options)[0]
     items, slices = len(plan.values.counts), len(plan.values.starts) - 1
     assert items == batch and len(plan.room.part) >= slices + items

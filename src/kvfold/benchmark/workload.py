@@ -117,7 +117,8 @@ class Workload:
 
     def _rebuilt_step(self) -> Step:
         spec, planned = self.layout.spec, self.has_kernel
-        size = spec.geometry.queries_per_kv, self.q.dtype, self._most_rows()
+        geometry = spec.geometry
+        size = geometry.queries_per_kv, geometry.head_dim, self.q.dtype, self._most_rows()
         plans: list[Any] = [None] * self.num_layers
 
         def run(number: int) -> Tensor:

@@ -142,7 +142,8 @@ class RebuiltDecode:
         spec = self.setup.pool.layout.spec
         for x in self.rebuilder.layers:
             layers, counts = [spec.layers[i] for i in x.layers], x.lengths(self.setup, part)
-            plans = plan_layers(layers, x.groups, counts, queries, dtype, part.rows)
+            size = queries, spec.geometry.head_dim, dtype, part.rows
+            plans = plan_layers(layers, x.groups, counts, *size)
             self.plans.update(zip(x.layers, plans, strict=True))
 
 

@@ -79,8 +79,8 @@ class RebuildGroups:
     Rows of both tables, int32 [., 8]: words from row to row, width, words to the first row, fp16s
     to its scale, from row to row of scales and from a scale to its zero; then of keys [Hk, 8]
     int32s to the positions and the group, of values [V, 8] the group and the first query head.
-    narrowest: key and value; heads: KV heads of a group and of a value latent; align: words that
-    divide all of the rows' lengths.
+    narrowest: key and value; heads: KV heads of a group, of a value latent and of a key latent
+    (consecutive ones; else 1); align: words that divide all of the rows' lengths.
     """
 
     keys: Tensor
@@ -92,7 +92,7 @@ class RebuildGroups:
     tracked: bool
     page: int
     align: int
-    heads: tuple[int, int]
+    heads: tuple[int, int, int]
 
 
 def supports(layer: Layer, groups: Sequence[HeadGroup]) -> bool:
@@ -172,8 +172,14 @@ def rebuild_groups(
         tracked=layout.tracked,
         page=layout.page,
         align=next(n for n in (16, 8, 4, 2, 1) if all(stride % n == 0 for stride in strides)),
-        heads=(len(groups[0].heads), len(layer.value_latents[0].heads)),
+        heads=(len(groups[0].heads), len(layer.value_latents[0].heads), _shared(layer)),
     )
+
+
+def _shared(layer: Layer) -> int:
+    served = [latent.heads for latent in layer.key_latents]
+    alike = len({len(heads) for heads in served}) == 1 and all(map(_consecutive, served))
+    return len(served[0]) if alike else 1
 
 
 def _bits(segments: Sequence[Segment | None]) -> int:

@@ -17,14 +17,15 @@ def fold_kernel(
     q, q_stride, up, sums, rope, powers, folded, extra, lengths, length_slot, slots, bases,
     G: tl.constexpr, HG: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr, WORDS: tl.constexpr,
-    WP: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr, REACH: tl.constexpr,
-    SPAN: tl.constexpr, PDL: tl.constexpr = False,
+    WP: tl.constexpr, SHARE: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr,
+    REACH: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Queries in the space of a KV head's latent, for the slow pairs, by stretch and power.
 
-    Program (i, item): stretches i, i + programs .. of item (b, h). folded [stretches, HG, C, W,
-    GP], of the queries as `_scores` multiplies them; extra fp32 [stretches, HG, 3, GP]: what mu,
-    the codes' middle and a zero of 1 add. WP: W to a power of two.
+    Program (i, item): stretches i, i + programs .. of item (b, h). folded [stretches, HG / SHARE,
+    C, W, SHARE * GP], of the queries as `_scores` multiplies them, SHARE heads side by side; extra
+    fp32 [stretches, HG, 3, GP]: what mu, the codes' middle and a zero of 1 add. WP: W to a power
+    of two.
     """
     GP: tl.constexpr = K * NP
     C: tl.constexpr = 16 // BITS
@@ -58,7 +59,8 @@ def fold_kernel(
             w = tl.dot(a_y, g_y.to(a_y.dtype), tl.dot(a_x, g_x.to(a_x.dtype)))
             w = w.to(folded.dtype.element_ty)
             to = ((first + stretch) * HG + h % HG).to(tl.int64)
-            own = ((to * C + j) * WORDS + word)[:, None] * GP + column[None, :]
+            beside = to % SHARE * GP + column
+            own = ((to // SHARE * C + j) * WORDS + word)[:, None] * (SHARE * GP) + beside[None, :]
             tl.store(folded + own, w, (word < WORDS)[:, None])
             to_extra = extra + to * 3 * GP + column
             if j == 0:

@@ -6,8 +6,10 @@ slices of it (see `plan`); W 16-bit words of a key row, of C codes; K powers of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
+import triton
 from torch import Tensor
 
 from kvfold.ops.decode import HeadGroup
@@ -18,6 +20,7 @@ from kvfold.ops.rebuild import KeyMaps, Layer, RebuildGroups, rebuild_groups
 from kvfold.ops.tuning import Tuning
 
 SPAN = 16  # rows that share a top
+HOPPER_BLOCK = 64  # rows of a tile of `rebuild_scores_gluon`: what a warp group multiplies
 REACHES = (512, 256, 128, 64)  # rows of a stretch
 TOLERANCE = 1e-3  # of a cosine: less than bf16 rounds off
 
@@ -40,12 +43,15 @@ class Drift:
 class Packed:
     """A layer's maps as kernels take them.
 
-    up A^T [Hk, C, 2, W, F] by code of a word and half of the pairs; sums fp32 [Hk, 6, F]: halves of
-    mu, of what the codes' middle adds to A z, and of A's sums over the latent. Both are
-    multiplied by `KeyMaps.scaling` where they are rotated.
+    up A^T [Hk, C, 2, W, F] by code of a word and half of the pairs; beside [Hk / share, W, share *
+    2 * fast]: of `share` heads both halves of the pairs that are rebuilt, where rows are no codes;
+    sums fp32 [Hk, 6, F]: halves of mu, of what the codes' middle adds to A z, and of A's sums over
+    the latent. All are multiplied by `KeyMaps.scaling` where they are rotated.
     """
 
     up: Tensor
+    beside: Tensor
+    share: int
     sums: Tensor
     drift: Drift
 
@@ -92,7 +98,9 @@ def rope_table(inv_freq: Tensor, positions: int, head_dim: int) -> Tensor:
     return both.view(torch.int32)[..., 0]
 
 
-def pack_maps(maps: KeyMaps, about: RebuildGroups, queries: int, dtype: torch.dtype) -> Packed:
+def pack_maps(
+    maps: KeyMaps, about: RebuildGroups, queries: int, dtype: torch.dtype, share: int
+) -> Packed:
     """What kernels need of `maps`, made once: waits for the device."""
     bits, d, half = about.bits[0], maps.up.shape[1], maps.rotary // 2
     codes, words = 16 // bits, sum(pieces(about))
@@ -120,7 +128,8 @@ def pack_maps(maps: KeyMaps, about: RebuildGroups, queries: int, dtype: torch.dt
         drift = no_drift(num_pairs, queries, up.device)
     else:
         drift = find_drift(maps.inv_freq, num_pairs, queries)
-    return Packed(packed.contiguous(), sums, drift)
+    beside = packed[:, 0, ..., : drift.fast].unflatten(0, (-1, share)).permute(0, 3, 1, 2, 4)
+    return Packed(packed.contiguous(), beside.flatten(2).contiguous(), share, sums, drift)
 
 
 def pieces(about: RebuildGroups) -> tuple[int, int]:
@@ -133,14 +142,21 @@ def pieces(about: RebuildGroups) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """How both passes are cut."""
+    """How both passes are cut. heads: KV heads of a program of `rebuild_scores_gluon`; 0: the other
+    kernel scores."""
 
     scores: Tuning
     values: Tuning
+    heads: int = 0
+
+    def share(self, about: RebuildGroups) -> int:
+        """How many of `heads` read the same latent, in a layer."""
+        return self.heads if self.heads and about.heads[2] % self.heads == 0 else 1
 
     @classmethod
-    def of(cls, about: RebuildGroups, queries: int) -> "Passes":
-        """What was fastest on an H200 for rows as wide as these; queries: of a KV head."""
+    def of(cls, abouts: Sequence[RebuildGroups], queries: int, head_dim: int) -> "Passes":
+        """What was fastest on an H200 for rows as wide as these layers'; queries: of a KV head."""
+        about = max(abouts, key=lambda x: x.widths)
         words, bits = sum(pieces(about)), about.bits[1]
         numbers = padded_width(about.widths[1]) * padded_queries(about.heads[1] * queries)
         scores = Tuning(block=64, stages=2, warps=4, slices=2)
@@ -153,7 +169,31 @@ class Passes:
             values = Tuning(block=64, stages=3, warps=1, slices=8)
         elif numbers > 8192:
             values = Tuning(block=32, stages=2, warps=8, slices=1)
-        return cls(scores=scores, values=values)
+        heads = hopper_heads(abouts, queries, head_dim)
+        if heads and words <= 64 and all(x.narrowest[0] == x.widths[0] for x in abouts):
+            scores = Tuning(block=HOPPER_BLOCK, stages=1, warps=4, slices=3, registers=168)
+        elif heads:
+            scores = Tuning(block=HOPPER_BLOCK, stages=1, warps=4, slices=1 if words > 256 else 2)
+        return cls(scores=scores, values=values, heads=heads)
+
+
+def hopper_heads(abouts: Sequence[RebuildGroups], queries: int, head_dim: int) -> int:
+    """KV heads of a program of `rebuild_scores_gluon`; 0 where it does not serve: it takes rows of
+    numbers, without positions, heads of at most 128, 3 to 8 queries a KV head, and sm_90."""
+    device = abouts[0].keys.device
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    plain = all(x.bits[0] == 16 and x.align % 8 == 0 and not x.tracked for x in abouts)
+    if not hopper or not plain or head_dim > 128 or not 2 < queries <= 8 or not _has_gluon():
+        return 0
+    # Maps of two heads that are wider would not fit.
+    odd = any(x.heads[0] % 2 or sum(pieces(x)) > 256 for x in abouts)
+    return 1 if odd else 2
+
+
+@lru_cache
+def _has_gluon() -> bool:
+    """Whether it is the language that the kernel was written in: it changes with Triton."""
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 
 
 @dataclass(frozen=True)
@@ -188,6 +228,7 @@ def plan_layers(
     groups: Sequence[Sequence[HeadGroup]],
     lengths: Tensor,
     queries: int,
+    head_dim: int,
     dtype: torch.dtype,
     rows: int,
     passes: Passes | None = None,
@@ -199,11 +240,12 @@ def plan_layers(
     """
     each = zip(layers, groups, strict=True)
     abouts = [rebuild_groups(one, tuple(own), queries, lengths.device) for one, own in each]
-    about = max(abouts, key=lambda x: x.widths)
-    passes = passes or Passes.of(about, queries)
+    about = abouts[0]
+    passes = passes or Passes.of(abouts, queries, head_dim)
     first, second = passes.scores, passes.values
     counts = lengths.unflatten(1, (len(layers), -1))  # [B, L, G]
-    scores = _cut(counts.repeat_interleave(about.heads[0], 2).flatten(1), first, len(layers))
+    units = about.heads[0] // max(1, passes.heads)
+    scores = _cut(counts.repeat_interleave(units, 2).flatten(1), first, len(layers))
     owners = torch.stack([x.values[:, 6] for x in abouts]).long().expand(len(lengths), -1, -1)
     values = _cut(counts.gather(2, owners).flatten(1), second, len(layers))
     spans = (-(-counts.transpose(0, 1) // SPAN)).flatten(1)
@@ -242,7 +284,7 @@ def _room(
 ) -> Room:
     """runs: sequences times groups; parts: value slices and items (see `plan.Slices`)."""
     about = abouts[0]
-    device, (group_heads, value_heads) = about.keys.device, about.heads
+    device, (group_heads, value_heads, _) = about.keys.device, about.heads
     spans = rows // SPAN + runs
     # Of codes, at least as many words as a product has rows.
     width = max(*(padded_width(x.widths[1]) for x in abouts), 256 // about.bits[1])

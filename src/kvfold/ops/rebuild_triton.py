@@ -61,9 +61,11 @@ def decode(
     assert q.stride()[1:] == (q.shape[2], 1), "a sequence's queries are one block"
     if plan is None:
         rows = lengths[slots].numel() * tables.shape[2] * about.page
-        plan = plan_layers([layer], [groups], lengths[slots], queries, q.dtype, rows, passes)[0]
-    if (key := (about, q.dtype)) not in maps.packed:
-        maps.packed[key] = pack_maps(maps, about, queries, q.dtype)
+        own = [layer], [groups], lengths[slots], queries, q.shape[2], q.dtype, rows, passes
+        plan = plan_layers(*own)[0]
+    share = plan.passes.share(about)
+    if (key := (about, q.dtype, share)) not in maps.packed:
+        maps.packed[key] = pack_maps(maps, about, queries, q.dtype, share)
     packed = maps.packed[key]
     assert rope.shape[1] == packed.up.shape[-1], "the table is of another head dim"
     step = _Step(q, arena, tables, lengths, slots, len(groups), queries, about, plan)
@@ -127,8 +129,9 @@ class _Step:
             fold_kernel[(max(1, min(longest, FOLDING // items)), items)](
                 self.q, self.q.stride(0), packed.up, packed.sums, rope, drift.powers, folded, extra,
                 *self._where[3:], self.plan.bases, G=self.num_groups, SPAN=SPAN, WORDS=words,
-                WP=padded_width(words), ZEROS=about.zeros, num_warps=1 if words <= 64 else 4,
-                **self._heads(packed, rotary), **launch_options(device),
+                WP=padded_width(words), SHARE=packed.share, ZEROS=about.zeros,
+                num_warps=1 if words <= 64 else 4, **self._heads(packed, rotary),
+                **launch_options(device),
             )  # fmt: skip
         return folded, extra
 
@@ -141,6 +144,9 @@ class _Step:
         scale: float,
     ) -> None:
         """The first pass."""
+        if self.plan.passes.heads:
+            self._score_hopper(packed, rotary, rope, folded, scale)
+            return
         about, plan, tuning = self.about, self.plan, self.plan.passes.scores
         bits, (first, second) = about.bits[0], pieces(about)
         assert rope.shape[0] >= tuning.block, "the table is shorter than a tile"
@@ -154,6 +160,30 @@ class _Step:
             STAGES=tuning.stages,
             num_warps=tuning.warps, maxnreg=tuning.registers,
             **self._heads(packed, rotary), **self._same,
+        )  # fmt: skip
+
+    def _score_hopper(
+        self,
+        packed: Packed,
+        rotary: int,
+        rope: Tensor,
+        folded: tuple[Tensor, Tensor],
+        scale: float,
+    ) -> None:
+        from kvfold.ops.rebuild_scores_gluon import score_kernel
+
+        about, plan, tuning = self.about, self.plan, self.plan.passes.scores
+        (first, second), width = pieces(about), about.widths[0]
+        heads = self._heads(packed, rotary)
+        del heads["BITS"]
+        score_kernel[(plan.scores.starts.shape[0] - 1,)](
+            self.q, self.q.stride(0), packed.beside, packed.sums, rope, rope.view(torch.float16),
+            *folded, plan.room.weights, plan.room.tops, words_of(self.arena, self.q.dtype),
+            *self._where, about.keys, plan.bases, plan.scores.starts, scale * LOG2_E,
+            G=self.num_groups, HEADS=plan.passes.heads, LATENTS=plan.passes.heads // packed.share,
+            W0=first, W1=second, WIDTH=width if about.narrowest[0] == width else 0,
+            PAGE=about.page, SPAN=SPAN, num_warps=tuning.warps, maxnreg=tuning.registers,
+            **heads, **launch_options(self.q.device),
         )  # fmt: skip
 
     def attend_values(self) -> tuple[Tensor, Tensor]:
