@@ -26,7 +26,9 @@ rebuilt() {
 
 ablations() {
     $bench attention --batch 1,64 --tokens 8192 --rounds 10 --json "$results/ablations-8b.json" --baselines sdpa-cudnn \
-        --variants bf16-half,bf16-half-longest,bf16-half-whole,bf16-half-pareto,bf16-half-pareto-longest,bf16-half-pareto-whole
+        --variants bf16-half,bf16-half-decompressed,bf16-half-longest,bf16-half-whole,bf16-half-pareto,bf16-half-pareto-longest,bf16-half-pareto-whole
+    $bench decode --batch 1,64 --tokens 8192 --steps 10 --json "$results/ablations-decode-8b.json" \
+        --variants bf16-half,bf16-half-online
 }
 
 engine() {

@@ -40,20 +40,21 @@ def _tile(
     q0, q1, q2, q3, low, total = queries
     key_row, value_row, value_start, scale_start, scale_row, key_codes, value_codes = group
     key_word, value_word = tl.arange(0, WK)[None, :], tl.arange(0, WV)[:, None]
-    key_mask, value_mask = inside[:, None], inside[None, :]
-    if not EXACT:
-        key_mask = key_mask & (key_word < key_row)
-        value_mask = value_mask & (value_word < value_row)
     if ONE_PAGE:
         key_at = keys + page + ((row * key_row)[:, None] + key_word)
         value_at = values + (page + value_start) + ((row * value_row)[None, :] + value_word)
     else:
         key_at = keys + ((page + row * key_row)[:, None] + key_word)
         value_at = values + ((page + value_start + row * value_row)[None, :] + value_word)
-    if MASKED or not EXACT:
-        k, v = tl.load(key_at, key_mask, 0), tl.load(value_at, value_mask, 0)
+    # Rows that do not exist lie in some page too. Their scores are masked, so that they weigh
+    # nothing: enough for codes, but not for values that may be NaN.
+    k = tl.load(key_at) if EXACT else tl.load(key_at, key_word < key_row, 0)
+    if MASKED and VALUE_BITS == 16:
+        v = tl.load(value_at, inside[None, :] & (EXACT | (value_word < value_row)), 0)
+    elif EXACT:
+        v = tl.load(value_at)
     else:
-        k, v = tl.load(key_at), tl.load(value_at)
+        v = tl.load(value_at, value_word < value_row, 0)
     key_scale, value_scale, key_zero, value_zero = load_scales(
         scales, page, scale_start, row * scale_row, inside, key_codes, value_codes,
         KEY_BITS < 16 or VALUE_BITS < 16, ZEROS, PAIRED,
@@ -69,9 +70,11 @@ def _tile(
         s *= (key_scale * (scale * UNIT))[:, None]
         if ZEROS:
             s += (key_zero * scale)[:, None] * total[None, :]
-    if MASKED:
-        s = tl.where(inside[:, None], s, float("-inf"))
+        if MASKED:
+            s += tl.where(inside, 0.0, float("-inf"))[:, None]  # in one instruction with the scale
     if KEY_BITS == 16:
+        if MASKED:
+            s = tl.where(inside[:, None], s, float("-inf"))
         peak = tl.maximum(top, tl.max(s, 0) * scale)
         p = tl.exp2(s * scale - peak[None, :])
     else:
