@@ -19,9 +19,12 @@ attention() {
 
 rebuilt() {
     $bench attention --batch 64 --tokens 8192 --rounds 10 --json "$results/rebuilt-8b-64x8192.json" \
-        --variants lean-31,lean-35,small-10 --baselines sdpa-cudnn
+        --variants lean-31,lean-35,small-10,small-25 --baselines sdpa-cudnn
     $bench attention --shape llama-2-7b --batch 1 --tokens 65536 --rounds 10 --json "$results/rebuilt-7b-1x65536.json" \
         --variants palu-g1,palu-g4 --baselines sdpa-cudnn
+    # Latents of 32 heads have no kernel: PyTorch attends.
+    $bench decode --shape llama-2-7b --batch 1 --tokens 65536 --steps 4 --json "$results/rebuilt-decode-7b.json" \
+        --variants bf16-full,palu-g1,palu-g4,palu-g32
 }
 
 ablations() {

@@ -23,6 +23,7 @@ from performance_tables import (
     listed,
     losses,
     markdown,
+    methods,
     speedup,
     steps_table,
     timed,
@@ -78,18 +79,19 @@ def page(found: Sequence[Report], plots: Path) -> str:
 def attention_section(found: Sequence[Report], where: str, stem: Path) -> str:
     """Decode attention: times and speed-ups, where it loses, plots, ablations; the rest folded."""
     rows = joined(found, "rows")
-    kinds = ["ceiling"] if len(cases_of(rows)) == 1 else ["speedup", "ceiling"]
+    shown = methods(rows)
+    kinds = ["ceiling"] if len(cases_of(shown)) == 1 else ["speedup", "ceiling"]
     rebuilt = [row for row in rows if row.get("rank")]
     ceilings = listed(f"{x['ceiling']['read_tb_per_s']:.2f}" for x in found)
     copies = listed(f"{x['ceiling']['copy_tb_per_s']:.2f}" for x in found)
     return _section(
         f"Decode attention, {where}",
         f"us a layer. {made_with(found)} Ceiling {ceilings} TB/s read, {copies} copied.",
-        grid(rows, timed, case_of),
-        losses(rows),
-        *(_picture(kind, rows, stem) for kind in kinds),
+        grid(shown, timed, case_of),
+        losses(shown),
+        *(_picture(kind, shown, stem) for kind in kinds),
         _picture("rank", rebuilt, stem) if rebuilt else "",
-        ablations(rows, "us"),
+        ablations([x["rows"] for x in found], "us"),
         folded("All times", times_table(rows)),
         *_about(found),
     )
@@ -103,9 +105,9 @@ def decode_section(found: Sequence[Report], where: str, stem: Path) -> str:
         f"Time between tokens, {where}",
         f"Milliseconds a step. {made_with(found)}",
         STEP,
-        grid(rows, lambda row: f"{row['ms']:.2f}", case_of),
-        _picture("steps", rows, stem) if rows else "",
-        ablations(rows, "ms"),
+        grid(methods(rows), lambda row: f"{row['ms']:.2f}", case_of),
+        _picture("steps", methods(rows), stem) if rows else "",
+        ablations([x["rows"] for x in found], "ms"),
         f"Time to the first token of one prompt, milliseconds:\n\n{ttft}" if first else "",
         folded("All steps", steps_table(rows)),
         folded("All first tokens", first_table(first)) if first else "",

@@ -62,17 +62,24 @@ def losses(rows: Sequence[Row]) -> str:
     return f"Slower than the fastest baseline: {'; '.join(parts) or 'none'}."
 
 
-def ablations(rows: Sequence[Row], unit: str) -> str:
-    """ZACK's ablations where both sides were timed; empty where none were."""
-    found = {(row["variant"], case_of(row)): row[unit] for row in rows}
+def ablations(reports: Sequence[Sequence[Row]], unit: str) -> str:
+    """ZACK's ablations where both sides were timed in one process; empty where none were."""
     lines = [["without", "B", "T", unit, f"with, {unit}", "longer by"]]
-    for label, without, with_ in ABLATIONS:
-        for case in cases_of(rows):
-            slow, fast = found.get((without, case)), found.get((with_, case))
-            if slow and fast:
-                numbers = [f"{slow:.4g}", f"{fast:.4g}", f"{100 * (slow / fast - 1):.0f} %"]
-                lines.append([label, *map(str, case), *numbers])
+    for rows in reports:
+        found = {(row["variant"], case_of(row)): row[unit] for row in rows}
+        for label, without, with_ in ABLATIONS:
+            for case in cases_of(rows):
+                slow, fast = found.get((without, case)), found.get((with_, case))
+                if slow and fast:
+                    numbers = [f"{slow:.4g}", f"{fast:.4g}", f"{100 * (slow / fast - 1):.0f} %"]
+                    lines.append([label, *map(str, case), *numbers])
     return TITLE + markdown(lines, left=(0,)) if len(lines) > 1 else ""
+
+
+def methods(rows: Sequence[Row]) -> list[Row]:
+    """Those that are no ablation."""
+    lesser = ("-longest", "-whole", "-pareto", "-decompressed", "-online")
+    return [row for row in rows if not row["variant"].endswith(lesser)]
 
 
 def times_table(rows: Sequence[Row]) -> str:
