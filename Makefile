@@ -14,7 +14,8 @@ test: $(STAMP)
 # Where there is a GPU: the kernels themselves, which `test` interprets, and all that runs on them.
 gpu-test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_*_triton.py tests/test_engine_observe.py \
-		tests/test_store.py tests/test_pool.py tests/test_sliding.py tests/test_decode.py
+		tests/test_engine_compiled.py tests/test_paged_eviction.py tests/test_store.py tests/test_pool.py \
+		tests/test_sliding.py tests/test_decode.py
 
 # The oldest transformers that is supported, laid over the same environment.
 test-oldest: $(STAMP) .venv/oldest

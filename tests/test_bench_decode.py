@@ -93,7 +93,7 @@ def test_rows_are_numbered_where_they_are_tracked():
     served.fill(engine, 2, 70, 5, CacheParams(keep_tokens=0.5))
     runner = served.runner_of(engine)
     for slot in (0, 1):
-        metrics, positions, valid = runner._tracked(slot)
+        metrics, positions, valid = runner.eviction.tracked(slot)
         assert valid.sum() == 4 * 69 and metrics[valid].isfinite().all()
         assert torch.equal(positions[valid].view(4, -1), torch.arange(69).int().expand(4, -1))
 

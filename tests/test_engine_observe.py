@@ -26,7 +26,7 @@ def backend(monkeypatch: pytest.MonkeyPatch):
 
 def metrics(runner: ModelRunner, one: Sequence) -> tuple[Tensor, Tensor]:
     """Of rows by position, and the positions, [G, T]; rows there are none of come last."""
-    found, positions, valid = (x[0] for x in runner._tracked(one.open_slot))
+    found, positions, valid = (x[0] for x in runner.eviction.tracked(one.open_slot))
     order = positions.masked_fill(~valid, 2**30).argsort(1)
     return found.gather(1, order), positions.gather(1, order)
 

@@ -126,7 +126,7 @@ def test_steps_that_graphs_hold(
         step(runner, (one, 17), (two, 3))
         found.append(torch.cat([step(runner, (one, 1), (two, 1)) for _ in range(2)]))
         if runner.policy is not None:
-            metrics.append(runner._tracked(one.open_slot)[0])
+            metrics.append(runner.eviction.tracked(one.open_slot)[0])
         assert (runner.graphs is not None) is (name == "triton") or DEVICE == "cuda"
     assert len(runner.graphs.captured) == 1
     close(found[1], found[0])

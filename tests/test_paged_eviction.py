@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 
 from kvfold.cache import policies
 from kvfold.config import CacheConfig
-from kvfold.engine import runner as runner_module
+from kvfold.engine import eviction
 from kvfold.engine.build import build_runner
 from kvfold.engine.runner import ModelRunner
 from kvfold.engine.sequence import CacheParams
@@ -42,7 +42,7 @@ def runner_of(model, evict: str, keep: float, **settings):
 def survivors(session: Session) -> list[list[int]]:
     """Positions that every group still holds."""
     runner = session.runner
-    _, positions, valid = runner._tracked(session.sequence.slot)
+    _, positions, valid = runner.eviction.tracked(session.sequence.slot)
     return [sorted(row[keep].tolist()) for row, keep in zip(positions[0], valid[0], strict=True)]
 
 
@@ -129,7 +129,7 @@ def test_how_many_go_at_once_does_not_matter(evict: str, monkeypatch: pytest.Mon
     """One by one, two by two, all: twice, so that most are out of order the second time."""
     lengths, found = [44, 50, 71, 62, 48], []
     for most in (1, 2 * 62 * 4, 1 << 23):
-        monkeypatch.setattr(runner_module, "ROWS", most)
+        monkeypatch.setattr(eviction, "ROWS", most)
         runner, sessions = filled(evict, lengths)
         for first in (1, 0):
             runner.compress([session.sequence for session in sessions[first:]])
@@ -145,7 +145,7 @@ def test_how_many_go_at_once_does_not_matter(evict: str, monkeypatch: pytest.Mon
 def test_nothing_to_compress() -> None:
     runner, sessions = filled("kv-compress", [44])
     runner.compress([])
-    runner.cache = sessions[0].sequence.cache = CacheParams()
+    runner.eviction.cache = sessions[0].sequence.cache = CacheParams()
     runner.compress([session.sequence for session in sessions])
     assert (runner.pool.host_lengths == 44).all()
 

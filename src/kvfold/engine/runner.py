@@ -2,18 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.cache import evict
-from kvfold.cache.policies import Budget, Policy
+from kvfold.cache.policies import Policy
 from kvfold.cache.pool import Pool
-from kvfold.cache.slabs import upload
 from kvfold.engine.compiled import Compiled, wanted
+from kvfold.engine.eviction import Eviction
 from kvfold.engine.graphs import DecodeGraphs
 from kvfold.engine.paged import Attention, PagedStep
 from kvfold.engine.parts import decodes, decoding, split
@@ -24,9 +21,6 @@ from kvfold.ops import kivi
 
 # transformers makes no mask for an attention without a registered mask function.
 PAGED = "kvfold_paged"
-ROWS = 10_000_000  # of all groups that are compressed at once, with some 40 B each of temporaries
-
-Evicted = tuple[Sequence, Budget]
 
 
 class ModelRunner:
@@ -47,22 +41,17 @@ class ModelRunner:
     ) -> None:
         assert policy is None or pool.layout.tracked, "eviction needs positions and metrics"
         self.model, self.pool, self.policy = model.eval(), pool, policy
-        self.cache = cache or CacheParams()
-        self.windows = attention_windows(model.config)
-        layers = zip(pool.layout.layer_groups, self.windows, strict=True)
+        layers = zip(pool.layout.layer_groups, attention_windows(model.config), strict=True)
         self.sliding = [(where, window) for where, window in layers if window is not None]
         tracked = all(pool.layout.groups[where.start].layout.tracked for where, _ in self.sliding)
         assert tracked, "layers with a sliding window need positions, to free what is behind it"
         self.device, self.attention = pool.device, Attention(self.model, pool, policy)
-        self.generator = torch.Generator(device=self.device).manual_seed(seed)
+        self.eviction = Eviction(self.attention, policy, cache or CacheParams(), self.sliding, seed)
         self.compiled = Compiled(self.model) if wanted(self.device.type) else None
         if self.compiled is not None:
             self.compiled.warm_up(self._forward, self.device)
         captures = self.attention.captures
         self.graphs = DecodeGraphs(self._decode, self.device) if captures else None
-        groups = pool.layout.groups
-        self.page_units = self._tensor([group.layout.page_units for group in groups])
-        self.layer_of_group = self._tensor([group.layer for group in groups])
 
     def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -109,7 +98,7 @@ class ModelRunner:
         with self._observed(batch):
             hidden = self._forward(self._tensor(tokens), positions, self._step(batch, positions))
         for piece in batch.pieces if self.sliding else ():
-            self._slide(piece.sequence.open_slot, piece.start + len(piece.tokens))
+            self.eviction.slide(piece.sequence.open_slot, piece.start + len(piece.tokens))
         return hidden
 
     @contextmanager
@@ -163,138 +152,12 @@ class ModelRunner:
         where = self._tensor(slots), self._tensor(index), positions.int()
         return PagedStep(self.attention, parts, *where, fill)
 
-    # -- eviction -----------------------------------------------------------------------------
-
-    def budget(self, sequence: Sequence) -> Budget | None:
-        """What a sequence may keep; None: everything."""
-        own = sequence.cache
-        limits = own if own.max_cache_tokens or own.keep_tokens else self.cache
-        page, groups = self.pool.layout.page, len(self.pool.layout.groups)
-        if self.policy is None:
-            return None
-        if limits.max_cache_tokens:
-            return Budget.max_cache_tokens(limits.max_cache_tokens, page, groups)
-        if limits.keep_tokens:
-            one = Budget.keep_tokens(limits.keep_tokens, [sequence.num_computed], page)
-            return Budget(pages=one.limit * groups)
-        return None
+    # -- fewer rows ---------------------------------------------------------------------------
 
     def needs_compression(self, sequence: Sequence) -> bool:
-        budget = self.budget(sequence)
-        if budget is None:
-            return False
-        lengths = self.pool.host_lengths[sequence.open_slot]
-        return int((-(-lengths // self.pool.layout.page)).sum()) > budget.limit
+        return self.eviction.is_over(sequence)
 
     @torch.inference_mode()
     def compress(self, sequences: list[Sequence]) -> None:
         """Evict to each one's budget and give the pages back to the pool."""
-        work = [(x, budget) for x in sequences if (budget := self.budget(x)) is not None]
-        kept = [self._evict(chunk) for chunk in self._chunks(work)]
-        if kept:
-            self.pool.shrink([x.open_slot for x, _ in work], torch.cat(kept))
-
-    def _chunks(self, work: list[Evicted]) -> Iterator[list[Evicted]]:
-        """What is compressed at once: at most ROWS rows, padding included, or one sequence."""
-        chunk: list[Evicted] = []
-        widest = 0
-        for item in work:
-            rows = self.pool.host_lengths[item[0].open_slot]
-            widest = max(widest, int(rows.max()) * len(rows))
-            if chunk and widest * (len(chunk) + 1) > ROWS:
-                yield chunk
-                chunk, widest = [], int(rows.max()) * len(rows)
-            chunk.append(item)
-        if chunk:
-            yield chunk
-
-    def _evict(self, chunk: list[Evicted]) -> Tensor:
-        """Move what is kept together; rows kept, int32 [B, G]."""
-        pool, policy, sequences = self.pool, self.policy, [x for x, _ in chunk]
-        assert policy is not None
-        slots = upload(np.array([x.open_slot for x in sequences]), self.device)
-        evicted, _ = evict.select(
-            self._scores(sequences, policy),
-            pool.lengths[slots],
-            pool.layout.page,
-            self.page_units,
-            self.layer_of_group,
-            policy,
-            [budget for _, budget in chunk],
-        )
-        return self._move(slots, evicted)
-
-    def _scores(self, sequences: list[Sequence], policy: Policy) -> Tensor:
-        """What their rows are worth, fp32 [B, G, T]."""
-        slots = [x.open_slot for x in sequences]
-        lengths = self.pool.host_lengths[slots]
-        computed = np.array([[x.num_computed] for x in sequences])
-        recent = np.array([_recent(x, policy) for x in sequences])
-        return evict.scores(
-            *self._tracked(*slots),
-            policy,
-            upload(recent, self.device),
-            lengths.max(1).tolist(),
-            self.generator,
-            # Rows leave their order where others go, never before.
-            in_order=bool((lengths == computed).all()),
-        )
-
-    def _tracked(self, *slots: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Metrics, positions and validity of sequences' rows in all groups, [B, G, T]."""
-        if self.attention.observer is not None:
-            self.attention.observer.flush()
-        index = upload(np.array(slots), self.device)
-        size = int(self.pool.host_lengths[list(slots)].max())
-        first, *others = (self._tracked_in(index, x, size) for x in self.attention.setup.spans)
-        if not others:
-            return first
-        metrics, positions, valid = (torch.cat(x, 1) for x in zip(first, *others, strict=True))
-        return metrics, positions, valid
-
-    def _tracked_in(self, slots: Tensor, where: slice, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of the groups `where` of slots [B]: [B, g, T]."""
-        pool = self.pool
-        place = pool.arena, pool.tables[:, where], pool.layout.groups[where], slots
-        lengths = pool.lengths[slots, where]
-        found: tuple[Tensor, Tensor, Tensor] = self.attention.setup.store.read_tracked(
-            *place, lengths, size
-        )
-        return found
-
-    def _slide(self, slot: int, position: int) -> None:
-        """Free the pages of rows that no query from `position` on sees. Rows go P at a time, so
-        that a layer is compacted once in P tokens at most."""
-        pool, page = self.pool, self.pool.layout.page
-        lengths = pool.host_lengths[slot]
-        cuts = []
-        for where, window in self.sliding:
-            length = int(lengths[where.start])
-            if behind := max(length - (window - 1), 0) // page * page:
-                cuts.append((where, position - length + behind))
-        if not cuts:
-            return
-        size, index = int(lengths.max()), upload(np.array([slot]), self.device)
-        evicted = torch.zeros(1, len(lengths), size, dtype=torch.bool, device=self.device)
-        for where, first in cuts:
-            _, positions, valid = self._tracked_in(index, where, size)
-            evicted[:, where] = valid & (positions < first)
-        pool.shrink(slot, self._move(index, evicted))
-
-    def _move(self, slots: Tensor, evicted: Tensor) -> Tensor:
-        """Close the holes of the sequences slots [B]: evicted bool [B, G, T]; rows kept [B, G]."""
-        pool, setup, kept = self.pool, self.attention.setup, []
-        lengths = pool.lengths[slots]
-        for where in setup.spans:
-            moves, left = evict.compaction(evicted[:, where], lengths[:, where])
-            sequence, *rows = moves
-            place = pool.arena, pool.tables[:, where], pool.layout.groups[where]
-            setup.store.move(*place, slots[sequence], *rows)
-            kept.append(left)
-        return torch.cat(kept, 1)
-
-
-def _recent(sequence: Sequence, policy: Policy) -> int:
-    """Last tokens of a sequence that are never evicted."""
-    own = sequence.cache.protected
-    return (policy if own is None else replace(policy, recent=own)).protected_recent
+        self.eviction.compress(sequences)
