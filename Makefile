@@ -13,7 +13,7 @@ test: $(STAMP)
 
 # Where there is a GPU: the kernels themselves, which `test` interprets, and all that runs on them.
 gpu-test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_*_triton.py tests/test_engine_observe.py \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 8 tests/test_*_triton.py tests/test_engine_observe.py \
 		tests/test_engine_compiled.py tests/test_paged_eviction.py tests/test_store.py tests/test_pool.py \
 		tests/test_sliding.py tests/test_decode.py
 
