@@ -208,8 +208,8 @@ def compile_all() -> None:
     print_report("planned", kernels["plan_kernel"], {})
     print_report("merged", kernels["combine_kernel"], {})
     # 2 x 16 rows by 3 x 16 numbers: 4 products for each half of 32 pairs, 2 for the others'
-    # queries; 2 x 4 for all queries. 4 x 64 values by 4 x 16 rows, and 4 that sum the weights.
-    for kernel, wanted in zip(rebuilt(48, 256), ((0, 68), (16, 4)), strict=True):
+    # queries; 2 x 4 for all queries. 4 x 64 values by 2 x 16 rows, and 2 that sum the weights.
+    for kernel, wanted in zip(rebuilt(48, 256), ((0, 68), (8, 2)), strict=True):
         print_report("rebuilt", kernel, dict(zip(("HGMMA", "HMMA"), wanted, strict=True)))
     # A product per 16 numbers of both heads' latents, or of the one they share, for pairs and for
     # folded queries; 2 heads by 4 products with keys and 4 with means.

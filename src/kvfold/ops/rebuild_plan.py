@@ -164,7 +164,7 @@ class Passes:
             scores = Tuning(block=32, stages=3, warps=1, slices=8)
         elif words > 256:
             scores = Tuning(block=64, stages=1, warps=8, slices=1)
-        values = Tuning(block=64, stages=2 if bits == 16 else 3, warps=4, slices=2)
+        values = Tuning(block=32 if bits == 16 else 64, stages=3, warps=4, slices=2)
         if numbers <= 1024:
             values = Tuning(block=64, stages=3, warps=1, slices=8)
         elif numbers > 8192:
