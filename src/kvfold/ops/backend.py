@@ -30,6 +30,17 @@ def use_triton(device_type: str) -> bool:
     return chosen
 
 
+@lru_cache
+def has_gluon(device: torch.device) -> bool:
+    """Whether kernels in Gluon run: on Hopper, with the Triton that they were written for, since
+    their language changes."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+
+
 def store_module(device_type: str) -> ModuleType:
     """What moves rows in and out of pages: `ops.store`, or its kernels."""
     if use_triton(device_type):

@@ -7,6 +7,7 @@ head; BM (query, head) pairs of a tile: pair m is query m // N of head m % N; BN
 
 from collections.abc import Callable
 from math import gcd
+from typing import Any
 
 import torch
 import triton
@@ -14,8 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.attention import LOG2_E
+from kvfold.ops.backend import has_gluon
 from kvfold.ops.prefill import Side
 from kvfold.ops.prefill_plan import (
+    Class,
     Cut,
     Widths,
     classes_of,
@@ -23,6 +26,15 @@ from kvfold.ops.prefill_plan import (
     latest_positions,
     longest_first,
 )
+
+GLUON = False  # whether `prefill_gluon` is used: it has not been timed yet
+
+
+@triton.jit
+def _multiple(number, ALIGN: tl.constexpr):
+    """A kernel's argument that is a multiple of ALIGN, as one: of arguments themselves Triton
+    forgets what `multiple_of` says, and loads number by number."""
+    return number // ALIGN * ALIGN
 
 
 @triton.jit
@@ -114,7 +126,7 @@ def prefill_kernel(
     unit, b = units + item % U * 8, (item // U % B).to(tl.int64)
     first = (tl.cdiv(T * N, BM) - 1 - item // (U * B)) * BM
     head, group = tl.load(unit) * N, tl.load(unit + 1)
-    k_s, v_s = tl.multiple_of(k_s, ALIGN), tl.multiple_of(v_s, ALIGN)
+    k_s, v_s = _multiple(k_s, ALIGN), _multiple(v_s, ALIGN)
     keys += tl.multiple_of(b * k_b + tl.load(unit + 2), ALIGN)
     values += tl.multiple_of(b * v_b + tl.load(unit + 4), ALIGN)
     k_rank = tl.multiple_of(tl.load(unit + 3).to(tl.int32), ALIGN)
@@ -127,7 +139,7 @@ def prefill_kernel(
     query = tl.load(queries + b * at_b + tl.minimum(t, T - 1)).to(tl.int32)
     earliest = tl.load(queries + b * at_b + start).to(tl.int32)
     latest = tl.load(queries + b * at_b + tl.minimum((first + BM - 1) // N, T - 1)).to(tl.int32)
-    q_h, q_t = tl.multiple_of(q_h, ALIGN), tl.multiple_of(q_t, ALIGN)
+    q_h, q_t = _multiple(q_h, ALIGN), _multiple(q_t, ALIGN)
     q += tl.multiple_of(b * q_b + head * q_h + start.to(tl.int64) * q_t, ALIGN)
     q_at = ((t - start) * q_t + which * q_h)[:, None]
     column = tl.arange(0, DK)
@@ -167,7 +179,7 @@ def prefill_kernel(
     top, mass, acc = state
 
     norm, begin = tl.where(mass > 0, 1.0 / mass, 0.0)[:, None], tl.load(unit + 6)
-    DO = tl.multiple_of(DO, ALIGN)
+    DO = _multiple(DO, ALIGN)
     out += tl.multiple_of(((b * T + start) * H + head) * DO + begin, ALIGN)
     at, column = (((t - start) * H + which) * DO)[:, None], tl.arange(0, DV)
     tl.store(out + (at + column), acc * norm, live[:, None] & (column < v_rank))
@@ -200,27 +212,53 @@ def prefill(
     strides = (*q.stride()[:3], *keys.data.stride()[:2], *values.data.stride()[:2])
     aligned = gcd(*strides, out.shape[-1], 8)
     few = _idle(batch * sum(len(x.units) for x in classes), num_queries * group, q.device)
+    plain = positions is None and window is None
+    hopper = plain and _for_hopper(aligned, q, keys.data, values.data)
     for kind in classes:
-        how, num_units = cut(kind.widths) if cut else cut_for(kind.widths, few), len(kind.units)
-        blocks = triton.cdiv(num_queries * group, how.pairs)
-        where: tuple[Tensor | int, ...] = (counts, 0, 0, counts, 0, 0)
+        serves = hopper and kind.align == 8
+        how = cut(kind.widths) if cut else cut_for(kind.widths, few, serves, kind.exact)
+        num_units, blocks = len(kind.units), triton.cdiv(num_queries * group, how.pairs)
         order = None
+        if batch > 1 or positions is not None:
+            order = longest_first(kind.units, counts, positions, queries, window, blocks)
+        tensors = (
+            q, *strides[:3], keys.data, *strides[3:5], values.data, *strides[5:], out, lse,
+            kind.units, counts, *counts.stride(),
+        )  # fmt: skip
+        numbers = (
+            queries, queries.stride(0), kind.units if order is None else order,
+            batch, num_units, num_queries, heads, out.shape[-1], scale * LOG2_E,
+        )  # fmt: skip
+        constants = {"N": group, "ORDER": order is not None} | _constants(kind, how)
+        grid = (blocks * batch * num_units,)
+        if how.hopper:
+            from kvfold.ops import prefill_gluon
+
+            prefill_gluon.prefill_kernel[grid](*tensors, *numbers, **constants)
+            continue
+        where: tuple[Tensor | int, ...] = (counts, 0, 0, counts, 0, 0)
         if positions is not None:
             tops = latest_positions(positions, counts, how.rows)
             where = (positions, *positions.stride()[:2], tops, *tops.stride()[:2])
-        if batch > 1 or positions is not None:
-            order = longest_first(kind.units, counts, positions, queries, window, blocks)
-        prefill_kernel[(blocks * batch * num_units,)](
-            q, *strides[:3], keys.data, *strides[3:5], values.data, *strides[5:], out, lse,
-            kind.units, counts, *counts.stride(), *where,
-            queries, queries.stride(0), kind.units if order is None else order,
-            batch, num_units, num_queries, heads, out.shape[-1], scale * LOG2_E, window or 0,
-            N=group, **dict(zip(("DK", "EK", "DV"), kind.widths, strict=True)),
-            EXACT=kind.exact, ALIGN=gcd(kind.align, aligned), POSITIONS=positions is not None,
-            WINDOW=window is not None, ORDER=order is not None, BM=how.pairs, BN=how.rows,
-            STAGES=how.stages, num_warps=how.warps, maxnreg=how.registers,
+        prefill_kernel[grid](
+            *tensors, *where, *numbers, window or 0, ALIGN=gcd(kind.align, aligned),
+            POSITIONS=positions is not None, WINDOW=window is not None, **constants,
         )  # fmt: skip
     return out.transpose(1, 2), lse
+
+
+def _constants(kind: Class, how: Cut) -> dict[str, Any]:
+    """What both kernels are compiled for."""
+    widths = dict(zip(("DK", "EK", "DV"), kind.widths, strict=True))
+    tile = {"BM": how.pairs, "BN": how.rows, "STAGES": how.stages}
+    options = {"num_warps": how.warps, "maxnreg": how.registers}
+    return {"EXACT": kind.exact} | widths | tile | options
+
+
+def _for_hopper(aligned: int, *tensors: Tensor) -> bool:
+    """Whether `prefill_gluon` serves: on Hopper, with copies of 16 bytes."""
+    whole = aligned == 8 and all(x.data_ptr() % 16 == 0 for x in tensors)
+    return GLUON and whole and has_gluon(tensors[0].device)
 
 
 def _idle(items: int, pairs: int, device: torch.device) -> bool:

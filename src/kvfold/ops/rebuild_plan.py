@@ -6,12 +6,11 @@ slices of it (see `plan`); W 16-bit words of a key row, of C codes; K powers of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 
+from kvfold.ops.backend import has_gluon
 from kvfold.ops.decode import HeadGroup
 from kvfold.ops.decode_triton import launch_options, multiprocessors
 from kvfold.ops.plan import Slices, padded_queries, padded_width, power_of_two
@@ -180,20 +179,14 @@ class Passes:
 def hopper_heads(abouts: Sequence[RebuildGroups], queries: int, head_dim: int) -> int:
     """KV heads of a program of `rebuild_scores_gluon`; 0 where it does not serve: it takes rows of
     numbers, without positions, heads of at most 128, 3 to 8 queries a KV head, and sm_90."""
-    device = abouts[0].keys.device
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     plain = all(x.bits[0] == 16 and x.align % 8 == 0 and not x.tracked for x in abouts)
-    if not hopper or not plain or head_dim > 128 or not 2 < queries <= 8 or not _has_gluon():
+    if not has_gluon(abouts[0].keys.device) or not plain:
+        return 0
+    if head_dim > 128 or not 2 < queries <= 8:
         return 0
     # Maps of two heads that are wider would not fit.
     odd = any(x.heads[0] % 2 or sum(pieces(x)) > 256 for x in abouts)
     return 1 if odd else 2
-
-
-@lru_cache
-def _has_gluon() -> bool:
-    """Whether it is the language that the kernel was written in: it changes with Triton."""
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 
 
 @dataclass(frozen=True)
