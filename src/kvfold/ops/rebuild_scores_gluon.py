@@ -146,7 +146,7 @@ def _weights(s, rows, NP: gl.constexpr, SPAN: gl.constexpr, OUT: gl.constexpr):
     rows are there."""
     SPANS: gl.constexpr = BLOCK // SPAN
     s = gl.sum(gl.reshape(s, [SPANS, 2, SPAN // 2, s.shape[1] // NP, NP]), 3)
-    s = gl.reshape(gl.permute(s, (0, 2, 1, 3)), [SPANS, SPAN, NP])  # see `_token`
+    s = gl.reshape(gl.permute(s, (0, 2, 1, 3)), [SPANS, SPAN, NP])  # see `token_of`
     s = gl.convert_layout(s, OUT, assert_trivial=True)
     inside = gl.arange(0, SPANS)[:, None] * SPAN + gl.arange(0, SPAN)[None, :] < rows
     s = gl.where(inside[:, :, None], s, float("-inf"))
