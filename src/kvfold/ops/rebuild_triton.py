@@ -144,46 +144,32 @@ class _Step:
         scale: float,
     ) -> None:
         """The first pass."""
-        if self.plan.passes.heads:
-            self._score_hopper(packed, rotary, rope, folded, scale)
-            return
         about, plan, tuning = self.about, self.plan, self.plan.passes.scores
-        bits, (first, second) = about.bits[0], pieces(about)
+        bits, (first, second), heads = about.bits[0], pieces(about), self._heads(packed, rotary)
         assert rope.shape[0] >= tuning.block, "the table is shorter than a tile"
-        score_kernel[(plan.scores.starts.shape[0] - 1,)](
-            self.q, self.q.stride(0), packed.up, packed.sums, rope, rope.view(torch.float16),
-            *folded, plan.room.weights, plan.room.tops,
-            words_of(self.arena, self.q.dtype if bits == 16 else torch.uint16),
-            words_of(self.arena, torch.int32), *self._where, about.keys, plan.bases,
-            plan.scores.starts, scale * LOG2_E, W0=first, W1=second, TRACKED=about.tracked,
-            EXACT=about.narrowest[0] * bits == 16 * (first + second), BLOCK=tuning.block,
-            STAGES=tuning.stages,
-            num_warps=tuning.warps, maxnreg=tuning.registers,
-            **self._heads(packed, rotary), **self._same,
+        grid = (plan.scores.starts.shape[0] - 1,)
+        inputs = (
+            packed.sums, rope, rope.view(torch.float16), *folded, plan.room.weights,
+            plan.room.tops, words_of(self.arena, self.q.dtype if bits == 16 else torch.uint16),
         )  # fmt: skip
+        place = *self._where, about.keys, plan.bases, plan.scores.starts, scale * LOG2_E
+        cut = {"W0": first, "W1": second, "num_warps": tuning.warps, "maxnreg": tuning.registers}
+        if plan.passes.heads:
+            from kvfold.ops import rebuild_scores_gluon
 
-    def _score_hopper(
-        self,
-        packed: Packed,
-        rotary: int,
-        rope: Tensor,
-        folded: tuple[Tensor, Tensor],
-        scale: float,
-    ) -> None:
-        from kvfold.ops.rebuild_scores_gluon import score_kernel
-
-        about, plan, tuning = self.about, self.plan, self.plan.passes.scores
-        (first, second), width = pieces(about), about.widths[0]
-        heads = self._heads(packed, rotary)
-        del heads["BITS"]
-        score_kernel[(plan.scores.starts.shape[0] - 1,)](
-            self.q, self.q.stride(0), packed.beside, packed.sums, rope, rope.view(torch.float16),
-            *folded, plan.room.weights, plan.room.tops, words_of(self.arena, self.q.dtype),
-            *self._where, about.keys, plan.bases, plan.scores.starts, scale * LOG2_E,
-            G=self.num_groups, HEADS=plan.passes.heads, LATENTS=plan.passes.heads // packed.share,
-            W0=first, W1=second, WIDTH=width if about.narrowest[0] == width else 0,
-            PAGE=about.page, SPAN=SPAN, num_warps=tuning.warps, maxnreg=tuning.registers,
-            **heads, **launch_options(self.q.device),
+            del heads["BITS"]
+            width = about.widths[0] if about.narrowest[0] == about.widths[0] else 0
+            rebuild_scores_gluon.score_kernel[grid](
+                self.q, self.q.stride(0), packed.beside, *inputs, *place, G=self.num_groups,
+                HEADS=plan.passes.heads, LATENTS=plan.passes.heads // packed.share, WIDTH=width,
+                PAGE=about.page, SPAN=SPAN, **cut, **heads, **launch_options(self.q.device),
+            )  # fmt: skip
+            return
+        score_kernel[grid](
+            self.q, self.q.stride(0), packed.up, *inputs, words_of(self.arena, torch.int32),
+            *place, TRACKED=about.tracked,
+            EXACT=about.narrowest[0] * bits == 16 * (first + second), BLOCK=tuning.block,
+            STAGES=tuning.stages, **cut, **heads, **self._same,
         )  # fmt: skip
 
     def attend_values(self) -> tuple[Tensor, Tensor]:
