@@ -53,8 +53,8 @@ class ModelRunner:
         captures = self.attention.captures
         self.graphs = DecodeGraphs(self._decode, self.device) if captures else None
 
-    def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     @property
     def can_rewind(self) -> bool:

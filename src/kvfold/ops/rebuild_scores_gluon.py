@@ -26,16 +26,13 @@ from kvfold.ops.rebuild_tiles_gluon import (
     shared,
     token_of,
 )
+from kvfold.ops.rope_triton import ROTATE_BACK
 
-# As in `rope_triton`, whose functions Triton compiles, but for what is added.
+# As in `rope_triton`, but for what is added.
 _ROTATE = gl.constexpr(
     "{ .reg .b32 x, y, n; cvt.rn.f16x2.f32 x, $3, $2; cvt.rn.f16x2.f32 y, $5, $4;"
     " neg.f16x2 n, y; mul.f16x2 $0, x, $6; fma.rn.f16x2 $0, n, $7, $0;"
     " mul.f16x2 $1, y, $6; fma.rn.f16x2 $1, x, $7, $1; }"
-)
-_ROTATE_BACK = gl.constexpr(
-    "{ .reg .b32 n; neg.f16x2 n, $2; mul.f16x2 $0, $2, $4; fma.rn.f16x2 $0, $3, $5, $0;"
-    " mul.f16x2 $1, $3, $4; fma.rn.f16x2 $1, n, $5, $1; }"
 )
 
 
@@ -124,7 +121,7 @@ def _turned_back(queries, angles):
     x, y = queries
     cos, sin = angles
     return gl.inline_asm_elementwise(
-        _ROTATE_BACK, "=&r,=&r,r,r,r,r", [x, y, cos[:, None], sin[:, None]],
+        ROTATE_BACK, "=&r,=&r,r,r,r,r", [x, y, cos[:, None], sin[:, None]],
         dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
     )  # fmt: skip
 

@@ -34,7 +34,7 @@ def rotate(x, y, cos, sin, a, b):
 
 
 # fp16 pairs x, y, cos, sin -> x cos + y sin, y cos - x sin.
-_ROTATE_BACK = tl.constexpr(
+ROTATE_BACK = tl.constexpr(
     "{ .reg .b32 n; neg.f16x2 n, $2; mul.f16x2 $0, $2, $4; fma.rn.f16x2 $0, $3, $5, $0;"
     " mul.f16x2 $1, $3, $4; fma.rn.f16x2 $1, n, $5, $1; }"
 )
@@ -47,7 +47,7 @@ def rotate_back(x, y, cos, sin):
         x, y = x * cos + y * sin, y * cos - x * sin
     else:
         x, y = tl.inline_asm_elementwise(
-            _ROTATE_BACK, "=&r,=&r,r,r,r,r", [x, y, cos, sin],
+            ROTATE_BACK, "=&r,=&r,r,r,r,r", [x, y, cos, sin],
             dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     return x, y
