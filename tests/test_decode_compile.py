@@ -124,7 +124,9 @@ def direct(known: Shape, tuning: Tuning, queries: int, hard: bool) -> dict[str, 
     return kernels | planned
 
 
-def rebuilt(keys: int, values: int, heads: int = 0) -> tuple[Recorder, Recorder]:
+def rebuilt(
+    keys: int, values: int, heads: int = 0, bits: int | None = None
+) -> tuple[Recorder, Recorder]:
     """Scores and values of a layer of Llama-3.1-8B's shape: `lean`, or where keys is 0 `small`;
     heads: KV heads of a program of the scores for Hopper, 0: the other kernel's."""
     every = tuple(range(8))
@@ -136,7 +138,7 @@ def rebuilt(keys: int, values: int, heads: int = 0) -> tuple[Recorder, Recorder]
         key_norm=False, scaling=0.1,
     )  # fmt: skip
     spec = CacheSpec(geometry=geometry, layers=(layer,))
-    groups = cache_layout(spec, page=64).groups
+    groups = cache_layout(spec, page=64, bits=bits).groups
     angles = 5e5 ** (-torch.arange(64) / 64)
     maps = KeyMaps(torch.zeros(8, 128, keys or values), torch.zeros(8, 128), angles)
     place = (*one_sequence(groups, 32, 128), layer, groups, torch.zeros(1, dtype=torch.int64))
@@ -217,6 +219,9 @@ def compile_all() -> None:
         wanted = {"HGMMA": 2 * each, "HMMA": 16}
         print_report("rebuilt", rebuilt(*ranks, heads=2)[0], wanted)
     print_report("rebuilt", rebuilt(0, 512, heads=1)[0], {"HGMMA": 64, "HMMA": 8})
+    for bits in (8, 4):
+        kernel = rebuilt(0, 192, heads=2, bits=bits)[0]
+        print_report("rebuilt", kernel, {"HGMMA": 24, "HMMA": 16})
 
 
 @pytest.mark.slow
@@ -225,7 +230,7 @@ def test_kernels_compile_well_for_hopper() -> None:
     reports = [json.loads(line) for line in run_alone(__file__)]
     cuts = (table() | SHORT).values()
     limited = sum(tuning.registers is not None for tuning in cuts)
-    assert len(reports) == len(cuts) + limited + 8
+    assert len(reports) == len(cuts) + limited + 10
     for report in reports:
         assert report["spills"] <= SPILLS.get(report["kernel"], 0) and not report["in_loop"], report
         assert report["shared"] <= SHARED, report

@@ -203,6 +203,9 @@ def test_drift(queries: int, base: float, reach: int) -> None:
     ("lean", [64, 64], 64, {"d": 64}), ("lean", [128, 128], 64, {}), ("palu", [64, 64], 64, {}),
     ("small", [0, 0], 96, {}), ("small", [0] * 4, 192, {"base": 5e5}), ("small", [0] * 3, 208, {}),
     ("small", [0, 0], 384, {}), ("small", [0, 0], 512, {"page": 32}),
+    ("lean", [48, 48], 64, {"bits": 8}), ("lean", [64, 64], 64, {"bits": 4, "zeros": True}),
+    ("lean", [64, 32], 32, {"bits": 8, "zeros": True, "page": 32}),
+    ("small", [0] * 4, 192, {"bits": 4}), ("small", [0] * 3, 96, {"bits": 8}),
 ])  # fmt: skip
 def test_hopper(kind: str, keys: list[int], values: int, options: dict) -> None:
     """Where the GPU is one, its own kernel scores: heads that share a latent or not, an odd number

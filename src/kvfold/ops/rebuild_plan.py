@@ -42,10 +42,10 @@ class Drift:
 class Packed:
     """A layer's maps as kernels take them.
 
-    up A^T [Hk, C, 2, W, F] by code of a word and half of the pairs; beside [Hk / share, W, share *
-    2 * fast]: of `share` heads both halves of the pairs that are rebuilt, where rows are no codes;
-    sums fp32 [Hk, 6, F]: halves of mu, of what the codes' middle adds to A z, and of A's sums over
-    the latent. All are multiplied by `KeyMaps.scaling` where they are rotated.
+    up A^T [Hk, C, 2, W, F] by code of a word and half of the pairs; beside [Hk / share, C, W, share
+    * 2 * fast]: of `share` heads both halves of the pairs that are rebuilt; sums fp32 [Hk, 6, F]:
+    halves of mu, of what the codes' middle adds to A z, and of A's sums over the latent. All are
+    multiplied by `KeyMaps.scaling` where they are rotated.
     """
 
     up: Tensor
@@ -127,8 +127,8 @@ def pack_maps(
         drift = no_drift(num_pairs, queries, up.device)
     else:
         drift = find_drift(maps.inv_freq, num_pairs, queries)
-    beside = packed[:, 0, ..., : drift.fast].unflatten(0, (-1, share)).permute(0, 3, 1, 2, 4)
-    return Packed(packed.contiguous(), beside.flatten(2).contiguous(), share, sums, drift)
+    beside = packed[..., : drift.fast].unflatten(0, (-1, share)).permute(0, 2, 4, 1, 3, 5)
+    return Packed(packed.contiguous(), beside.flatten(3).contiguous(), share, sums, drift)
 
 
 def pieces(about: RebuildGroups) -> tuple[int, int]:
@@ -169,24 +169,28 @@ class Passes:
         elif numbers > 8192:
             values = Tuning(block=32, stages=2, warps=8, slices=1)
         heads = hopper_heads(abouts, queries, head_dim)
-        if heads and words <= 64 and all(x.narrowest[0] == x.widths[0] for x in abouts):
+        most = words * 16 // about.bits[0]
+        if heads and most <= 64 and all(x.narrowest[0] == x.widths[0] for x in abouts):
             scores = Tuning(block=HOPPER_BLOCK, stages=1, warps=4, slices=3, registers=168)
         elif heads:
-            scores = Tuning(block=HOPPER_BLOCK, stages=1, warps=4, slices=1 if words > 256 else 2)
+            scores = Tuning(block=HOPPER_BLOCK, stages=1, warps=4, slices=1 if most > 256 else 2)
         return cls(scores=scores, values=values, heads=heads)
 
 
 def hopper_heads(abouts: Sequence[RebuildGroups], queries: int, head_dim: int) -> int:
-    """KV heads of a program of `rebuild_scores_gluon`; 0 where it does not serve: it takes rows of
-    numbers, without positions, heads of at most 128, 3 to 8 queries a KV head, and sm_90."""
-    plain = all(x.bits[0] == 16 and x.align % 8 == 0 and not x.tracked for x in abouts)
+    """KV heads of a program of `rebuild_scores_gluon`; 0 where it does not serve: it takes rows
+    without positions, codes of up to 256 numbers, heads of at most 128, 3 to 8 queries a KV head,
+    and sm_90."""
+    plain = all(x.align % 4 == 0 and not x.tracked for x in abouts)
     if not has_gluon(abouts[0].keys.device) or not plain:
         return 0
     if head_dim > 128 or not 2 < queries <= 8:
         return 0
-    # Maps of two heads that are wider would not fit.
-    odd = any(x.heads[0] % 2 or sum(pieces(x)) > 256 for x in abouts)
-    return 1 if odd else 2
+    # Maps of two heads that are wider would not fit; codes become numbers in registers.
+    wide = any(sum(pieces(x)) * 16 // x.bits[0] > 256 for x in abouts)
+    if wide and any(x.bits[0] < 16 for x in abouts):
+        return 0
+    return 1 if wide or any(x.heads[0] % 2 for x in abouts) else 2
 
 
 @dataclass(frozen=True)

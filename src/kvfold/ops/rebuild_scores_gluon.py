@@ -1,9 +1,10 @@
 """The first pass of attention over rebuilt keys, for Hopper's tensor cores. A Gluon kernel.
 
-Shapes as in `rebuild_scores_triton`, whose kernel computes the same and says why; rows are numbers
-here, not codes, and do not carry positions. A program is a warp group and takes HEADS KV heads of
-LATENTS latents, head beside head: maps stay in shared memory, rows go through registers, and one
-asynchronous product makes both halves of all pairs, which Triton has no words for.
+Shapes as in `rebuild_scores_triton`, whose kernel computes the same and says why; rows do not carry
+positions here, and their codes become numbers before they are multiplied. A program is a warp group
+and takes HEADS KV heads of LATENTS latents, head beside head: maps stay in shared memory, rows go
+through registers, and one asynchronous product makes both halves of all pairs, which Triton has no
+words for.
 """
 # mypy: ignore-errors
 # Tuples grow in unrolled loops.
@@ -21,6 +22,9 @@ from kvfold.ops.rebuild_tiles_gluon import (
     BLOCK,
     copy_matrix,
     copy_rows,
+    load_scale,
+    numbers,
+    page_of,
     pages_of,
     product,
     shared,
@@ -171,38 +175,42 @@ def _store(
 @gluon.jit
 def _fetch(
     t, tile, stop, keys, pages, latents, folded, rows, folds,
-    W0: gl.constexpr, W1: gl.constexpr, FOLDS: gl.constexpr, UNITS: gl.constexpr,
-    WIDTH: gl.constexpr, PAGE: gl.constexpr, REACH: gl.constexpr, SLOW: gl.constexpr,
+    W0: gl.constexpr, W1: gl.constexpr, C: gl.constexpr, FOLDS: gl.constexpr, UNITS: gl.constexpr,
+    WIDTH: gl.constexpr, VECTOR: gl.constexpr, PAGE: gl.constexpr, REACH: gl.constexpr,
+    SLOW: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy tile t's rows, and where a stretch begins its folded queries."""
     for i in gl.static_range(len(latents)):
-        copy_rows(rows[i], keys, latents[i], pages, t, W0, W1, WIDTH, PAGE)
+        copy_rows(rows[i], keys, latents[i], pages, t, W0, W1, WIDTH, VECTOR, PAGE)
     stretch = t * BLOCK // REACH
     # Two conditions: without folds, what is below would not compile.
     if SLOW:  # noqa: SIM102
         if (t < stop) & ((t == tile) | (t * BLOCK % REACH == 0)):
             for i in gl.static_range(len(latents)):
-                at = folded + (stretch * UNITS + i) * ((W0 + W1) * FOLDS)
-                copy_matrix(folds[i], at, W0, W1, FOLDS, stretch % 2)
+                at = folded + (stretch * UNITS + i) * (C * (W0 + W1) * FOLDS)
+                copy_matrix(folds[i], at, W0, W1, FOLDS, C, stretch % 2)
     async_copy.commit_group()
 
 
 @gluon.jit
 def score_kernel(
-    q, q_stride, up, means, rope, turns, folded, extra, weights, tops, keys,
+    q, q_stride, up, means, rope, turns, folded, extra, weights, tops, keys, scales,
     tables, table_slot, table_group, lengths, length_slot, slots, heads, bases, starts, scale,
     G: gl.constexpr, HG: gl.constexpr, HEADS: gl.constexpr, LATENTS: gl.constexpr,
     N: gl.constexpr, NP: gl.constexpr, K: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr,
     F: gl.constexpr, PAIRS: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, WIDTH: gl.constexpr,
-    PAGE: gl.constexpr, REACH: gl.constexpr, SPAN: gl.constexpr, PDL: gl.constexpr = False,
+    BITS: gl.constexpr, ZEROS: gl.constexpr, VECTOR: gl.constexpr, PAGE: gl.constexpr,
+    REACH: gl.constexpr, SPAN: gl.constexpr, PDL: gl.constexpr = False,
 ):  # fmt: skip
     """Weights of every tile of a slice; items are (sequence, HEADS KV heads).
 
-    SHARE = HEADS / LATENTS heads of a latent lie side by side. up [Hk / SHARE, W, SHARE * 2 F]:
-    A^T, of every head both halves of the pairs that are rebuilt; folded [stretches, HG / SHARE, W,
-    SHARE * GP]; means fp32 [Hk, 6, PAIRS]: `Packed.sums`; WIDTH: numbers of a row, 0: they
-    differ; the rest as in `rebuild_scores_triton.score_kernel`.
+    SHARE = HEADS / LATENTS heads of a latent lie side by side. up [Hk / SHARE, C, W, SHARE * 2 F]:
+    A^T, of every head both halves of the pairs that are rebuilt; folded [stretches, HG / SHARE, C,
+    W, SHARE * GP]; means fp32 [Hk, 6, PAIRS]: `Packed.sums`; keys, scales: the arena as 16-bit
+    words and as fp16; WIDTH: words of a row, 0: they differ; VECTOR: words that divide all rows;
+    the rest as in `rebuild_scores_triton.score_kernel`.
     """
+    C: gl.constexpr = 16 // BITS
     W: gl.constexpr = W0 + W1
     GP: gl.constexpr = K * NP
     QP: gl.constexpr = 8
@@ -212,14 +220,16 @@ def score_kernel(
     UNITS: gl.constexpr = G * HG // HEADS
     NQ: gl.constexpr = HG * N
     SLOW: gl.constexpr = F < PAIRS
-    HELD: gl.constexpr = W <= 256  # a tile's rows, in registers
-    SPARING: gl.constexpr = W <= 64  # of registers: three programs a multiprocessor
-    TYPE: gl.constexpr = keys.dtype.element_ty
+    HELD: gl.constexpr = C * W <= 256  # a tile's rows, in registers
+    SPARING: gl.constexpr = C * W <= 64  # of registers: three programs a multiprocessor
+    TYPE: gl.constexpr = up.dtype.element_ty
+    WORD: gl.constexpr = keys.dtype.element_ty
     ROTATED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F, 16])
     FOLDED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GP, 16])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     ROWS: gl.constexpr = gl.DotOperandLayout(0, ROTATED, 2)
     QUERIES: gl.constexpr = gl.DotOperandLayout(1, SCORES, 2)
+    OWN: gl.constexpr = gl.SliceLayout(1, ROWS)
     LANE: gl.constexpr = [0, 0, 4] if NP > 4 else [0, 0, 0]
     OUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1, 0], [0, 0, 1]], [[0, 0, 2], LANE, [0, 2, 0], [0, 4, 0], [0, 8, 0]],
@@ -229,15 +239,15 @@ def score_kernel(
     rows, maps, folds, turned_means = (), (), (), ()
     for _ in gl.static_range(LATENTS):
         if W1 > 0:
-            rows += ((shared(1, BLOCK, W0, TYPE), shared(1, BLOCK, W1, TYPE)),)
-            maps += ((shared(1, W0, KEYS, TYPE), shared(1, W1, KEYS, TYPE)),)
+            rows += ((shared(1, BLOCK, W0, WORD), shared(1, BLOCK, W1, WORD)),)
+            maps += ((shared(C, W0, KEYS, TYPE), shared(C, W1, KEYS, TYPE)),)
             if SLOW:
-                folds += ((shared(2, W0, FOLDS, TYPE), shared(2, W1, FOLDS, TYPE)),)
+                folds += ((shared(2 * C, W0, FOLDS, TYPE), shared(2 * C, W1, FOLDS, TYPE)),)
         else:
-            rows += ((shared(1, BLOCK, W0, TYPE),),)
-            maps += ((shared(1, W0, KEYS, TYPE),),)
+            rows += ((shared(1, BLOCK, W0, WORD),),)
+            maps += ((shared(C, W0, KEYS, TYPE),),)
             if SLOW:
-                folds += ((shared(2, W0, FOLDS, TYPE),),)
+                folds += ((shared(2 * C, W0, FOLDS, TYPE),),)
     for _ in gl.static_range(HEADS):
         turned_means += (shared(2, BLOCK, F, gl.float16),)
     _after_launch(PDL)
@@ -268,29 +278,36 @@ def score_kernel(
         if item == end_item:
             stop = end_tile
         if tile < stop:
-            latents, queries = (), ()
+            latents, queries, sizes = (), (), ()
             async_copy.wait_group(0)
             gl.thread_barrier()  # nobody reads or writes what was the last item's any more
             for i in gl.static_range(LATENTS):
                 first = h + i * SHARE
-                row_words = gl.multiple_of(gl.load(heads + 8 * first), 8)
+                row_words = gl.multiple_of(gl.load(heads + 8 * first), VECTOR)
                 if WIDTH:
                     row_words = WIDTH
-                latents += ((row_words, gl.multiple_of(gl.load(heads + 8 * first + 2), 8)),)
-                at = up + (first // SHARE).to(gl.int64) * (W * KEYS)
-                copy_matrix(maps[i], at, W0, W1, KEYS, 0)
+                about = heads + 8 * first
+                latents += ((row_words, gl.multiple_of(gl.load(about + 2), 8), gl.load(about + 3),
+                             gl.load(about + 4), gl.load(about + 5)),)  # fmt: skip
+                at = up + (first // SHARE).to(gl.int64) * (C * W * KEYS)
+                copy_matrix(maps[i], at, W0, W1, KEYS, C, 0)
             table = tables + slot * table_slot + g * table_group
             run = b * G + g
             base = gl.load(bases + run)
             to = base.to(gl.int64) * NQ + (h % HG) * N
             stretch = ((base // (REACH // SPAN) + run) * HG + h % HG).to(gl.int64)
-            own_folded, own_extra = folded + stretch * (W * GP), extra + stretch * 3 * GP + k_column
-            pages = pages_of(tile, stop, table, W0, W1, PAGE)
+            own_folded = folded + stretch * (C * W * GP)
+            own_extra = extra + stretch * 3 * GP + k_column
+            pages = pages_of(tile, stop, table, W0, W1, VECTOR, PAGE)
             _fetch(
-                tile, tile, stop, keys, pages, latents, own_folded, rows, folds, W0, W1, FOLDS,
-                HG // SHARE, WIDTH, PAGE, REACH, SLOW,
+                tile, tile, stop, keys, pages, latents, own_folded, rows, folds, W0, W1, C, FOLDS,
+                HG // SHARE, WIDTH, VECTOR, PAGE, REACH, SLOW,
             )  # fmt: skip
-            pages = pages_of(tile + 1, stop, table, W0, W1, PAGE)
+            if C > 1:
+                page = page_of(tile, stop, table, OWN, PAGE)
+                for i in gl.static_range(LATENTS):
+                    sizes += (load_scale(scales, latents[i], page, tile, OWN, PAGE, ZEROS),)
+            pages = pages_of(tile + 1, stop, table, W0, W1, VECTOR, PAGE)
             if SPARING:
                 row_turns = kept_turns.index(0).load(ROTATED), kept_turns.index(1).load(ROTATED)
             for j in gl.static_range(HEADS):
@@ -315,18 +332,24 @@ def score_kernel(
                     z = ()
                     for p in gl.static_range(len(rows[i])):
                         piece = rows[i][p].index(0)
-                        z += (piece.load(ROWS) if HELD else piece,)
-                    products += (product(z, maps[i], 0, KEYS, W1, HELD),)
+                        if HELD:
+                            piece = piece.load(ROWS)
+                        z += (numbers(piece, sizes[i], BITS, ZEROS) if C > 1 else (piece,),)
+                    products += (product(z, maps[i], 0, KEYS, HELD),)
                     if SLOW:
-                        place = t * BLOCK // REACH % 2
-                        products += (product(z, folds[i], place, FOLDS, W1, HELD),)
+                        place = t * BLOCK // REACH % 2 * C
+                        products += (product(z, folds[i], place, FOLDS, HELD),)
                 if not HELD:
                     products = warpgroup_mma_wait(0, products)
                 _fetch(
-                    t + 1, tile, stop, keys, pages, latents, own_folded, rows, folds, W0, W1, FOLDS,
-                    HG // SHARE, WIDTH, PAGE, REACH, SLOW,
+                    t + 1, tile, stop, keys, pages, latents, own_folded, rows, folds, W0, W1, C,
+                    FOLDS, HG // SHARE, WIDTH, VECTOR, PAGE, REACH, SLOW,
                 )  # fmt: skip
-                pages = pages_of(t + 2, stop, table, W0, W1, PAGE)
+                if C > 1:
+                    sizes, page = (), page_of(t + 1, stop, table, OWN, PAGE)
+                    for i in gl.static_range(LATENTS):
+                        sizes += (load_scale(scales, latents[i], page, t + 1, OWN, PAGE, ZEROS),)
+                pages = pages_of(t + 2, stop, table, W0, W1, VECTOR, PAGE)
                 for j in gl.static_range(HEADS):
                     turned_back += (_turned_back(queries[j], angles),)
                 if HELD:

@@ -157,12 +157,14 @@ class _Step:
         if plan.passes.heads:
             from kvfold.ops import rebuild_scores_gluon
 
-            del heads["BITS"]
-            width = about.widths[0] if about.narrowest[0] == about.widths[0] else 0
+            alike = about.narrowest[0] == about.widths[0]
             rebuild_scores_gluon.score_kernel[grid](
-                self.q, self.q.stride(0), packed.beside, *inputs, *place, G=self.num_groups,
-                HEADS=plan.passes.heads, LATENTS=plan.passes.heads // packed.share, WIDTH=width,
-                PAGE=about.page, SPAN=SPAN, **cut, **heads, **launch_options(self.q.device),
+                self.q, self.q.stride(0), packed.beside, *inputs,
+                words_of(self.arena, torch.float16), *place, G=self.num_groups,
+                HEADS=plan.passes.heads, LATENTS=plan.passes.heads // packed.share,
+                WIDTH=about.widths[0] * bits // 16 if alike else 0, VECTOR=min(8, about.align),
+                ZEROS=about.zeros, PAGE=about.page, SPAN=SPAN, **cut, **heads,
+                **launch_options(self.q.device),
             )  # fmt: skip
             return
         score_kernel[grid](
