@@ -1,4 +1,4 @@
-"""Prefill kernels compiled for sm_90a: tensor cores by warp group, loads ahead, nothing spills.
+"""The prefill kernel compiled for sm_90a: tensor cores by warp group, loads ahead, nothing spills.
 
 As in `test_decode_compile`, what is compiled is what a launch would be.
 """
@@ -14,16 +14,14 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from hopper import need_compiler, run_alone  # noqa: E402
-from kvfold.ops import prefill_gluon, prefill_triton  # noqa: E402
+from kvfold.ops import prefill_triton  # noqa: E402
 from kvfold.ops.prefill import Side  # noqa: E402
-from kvfold.ops.prefill_plan import Cut, cut_for, widths_of  # noqa: E402
+from kvfold.ops.prefill_plan import cut_for, widths_of  # noqa: E402
 from test_decode_compile import SHARED, Recorder, operations  # noqa: E402
 
 # Key and value rank of the benchmark's variants, and the widest that there are.
 RANKS = ((128, 128), (64, 64), (32, 96), (96, 32), (96, 96), (32, 32), (128, 256), (256, 256))
-HOPPER = ((128, 128), (64, 64), (32, 96), (96, 32), (32, 32), (256, 256))
 SPILLS = 24  # outside of loops: once a tile of queries, not once a tile of rows
-HOPPER_SPILLS = 96  # of the widest: outputs are half of what there is
 
 
 class Launch(Recorder):
@@ -35,14 +33,7 @@ class Launch(Recorder):
         self.source.attrs = {at: x for at, x in self.source.attrs.items() if told[at[0]]}
 
 
-def cut_of(ranks: tuple[int, int], few: bool, hopper: bool) -> Cut:
-    first, second, values = widths_of(*ranks)
-    return cut_for((first, second, values), few, hopper, (first + second, values) == ranks)
-
-
-def recorded(
-    ranks: tuple[int, int], few: bool, positions: bool, window: int | None, hopper: bool = False
-) -> Recorder:
+def recorded(ranks: tuple[int, int], few: bool, positions: bool, window: int | None) -> Recorder:
     """The launch for eight KV heads of four query heads."""
     heads, size = 8, 64
     data = torch.zeros(1, size, heads * sum(ranks), dtype=torch.bfloat16)
@@ -51,15 +42,14 @@ def recorded(
         for rank, first in zip(ranks, (0, heads * ranks[0]), strict=True)
     )
     where = torch.zeros(1, heads, size, dtype=torch.int32) if positions else None
-    module = prefill_gluon if hopper else prefill_triton
-    recorder = Launch(module.prefill_kernel)
-    with mock.patch.object(module, "prefill_kernel", recorder):
+    recorder = Launch(prefill_triton.prefill_kernel)
+    with mock.patch.object(prefill_triton, "prefill_kernel", recorder):
         prefill_triton.prefill(
             torch.zeros(1, size, 4 * heads, ranks[0], dtype=torch.bfloat16).transpose(1, 2),
             keys, values,
             counts=torch.full((1, heads), size), owner=tuple(range(heads)), positions=where,
             queries=torch.arange(size)[None], scale=0.1, window=window,
-            cut=lambda widths: cut_of(ranks, few, hopper),
+            cut=lambda widths: cut_for(widths, few),
         )  # fmt: skip
     return recorder
 
@@ -75,34 +65,20 @@ def hot_loop(names: list[str], labels: dict[str, int]) -> list[str]:
     return min(loops, key=len, default=[])
 
 
-def between_waits(names: list[str]) -> int:
-    """Exponentials that a program's first loop takes while products of a tile are on their way."""
-    waits = [i for i, name in enumerate(names) if name.startswith("WARPGROUP.DEPBAR")]
-    begin = next(i for i in waits if names[i].split()[-1] == "0x1")
-    end = next(i for i in waits if i > begin)
-    return sum(name.startswith("MUFU.EX2") for name in names[begin:end])
-
-
-def print_report(
-    ranks: tuple[int, int], few: bool, positions: bool, window: int | None, hopper: bool = False
-) -> None:
-    listing, shared = recorded(ranks, few, positions, window, hopper).compiled()
+def print_report(ranks: tuple[int, int], few: bool, positions: bool, window: int | None) -> None:
+    listing, shared = recorded(ranks, few, positions, window).compiled()
     names, labels = operations(listing)
     body = hot_loop(names, labels)
     report = {"ranks": ranks, "few": few, "positions": positions, "window": window}
-    report |= {"hopper": hopper, "behind": between_waits(names) if hopper else 0}
     report |= {"spills": sum(name.startswith(("STL", "LDL")) for name in names)}
     report |= {"in_loop": sum(name in ("STL", "LDL") for name in body), "shared": shared}
-    report |= {x: body.count(x) for x in ("HGMMA", "HMMA", "LDGSTS", "BAR", "WARPGROUP")}
+    report |= {x: body.count(x) for x in ("HGMMA", "HMMA", "LDGSTS", "WARPGROUP")}
     print(json.dumps(report | {"instructions": len(body)}), flush=True)
 
 
 def compile_all() -> None:
     for ranks in RANKS:
         print_report(ranks, False, False, None)
-    for ranks in HOPPER:
-        print_report(ranks, False, False, None, True)
-    print_report((128, 128), True, False, None, True)
     print_report((64, 64), True, False, None)
     print_report((64, 64), False, True, None)
     print_report((64, 64), False, False, 4096)
@@ -112,12 +88,11 @@ def compile_all() -> None:
 def test_the_kernel_compiles_well_for_hopper() -> None:
     need_compiler()
     reports = [json.loads(line) for line in run_alone(__file__)]
-    assert len(reports) == len(RANKS) + len(HOPPER) + 4
+    assert len(reports) == len(RANKS) + 3
     for report in reports:
-        widths, hopper = widths_of(*report["ranks"]), report["hopper"]
-        how = cut_of(tuple(report["ranks"]), report["few"], hopper)
-        assert report["in_loop"] == 0, report
-        assert report["spills"] <= (HOPPER_SPILLS if hopper else SPILLS), report
+        widths = widths_of(*report["ranks"])
+        how = cut_for(widths, report["few"])
+        assert report["in_loop"] == 0 and report["spills"] <= SPILLS, report
         assert report["WARPGROUP"] <= 6, report  # else ptxas waits after each product
         assert report["HGMMA"] == (sum(widths[:2]) + how.rows) // 16, report
         assert not report["HMMA"], report
@@ -126,9 +101,6 @@ def test_the_kernel_compiles_well_for_hopper() -> None:
         # Two programs share a multiprocessor where ranks are small.
         narrow = max(report["ranks"]) <= 96
         assert report["shared"] <= SHARED // (2 if narrow else 1), report
-        if hopper:
-            assert report["BAR"] == 2, report
-            assert report["behind"] == how.rows // 2 + 2, report
 
 
 if __name__ == "__main__":

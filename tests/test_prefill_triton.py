@@ -6,7 +6,6 @@ Without a GPU it runs in Triton's interpreter, in fp16.
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -38,13 +37,7 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 LIMIT, LSE = 1e-3, 1e-3
 CUT = Cut(pairs=16, rows=16, warps=4, stages=1)
 WIDE = replace(CUT, pairs=32, rows=32)
-HOPPER = Cut(stages=2, hopper=True)
 RAGGED = ((16, 32), (24, 48), (48, 8), (40, 16))  # key and value rank
-
-needs_hopper = pytest.mark.skipif(
-    not (GPU and torch.cuda.get_device_capability() == (9, 0)),
-    reason="needs a GPU of compute capability 9.0; see test_prefill_gluon",
-)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
@@ -142,13 +135,12 @@ class Compiling:
 
 def compile_ahead(launch: Callable) -> None:
     """What every class needs, on all cores: one after the other they take a second each."""
-    from kvfold.ops import prefill_gluon
-
-    with ExitStack() as stack:
-        for module in (prefill_triton, prefill_gluon):
-            kernel = Compiling(module.prefill_kernel)
-            stack.enter_context(mock.patch.object(module, "prefill_kernel", kernel))
-        stack.enter_context(triton.AsyncCompileMode(stack.enter_context(ThreadPoolExecutor())))
+    kernel = Compiling(prefill_triton.prefill_kernel)
+    with (
+        mock.patch.object(prefill_triton, "prefill_kernel", kernel),
+        ThreadPoolExecutor() as threads,
+        triton.AsyncCompileMode(threads),
+    ):
         launch()
 
 
@@ -273,65 +265,6 @@ def test_the_result_hardly_moves_with_the_cut() -> None:
         out, _ = case.check(cut)
         torch.testing.assert_close(out, want, atol=1e-3, rtol=1e-2)
     assert torch.equal(case.check()[0], want)
-
-
-# -- the kernel for Hopper -----------------------------------------------------------------------
-
-
-@needs_hopper
-@pytest.mark.parametrize(
-    ("which", "cut"),
-    [
-        (0, HOPPER),
-        (-1, replace(HOPPER, rows=128)),
-        (-1, replace(HOPPER, stages=3, registers=168)),
-        (0, replace(HOPPER, pairs=64, warps=4)),
-    ],
-)
-def test_every_class_on_hopper(which: int, cut: Cut) -> None:
-    ranks = ranks_of_every_class(which)
-    owner = (0,) * len(ranks) + (1,) * len(ranks)
-    case = Case.of(2 * ranks, ((500, 470),), 200, group=4, first=280, owner=owner)
-    assert torch.equal(case.check(cut)[0], case.check(cut)[0])
-
-
-@needs_hopper
-@pytest.mark.parametrize("group", [1, 3, 8])
-def test_sequences_and_groups_on_hopper(group: int) -> None:
-    counts = ((700, 650, 1), (300, 0, 129), (64, 128, 127))
-    case = Case.of(((64, 64), (128, 32), (96, 128)), counts, 150, group=group, first=520)
-    case.options["queries"] -= torch.arange(3, device=DEVICE)[:, None] * 200
-    case.q = case.q.transpose(1, 2).contiguous().transpose(1, 2)
-    case.check(HOPPER)
-
-
-@needs_hopper
-def test_the_widest_on_hopper() -> None:
-    Case.of(((256, 256), (192, 512)), ((300, 310),), 70, group=4, first=230).check(HOPPER)
-
-
-@needs_hopper
-@pytest.mark.parametrize("num_queries", [33, 3000])
-def test_hopper_takes_its_kernel(num_queries: int) -> None:
-    """But not for windows, positions, or rows that 16 bytes do not divide."""
-    from kvfold.ops import prefill_gluon
-
-    case = Case.of(((128, 128),) * 4, ((3000,) * 4,), num_queries, group=4, first=100)
-    kernel = mock.MagicMock(wraps=prefill_gluon.prefill_kernel)
-    kernel.__getitem__.side_effect = prefill_gluon.prefill_kernel.__getitem__
-    launch = partial(prefill_triton.prefill, case.q)
-    with (
-        mock.patch.object(prefill_gluon, "prefill_kernel", kernel),
-        mock.patch.object(prefill_triton, "GLUON", True),
-    ):
-        out, _ = launch(case.keys, case.values, **case.options)
-        assert kernel.__getitem__.call_count == 1
-        other = {"window": 64}, {"positions": torch.zeros(1, 4, 3005, device=DEVICE).int()}
-        for options in other:
-            launch(case.keys, case.values, **case.options | options)
-        launch(replace(case.keys, ranks=(124,) * 4), case.values, **case.options)
-        assert kernel.__getitem__.call_count == 1
-    torch.testing.assert_close(out.double(), case.expected()[0], atol=2e-3, rtol=2e-3)
 
 
 # -- classes, order ------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from kvfold.spec import Geometry
 
 CHECKED = 128  # queries of the first sequence that are compared with the reference
 Run = Callable[..., tuple[Tensor, Tensor]]  # of kvfold.ops.prefill.prefill
-CUT = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(?:r(\d+))?(g)?")
+CUT = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(?:r(\d+))?")
 
 # What is kept of keys and of values, in turn over the KV heads.
 KEPT: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -168,9 +168,8 @@ def variant_step(name: str, work: Work) -> Step:
 
     names = ("pairs", "rows", "warps", "stages", "registers")
     found = CUT.fullmatch(how)
-    numbers = zip(names, found.groups()[:5], strict=True) if found else ()
-    sizes = {name: int(n) for name, n in numbers if n}
-    cut = prefill_triton.Cut(**sizes, hopper=bool(found and found[6]))
+    numbers = zip(names, found.groups(), strict=True) if found else ()
+    cut = prefill_triton.Cut(**{name: int(n) for name, n in numbers if n})
     keys, values = work.sides[0]
     most = max(map(sum, zip(keys.ranks, values.ranks, strict=True)))
 

@@ -22,8 +22,7 @@ class Job:
 
     A variant is a name of KEPT, alone or with `@zack` (ZACK §5.3: tiles of queries inversely to
     kept dims, here in powers of two) or with a cut of the kernel, such as `half@128x64w8s3r128`:
-    pairs, rows, warps, stages, registers; a `g` behind it is the kernel in Gluon. Raises ValueError
-    for what does not exist.
+    pairs, rows, warps, stages, registers. Raises ValueError for what does not exist.
     """
 
     shape: str

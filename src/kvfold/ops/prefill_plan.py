@@ -22,18 +22,13 @@ Widths = tuple[int, int, int]  # DK, EK, DV
 @dataclass(frozen=True, kw_only=True)
 class Cut:
     """How the kernel is cut: (query, head) pairs and rows of a tile, warps, tiles in flight, most
-    registers a thread. hopper: the kernel is `prefill_gluon`'s, of a warp for 16 pairs."""
+    registers a thread."""
 
     pairs: int = 128
     rows: int = 64
     warps: int = 8
     stages: int = 3
     registers: int | None = None
-    hopper: bool = False
-
-    def __post_init__(self) -> None:
-        fits = self.pairs in (64, 128) and self.pairs == 16 * self.warps and self.stages >= 2
-        assert fits or not self.hopper, f"not a cut of the kernel for Hopper: {self}"
 
 
 @dataclass(frozen=True)
@@ -47,21 +42,15 @@ class Class:
     align: int
 
 
-def cut_for(widths: Widths, few: bool, hopper: bool = False, exact: bool = True) -> Cut:
-    """What keeps a class's tiles in registers: two programs a multiprocessor where they are narrow.
-    few: tiles of 128 pairs would leave multiprocessors idle; hopper: which kernel; exact: as
-    `Class` has it."""
+def cut_for(widths: Widths, few: bool) -> Cut:
+    """What keeps a class's tiles in registers: two programs a multiprocessor where they are narrow,
+    more and smaller ones where they are narrowest. few: tiles of 128 pairs would leave
+    multiprocessors idle."""
     keys, values = sum(widths[:2]), widths[2]
-    narrow = max(keys, values) <= 96
-    if hopper:
-        whole = exact and not (narrow or few or widths[1]) and max(keys, values) <= 128
-        rows, stages = 128 if whole else 64, 2
-    else:
-        rows, stages = 64 if values <= 128 else 32, 3
-    if few:
-        return Cut(pairs=64, rows=rows, warps=4, stages=stages, hopper=hopper)
-    registers = 128 if narrow else None
-    return Cut(rows=rows, stages=stages, registers=registers, hopper=hopper)
+    rows = 64 if values <= 128 else 32
+    if few or (keys <= 32 and values <= 64):
+        return Cut(pairs=64, rows=rows, warps=4)
+    return Cut(rows=rows, registers=128 if max(keys, values) <= 96 else None)
 
 
 def longest_first(

@@ -7,7 +7,6 @@ head; BM (query, head) pairs of a tile: pair m is query m // N of head m % N; BN
 
 from collections.abc import Callable
 from math import gcd
-from typing import Any
 
 import torch
 import triton
@@ -15,10 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.attention import LOG2_E
-from kvfold.ops.backend import has_gluon
 from kvfold.ops.prefill import Side
 from kvfold.ops.prefill_plan import (
-    Class,
     Cut,
     Widths,
     classes_of,
@@ -26,8 +23,6 @@ from kvfold.ops.prefill_plan import (
     latest_positions,
     longest_first,
 )
-
-GLUON = False  # whether `prefill_gluon` is used: it has not been timed yet
 
 
 @triton.jit
@@ -212,53 +207,27 @@ def prefill(
     strides = (*q.stride()[:3], *keys.data.stride()[:2], *values.data.stride()[:2])
     aligned = gcd(*strides, out.shape[-1], 8)
     few = _idle(batch * sum(len(x.units) for x in classes), num_queries * group, q.device)
-    plain = positions is None and window is None
-    hopper = plain and _for_hopper(aligned, q, keys.data, values.data)
     for kind in classes:
-        serves = hopper and kind.align == 8
-        how = cut(kind.widths) if cut else cut_for(kind.widths, few, serves, kind.exact)
-        num_units, blocks = len(kind.units), triton.cdiv(num_queries * group, how.pairs)
-        order = None
-        if batch > 1 or positions is not None:
-            order = longest_first(kind.units, counts, positions, queries, window, blocks)
-        tensors = (
-            q, *strides[:3], keys.data, *strides[3:5], values.data, *strides[5:], out, lse,
-            kind.units, counts, *counts.stride(),
-        )  # fmt: skip
-        numbers = (
-            queries, queries.stride(0), kind.units if order is None else order,
-            batch, num_units, num_queries, heads, out.shape[-1], scale * LOG2_E,
-        )  # fmt: skip
-        constants = {"N": group, "ORDER": order is not None} | _constants(kind, how)
-        grid = (blocks * batch * num_units,)
-        if how.hopper:
-            from kvfold.ops import prefill_gluon
-
-            prefill_gluon.prefill_kernel[grid](*tensors, *numbers, **constants)
-            continue
+        how, num_units = cut(kind.widths) if cut else cut_for(kind.widths, few), len(kind.units)
+        blocks = triton.cdiv(num_queries * group, how.pairs)
         where: tuple[Tensor | int, ...] = (counts, 0, 0, counts, 0, 0)
+        order = None
         if positions is not None:
             tops = latest_positions(positions, counts, how.rows)
             where = (positions, *positions.stride()[:2], tops, *tops.stride()[:2])
-        prefill_kernel[grid](
-            *tensors, *where, *numbers, window or 0, ALIGN=gcd(kind.align, aligned),
-            POSITIONS=positions is not None, WINDOW=window is not None, **constants,
+        if batch > 1 or positions is not None:
+            order = longest_first(kind.units, counts, positions, queries, window, blocks)
+        prefill_kernel[(blocks * batch * num_units,)](
+            q, *strides[:3], keys.data, *strides[3:5], values.data, *strides[5:], out, lse,
+            kind.units, counts, *counts.stride(), *where,
+            queries, queries.stride(0), kind.units if order is None else order,
+            batch, num_units, num_queries, heads, out.shape[-1], scale * LOG2_E, window or 0,
+            N=group, **dict(zip(("DK", "EK", "DV"), kind.widths, strict=True)),
+            EXACT=kind.exact, ALIGN=gcd(kind.align, aligned), POSITIONS=positions is not None,
+            WINDOW=window is not None, ORDER=order is not None, BM=how.pairs, BN=how.rows,
+            STAGES=how.stages, num_warps=how.warps, maxnreg=how.registers,
         )  # fmt: skip
     return out.transpose(1, 2), lse
-
-
-def _constants(kind: Class, how: Cut) -> dict[str, Any]:
-    """What both kernels are compiled for."""
-    widths = dict(zip(("DK", "EK", "DV"), kind.widths, strict=True))
-    tile = {"BM": how.pairs, "BN": how.rows, "STAGES": how.stages}
-    options = {"num_warps": how.warps, "maxnreg": how.registers}
-    return {"EXACT": kind.exact} | widths | tile | options
-
-
-def _for_hopper(aligned: int, *tensors: Tensor) -> bool:
-    """Whether `prefill_gluon` serves: on Hopper, with copies of 16 bytes."""
-    whole = aligned == 8 and all(x.data_ptr() % 16 == 0 for x in tensors)
-    return GLUON and whole and has_gluon(tensors[0].device)
 
 
 def _idle(items: int, pairs: int, device: torch.device) -> bool:
