@@ -86,6 +86,15 @@ def test_a_step_decodes_what_was_read():
     runner.pool.check_integrity()
 
 
+def test_code_compiled_for_one_contender_is_not_the_next_ones():
+    made = []
+    double = torch.compile(lambda x: 2 * x, backend=lambda graph, _: made.append(1) or graph)
+    for expected in (1, 2):
+        contenders.contender("tiny", "bf16-half", CPU)
+        double(torch.ones(3))
+        assert len(made) == expected
+
+
 def test_rows_are_numbered_where_they_are_tracked():
     variant = replace(VARIANTS["int4-half"], evict=2)
     model = served.folded_model("tiny", variant, CPU)

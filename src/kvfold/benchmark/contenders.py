@@ -157,6 +157,9 @@ NAMES = (*THEIRS, *(name for name, variant in VARIANTS.items() if variant.served
 
 
 def contender(shape: str, name: str, device: torch.device) -> Contender:
+    """As in a process of its own: code that torch.compile made for the last one's widths would make
+    this one's take any width, and be slower."""
+    torch._dynamo.reset()
     if name in THEIRS:
         return Theirs(shape, THEIRS[name], device)
     return Ours(shape, name, device)
