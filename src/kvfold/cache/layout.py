@@ -154,11 +154,11 @@ class CacheLayout:
         ends = list(accumulate(counts))
         return tuple(slice(end - count, end) for end, count in zip(ends, counts, strict=True))
 
-    @property
+    @cached_property
     def tracked(self) -> bool:
         return any(group.layout.tracked for group in self.groups)
 
-    @property
+    @cached_property
     def kivi(self) -> bool:
         return any(group.layout.kivi for group in self.groups)
 
