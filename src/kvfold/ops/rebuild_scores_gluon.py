@@ -23,10 +23,12 @@ from kvfold.ops.rebuild_tiles_gluon import (
     copy_matrix,
     copy_rows,
     load_scale,
+    matrix_pieces,
     numbers,
     page_of,
     pages_of,
     product,
+    row_pieces,
     shared,
     token_of,
 )
@@ -193,6 +195,91 @@ def _fetch(
 
 
 @gluon.jit
+def _latent(about, WIDTH: gl.constexpr, VECTOR: gl.constexpr):
+    """Words of a row and to the first one, fp16s to its scale, from row to row and to its zero."""
+    row_words = gl.multiple_of(gl.load(about), VECTOR)
+    if WIDTH:
+        row_words = WIDTH
+    first = gl.multiple_of(gl.load(about + 2), 8)
+    return row_words, first, gl.load(about + 3), gl.load(about + 4), gl.load(about + 5)
+
+
+@gluon.jit
+def _sizes(
+    scales, latents, t, stop, table, ROWS: gl.constexpr, PAGE: gl.constexpr, ZEROS: gl.constexpr
+):
+    """`load_scale` of every latent's rows of tile t, which lie as ROWS says."""
+    found, page = (), page_of(t, stop, table, ROWS, PAGE)
+    for i in gl.static_range(len(latents)):
+        found += (load_scale(scales, latents[i], page, t, ROWS, PAGE, ZEROS),)
+    return found
+
+
+@gluon.jit
+def _turn_means(to, means, turns, PAIRS: gl.constexpr):
+    """Halves of a mean as every row of a tile turns them, to both buffers of `to`; means: at the
+    pairs of a column."""
+    x, y = gl.load(means)[None, :], gl.load(means + PAIRS)[None, :]
+    to.index(0).store((x * turns[0] - y * turns[1]).to(gl.float16))
+    to.index(1).store((y * turns[0] + x * turns[1]).to(gl.float16))
+
+
+@gluon.jit
+def _multiply(
+    rows, maps, folds, sizes, place, BITS: gl.constexpr, ZEROS: gl.constexpr, KEYS: gl.constexpr,
+    FOLDS: gl.constexpr, SLOW: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Every latent's rows times its maps and, where pairs turn slowly, times the folded queries of
+    the stretch in buffers `place`.., begun, not ended. ROWS: how rows are held, None: not in
+    registers."""
+    found = ()
+    for i in gl.static_range(len(rows)):
+        z = ()
+        for p in gl.static_range(len(rows[i])):
+            piece = rows[i][p].index(0)
+            if ROWS is not None:
+                piece = piece.load(ROWS)
+            z += (numbers(piece, sizes[i], BITS, ZEROS) if BITS < 16 else (piece,),)
+        found += (product(z, maps[i], 0, KEYS, ROWS is not None),)
+        if SLOW:
+            found += (product(z, folds[i], place, FOLDS, ROWS is not None),)
+    return found
+
+
+@gluon.jit
+def _by_head(products, LATENTS: gl.constexpr, SHARE: gl.constexpr, SLOW: gl.constexpr):
+    """What `_multiply` made, head by head: rebuilt pairs, and products with folded queries."""
+    EACH: gl.constexpr = 2 if SLOW else 1
+    if SHARE == 2:
+        xy, slow = _halves(products[0]), _halves(products[EACH - 1])
+    else:
+        xy = products[0], products[(LATENTS - 1) * EACH]
+        slow = products[EACH - 1], products[LATENTS * EACH - 1]
+    return xy, slow
+
+
+@gluon.jit
+def _tile_weights(
+    xy, slow, lows, u, odd, row_turns, means, queries, rows,
+    NP: gl.constexpr, K: gl.constexpr, F: gl.constexpr, SPAN: gl.constexpr, SCORES: gl.constexpr,
+    OUT: gl.constexpr,
+):  # fmt: skip
+    """`_weights` of every head. Head beside head, so that one's waiting is the other's time."""
+    HEADS: gl.constexpr = len(queries)
+    keys, scores, found = (), (), ()
+    for j in gl.static_range(HEADS):
+        keys += (_rotated(xy[j], row_turns, F),)
+    for j in gl.static_range(HEADS):
+        s = gl.zeros([BLOCK, 8], gl.float32, SCORES)
+        if len(lows) > 0:
+            s = _slow(slow[j], lows[j], u, odd, NP, K, SCORES)
+        scores += (_scores(s, keys[j], means[j], queries[j], SCORES),)
+    for j in gl.static_range(HEADS):
+        found += (_weights(scores[j], rows, NP, SPAN, OUT),)
+    return found
+
+
+@gluon.jit
 def score_kernel(
     q, q_stride, up, means, rope, turns, folded, extra, weights, tops, keys, scales,
     tables, table_slot, table_group, lengths, length_slot, slots, heads, bases, starts, scale,
@@ -238,16 +325,10 @@ def score_kernel(
     # A buffer of its own for whatever need not wait for the rest.
     rows, maps, folds, turned_means = (), (), (), ()
     for _ in gl.static_range(LATENTS):
-        if W1 > 0:
-            rows += ((shared(1, BLOCK, W0, WORD), shared(1, BLOCK, W1, WORD)),)
-            maps += ((shared(C, W0, KEYS, TYPE), shared(C, W1, KEYS, TYPE)),)
-            if SLOW:
-                folds += ((shared(2 * C, W0, FOLDS, TYPE), shared(2 * C, W1, FOLDS, TYPE)),)
-        else:
-            rows += ((shared(1, BLOCK, W0, WORD),),)
-            maps += ((shared(C, W0, KEYS, TYPE),),)
-            if SLOW:
-                folds += ((shared(2 * C, W0, FOLDS, TYPE),),)
+        rows += (row_pieces(W0, W1, WORD),)
+        maps += (matrix_pieces(C, W0, W1, KEYS, TYPE),)
+        if SLOW:
+            folds += (matrix_pieces(2 * C, W0, W1, FOLDS, TYPE),)
     for _ in gl.static_range(HEADS):
         turned_means += (shared(2, BLOCK, F, gl.float16),)
     _after_launch(PDL)
@@ -283,12 +364,7 @@ def score_kernel(
             gl.thread_barrier()  # nobody reads or writes what was the last item's any more
             for i in gl.static_range(LATENTS):
                 first = h + i * SHARE
-                row_words = gl.multiple_of(gl.load(heads + 8 * first), VECTOR)
-                if WIDTH:
-                    row_words = WIDTH
-                about = heads + 8 * first
-                latents += ((row_words, gl.multiple_of(gl.load(about + 2), 8), gl.load(about + 3),
-                             gl.load(about + 4), gl.load(about + 5)),)  # fmt: skip
+                latents += (_latent(heads + 8 * first, WIDTH, VECTOR),)
                 at = up + (first // SHARE).to(gl.int64) * (C * W * KEYS)
                 copy_matrix(maps[i], at, W0, W1, KEYS, C, 0)
             table = tables + slot * table_slot + g * table_group
@@ -304,9 +380,7 @@ def score_kernel(
                 HG // SHARE, WIDTH, VECTOR, PAGE, REACH, SLOW,
             )  # fmt: skip
             if C > 1:
-                page = page_of(tile, stop, table, OWN, PAGE)
-                for i in gl.static_range(LATENTS):
-                    sizes += (load_scale(scales, latents[i], page, tile, OWN, PAGE, ZEROS),)
+                sizes = _sizes(scales, latents, tile, stop, table, OWN, PAGE, ZEROS)
             pages = pages_of(tile + 1, stop, table, W0, W1, VECTOR, PAGE)
             if SPARING:
                 row_turns = kept_turns.index(0).load(ROTATED), kept_turns.index(1).load(ROTATED)
@@ -314,31 +388,22 @@ def score_kernel(
                 own = q + b * q_stride + (h + j) * N * D
                 queries += (_pairs(own, column, own_pair, column < N, scale, D, HALF),)
                 at = means + (h + j) * 6 * PAIRS + pair
-                x, y = gl.load(at)[None, :], gl.load(at + PAIRS)[None, :]
-                turned_means[j].index(0).store((x * row_turns[0] - y * row_turns[1]).to(gl.float16))
-                turned_means[j].index(1).store((y * row_turns[0] + x * row_turns[1]).to(gl.float16))
+                _turn_means(turned_means[j], at, row_turns, PAIRS)
             for t in range(tile, stop):
                 angles = _angles(gl.load(rope + t * BLOCK * PAIRS + own_pair))
                 u = (t * BLOCK % REACH + offset).to(gl.float32) * (2 / REACH)
                 odd = gl.where(is_odd, u[:, None], 1.0) * scale
-                lows, products, turned_back = (), (), ()
+                lows, turned_back = (), ()
                 for j in gl.static_range(HEADS if SLOW else 0):
                     lows += (gl.load(own_extra + (t * BLOCK // REACH * HG + j) * 3 * GP),)
                 async_copy.wait_group(0)
                 gl.thread_barrier()
                 if (t == tile) | (t * BLOCK % REACH == 0):
                     fence_async_shared()  # maps and folded queries have come
-                for i in gl.static_range(LATENTS):
-                    z = ()
-                    for p in gl.static_range(len(rows[i])):
-                        piece = rows[i][p].index(0)
-                        if HELD:
-                            piece = piece.load(ROWS)
-                        z += (numbers(piece, sizes[i], BITS, ZEROS) if C > 1 else (piece,),)
-                    products += (product(z, maps[i], 0, KEYS, HELD),)
-                    if SLOW:
-                        place = t * BLOCK // REACH % 2 * C
-                        products += (product(z, folds[i], place, FOLDS, HELD),)
+                products = _multiply(
+                    rows, maps, folds, sizes, t * BLOCK // REACH % 2 * C, BITS, ZEROS, KEYS, FOLDS,
+                    SLOW, ROWS if HELD else None,
+                )  # fmt: skip
                 if not HELD:
                     products = warpgroup_mma_wait(0, products)
                 _fetch(
@@ -346,38 +411,23 @@ def score_kernel(
                     FOLDS, HG // SHARE, WIDTH, VECTOR, PAGE, REACH, SLOW,
                 )  # fmt: skip
                 if C > 1:
-                    sizes, page = (), page_of(t + 1, stop, table, OWN, PAGE)
-                    for i in gl.static_range(LATENTS):
-                        sizes += (load_scale(scales, latents[i], page, t + 1, OWN, PAGE, ZEROS),)
+                    sizes = _sizes(scales, latents, t + 1, stop, table, OWN, PAGE, ZEROS)
                 pages = pages_of(t + 2, stop, table, W0, W1, VECTOR, PAGE)
                 for j in gl.static_range(HEADS):
                     turned_back += (_turned_back(queries[j], angles),)
                 if HELD:
                     products = warpgroup_mma_wait(0, products)
-                EACH: gl.constexpr = 2 if SLOW else 1  # products of a latent; folds come last
-                if SHARE == 2:
-                    xy, slow = _halves(products[0]), _halves(products[EACH - 1])
-                else:
-                    xy = products[0], products[(LATENTS - 1) * EACH]
-                    slow = products[EACH - 1], products[LATENTS * EACH - 1]
+                xy, slow = _by_head(products, LATENTS, SHARE, SLOW)
                 if SPARING:
                     row_turns = (
                         _as_keys(kept_turns.index(0), ROTATED, SCORES),
                         _as_keys(kept_turns.index(1), ROTATED, SCORES),
                     )
-                # Head beside head, so that one's waiting is the other's time.
-                turned_keys, scores, found = (), (), ()
-                for j in gl.static_range(HEADS):
-                    turned_keys += (_rotated(xy[j], row_turns, F),)
-                for j in gl.static_range(HEADS):
-                    s = gl.zeros([BLOCK, QP], gl.float32, SCORES)
-                    if SLOW:
-                        s = _slow(slow[j], lows[j], u, odd, NP, K, SCORES)
-                    s = _scores(s, turned_keys[j], turned_means[j], turned_back[j], SCORES)
-                    scores += (s,)
                 there = length - t * BLOCK
-                for j in gl.static_range(HEADS):
-                    found += (_weights(scores[j], there, NP, SPAN, OUT),)
+                found = _tile_weights(
+                    xy, slow, lows, u, odd, row_turns, turned_means, turned_back, there, NP, K, F,
+                    SPAN, SCORES, OUT,
+                )  # fmt: skip
                 for j in gl.static_range(HEADS):
                     own_to = to + t * (BLOCK // SPAN) * NQ + j * N
                     _store(found[j], weights, tops, own_to, there, N, NP, NQ, SPAN)

@@ -48,6 +48,25 @@ def shared(NUMBER: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr, TYPE: gl.c
 
 
 @gluon.jit
+def row_pieces(W0: gl.constexpr, W1: gl.constexpr, TYPE: gl.constexpr):
+    """A buffer of a tile's rows for each piece of a latent."""
+    found = (shared(1, BLOCK, W0, TYPE),)
+    if W1 > 0:
+        found += (shared(1, BLOCK, W1, TYPE),)
+    return found
+
+
+@gluon.jit
+def matrix_pieces(NUMBER: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, N: gl.constexpr,
+                  TYPE: gl.constexpr):  # fmt: skip
+    """NUMBER buffers of [W, N] for each piece of a latent."""
+    found = (shared(NUMBER, W0, N, TYPE),)
+    if W1 > 0:
+        found += (shared(NUMBER, W1, N, TYPE),)
+    return found
+
+
+@gluon.jit
 def copy_matrix(to, at, W0: gl.constexpr, W1: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
                 which):  # fmt: skip
     """A [C, W, N] at pointer `at` into buffers C * which.. of each piece of `to`, begun, not
