@@ -62,9 +62,10 @@ class Gathered:
 
     def _may_use_kernels(self, module: HFAttention, part: Part) -> bool:
         """One query a sequence is not worth a tile; metrics have a kernel, or need weights."""
-        if part.decode or part.prompt_lengths is None:
-            return not part.decode
-        return module.spec.keys != "pre" and can_observe(self.setup.pages[module.layer_idx].groups)
+        groups = self.setup.pages[module.layer_idx].groups
+        return not part.decode and (
+            part.prompt_lengths is None or (module.spec.keys != "pre" and can_observe(groups))
+        )
 
     def _observe(self, module: HFAttention, part: Part, q: Tensor, lse: Tensor) -> None:
         """Add what q [B, Hq, T, .] attended to, to the metrics: lse fp32 [B, Hq, T]."""

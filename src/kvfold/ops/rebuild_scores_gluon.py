@@ -22,18 +22,18 @@ from kvfold.ops.rebuild_tiles_gluon import (
     BLOCK,
     copy_matrix,
     copy_rows,
-    load_scale,
+    latent_of,
+    load_scales,
     matrix_pieces,
-    numbers,
-    page_of,
+    multiply,
     pages_of,
-    product,
     row_pieces,
     shared,
     token_of,
 )
 from kvfold.ops.rope_triton import ROTATE_BACK
 
+QP = gl.constexpr(8)  # columns of a product with queries
 # As in `rope_triton`, but for what is added.
 _ROTATE = gl.constexpr(
     "{ .reg .b32 x, y, n; cvt.rn.f16x2.f32 x, $3, $2; cvt.rn.f16x2.f32 y, $5, $4;"
@@ -195,27 +195,6 @@ def _fetch(
 
 
 @gluon.jit
-def _latent(about, WIDTH: gl.constexpr, VECTOR: gl.constexpr):
-    """Words of a row and to the first one, fp16s to its scale, from row to row and to its zero."""
-    row_words = gl.multiple_of(gl.load(about), VECTOR)
-    if WIDTH:
-        row_words = WIDTH
-    first = gl.multiple_of(gl.load(about + 2), 8)
-    return row_words, first, gl.load(about + 3), gl.load(about + 4), gl.load(about + 5)
-
-
-@gluon.jit
-def _sizes(
-    scales, latents, t, stop, table, ROWS: gl.constexpr, PAGE: gl.constexpr, ZEROS: gl.constexpr
-):
-    """`load_scale` of every latent's rows of tile t, which lie as ROWS says."""
-    found, page = (), page_of(t, stop, table, ROWS, PAGE)
-    for i in gl.static_range(len(latents)):
-        found += (load_scale(scales, latents[i], page, t, ROWS, PAGE, ZEROS),)
-    return found
-
-
-@gluon.jit
 def _turn_means(to, means, turns, PAIRS: gl.constexpr):
     """Halves of a mean as every row of a tile turns them, to both buffers of `to`; means: at the
     pairs of a column."""
@@ -225,30 +204,8 @@ def _turn_means(to, means, turns, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(
-    rows, maps, folds, sizes, place, BITS: gl.constexpr, ZEROS: gl.constexpr, KEYS: gl.constexpr,
-    FOLDS: gl.constexpr, SLOW: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """Every latent's rows times its maps and, where pairs turn slowly, times the folded queries of
-    the stretch in buffers `place`.., begun, not ended. ROWS: how rows are held, None: not in
-    registers."""
-    found = ()
-    for i in gl.static_range(len(rows)):
-        z = ()
-        for p in gl.static_range(len(rows[i])):
-            piece = rows[i][p].index(0)
-            if ROWS is not None:
-                piece = piece.load(ROWS)
-            z += (numbers(piece, sizes[i], BITS, ZEROS) if BITS < 16 else (piece,),)
-        found += (product(z, maps[i], 0, KEYS, ROWS is not None),)
-        if SLOW:
-            found += (product(z, folds[i], place, FOLDS, ROWS is not None),)
-    return found
-
-
-@gluon.jit
 def _by_head(products, LATENTS: gl.constexpr, SHARE: gl.constexpr, SLOW: gl.constexpr):
-    """What `_multiply` made, head by head: rebuilt pairs, and products with folded queries."""
+    """What `multiply` made, head by head: rebuilt pairs, and products with folded queries."""
     EACH: gl.constexpr = 2 if SLOW else 1
     if SHARE == 2:
         xy, slow = _halves(products[0]), _halves(products[EACH - 1])
@@ -270,7 +227,7 @@ def _tile_weights(
     for j in gl.static_range(HEADS):
         keys += (_rotated(xy[j], row_turns, F),)
     for j in gl.static_range(HEADS):
-        s = gl.zeros([BLOCK, 8], gl.float32, SCORES)
+        s = gl.zeros([BLOCK, QP], gl.float32, SCORES)
         if len(lows) > 0:
             s = _slow(slow[j], lows[j], u, odd, NP, K, SCORES)
         scores += (_scores(s, keys[j], means[j], queries[j], SCORES),)
@@ -300,7 +257,6 @@ def score_kernel(
     C: gl.constexpr = 16 // BITS
     W: gl.constexpr = W0 + W1
     GP: gl.constexpr = K * NP
-    QP: gl.constexpr = 8
     SHARE: gl.constexpr = HEADS // LATENTS
     KEYS: gl.constexpr = SHARE * 2 * F
     FOLDS: gl.constexpr = SHARE * GP
@@ -313,7 +269,7 @@ def score_kernel(
     WORD: gl.constexpr = keys.dtype.element_ty
     ROTATED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F, 16])
     FOLDED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GP, 16])
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, QP])
     ROWS: gl.constexpr = gl.DotOperandLayout(0, ROTATED, 2)
     QUERIES: gl.constexpr = gl.DotOperandLayout(1, SCORES, 2)
     OWN: gl.constexpr = gl.SliceLayout(1, ROWS)
@@ -364,7 +320,7 @@ def score_kernel(
             gl.thread_barrier()  # nobody reads or writes what was the last item's any more
             for i in gl.static_range(LATENTS):
                 first = h + i * SHARE
-                latents += (_latent(heads + 8 * first, WIDTH, VECTOR),)
+                latents += (latent_of(heads + 8 * first, WIDTH, VECTOR),)
                 at = up + (first // SHARE).to(gl.int64) * (C * W * KEYS)
                 copy_matrix(maps[i], at, W0, W1, KEYS, C, 0)
             table = tables + slot * table_slot + g * table_group
@@ -380,7 +336,7 @@ def score_kernel(
                 HG // SHARE, WIDTH, VECTOR, PAGE, REACH, SLOW,
             )  # fmt: skip
             if C > 1:
-                sizes = _sizes(scales, latents, tile, stop, table, OWN, PAGE, ZEROS)
+                sizes = load_scales(scales, latents, tile, stop, table, OWN, PAGE, ZEROS)
             pages = pages_of(tile + 1, stop, table, W0, W1, VECTOR, PAGE)
             if SPARING:
                 row_turns = kept_turns.index(0).load(ROTATED), kept_turns.index(1).load(ROTATED)
@@ -400,7 +356,7 @@ def score_kernel(
                 gl.thread_barrier()
                 if (t == tile) | (t * BLOCK % REACH == 0):
                     fence_async_shared()  # maps and folded queries have come
-                products = _multiply(
+                products = multiply(
                     rows, maps, folds, sizes, t * BLOCK // REACH % 2 * C, BITS, ZEROS, KEYS, FOLDS,
                     SLOW, ROWS if HELD else None,
                 )  # fmt: skip
@@ -411,7 +367,7 @@ def score_kernel(
                     FOLDS, HG // SHARE, WIDTH, VECTOR, PAGE, REACH, SLOW,
                 )  # fmt: skip
                 if C > 1:
-                    sizes = _sizes(scales, latents, t + 1, stop, table, OWN, PAGE, ZEROS)
+                    sizes = load_scales(scales, latents, t + 1, stop, table, OWN, PAGE, ZEROS)
                 pages = pages_of(t + 2, stop, table, W0, W1, VECTOR, PAGE)
                 for j in gl.static_range(HEADS):
                     turned_back += (_turned_back(queries[j], angles),)

@@ -67,6 +67,17 @@ def matrix_pieces(NUMBER: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, N: g
 
 
 @gluon.jit
+def latent_of(about, WIDTH: gl.constexpr, VECTOR: gl.constexpr):
+    """Where pages have a latent: words of a row, to the first one, fp16s to the first scale, from
+    row to row of scales and to a row's zero. WIDTH: words of a row, 0: any."""
+    row_words = gl.multiple_of(gl.load(about), VECTOR)
+    if WIDTH:
+        row_words = WIDTH
+    first = gl.multiple_of(gl.load(about + 2), 8)
+    return row_words, first, gl.load(about + 3), gl.load(about + 4), gl.load(about + 5)
+
+
+@gluon.jit
 def copy_matrix(to, at, W0: gl.constexpr, W1: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
                 which):  # fmt: skip
     """A [C, W, N] at pointer `at` into buffers C * which.. of each piece of `to`, begun, not
@@ -89,7 +100,7 @@ def _by_rows(W, VECTOR):
 
 
 @gluon.jit
-def page_of(t, stop, table, ROWS: gl.constexpr, PAGE: gl.constexpr):
+def _page_of(t, stop, table, ROWS: gl.constexpr, PAGE: gl.constexpr):
     """Tile t's page, or the page of each of its rows, which lie as ROWS says; beyond `stop` any."""
     if PAGE % BLOCK == 0:
         found = gl.load(table + t * BLOCK // PAGE, t < stop, 0)
@@ -100,7 +111,7 @@ def page_of(t, stop, table, ROWS: gl.constexpr, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def row_of(t, ROWS: gl.constexpr, PAGE: gl.constexpr):
+def _row_of(t, ROWS: gl.constexpr, PAGE: gl.constexpr):
     """Where tile t's rows are in their pages."""
     row = token_of(gl.arange(0, BLOCK, ROWS))
     return t * BLOCK % PAGE + row if PAGE % BLOCK == 0 else row % PAGE
@@ -109,10 +120,10 @@ def row_of(t, ROWS: gl.constexpr, PAGE: gl.constexpr):
 @gluon.jit
 def pages_of(t, stop, table, W0: gl.constexpr, W1: gl.constexpr, VECTOR: gl.constexpr,
              PAGE: gl.constexpr):  # fmt: skip
-    """`page_of` as `copy_rows` takes it, of each piece."""
-    found = (page_of(t, stop, table, gl.SliceLayout(1, _by_rows(W0, VECTOR)), PAGE),)
+    """`_page_of` as `copy_rows` takes it, of each piece."""
+    found = (_page_of(t, stop, table, gl.SliceLayout(1, _by_rows(W0, VECTOR)), PAGE),)
     if W1 > 0:
-        found += (page_of(t, stop, table, gl.SliceLayout(1, _by_rows(W1, VECTOR)), PAGE),)
+        found += (_page_of(t, stop, table, gl.SliceLayout(1, _by_rows(W1, VECTOR)), PAGE),)
     return found
 
 
@@ -122,7 +133,7 @@ def _copy_piece(to, keys, latent, page, t, FIRST: gl.constexpr, W: gl.constexpr,
     """Words FIRST .. FIRST + W of rows."""
     BY: gl.constexpr = _by_rows(W, VECTOR)
     row_words, start = latent[0], latent[1]
-    row = row_of(t, gl.SliceLayout(1, BY), PAGE)
+    row = _row_of(t, gl.SliceLayout(1, BY), PAGE)
     word = FIRST + gl.arange(0, W, gl.SliceLayout(0, BY))
     page = page.to(gl.int64) * 32
     if PAGE % BLOCK == 0:
@@ -141,24 +152,33 @@ def copy_rows(
     to, keys, latent, pages, t, W0: gl.constexpr, W1: gl.constexpr, WIDTH: gl.constexpr,
     VECTOR: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Tile t's rows of a latent (words of a row, words to the first one..), begun, not ended. Rows
-    that are not there are of any bytes: nothing is made of them but their own scores. WIDTH: words
-    of a row, 0: any."""
+    """Tile t's rows of a latent (see `latent_of`), begun, not ended. Rows that are not there are of
+    any bytes: nothing is made of them but their own scores."""
     _copy_piece(to[0].index(0), keys, latent, pages[0], t, 0, W0, WIDTH, VECTOR, PAGE)
     if W1 > 0:
         _copy_piece(to[1].index(0), keys, latent, pages[1], t, W0, W1, WIDTH, VECTOR, PAGE)
 
 
 @gluon.jit
-def load_scale(scales, latent, page, t, ROWS: gl.constexpr, PAGE: gl.constexpr,
-               ZEROS: gl.constexpr):  # fmt: skip
+def _load_scale(scales, latent, page, t, ROWS: gl.constexpr, PAGE: gl.constexpr,
+                ZEROS: gl.constexpr):  # fmt: skip
     """Scale and, with ZEROS, zero of each row of tile t, fp16 [BLOCK]; of rows that are not there
-    anything. latent: as of `copy_rows`, then fp16s to a page's first scale, from row to row, and
-    to the zeros."""
+    anything."""
     _, _, start, step, zeros = latent
-    at = scales + (page.to(gl.int64) * 32 + (start + row_of(t, ROWS, PAGE) * step))
+    at = scales + (page.to(gl.int64) * 32 + (start + _row_of(t, ROWS, PAGE) * step))
     scale = gl.load(at)
     return scale, (gl.load(at + zeros) if ZEROS else scale)
+
+
+@gluon.jit
+def load_scales(
+    scales, latents, t, stop, table, ROWS: gl.constexpr, PAGE: gl.constexpr, ZEROS: gl.constexpr
+):
+    """`_load_scale` of every latent's rows of tile t, which lie as ROWS says."""
+    found, page = (), _page_of(t, stop, table, ROWS, PAGE)
+    for i in gl.static_range(len(latents)):
+        found += (_load_scale(scales, latents[i], page, t, ROWS, PAGE, ZEROS),)
+    return found
 
 
 @gluon.jit
@@ -169,14 +189,14 @@ def _twice(x):
 
 
 @gluon.jit
-def numbers(words, scale, BITS: gl.constexpr, ZEROS: gl.constexpr):
+def _numbers(words, scale, BITS: gl.constexpr, ZEROS: gl.constexpr):
     """uint16 [BLOCK, W] -> the numbers of every code of a word, fp16, as products take them: every
-    second one of 4 bits 16 times as large. scale: of `load_scale`."""
+    second one of 4 bits 16 times as large. scale: of `_load_scale`."""
     MIDDLE: gl.constexpr = 127 if BITS == 8 else 7
     size = scale[0].to(gl.float32)
     offset = scale[1].to(gl.float32) + MIDDLE * size if ZEROS else -0.5 * size
     size, offset = _twice(size)[:, None], _twice(offset)[:, None]
-    size, offset, words = gl.broadcast(size, words)[0], gl.broadcast(offset, words)[0], words
+    size, offset = gl.broadcast(size, words)[0], gl.broadcast(offset, words)[0]
     if BITS == 8:
         found = gl.inline_asm_elementwise(
             _BYTES, "=&r,=&r,r,r,r,r,r", [words, size, offset],
@@ -191,7 +211,7 @@ def numbers(words, scale, BITS: gl.constexpr, ZEROS: gl.constexpr):
 
 
 @gluon.jit
-def product(z, maps, which, N: gl.constexpr, HELD: gl.constexpr):
+def _product(z, maps, which, N: gl.constexpr, HELD: gl.constexpr):
     """z times buffers of maps from `which` on [W, N], piece by piece and code by code, begun, not
     ended. HELD: z is in registers."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -202,4 +222,26 @@ def product(z, maps, which, N: gl.constexpr, HELD: gl.constexpr):
             codes = gl.convert_layout(z[p][c], ROWS, assert_trivial=True) if HELD else z[p][c]
             own = maps[p].index(which + c)
             found = warpgroup_mma(codes, own, found, use_acc=p + c > 0, is_async=True)
+    return found
+
+
+@gluon.jit
+def multiply(
+    rows, maps, folds, sizes, place, BITS: gl.constexpr, ZEROS: gl.constexpr, KEYS: gl.constexpr,
+    FOLDS: gl.constexpr, SLOW: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Every latent's rows times its maps and, where pairs turn slowly, times the folded queries of
+    the stretch in buffers `place`.., begun, not ended. ROWS: how rows are held, None: not in
+    registers."""
+    found = ()
+    for i in gl.static_range(len(rows)):
+        z = ()
+        for p in gl.static_range(len(rows[i])):
+            piece = rows[i][p].index(0)
+            if ROWS is not None:
+                piece = piece.load(ROWS)
+            z += (_numbers(piece, sizes[i], BITS, ZEROS) if BITS < 16 else (piece,),)
+        found += (_product(z, maps[i], 0, KEYS, ROWS is not None),)
+        if SLOW:
+            found += (_product(z, folds[i], place, FOLDS, ROWS is not None),)
     return found
