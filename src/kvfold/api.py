@@ -1,7 +1,5 @@
 """compress: from a model and a recipe to a folded model, in one call."""
 
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +14,7 @@ from kvfold.compress import build, pipeline
 from kvfold.compress.calibrate import artifact_key, calibrate
 from kvfold.compress.statistics import Statistics
 from kvfold.config import Recipe
+from kvfold.files import new_directory
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.adapter import Family
 from kvfold.models.families import family_of
@@ -47,13 +46,13 @@ def compress(
 ) -> Any:
     """Fold a model so that its KV cache keeps `keep` of its numbers, or is `factor` times smaller.
 
-    model: a name (directory, hub id, `reference:gqa`) or a loaded causal LM, which is folded in
-    place. recipe: a name from `kvfold.recipes` or a `Recipe`. keep: in (0, 1], 0.5 if neither it
-    nor `factor` is given. factor: dimensions and bits planned together (see `Job.plan_factor`); the
-    planned bits take effect on the paged cache. align: ranks are multiples of it (default 16, 8 for
-    head_dim <= 64). calib: text files instead of the packaged text. tokenizer: needed with a loaded
-    model. statistics: an artifact file, reused if it exists and fits, written if not. output: a
-    directory to save to; written whole or not at all.
+    model: a name (directory, GGUF file, hub id, `reference:gqa`) or a loaded causal LM, which is
+    folded in place. recipe: a name from `kvfold.recipes` or a `Recipe`. keep: in (0, 1], 0.5 if
+    neither it nor `factor` is given. factor: dimensions and bits planned together (see
+    `Job.plan_factor`); the planned bits take effect on the paged cache. align: ranks are multiples
+    of it (default 16, 8 for head_dim <= 64). calib: text files instead of the packaged
+    text. tokenizer: needed with a loaded model. statistics: an artifact file, reused if it exists
+    and fits, written if not. output: a directory to save to; written whole or not at all.
 
     Returns the folded model. Raises ValueError for settings or inputs that cannot work.
     """
@@ -246,20 +245,10 @@ def check_output(path: Path) -> None:
 
 def save(model: Any, tokenizer: Any, path: Path) -> None:
     """Save a checkpoint whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
+    with new_directory(path) as scratch:
         model.save_pretrained(scratch)
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
-        scratch.chmod(0o755)
-        for file in scratch.iterdir():
-            file.chmod(0o644)
-        if path.exists():
-            path.rmdir()
-        scratch.rename(path)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:

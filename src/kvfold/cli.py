@@ -18,7 +18,8 @@ from kvfold.versions import check_transformers
 app = App(
     name="kvfold",
     help="Shrink a language model's KV cache and measure what it costs.\n\n"
-    "MODEL is a directory, a hub id, or reference:gqa / reference:mha, which are inside kvfold.",
+    "MODEL is a directory, a GGUF file, a hub id, or a reference: reference:gqa and reference:mha "
+    "are inside kvfold, reference:smollm2 chats and comes by `make smollm2`.",
     version=__version__,
     help_format="plaintext",
     suppress_keyboard_interrupt=False,

@@ -1,8 +1,11 @@
-"""Files written whole or not at all."""
+"""Files and directories written whole or not at all."""
 
 import json
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +38,23 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, data: Any) -> None:
     """Replace `path` by `data` as JSON. Raises ValueError for a number JSON does not have."""
     write_text(path, json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A directory to fill, which becomes `path` when the block ends without an error.
+
+    Raises OSError, and writes nothing, if `path` exists by then and is not an empty directory.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        yield scratch
+        scratch.chmod(0o755)
+        for file in scratch.iterdir():
+            file.chmod(0o644)
+        if path.exists():
+            path.rmdir()
+        scratch.rename(path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

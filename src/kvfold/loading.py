@@ -1,4 +1,4 @@
-"""Finding and loading models: a directory, a hub id, or `reference:NAME`."""
+"""Finding and loading models: a directory, a GGUF file, a hub id, or `reference:NAME`."""
 
 import json
 from importlib import resources
@@ -10,14 +10,19 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import kvfold.artifact  # noqa: F401  (registers the checkpoint format with transformers)
+from kvfold import gguf, smollm2
 from kvfold.models.families import family_of
 
-REFERENCES = ("gqa", "mha")
+PACKAGED = ("gqa", "mha")
+REFERENCES = (*PACKAGED, "smollm2")
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 def resolve(name: str) -> str:
-    """A directory or hub id for `name`; `reference:gqa` is inside the package."""
+    """A directory, GGUF file or hub id for `name`; `reference:gqa` is inside the package.
+
+    Raises ValueError for an unknown reference model, and as `smollm2.local`.
+    """
     if not name.startswith("reference:"):
         return name
     kind = name.removeprefix("reference:")
@@ -26,6 +31,8 @@ def resolve(name: str) -> str:
             f"unknown reference model {kind!r}; reference models: "
             + ", ".join(f"reference:{item}" for item in REFERENCES)
         )
+    if kind == "smollm2":
+        return smollm2.resolve()
     return str(resources.files("kvfold.models.reference").joinpath(kind))
 
 
@@ -34,12 +41,16 @@ def load(
 ) -> Any:
     """A causal language model, folded or plain, ready for inference.
 
-    name: a directory, a hub id or `reference:gqa` / `reference:mha`; dtype as in transformers;
-    device defaults to CUDA where there is one. Raises ValueError for anything that is not one.
+    name: a directory, a GGUF file, a hub id or `reference:gqa` / `reference:mha` /
+    `reference:smollm2`; dtype as in transformers, "auto" for a GGUF file of packed numbers is
+    bfloat16; device defaults to CUDA where there is one. Raises ValueError for anything that is not
+    one.
     """
     load_config(name)
+    path = resolve(str(name))
+    if gguf.is_gguf(path):
+        return gguf.load_model(path, dtype=dtype, **options).eval().to(device or default_device())
     try:
-        path = resolve(str(name))
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     except SafetensorError as error:
         raise ValueError(f"the weights in {name!r} are damaged: {_first_line(error)}") from error
@@ -51,21 +62,33 @@ def load(
 def load_config(name: str) -> Any:
     """The transformers config of a model of a supported family. Raises ValueError for another."""
     path = resolve(str(name))
-    _check_directory(path)
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, KeyError, json.JSONDecodeError) as error:
-        hub = "" if Path(path).exists() else "there is no such directory, and as a hub id: "
-        raise ValueError(f"cannot load a model from {name!r}: {hub}{_first_line(error)}") from error
+    config = gguf.load_config(path) if gguf.is_gguf(path) else _directory_config(str(name), path)
     family_of(config)
     return config
 
 
+def _directory_config(name: str, path: str) -> Any:
+    """The config of a directory or a hub id."""
+    _check_directory(path)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        if path == smollm2.HUB:
+            raise ValueError(f"{smollm2.advice()} ({_first_line(error)})") from error
+        hub = "" if Path(path).exists() else "there is no such directory, and as a hub id: "
+        raise ValueError(f"cannot load a model from {name!r}: {hub}{_first_line(error)}") from error
+
+
 def load_tokenizer(name: str) -> Any:
     """The tokenizer that belongs to `name`."""
+    path = resolve(str(name))
+    if gguf.is_gguf(path):
+        return gguf.load_tokenizer(path)
     try:
-        return AutoTokenizer.from_pretrained(resolve(str(name)))
+        return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
+        if path == smollm2.HUB:
+            raise ValueError(f"{smollm2.advice()} ({_first_line(error)})") from error
         raise ValueError(f"cannot load a tokenizer from {name!r}: {_first_line(error)}") from error
 
 

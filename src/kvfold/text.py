@@ -81,6 +81,17 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
+def encode_chat(tokenizer: Any, question: str) -> list[int]:
+    """Ids that ask a model that chats one question, by its template; its answer comes next.
+
+    Raises ValueError for a tokenizer without a chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template: this model continues text only")
+    turn = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+
+
 def windows(tokenizer: Any, text: str, ctx: int, max_tokens: int | None = None) -> Tensor:
     """Cut `text` into int64 windows [n, ctx] that do not overlap; the remainder is dropped.
 

@@ -137,12 +137,10 @@ def find(
 
 def store(model: Any, tokenizer: Any, name: str, place: Place, output: Path) -> None:
     """Save, in the original checkpoint's dtype unless another one was asked for."""
-    from transformers import AutoConfig
-
     from kvfold.api import save
-    from kvfold.loading import resolve
+    from kvfold.loading import load_config
 
-    wanted = AutoConfig.from_pretrained(resolve(name)).dtype
+    wanted = load_config(name).dtype
     if place.dtype == "auto" and wanted is not None:
         model.to(wanted)
     save(model, tokenizer, output)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Model = Annotated[str, Parameter(help="A directory, a hub id or reference:gqa.")]
+Model = Annotated[str, Parameter(help="A directory, a GGUF file, a hub id or reference:gqa.")]
 Files = Annotated[
     tuple[Path, ...], Parameter(consume_multiple=True, negative="", show_default=False)
 ]

@@ -32,10 +32,10 @@ class Completion:
 class LLM:
     """Generation over one paged cache.
 
-    model: a name (directory, hub id, `reference:gqa`) or a loaded causal LM, folded or plain, which
-    is changed in place and serves this LLM only. tokenizer: needed with a loaded model for text
-    prompts. max_sequences: most requests at once. max_tokens: longest request, prompt and outputs
-    (default: the model's positions). chunk: most prompt tokens of a request in one step
+    model: a name (directory, GGUF file, hub id, `reference:gqa`) or a loaded causal LM, folded or
+    plain, which is changed in place and serves this LLM only. tokenizer: needed with a loaded model
+    for text prompts. max_sequences: most requests at once. max_tokens: longest request, prompt and
+    outputs (default: the model's positions). chunk: most prompt tokens of a request in one step
     (default: 2048 on CUDA, else 512). seed: of
     what policies draw; a request's tokens are drawn with its own. settings: fields of
     `CacheConfig`: kv_bytes, bits, evict, keep_tokens, page and so on. With `evict` every request
