@@ -9,7 +9,7 @@ import transformers as hf
 from kvfold.loading import load_tokenizer
 
 TINY = {
-    "vocab_size": 4096,
+    "vocab_size": 512,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -39,21 +39,21 @@ _WHOLE = {
 }
 
 
-def random_llama():
+def random_llama(**changes):
     torch.manual_seed(0)
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**TINY))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**TINY | changes))
 
 
 def write(path, model, *, packed=False, architecture="llama", without=(), extra=()):
-    """`model` with the embedded model's tokenizer as a GGUF file, its matrices as Q8_0 if `packed`.
+    """`model` with the embedded model's tokenizer, or the beginning of it, as a GGUF file, its matrices as Q8_0 if `packed`.
 
-    without: tensors to leave out, by GGUF name; extra: metadata strings to add. Returns the numbers
+    without: tensors to leave out, by GGUF name; extra: metadata to add. Returns the numbers
     that were written, by the model's names.
     """
     writer, written = gguf.GGUFWriter(path, architecture), {}
     _describe(writer, model.config)
     for key, value in extra:
-        writer.add_string(key, value)
+        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
     for name, weight in model.state_dict().items():
         target, data = _target(name), _interleaved(name, weight, model.config).numpy()
         if target in without:
@@ -86,9 +86,11 @@ def _describe(writer, config):
     writer.add_vocab_size(config.vocab_size)
     parts = json.loads(load_tokenizer("reference:gqa").backend_tokenizer.to_str())["model"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(sorted(parts["vocab"], key=parts["vocab"].get))
+    tokens = sorted(parts["vocab"], key=parts["vocab"].get)[: config.vocab_size]
+    known = set(tokens)
+    writer.add_token_list(tokens)
     writer.add_token_types([3, *[1] * (config.vocab_size - 1)])
-    writer.add_token_merges([" ".join(pair) for pair in parts["merges"]])
+    writer.add_token_merges([" ".join(pair) for pair in parts["merges"] if "".join(pair) in known])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     writer.add_chat_template(CHAT)

@@ -46,6 +46,9 @@ def load_config(path: str) -> Any:
         config = AutoConfig.from_pretrained(**_place(path))
     except _UNLOADABLE as error:
         raise ValueError(f"cannot load a model from {path!r}: {_words(error)}") from error
+    window = metadata.get(f"{metadata['general.architecture']}.attention.sliding_window")
+    if window and getattr(config, "sliding_window", 0) is None:  # Phi-3's, which is left out
+        config.sliding_window = window
     config.dtype = _DTYPES.get(metadata.get("general.file_type", -1), torch.bfloat16)
     return config
 
