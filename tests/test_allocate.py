@@ -78,12 +78,57 @@ def test_energy_is_one_removal_rate_for_all_heads() -> None:
     assert max(removed) <= min(next_removed) + 1e-12
 
 
+def latents(fishers: list[float], width: int, **extra) -> list[Candidate]:
+    """One key latent a layer with the given Fisher scores."""
+    falling = torch.linspace(2, 1, width).double()
+    return [
+        Candidate(
+            layer=i,
+            side="k",
+            heads=(0,),
+            singular=falling,
+            loss=falling,
+            fisher=f,
+            numbers=width,
+            **extra,
+        )
+        for i, f in enumerate(fishers)
+    ]
+
+
 def test_fisher_is_proportional() -> None:
-    found = candidates(2, 1, 64, seed=5)
-    ranks = allocate(found, "fisher", 80, 1)
-    total = sum(c.fisher for c in found)
-    for c, rank in zip(found, ranks, strict=True):
-        assert rank == c.width or abs(rank - 80 * c.fisher / total) < 64
+    """Palu's release: budget f / sum f, to the nearest multiple."""
+    assert allocate(latents([4, 3, 2, 1], 512), "fisher", 1000, 1) == [400, 300, 200, 100]
+    assert allocate(latents([4, 3, 2, 1], 512), "fisher", 1000, 32) == [416, 288, 192, 96]
+
+
+def test_fisher_gives_what_a_full_width_leaves_over_in_equal_parts() -> None:
+    """The release caps at the width, then adds one to everything not full until all is spent."""
+    assert allocate(latents([6, 2, 1, 1], 400), "fisher", 1000, 1) == [400, 266, 167, 167]
+
+
+@pytest.mark.parametrize(("width", "least"), [(512, 32), (64, 16)])
+def test_fisher_leaves_a_floor(width: int, least: int) -> None:
+    ranks = allocate(latents([1, 1, 1, 1e-6], width), "fisher", 2 * width, 1)
+    assert ranks[3] == least and sum(ranks) == 2 * width
+
+
+def test_a_floor_is_no_more_than_an_even_share() -> None:
+    assert allocate(latents([1, 1, 1, 1e-6], 64), "fisher", 16, 1) == [4, 4, 4, 4]
+
+
+def test_equal_scores_of_a_matrix_get_equal_ranks() -> None:
+    """All groups of a matrix share a rank; only the last steps of the budget may part them."""
+    found = candidates(3, 4, 64, seed=1)
+    scores = {(c.layer, c.side): c.fisher for c in found}
+    found = [Candidate(**{**vars(c), "fisher": scores[c.layer, c.side]}) for c in found]
+    ranks = allocate(found, "fisher", 800, 8)
+    spread = [
+        {r for c, r in zip(found, ranks, strict=True) if (c.layer, c.side) == place}
+        for place in scores
+    ]
+    assert sum(len(own) > 1 for own in spread) <= 1
+    assert all(max(own) - min(own) <= 8 for own in spread)
 
 
 def test_condition_gives_earlier_layers_more() -> None:
@@ -102,6 +147,14 @@ def test_skipped_layers_stay_whole() -> None:
     found = [Candidate(**{**vars(c), "skip": c.layer == 0}) for c in found]
     ranks = allocate(found, "condition", 20, 1)
     assert ranks[:2] == [8, 8] and sum(ranks) == 20
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_skipped_is_paid_for_first(method: str) -> None:
+    found = [Candidate(**{**vars(c), "skip": c.layer == 1}) for c in candidates(3, 2, 16, seed=9)]
+    ranks = allocate(found, method, 110, 4)
+    assert sum(ranks) == 108
+    assert [r for c, r in zip(found, ranks, strict=True) if c.layer == 1] == [16] * 4
 
 
 def test_a_budget_below_one_step_a_layer_is_refused() -> None:

@@ -52,20 +52,44 @@ def test_orthonormal_equals_the_svd_of_the_rows() -> None:
     assert torch.allclose((basis.down.mT @ vt.mT).abs(), torch.eye(N).double(), atol=1e-6)
 
 
-def test_whitened_svd_equals_the_published_form() -> None:
-    """Palu / SVD-LLM: truncate W L with L L^T = E[x x^T], undo L."""
+def published_palu(x: torch.Tensor, w: torch.Tensor, rank: int) -> tuple[torch.Tensor, ...]:
+    """Palu's release: W L = U S V^T with L L^T = E[x x^T]; B = U sqrt(S), A = sqrt(S) V^T L^-1."""
+    root = torch.linalg.cholesky(x.mT @ x / len(x))
+    u, s, vt = torch.linalg.svd(w @ root, full_matrices=False)
+    half = s[:rank].sqrt()
+    return u[:, :rank] * half, half[:, None] * vt[:rank] @ torch.linalg.inv(root)
+
+
+@pytest.mark.parametrize("rank", [2, 6, N])
+def test_whitened_svd_equals_the_published_form(rank: int) -> None:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(T, D, generator=generator).double() * torch.linspace(0.1, 2, D)
     w = torch.randn(N, D, generator=generator).double()
     bias = torch.randn(N, generator=generator).double()
     outputs = x @ w.mT + bias
     basis = whitened_svd(outputs.mT @ outputs / T, outputs.mean(0), bias, N)
-    root = torch.linalg.cholesky(x.mT @ x / T)
-    u, s, vt = torch.linalg.svd(w @ root, full_matrices=False)
-    for rank in (2, 6):
-        published = (u[:, :rank] * s[:rank]) @ vt[:rank] @ torch.linalg.inv(root)
-        ours = basis.up[:, :rank] @ basis.down[:, :rank].mT @ w
-        assert torch.allclose(published, ours, atol=1e-8)
+    up, down = published_palu(x, w, rank)
+    signs = torch.sign((basis.up[:, :rank] * up).sum(0))
+    assert torch.allclose(basis.up[:, :rank] * signs, up, atol=1e-6)
+    assert torch.allclose(basis.down[:, :rank].mT @ w * signs[:, None], down, atol=1e-6)
+
+
+def test_whitened_numbers_have_the_roots_of_the_singular_values_as_rms() -> None:
+    c = samples()
+    raw, bias = c.mT @ c / T, torch.zeros(N).double()
+    basis = whitened_svd(raw, c.mean(0), bias, N)
+    rms = (c @ basis.down).square().mean(0).sqrt()
+    assert torch.allclose(rms, basis.singular.sqrt(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [N, 5, 0])
+def test_whitened_svd_is_exact_at_full_rank_whatever_is_null(rank: int) -> None:
+    c = (samples(rank) - 1) if rank else torch.zeros(T, N).double()
+    basis = whitened_svd(c.mT @ c / T, c.mean(0), torch.zeros(N).double(), N)
+    eye = torch.eye(N, dtype=torch.double)
+    assert torch.allclose(basis.down.mT @ basis.up, eye, atol=1e-9)
+    anything = torch.randn(7, N, generator=torch.Generator().manual_seed(1)).double()
+    assert torch.allclose(anything @ basis.down @ basis.up.mT, anything, atol=1e-9)
 
 
 def test_weight_svd_is_the_truncated_svd() -> None:

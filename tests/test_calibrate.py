@@ -1,5 +1,8 @@
 """Statistics against brute force, and an artifact that is reused only where it fits."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +10,7 @@ from kvfold import recipes
 from kvfold.api import Job
 from kvfold.compress import build
 from kvfold.compress.calibrate import artifact_key, calibrate
+from kvfold.compress.reduce import prune, window_topics
 from kvfold.compress.statistics import QUANTITIES, Statistics
 from kvfold.models.families import family_of
 from kvfold.ops.attention import rotate
@@ -77,6 +81,57 @@ def test_gradients_are_those_of_the_sampled_loss() -> None:
     assert torch.allclose(got, want, atol=1e-4 * want.abs().max())
 
 
+def test_fisher_is_the_mean_root_mean_square_of_a_heads_weight_gradients() -> None:
+    """Palu's release: squares are averaged over batches before the root, elements after it."""
+    model = tiny("llama-gqa")
+    windows, family = WINDOWS[:2], family_of(model.config)
+    got = calibrate(model, family, windows, {"fisher"}, seed=3)[1, "fisher"].raw()
+    attention, generator = model.model.layers[1].self_attn, torch.Generator().manual_seed(3)
+    squares = [0.0, 0.0]
+    for window in windows:
+        out = model(window[None]).logits.float()[0]
+        drawn = torch.multinomial(out.detach().softmax(-1), 1, generator=generator)
+        loss = torch.nn.functional.cross_entropy(out, drawn[:, 0], reduction="sum")
+        weights = attention.k_proj.weight, attention.v_proj.weight
+        for side, gradient in enumerate(torch.autograd.grad(loss, weights)):
+            squares[side] = squares[side] + gradient.double().square()
+    roots = [(total / 2).sqrt().unflatten(0, (2, -1)).mean((1, 2)) for total in squares]
+    assert torch.allclose(got, torch.stack(roots, 1), rtol=1e-4)
+
+
+def test_reduced_rows_count_every_query_head() -> None:
+    """With as many centroids as half the rows, their moments are near those of the rows."""
+    _, statistics = measured("llama-gqa", {"rows_reduced", "query", "key_post", "value"})
+    reduced = statistics[1, "rows_reduced"]
+    queries, keys, windows = 2 * 32, 32, 2  # two query heads a KV head; half of four windows
+    assert reduced.weight.tolist() == [[(queries + keys) * windows / 2, keys * windows / 2]] * 2
+    rows = statistics[1, "query"].second + statistics[1, "key_post"].second
+    share = torch.trace(reduced.second[0, 0]) / torch.trace(rows[0])
+    assert 0.1 < share < 0.3
+
+
+def test_the_number_of_centroids_is_part_of_the_artifact(tmp_path) -> None:
+    model = tiny("llama-gqa")
+    family, path = family_of(model.config), tmp_path / "stats.safetensors"
+    made = calibrate(model, family, WINDOWS, {"rows_reduced"}, centroids=5)
+    assert made[0, "rows_reduced"].weight[0].tolist() == [10, 5]
+    made.save(path)
+    assert Statistics.load(path, artifact_key(model, WINDOWS, 5))
+    with pytest.raises(ValueError, match="centroids"):
+        Statistics.load(path, artifact_key(model, WINDOWS))
+
+
+def test_windows_of_a_topic_are_found_and_half_of_them_kept() -> None:
+    generator = torch.Generator().manual_seed(0)
+    centres = 10 * torch.randn(3, 16, generator=generator)
+    embedded = centres.repeat(4, 1) + 0.1 * torch.randn(12, 16, generator=generator)
+    topics = window_topics(embedded, seed=0)
+    assert all(len(set(topics[i::3].tolist())) == 1 for i in range(3))
+    assert len(set(topics.tolist())) == 3
+    kept = prune(topics, seed=0)
+    assert [sum(i % 3 == topic for i in kept) for topic in range(3)] == [2, 2, 2]
+
+
 @pytest.mark.parametrize("name", ["llama-gqa", "opt", "gpt-neox", "mistral-sliding", "qwen3"])
 def test_every_quantity_is_collected_and_the_model_left_alone(name: str) -> None:
     model = tiny(name)
@@ -119,11 +174,33 @@ def test_artifact_round_trip_and_refusal(tmp_path) -> None:
         loaded[0, "grad_kv"]
 
 
+@pytest.mark.parametrize("recipe", ["lorc", "palu-m"])
+def test_skipped_layers_stay_plain(recipe: str) -> None:
+    model = tiny("llama-gqa")
+    job = Job(model, replace(recipes.get(recipe), skip_layers=(1,)), None)
+    job.prepare(calibrate(model, job.family, WINDOWS, build.needs(job.recipe)))
+    spec = job.plan(0.6, 1)
+    assert [layer.keys for layer in spec.layers] == ["pre", "plain"]
+    assert 0.59 < spec.kept_fraction <= 0.6
+    job.fold(spec, {})
+    with pytest.raises(ValueError, match=r"names \[2\], but the model's layers are 0 to 1"):
+        Job(tiny("llama-gqa"), replace(recipes.get(recipe), skip_layers=(0, 2)), None)
+
+
+def test_skip_threshold_is_a_power_of_ten() -> None:
+    """LoRC's product of condition numbers, on the scale of its published thresholds."""
+    model = tiny("llama-gqa")
+    job = Job(model, recipes.get("lorc"), None)
+    job.prepare(Statistics({}))
+    first, second = (c.condition / math.log(10) for c in job.candidates[::2])
+    job = Job(model, replace(job.recipe, skip_threshold=(first + second) / 2), None)
+    job.prepare(Statistics({}))
+    assert [c.skip for c in job.candidates[::2]] == [True, False]
+
+
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("recipe", ["fast", "lean", "small"])
 def test_our_bases_work_with_and_without_gradients(recipe: str, gradients: bool) -> None:
-    from dataclasses import replace
-
     model = tiny("llama-gqa")
     job = Job(model, replace(recipes.get(recipe), gradients=gradients), None)
     job.prepare(calibrate(model, job.family, WINDOWS, build.needs(job.recipe)))

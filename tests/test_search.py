@@ -55,7 +55,7 @@ def test_held_out_windows_are_not_calibrated_on():
         calib=None,
         max_tokens=16384,
     )
-    used, _ = calibration_windows(job.tokenizer, config, None, job.max_tokens)
+    used = calibration_windows(job.tokenizer, config, None, job.max_tokens)
     rows = held_out(job, 128)
     assert rows.shape == (16, 128) and len({tuple(row) for row in rows.tolist()}) == 16
     stream = " ".join(map(str, used[:, 1:].flatten().tolist()))

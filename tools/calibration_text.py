@@ -36,11 +36,9 @@ def statistics_of(model: Any, tokenizer: Any, calib: Sequence[str] | None, token
     """Statistics for every recipe that is compared, from one text."""
     jobs = {name: Job(model, recipes.get(name), tokenizer) for name in LOSS_RECIPES}
     needs = set().union(*(build.needs(job.recipe) for job in jobs.values()))
-    rows, topics = calibration_windows(
-        tokenizer, model.config, list(calib) if calib else None, tokens
-    )
+    rows = calibration_windows(tokenizer, model.config, list(calib) if calib else None, tokens)
     family = next(iter(jobs.values())).family
-    return calibrate(model, family, rows, needs, topics=topics), jobs
+    return calibrate(model, family, rows, needs), jobs
 
 
 def rotations(job: Job, statistics: Statistics) -> dict[str, list[Tensor]]:

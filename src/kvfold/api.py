@@ -155,12 +155,11 @@ class Job:
             return given
         if not wanted:
             return Statistics({})
-        rows, topics = calibration_windows(
-            self.tokenizer, self.model.config, self.calib, self.max_tokens
-        )
+        rows = calibration_windows(self.tokenizer, self.model.config, self.calib, self.max_tokens)
         path = Path(given) if given is not None else None
         if path is not None and path.exists():
-            found = Statistics.load(path, artifact_key(self.model, rows))
+            key = artifact_key(self.model, rows, self.recipe.centroids)
+            found = Statistics.load(path, key)
             if found.has(wanted):
                 return found.to(self.model.device)
         report = _stage(progress, "calibrate")
@@ -169,7 +168,7 @@ class Job:
             self.family,
             rows,
             wanted,
-            topics=topics,
+            centroids=self.recipe.centroids,
             seed=self.seed,
             progress=report,
         )
@@ -201,8 +200,8 @@ def _check_size(recipe: Recipe, keep: float | None, factor: float | None) -> Non
 
 def calibration_windows(
     tokenizer: Any, config: Any, calib: list[str | Path] | None, max_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """Token windows [n, T] and the document each starts in [n].
+) -> Tensor:
+    """Token windows [n, T].
 
     Documents follow each other with BOS between them. Where they hold more than `max_tokens`,
     every document gives its beginning, long ones no more than an equal share of what is left.
@@ -213,19 +212,18 @@ def calibration_windows(
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     encoded = [bos + encode(tokenizer, text) for text in texts]
     shares = _shares([len(ids) for ids in encoded], max_tokens)
-    stream = [ids[:share] for ids, share in zip(encoded, shares, strict=True)]
-    topics = torch.cat([torch.full((len(ids),), topic) for topic, ids in enumerate(stream)])
+    pairs = zip(encoded, shares, strict=True)
+    stream = [token for ids, share in pairs for token in ids[:share]]
     length = min(CALIBRATION_WINDOW, config.max_position_embeddings)
-    count = len(topics) // length
+    count = len(stream) // length
     if count < MIN_WINDOWS:
         raise ValueError(
-            f"the calibration text has {len(topics)} tokens, at least {MIN_WINDOWS * length} are "
+            f"the calibration text has {len(stream)} tokens, at least {MIN_WINDOWS * length} are "
             "needed: give more text with --calib, or leave it out for the packaged text"
         )
-    rows = torch.tensor([token for ids in stream for token in ids][: count * length])
-    rows = rows.view(count, length)
+    rows = torch.tensor(stream[: count * length]).view(count, length)
     rows[:, : len(bos)] = torch.tensor(bos, dtype=rows.dtype)
-    return rows, topics[: count * length : length]
+    return rows
 
 
 def _shares(sizes: list[int], total: int) -> list[int]:

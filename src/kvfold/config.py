@@ -14,9 +14,12 @@ class Recipe:
 
     basis: which directions (see compress.basis). keys, values: how many heads share a latent: one
     (`head`), `group_size` (`group`), all (`joint`), or all heads' keys and values together (`kv`,
-    set on both). ranks: how the budget is spent (see compress.allocate). gradients: weigh errors
-    by the loss's gradient. reduce: prune and cluster rows before the SVD (ZDC §5.1).
-    skip_threshold: layers whose cumulative condition number is above it stay whole (LoRC §6.2).
+    set on both). ranks: how the budget is spent (see compress.allocate). equal_ranks: all latents
+    of W_K in a layer, and all of W_V, get one rank (ranks 'fisher', Palu §4.1). gradients: weigh
+    errors by the loss's gradient. reduce: prune and cluster rows before the SVD (ZDC §5.1).
+    centroids: of its k-means, for each of q, k and v (None: see compress.reduce). skip_layers:
+    layers that stay whole, counted from 0. skip_threshold: so do those whose cumulative condition
+    number has a log10 above it (ranks 'condition', LoRC §6.2).
     """
 
     name: str
@@ -24,9 +27,12 @@ class Recipe:
     keys: Share = "head"
     values: Share = "head"
     ranks: RankName = "greedy"
+    equal_ranks: bool = False
     group_size: int = 4
     gradients: bool = False
     reduce: bool = False
+    centroids: int | None = None
+    skip_layers: tuple[int, ...] = ()
     skip_threshold: float | None = None
 
     def __post_init__(self) -> None:
@@ -36,6 +42,21 @@ class Recipe:
             raise ValueError(f"only basis 'latent' shares keys and values, not {self.basis!r}")
         if self.group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
+        if self.equal_ranks and self.ranks != "fisher":
+            raise ValueError(
+                f"equal_ranks needs ranks='fisher', got ranks={self.ranks!r}: the others weigh "
+                "every latent by itself (uniform ones are equal anyway)"
+            )
+        if self.centroids is not None and (not self.reduce or self.centroids < 1):
+            raise ValueError(
+                f"centroids must be at least 1 and needs reduce=True, got {self.centroids} and "
+                f"reduce={self.reduce}"
+            )
+        if self.skip_threshold is not None and self.ranks != "condition":
+            raise ValueError(
+                f"skip_threshold needs ranks='condition', got ranks={self.ranks!r}: name the layers"
+                " in skip_layers instead"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

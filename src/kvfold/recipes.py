@@ -1,6 +1,7 @@
 """Named recipes: the published methods, and ours. Each is a plain function returning a config."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvfold.config import Recipe
 
@@ -21,18 +22,18 @@ def lorc() -> Recipe:
 
 
 def palu_m() -> Recipe:
-    """Palu M-LRD: whitened SVD per head, Fisher ranks (§3.2.1, §3.3)."""
-    return Recipe(name="palu-m", basis="palu", ranks="fisher")
+    """Palu M-LRD: whitened SVD per head, Fisher ranks, one for all heads (§3.2.1, §3.3, §4.1)."""
+    return Recipe(name="palu-m", basis="palu", ranks="fisher", equal_ranks=True)
 
 
 def palu_g() -> Recipe:
-    """Palu G-LRD: whitened SVD per group of four heads, Fisher ranks (§3.2.3, §4.1)."""
-    return Recipe(name="palu-g", basis="palu", keys="group", values="group", ranks="fisher")
+    """Palu G-LRD: whitened SVD per group of four heads, Fisher ranks (§3.2.3, §3.3, §4.1)."""
+    return replace(palu_m(), name="palu-g", keys="group", values="group")
 
 
 def palu_j() -> Recipe:
-    """Palu J-LRD: whitened SVD over all heads, Fisher ranks (§3.2.2)."""
-    return Recipe(name="palu-j", basis="palu", keys="joint", values="joint", ranks="fisher")
+    """Palu J-LRD: whitened SVD over all heads, Fisher ranks (§3.2.2, §3.3)."""
+    return replace(palu_m(), name="palu-j", keys="joint", values="joint")
 
 
 def fast() -> Recipe:

@@ -14,6 +14,8 @@ from torch import Tensor
 from kvfold.spec import Side
 
 MAX_CLASSES = 4  # (key rank, value rank) pairs a layer: the kernels compile one body for each
+FISHER_FLOOR = 32  # Palu's release: ranks in steps of 32, at least one
+_BEFORE_ALL = 1e12  # priority of what a latent never goes without; still below a layer's only step
 _BULK_CLASSES = 3  # the fourth class is left to spend the last steps of the budget
 
 
@@ -21,8 +23,9 @@ _BULK_CLASSES = 3  # the fourth class is left to spend the last steps of the bud
 class Candidate:
     """One latent that can keep 0..width dimensions.
 
-    singular, loss [width] descending: the basis's spectrum and predicted losses. fisher: squared
-    gradients of the weights behind it. condition: log of the layer's cumulative condition number.
+    singular, loss [width] descending: the basis's spectrum and predicted losses. fisher: root mean
+    square gradient of the weights behind it. condition: log of the layer's cumulative condition
+    number.
     skip: never compressed, all its `numbers` stay.
     """
 
@@ -41,12 +44,12 @@ class Candidate:
         return len(self.singular)
 
 
-def uniform(candidates: Sequence[Candidate]) -> list[Tensor]:
+def uniform(candidates: Sequence[Candidate], budget: int) -> list[Tensor]:
     """The same share of every latent."""
     return [-torch.arange(c.width).double() / c.width for c in candidates]
 
 
-def energy(candidates: Sequence[Candidate]) -> list[Tensor]:
+def energy(candidates: Sequence[Candidate], budget: int) -> list[Tensor]:
     """ZACK eq. 6: one rate r for all heads; a dimension goes when the tail from it is <= r of the
     sum of singular values. Filling by that tail share is F_p, the bisection of r to a target."""
     return [
@@ -55,12 +58,36 @@ def energy(candidates: Sequence[Candidate]) -> list[Tensor]:
     ]
 
 
-def fisher(candidates: Sequence[Candidate]) -> list[Tensor]:
-    """Palu §3.3: ranks in proportion to Fisher information, capped at the full width."""
-    return [c.fisher / (torch.arange(c.width).double() + 1) for c in candidates]
+def fisher(candidates: Sequence[Candidate], budget: int) -> list[Tensor]:
+    """Palu §3.3 and its release: ranks in proportion to Fisher information, from a floor to width.
+
+    A latent's ideal rank is budget f / sum f (f per element, times its width where widths differ).
+    What a full width leaves over goes to the others in equal parts, and what floors take is taken
+    from them alike, so that the rank is clamp(ideal + c, floor, width) with one c for all: the
+    priority of dimension j is ideal - j, and `allocate` finds c as it spends the budget. In steps
+    that is the release's rounding to the nearest multiple, repaired to the budget.
+    """
+    free = [c for c in candidates if not c.skip]
+    budget -= sum(c.numbers for c in candidates if c.skip)
+    share = budget / max(1, sum(c.width for c in free))
+    mean = sum(c.fisher * c.width for c in free) / max(1, sum(c.width for c in free))
+    widest = max(c.width for c in candidates)
+    found = []
+    for c in candidates:
+        ideal = share * c.width * (c.fisher / mean if mean > 0 else 1.0)
+        priority = widest + ideal - torch.arange(c.width).double()
+        priority[: _floor(c.width, share)] += _BEFORE_ALL
+        found.append(priority)
+    return found
 
 
-def condition(candidates: Sequence[Candidate]) -> list[Tensor]:
+def _floor(width: int, share: float) -> int:
+    """Fewest dimensions of a latent: FISHER_FLOOR, or a quarter of a narrow one's, as far as the
+    budget pays for that everywhere."""
+    return int(min(FISHER_FLOOR, width / 4, width * share))
+
+
+def condition(candidates: Sequence[Candidate], budget: int) -> list[Tensor]:
     """LoRC eq. 13: d_l = d_max (1 - u_l (1 - d_min / d_max)); d_min falls until the target is met.
 
     u_l in [0, 1] is how far the layer's log cumulative condition number (eq. 12) lies below the
@@ -75,12 +102,12 @@ def condition(candidates: Sequence[Candidate]) -> list[Tensor]:
     ]
 
 
-def greedy(candidates: Sequence[Candidate]) -> list[Tensor]:
+def greedy(candidates: Sequence[Candidate], budget: int) -> list[Tensor]:
     """Ours: the largest predicted losses of all layers, heads, keys and values."""
     return [c.loss for c in candidates]
 
 
-METHODS: dict[str, Callable[[Sequence[Candidate]], list[Tensor]]] = {
+METHODS: dict[str, Callable[[Sequence[Candidate], int], list[Tensor]]] = {
     "uniform": uniform,
     "energy": energy,
     "fisher": fisher,
@@ -95,7 +122,7 @@ def allocate(candidates: Sequence[Candidate], method: str, budget: int, align: i
     A last step narrower than `align` completes a latent whose width is no multiple of it. Every
     layer keeps at least one step. Raises ValueError where the budget cannot pay for that.
     """
-    priorities = METHODS[method](candidates)
+    priorities = METHODS[method](candidates, budget)
     steps = [_steps(c, p, align) for c, p in zip(candidates, priorities, strict=True)]
     _protect(candidates, steps)
     ranks = _fill(steps, budget)

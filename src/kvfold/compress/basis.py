@@ -77,20 +77,28 @@ def weight_svd(weight: Tensor, bias: Tensor) -> Basis:
 
 
 def whitened_svd(raw: Tensor, mean: Tensor, bias: Tensor, width: int) -> Basis:
-    """Palu §3.2 with SVD-LLM's whitening: SVD of W L, L L^T = E[x x^T].
+    """Palu eq. 1 and 7 with SVD-LLM's whitening: W L = U S V^T, L L^T = E[x x^T].
 
-    W L's left singular vectors are the eigenvectors of W E[x x^T] W^T, the second moment of the
-    outputs without their bias, so neither x's moments nor a Cholesky factor is needed. raw [n, n]
-    E[c c^T], mean [n] E[c], bias [n]; width = min(n, D) useful directions.
+    What is cached is A x with A = sqrt(S) V^T L^-1 and what is rebuilt B A x with B = U sqrt(S). As
+    V^T L^-1 = S^-1 U^T W, that is down = U / sqrt(S), up = U sqrt(S), and stored number i has the
+    rms sqrt(S_i), not S_i: numbers that share a quantiser's scale are more alike. W L's left
+    singular vectors are the eigenvectors of W E[x x^T] W^T, the second moment of the outputs
+    without their bias, so neither x's moments nor a Cholesky factor is needed. raw [n, n] E[c c^T],
+    mean [n] E[c], bias [n]; width = min(n, D) useful directions.
     """
     centred = raw - torch.outer(mean, bias) - torch.outer(bias, mean) + torch.outer(bias, bias)
     full = orthonormal(centred, bias)
-    return Basis(
-        down=full.down[:, :width],
-        up=full.up[:, :width],
-        mean=bias,
-        singular=full.singular[:width],
-    )
+    axes, singular = full.down[:, :width], full.singular[:width]
+    root = _balance(singular)
+    return Basis(down=axes / root, up=axes * root, mean=bias, singular=singular)
+
+
+def _balance(singular: Tensor) -> Tensor:
+    """sqrt(S) [w], S at least 1e-6 of the largest: directions that hold nothing stay invertible."""
+    largest = singular.max() if len(singular) else singular.sum()
+    if largest == 0:
+        return torch.ones_like(singular)
+    return singular.clamp(min=1e-6 * largest).sqrt()
 
 
 def weighted(covariance: Tensor, gradient: Tensor, mean: Tensor) -> Basis:

@@ -87,6 +87,11 @@ def check(recipe: Recipe, geometry: Geometry, model_type: str) -> None:
             f"recipe {recipe.name!r} factors W_K, but {model_type} normalises keys after W_K; use "
             "zack, zdc, fast, lean or small"
         )
+    last = geometry.num_layers - 1
+    if wrong := [layer for layer in recipe.skip_layers if not 0 <= layer <= last]:
+        raise ValueError(
+            f"skip_layers names {wrong}, but the model's layers are 0 to {last}: leave those out"
+        )
 
 
 def head_sets(recipe: Recipe, geometry: Geometry) -> list[tuple[Side, tuple[int, ...]]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.compress.record import GRADIENTS, Recorder
+from kvfold.compress.reduce import prune, window_topics
 from kvfold.compress.statistics import Statistics, fingerprint
 from kvfold.compress.support import support
 from kvfold.models.adapter import Family
@@ -27,28 +28,32 @@ def calibrate(
     needs: set[str],
     *,
     topics: Tensor | None = None,
+    centroids: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Statistics:
     """Collect the moments named in `needs` (see statistics.QUANTITIES).
 
-    windows [n, T] token ids, no padding; topics [n] the document each window came from (for
-    `rows_reduced`). Gradients are those of the summed loss with labels sampled from the model, in
-    the model's own dtype, accumulated in fp64; layers are recomputed in the backward pass one at a
-    time. Leaves the model as it was.
+    windows [n, T] token ids, no padding. For `rows_reduced`: topics [n] of the windows where they
+    are known (None: by `reduce.window_topics`), and the number of k-means centroids.
+
+    Gradients are those of the summed loss with labels sampled from the model, in the model's own
+    dtype, accumulated in fp64 (squares of `fisher` in fp32); layers are recomputed in the backward
+    pass one at a time. Leaves the model as it was.
     """
     geometry = family.geometry(model.config)
-    statistics = Statistics(artifact_key(model, windows))
+    statistics = Statistics(artifact_key(model, windows, centroids))
     supports = [
         support(family, attention, geometry) if "kv" in needs else None
         for attention in family.attentions(model)
     ]
     recorder = Recorder(model, family, geometry, statistics, needs, supports)
     generator = torch.Generator(device=model.device).manual_seed(seed)
+    kept = _kept(model, windows, topics, seed) if "rows_reduced" in needs else []
     with recorder.installed(gradients=bool(needs & GRADIENTS)):
         for done, window in enumerate(windows):
             ids = window[None].to(model.device)
-            recorder.start(ids.shape[1], generator)
+            recorder.start(ids.shape[1], generator, keeps_rows=done in kept)
             if needs & GRADIENTS:
                 recorder.backward_from_sampled_labels(ids)
             else:
@@ -56,12 +61,23 @@ def calibrate(
                     model.base_model(input_ids=ids, use_cache=False)
             if progress is not None:
                 progress(done + 1, len(windows))
-    if "rows_reduced" in needs:
-        recorder.reduce_rows(topics, seed)
+    recorder.reduce_rows(centroids, seed)
+    recorder.reduce_fisher(len(windows))
     return statistics
 
 
-def artifact_key(model: nn.Module, windows: Tensor) -> dict[str, Any]:
-    """What makes a saved statistics artifact reusable: same model, same tokens."""
+def artifact_key(model: nn.Module, windows: Tensor, centroids: int | None = None) -> dict[str, Any]:
+    """What makes a saved statistics artifact reusable: same model, tokens and ZDC's centroids."""
     text = hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()[:32]
-    return {"model": fingerprint(model), "text": text, "tokens": windows.numel()}
+    key = {"model": fingerprint(model), "text": text, "tokens": windows.numel()}
+    return key if centroids is None else {**key, "centroids": centroids}
+
+
+def _kept(model: Any, windows: Tensor, topics: Tensor | None, seed: int) -> list[int]:
+    """Windows [n, T] that stay after ZDC's topic pruning."""
+    if topics is None:
+        with torch.no_grad():
+            embed = model.get_input_embeddings()
+            means = [embed(window.to(model.device)).float().mean(0) for window in windows]
+        topics = window_topics(torch.stack(means), seed)
+    return prune(topics, seed)

@@ -1,6 +1,7 @@
 """compress: statistics -> bases -> ranks -> fold."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,11 +53,9 @@ def candidates(
     statistics: Statistics,
     conditions: Sequence[float],
 ) -> list[allocate.Candidate]:
-    """What the allocator sees of every prospect."""
+    """What the allocator sees of every prospect; conditions: `log_conditions`, or zeros."""
     found = []
     for index, prospects in enumerate(layers):
-        threshold = recipe.skip_threshold
-        skip = threshold is not None and conditions[index] > torch.tensor(threshold).log()
         for prospect in prospects:
             found.append(
                 allocate.Candidate(
@@ -65,19 +64,30 @@ def candidates(
                     heads=prospect.heads,
                     singular=prospect.basis.singular.cpu(),
                     loss=prospect.basis.loss.cpu(),
-                    fisher=_fisher(prospect, statistics) if recipe.ranks == "fisher" else 1.0,
+                    fisher=_fisher(recipe, prospect, statistics),
                     condition=conditions[index],
-                    skip=bool(skip),
+                    skip=_stays_whole(recipe, index, conditions[index]),
                     numbers=len(prospect.basis.mean),
                 )
             )
     return found
 
 
-def _fisher(prospect: build.Prospect, statistics: Statistics) -> float:
-    moment = statistics[prospect.layer, "fisher"]
-    column = 0 if prospect.side == "k" else 1
-    return float(moment.second[list(prospect.heads), column].sum() / moment.weight)
+def _fisher(recipe: Recipe, prospect: build.Prospect, statistics: Statistics) -> float:
+    """Mean over the latent's elements of W, or with equal ranks over all of the layer's matrix."""
+    if recipe.ranks != "fisher":
+        return 1.0
+    heads = statistics[prospect.layer, "fisher"].raw()[:, 0 if prospect.side == "k" else 1]
+    return float((heads if recipe.equal_ranks else heads[list(prospect.heads)]).mean())
+
+
+def _stays_whole(recipe: Recipe, layer: int, condition: float) -> bool:
+    """Whether a layer is skipped. LoRC §6.2 sets thresholds of 30 and 90 on a product over tens of
+    layers and names no unit: log10 is the one that fits its Table 2 (docs/methods.md).
+    """
+    threshold = recipe.skip_threshold
+    above = threshold is not None and condition / math.log(10) > threshold
+    return above or layer in recipe.skip_layers
 
 
 def log_conditions(model: Any, family: type[Family], geometry: Geometry) -> list[float]:

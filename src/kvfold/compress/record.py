@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from kvfold.compress.reduce import reduced_rows
+from kvfold.compress.reduce import Rows, reduced_rows
 from kvfold.compress.statistics import Moment, Statistics
 from kvfold.compress.support import Support
 from kvfold.models.adapter import Family
@@ -73,9 +73,11 @@ class Recorder:
         self.tables: Tables | None = None
         self.rope_scale = 1.0
         self.recomputing = False
+        self.keeps_rows = False
         self.generator: torch.Generator | None = None
         self.inputs: dict[int, Tensor] = {}
-        self.rows: dict[int, list[Tensor]] = {}
+        self.rows: dict[int, list[Rows]] = {}
+        self.squares: dict[int, Tensor] = {}
 
     @contextmanager
     def installed(self, gradients: bool) -> Iterator[None]:
@@ -128,9 +130,9 @@ class Recorder:
     def _keep_input(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.inputs[index] = (args[0] if args else kwargs["hidden_states"]).detach()
 
-    def start(self, tokens: int, generator: torch.Generator) -> None:
-        """Prepare for one window of `tokens` tokens."""
-        self.generator, self.recomputing = generator, False
+    def start(self, tokens: int, generator: torch.Generator, keeps_rows: bool = False) -> None:
+        """Prepare for one window of `tokens` tokens; keeps_rows: for `reduce_rows`."""
+        self.generator, self.recomputing, self.keeps_rows = generator, False, keeps_rows
         rotary = self.family.rotary(self.model)
         if rotary is not None:
             like = torch.empty(0, dtype=torch.float32, device=self.model.device)
@@ -222,8 +224,9 @@ class Recorder:
             add(index, "query_back", self._turned_back(q, weights))
         if "out_head" in needs:
             add(index, "out_head", out.flatten(1, 2))
-        if "rows_reduced" in needs:
-            self.rows.setdefault(index, []).append(torch.stack((q.mean(1), k, v)).float().cpu())
+        if self.keeps_rows:
+            kept = [x.detach().float().cpu() for x in (q.flatten(1, 2), k, v)]
+            self.rows.setdefault(index, []).append((kept[0], kept[1], kept[2]))
         if "out" not in needs:
             return None
         over_all = weights[:, :, ::_OUT_STRIDE].to(v.dtype) @ _flat(v)
@@ -253,14 +256,16 @@ class Recorder:
         if "fisher" in needs:
             self._saw_fisher(index, before, gv)
 
-    def _saw_fisher(self, index: int, grad_key: Tensor, grad_value: Tensor) -> None:
-        """Squared norms of the gradients of W_K and W_V per head, from this window."""
-        x = self.inputs[index][0].double()
-        weights = [torch.einsum("htd,tc->hdc", g.double(), x) for g in (grad_key, grad_value)]
-        total = torch.stack([weight.square().sum((1, 2)) for weight in weights], -1)
-        one = torch.ones((), dtype=total.dtype, device=total.device)
-        moment = Moment(second=total, first=total.sum(-1), weight=one)
-        self.statistics.accumulate(index, "fisher", moment)
+    def _saw_fisher(self, index: int, *gradients: Tensor) -> None:
+        """Squares of this window's gradients of W_K and W_V, element by element [2, Hk, d, D].
+
+        gradients: at keys before RoPE and at values [Hk, T, d]. fp32: a term is a square, and the
+        root of the mean is taken over a few hundred of them.
+        """
+        x = self.inputs[index][0].float()
+        weights = [torch.einsum("htd,tc->hdc", g.float(), x) for g in gradients]
+        squares = torch.stack(weights).square_()
+        self.squares[index] = self.squares[index] + squares if index in self.squares else squares
 
     def _saw_out_gradient(
         self, index: int, out: Tensor, over_all: Tensor | None, gradient: Tensor
@@ -331,7 +336,17 @@ class Recorder:
         cos, sin = (table[0][drawn].unflatten(0, q.shape[:2]) for table in self.tables)
         return rotate(q.float(), cos, sin, sign=-1)
 
-    def reduce_rows(self, topics: Tensor | None, seed: int) -> None:
+    def reduce_rows(self, centroids: int | None, seed: int) -> None:
+        """ZDC §5.1: k-means over the rows of the windows that were kept."""
         for index, rows in self.rows.items():
-            self.statistics.accumulate(index, "rows_reduced", reduced_rows(rows, topics, seed))
+            self.statistics.accumulate(index, "rows_reduced", reduced_rows(rows, centroids, seed))
         self.rows.clear()
+
+    def reduce_fisher(self, windows: int) -> None:
+        """Palu's release: the root of the mean square of every element, then their mean a head."""
+        for index, squares in self.squares.items():
+            score = (squares.double() / windows).sqrt().mean((2, 3)).mT.contiguous()
+            one = torch.ones((), dtype=score.dtype, device=score.device)
+            moment = Moment(second=score, first=score.sum(-1), weight=one)
+            self.statistics.accumulate(index, "fisher", moment)
+        self.squares.clear()

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor
 
-SCHEMA = 3
+SCHEMA = 4
 
 # name -> what it is; shape of its second moment. `needs` of a recipe are names from here.
 QUANTITIES = {
@@ -37,7 +37,7 @@ QUANTITIES = {
     "grad_key_pre": "loss gradient at keys before RoPE [K, K]",
     "grad_kv": "loss gradient at (keys before RoPE, values), in the layer's support",
     "grad_out": "loss gradient at attention outputs, summed over query heads [Hk, d, d]",
-    "fisher": "squared gradient of W_K and W_V per KV head [Hk, 2]",
+    "fisher": "root mean square gradient of W_K's and W_V's elements, mean a KV head [Hk, 2]",
     "rows_reduced": "ZDC's k-means centroids of Q, K and V per head: second moments [Hk, 2, d, d]",
 }
 
@@ -134,7 +134,8 @@ class Statistics:
             raise ValueError(f"{path} is not a readable calibration artifact: {error}") from error
         wanted = {**key, "schema": SCHEMA}
         if found != wanted:
-            differs = [k for k in wanted if (found or {}).get(k) != wanted[k]]
+            found = found or {}
+            differs = [k for k in wanted | found if found.get(k) != wanted.get(k)]
             raise ValueError(
                 f"{path} was measured on something else: {', '.join(differs)} differ; delete it or "
                 "name another file, and calibrate again"

@@ -24,7 +24,7 @@ def held_out(job: Job, ctx: int, num_windows: int = SEARCH_WINDOWS) -> Tensor:
 
     They share no run of RUN tokens with what it reads. Raises ValueError if there are none.
     """
-    used, _ = calibration_windows(job.tokenizer, job.model.config, job.calib, job.max_tokens)
+    used = calibration_windows(job.tokenizer, job.model.config, job.calib, job.max_tokens)
     taken = {run for row in used.tolist() for run in _runs(row)}
     text = read_texts(job.calib) if job.calib else packaged("calibration.txt")
     found: list[list[int]] = []
@@ -60,7 +60,7 @@ def search_keep(
 
     Returns (keep, ratio). Perplexity is that of calibration text which calibration did not read.
     """
-    used, _ = calibration_windows(job.tokenizer, job.model.config, job.calib, job.max_tokens)
+    used = calibration_windows(job.tokenizer, job.model.config, job.calib, job.max_tokens)
     rows = held_out(job, used.shape[1])
 
     def at(model: Any, label: str) -> float:

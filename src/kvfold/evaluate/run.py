@@ -300,13 +300,12 @@ def shared_statistics(jobs: Sequence[Job], progress: Progress | None = None) -> 
     if not wanted:
         return Statistics({})
     job = jobs[0]
-    rows, topics = calibration_windows(job.tokenizer, job.model.config, job.calib, job.max_tokens)
+    rows = calibration_windows(job.tokenizer, job.model.config, job.calib, job.max_tokens)
     return calibrate(
         job.model,
         job.family,
         rows,
         wanted,
-        topics=topics,
         seed=job.seed,
         progress=stage(progress, "calibrate"),
     )
