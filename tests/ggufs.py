@@ -45,7 +45,8 @@ def random_llama(**changes):
 
 
 def write(path, model, *, packed=False, architecture="llama", without=(), extra=()):
-    """`model` with the embedded model's tokenizer, or the beginning of it, as a GGUF file, its matrices as Q8_0 if `packed`.
+    """`model` as a GGUF file, its matrices as Q8_0 if `packed`, with the embedded model's tokenizer
+    or as much of it as the vocabulary has room for.
 
     without: tensors to leave out, by GGUF name; extra: metadata to add. Returns the numbers
     that were written, by the model's names.
