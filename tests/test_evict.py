@@ -44,9 +44,10 @@ def scores(
     policy: Policy,
     generator: torch.Generator | None = None,
     in_order: bool = False,
+    tokens: int = 0,
 ) -> Tensor:
     each = metrics[None], positions[None], valid[None]
-    recent, sizes = torch.tensor([policy.protected_recent]), [metrics.shape[1]]
+    recent, sizes = torch.tensor([policy.protected_recent(tokens)]), [metrics.shape[1]]
     return evict.scores(*each, policy, recent, sizes, generator, in_order)[0]
 
 
@@ -97,7 +98,10 @@ def test_figure_five() -> None:
     assert kept == 1
 
 
-def shares(policy: Policy, layer_of_group: list[int]) -> list[float]:
+Shares = list[float]
+
+
+def shares(policy: Policy, layer_of_group: list[int]) -> Shares:
     """PyramidKV: 2 - 1/20 down to 1/20 of the average, in a straight line."""
     if policy.scope != "pyramid":
         return [1.0] * len(layer_of_group)
@@ -108,10 +112,24 @@ def shares(policy: Policy, layer_of_group: list[int]) -> list[float]:
 def naive_select(
     metric: Tensor, held: list[int], page: int, budget: int, policy: Policy, layers: list[int]
 ) -> Tensor:
-    """One block at a time: the unit that keeps most for its share loses its cheapest block."""
+    """One block at a time: the unit that keeps most for its share loses its cheapest block. With a
+    floor, every group is then a unit whose share is part what it kept so, part an even one."""
+    each = list(range(len(held)))
+    unit_of = {"all": [0] * len(held), "layer": layers}.get(policy.scope, each)
+    evicted = naive_rounds(metric, held, page, budget, unit_of, shares(policy, layers))
+    if not policy.floor:
+        return evicted
+    kept = [-(-(n - int(evicted[g].sum())) // page) for g, n in enumerate(held)]
+    units = [[kept[h] for h in each if unit_of[h] == unit_of[g]] for g in each]
+    even = [sum(unit) / len(unit) for unit in units]
+    share = [policy.floor * e + (1 - policy.floor) * k for e, k in zip(even, kept, strict=True)]
+    return naive_rounds(metric, held, page, budget, each, share)
+
+
+def naive_rounds(
+    metric: Tensor, held: list[int], page: int, budget: int, unit_of: list[int], share: Shares
+) -> Tensor:
     left = [sorted((float(metric[g, t]), t) for t in range(n)) for g, n in enumerate(held)]
-    unit_of = {"all": [0] * len(held), "layer": layers}.get(policy.scope, list(range(len(held))))
-    share = shares(policy, layers)
 
     def num_pages(g: int) -> int:
         return -(-len(left[g]) // page)
@@ -123,7 +141,8 @@ def naive_select(
     def urgency(g: int) -> tuple[float, float]:
         members = [h for h in range(len(held)) if unit_of[h] == unit_of[g]]
         total = sum(share[h] for h in members)
-        return (sum(map(num_pages, members)) - 0.5) / total, -block(g)
+        excess = sum(map(num_pages, members)) - 0.5
+        return excess / total if total else INF, -block(g)
 
     evicted = torch.zeros_like(metric, dtype=torch.bool)
     while sum(map(num_pages, range(len(held)))) > budget:
@@ -154,11 +173,12 @@ def test_conformance(
     policy = get(name)
     metrics, positions, valid, held = rows(lengths, seed)
     metrics = (metrics * 4).floor() if coarse else metrics
-    metric = scores(metrics, positions, valid, policy, torch.Generator().manual_seed(seed))
-    assert not metric.isnan().any()
-    assert metric[~valid].isinf().all()
     present = sum(-(-n // page) for n in lengths)
     budget = Budget(pages=int(keep * present))
+    generator, tokens = torch.Generator().manual_seed(seed), budget.limit // len(lengths) * page
+    metric = scores(metrics, positions, valid, policy, generator, tokens=tokens)
+    assert not metric.isnan().any()
+    assert metric[~valid].isinf().all()
     layers = [i * 3 // len(lengths) for i in range(len(lengths))]
     evicted, kept = select(
         metric, held, page, plain_units(len(lengths)), torch.tensor(layers), policy, budget
@@ -204,7 +224,7 @@ def test_sequences_are_compressed_as_if_alone(name: str) -> None:
         positions,
         valid,
         policy,
-        torch.tensor([x.protected_recent for x in policies]),
+        torch.tensor([x.protected_recent(0) for x in policies]),
         sizes,
         generators[0],
     )
@@ -452,6 +472,60 @@ def test_protected_rows(policy: Policy, stays: list[int]) -> None:
     assert positions[1][found[1]].tolist() == [t for t in stays if t < 9]
 
 
+def test_half_of_what_h2o_keeps_is_recent() -> None:
+    """64 rows a group, of which 32 stay: the last 16, and the 16 of largest sum before them."""
+    metrics, positions, valid, held = rows([64, 64])
+    metric = scores(metrics, positions, valid, get("h2o"), tokens=32)
+    evicted, kept = run(metric, held, 4, Budget(pages=16), get("h2o"))
+    last = int(positions[valid].max())
+    for g in range(2):
+        where, stays = positions[g, :64], ~evicted[g, :64]
+        recent = where > last - 16
+        assert stays[recent].all() and int(stays.sum()) == 32
+        hitters = metrics[g, :64][~recent].sort(descending=True).values[: 32 - int(recent.sum())]
+        assert metrics[g, :64][stays & ~recent].min() == hitters.min()
+    assert kept == 16
+    assert get("h2o-r32").protected_recent(10**6) == 32
+
+
+@pytest.mark.parametrize("lengths", [[64] * 4, [64, 64, 20, 64]])
+def test_a_floor_is_an_even_share(lengths: list[int]) -> None:
+    """Two layers of two groups; one of each is worth nothing. 0.2 of an even share of 8 pages is
+    1.6, and 0.8 of what each of them kept by competing is the rest. What a short group cannot take
+    goes to those that are furthest below their share, in whatever layer."""
+    metric = torch.rand(4, 64, generator=torch.Generator().manual_seed(0))
+    metric = metric * torch.tensor([[8.0], [1e-6], [8.0], [1e-6]])
+    held, policy = torch.tensor(lengths), replace(PLAIN, scope="layer")
+    kept = {
+        floor: kept_pages(
+            run(metric, held, 4, Budget(pages=32), replace(policy, floor=floor), layers=2)[0],
+            held,
+            4,
+        )
+        for floor in (0.0, 0.2, 1.0)
+    }
+    short = lengths[2] < 64
+    assert kept[0.0] == ([16, 0, 5, 11] if short else [16, 0, 16, 0])
+    assert kept[0.2] == ([15, 2, 5, 10] if short else [14, 2, 14, 2])
+    assert kept[1.0] == ([9, 9, 5, 9] if short else [8, 8, 8, 8])
+
+
+def test_published_settings() -> None:
+    """Windows, pools, powers and pages of the papers and their released scripts."""
+    found = {
+        name: (x.window, x.pool, x.power, x.scope, x.page, x.protected_recent(128), x.floor)
+        for name, x in ((name, get(name)) for name in POLICIES)
+    }
+    assert found["kvc-w8"] == (8, 7, 2, "all", 16, 8, 0)
+    assert found["kvc-w32"] == (32, 7, 2, "all", 16, 32, 0)
+    assert found["kvc-w32-l1"] == (32, 7, 1, "all", 16, 32, 0)
+    assert found["kvc-full"] == (None, 1, 2, "all", 16, 32, 0)
+    assert found["snapkv"] == (32, 7, 1, "group", None, 32, 0)
+    assert found["ada-snapkv"] == (32, 7, 1, "layer", None, 32, 0.2)
+    assert found["h2o"] == (None, 1, 1, "group", None, 64, 0)
+    assert found["kv-compress"] == (8, 7, 2, "all", None, 8, 0)
+
+
 def test_recency_and_random() -> None:
     metrics, positions, valid, held = rows([20, 20])
     metric = scores(metrics, positions, valid, get("streaming"))
@@ -485,6 +559,8 @@ def test_user_facing_budgets() -> None:
         (lambda: replace(PLAIN, exclude=-1), "exclude .* got -1"),
         (lambda: replace(PLAIN, sinks=-1), "sinks .* got -1"),
         (lambda: replace(PLAIN, recent=-1), "recent .* got -1"),
+        (lambda: replace(PLAIN, recent_share=1.0), "recent_share .* got 1.0"),
+        (lambda: replace(PLAIN, floor=1.1), "floor .* got 1.1"),
         (lambda: get("snap"), "'snap'; policies: kv-compress, .*random"),
         (lambda: Budget(), "pages=None and bytes=None"),
         (lambda: Budget(pages=1, bytes=64), "pages=1 and bytes=64"),

@@ -7,8 +7,9 @@ group fill slots 0..length-1 in any order of positions. A *block* is what must g
 to come free.
 
 The order of eviction does not depend on the budget: a smaller budget evicts the same blocks and
-more. Sequences are compressed together, and each as if it were alone. `select` waits for the device
-once a call, `compaction` twice, the others never.
+more; with a policy's `floor` it does, since what groups have for sure is a part of it. Sequences
+are compressed together, and each as if it were alone. `select` waits for the device once a call,
+`compaction` twice, the others never.
 """
 
 from collections.abc import Sequence
@@ -158,8 +159,15 @@ def select(
     pages = _num_pages(lengths, page)
     size = page_units.long() * UNIT if by_bytes else torch.ones_like(page_units)
     limits = upload(np.array([x.limit for x in budgets]), scores.device)
-    order = _order(costs / page_units[:, None], pages, layer_of_group, policy)
-    num_blocks = _first_blocks(order, costs, size, (pages * size).sum(1) - limits)
+    unit, share = _units(layer_of_group, policy)
+    by_cost = (costs / page_units[:, None]).flatten(1).argsort(dim=1, stable=True)
+    order = by_cost if policy.scope == "all" else _in_turn(by_cost, pages, unit, share)
+    about = costs, size, (pages * size).sum(1) - limits
+    num_blocks = _first_blocks(order, *about)
+    if policy.floor:
+        each = torch.arange(len(unit), device=unit.device)
+        share = _safeguarded(pages - num_blocks, unit, policy.floor)
+        num_blocks = _first_blocks(_in_turn(by_cost, pages, each, share), *about)
     num_rows = (num_blocks * page - (-lengths % page)).clamp(min=0)
     evicted = _lowest(known, ascending, num_rows)
     kept = _num_pages(lengths - evicted.sum(2), page)
@@ -201,22 +209,19 @@ def _block_costs(ascending: Tensor, lengths: Tensor, page: int) -> Tensor:
     return costs.masked_fill(last >= lengths[..., None], INF)
 
 
-def _order(costs: Tensor, pages: Tensor, layer_of_group: Tensor, policy: Policy) -> Tensor:
-    """int64 [B, N] block numbers (group * E + block) in the order in which they go.
+def _in_turn(by_cost: Tensor, pages: Tensor, unit: Tensor, share: Tensor) -> Tensor:
+    """Blocks int64 [B, N] (group * E + block), cheapest first, in the order in which they go.
 
-    Groups that compete form a unit, whose cheapest block goes next. Of several units the one that
-    keeps most for its share gives way, (pages left - 1/2) / share, the cheaper block on a tie: the
-    rounding of Webster, which meets any budget exactly and skips units that have nothing to give.
+    pages int64 [B, G]; unit int64 [G]; share fp64 [B, G] or [G]. Groups that compete form a unit,
+    whose cheapest block goes next. Of several units the one that keeps most for its share gives
+    way, (pages left - 1/2) / share, the cheaper block on a tie: the rounding of Webster, which
+    meets any budget exactly and skips units that have nothing to give.
     """
-    by_cost = costs.flatten(1).argsort(dim=1, stable=True)
-    if policy.scope == "all":
-        return by_cost
-    unit, share = _units(layer_of_group, policy)
     left = torch.zeros_like(pages).index_add_(1, unit, pages)
-    shares = torch.zeros_like(share).index_add_(0, unit, share)
-    own = unit.repeat_interleave(costs.shape[2])[by_cost]
+    shares = share.new_zeros(pages.shape).index_add_(1, unit, share.expand(pages.shape))
+    own = unit.repeat_interleave(by_cost.shape[1] // len(unit))[by_cost]
     # fp64, since in fp32 two units' numbers may seem equal: one in P rows has one.
-    excess = ((left.gather(1, own) - _rank_within(own)).double() - 0.5) / shares[own]
+    excess = ((left.gather(1, own) - _rank_within(own)).double() - 0.5) / shares.gather(1, own)
     return by_cost.gather(1, excess.argsort(dim=1, descending=True, stable=True))
 
 
@@ -224,12 +229,22 @@ def _units(layer_of_group: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
     """Which unit a group belongs to, int64 [G], and its share of the budget, fp64 [G]."""
     layers = F.pad(layer_of_group.diff().sign().cumsum(0), (1, 0))
     share = torch.ones_like(layers, dtype=torch.float64)
+    if policy.scope == "all":
+        return torch.zeros_like(layers), share
     if policy.scope == "layer":
         return layers, share
     if policy.scope == "pyramid":
         depth = layers.double() / layers.max().clamp(min=1)
         share = 2 - 1 / PYRAMID - (2 - 2 / PYRAMID) * depth
     return torch.arange(len(layers), device=layers.device), share
+
+
+def _safeguarded(kept: Tensor, unit: Tensor, floor: float) -> Tensor:
+    """Shares of groups, fp64 [B, G], that came to keep `kept` [B, G] pages by competing in their
+    units [G]: `floor` of each unit's pages is shared evenly instead (`floor_alpha` of Ada-KV)."""
+    both = torch.stack((kept, torch.ones_like(kept))).double()
+    total, count = torch.zeros_like(both).index_add_(2, unit, both)[..., unit]
+    return floor * (total / count) + (1 - floor) * both[0]
 
 
 def _rank_within(own: Tensor) -> Tensor:

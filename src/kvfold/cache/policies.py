@@ -3,10 +3,13 @@
 A policy says which observed queries count, how their attention is summed into a *metric* of each
 row, and how the pages that are kept are shared between groups. `evict` carries it out. To ablate,
 edit a policy: `dataclasses.replace(kv_compress(), window=32, power=1)`.
+
+A policy has the name of a method where it does what its authors published, to the differences that
+docs/methods.md lists; other settings of it have a suffix.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -28,7 +31,11 @@ class Policy:
         as many a group, its groups compete (Ada-KV); `pyramid`: fewer the deeper the layer, its
         groups alike (PyramidKV); `all`: all groups of all layers compete (KV-Compress).
     score: `attention` evicts the lowest metric, `recency` the oldest token, `random` any.
-    sinks, recent: first and last tokens that are never evicted.
+    sinks, recent: first and last tokens that are never evicted. recent_share: the share of what a
+        sequence may keep that its last tokens are, in [0, 1) (H2O).
+    floor: what part of an even share of its unit's pages a group has for sure, in [0, 1]; the rest
+        is shared as groups compete (the safeguard alpha of Ada-KV).
+    page: rows of a page that the method was published with; None: it has no say.
     continual: queries of generated tokens add to the metric too (eq. 20). Without it generated
         tokens have none, so compress once only, after the prompt: a later round evicts them first.
     """
@@ -42,7 +49,10 @@ class Policy:
     score: Score = "attention"
     sinks: int = 0
     recent: int = 0
+    recent_share: float = 0.0
+    floor: float = 0.0
     continual: bool = False
+    page: int | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -58,11 +68,16 @@ class Policy:
         for field in ("exclude", "sinks", "recent"):
             if (value := getattr(self, field)) < 0:
                 raise ValueError(f"{field} must be at least 0 tokens, got {value}; 0 is off")
+        if not 0 <= self.recent_share < 1:
+            raise ValueError(f"recent_share must be in [0, 1), got {self.recent_share}; 0 is off")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor must be in [0, 1], got {self.floor}; 0 is off")
 
-    @property
-    def protected_recent(self) -> int:
-        """Last tokens that are never evicted: `recent`, and those too young for a fair metric."""
-        return max(self.recent, self.window or 0, self.exclude)
+    def protected_recent(self, tokens: int) -> int:
+        """Last tokens that are never evicted where a group may keep `tokens` on average: `recent`,
+        its share of them, and those too young for a fair metric."""
+        share = int(tokens * self.recent_share)
+        return max(self.recent, share, self.window or 0, self.exclude)
 
 
 def kv_compress() -> Policy:
@@ -80,18 +95,45 @@ def kv_compress_full() -> Policy:
     )
 
 
+def kvc_w8() -> Policy:
+    """KVC-w8-L2 in pages of 16 (KV-Compress §5.1; released with the last 8 tokens protected)."""
+    return replace(kv_compress(), name="kvc-w8", page=16)
+
+
+def kvc_w32() -> Policy:
+    """KVC-w32-L2 in pages of 16 (KV-Compress §5.2; released with the last 32 tokens protected)."""
+    return replace(kvc_w8(), name="kvc-w32", window=32)
+
+
+def kvc_w32_l1() -> Policy:
+    """KVC-w32-L1 in pages of 16: the same without squares (KV-Compress table 2)."""
+    return replace(kvc_w32(), name="kvc-w32-l1", power=1)
+
+
+def kvc_full() -> Policy:
+    """KVC-full-L2 in pages of 16 (KV-Compress §5.1)."""
+    return replace(kv_compress_full(), name="kvc-full", page=16)
+
+
 def snapkv() -> Policy:
-    """SnapKV with the window 8 and pool 7 of KV-Compress §5.1 (SnapKV's own window is 32)."""
-    return Policy(name="snapkv", window=8, pool=7, continual=True)
+    """SnapKV: the last 32 queries, max-pooled over 7 (released LongBench runs, w32_k7_maxpool)."""
+    return Policy(name="snapkv", window=32, pool=7, continual=True)
+
+
+def snapkv_w8() -> Policy:
+    """SnapKV with the window 8 and pool 7 of KV-Compress §5.1."""
+    return replace(snapkv(), name="snapkv-w8", window=8)
 
 
 def h2o() -> Policy:
-    """H2O: attention summed over all queries, the same budget everywhere.
+    """H2O: attention summed over all queries, the same budget everywhere, half of it for the most
+    recent tokens (equal `heavy_ratio` and `recent_ratio` in its released scripts)."""
+    return Policy(name="h2o", recent_share=0.5, continual=True)
 
-    The original spends half of its budget on the most recent tokens. A policy does not know its
-    budget, so 32 tokens are protected here; for the original, `replace(h2o(), recent=C // 2)`.
-    """
-    return Policy(name="h2o", recent=32, continual=True)
+
+def h2o_r32() -> Policy:
+    """H2O with 32 recent tokens whatever the budget."""
+    return replace(h2o(), name="h2o-r32", recent=32, recent_share=0.0)
 
 
 def pyramidkv() -> Policy:
@@ -100,8 +142,14 @@ def pyramidkv() -> Policy:
 
 
 def ada_snapkv() -> Policy:
-    """Ada-SnapKV: SnapKV with one budget a layer, for which its groups compete."""
-    return Policy(name="ada-snapkv", window=8, pool=7, scope="layer", continual=True)
+    """Ada-SnapKV: SnapKV with one budget a layer, for which its groups compete, but for a fifth of
+    it that they share evenly (released LongBench runs, w32_k7_maxpool, floor_alpha 0.2)."""
+    return replace(snapkv(), name="ada-snapkv", scope="layer", floor=0.2)
+
+
+def ada_snapkv_w8() -> Policy:
+    """Ada-SnapKV with the window 8 and pool 7 of KV-Compress §5.1, without the safeguard."""
+    return replace(ada_snapkv(), name="ada-snapkv-w8", window=8, floor=0.0)
 
 
 def streaming() -> Policy:
@@ -117,10 +165,17 @@ def random() -> Policy:
 POLICIES: dict[str, Callable[[], Policy]] = {
     "kv-compress": kv_compress,
     "kv-compress-full": kv_compress_full,
+    "kvc-w8": kvc_w8,
+    "kvc-w32": kvc_w32,
+    "kvc-w32-l1": kvc_w32_l1,
+    "kvc-full": kvc_full,
     "snapkv": snapkv,
+    "snapkv-w8": snapkv_w8,
     "h2o": h2o,
+    "h2o-r32": h2o_r32,
     "pyramidkv": pyramidkv,
     "ada-snapkv": ada_snapkv,
+    "ada-snapkv-w8": ada_snapkv_w8,
     "streaming": streaming,
     "random": random,
 }

@@ -95,7 +95,7 @@ class Eviction:
         assert policy is not None
         slots = upload(np.array([x.open_slot for x in sequences]), self.device)
         evicted, _ = evict.select(
-            self._scores(sequences, policy),
+            self._scores(chunk, policy),
             pool.lengths[slots],
             pool.layout.page,
             self.page_units,
@@ -105,12 +105,15 @@ class Eviction:
         )
         return self._move(slots, evicted)
 
-    def _scores(self, sequences: list[Sequence], policy: Policy) -> Tensor:
+    def _scores(self, chunk: list[Evicted], policy: Policy) -> Tensor:
         """What their rows are worth, fp32 [B, G, T]."""
+        sequences, page = [x for x, _ in chunk], self.pool.layout.page
+        tokens = [budget.limit // len(self.page_units) * page for _, budget in chunk]
         slots = [x.open_slot for x in sequences]
         lengths = self.pool.host_lengths[slots]
         computed = np.array([[x.num_computed] for x in sequences])
-        recent = np.array([_recent(x, policy) for x in sequences])
+        pairs = zip(sequences, tokens, strict=True)
+        recent = np.array([_recent(x, policy, most) for x, most in pairs])
         return evict.scores(
             *self.tracked(*slots),
             policy,
@@ -173,7 +176,9 @@ class Eviction:
         return torch.cat(kept, 1)
 
 
-def _recent(sequence: Sequence, policy: Policy) -> int:
-    """Last tokens of a sequence that are never evicted."""
+def _recent(sequence: Sequence, policy: Policy, tokens: int) -> int:
+    """Last tokens that are never evicted of a sequence that may keep `tokens` rows a group."""
     own = sequence.cache.protected
-    return (policy if own is None else replace(policy, recent=own)).protected_recent
+    if own is not None:
+        policy = replace(policy, recent=own, recent_share=0.0)
+    return policy.protected_recent(tokens)
