@@ -63,21 +63,24 @@ class Recipe:
 class CacheConfig:
     """How a running engine stores tokens: bits, pages, and what it evicts.
 
-    kv_bytes: size of the pool (None: a share of what is free). page: rows a page. bits: of every
-    stored number, or None for what the checkpoint plans (16 where it plans nothing). zeros: store a
-    zero beside the scale (asymmetric). sub_group: most numbers that share a scale. rotate: turn
-    numbers that share a scale first, so that they are alike. kivi: keys per channel of a page,
-    values per token, with zeros and not turned, rows of an unfinished page in 16 bits (KIVI).
-    evict: name of a policy; keep_tokens or max_cache_tokens: what each sequence may keep.
+    kv_bytes: size of the pool (None: a share of what is free). page: rows a page (None: 32, or what
+    the policy was published with). bits: of every stored number, or None for what the checkpoint
+    plans (16 where it plans nothing). zeros: store a zero beside the scale (asymmetric). sub_group:
+    most numbers that share a scale (None: all of a latent, with kivi 32). rotate: turn numbers that
+    share a scale first, so that they are alike. kivi: keys per channel of a page, values per token,
+    with zeros and not turned. residual: the last 1 to `residual` tokens wait in 16 bits, until that
+    many are packed at once (None: none, with kivi 128); a multiple of page. evict: name of a
+    policy; keep_tokens or max_cache_tokens: what each sequence may keep.
     """
 
     kv_bytes: int | None = None
-    page: int = 32
+    page: int | None = None
     bits: int | None = None
     zeros: bool = False
     sub_group: int | None = None
     rotate: bool = True
     kivi: bool = False
+    residual: int | None = None
     evict: str | None = None
     keep_tokens: float | None = None
     max_cache_tokens: int | None = None
@@ -94,10 +97,11 @@ class CacheConfig:
                 f"kivi=True packs every full page, so bits must be less than 16; got {self.bits}: "
                 "set bits to 2, 3 or 4, or leave kivi out"
             )
-        if self.kivi and self.evict is not None:
+        if self.evict is not None and (self.kivi or self.residual is not None):
+            what = "kivi=True" if self.kivi else f"residual={self.residual}"
             raise ValueError(
-                f"kivi=True and evict={self.evict!r} exclude each other: rows of a page share the "
-                "scales of its keys, so they cannot move to other pages. Leave one of them out"
+                f"{what} and evict={self.evict!r} exclude each other: tokens are packed together "
+                "in their order, so they cannot move to other pages. Leave one of them out"
             )
         if self.kv_bytes is not None and self.kv_bytes < 1:
             raise ValueError(f"kv_bytes must be at least 1, got {self.kv_bytes}")

@@ -8,23 +8,31 @@ one sequence:
 
 each block 16-B aligned. A *segment* is consecutive numbers of one latent that share bits and, where
 quantised, one scale (and zero) a token. With KIVI keys have a scale and a zero for every number
-(*channel*) of a page instead, and the unfinished page is a 16-bit *tail*. Sizes are bytes unless a
-name says bits.
+(*channel*) of a page instead. With a *residual* of R tokens the last 1 to R rows of a sequence wait
+unquantised in its *tail*, until it is full and another row comes. Sizes are bytes unless a name
+says bits.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
+
 from kvfold.ops.bits import PLANES
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side, Tiers, plain_layer
+
+Ints = npt.NDArray[np.int64]
 
 UNIT = 64  # page offsets count units of this many bytes
 BLOCK = 16  # every block of a page begins at a multiple of it
 POSITION = 4  # bytes of an int32 position
 METRIC = 4  # bytes of an fp32 eviction metric
 BITS = (16, *sorted(PLANES, reverse=True))  # 16: unquantised, in the storage dtype
+RESIDUAL, SUB_GROUP = 128, 32  # of KIVI's own experiments: tokens, and numbers of a value's scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +65,7 @@ class PageLayout:
 
     itemsize: bytes of an unquantised number; zeros: quantised segments store a zero beside the
     scale (asymmetric); scale: bytes of either, 2 (fp16) or 1 (fp8, symmetric only); tracked: rows
-    carry positions and eviction metrics; kivi: keys are quantised per channel of a full page, and
-    rows wait for that in a tail.
+    carry positions and eviction metrics; residual: rows of the tail, whole pages of them, or 0.
     """
 
     segments: tuple[Segment, ...]
@@ -67,13 +74,15 @@ class PageLayout:
     zeros: bool
     scale: int
     tracked: bool
-    kivi: bool = False
+    residual: int = 0
 
     @cached_property
     def tail(self) -> "PageLayout | None":
-        """The same rows unquantised: KIVI's unfinished page."""
+        """One page of `residual` rows, the same but unquantised."""
+        if not self.residual:
+            return None
         whole = tuple(replace(x, bits=16, per_channel=False) for x in self.segments)
-        return replace(self, segments=whole, kivi=False) if self.kivi else None
+        return replace(self, segments=whole, page=self.residual, residual=0)
 
     @cached_property
     def scales_per_row(self) -> int:
@@ -159,8 +168,21 @@ class CacheLayout:
         return any(group.layout.tracked for group in self.groups)
 
     @cached_property
-    def kivi(self) -> bool:
-        return any(group.layout.kivi for group in self.groups)
+    def residual(self) -> int:
+        """Rows of every group's tail; 0: there are none."""
+        return self.groups[0].layout.residual
+
+    def packed(self, rows: Ints) -> Ints:
+        """How many of a group's first `rows` rows (any shape) lie in pages, not in its tail: all
+        but the last 1 to `residual`."""
+        if not self.residual:
+            return rows
+        return np.maximum(rows - 1, 0) // self.residual * self.residual
+
+    def most_at(self, row: int) -> int:
+        """Most tokens of a sequence that may come in one step from `row` on. Where there are tails
+        a step ends where they are full, so that no token sees another's row packed too early."""
+        return self.residual - row % self.residual if self.residual else sys.maxsize
 
     @cached_property
     def bits_per_token(self) -> float:
@@ -200,23 +222,31 @@ def cache_layout(
     zeros: bool = False,
     tracked: bool | Sequence[bool] = False,
     kivi: bool = False,
+    residual: int | None = None,
 ) -> CacheLayout:
     """Lay out every group of `spec`.
 
     bits: of every number; None: what each latent plans (with fp8 scales, for its many tiers), and
         16 where it plans nothing.
-    sub_group: most quantised numbers that share a scale (None: a whole latent's tier).
+    sub_group: most quantised numbers that share a scale (None: a whole latent's tier, with KIVI
+        SUB_GROUP).
     tracked: rows of all layers, or of those that say so, carry positions and metrics.
-    kivi: keys per channel of a page, values per token, both asymmetric, the rows of an unfinished
-        page in 16 bits (KIVI §3.2-3.3, residual length P).
-    Raises ValueError for bits or pages that do not exist, and for what KIVI cannot quantise.
+    kivi: keys per channel of a page, values per token, both asymmetric (KIVI §3.2-3.3).
+    residual: most rows that wait unquantised, whole pages of them (None: none, with KIVI RESIDUAL).
+    Raises ValueError for bits, pages or residuals that do not exist, and for what KIVI cannot
+    quantise.
     """
+    if kivi:
+        sub_group = SUB_GROUP if sub_group is None else sub_group
+        residual = RESIDUAL if residual is None else residual
     if page < 1:
         raise ValueError(f"page must be at least 1 row, got {page}")
     if sub_group is not None and sub_group < 8:
         raise ValueError(f"sub_group must be at least 8 numbers, got {sub_group}")
     if kivi:
         _check_kivi(spec)
+    if residual is not None:
+        _check_residual(residual, page, spec, bits)
     if isinstance(tracked, bool):
         tracked = (tracked,) * len(spec.layers)
     groups = []
@@ -235,10 +265,23 @@ def cache_layout(
                 zeros=zeros or kivi,
                 scale=1 if bits is None and spec.planned and not zeros else 2,
                 tracked=tracked[index],
-                kivi=kivi,
+                residual=residual or 0,
             )
             groups.append(Group(layer=index, heads=heads, layout=layout))
     return CacheLayout(spec=spec, page=page, groups=tuple(groups))
+
+
+def _check_residual(residual: int, page: int, spec: CacheSpec, bits: int | None) -> None:
+    if bits == 16 or (bits is None and not spec.planned):
+        raise ValueError(
+            f"residual={residual}: tokens wait in 16 bits until they are packed, but bits={bits} "
+            "packs none: set bits to 8 or fewer, or leave residual out"
+        )
+    if residual < page or residual % page:
+        raise ValueError(
+            f"residual must be whole pages of {page} rows, which are packed together, got"
+            f" {residual}: take {max(residual // page, 1) * page}, or pages of another size"
+        )
 
 
 def _check_kivi(spec: CacheSpec) -> None:

@@ -2,8 +2,8 @@
 
 Shapes: S sequences of one call, G groups of all layers, C byte classes (distinct page sizes), M
 pages of one call. A *row* is one token's numbers of one group; a page holds `layout.page` rows.
-A *run* is a list of pages of one class: K = G runs, the groups', or with KIVI K = 2 G: the groups'
-full pages, then their tails (a page each, from the first row on).
+A *run* is a list of pages of one class: K = G runs, the groups', or with a residual K = 2 G: the
+groups' pages, then their tails (one each, from the first row on).
 
 The arena is cut into equal *slabs*. A class without free pages takes slabs and cuts them into its
 pages; slabs whose pages are all free are taken back, so classes trade memory as eviction goes on:
@@ -74,9 +74,9 @@ class Pool:
     """Pages for `num_slots` sequences of at most `max_tokens` tokens in an arena of `num_bytes`.
 
     arena: uint8 [num_bytes rounded down to 64], never initialised.
-    tables: int32 [num_slots, G, max_pages], offsets of pages in units of 64 B, with KIVI a column
-        more: the tails. Entries beyond a group's pages are stale: offsets inside the arena, of
-        bytes that may be another's.
+    tables: int32 [num_slots, G, max_pages], offsets of pages in units of 64 B, with a residual a
+        column more: the tails. Entries beyond a group's pages are stale: offsets inside the arena,
+        of bytes that may be another's.
     lengths: int32 [num_slots, G], rows. host_lengths: its int64 mirror on the host; only read it.
     Raises ValueError if the arena cannot hold one page of every group, or int32 not its offsets.
     """
@@ -93,7 +93,7 @@ class Pool:
         _check(num_bytes, num_slots, max_tokens)
         self.layout, self.num_slots, self.max_tokens = layout, num_slots, max_tokens
         self.max_pages, self.device = -(-max_tokens // layout.page), torch.device(device)
-        shape = (num_slots, len(layout.groups), self.max_pages + layout.kivi)
+        shape = (num_slots, len(layout.groups), self.max_pages + bool(layout.residual))
         layouts = [group.layout for group in layout.groups]
         layouts += [tail for x in layouts if (tail := x.tail) is not None]
         starts = np.arange(shape[1]) * shape[2]
@@ -163,16 +163,16 @@ class Pool:
         """Keep the first lengths[i, g] rows of group g of slots[i]; free the whole pages beyond.
 
         lengths [S, G], or [G] of one slot, never more than now, in host memory (a device tensor is
-        waited for). With KIVI none, or more than the full pages have: tails forget what is packed.
+        waited for). With a residual none, or more than the pages have: tails forget what is packed.
         """
         index = self._opened(np.atleast_1d(slots))
         before = self.host_lengths[index]
         after: Ints = np.atleast_2d(torch.as_tensor(lengths, dtype=torch.int64, device="cpu"))
         assert after.shape == before.shape, f"{after.shape} lengths for {before.shape} groups"
         assert (after >= 0).all() and (after <= before).all(), f"from {before} to {after} rows"
-        lost = (after > 0) & (after // self.layout.page < before // self.layout.page)
-        packed = self.layout.kivi and bool(lost.any())
-        assert not packed, f"from {before} to {after} rows: KIVI's tails have moved on"
+        lost = (after > 0) & (self.layout.packed(after) < self.layout.packed(before))
+        packed = self.layout.residual and bool(lost.any())
+        assert not packed, f"from {before} to {after} rows: tails have moved on"
         span = self._span(index, after, before)
         if span.pages.any():
             self._slabs.push(self.tables.view(-1)[self._cells(span)], span.pages)
@@ -235,9 +235,8 @@ class Pool:
 
     def _num_pages(self, lengths: Ints) -> Ints:
         """Pages of every run [S, K] for `lengths` [S, G] rows."""
-        if self.layout.kivi:
-            return np.hstack((lengths // self.layout.page, lengths > 0))
-        return ceil_div(lengths, self.layout.page)
+        pages = ceil_div(self.layout.packed(lengths), self.layout.page)
+        return np.hstack((pages, lengths > 0)) if self.layout.residual else pages
 
     def _span(self, slots: Ints, low: Ints, high: Ints) -> _Span:
         """Pages that lie between `low` and `high` rows, each [S, G]."""

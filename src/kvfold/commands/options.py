@@ -82,16 +82,21 @@ class Storage:
 
     paged: Annotated[Flag, Parameter(help="Use the paged cache even without the rest.")] = False
     kv_bytes: Annotated[int | None, Parameter(help="Bytes of the page pool.")] = None
-    page: Annotated[int | None, Parameter(help="Rows a page; 32 by default.")] = None
+    page: Annotated[int | None, Parameter(help="Rows a page; 32 by default, 16 for kvc-*.")] = None
     bits: Annotated[int | None, Parameter(help="Of every stored number: 16, 8, 4, 3, 2 or 1.")] = (
         None
     )
     zeros: Annotated[Flag, Parameter(help="Store a zero beside every scale.")] = False
-    sub_group: Annotated[int | None, Parameter(help="Most numbers that share a scale.")] = None
+    sub_group: Annotated[
+        int | None, Parameter(help="Most numbers that share a scale; 32 with --kivi.")
+    ] = None
     no_rotation: Annotated[Flag, Parameter(help="Quantise numbers as they are.")] = False
-    kivi: Annotated[Flag, Parameter(help="KIVI: keys per channel, the last page in 16 bits.")] = (
-        False
-    )
+    kivi: Annotated[
+        Flag, Parameter(help="KIVI as published: keys per channel, groups of 32, residual 128.")
+    ] = False
+    residual: Annotated[
+        int | None, Parameter(help="Tokens that wait in 16 bits to be packed; 128 with --kivi.")
+    ] = None
     evict: Annotated[
         str | None,
         Parameter(help="kv-compress, snapkv, h2o, pyramidkv, ada-snapkv, streaming or random."),
@@ -116,12 +121,13 @@ class Storage:
 
         return CacheConfig(
             kv_bytes=self.kv_bytes,
-            page=CacheConfig.page if self.page is None else self.page,
+            page=self.page,
             bits=self.bits,
             zeros=self.zeros,
             sub_group=self.sub_group,
             rotate=not self.no_rotation,
             kivi=self.kivi,
+            residual=self.residual,
             evict=self.evict,
             keep_tokens=self.keep_tokens,
             max_cache_tokens=self.max_cache_tokens,

@@ -23,6 +23,7 @@ from kvfold.models.folded import FoldedAttention
 from kvfold.models.rotate import rotate_rows
 from kvfold.spec import CacheSpec, KeyKind, LayerSpec
 
+PAGE = 32  # rows, where neither the configuration nor the policy says
 SHARE = 0.5  # of free memory, where kv_bytes is not given
 
 
@@ -35,8 +36,8 @@ def build_runner(
     that contradict each other or the model, and for a pool that cannot hold a page of each group.
     """
     policy = policies.get(config.evict) if config.evict else None
-    _check(model, policy, config.kivi)
-    layout = prepare(model, config)
+    _check(model, policy, config)
+    layout = prepare(model, config, policy)
     pool = Pool(
         layout,
         config.kv_bytes or default_bytes(layout, num_slots, max_tokens, model.device),
@@ -48,7 +49,7 @@ def build_runner(
     return ModelRunner(model, pool, policy=policy, cache=limits, seed=seed)
 
 
-def _check(model: Any, policy: policies.Policy | None, kivi: bool) -> None:
+def _check(model: Any, policy: policies.Policy | None, config: CacheConfig) -> None:
     kind = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind in LONG_ROPE:
         raise ValueError(
@@ -56,10 +57,10 @@ def _check(model: Any, policy: policies.Policy | None, kivi: bool) -> None:
             "the engine does not serve it: use transformers' generate"
         )
     windowed = any(attention_windows(model.config))
-    if kivi and windowed:
+    if windowed and (config.kivi or config.residual is not None):
         raise ValueError(
-            "kivi=True: this model's sliding window drops old tokens row by row, and KIVI's rows "
-            "share scales by page: leave kivi out and keep bits"
+            f"kivi={config.kivi}, residual={config.residual}: this model's sliding window drops old"
+            " tokens row by row, and here they are packed together: leave both out and keep bits"
         )
     if policy is not None and windowed:
         raise ValueError(
@@ -68,7 +69,7 @@ def _check(model: Any, policy: policies.Policy | None, kivi: bool) -> None:
         )
 
 
-def prepare(model: Any, config: CacheConfig) -> CacheLayout:
+def prepare(model: Any, config: CacheConfig, policy: policies.Policy | None = None) -> CacheLayout:
     """Fold a plain model to rows, turn rows for their bits, and lay pages out."""
     spec, quantized = spec_of(model), (config.bits or 16) < 16
     family = family_of(model.config)
@@ -84,7 +85,7 @@ def prepare(model: Any, config: CacheConfig) -> CacheLayout:
                 rotate_rows(attention, {x: _turn(tiers(x, config.bits)) for x in layer.latents})
     return cache_layout(
         spec,
-        page=config.page,
+        page=config.page or (policy and policy.page) or PAGE,
         itemsize=model.dtype.itemsize,
         bits=config.bits,
         sub_group=config.sub_group,
@@ -94,6 +95,7 @@ def prepare(model: Any, config: CacheConfig) -> CacheLayout:
             for window in attention_windows(model.config)
         ],
         kivi=config.kivi,
+        residual=config.residual,
     )
 
 

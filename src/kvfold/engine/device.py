@@ -186,6 +186,6 @@ def _key_maps(module: HFAttention) -> KeyMaps:
 
 def _unwindowed(setup: Setup) -> list[int]:
     """Layers without a sliding window, where kernels run."""
-    if not use_triton(setup.pool.device.type) or setup.pool.layout.kivi:
+    if not use_triton(setup.pool.device.type) or setup.pool.layout.residual:
         return []
     return [i for i, window in enumerate(setup.windows) if window is None]

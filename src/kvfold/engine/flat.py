@@ -19,7 +19,7 @@ def flat_layers(setup: Setup) -> tuple[int, ...]:
     """Layers whose pages are read so: on CPUs without kernels, where heads have numbers of their
     own, in score space, with scales by row, and no window."""
     layout, num_heads = setup.pool.layout, setup.pool.layout.spec.geometry.num_kv_heads
-    if layout.kivi or setup.pool.device.type != "cpu" or use_triton("cpu"):
+    if layout.residual or setup.pool.device.type != "cpu" or use_triton("cpu"):
         return ()
     layers = enumerate(zip(layout.spec.layers, setup.pages, setup.windows, strict=True))
     return tuple(

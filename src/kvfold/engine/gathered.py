@@ -38,7 +38,7 @@ class Gathered:
         layer = module.layer_idx
         arena, tables, lengths, groups = self.setup.pages[layer]
         dtype = module.o_proj.weight.dtype
-        gather = kivi.gather if self.setup.pool.layout.kivi else self.setup.store.gather
+        gather = kivi.gather if self.setup.pool.layout.residual else self.setup.store.gather
         counts, size = lengths[part.slots], part.sizes[layer]
         stored = gather(arena, tables, groups, part.slots, counts, dtype, size)
         rope = _tables(module, stored, groups, part.stop)

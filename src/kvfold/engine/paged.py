@@ -55,7 +55,7 @@ class Attention:
 
 def _store_of(pool: Pool) -> tuple[ModuleType, Sequence[slice]]:
     """What moves rows in and out of pages, and of which groups at once."""
-    found = store if pool.layout.kivi else store_module(pool.device.type)
+    found = store if pool.layout.residual else store_module(pool.device.type)
     if found is store:
         return store, pool.layout.layer_groups
     return found, (slice(0, len(pool.layout.groups)),)

@@ -59,8 +59,8 @@ class ModelRunner:
     @property
     def can_rewind(self) -> bool:
         """Whether `Pool.shrink` to earlier lengths takes a sequence back: not where pages were
-        packed (KIVI) or freed behind a window since."""
-        return not (self.sliding or self.pool.layout.kivi)
+        packed (a residual) or freed behind a window since."""
+        return not (self.sliding or self.pool.layout.residual)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -145,9 +145,9 @@ class ModelRunner:
             slots += [piece.sequence.open_slot] * len(piece.tokens)
             index += range(-len(piece.tokens), 0)
         fill = None
-        if self.pool.layout.kivi:
+        if self.pool.layout.residual:
             rows = (self.pool.host_lengths[slots, 0] + index).tolist()
-            fill = kivi.Fill.of(slots, rows, self.pool.layout.page, self.device)
+            fill = kivi.Fill.of(slots, rows, self.pool.layout.residual, self.device)
         parts = split(self.attention.setup, batch, positions)
         where = self._tensor(slots), self._tensor(index), positions.int()
         return PagedStep(self.attention, parts, *where, fill)

@@ -173,7 +173,9 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, plan: Plan) -> int:
         """Tokens of its next chunk beside `plan`."""
-        return min(self.chunk, sequence.num_pending, self.max_batch_tokens - sum(plan.values()))
+        most = self.pool.layout.most_at(sequence.num_computed)
+        left = self.max_batch_tokens - sum(plan.values())
+        return min(self.chunk, sequence.num_pending, left, most)
 
     def _continue_prefills(self, plan: Plan) -> None:
         for sequence in self.running:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.cache.layout import PageLayout
 from kvfold.engine.runner import ModelRunner
 from kvfold.evaluate.perplexity import PerplexityResult, Progress, summarize, token_nll
 from kvfold.evaluate.session import Session
@@ -38,24 +37,18 @@ def footprint(session: Session) -> Footprint:
     layout, rows = pool.layout, pool.host_lengths[slot]
     tokens = session.sequence.num_computed
     full = 16 * layout.spec.geometry.full_numbers * tokens
-    bits = sum(
-        _row_bits(int(n), group.layout) for n, group in zip(rows, layout.groups, strict=True)
-    )
-    pages = [-(-int(n) // layout.page) for n in rows]
+    packed = layout.packed(rows)
+    pages = -(-packed // layout.page) + (packed < rows)
+    tails = [group.layout.tail or group.layout for group in layout.groups]
+    bits = packed @ [group.layout.row_bits for group in layout.groups]
+    bits += (rows - packed) @ [tail.row_bits for tail in tails]
     held = pool.stats().sequence_bytes[slot]
     return Footprint(
         tokens=tokens,
-        kept_fraction=bits / full,
-        pool_fraction=8 * (held + 4 * sum(pages)) / full,
+        kept_fraction=float(bits) / full,
+        pool_fraction=8 * (held + 4 * int(pages.sum())) / full,
         cache_bytes=held,
     )
-
-
-def _row_bits(rows: int, layout: PageLayout) -> float:
-    """Bits of `rows` rows of a group: those in a 16-bit tail count as they are."""
-    loose = rows % layout.page if layout.tail else 0
-    tail = loose * layout.tail.row_bits if layout.tail else 0
-    return (rows - loose) * layout.row_bits + tail
 
 
 def paged_perplexity(

@@ -41,11 +41,13 @@ class Session:
         prompt: where the prompt ends, in tokens from the sequence's start; its last queries are
         those that a window policy observes. None: as it was. Raises ValueError if the pool is full.
         """
-        found, sequence, step = [], self.sequence, chunk or self.chunk
+        found, sequence, rest = [], self.sequence, tuple(ids)
         if prompt is not None:
             sequence.num_prefill = prompt
-        for begin in range(0, len(ids), step):
-            part = tuple(ids[begin : begin + step])
+        while rest:
+            most = self.runner.pool.layout.most_at(sequence.num_computed)
+            step = min(chunk or self.chunk, most)
+            part, rest = rest[:step], rest[step:]
             self._extend(len(part))
             piece = Piece(
                 sequence=sequence, start=sequence.num_computed, tokens=part, wants_logits=True

@@ -1,15 +1,18 @@
-"""KIVI's pages: full ones in few bits, a sequence's unfinished one in 16. Plain PyTorch.
+"""KIVI's residual: a sequence's last rows in 16 bits, earlier ones packed R at a time. In PyTorch.
 
-Shapes: S slots, G groups of the layer, R numbers of a row, P rows a page, n pages of the longest
-sequence; N new tokens, M pages that they fill, B sequences, T rows read.
+Shapes: S slots, G groups of the layer, C numbers of a row, P rows a page, R rows of the tail (whole
+pages), n pages of the longest sequence; N new tokens, M tails that are full, B sequences, T rows
+read.
 
-The last column of `tables` [S, G, n + 1] is the *tail*, a 16-bit page that every sequence keeps:
+The last column of `tables` [S, G, n + 1] is the *tail*, an unquantised page of R rows that every
+sequence keeps:
 
-    [full page 0][full page 1]..[stale]..[tail: the rows beyond the last full page]
+    [page 0][page 1]..[stale]..[tail: the last 1 to R rows]
 
-Keys of a full page share a scale and zero per channel, values per row, so a page is quantised once,
-when its last row comes, from what the tail holds: bytes do not depend on how rows came in chunks.
-All groups of a sequence have as many rows, since nothing is evicted.
+A full tail is packed into R / P pages when the next row comes, all at once, since the keys of a
+page may share scales (KIVI §3.2). A step's rows of a sequence all go to one tail, so that a query
+sees the rows before it as if they had come one by one: neither bytes nor attention depend on
+chunks. All groups of a sequence have as many rows, since nothing is evicted.
 """
 
 from collections.abc import Sequence
@@ -18,6 +21,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.ops import store
@@ -27,30 +31,25 @@ from kvfold.ops.store import StoredRows
 
 @dataclass(frozen=True)
 class Fill:
-    """Which pages the N new rows fill: the same in all layers, and known on the host.
+    """Which tails are full as N new rows come: the same in all layers, and known on the host.
 
-    slots, pages int64 [M]: full page `pages[m]` of sequence `slots[m]`. source int64 [M, P]: the
-    new row that is its row, or -1 for one that the tail holds. rest: new rows that go to the tail.
+    slots, first int64 [M]: the tail of sequence `slots[m]` holds the R rows from `first[m]` on.
     """
 
     slots: Tensor
-    pages: Tensor
-    source: Tensor
-    rest: Tensor
+    first: Tensor
 
     @classmethod
     def of(
-        cls, slots: Sequence[int], index: Sequence[int], page: int, device: torch.device
+        cls, slots: Sequence[int], index: Sequence[int], residual: int, device: torch.device
     ) -> "Fill":
         """slots, index [N]: the sequence and the row of every token, a sequence's in a run."""
         slot, row = np.array(slots, dtype=np.int64), np.array(index, dtype=np.int64)
-        last = np.flatnonzero(row % page == page - 1)
-        source = last[:, None] - np.arange(page)[::-1]
-        new = (source >= 0) & (slot[source.clip(0)] == slot[last, None])
-        source = np.where(new, source, -1)
-        rest = np.setdiff1d(np.arange(len(slot)), source)
-        found = (slot[last], row[last] // page, source, rest)
-        return cls(*(torch.from_numpy(x).to(device) for x in found))
+        begins = np.flatnonzero(row % residual == 0)
+        inside = np.diff(slot, prepend=-1)[begins] != 0
+        assert inside.all(), f"rows {row[begins[~inside]]} begin a tail in the middle of a step"
+        full = begins[row[begins] > 0]
+        return cls(*(torch.from_numpy(x).to(device) for x in (slot[full], row[full] - residual)))
 
 
 @dataclass(frozen=True)
@@ -77,22 +76,18 @@ def append(
 ) -> None:
     """Write token i's row as row index[i] of all groups of sequence slots[i].
 
-    arena uint8 [bytes]; tables int32 [S, G, n + 1]; rows float [N, R], of the storage dtype; slots,
-    index int64 [N]; fill: of these slots and rows. Full pages are packed, the rest waits as it is.
+    arena uint8 [bytes]; tables int32 [S, G, n + 1]; rows float [N, C], of the storage dtype; slots,
+    index int64 [N]; fill: of these slots and rows. Full tails are packed, then written over.
     """
-    tails, page, g = _tails(tuple(groups)), groups[0].layout.page, len(groups)
-    last = tables[..., -1:]
+    tails, last, g = _tails(tuple(groups)), tables[..., -1:], len(groups)
+    residual = tails[0].layout.page
     if len(fill.slots):
-        # The tail is read whole, garbage and all: `where` takes what it knows to be there.
-        whole = torch.full((len(fill.slots), g), page, device=arena.device)
-        held = store.gather(arena, last, tails, fill.slots, whole, rows.dtype, page).rows
-        new = (fill.source >= 0)[..., None]
-        full = torch.where(new, rows.detach()[fill.source.clamp(min=0)], held).flatten(0, 1)
-        where = fill.pages[:, None] * page + torch.arange(page, device=arena.device)
-        slot = fill.slots.repeat_interleave(page)
-        store.append(arena, tables, groups, full, slot, where.view(-1, 1).expand(-1, g))
-    place = (index[fill.rest] % page)[:, None].expand(-1, g)
-    store.append(arena, last, tails, rows[fill.rest], slots[fill.rest], place)
+        whole = torch.full((len(fill.slots), g), residual, device=arena.device)
+        held = store.gather(arena, last, tails, fill.slots, whole, rows.dtype, residual).rows
+        where = (fill.first[:, None] + torch.arange(residual, device=arena.device)).view(-1, 1)
+        slot = fill.slots.repeat_interleave(residual)
+        store.append(arena, tables, groups, held.flatten(0, 1), slot, where.expand(-1, g))
+    store.append(arena, last, tails, rows, slots, (index % residual)[:, None].expand(-1, g))
 
 
 def gather(
@@ -104,16 +99,19 @@ def gather(
     dtype: torch.dtype,
     size: int,
 ) -> StoredRows:
-    """Read the first lengths[b, g] rows, full pages dequantised and the tail bit for bit.
+    """Read the first lengths[b, g] rows, pages dequantised and the tail bit for bit.
 
     Arguments and result as of `store.gather`, with tables int32 [S, G, n + 1].
     """
-    tails, page = _tails(tuple(groups)), groups[0].layout.page
-    full = lengths // page * page
-    # With a page to spare, so that the tail's P rows have a place behind the full ones.
-    found = store.gather(arena, tables, groups, slots, full, dtype, size + page).rows
-    tail = store.gather(arena, tables[..., -1:], tails, slots, lengths - full, dtype, page).rows
-    place = full[:, :1].long() + torch.arange(page, device=arena.device)
+    tails = _tails(tuple(groups))
+    residual = tails[0].layout.page
+    packed = (lengths - 1).clamp(min=0) // residual * residual
+    most = max(size - 1, 0) // residual * residual
+    found = store.gather(arena, tables, groups, slots, packed, dtype, most).rows
+    found = F.pad(found, (0, 0, 0, residual))  # so that the tail has a place behind the pages
+    left = lengths - packed
+    tail = store.gather(arena, tables[..., -1:], tails, slots, left, dtype, residual).rows
+    place = packed[:, :1].long() + torch.arange(residual, device=arena.device)
     found.scatter_(1, place[..., None].expand_as(tail), tail)
     index = torch.arange(size, dtype=torch.int32, device=arena.device)
     valid = index < lengths[..., None]
