@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ class FakePool:
         self.num_pages, self.num_slots, self.max_tokens = num_pages, num_slots, max_tokens
         self.host_lengths = np.zeros((num_slots, 2), dtype=np.int64)
         self.is_open = [False] * num_slots
+        self.layout = SimpleNamespace(most_at=lambda row: max_tokens)  # no tails
 
     @property
     def used_bytes(self) -> int:

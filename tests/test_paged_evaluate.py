@@ -49,12 +49,12 @@ def test_scoring_from_a_token_on_scores_that_and_all_after() -> None:
 
 def test_with_eviction_the_second_half_is_scored() -> None:
     windows = tokens(2, CTX)
-    everything = {"evict": "snapkv", "keep_tokens": 1.0}
+    everything = {"evict": "snapkv-w8", "keep_tokens": 1.0}
     found, _ = paged_perplexity(runner_of(tiny("llama-gqa"), **everything), windows)
     wanted, _ = paged_perplexity(runner_of(tiny("llama-gqa")), windows, scored_from=CTX // 2)
     assert found.tokens == 2 * (CTX // 2)
     assert found.window_nll == pytest.approx(wanted.window_nll, rel=1e-4)
-    half = {"evict": "snapkv", "keep_tokens": 0.5}
+    half = {"evict": "snapkv-w8", "keep_tokens": 0.5}
     evicted, held = paged_perplexity(runner_of(tiny("llama-gqa"), **half), windows)
     assert abs(evicted.nll - found.nll) > 1e-3  # something was lost
     assert held.tokens == CTX // 2
@@ -159,7 +159,7 @@ def test_needle_answers_equal_transformers(agnostic: bool) -> None:
 @pytest.mark.parametrize("agnostic", [True, False])
 def test_a_compressed_context_answers_each_question_alike(agnostic: bool) -> None:
     """A question leaves no trace, so its answer does not depend on those before it."""
-    runner = runner_of(tiny("llama-gqa"), evict="snapkv", keep_tokens=0.5)
+    runner = runner_of(tiny("llama-gqa"), evict="snapkv-w8", keep_tokens=0.5)
     reader, questions = PagedReader(runner, agnostic=agnostic), [[5, 6, 7], [50, 8], [9]]
     reader.prefill(tokens(1, 64)[0].tolist())
     first = [reader.answer(question, 4) for question in questions]

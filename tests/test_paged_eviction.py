@@ -181,3 +181,22 @@ def test_bytes_that_are_reported_are_bytes_that_are_held() -> None:
         assert held.kept_fraction == pytest.approx(0.5 * runner.pool.layout.kept_fraction)
         assert held.kept_fraction < held.pool_fraction
     assert runner.pool.stats().used_bytes == 0
+
+
+def test_pages_are_as_published_unless_told_otherwise() -> None:
+    found = {}
+    for evict, page in (("kvc-w8", None), ("kvc-w8", 8), ("kv-compress", None)):
+        config = CacheConfig(kv_bytes=2**22, page=page, evict=evict, keep_tokens=0.5)
+        runner = build_runner(tiny("llama-gqa"), config, num_slots=1, max_tokens=64)
+        found[evict, page] = runner.pool.layout.page
+    assert list(found.values()) == [16, 8, 32]
+
+
+def test_half_of_the_budget_is_recent_by_h2o() -> None:
+    """60 tokens, of which 28 may stay (in pages of 4): the last 14 do, in every group."""
+    runner = runner_of(tiny("llama-gqa"), "h2o", 28 / PROMPT)
+    with Session(runner) as session:
+        session.feed(tokens(1, PROMPT)[0].tolist(), prompt=PROMPT)
+        session.compress()
+        for positions in survivors(session):
+            assert len(positions) == 28 and positions[-14:] == list(range(PROMPT - 14, PROMPT))

@@ -99,7 +99,7 @@ class Storage:
     ] = None
     evict: Annotated[
         str | None,
-        Parameter(help="kv-compress, snapkv, h2o, pyramidkv, ada-snapkv, streaming or random."),
+        Parameter(help="A policy: kv-compress, kvc-w32, snapkv, ada-snapkv, h2o, pyramidkv, ..."),
     ] = None
     keep_tokens: Annotated[
         float | None, Parameter(help="Share of the prompt's tokens to keep, in (0, 1].")

@@ -85,7 +85,7 @@ def prepare(model: Any, config: CacheConfig, policy: policies.Policy | None = No
                 rotate_rows(attention, {x: _turn(tiers(x, config.bits)) for x in layer.latents})
     return cache_layout(
         spec,
-        page=config.page or (policy and policy.page) or PAGE,
+        page=_page(config, policy),
         itemsize=model.dtype.itemsize,
         bits=config.bits,
         sub_group=config.sub_group,
@@ -97,6 +97,12 @@ def prepare(model: Any, config: CacheConfig, policy: policies.Policy | None = No
         kivi=config.kivi,
         residual=config.residual,
     )
+
+
+def _page(config: CacheConfig, policy: policies.Policy | None) -> int:
+    """Rows a page: as configured, else as the policy was published with."""
+    published = policy.page if policy else None
+    return next(x for x in (config.page, published, PAGE) if x is not None)
 
 
 def _turned_spec(spec: CacheSpec) -> CacheSpec:
