@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.cache.quantize import rotation
+from kvfold.ops.rotation import rotation
 from kvfold.ops.bits import FP16_MAX, GAUSSIAN_STEP, dequantize, pack, quantize, scale_of, unpack
 
 BITS = (8, 6, 4, 3, 2, 1)

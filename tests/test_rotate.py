@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 from kvfold import recipes
 from kvfold.api import Job
-from kvfold.cache.quantize import rotation
+from kvfold.ops.rotation import rotation
 from kvfold.compress import build
 from kvfold.compress.calibrate import calibrate
 from kvfold.models.rotate import rotate_rows

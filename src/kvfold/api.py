@@ -12,11 +12,13 @@ from kvfold import recipes
 from kvfold.artifact import mark, spec_of
 from kvfold.compress import build, pipeline
 from kvfold.compress.calibrate import artifact_key, calibrate
+from kvfold.compress.recover import BATCH, recover
 from kvfold.compress.statistics import Statistics
 from kvfold.config import Recipe
 from kvfold.files import new_directory
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.adapter import Family
+from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
 from kvfold.spec import CacheSpec
 from kvfold.text import documents, encode, packaged, read_texts
@@ -41,6 +43,7 @@ def compress(
     statistics: Path | str | Statistics | None = None,
     output: Path | str | None = None,
     max_tokens: int = CALIBRATION_TOKENS,
+    recover: int = 0,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Any:
@@ -52,7 +55,9 @@ def compress(
     `Job.plan_factor`); the planned bits take effect on the paged cache. align: ranks are multiples
     of it (default 16, 8 for head_dim <= 64). calib: text files instead of the packaged
     text. tokenizer: needed with a loaded model. statistics: an artifact file, reused if it exists
-    and fits, written if not. output: a directory to save to; written whole or not at all.
+    and fits, written if not. recover: steps in which the maps learn from the original on the
+    calibration text (see `compress.recover`; for a GPU). output: a directory to save to; written
+    whole or not at all.
 
     Returns the folded model. Raises ValueError for settings or inputs that cannot work.
     """
@@ -72,7 +77,8 @@ def compress(
         keep = DEFAULT_KEEP if keep is None else keep
         spec = job.plan(keep, align)
     source = str(name or model.config.name_or_path)
-    job.fold(spec, {"model": source, "keep": keep, "factor": factor})
+    asked = {"model": source, "keep": keep, "factor": factor}
+    job.fold(spec, asked, recover=recover, progress=progress)
     if output is not None:
         save(model, tokenizer, Path(output))
     return model
@@ -134,12 +140,40 @@ class Job:
             self.recipe, self.geometry, self.layers, self.candidates, bits, align
         )
 
-    def fold(self, spec: CacheSpec, provenance: dict[str, Any]) -> None:
-        """Fold the model in place."""
+    def fold(
+        self,
+        spec: CacheSpec,
+        provenance: dict[str, Any],
+        *,
+        recover: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        """Fold the model in place; `recover` steps of distillation follow."""
+        teacher = shared_copy(self.model) if recover else None
         pipeline.fold(self.model, self.family, spec, self.layers)
         measured = {"recipe": asdict(self.recipe), "statistics": self.statistics.key}
+        if teacher is not None:
+            measured["recovery"] = self._recover(spec, teacher, recover, progress)
         provenance = {**provenance, **measured}
         mark(self.model, spec, provenance)
+
+    def _recover(
+        self, spec: CacheSpec, teacher: Any, steps: int, progress: Progress | None
+    ) -> dict[str, Any]:
+        """Train the folded maps; what was done, and the loss before and after."""
+        most = steps * BATCH * CALIBRATION_WINDOW
+        windows = calibration_windows(self.tokenizer, self.model.config, self.calib, most)
+        before, after = recover(
+            self.model,
+            teacher,
+            self.family,
+            spec,
+            windows,
+            steps,
+            seed=self.seed,
+            progress=_stage(progress, "recover"),
+        )
+        return {"steps": steps, "tokens": windows.numel(), "before": before, "after": after}
 
     def _align(self, align: int | None) -> int:
         align = pipeline.default_align(self.geometry) if align is None else align

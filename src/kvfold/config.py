@@ -14,7 +14,8 @@ class Recipe:
 
     basis: which directions (see compress.basis). keys, values: how many heads share a latent: one
     (`head`), `group_size` (`group`), all (`joint`), or all heads' keys and values together (`kv`,
-    set on both). ranks: how the budget is spent (see compress.allocate). equal_ranks: all latents
+    set on both). whole_keys: keys keep all dimensions, and with planned bits one width for all of
+    them, the smallest that is no less than the average. ranks: how the budget is spent (see compress.allocate). equal_ranks: all latents
     of W_K in a layer, and all of W_V, get one rank (ranks 'fisher', Palu §4.1). gradients: weigh
     errors by the loss's gradient. reduce: prune and cluster rows before the SVD (ZDC §5.1).
     centroids: of its k-means, for each of q, k and v (None: see compress.reduce). skip_layers:
@@ -26,6 +27,7 @@ class Recipe:
     basis: BasisName
     keys: Share = "head"
     values: Share = "head"
+    whole_keys: bool = False
     ranks: RankName = "greedy"
     equal_ranks: bool = False
     group_size: int = 4
@@ -42,6 +44,11 @@ class Recipe:
             raise ValueError(f"only basis 'latent' shares keys and values, not {self.basis!r}")
         if self.group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
+        if self.whole_keys and self.basis != "post":
+            raise ValueError(
+                f"whole_keys needs basis='post', got {self.basis!r}: other keys are rebuilt, so "
+                "their latents gain nothing from being whole"
+            )
         if self.equal_ranks and self.ranks != "fisher":
             raise ValueError(
                 f"equal_ranks needs ranks='fisher', got ranks={self.ranks!r}: the others weigh "

@@ -41,6 +41,11 @@ def fast() -> Recipe:
     return Recipe(name="fast", basis="post", ranks="energy", gradients=True)
 
 
+def swift() -> Recipe:
+    """Ours: whole post-RoPE keys per head in few bits, values joint over heads. Nothing rebuilt."""
+    return replace(fast(), name="swift", values="joint", ranks="greedy", whole_keys=True)
+
+
 def lean() -> Recipe:
     """Ours: pre-RoPE keys per head (rebuilt cheaply), values joint over heads and absorbed."""
     return Recipe(name="lean", basis="latent", values="joint", gradients=True)
@@ -59,6 +64,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "palu-g": palu_g,
     "palu-j": palu_j,
     "fast": fast,
+    "swift": swift,
     "lean": lean,
     "small": small,
 }

@@ -101,13 +101,39 @@ def _balance(singular: Tensor) -> Tensor:
     return singular.clamp(min=1e-6 * largest).sqrt()
 
 
-def weighted(covariance: Tensor, gradient: Tensor, mean: Tensor) -> Basis:
+def weighted(
+    covariance: Tensor, gradient: Tensor, mean: Tensor, first: Tensor | None = None
+) -> Basis:
     """Ours: the pair of maps that loses least, to second order, when directions are dropped.
 
     covariance [n, n] of what is cached, gradient [n, n] = E[g g^T] of the summed loss. The loss of
     an error e is e^T gradient e / 2, so the best rank-r map is the SVD of L_g^T L_c; its singular
     values are split evenly between both maps, which is also the best layout for few bits.
+
+    first [n]: what a sequence's first token stores. Attention sinks there: its keys and values lie
+    far from all others and the loss feels them so much that moments with it are about nothing else.
+    So moments leave it out, and the first direction is its own: it comes back exactly at any rank.
     """
+    if first is None or not (delta := first - mean).any():
+        return _balanced_pair(covariance, gradient, mean)
+    # The share of delta in c that costs least, and coordinates of all that is left.
+    metric = _root(gradient)
+    share = metric @ (metric.mT @ delta)
+    share = share / (delta @ share)
+    rest = torch.linalg.qr(share[:, None], mode="complete").Q[:, 1:]
+    dual = torch.linalg.inv(torch.cat((delta[:, None], rest), 1)).mT[:, 1:]
+    others = _balanced_pair(dual.mT @ covariance @ dual, rest.mT @ gradient @ rest, mean)
+    spread = share @ covariance @ share
+    scale = (others.singular[:1].sum() / spread.clamp(min=1e-300)).sqrt()  # as the next one's
+    return Basis(
+        down=torch.cat(((share * scale)[:, None], dual @ others.down), 1),
+        up=torch.cat(((delta / scale)[:, None], rest @ others.up), 1),
+        mean=mean,
+        singular=torch.cat((others.singular[:1], others.singular)),
+    )
+
+
+def _balanced_pair(covariance: Tensor, gradient: Tensor, mean: Tensor) -> Basis:
     left, right = _root(gradient), _root(covariance)
     u, s, vt = torch.linalg.svd(left.mT @ right)
     scale = s.rsqrt()

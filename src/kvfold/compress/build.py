@@ -48,6 +48,13 @@ class Source:
         """
         return self.statistics[self.layer, f"{name}_felt" if self.gradients else name]
 
+    def first(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Keys before RoPE, values and keys after RoPE of a first token [K], with gradients."""
+        if not self.gradients:
+            return None
+        k, v, rotated = self.statistics[self.layer, "first"].mean().chunk(3)
+        return k, v, rotated
+
 
 def needs(recipe: Recipe) -> set[str]:
     """Names of the statistics a recipe reads (statistics.QUANTITIES)."""
@@ -60,18 +67,22 @@ def needs(recipe: Recipe) -> set[str]:
     if recipe.basis == "lorc":
         return wanted
     if recipe.keys == "kv":
-        return wanted | {"kv"} | ({"kv_felt", "grad_kv"} if recipe.gradients else {"query_back"})
-    values = "out_head" if recipe.values == "head" else "out"
-    wanted |= {"value", values}
+        return (
+            wanted
+            | {"kv"}
+            | ({"kv_felt", "grad_kv", "first"} if recipe.gradients else {"query_back"})
+        )
     if recipe.basis == "post":
         felt, plain = {"key_felt", "query_felt"}, {"key_seen", "query"}
-        wanted.add("key_post")
+        wanted |= {"value", "key_post"}
     else:
         felt, plain = {"key_pre_felt", "grad_key_pre"}, {"query_back"}
-        wanted.add("key_pre")
-    if recipe.gradients:
-        return wanted | felt | {f"{values}_felt", "grad_out"}
-    return wanted | plain
+        wanted |= {"value", "key_pre"}
+    if recipe.values == "head":
+        felt, plain = felt | {"out_head", "out_head_felt", "grad_out"}, plain | {"out_head"}
+    else:
+        felt, plain = felt | {"value_felt", "grad_value"}, plain | {"out"}
+    return wanted | (felt | {"first"} if recipe.gradients else plain)
 
 
 def key_kind(recipe: Recipe, geometry: Geometry) -> KeyKind:
@@ -163,7 +174,13 @@ def build_post(source: Source, side: Side, heads: tuple[int, ...]) -> Basis:
     (head,), s, layer = heads, source.statistics, source.layer
     keys = s[layer, "key_felt" if source.gradients else "key_seen"]
     weight = s[layer, "query_felt" if source.gradients else "query"]
-    basis = weighted(keys.covariance()[head], weight.raw()[head], keys.mean()[head])
+    first = source.first()
+    basis = weighted(
+        keys.covariance()[head],
+        weight.raw()[head],
+        keys.mean()[head],
+        first and first[2][_span(source, heads)],
+    )
     return basis.measured(s[layer, "key_post"].covariance()[head])
 
 
@@ -177,20 +194,26 @@ def build_latent(source: Source, side: Side, heads: tuple[int, ...]) -> Basis:
     plain = source.statistics[source.layer, "key_pre"].covariance()[where, where]
     moment = source.felt("key_pre")
     covariance = moment.covariance()[where, where]
-    basis = weighted(covariance, key_gradient(source)[where, where], moment.mean()[where])
+    first, gradient = source.first(), key_gradient(source)[where, where]
+    basis = weighted(covariance, gradient, moment.mean()[where], first and first[0][where])
     return basis.measured(plain)
 
 
 def build_values(source: Source, heads: tuple[int, ...]) -> Basis:
-    """Ours for values: errors are seen through attention, C = Cov(p V), G at its outputs."""
+    """Ours for values. Of one head: errors are seen through attention, C = Cov(p V), G at its
+    outputs; so are those of several without gradients. Else C and G at the values themselves."""
     s, layer, where = source.statistics, source.layer, _span(source, heads)
     if len(heads) == 1 and "out_head" in s.layers[layer]:
         out = source.felt("out_head")
         covariance, mean = out.covariance()[heads[0]], out.mean()[heads[0]]
+        gradient = output_gradient(source)[where, where]
     else:
-        out = source.felt("out")
-        covariance, mean = out.covariance()[where, where], out.mean()[where]
-    basis = weighted(covariance, output_gradient(source)[where, where], mean)
+        seen = source.felt("value" if source.gradients else "out")
+        covariance, mean = seen.covariance()[where, where], seen.mean()[where]
+        gradient = s[layer, "grad_value"].raw() if source.gradients else output_gram(source)
+        gradient = gradient[where, where]
+    first = source.first()
+    basis = weighted(covariance, gradient, mean, first and first[1][where])
     return basis.measured(s[layer, "value"].covariance()[where, where])
 
 
@@ -204,7 +227,11 @@ def build_shared(source: Source) -> Basis:
     moment = source.felt("kv")
     covariance = moment.covariance()
     gradient = s[layer, "grad_kv"].raw() if source.gradients else _balanced(source, covariance)
-    basis = weighted(covariance, gradient, moment.mean()).measured(s[layer, "kv"].covariance())
+    first = torch.cat(found[:2]) if (found := source.first()) else None
+    if first is not None and where:
+        first = where.coordinates(first[None])[0]
+    basis = weighted(covariance, gradient, moment.mean(), first)
+    basis = basis.measured(s[layer, "kv"].covariance())
     return basis.lifted(where.axes, where.origin) if where else basis
 
 

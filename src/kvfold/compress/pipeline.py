@@ -12,7 +12,7 @@ from kvfold.compress.basis import Basis
 from kvfold.compress.fold import fold_model
 from kvfold.compress.statistics import Statistics
 from kvfold.compress.support import support
-from kvfold.compress.tiers import plan_tiers
+from kvfold.compress.tiers import cost, plan_tiers, whole_bits
 from kvfold.config import Recipe
 from kvfold.models.adapter import Family
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Tiers, plain_layer, value_kind
@@ -67,6 +67,7 @@ def candidates(
                     fisher=_fisher(recipe, prospect, statistics),
                     condition=conditions[index],
                     skip=_stays_whole(recipe, index, conditions[index]),
+                    whole=recipe.whole_keys and prospect.side == "k",
                     numbers=len(prospect.basis.mean),
                 )
             )
@@ -126,7 +127,12 @@ def plan_bits(
     align: int,
 ) -> CacheSpec:
     """Ranks and tiers that spend `bits` a token, scales included, for the least predicted loss."""
-    planned = plan_tiers([c.singular for c in found], bits, align)
+    number = whole_bits(bits / geometry.full_numbers)
+    fixed = {i: ((c.width, number),) for i, c in enumerate(found) if c.whole}
+    left = bits - sum(map(cost, fixed.values()))
+    spectra = [c.singular for c in found if not c.whole]
+    free = iter(plan_tiers(spectra, left, align) if left > 0 else [()] * len(spectra))
+    planned = [fixed[i] if i in fixed else next(free) for i in range(len(found))]
     empty = {c.layer for c in found} - {
         c.layer for c, tiers in zip(found, planned, strict=True) if tiers
     }

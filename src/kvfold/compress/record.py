@@ -21,9 +21,10 @@ from kvfold.models.adapter import Family
 from kvfold.ops.attention import Tables, attention, rotate
 from kvfold.spec import Geometry
 
-GRADIENTS = {"grad_key_pre", "grad_kv", "grad_out", "fisher", "query_felt"}
+GRADIENTS = {"grad_key_pre", "grad_value", "grad_kv", "grad_out", "fisher", "query_felt"}
 READ_WEIGHTS = {"key_seen", "query_back", "out"}  # needs attention probabilities themselves
 _ATTENTION = "kvfold_calibration"
+FIRST = 1  # tokens of a window that `_felt` and `grad_` leave out: see `basis.weighted`
 _FELT_STRIDE = 2  # every 2nd query position is enough to see how much the loss feels its scores
 _OUT_STRIDE = 4  # every 4th query position is enough for `out`, whose values are Hk times wider
 
@@ -182,15 +183,14 @@ class Recorder:
         grouped = query.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
         out = attention(query, key, value, attention_mask, g.scaling)[0]
         out = out.unflatten(1, grouped.shape[1:3])
-        over_all = None
         if not self.recomputing:
             with torch.no_grad():
-                over_all = self._saw(index, grouped[0], key[0], value[0], attention_mask, out[0])
-        if out.requires_grad and "grad_out" in self.needs:
+                self._saw(index, grouped[0], key[0], value[0], attention_mask, out[0])
+        if out.requires_grad and self.needs & {"grad_out", "query_felt"}:
             own, read = out.detach()[0], (grouped.detach()[0], *seen, attention_mask)
 
             def saw(gradient: Tensor) -> None:
-                self._saw_out_gradient(index, own, over_all, gradient[0])
+                self._saw_out_gradient(index, own, gradient[0])
                 self._saw_sensitivity(index, *read, own, gradient[0])
 
             out = _Tap.apply(saw, out)
@@ -198,11 +198,8 @@ class Recorder:
 
     def _saw(
         self, index: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor
-    ) -> Tensor | None:
-        """q, out [Hk, G, T, d], k, v [Hk, T, d], mask [1, 1, T, T].
-
-        Returns attention outputs over all heads' values [Hk, G, T / stride, K], if needed.
-        """
+    ) -> None:
+        """q, out [Hk, G, T, d], k, v [Hk, T, d], mask [1, 1, T, T]."""
         needs, add = self.needs, self.statistics.add
         before = self._unrotate(k)
         weights = self._weights(q, k, mask) if needs & READ_WEIGHTS else k
@@ -227,11 +224,9 @@ class Recorder:
         if self.keeps_rows:
             kept = [x.detach().float().cpu() for x in (q.flatten(1, 2), k, v)]
             self.rows.setdefault(index, []).append((kept[0], kept[1], kept[2]))
-        if "out" not in needs:
-            return None
-        over_all = weights[:, :, ::_OUT_STRIDE].to(v.dtype) @ _flat(v)
-        add(index, "out", over_all.flatten(0, 2))
-        return over_all
+        if "out" in needs:
+            over_all = weights[:, :, ::_OUT_STRIDE].to(v.dtype) @ _flat(v)
+            add(index, "out", over_all.flatten(0, 2))
 
     def _weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         """Attention probabilities [Hk, G, T, T] of q [Hk, G, T, d] over k [Hk, T, d], fp32."""
@@ -243,18 +238,27 @@ class Recorder:
     ) -> None:
         """k, v [Hk, T, d] after RoPE, and gradients [1, Hk, T, d] with respect to them."""
         needs, add, where = self.needs, self.statistics.add, self.supports[index]
-        gk, gv = grad_key[0], grad_value[0]
-        before, keys = self._rotate_back(gk), _flat(self._unrotate(k))
-        if "grad_key_pre" in needs:
-            add(index, "grad_key_pre", _flat(before))
-            add(index, "key_pre_felt", keys, _flat(before).norm(dim=-1))
-        if "grad_kv" in needs:
-            both, grads = torch.cat((keys, _flat(v)), -1), torch.cat((_flat(before), _flat(gv)), -1)
-            norms = grads.norm(dim=-1)
-            add(index, "grad_kv", grads.double() @ where.axes if where else grads)
-            add(index, "kv_felt", where.coordinates(both) if where else both, norms)
+        before = self._rotate_back(grad_key[0])
         if "fisher" in needs:
-            self._saw_fisher(index, before, gv)
+            self._saw_fisher(index, before, grad_value[0])
+        seen = torch.cat((_flat(self._unrotate(k)), _flat(v)), -1)
+        felt = torch.cat((_flat(before), _flat(grad_value[0])), -1)
+        if "first" in needs:
+            self._saw_first(index, torch.cat((seen, _flat(k)), -1)[0].double())
+        both, grads = seen[FIRST:], felt[FIRST:]
+        if "grad_kv" in needs:
+            add(index, "grad_kv", grads.double() @ where.axes if where else grads)
+            add(index, "kv_felt", where.coordinates(both) if where else both, grads.norm(dim=-1))
+        sides = ("key_pre", "value")
+        for name, x, g in zip(sides, both.chunk(2, -1), grads.chunk(2, -1), strict=True):
+            if f"grad_{name}" in needs:
+                add(index, f"grad_{name}", g)
+                add(index, f"{name}_felt", x, g.norm(dim=-1))
+
+    def _saw_first(self, index: int, x: Tensor) -> None:
+        """x [3K] of a window's first token."""
+        one = torch.ones((), dtype=x.dtype, device=x.device)
+        self.statistics.accumulate(index, "first", Moment(second=x.square(), first=x, weight=one))
 
     def _saw_fisher(self, index: int, *gradients: Tensor) -> None:
         """Squares of this window's gradients of W_K and W_V, element by element [2, Hk, d, D].
@@ -267,21 +271,18 @@ class Recorder:
         squares = torch.stack(weights).square_()
         self.squares[index] = self.squares[index] + squares if index in self.squares else squares
 
-    def _saw_out_gradient(
-        self, index: int, out: Tensor, over_all: Tensor | None, gradient: Tensor
-    ) -> None:
+    def _saw_out_gradient(self, index: int, out: Tensor, gradient: Tensor) -> None:
         """out, gradient [Hk, G, T, d]; the sum over G query heads of E[g g^T] is kept."""
-        g, add = gradient.double(), self.statistics.add
-        norms = gradient.norm(dim=-1)
+        if "grad_out" not in self.needs:
+            return
+        g, norms = gradient.double(), gradient.norm(dim=-1)
         tokens = torch.full(g.shape[:1], g.shape[2], dtype=g.dtype, device=g.device)
         moment = Moment(
             second=torch.einsum("hgtd,hgte->hde", g, g), first=g.sum((1, 2)), weight=tokens
         )
         self.statistics.accumulate(index, "grad_out", moment)
         if "out_head_felt" in self.needs:
-            add(index, "out_head_felt", out.flatten(1, 2), norms.flatten(1))
-        if over_all is not None:
-            add(index, "out_felt", over_all.flatten(0, 2), norms[:, :, ::_OUT_STRIDE].flatten())
+            self.statistics.add(index, "out_head_felt", out.flatten(1, 2), norms.flatten(1))
 
     def _saw_sensitivity(
         self,
@@ -304,6 +305,7 @@ class Recorder:
             return
         q, out, gradient = (x[:, :, ::_FELT_STRIDE] for x in (q, out, gradient))
         weights = self._weights(q, k, None if mask is None else mask[:, :, ::_FELT_STRIDE])
+        weights[..., :FIRST] = 0
         moved = torch.einsum("hgtd,hsd->hgts", gradient, v) - (gradient * out).sum(-1, keepdim=True)
         felt = (weights * moved.float().square()).sum(-1) * self.geometry.scaling**2
         received = torch.einsum("hgt,hgts->hs", felt, weights)

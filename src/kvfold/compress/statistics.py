@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor
 
-SCHEMA = 4
+SCHEMA = 5
 
 # name -> what it is; shape of its second moment. `needs` of a recipe are names from here.
 QUANTITIES = {
@@ -32,10 +32,12 @@ QUANTITIES = {
     "kv_felt": "the same of keys before RoPE and values, in the support of the layer",
     "key_felt": "keys after RoPE, weighted by how much the loss feels their scores [Hk, d, d]",
     "query_felt": "queries after RoPE times how much the loss feels their scores [Hk, d, d]",
-    "out_felt": "the same of `out` [K, K]",
+    "value_felt": "values, each token weighted by its gradient's norm [K, K]",
     "out_head_felt": "the same of `out_head` [Hk, d, d]",
     "grad_key_pre": "loss gradient at keys before RoPE [K, K]",
+    "grad_value": "loss gradient at values [K, K]",
     "grad_kv": "loss gradient at (keys before RoPE, values), in the layer's support",
+    "first": "a window's first token: keys before RoPE, values, keys after RoPE [3K]; squares",
     "grad_out": "loss gradient at attention outputs, summed over query heads [Hk, d, d]",
     "fisher": "root mean square gradient of W_K's and W_V's elements, mean a KV head [Hk, 2]",
     "rows_reduced": "ZDC's k-means centroids of Q, K and V per head: second moments [Hk, 2, d, d]",

@@ -11,7 +11,7 @@ from kvfold.artifact import spec_of
 from kvfold.cache import policies
 from kvfold.cache.layout import CacheLayout, cache_layout, plain_spec, tiers
 from kvfold.cache.pool import Pool
-from kvfold.cache.quantize import rotation
+from kvfold.ops.rotation import rotation
 from kvfold.compress.basis import Basis
 from kvfold.compress.fold import fold_model
 from kvfold.config import CacheConfig

@@ -32,7 +32,7 @@ from kvfold.evaluate.perplexity import (
     perplexity,
 )
 from kvfold.evaluate.tasks import ChoiceTask, GenerationTask, TaskResult, run_tasks
-from kvfold.models.adapter import HFAttention
+from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
 from kvfold.spec import CacheSpec
 from kvfold.text import running, windows
@@ -317,14 +317,6 @@ def restricted(statistics: Statistics, names: set[str]) -> Statistics:
     for layer, stored in statistics.layers.items():
         view.layers[layer] = {name: stored[name] for name in names & stored.keys()}
     return view
-
-
-def shared_copy(model: Any) -> Any:
-    """Another model object over the same weights, whose attentions can be replaced or rotated."""
-    folded = [module for module in model.modules() if isinstance(module, HFAttention)]
-    own = {id(parameter) for module in folded for parameter in module.parameters()}
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, {key: shared[key] for key in shared.keys() - own})
 
 
 def folded_copy(job: Job, spec: CacheSpec) -> Any:

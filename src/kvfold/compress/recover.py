@@ -1,0 +1,194 @@
+"""Recovery: a folded model's maps learn from the model they were folded from, on plain text.
+
+What the closed form of a basis leaves out, many layers' errors together and far from second order,
+a few hundred steps of distillation see. Rows are quantised as pages will hold them; the gradient
+passes the quantiser as if it were not there (straight-through, Bengio et al. 2013). Only maps move:
+weights that a checkpoint of the original has stay as they are. Shapes: B windows, T tokens, R
+numbers of a row, D width, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvfold.models.adapter import Family, HFAttention
+from kvfold.ops.bits import SCALES_IN, dequantize, quantize, scale_of
+from kvfold.ops.rotation import rotation
+from kvfold.spec import CacheSpec, LayerSpec, Tiers
+
+BATCH = 16  # windows a step
+RATE = 0.012  # of a map's own size a step, times the root of the first step's loss
+WARMUP = 0.1  # of all steps; then half a cosine to zero
+_CHUNK = 2048  # positions whose logits exist at a time
+_STACKS = {"key_up": "key_latents", "key_down": "key_latents", "value_up": "value_latents"}
+
+Progress = Callable[[int, int], None]
+
+
+def recover(
+    model: Any,
+    teacher: Any,
+    family: type[Family],
+    spec: CacheSpec,
+    windows: Tensor,
+    steps: int,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[float, float]:
+    """Train the maps of `model`, folded to `spec`, in place, for `steps` batches of `windows`.
+
+    windows [n, T] token ids, drawn without repetition until all were seen; the loss is the KL
+    divergence of the model's next-token distribution from the teacher's. Maps are trained in fp32
+    (bf16 matrix products on a GPU) and returned in their own dtype. Returns the loss in nats a
+    token of the first and over the last tenth of the steps. Raises ValueError where it diverges.
+    """
+    attentions = [x for x in family.attentions(model) if isinstance(x, HFAttention)]
+    dtype = model.dtype
+    for attention in attentions:
+        attention.float()
+    maps = [pair for attention in attentions for pair in _maps(attention)]
+    losses: list[float] = []
+    try:
+        for parameter, _ in maps:
+            parameter.requires_grad_(True)
+        batches = _batches(windows, steps, seed)
+        optimiser = torch.optim.Adam([{"params": [p]} for p, _ in maps], betas=(0.9, 0.98))
+        sizes = [max(float(p.detach().square().mean().sqrt()), 1e-3) for p, _ in maps]
+        for step, ids in enumerate(batches):
+            losses.append(_backward(model, teacher, spec, ids.to(model.device)))
+            if not math.isfinite(losses[-1]):
+                raise ValueError(
+                    f"recovery diverged at step {step + 1} of {steps}; compress without it, or"
+                    " keep more of the cache"
+                )
+            rate = RATE * math.sqrt(losses[0]) * _schedule(step, steps)
+            for group, size in zip(optimiser.param_groups, sizes, strict=True):
+                group["lr"] = rate * size
+            for parameter, used in maps:
+                if used is not None and parameter.grad is not None:
+                    parameter.grad *= used
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+            if progress is not None:
+                progress(step + 1, steps)
+    finally:
+        for parameter, _ in maps:
+            parameter.requires_grad_(False)
+        for attention in attentions:
+            attention.to(dtype)
+    last = losses[-max(1, steps // 10) :]
+    return losses[0], sum(last) / len(last)
+
+
+class StoredRows(DynamicCache):
+    """A cache that keeps nothing and gives back rows as pages would hold them."""
+
+    def __init__(self, layers: Sequence[LayerSpec]) -> None:
+        super().__init__()
+        self.specs = layers
+
+    def update(self, rows: Tensor, empty: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        return through_bits(rows, self.specs[layer_idx]), empty
+
+
+def through_bits(rows: Tensor, spec: LayerSpec) -> Tensor:
+    """rows [.., R] as planned tiers give them back; latents without a plan as they are."""
+    planned = [(latent.rank, latent.tiers) for latent in spec.latents]
+    if not any(tiers for _, tiers in planned):
+        return rows
+    parts = rows.split([rank for rank, _ in planned], -1)
+    coded = [_coded(x, tiers or ()) for x, (_, tiers) in zip(parts, planned, strict=True)]
+    return torch.cat(coded, -1)
+
+
+def _coded(x: Tensor, tiers: Tiers) -> Tensor:
+    """One latent's numbers [.., r]; each tier is turned, as the engine does at load."""
+    if not tiers:
+        return x
+    parts = x.float().split([width for width, _ in tiers], -1)
+    found = [_tier(part, bits) for part, (_, bits) in zip(parts, tiers, strict=True)]
+    return torch.cat(found, -1).to(x.dtype)
+
+
+def _tier(x: Tensor, bits: int) -> Tensor:
+    with torch.no_grad():
+        turn = _rotation(x.shape[-1], x.device)
+        codes, scale, zero = quantize(x @ turn, bits, False, SCALES_IN[1])
+        error = dequantize(codes, scale_of(scale, bits), zero, bits) @ turn.mT - x
+    return x + error
+
+
+_ROTATIONS: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def _rotation(n: int, device: torch.device) -> Tensor:
+    if (n, device) not in _ROTATIONS:
+        _ROTATIONS[n, device] = rotation(n).float().to(device)
+    return _ROTATIONS[n, device]
+
+
+def _maps(attention: HFAttention) -> Iterator[tuple[torch.nn.Parameter, Tensor | None]]:
+    """Parameters that hold maps, and where stacks are padded, which of their columns are used."""
+    names = ["down_proj.weight", "down_proj.bias", "key_shift", "key_mean", "o_proj.bias"]
+    names += ["o_proj.weight"] if attention.spec.values == "fused" else []
+    names += ["q_proj.weight", "q_proj.bias"] if attention.query_folded else []
+    own = dict(attention.named_parameters())
+    for name in names:
+        if name in own and own[name].numel():
+            yield own[name], None
+    for name, latents in _STACKS.items():
+        if name in own and own[name].numel():
+            ranks = torch.tensor([x.rank for x in getattr(attention.spec, latents)])
+            used = torch.arange(own[name].shape[-1]) < ranks[:, None]
+            yield own[name], used[:, None].to(own[name].device)
+
+
+def _batches(windows: Tensor, steps: int, seed: int) -> Iterator[Tensor]:
+    """`steps` batches [B, T] of windows [n, T], in random order."""
+    generator, order = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.int64)
+    size = min(BATCH, len(windows))
+    for _ in range(steps):
+        if len(order) < size:
+            order = torch.randperm(len(windows), generator=generator)
+        yield windows[order[:size]]
+        order = order[size:]
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Share of the rate: rises over the first WARMUP of the steps, then falls to zero."""
+    rise = min(1.0, (step + 1) / max(1.0, WARMUP * steps))
+    return rise * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def _backward(model: Any, teacher: Any, spec: CacheSpec, ids: Tensor) -> float:
+    """Back-propagate the divergence on ids [B, T]; nats a token."""
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.device.type == "cuda"):
+        with torch.no_grad():
+            wanted = teacher.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        cache = StoredRows(spec.layers)
+        out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+        hidden = out.last_hidden_state
+        loss, gradient = _divergence(hidden.detach(), wanted, model.get_output_embeddings())
+    hidden.backward(gradient)
+    return loss
+
+
+def _divergence(hidden: Tensor, wanted: Tensor, head: Any) -> tuple[float, Tensor]:
+    """KL(teacher, model) in nats a token of hidden states [B, T, D], and its gradient at the
+    model's. Logits exist for a few positions at a time: V is large."""
+    gradient, total, count = torch.empty_like(hidden), 0.0, hidden.shape[0] * hidden.shape[1]
+    flat, target, out = (x.flatten(0, 1) for x in (hidden, wanted, gradient))
+    for begin in range(0, count, _CHUNK):
+        place = slice(begin, begin + _CHUNK)
+        leaf = flat[place].clone().requires_grad_()
+        goal = head(target[place]).detach().float().log_softmax(-1)
+        found = head(leaf).float().log_softmax(-1)
+        loss = (goal.exp() * (goal - found)).sum() / count
+        out[place] = torch.autograd.grad(loss, leaf)[0]
+        total = total + loss.detach()
+    return float(total), gradient
