@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvfold.compress.basis import orthonormal, weight_svd, weighted, whitened_svd
+from kvfold.compress.basis import Basis, orthonormal, weight_svd, weighted, whitened_svd
 
 N, D, T = 12, 20, 400
 
@@ -26,6 +26,62 @@ def test_weighted_is_exact_at_full_rank(rank: int) -> None:
     assert torch.allclose(basis.down.mT @ basis.up, eye, atol=1e-7)
     rebuilt = basis.mean + (c - basis.mean) @ basis.down @ basis.up.mT
     assert torch.allclose(rebuilt, c, atol=1e-7)
+
+
+def pair_with_first(rank: int, first: torch.Tensor | None) -> tuple[Basis, torch.Tensor]:
+    """A basis of samples of a rank that know a first token, and their mean."""
+    c, g = samples(rank), samples(seed=1)
+    covariance, mean = moments(c)
+    return weighted(covariance, g.mT @ g / T, mean, first), mean
+
+
+FIRST = 30 * torch.randn(N, generator=torch.Generator().manual_seed(9)).double()
+
+
+@pytest.mark.parametrize("rank", [N, 5, 1, 0])
+def test_the_first_token_has_a_direction_of_its_own(rank: int) -> None:
+    basis, mean = pair_with_first(rank, FIRST)
+    eye = torch.eye(N, dtype=torch.double)
+    assert torch.allclose(basis.down.mT @ basis.up, eye, atol=1e-7)
+    for kept in range(1, N + 1):
+        down, up = basis.down[:, :kept], basis.up[:, :kept]
+        back = mean + up @ (down.mT @ (FIRST - mean))
+        assert torch.allclose(back, FIRST, atol=1e-8 * float(FIRST.abs().max()))
+    assert (basis.singular.diff() <= 0).all() and basis.width == N
+
+
+def test_a_first_token_where_no_other_goes_stays_in_range() -> None:
+    """The others do not vary along its share: float32 must still hold both maps."""
+    away = FIRST / FIRST.norm()
+    c = samples(5) - 1
+    c = c - (c @ away)[:, None] * away
+    basis = weighted(c.mT @ c / T, torch.eye(N).double(), torch.zeros(N).double(), FIRST)
+    assert basis.down.abs().max() < 1e6 and basis.up.abs().max() < 1e6
+    assert torch.allclose(basis.down.mT @ basis.up, torch.eye(N).double(), atol=1e-7)
+
+
+def test_a_first_token_like_the_others_changes_nothing() -> None:
+    plain, mean = pair_with_first(N, None)
+    same, _ = pair_with_first(N, mean)
+    for name in ("down", "up", "mean", "singular"):
+        assert torch.equal(getattr(plain, name), getattr(same, name))
+    other, _ = pair_with_first(N, FIRST)
+    assert not torch.allclose(plain.down, other.down)
+
+
+def test_what_a_first_token_leaves_is_kept_as_well_as_by_the_plain_pair() -> None:
+    """One direction is spent on it: rank r + 1 loses no more of the others than rank r did."""
+    c, g = samples(), samples(seed=1) * torch.logspace(0, -1, N, dtype=torch.double)
+    covariance, mean = moments(c)
+    gradient = g.mT @ g / T
+    plain, ours = weighted(covariance, gradient, mean), weighted(covariance, gradient, mean, FIRST)
+
+    def loss(b: Basis, rank: int) -> float:
+        e = (c - mean) - (c - mean) @ b.down[:, :rank] @ b.up[:, :rank].mT
+        return float(torch.einsum("ti,ij,tj->t", e, gradient, e).mean() / 2)
+
+    for rank in (3, 6, 9):
+        assert loss(ours, rank + 1) <= 1.001 * loss(plain, rank)
 
 
 def test_weighted_predicts_its_error_and_beats_pca() -> None:

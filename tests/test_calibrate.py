@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
 
 from kvfold import recipes
 from kvfold.api import Job
@@ -13,7 +15,7 @@ from kvfold.compress.calibrate import artifact_key, calibrate
 from kvfold.compress.reduce import prune, window_topics
 from kvfold.compress.statistics import QUANTITIES, Statistics
 from kvfold.models.families import family_of
-from kvfold.ops.attention import rotate
+from kvfold.ops.attention import attention, rotate
 from models import tiny, tokens
 
 WINDOWS = tokens(4, 32)
@@ -75,10 +77,90 @@ def test_gradients_are_those_of_the_sampled_loss() -> None:
     grads = torch.autograd.grad(loss, (kept["k"], kept["v"]))
     for hook in hooks:
         hook.remove()
-    flat = torch.cat(grads, -1)[0].double()
+    flat = torch.cat(grads, -1)[0, 1:].double()  # without the first token
     want = flat.mT @ flat / len(flat)
     got = statistics[1, "grad_kv"].raw()
     assert torch.allclose(got, want, atol=1e-4 * want.abs().max())
+
+
+def attended(name: str, needs: set[str]) -> tuple[dict[str, torch.Tensor], Statistics]:
+    """What layer 1's attention sees of one window, the loss's gradients there, and statistics.
+
+    q, k, v after RoPE [Hq or Hk, T, d], `before`: keys before it; dq, dk, dv, dout likewise.
+    """
+    model = tiny(name)
+    family, window = family_of(model.config), WINDOWS[:1]
+    statistics = calibrate(model, family, window, needs, seed=3)
+    kept: dict[str, torch.Tensor] = {}
+
+    def seeing(module, q, k, v, mask, scaling=None, **_):
+        out, weights = attention(q, k, v, mask, scaling, True)
+        if module.layer_idx == 1:
+            kept.update(q=q, k=k, v=v, out=out, weights=weights)
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("kvfold_test_seeing", seeing)
+    AttentionMaskInterface.register("kvfold_test_seeing", eager_mask)
+    model.set_attn_implementation("kvfold_test_seeing")
+    out = model(window).logits.float()[0]
+    drawn = torch.multinomial(out.softmax(-1), 1, generator=torch.Generator().manual_seed(3))
+    loss = torch.nn.functional.cross_entropy(out, drawn[:, 0], reduction="sum")
+    tensors = [kept[x] for x in ("k", "v", "out")]
+    grads = torch.autograd.grad(loss, tensors)
+    kept |= dict(zip(("dk", "dv", "dout"), grads, strict=True))
+    cos, sin = model.model.rotary_emb(kept["v"], torch.arange(32)[None])
+    for turned, back in (("k", "before"), ("dk", "dbefore")):
+        kept[back] = rotate(kept[turned], cos[:, None], sin[:, None], sign=-1)
+    return {name: x.detach()[0].double() for name, x in kept.items()}, statistics
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """[Hk, T, d] -> [T, K]."""
+    return x.transpose(0, 1).flatten(1)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("side", "x", "g"), [("key_pre", "before", "dbefore"), ("value", "v", "dv")]
+)
+def test_gradients_and_felt_rows_leave_the_first_token_out(side: str, x: str, g: str) -> None:
+    seen, statistics = attended("llama-gqa", {f"{side}_felt", f"grad_{side}"})
+    rows, grads = flat(seen[x])[1:], flat(seen[g])[1:]
+    same(statistics[1, f"grad_{side}"].raw(), grads.mT @ grads / len(grads))
+    weights = grads.norm(dim=-1)
+    felt = statistics[1, f"{side}_felt"]
+    same(felt.mean(), weights @ rows / weights.sum())
+    same(felt.raw(), rows.mT * weights @ rows / weights.sum())
+
+
+def test_felt_scores_leave_the_first_key_out() -> None:
+    """Keys after RoPE and queries: what the loss feels of the scores of every other query."""
+    seen, statistics = attended("llama-gqa", {"query_felt", "key_felt", "grad_out"})
+    heads, scaling = (2, 2), 12**-0.5
+    q, dout, out = (seen[x].unflatten(0, heads)[:, :, ::2] for x in ("q", "dout", "out"))
+    p = seen["weights"].unflatten(0, heads)[:, :, ::2].clone()
+    p[..., 0] = 0
+    moved = torch.einsum("hgtd,hsd->hgts", dout, seen["v"]) - (dout * out).sum(-1, keepdim=True)
+    felt = (p * moved.square()).sum(-1) * scaling**2
+    received = torch.einsum("hgt,hgts->hs", felt, p)
+    assert not received[:, 0].any()
+    keys = statistics[1, "key_felt"]
+    same(keys.mean(), torch.einsum("hs,hsd->hd", received, seen["k"]) / received.sum(1)[:, None])
+    want = torch.einsum("hgt,hgtd,hgte->hde", felt, q, q) / q[0, :, :, 0].numel() * 2
+    same(statistics[1, "query_felt"].raw(), want)
+
+
+def test_first_is_what_the_cache_holds_of_first_tokens() -> None:
+    model, statistics = measured("llama3-scaling", {"first", "grad_value", "value_felt"})
+    attention, x = model.model.layers[1].self_attn, hidden_inputs(model, 1)[:, 0]
+    keys, values = attention.k_proj(x), attention.v_proj(x)
+    k, v, rotated = statistics[1, "first"].mean().chunk(3)
+    same(k, keys.double().mean(0))
+    same(v, values.double().mean(0))
+    same(rotated, keys.double().mean(0))  # at position 0 RoPE turns nothing
 
 
 def test_fisher_is_the_mean_root_mean_square_of_a_heads_weight_gradients() -> None:
@@ -199,7 +281,7 @@ def test_skip_threshold_is_a_power_of_ten() -> None:
 
 
 @pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("recipe", ["fast", "lean", "small"])
+@pytest.mark.parametrize("recipe", ["fast", "swift", "lean", "small"])
 def test_our_bases_work_with_and_without_gradients(recipe: str, gradients: bool) -> None:
     model = tiny("llama-gqa")
     job = Job(model, replace(recipes.get(recipe), gradients=gradients), None)

@@ -55,7 +55,7 @@ def compressed(name: str, recipe: str, **size):
 # -- what comes out -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["zack", "lorc", "palu-g", "fast", "lean", "small"])
+@pytest.mark.parametrize("recipe", ["zack", "lorc", "palu-g", "fast", "swift", "lean", "small"])
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "phi3", "opt", "gpt-neox"])
 def test_the_engine_equals_transformers_on_compressed_models(name: str, recipe: str) -> None:
     model = compressed(name, recipe, keep=0.6)

@@ -161,7 +161,7 @@ def planned_model(recipe: str = "small", factor: float = 6.0, **options):
     return kvfold.compress(model, recipe, factor=factor, statistics=made, **options)
 
 
-@pytest.mark.parametrize("recipe", ["fast", "lean", "small"])
+@pytest.mark.parametrize("recipe", ["fast", "swift", "lean", "small"])
 @pytest.mark.parametrize("factor", [2.0, 6.0])
 def test_factor_is_met_in_bits_that_a_token_stores(recipe: str, factor: float):
     spec = spec_of(planned_model(recipe, factor, align=1))
@@ -197,7 +197,7 @@ def test_artifacts_without_tiers_still_load():
         ({"factor": 4, "keep": 0.5}, "keep=0.5 and factor=4 exclude each other"),
         ({"factor": 0.5}, "factor must be at least 1 and below 1000, got 0.5"),
         ({"factor": float("nan")}, "factor must be at least 1"),
-        ({"factor": 4, "recipe": "zack"}, "use fast, lean or small"),
+        ({"factor": 4, "recipe": "zack"}, "use fast, swift, lean or small"),
         ({"factor": 4, "align": 0}, "align must be at least 1"),
         ({"factor": 900}, "ask for a smaller factor"),
     ],

@@ -63,6 +63,7 @@ def compress(
     """
     recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
     _check_size(recipe, keep, factor)
+    check_recover(recover)
     if output is not None:
         check_output(Path(output))
     name = model if isinstance(model, str | Path) else None
@@ -131,7 +132,8 @@ class Job:
     def plan_factor(self, factor: float, align: int | None = None) -> CacheSpec:
         """Ranks and bits that make a token `factor` times smaller than at 16 bits.
 
-        Needs a basis that predicts losses: one of `fast`, `lean` and `small`.
+        Needs a basis that predicts losses: one of `fast`, `swift`, `lean` and
+        `small`.
         """
         check_factor(self.recipe, factor)
         align = self._align(align)
@@ -149,6 +151,7 @@ class Job:
         progress: Progress | None = None,
     ) -> None:
         """Fold the model in place; `recover` steps of distillation follow."""
+        check_recover(recover)
         teacher = shared_copy(self.model) if recover else None
         pipeline.fold(self.model, self.family, spec, self.layers)
         measured = {"recipe": asdict(self.recipe), "statistics": self.statistics.key}
@@ -215,10 +218,17 @@ def check_factor(recipe: Recipe, factor: float) -> None:
     """Raises ValueError for a factor out of range or a recipe that cannot plan bits."""
     if recipe.basis not in ("post", "latent"):
         raise ValueError(
-            f"recipe {recipe.name!r} predicts no losses to weigh bits by; use fast, lean or small"
+            f"recipe {recipe.name!r} predicts no losses to weigh bits by; use fast, swift, lean or"
+            " small"
         )
     if not 1 <= factor < 1000:
         raise ValueError(f"factor must be at least 1 and below 1000, got {factor:g}")
+
+
+def check_recover(steps: int) -> None:
+    """Raises ValueError for a number of steps that cannot be done."""
+    if steps < 0:
+        raise ValueError(f"recover must be at least 0 steps, got {steps}; 0 leaves the maps alone")
 
 
 def _check_size(recipe: Recipe, keep: float | None, factor: float | None) -> None:

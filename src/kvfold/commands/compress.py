@@ -35,6 +35,7 @@ def compress(
     factor: float | None = None,
     bytes_per_token: float | None = None,
     align: int | None = None,
+    recover: int = 0,
     output: Path,
     calibration: Calibration = CALIBRATION,
     place: Place = PLACE,
@@ -44,26 +45,29 @@ def compress(
     Parameters
     ----------
     recipe
-        zack, zdc, lorc, palu-m, palu-g, palu-j, fast, lean or small.
+        zack, zdc, lorc, palu-m, palu-g, palu-j, fast, swift, lean or small.
     keep
         Share of the cache to keep, in (0, 1]; 0.5 if no budget is given.
     budget
         Instead of --keep: "ppl<=1.01" finds the smallest cache within 1 % of the perplexity.
     factor
         Instead of --keep: a cache so many times smaller, in dimensions and bits together, for the
-        least predicted loss. Recipes fast, lean and small; runs on the paged cache.
+        least predicted loss. Recipes fast, swift, lean and small; runs on the paged cache.
     bytes_per_token
         The same, as bytes a token.
     align
         Ranks are multiples of it; default 16, or 8 where heads are narrow.
+    recover
+        Steps in which the maps learn from the original on the calibration text; for a GPU.
     output
         New directory, written whole or not at all.
     """
     target = parse_target(keep, budget, factor, bytes_per_token)
-    from kvfold.api import check_output
+    from kvfold.api import check_output, check_recover
     from kvfold.compress.pipeline import check_keep
 
     check_keep(target.keep)
+    check_recover(recover)
     check_output(output)
     job = common.job(model, recipe, calibration, place)
     target = with_factor(target, job, bytes_per_token)
@@ -71,8 +75,9 @@ def compress(
     with common.progress() as progress:
         job.prepare(calibration.stats, progress)
         spec, found, ratio = find(job, target, align, progress)
-    asked = {"budget": budget, "factor": factor, "bytes_per_token": bytes_per_token}
-    job.fold(spec, {"model": model, "keep": found, "align": align, **asked})
+        asked = {"budget": budget, "factor": factor, "bytes_per_token": bytes_per_token}
+        asked = {"model": model, "keep": found, "align": align, **asked}
+        job.fold(spec, asked, recover=recover, progress=progress)
     seconds = time.perf_counter() - begin
     store(job.model, job.tokenizer, model, place, output)
     print(summary(job, spec, seconds))
@@ -147,12 +152,19 @@ def store(model: Any, tokenizer: Any, name: str, place: Place, output: Path) -> 
 
 
 def summary(job: "Job", spec: "CacheSpec", seconds: float) -> str:
+    from kvfold.artifact import provenance_of
+
     full = 2 * spec.geometry.full_numbers
     lines = [
         f"{job.recipe.name}: {spec.kept_fraction:.4f} of the numbers kept",
         f"{full} -> {spec.bytes_per_token()} bytes per token at 16 bits, "
         f"{1 / spec.kept_fraction:.2f} times smaller, in {seconds:.1f} seconds",
     ]
+    if recovery := provenance_of(job.model).get("recovery"):
+        lines.append(
+            f"recovered in {recovery['steps']} steps: {recovery['before']:.4f} to"
+            f" {recovery['after']:.4f} nats a token from the original"
+        )
     if spec.planned:
         from kvfold.cache.layout import cache_layout
 

@@ -123,8 +123,8 @@ def weighted(
     rest = torch.linalg.qr(share[:, None], mode="complete").Q[:, 1:]
     dual = torch.linalg.inv(torch.cat((delta[:, None], rest), 1)).mT[:, 1:]
     others = _balanced_pair(dual.mT @ covariance @ dual, rest.mT @ gradient @ rest, mean)
-    spread = share @ covariance @ share
-    scale = (others.singular[:1].sum() / spread.clamp(min=1e-300)).sqrt()  # as the next one's
+    spread = (share @ _root(covariance)).square().sum()
+    scale = (others.singular[:1].sum() / spread).sqrt()  # as large as the next one's
     return Basis(
         down=torch.cat(((share * scale)[:, None], dual @ others.down), 1),
         up=torch.cat(((delta / scale)[:, None], rest @ others.up), 1),

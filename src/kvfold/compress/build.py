@@ -96,7 +96,7 @@ def check(recipe: Recipe, geometry: Geometry, model_type: str) -> None:
     if geometry.key_norm and recipe.basis in ("lorc", "palu"):
         raise ValueError(
             f"recipe {recipe.name!r} factors W_K, but {model_type} normalises keys after W_K; use "
-            "zack, zdc, fast, lean or small"
+            "zack, zdc, fast, swift, lean or small"
         )
     last = geometry.num_layers - 1
     if wrong := [layer for layer in recipe.skip_layers if not 0 <= layer <= last]:

@@ -126,12 +126,19 @@ def plan_bits(
     bits: int,
     align: int,
 ) -> CacheSpec:
-    """Ranks and tiers that spend `bits` a token, scales included, for the least predicted loss."""
+    """Ranks and tiers that spend `bits` a token, scales included, for the least predicted loss.
+
+    Raises ValueError where whole keys do not fit, or a layer would store nothing.
+    """
     number = whole_bits(bits / geometry.full_numbers)
     fixed = {i: ((c.width, number),) for i, c in enumerate(found) if c.whole}
     left = bits - sum(map(cost, fixed.values()))
-    spectra = [c.singular for c in found if not c.whole]
-    free = iter(plan_tiers(spectra, left, align) if left > 0 else [()] * len(spectra))
+    if left < 0:
+        raise ValueError(
+            f"whole keys alone take {bits - left} bits a token at {number} bits a number, of the"
+            f" {bits} that this factor allows; ask for a smaller factor, or use lean or small"
+        )
+    free = iter(plan_tiers([c.singular for c in found if not c.whole], left, align))
     planned = [fixed[i] if i in fixed else next(free) for i in range(len(found))]
     empty = {c.layer for c in found} - {
         c.layer for c, tiers in zip(found, planned, strict=True) if tiers

@@ -52,8 +52,10 @@ def recover(
     for attention in attentions:
         attention.float()
     maps = [pair for attention in attentions for pair in _maps(attention)]
+    others = [parameter for parameter in model.parameters() if parameter.requires_grad]
     losses: list[float] = []
     try:
+        model.requires_grad_(False)
         for parameter, _ in maps:
             parameter.requires_grad_(True)
         batches = _batches(windows, steps, seed)
@@ -77,8 +79,9 @@ def recover(
             if progress is not None:
                 progress(step + 1, steps)
     finally:
-        for parameter, _ in maps:
-            parameter.requires_grad_(False)
+        model.requires_grad_(False)
+        for parameter in others:
+            parameter.requires_grad_(True)
         for attention in attentions:
             attention.to(dtype)
     last = losses[-max(1, steps // 10) :]
@@ -92,8 +95,11 @@ class StoredRows(DynamicCache):
         super().__init__()
         self.specs = layers
 
-    def update(self, rows: Tensor, empty: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        return through_bits(rows, self.specs[layer_idx]), empty
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Rows [B, 1, T, R] travel as keys."""
+        return through_bits(key_states, self.specs[layer_idx]), value_states
 
 
 def through_bits(rows: Tensor, spec: LayerSpec) -> Tensor:

@@ -11,7 +11,6 @@ from kvfold.artifact import spec_of
 from kvfold.cache import policies
 from kvfold.cache.layout import CacheLayout, cache_layout, plain_spec, tiers
 from kvfold.cache.pool import Pool
-from kvfold.ops.rotation import rotation
 from kvfold.compress.basis import Basis
 from kvfold.compress.fold import fold_model
 from kvfold.config import CacheConfig
@@ -21,6 +20,7 @@ from kvfold.engine.sequence import CacheParams
 from kvfold.models.families import attention_windows, family_of
 from kvfold.models.folded import FoldedAttention
 from kvfold.models.rotate import rotate_rows
+from kvfold.ops.rotation import rotation
 from kvfold.spec import CacheSpec, KeyKind, LayerSpec
 
 PAGE = 32  # rows, where neither the configuration nor the policy says
