@@ -45,7 +45,7 @@ def folded(recipe: Recipe | None, align: int = 8, layers: int = 1):
 
 def even(name: str) -> Recipe:
     """A recipe that keeps as much of every head."""
-    return replace(recipes.get(name), ranks="uniform")
+    return replace(recipes.get(name), ranks="uniform", equal_ranks=False)
 
 
 def runner_of(model, slots: int = 3, **settings) -> ModelRunner:

@@ -44,8 +44,9 @@ def recover(
 
     windows [n, T] token ids, drawn without repetition until all were seen; the loss is the KL
     divergence of the model's next-token distribution from the teacher's. Maps are trained in fp32
-    (bf16 matrix products on a GPU) and returned in their own dtype. Returns the loss in nats a
-    token of the first and over the last tenth of the steps. Raises ValueError where it diverges.
+    (bf16 matrix products on a GPU and in a 16-bit model) and returned in their own dtype. Returns
+    the loss in nats a token of the first and over the last tenth of the steps. Raises ValueError
+    where it diverges.
     """
     attentions = [x for x in family.attentions(model) if isinstance(x, HFAttention)]
     dtype = model.dtype
@@ -173,7 +174,8 @@ def _schedule(step: int, steps: int) -> float:
 
 def _backward(model: Any, teacher: Any, spec: CacheSpec, ids: Tensor) -> float:
     """Back-propagate the divergence on ids [B, T]; nats a token."""
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.device.type == "cuda"):
+    mixed = ids.device.type == "cuda" or model.dtype != torch.float32
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=mixed):
         with torch.no_grad():
             wanted = teacher.base_model(input_ids=ids, use_cache=False).last_hidden_state
         cache = StoredRows(spec.layers)
