@@ -38,8 +38,8 @@ def calibrate(
     are known (None: by `reduce.window_topics`), and the number of k-means centroids.
 
     Gradients are those of the summed loss with labels sampled from the model, in the model's own
-    dtype, accumulated in fp64 (squares of `fisher` in fp32); layers are recomputed in the backward
-    pass one at a time. Leaves the model as it was.
+    dtype, accumulated in fp64 (squares of `fisher` in fp32); layers of a large model are recomputed
+    in the backward pass one at a time. Leaves the model as it was.
     """
     geometry = family.geometry(model.config)
     statistics = Statistics(artifact_key(model, windows, centroids))

@@ -24,6 +24,7 @@ from kvfold.spec import Geometry
 GRADIENTS = {"grad_key_pre", "grad_value", "grad_kv", "grad_out", "fisher", "query_felt"}
 READ_WEIGHTS = {"key_seen", "query_back", "out"}  # needs attention probabilities themselves
 _ATTENTION = "kvfold_calibration"
+RECOMPUTE_ABOVE = 10**9  # parameters; below, a window's activations fit and a third of it is saved
 FIRST = 1  # tokens of a window that `_felt` and `grad_` leave out: see `basis.weighted`
 _FELT_STRIDE = 2  # every 2nd query position is enough to see how much the loss feels its scores
 _OUT_STRIDE = 4  # every 4th query position is enough for `out`, whose values are Hk times wider
@@ -55,6 +56,10 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.record(*gradients)
         return None, *gradients
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(torch.utils.checkpoint.checkpoint, forward, use_reentrant=False)
 
 
 class Recorder:
@@ -93,7 +98,7 @@ class Recorder:
                 attention.__dict__["recorder"] = self
             model.set_attn_implementation(_ATTENTION)
             if gradients:
-                hooks = self._checkpoint_layers()
+                hooks = self._prepare_layers()
             yield
         finally:
             for undo in hooks:
@@ -106,19 +111,14 @@ class Recorder:
                 parameter.requires_grad_(flag)
             self.inputs.clear()
 
-    def _checkpoint_layers(self) -> list[Callable[[], None]]:
-        """Recompute each decoder layer in backward, and see each attention's input."""
+    def _prepare_layers(self) -> list[Callable[[], None]]:
+        """Recompute a large model's layers in backward, and see each attention's input."""
         undo: list[Callable[[], None]] = []
+        large = sum(p.numel() for p in self.model.parameters()) > RECOMPUTE_ABOVE
         for index, layer in enumerate(self.family.layers(self.model)):
-            forward = layer.forward
-
-            def recomputed(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
-                return torch.utils.checkpoint.checkpoint(
-                    _forward, *args, use_reentrant=False, **kwargs
-                )
-
-            layer.forward = recomputed
-            undo.append(partial(layer.__dict__.pop, "forward", None))
+            if large:
+                layer.forward = _recomputed(layer.forward)
+                undo.append(partial(layer.__dict__.pop, "forward", None))
             if "fisher" in self.needs:
                 attention = getattr(layer, self.family.attention_name)
                 hook = attention.register_forward_pre_hook(

@@ -1,0 +1,217 @@
+"""What every recipe costs a real model, by bytes that its paged cache really holds.
+
+    python benchmarks/real_quality.py --text wiki.txt --calib train.txt --json out.json
+
+Sections: bits (plain integers and KIVI), published (recipes of the papers at a half and a quarter,
+with Palu's bits), ours (dimensions at a half and a quarter, and bits planned with them), recovered
+(the same plans after --recover steps on the calibration text). Folded models are read with their
+rows quantised as pages hold them, a window at a time, which tests/test_recover.py compares with the
+engine; plain integers, KIVI and Palu's bits go through the engine. Rows of the report are written
+as they are measured; those already in the file are kept.
+"""
+
+import argparse
+import copy
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvfold import recipes
+from kvfold.api import CALIBRATION_TOKENS, Job, calibration_windows
+from kvfold.artifact import spec_of
+from kvfold.cache.layout import cache_layout
+from kvfold.commands.common import versions
+from kvfold.commands.evaluate import finite
+from kvfold.compress import build
+from kvfold.compress.calibrate import artifact_key
+from kvfold.compress.recover import StoredRows
+from kvfold.compress.statistics import Statistics
+from kvfold.config import CacheConfig
+from kvfold.engine.build import build_runner
+from kvfold.evaluate.paged import paged_perplexity
+from kvfold.evaluate.perplexity import PerplexityResult, inference, summarize, token_nll
+from kvfold.evaluate.run import QUESTION_ROOM, restricted, shared_statistics
+from kvfold.files import write_json
+from kvfold.loading import load, load_tokenizer
+from kvfold.models.copies import shared_copy
+from kvfold.spec import CacheSpec
+from kvfold.text import read_text, running, windows
+
+PUBLISHED = ("zack", "palu-m", "palu-j", "lorc")
+OURS = ("fast", "lean", "small")
+FACTORS = {"small": (2, 3, 4, 5, 6, 8, 10, 14), "lean": (4, 6, 8), "swift": (3, 4, 5)}
+RECOVERED = {"small": (14, 8, 10, 6, 4), "lean": (8, 6), "swift": (5, 4)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row: a recipe at a share or a factor, steps of recovery, and how tokens are stored."""
+
+    name: str
+    recipe: str | None = None
+    keep: float | None = None
+    factor: float | None = None
+    steps: int = 0
+    cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
+
+
+def cases(section: str, steps: int) -> Iterator[Case]:
+    if section == "bits":
+        for bits in (8, 4, 3):
+            yield Case(name=f"int{bits}, rotated", cache=CacheConfig(bits=bits))
+        for bits in (4, 2):
+            yield Case(name=f"KIVI {bits} bits", cache=CacheConfig(bits=bits, kivi=True))
+    if section == "published":
+        for keep in (0.5, 0.25):
+            for recipe in PUBLISHED:
+                yield Case(name=f"{recipe} {keep:g}", recipe=recipe, keep=keep)
+        for bits in (4, 3, 2):
+            cache = CacheConfig(bits=bits, zeros=True)
+            yield Case(name=f"palu-j 0.5, {bits} bits", recipe="palu-j", keep=0.5, cache=cache)
+    if section == "ours":
+        for keep in (0.5, 0.25):
+            for recipe in OURS:
+                yield Case(name=f"{recipe} {keep:g}", recipe=recipe, keep=keep)
+    planned = {"ours": (FACTORS, 0), "recovered": (RECOVERED, steps)}
+    factors, count = planned.get(section, ({}, 0))
+    for recipe, sizes in factors.items():
+        for factor in sizes:
+            name = f"{recipe} {factor}x" + (f", {count} steps" if count else "")
+            yield Case(name=name, recipe=recipe, factor=factor, steps=count)
+
+
+class Bench:
+    """A model and its texts; statistics and bases are made once a recipe."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.model = load(arguments.model, dtype=arguments.dtype)
+        self.tokenizer = load_tokenizer(arguments.model)
+        self.ctx, self.arguments = arguments.ctx, arguments
+        most = arguments.windows * arguments.ctx
+        self.texts = {
+            Path(path).name.split(".")[0]: windows(
+                self.tokenizer, running(read_text(path)), arguments.ctx, most
+            )
+            for path in arguments.text
+        }
+        self.jobs: dict[str, Job] = {}
+        self.statistics: Statistics | None = None
+
+    def prepare(self, wanted: list[Case]) -> None:
+        """One pass of calibration for all recipes of `wanted`."""
+        names = dict.fromkeys(case.recipe for case in wanted if case.recipe)
+        calib, most = self.arguments.calib or None, self.arguments.calib_tokens
+        for name in names:
+            recipe = recipes.get(name)
+            self.jobs[name] = Job(self.model, recipe, self.tokenizer, calib=calib, max_tokens=most)
+        if names:
+            statistics = self._statistics()
+            for job in self.jobs.values():
+                job.prepare(restricted(statistics, build.needs(job.recipe)))
+
+    def _statistics(self) -> Statistics:
+        """Of all recipes, from --stats where that holds them."""
+        jobs, path = list(self.jobs.values()), self.arguments.stats
+        if path is None or not path.exists():
+            made = shared_statistics(jobs)
+            if path is not None:
+                made.save(path)
+            return made
+        calib, most = self.arguments.calib or None, self.arguments.calib_tokens
+        rows = calibration_windows(self.tokenizer, self.model.config, calib, most)
+        return Statistics.load(path, artifact_key(self.model, rows)).to(self.model.device)
+
+    def row(self, case: Case) -> dict[str, Any]:
+        begin = time.perf_counter()
+        model, provenance = self._model(case)
+        made = time.perf_counter() - begin
+        found: dict[str, Any] = {**dataclasses.asdict(case), "seconds": made, "texts": {}}
+        found["recovery"] = provenance.get("recovery")
+        spec = spec_of(model)
+        if spec is not None and case.cache.bits is None:
+            found["kept_fraction"] = cache_layout(spec).kept_fraction
+            for name, ids in self.texts.items():
+                found["texts"][name] = dataclasses.asdict(rows_perplexity(model, spec, ids))
+            return found
+        most = self.ctx + QUESTION_ROOM
+        runner = build_runner(model, case.cache, num_slots=1, max_tokens=most)
+        for name, ids in self.texts.items():
+            result, held = paged_perplexity(runner, ids)
+            found["texts"][name] = dataclasses.asdict(result)
+            found |= dataclasses.asdict(held)
+        return found
+
+    def _model(self, case: Case) -> tuple[Any, dict[str, Any]]:
+        if case.recipe is None:
+            return shared_copy(self.model), {}
+        trial = copy.copy(self.jobs[case.recipe])
+        if case.factor is not None:
+            spec = trial.plan_factor(case.factor)
+        else:
+            spec = trial.plan(case.keep or 1.0, 1)
+        trial.model = shared_copy(self.model)
+        trial.fold(spec, {}, recover=case.steps)
+        return trial.model, trial.model.config.quantization_config.provenance
+
+
+def rows_perplexity(model: Any, spec: CacheSpec, ids: Tensor) -> PerplexityResult:
+    """Loss on windows ids [n, T] where every token sees rows as pages would give them back."""
+    losses = []
+    with inference(model):
+        for window in ids[:, None].to(model.device):
+            cache = StoredRows(spec.layers)
+            logits = model(input_ids=window, past_key_values=cache, use_cache=True).logits
+            losses.append(float(token_nll(logits[:, :-1], window[:, 1:].cpu()).mean()))
+    return summarize(losses, ids.numel() - len(ids), 0, 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    sections = ("bits", "published", "ours", "recovered")
+    parser.add_argument("--sections", nargs="+", choices=sections, default=sections)
+    parser.add_argument("--model", default="reference:smollm2")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--text", nargs="+", required=True, metavar="FILE")
+    parser.add_argument("--calib", nargs="*", metavar="FILE")
+    parser.add_argument("--calib-tokens", type=int, default=CALIBRATION_TOKENS)
+    parser.add_argument("--recover", type=int, default=100, metavar="STEPS")
+    parser.add_argument("--ctx", type=int, default=2048)
+    parser.add_argument("--stats", type=Path, metavar="FILE", help="read or written")
+    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--only", nargs="+", help="cases whose names begin with one of these")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    arguments = parser.parse_args()
+    bench = Bench(arguments)
+    known = json.loads(arguments.json.read_text())["rows"] if arguments.json.exists() else []
+    rows = {row["name"]: row for row in known}
+    only = tuple(arguments.only or ("",))
+    every = [case for name in arguments.sections for case in cases(name, arguments.recover)]
+    wanted = [case for case in every if case.name.startswith(only) and case.name not in rows]
+    begin = time.perf_counter()
+    bench.prepare(wanted)
+    prepared = time.perf_counter() - begin
+    print(f"calibrated in {prepared:.1f} s", flush=True)
+    settings = {key: str(value) for key, value in vars(arguments).items()}
+    report = {"settings": settings, "versions": versions(bench.model.device), "prepared": prepared}
+    for case in (Case(name="original"), *wanted):
+        if case.name not in rows:
+            rows[case.name] = bench.row(case)
+            write_json(arguments.json, finite({**report, "rows": list(rows.values())}))
+            print(summary(rows[case.name], rows["original"]), flush=True)
+
+
+def summary(row: dict[str, Any], original: dict[str, Any]) -> str:
+    losses = (
+        f"{name} {found['nll'] - original['texts'][name]['nll']:+.4f}"
+        for name, found in row["texts"].items()
+    )
+    return f"{row['name']}: {1 / row['kept_fraction']:.2f}x {' '.join(losses)}"
+
+
+if __name__ == "__main__":
+    main()
