@@ -69,6 +69,7 @@ def spoiled(plain, tmp_path):
         (["--keep", "half"], "half"),
         (["--recipe", "tiny"], "unknown recipe 'tiny'; recipes: zack"),
         (["--align", "0"], "align must be at least 1"),
+        (["--recover", "-1"], "recover must be at least 0 steps, got -1"),
         (["--budget", "1%"], "'ppl<=1.01'"),
         (["--budget", "ppl<=1.01", "--keep", "0.5"], "--keep and --budget exclude"),
         (["--calib", "nowhere.txt"], "nowhere.txt: no such file"),
@@ -238,6 +239,18 @@ def test_compress_says_what_it_saved(plain, tmp_path, capsys):
     assert model.config.quantization_config.spec.kept_fraction == 0.25
     again = printed(capsys, "compress", plain, *arguments, "--output", tmp_path / "again")
     assert "fast: 0.2500" in again
+
+
+def test_compress_recovers_and_says_what_it_gained(plain, tmp_path, capsys):
+    arguments = ["--recipe", "swift", "--factor", "8", "--align", "1", "--recover", "2", *FEW]
+    out = printed(capsys, "compress", plain, *arguments, "--output", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    made = config["quantization_config"]["provenance"]["recovery"]
+    assert made["steps"] == 2 and made["tokens"] == 2 * 16 * 128
+    losses = f"{made['before']:.4f} to {made['after']:.4f} nats a token"
+    assert f"recovered in 2 steps: {losses} from the original" in out
+    out = printed(capsys, "compress", "--help")
+    assert "swift" in out and "for a GPU." in out
 
 
 def test_a_budget_finds_the_keep(plain, tmp_path, capsys):

@@ -21,7 +21,9 @@ from kvfold.compress.tiers import (
     cost,
     plan_tiers,
     predicted_loss,
+    whole_bits,
 )
+from kvfold.config import Recipe
 from kvfold.spec import CacheSpec
 from models import tiny, tokens
 
@@ -169,6 +171,55 @@ def test_factor_is_met_in_bits_that_a_token_stores(recipe: str, factor: float):
     assert spec.planned
     assert bits == sum(cost(x.tiers) for layer in spec.layers for x in layer.latents)
     assert bits <= 16 * spec.geometry.full_numbers / factor
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.5, 4.0, 5.0, 7.0])
+def test_whole_keys_have_one_width_and_their_full_rank(factor: float):
+    """The smallest width that is no less than the average of 16 / factor bits."""
+    spec = spec_of(planned_model("swift", factor, align=1))
+    found = {(x.rank, x.tiers) for layer in spec.layers for x in layer.key_latents}
+    bits = {1.0: 8, 2.5: 8, 4.0: 4, 5.0: 4, 7.0: 3}[factor]
+    assert found == {(12, ((12, bits),))}
+    assert {layer.keys for layer in spec.layers} == {"post"}
+    assert {x.heads for layer in spec.layers for x in layer.value_latents} == {(0, 1)}
+    assert cache_layout(spec).bits_per_token <= 16 * spec.geometry.full_numbers / factor
+
+
+@pytest.mark.parametrize("average", [0, 0.2, 1, 1.5, 4, 4.1, 8, 16])
+def test_whole_bits_are_no_less_than_the_average(average: float):
+    assert whole_bits(average) in DISTORTION
+    assert whole_bits(average) >= min(average, 8)
+    assert all(bits < average for bits in DISTORTION if bits < whole_bits(average))
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ({"factor": 15}, "whole keys alone take 128 bits a token at 2 bits a number, of the 102"),
+        ({"factor": 40}, "whole keys alone take 80 bits .* this factor allows; ask for a smaller"),
+        ({"keep": 0.49}, "whole keys alone take 48 numbers a token of the 47 that keep allows"),
+    ],
+)
+def test_whole_keys_that_do_not_fit_are_refused(size: dict, message: str):
+    model = tiny("llama-gqa")
+    made = statistics_of(model, "swift")
+    with pytest.raises(ValueError, match=message):
+        kvfold.compress(model, "swift", statistics=made, align=1, **size)
+
+
+def test_whole_keys_spend_what_keep_leaves_on_values():
+    model = tiny("llama-gqa")
+    made = statistics_of(model, "swift")
+    spec = spec_of(kvfold.compress(model, "swift", keep=0.6, statistics=made, align=1))
+    assert {x.rank for layer in spec.layers for x in layer.key_latents} == {12}
+    values = sum(x.rank for layer in spec.layers for x in layer.value_latents)
+    assert values == int(0.6 * 96) - 48
+
+
+@pytest.mark.parametrize("basis", ["zack", "lorc", "palu", "latent"])
+def test_only_keys_after_rope_can_stay_whole(basis: str):
+    with pytest.raises(ValueError, match=f"whole_keys needs basis='post', got '{basis}'"):
+        Recipe(name="mine", basis=basis, whole_keys=True)
 
 
 def test_tiers_survive_json_and_disk(tmp_path):

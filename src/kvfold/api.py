@@ -164,7 +164,7 @@ class Job:
         self, spec: CacheSpec, teacher: Any, steps: int, progress: Progress | None
     ) -> dict[str, Any]:
         """Train the folded maps; what was done, and the loss before and after."""
-        most = steps * BATCH * CALIBRATION_WINDOW
+        most = steps * BATCH * _window_length(self.model.config)
         windows = calibration_windows(self.tokenizer, self.model.config, self.calib, most)
         before, after = recover(
             self.model,
@@ -258,7 +258,7 @@ def calibration_windows(
     shares = _shares([len(ids) for ids in encoded], max_tokens)
     pairs = zip(encoded, shares, strict=True)
     stream = [token for ids, share in pairs for token in ids[:share]]
-    length = min(CALIBRATION_WINDOW, config.max_position_embeddings)
+    length = _window_length(config)
     count = len(stream) // length
     if count < MIN_WINDOWS:
         raise ValueError(
@@ -268,6 +268,10 @@ def calibration_windows(
     rows = torch.tensor(stream[: count * length]).view(count, length)
     rows[:, : len(bos)] = torch.tensor(bos, dtype=rows.dtype)
     return rows
+
+
+def _window_length(config: Any) -> int:
+    return min(CALIBRATION_WINDOW, config.max_position_embeddings)
 
 
 def _shares(sizes: list[int], total: int) -> list[int]:
