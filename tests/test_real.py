@@ -6,6 +6,7 @@ import torch
 import kvfold
 from kvfold import smollm2
 from kvfold.api import Job
+from kvfold.evaluate.perplexity import token_nll
 from kvfold.evaluate.run import folded_copy
 from kvfold.loading import load, load_tokenizer
 from kvfold.text import encode_chat, packaged, running, windows
@@ -79,6 +80,19 @@ def test_all_dimensions_kept_change_nothing(model, tokenizer, window, recipe):
     rows = window[:, :256]
     wanted, found = logits_of(model, rows), logits_of(folded, rows)
     assert (found - wanted).norm() <= 1e-4 * wanted.norm()
+
+
+def test_half_of_the_cache_loses_little(model, tokenizer):
+    """4,096 tokens of calibration: 0.14 nats were measured."""
+    job = Job(model, kvfold.recipes.get("lean"), tokenizer, max_tokens=4096)
+    job.prepare()
+    folded = folded_copy(job, job.plan(0.5))
+    rows = windows(tokenizer, running(packaged("filler.txt")), 512, 1024)
+    losses = [
+        float(token_nll(logits_of(x, rows)[:, :-1], rows[:, 1:]).mean()) for x in (model, folded)
+    ]
+    print(f"{losses[0]:.4f} -> {losses[1]:.4f}")
+    assert losses[1] - losses[0] < 0.3
 
 
 def test_the_engine_writes_what_the_dense_model_writes(model, tokenizer, window):
