@@ -1,5 +1,6 @@
 """Statistics against brute force, and an artifact that is reused only where it fits."""
 
+import importlib
 import math
 from dataclasses import replace
 
@@ -229,6 +230,17 @@ def test_every_quantity_is_collected_and_the_model_left_alone(name: str) -> None
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_recomputed_layers_measure_the_same(monkeypatch) -> None:
+    """Of large models layers run twice, and are counted once."""
+    _, kept = measured("llama-gqa", set(QUANTITIES))
+    record = importlib.import_module("kvfold.compress.record")
+    monkeypatch.setattr(record, "RECOMPUTE_ABOVE", 0)
+    _, again = measured("llama-gqa", set(QUANTITIES))
+    for quantity in QUANTITIES:
+        assert torch.equal(kept[1, quantity].weight, again[1, quantity].weight)
+        same(again[1, quantity].second, kept[1, quantity].second)
 
 
 def test_seeds_decide() -> None:
