@@ -1,6 +1,7 @@
 """Planning dimensions and bits: the budget holds, bits fall, and the artifact keeps the plan."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvfold
+from kvfold import recipes
 from kvfold.artifact import spec_of
 from kvfold.cache.layout import BITS, cache_layout
 from kvfold.compress import build
@@ -185,6 +187,16 @@ def test_whole_keys_have_one_width_and_their_full_rank(factor: float):
     assert cache_layout(spec).bits_per_token <= 16 * spec.geometry.full_numbers / factor
 
 
+def test_a_skipped_layer_is_paid_for_and_moves_no_plan():
+    model = tiny("llama-gqa")
+    made = statistics_of(model, "small")
+    recipe = replace(recipes.get("small"), skip_layers=(0,))
+    spec = spec_of(kvfold.compress(model, recipe, factor=1.5, statistics=made, align=1))
+    assert spec.layers[0].keys == "plain" and not any(x.tiers for x in spec.layers[0].latents)
+    assert all(x.tiers and x.side == "kv" for layer in spec.layers[1:] for x in layer.latents)
+    assert cache_layout(spec).bits_per_token <= 16 * spec.geometry.full_numbers / 1.5
+
+
 @pytest.mark.parametrize("average", [0, 0.2, 1, 1.5, 4, 4.1, 8, 16])
 def test_whole_bits_are_no_less_than_the_average(average: float):
     assert whole_bits(average) in DISTORTION
@@ -195,8 +207,11 @@ def test_whole_bits_are_no_less_than_the_average(average: float):
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        ({"factor": 15}, "whole keys alone take 128 bits a token at 2 bits a number, of the 102"),
-        ({"factor": 40}, "whole keys alone take 80 bits .* this factor allows; ask for a smaller"),
+        (
+            {"factor": 15},
+            "keys at 2 bits a number and skipped layers at 16, takes 128 bits a token of the 102",
+        ),
+        ({"factor": 40}, "takes 80 bits .* this factor allows; ask for a smaller factor"),
         ({"keep": 0.49}, "whole keys alone take 48 numbers a token of the 47 that keep allows"),
     ],
 )

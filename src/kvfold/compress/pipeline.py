@@ -131,17 +131,19 @@ def plan_bits(
     Raises ValueError where whole keys do not fit, or a layer would store nothing.
     """
     number = whole_bits(bits / geometry.full_numbers)
-    fixed = {i: ((c.width, number),) for i, c in enumerate(found) if c.whole}
-    left = bits - sum(map(cost, fixed.values()))
-    if left < 0:
+    own = [c for c in found if not c.skip]
+    fixed = {i: ((c.width, number),) for i, c in enumerate(own) if c.whole}
+    whole = sum(map(cost, fixed.values())) + 16 * sum(c.numbers for c in found if c.skip)
+    if whole > bits:
         raise ValueError(
-            f"whole keys alone take {bits - left} bits a token at {number} bits a number, of the"
-            f" {bits} that this factor allows; ask for a smaller factor, or use lean or small"
+            f"what stays whole, keys at {number} bits a number and skipped layers at 16, takes"
+            f" {whole} bits a token of the {bits} that this factor allows; ask for a smaller"
+            " factor, skip fewer layers, or use lean or small"
         )
-    free = iter(plan_tiers([c.singular for c in found if not c.whole], left, align))
-    planned = [fixed[i] if i in fixed else next(free) for i in range(len(found))]
-    empty = {c.layer for c in found} - {
-        c.layer for c, tiers in zip(found, planned, strict=True) if tiers
+    free = iter(plan_tiers([c.singular for c in own if not c.whole], bits - whole, align))
+    planned = [fixed[i] if i in fixed else next(free) for i in range(len(own))]
+    empty = {c.layer for c in own} - {
+        c.layer for c, tiers in zip(own, planned, strict=True) if tiers
     }
     if empty:
         raise ValueError(

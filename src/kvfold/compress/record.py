@@ -25,7 +25,9 @@ GRADIENTS = {"grad_key_pre", "grad_value", "grad_kv", "grad_out", "fisher", "que
 READ_WEIGHTS = {"key_seen", "query_back", "out"}  # needs attention probabilities themselves
 _ATTENTION = "kvfold_calibration"
 RECOMPUTE_ABOVE = 10**9  # parameters; below, a window's activations fit and a third of it is saved
-FIRST = 1  # tokens of a window that `_felt` and `grad_` leave out: see `basis.weighted`
+# Tokens of a window whose keys and values `_felt` and `grad_` leave out: see `basis.weighted`.
+# Moments at queries and attention outputs (`query_felt`, `out_head_felt`, `grad_out`) have all.
+FIRST = 1
 _FELT_STRIDE = 2  # every 2nd query position is enough to see how much the loss feels its scores
 _OUT_STRIDE = 4  # every 4th query position is enough for `out`, whose values are Hk times wider
 
