@@ -196,13 +196,20 @@ def main() -> None:
     bench.prepare(wanted)
     prepared = time.perf_counter() - begin
     print(f"calibrated in {prepared:.1f} s", flush=True)
-    settings = {key: str(value) for key, value in vars(arguments).items()}
+    settings = {key: plain(value) for key, value in vars(arguments).items()}
     report = {"settings": settings, "versions": versions(bench.model.device), "prepared": prepared}
     for case in (Case(name="original"), *wanted):
         if case.name not in rows:
             rows[case.name] = bench.row(case)
             write_json(arguments.json, finite({**report, "rows": list(rows.values())}))
             print(summary(rows[case.name], rows["original"]), flush=True)
+
+
+def plain(value: Any) -> Any:
+    """A setting for the record; files by their names."""
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return Path(value).name if isinstance(value, str | Path) else value
 
 
 def summary(row: dict[str, Any], original: dict[str, Any]) -> str:
