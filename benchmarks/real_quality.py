@@ -29,7 +29,7 @@ from kvfold.commands.common import versions
 from kvfold.commands.evaluate import finite
 from kvfold.compress import build
 from kvfold.compress.calibrate import artifact_key
-from kvfold.compress.recover import StoredRows
+from kvfold.compress.recover import QuantisedRows
 from kvfold.compress.statistics import Statistics
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
@@ -164,7 +164,7 @@ def rows_perplexity(model: Any, spec: CacheSpec, ids: Tensor) -> PerplexityResul
     losses = []
     with inference(model):
         for window in ids[:, None].to(model.device):
-            cache = StoredRows(spec.layers)
+            cache = QuantisedRows(spec.layers)
             logits = model(input_ids=window, past_key_values=cache, use_cache=True).logits
             losses.append(float(token_nll(logits[:, :-1], window[:, 1:].cpu()).mean()))
     return summarize(losses, ids.numel() - len(ids), 0, 0)

@@ -187,6 +187,15 @@ def test_whole_keys_have_one_width_and_their_full_rank(factor: float):
     assert cache_layout(spec).bits_per_token <= 16 * spec.geometry.full_numbers / factor
 
 
+@pytest.mark.parametrize(("basis", "name"), [("zack", "values"), ("post", "keys")])
+def test_a_basis_per_head_cannot_be_shared(basis: str, name: str):
+    message = f"basis '{basis}' has {name} per head, got {name}='joint'"
+    with pytest.raises(ValueError, match=message):
+        ValueError, match=f"basis '{basis}' has {name} per head, got {name}='joint'"
+    ):
+        Recipe(name="mine", basis=basis, **{name: "joint"})
+
+
 def test_a_skipped_layer_is_paid_for_and_moves_no_plan():
     model = tiny("llama-gqa")
     made = statistics_of(model, "small")
@@ -212,7 +221,8 @@ def test_whole_bits_are_no_less_than_the_average(average: float):
             "keys at 2 bits a number and skipped layers at 16, takes 128 bits a token of the 102",
         ),
         ({"factor": 40}, "takes 80 bits .* this factor allows; ask for a smaller factor"),
-        ({"keep": 0.49}, "whole keys alone take 48 numbers a token of the 47 that keep allows"),
+        ({"keep": 0.5}, "'swift' keeps whole keys, half of the cache, so keep must be above 0.5"),
+        ({}, "got 0.5: give a factor instead"),
     ],
 )
 def test_whole_keys_that_do_not_fit_are_refused(size: dict, message: str):

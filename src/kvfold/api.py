@@ -125,7 +125,7 @@ class Job:
 
     def plan(self, keep: float, align: int | None = None) -> CacheSpec:
         """The ranks that spend `keep` of the cache."""
-        pipeline.check_keep(keep)
+        pipeline.check_keep(keep, self.recipe)
         align = self._align(align)
         return pipeline.plan(self.recipe, self.geometry, self.layers, self.candidates, keep, align)
 
@@ -151,21 +151,33 @@ class Job:
         progress: Progress | None = None,
     ) -> None:
         """Fold the model in place; `recover` steps of distillation follow."""
-        check_recover(recover)
-        teacher = shared_copy(self.model) if recover else None
+        windows = self._recovery_windows(recover)  # what can fail, fails before the model changes
+        teacher = None if windows is None else shared_copy(self.model)
         pipeline.fold(self.model, self.family, spec, self.layers)
         measured = {"recipe": asdict(self.recipe), "statistics": self.statistics.key}
-        if teacher is not None:
-            measured["recovery"] = self._recover(spec, teacher, recover, progress)
         provenance = {**provenance, **measured}
         mark(self.model, spec, provenance)
+        if windows is not None:
+            learnt = self._recover(spec, teacher, windows, recover, progress)
+            mark(self.model, spec, {**provenance, "recovery": learnt})
+
+    def _recovery_windows(self, steps: int) -> Tensor | None:
+        """As much text as `steps` steps read; None for none."""
+        check_recover(steps)
+        if steps == 0:
+            return None
+        most = steps * BATCH * _window_length(self.model.config)
+        return calibration_windows(self.tokenizer, self.model.config, self.calib, most)
 
     def _recover(
-        self, spec: CacheSpec, teacher: Any, steps: int, progress: Progress | None
+        self,
+        spec: CacheSpec,
+        teacher: Any,
+        windows: Tensor,
+        steps: int,
+        progress: Progress | None,
     ) -> dict[str, Any]:
         """Train the folded maps; what was done, and the loss before and after."""
-        most = steps * BATCH * _window_length(self.model.config)
-        windows = calibration_windows(self.tokenizer, self.model.config, self.calib, most)
         before, after = recover(
             self.model,
             teacher,
@@ -236,8 +248,8 @@ def _check_size(recipe: Recipe, keep: float | None, factor: float | None) -> Non
         raise ValueError(
             f"keep={keep:g} and factor={factor:g} exclude each other: each decides the size alone"
         )
-    if keep is not None:
-        pipeline.check_keep(keep)
+    if factor is None:
+        pipeline.check_keep(DEFAULT_KEEP if keep is None else keep, recipe)
     if factor is not None:
         check_factor(recipe, factor)
 

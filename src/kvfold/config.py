@@ -44,6 +44,13 @@ class Recipe:
             raise ValueError(f"only basis 'latent' shares keys and values, not {self.basis!r}")
         if self.group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
+        per_head = {"zack": ("keys", "values"), "post": ("keys",)}.get(self.basis, ())
+        for name in per_head:
+            if getattr(self, name) != "head":
+                raise ValueError(
+                    f"basis {self.basis!r} has {name} per head, got {name}={getattr(self, name)!r}:"
+                    " leave it out, or use basis 'latent' or 'palu'"
+                )
         if self.whole_keys and self.basis != "post":
             raise ValueError(
                 f"whole_keys needs basis='post', got {self.basis!r}: other keys are rebuilt, so "

@@ -194,9 +194,15 @@ def fold(
     fold_model(model, family, spec, bases)
 
 
-def check_keep(keep: float) -> None:
+def check_keep(keep: float, recipe: Recipe | None = None) -> None:
+    """Raises ValueError for a share that is none, or that a recipe's whole keys take alone."""
     if not 0 < keep <= 1:
         raise ValueError(f"keep must be in (0, 1], the share of the cache to keep; got {keep}")
+    if recipe is not None and recipe.whole_keys and keep <= 0.5:
+        raise ValueError(
+            f"recipe {recipe.name!r} keeps whole keys, half of the cache, so keep must be above"
+            f" 0.5; got {keep}: give a factor instead, bits are where it saves"
+        )
 
 
 def check_weights(model: torch.nn.Module) -> None:

@@ -9,6 +9,7 @@ numbers of a row, D width, V vocabulary.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -48,15 +49,18 @@ def recover(
     the loss in nats a token of the first and over the last tenth of the steps. Raises ValueError
     where it diverges.
     """
-    attentions = [x for x in family.attentions(model) if isinstance(x, HFAttention)]
+    folded = [x for x in family.attentions(model) if isinstance(x, HFAttention)]
+    attentions = [x for x in folded if x.spec.keys != "plain"]  # a skipped layer has no maps
     dtype = model.dtype
     for attention in attentions:
         attention.float()
     maps = [pair for attention in attentions for pair in _maps(attention)]
     others = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    training = model.training, teacher.training
     losses: list[float] = []
     try:
-        model.requires_grad_(False)
+        model.eval().requires_grad_(False)
+        teacher.eval()
         for parameter, _ in maps:
             parameter.requires_grad_(True)
         batches = _batches(windows, steps, seed)
@@ -66,10 +70,10 @@ def recover(
             losses.append(_backward(model, teacher, spec, ids.to(model.device)))
             if not math.isfinite(losses[-1]):
                 raise ValueError(
-                    f"recovery diverged at step {step + 1} of {steps}; compress without it, or"
-                    " keep more of the cache"
+                    f"recovery diverged at step {step + 1} of {steps}, and the maps with it: load"
+                    " the model again, and compress it without recovery or keep more of the cache"
                 )
-            rate = RATE * math.sqrt(losses[0]) * _schedule(step, steps)
+            rate = RATE * math.sqrt(max(losses[0], 0.0)) * _schedule(step, steps)
             for group, size in zip(optimiser.param_groups, sizes, strict=True):
                 group["lr"] = rate * size
             for parameter, used in maps:
@@ -80,7 +84,8 @@ def recover(
             if progress is not None:
                 progress(step + 1, steps)
     finally:
-        model.requires_grad_(False)
+        model.train(training[0]).requires_grad_(False)
+        teacher.train(training[1])
         for parameter in others:
             parameter.requires_grad_(True)
         for attention in attentions:
@@ -89,7 +94,7 @@ def recover(
     return losses[0], sum(last) / len(last)
 
 
-class StoredRows(DynamicCache):
+class QuantisedRows(DynamicCache):
     """A cache that keeps nothing and gives back rows as pages would hold them."""
 
     def __init__(self, layers: Sequence[LayerSpec]) -> None:
@@ -123,20 +128,16 @@ def _coded(x: Tensor, tiers: Tiers) -> Tensor:
 
 
 def _tier(x: Tensor, bits: int) -> Tensor:
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         turn = _rotation(x.shape[-1], x.device)
         codes, scale, zero = quantize(x @ turn, bits, False, SCALES_IN[1])
         error = dequantize(codes, scale_of(scale, bits), zero, bits) @ turn.mT - x
     return x + error
 
 
-_ROTATIONS: dict[tuple[int, torch.device], Tensor] = {}
-
-
+@lru_cache
 def _rotation(n: int, device: torch.device) -> Tensor:
-    if (n, device) not in _ROTATIONS:
-        _ROTATIONS[n, device] = rotation(n).float().to(device)
-    return _ROTATIONS[n, device]
+    return rotation(n).float().to(device)
 
 
 def _maps(attention: HFAttention) -> Iterator[tuple[torch.nn.Parameter, Tensor | None]]:
@@ -178,7 +179,7 @@ def _backward(model: Any, teacher: Any, spec: CacheSpec, ids: Tensor) -> float:
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=mixed):
         with torch.no_grad():
             wanted = teacher.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        cache = StoredRows(spec.layers)
+        cache = QuantisedRows(spec.layers)
         out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
         hidden = out.last_hidden_state
         loss, gradient = _divergence(hidden.detach(), wanted, model.get_output_embeddings())

@@ -9,6 +9,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from torch import Tensor
@@ -244,12 +245,12 @@ def compare(
     every row as soon as it is measured; the model is left as it was. Raises ValueError for settings
     that cannot work, before anything is measured.
     """
-    for keep in keeps:
-        pipeline.check_keep(keep)
     jobs = [
         _job(model, name, tokenizer, calib=calib, max_tokens=calibration_tokens, seed=seed)
         for name in recipes
     ]
+    for job, keep in product(jobs, keeps):
+        pipeline.check_keep(keep, job.recipe)
     what = Measurement(
         windows=text_windows(model, tokenizer, texts, ctx=ctx, max_tokens=max_tokens),
         chunk=chunk,
