@@ -1,4 +1,4 @@
-"""What every recipe costs a real model, by bytes that its paged cache really holds.
+"""What every recipe costs a real model, by the bits that a token stores.
 
     python benchmarks/real_quality.py --text wiki.txt --calib train.txt --json out.json
 

@@ -191,8 +191,6 @@ def test_whole_keys_have_one_width_and_their_full_rank(factor: float):
 def test_a_basis_per_head_cannot_be_shared(basis: str, name: str):
     message = f"basis '{basis}' has {name} per head, got {name}='joint'"
     with pytest.raises(ValueError, match=message):
-        ValueError, match=f"basis '{basis}' has {name} per head, got {name}='joint'"
-    ):
         Recipe(name="mine", basis=basis, **{name: "joint"})
 
 
