@@ -112,7 +112,7 @@ def weighted(
 
     first [n]: what a sequence's first token stores. Attention sinks there: its keys and values lie
     far from all others and the loss feels them so much that moments with it are about nothing else.
-    So moments leave it out, and the first direction is its own: it comes back exactly at any rank but 0.
+    So moments leave it out, and the first direction is its own: at rank 1 it is exact already.
     """
     if first is None or not (delta := first - mean).any():
         return _balanced_pair(covariance, gradient, mean)
