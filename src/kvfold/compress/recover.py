@@ -9,6 +9,7 @@ numbers of a row, D width, V vocabulary.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +29,7 @@ _CHUNK = 2048  # positions whose logits exist at a time
 _STACKS = {"key_up": "key_latents", "key_down": "key_latents", "value_up": "value_latents"}
 
 Progress = Callable[[int, int], None]
+Map = tuple[torch.nn.Parameter, Tensor | None]  # and where a padded stack is used
 
 
 def recover(
@@ -51,22 +53,11 @@ def recover(
     """
     folded = [x for x in family.attentions(model) if isinstance(x, HFAttention)]
     attentions = [x for x in folded if x.spec.keys != "plain"]  # a skipped layer has no maps
-    dtype = model.dtype
-    for attention in attentions:
-        attention.float()
-    maps = [pair for attention in attentions for pair in _maps(attention)]
-    others = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    training = model.training, teacher.training
     losses: list[float] = []
-    try:
-        model.eval().requires_grad_(False)
-        teacher.eval()
-        for parameter, _ in maps:
-            parameter.requires_grad_(True)
-        batches = _batches(windows, steps, seed)
+    with _learning(model, teacher, attentions) as maps:
         optimiser = torch.optim.Adam([{"params": [p]} for p, _ in maps], betas=(0.9, 0.98))
         sizes = [max(float(p.detach().square().mean().sqrt()), 1e-3) for p, _ in maps]
-        for step, ids in enumerate(batches):
+        for step, ids in enumerate(_batches(windows, steps, seed)):
             losses.append(_backward(model, teacher, spec, ids.to(model.device)))
             if not math.isfinite(losses[-1]):
                 raise ValueError(
@@ -83,6 +74,24 @@ def recover(
             optimiser.zero_grad(set_to_none=True)
             if progress is not None:
                 progress(step + 1, steps)
+    last = losses[-max(1, steps // 10) :]
+    return losses[0], sum(last) / len(last)
+
+
+@contextmanager
+def _learning(model: Any, teacher: Any, attentions: Sequence[HFAttention]) -> Iterator[list[Map]]:
+    """Maps in fp32, which alone take gradients, of models in eval mode; put back at the end."""
+    dtype, training = model.dtype, (model.training, teacher.training)
+    for attention in attentions:
+        attention.float()
+    maps = [pair for attention in attentions for pair in _maps(attention)]
+    others = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        model.eval().requires_grad_(False)
+        teacher.eval()
+        for parameter, _ in maps:
+            parameter.requires_grad_(True)
+        yield maps
     finally:
         model.train(training[0]).requires_grad_(False)
         teacher.train(training[1])
@@ -90,8 +99,6 @@ def recover(
             parameter.requires_grad_(True)
         for attention in attentions:
             attention.to(dtype)
-    last = losses[-max(1, steps // 10) :]
-    return losses[0], sum(last) / len(last)
 
 
 class QuantisedRows(DynamicCache):
@@ -140,7 +147,7 @@ def _rotation(n: int, device: torch.device) -> Tensor:
     return rotation(n).float().to(device)
 
 
-def _maps(attention: HFAttention) -> Iterator[tuple[torch.nn.Parameter, Tensor | None]]:
+def _maps(attention: HFAttention) -> Iterator[Map]:
     """Parameters that hold maps, and where stacks are padded, which of their columns are used."""
     names = ["down_proj.weight", "down_proj.bias", "key_shift", "key_mean", "o_proj.bias"]
     names += ["o_proj.weight"] if attention.spec.values == "fused" else []
