@@ -79,7 +79,7 @@ def needs(recipe: Recipe) -> set[str]:
         felt, plain = {"key_pre_felt", "grad_key_pre"}, {"query_back"}
         wanted |= {"value", "key_pre"}
     if recipe.values == "head":
-        felt, plain = felt | {"out_head", "out_head_felt", "grad_out"}, plain | {"out_head"}
+        felt, plain = felt | {"out_head_felt", "grad_out"}, plain | {"out_head"}
     else:
         felt, plain = felt | {"value_felt", "grad_value"}, plain | {"out"}
     return wanted | (felt | {"first"} if recipe.gradients else plain)
@@ -203,8 +203,9 @@ def build_values(source: Source, heads: tuple[int, ...]) -> Basis:
     """Ours for values. Of one head: errors are seen through attention, C = Cov(p V), G at its
     outputs; so are those of several without gradients. Else C and G at the values themselves."""
     s, layer, where = source.statistics, source.layer, _span(source, heads)
-    if len(heads) == 1 and "out_head" in s.layers[layer]:
-        out = source.felt("out_head")
+    name = "out_head_felt" if source.gradients else "out_head"
+    if len(heads) == 1 and name in s.layers[layer]:
+        out = s[layer, name]
         covariance, mean = out.covariance()[heads[0]], out.mean()[heads[0]]
         gradient = output_gradient(source)[where, where]
     else:
