@@ -19,16 +19,16 @@ from typing import Any
 from kvfold import recipes
 from kvfold.api import CALIBRATION_TOKENS, Job
 from kvfold.cache import policies
-from kvfold.commands.common import versions
+from kvfold.commands.common import named_texts, versions
 from kvfold.commands.evaluate import finite
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.evaluate.needle import evaluate_needle
 from kvfold.evaluate.paged import PagedReader, paged_perplexity
-from kvfold.evaluate.run import QUESTION_ROOM, folded_copy, shared_copy
+from kvfold.evaluate.run import QUESTION_ROOM, folded_copy, text_windows
 from kvfold.files import write_json
 from kvfold.loading import load, load_tokenizer
-from kvfold.text import read_text, running, windows
+from kvfold.models.copies import shared_copy
 
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
 METRIC = {  # edits of kv-compress
@@ -90,12 +90,10 @@ class Bench:
         self.tokenizer = load_tokenizer(arguments.model)
         self.contexts, self.lengths = arguments.contexts, arguments.lengths
         most = arguments.windows * arguments.ctx
-        self.texts = {
-            Path(path).name.split(".")[0]: windows(
-                self.tokenizer, running(read_text(path)), arguments.ctx, most
-            )
-            for path in arguments.text
-        }
+        texts = named_texts([Path(path) for path in arguments.text])
+        self.texts = text_windows(
+            self.model, self.tokenizer, texts, ctx=arguments.ctx, max_tokens=most
+        )
         self.job: Job | None = None
         self.stats, self.calib_tokens = arguments.stats, arguments.calib_tokens
 

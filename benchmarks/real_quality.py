@@ -25,7 +25,7 @@ from kvfold import recipes
 from kvfold.api import CALIBRATION_TOKENS, Job, calibration_windows
 from kvfold.artifact import spec_of
 from kvfold.cache.layout import cache_layout
-from kvfold.commands.common import versions
+from kvfold.commands.common import named_texts, versions
 from kvfold.commands.evaluate import finite
 from kvfold.compress import build
 from kvfold.compress.calibrate import artifact_key
@@ -35,12 +35,11 @@ from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.evaluate.paged import paged_perplexity
 from kvfold.evaluate.perplexity import PerplexityResult, inference, summarize, token_nll
-from kvfold.evaluate.run import QUESTION_ROOM, restricted, shared_statistics
+from kvfold.evaluate.run import QUESTION_ROOM, restricted, shared_statistics, text_windows
 from kvfold.files import write_json
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.copies import shared_copy
 from kvfold.spec import CacheSpec
-from kvfold.text import read_text, running, windows
 
 PUBLISHED = ("zack", "palu-m", "palu-j", "lorc")
 OURS = ("fast", "lean", "small")
@@ -93,14 +92,11 @@ class Bench:
         self.tokenizer = load_tokenizer(arguments.model)
         self.ctx, self.arguments = arguments.ctx, arguments
         most = arguments.windows * arguments.ctx
-        self.texts = {
-            Path(path).name.split(".")[0]: windows(
-                self.tokenizer, running(read_text(path)), arguments.ctx, most
-            )
-            for path in arguments.text
-        }
+        texts = named_texts(arguments.text)
+        self.texts = text_windows(
+            self.model, self.tokenizer, texts, ctx=arguments.ctx, max_tokens=most
+        )
         self.jobs: dict[str, Job] = {}
-        self.statistics: Statistics | None = None
 
     def prepare(self, wanted: list[Case]) -> None:
         """One pass of calibration for all recipes of `wanted`."""
@@ -176,7 +172,7 @@ def main() -> None:
     parser.add_argument("--sections", nargs="+", choices=sections, default=sections)
     parser.add_argument("--model", default="reference:smollm2")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--text", nargs="+", required=True, metavar="FILE")
+    parser.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE")
     parser.add_argument("--calib", nargs="*", metavar="FILE")
     parser.add_argument("--calib-tokens", type=int, default=CALIBRATION_TOKENS)
     parser.add_argument("--recover", type=int, default=100, metavar="STEPS")

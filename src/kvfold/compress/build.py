@@ -67,11 +67,8 @@ def needs(recipe: Recipe) -> set[str]:
     if recipe.basis == "lorc":
         return wanted
     if recipe.keys == "kv":
-        return (
-            wanted
-            | {"kv"}
-            | ({"kv_felt", "grad_kv", "first"} if recipe.gradients else {"query_back"})
-        )
+        felt, plain = {"kv_felt", "grad_kv", "first"}, {"query_back"}
+        return wanted | {"kv"} | (felt if recipe.gradients else plain)
     if recipe.basis == "post":
         felt, plain = {"key_felt", "query_felt"}, {"key_seen", "query"}
         wanted |= {"value", "key_post"}
