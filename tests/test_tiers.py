@@ -12,6 +12,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold import recipes
+from kvfold.api import Job
 from kvfold.artifact import spec_of
 from kvfold.cache.layout import BITS, cache_layout
 from kvfold.compress import build
@@ -197,11 +198,15 @@ def test_a_basis_per_head_cannot_be_shared(basis: str, name: str):
 def test_a_skipped_layer_is_paid_for_and_moves_no_plan():
     model = tiny("llama-gqa")
     made = statistics_of(model, "small")
-    recipe = replace(recipes.get("small"), skip_layers=(0,))
-    spec = spec_of(kvfold.compress(model, recipe, factor=1.5, statistics=made, align=1))
+    job = Job(model, replace(recipes.get("small"), skip_layers=(0,)), None)
+    job.prepare(made)
+    spec = job.plan_factor(1.5, 1)
     assert spec.layers[0].keys == "plain" and not any(x.tiers for x in spec.layers[0].latents)
-    assert all(x.tiers and x.side == "kv" for layer in spec.layers[1:] for x in layer.latents)
-    assert cache_layout(spec).bits_per_token <= 16 * spec.geometry.full_numbers / 1.5
+    full = spec.geometry.full_numbers
+    left = int(16 * full / 1.5) - 16 * full // spec.geometry.num_layers
+    wanted = plan_tiers([c.singular for c in job.candidates if c.layer > 0], left, 1)
+    assert [x.tiers for layer in spec.layers[1:] for x in layer.latents] == wanted
+    assert cache_layout(spec).bits_per_token <= 16 * full / 1.5
 
 
 @pytest.mark.parametrize("average", [0, 0.2, 1, 1.5, 4, 4.1, 8, 16])
