@@ -1,7 +1,5 @@
 """Ranks: the budget rule, alignment and width classes, for every method."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -117,17 +115,6 @@ def test_fisher_leaves_a_floor(width: int, least: int) -> None:
 
 def test_a_floor_is_no_more_than_an_even_share() -> None:
     assert allocate(latents([1, 1, 1, 1e-6], 64), "fisher", 16, 1) == [4, 4, 4, 4]
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("align", [1, 4, 8])
-def test_whole_candidates_keep_their_width(method: str, align: int) -> None:
-    found = [replace(c, whole=c.side == "k") for c in candidates(3, 4, 20, 0)]
-    ranks = allocate(found, method, 3 * 4 * 20 + 100, align)
-    assert all(r == 20 for c, r in zip(found, ranks, strict=True) if c.whole)
-    assert 100 - align < sum(ranks) - 3 * 4 * 20 <= 100
-    with pytest.raises(ValueError, match=r"take 240 numbers a token of the 239 .*; raise keep, or"):
-        allocate(found, method, 239, align)
 
 
 def test_equal_scores_of_a_matrix_get_equal_ranks() -> None:

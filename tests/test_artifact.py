@@ -58,13 +58,12 @@ def test_a_loaded_model_saves_again(saved, tmp_path) -> None:
 
 @pytest.mark.parametrize("recipe", kvfold.recipes.RECIPES)
 def test_the_cache_holds_only_stored_numbers(recipe: str) -> None:
-    keep = 0.6 if recipe == "swift" else 0.5  # whole keys alone are a half
-    model = fold("llama-gqa", recipe, keep)
+    model = fold("llama-gqa", recipe, 0.5)
     cache = DynamicCache(config=model.config)
     logits(model, tokens(2, 20), past_key_values=cache)
     spec = spec_of(model)
     assert cache_bytes(cache) == 2 * 20 * spec.stored_numbers * 4
-    assert spec.stored_numbers <= keep * spec.geometry.full_numbers
+    assert spec.stored_numbers <= 0.5 * spec.geometry.full_numbers
 
 
 def test_sampling_and_beams(folded) -> None:

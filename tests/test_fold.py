@@ -76,7 +76,7 @@ def test_full_rank_equals_the_original(name: str, recipe: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_half_rank_equals_projected_keys_and_values(name: str, recipe: str) -> None:
     job = prepared(name, recipe)
-    spec = job.plan(0.6 if job.recipe.whole_keys else 0.5, 1)
+    spec = job.plan(0.5, 1)
     ids, (left, mask) = tokens(1, LENGTH), padded()
     with Projected(job, spec):
         want, want_padded = chunked(job.model, ids, LENGTH), chunked(job.model, left, LENGTH, mask)

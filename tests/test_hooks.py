@@ -24,7 +24,6 @@ from kvfold.models.families import family_of
 from kvfold.spec import CacheSpec, Geometry, Latent
 
 KEEP = 0.25  # at 0.5 `small` loses nothing of reference:gqa, whose W_K and W_V span that much
-KEEPS = {"swift": 0.55}  # whole keys alone are a half
 TOLERANCE = 1e-3  # nats between hooks and folded model
 SINKS = 4  # first tokens, on which much attention rests
 MODELS = ["reference:gqa", pytest.param("reference:smollm2", marks=pytest.mark.real)]
@@ -48,7 +47,7 @@ def test_hooks_and_folded_model_lose_the_same(read: Read, recipe: str) -> None:
     model, statistics, windows = read
     job = Job(copy.deepcopy(model), recipes.get(recipe), None)
     job.prepare(statistics)
-    spec = job.plan(KEEPS.get(recipe, KEEP))
+    spec = job.plan(KEEP)
     bases = [[prospect.basis for prospect in prospects] for prospects in job.layers]
     whole = loss(model, windows)
     with hooked(model, spec, bases):

@@ -24,7 +24,6 @@ from kvfold.compress.tiers import (
     cost,
     plan_tiers,
     predicted_loss,
-    whole_bits,
 )
 from kvfold.config import Recipe
 from kvfold.spec import CacheSpec
@@ -176,18 +175,6 @@ def test_factor_is_met_in_bits_that_a_token_stores(recipe: str, factor: float):
     assert bits <= 16 * spec.geometry.full_numbers / factor
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.5, 4.0, 5.0, 7.0])
-def test_whole_keys_have_one_width_and_their_full_rank(factor: float):
-    """The smallest width that is no less than the average of 16 / factor bits."""
-    spec = spec_of(planned_model("swift", factor, align=1))
-    found = {(x.rank, x.tiers) for layer in spec.layers for x in layer.key_latents}
-    bits = {1.0: 8, 2.5: 8, 4.0: 4, 5.0: 4, 7.0: 3}[factor]
-    assert found == {(12, ((12, bits),))}
-    assert {layer.keys for layer in spec.layers} == {"post"}
-    assert {x.heads for layer in spec.layers for x in layer.value_latents} == {(0, 1)}
-    assert cache_layout(spec).bits_per_token <= 16 * spec.geometry.full_numbers / factor
-
-
 @pytest.mark.parametrize(("basis", "name"), [("zack", "values"), ("post", "keys")])
 def test_a_basis_per_head_cannot_be_shared(basis: str, name: str):
     message = f"basis '{basis}' has {name} per head, got {name}='joint'"
@@ -207,47 +194,6 @@ def test_a_skipped_layer_is_paid_for_and_moves_no_plan():
     wanted = plan_tiers([c.singular for c in job.candidates if c.layer > 0], left, 1)
     assert [x.tiers for layer in spec.layers[1:] for x in layer.latents] == wanted
     assert cache_layout(spec).bits_per_token <= 16 * full / 1.5
-
-
-@pytest.mark.parametrize("average", [0, 0.2, 1, 1.5, 4, 4.1, 8, 16])
-def test_whole_bits_are_no_less_than_the_average(average: float):
-    assert whole_bits(average) in DISTORTION
-    assert whole_bits(average) >= min(average, 8)
-    assert all(bits < average for bits in DISTORTION if bits < whole_bits(average))
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        (
-            {"factor": 15},
-            "keys at 2 bits a number and skipped layers at 16, takes 128 bits a token of the 102",
-        ),
-        ({"factor": 40}, "takes 80 bits .* this factor allows; ask for a smaller factor"),
-        ({"keep": 0.5}, "'swift' keeps whole keys, half of the cache, so keep must be above 0.5"),
-        ({}, "got 0.5: give a factor instead"),
-    ],
-)
-def test_whole_keys_that_do_not_fit_are_refused(size: dict, message: str):
-    model = tiny("llama-gqa")
-    made = statistics_of(model, "swift")
-    with pytest.raises(ValueError, match=message):
-        kvfold.compress(model, "swift", statistics=made, align=1, **size)
-
-
-def test_whole_keys_spend_what_keep_leaves_on_values():
-    model = tiny("llama-gqa")
-    made = statistics_of(model, "swift")
-    spec = spec_of(kvfold.compress(model, "swift", keep=0.6, statistics=made, align=1))
-    assert {x.rank for layer in spec.layers for x in layer.key_latents} == {12}
-    values = sum(x.rank for layer in spec.layers for x in layer.value_latents)
-    assert values == int(0.6 * 96) - 48
-
-
-@pytest.mark.parametrize("basis", ["zack", "lorc", "palu", "latent"])
-def test_only_keys_after_rope_can_stay_whole(basis: str):
-    with pytest.raises(ValueError, match=f"whole_keys needs basis='post', got '{basis}'"):
-        Recipe(name="mine", basis=basis, whole_keys=True)
 
 
 def test_tiers_survive_json_and_disk(tmp_path):

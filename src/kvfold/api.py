@@ -125,7 +125,7 @@ class Job:
 
     def plan(self, keep: float, align: int | None = None) -> CacheSpec:
         """The ranks that spend `keep` of the cache."""
-        pipeline.check_keep(keep, self.recipe)
+        pipeline.check_keep(keep)
         align = self._align(align)
         return pipeline.plan(self.recipe, self.geometry, self.layers, self.candidates, keep, align)
 
@@ -249,7 +249,7 @@ def _check_size(recipe: Recipe, keep: float | None, factor: float | None) -> Non
             f"keep={keep:g} and factor={factor:g} exclude each other: each decides the size alone"
         )
     if factor is None:
-        pipeline.check_keep(DEFAULT_KEEP if keep is None else keep, recipe)
+        pipeline.check_keep(DEFAULT_KEEP if keep is None else keep)
     if factor is not None:
         check_factor(recipe, factor)
 

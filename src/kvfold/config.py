@@ -14,20 +14,18 @@ class Recipe:
 
     basis: which directions (see compress.basis). keys, values: how many heads share a latent: one
     (`head`), `group_size` (`group`), all (`joint`), or all heads' keys and values together (`kv`,
-    set on both). whole_keys: keys keep all dimensions, and with planned bits one width for all of
-    them, the smallest that is no less than the average. ranks: how the budget is spent (see
-    compress.allocate). equal_ranks: all latents of W_K in a layer, and all of W_V, get one rank
-    (ranks 'fisher', Palu §4.1). gradients: weigh errors by the loss's gradient. reduce: prune and
-    cluster rows before the SVD (ZDC §5.1). centroids: of its k-means, for each of q, k and v (None:
-    see compress.reduce). skip_layers: layers that stay whole, counted from 0. skip_threshold: so do
-    those whose cumulative condition number has a log10 above it (ranks 'condition', LoRC §6.2).
+    set on both). ranks: how the budget is spent (see compress.allocate). equal_ranks: all latents
+    of W_K in a layer, and all of W_V, get one rank (ranks 'fisher', Palu §4.1). gradients: weigh
+    errors by the loss's gradient. reduce: prune and cluster rows before the SVD (ZDC §5.1).
+    centroids: of its k-means, for each of q, k and v (None: see compress.reduce). skip_layers:
+    layers that stay whole, counted from 0. skip_threshold: so do those whose cumulative condition
+    number has a log10 above it (ranks 'condition', LoRC §6.2).
     """
 
     name: str
     basis: BasisName
     keys: Share = "head"
     values: Share = "head"
-    whole_keys: bool = False
     ranks: RankName = "greedy"
     equal_ranks: bool = False
     group_size: int = 4
@@ -51,11 +49,6 @@ class Recipe:
                     f"basis {self.basis!r} has {name} per head, got {name}={getattr(self, name)!r}:"
                     " leave it out, or use basis 'latent' or 'palu'"
                 )
-        if self.whole_keys and self.basis != "post":
-            raise ValueError(
-                f"whole_keys needs basis='post', got {self.basis!r}: other keys are rebuilt, so "
-                "their latents gain nothing from being whole"
-            )
         if self.equal_ranks and self.ranks != "fisher":
             raise ValueError(
                 f"equal_ranks needs ranks='fisher', got ranks={self.ranks!r}: the others weigh "

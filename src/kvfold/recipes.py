@@ -42,8 +42,8 @@ def fast() -> Recipe:
 
 
 def swift() -> Recipe:
-    """Ours: whole post-RoPE keys per head in few bits, values joint over heads. Nothing rebuilt."""
-    return replace(fast(), name="swift", values="joint", ranks="greedy", whole_keys=True)
+    """Ours: post-RoPE keys per head, values joint over heads; made for bits. Nothing is rebuilt."""
+    return replace(fast(), name="swift", values="joint", ranks="greedy")
 
 
 def lean() -> Recipe:

@@ -71,8 +71,6 @@ def compress(
     check_output(output)
     job = common.job(model, recipe, calibration, place)
     target = with_factor(target, job, bytes_per_token)
-    if target.factor is None:
-        check_keep(target.keep, job.recipe)
     begin = time.perf_counter()
     with common.progress() as progress:
         job.prepare(calibration.stats, progress)

@@ -26,7 +26,7 @@ class Candidate:
     singular, loss [width] descending: the basis's spectrum and predicted losses. fisher: root mean
     square gradient of the weights behind it. condition: log of the layer's cumulative condition
     number.
-    skip: never compressed, all its `numbers` stay. whole: keeps its full width.
+    skip: never compressed, all its `numbers` stay.
     """
 
     layer: int
@@ -37,7 +37,6 @@ class Candidate:
     fisher: float = 1.0
     condition: float = 0.0
     skip: bool = False
-    whole: bool = False
     numbers: int = 0
 
     @property
@@ -123,12 +122,6 @@ def allocate(candidates: Sequence[Candidate], method: str, budget: int, align: i
     A last step narrower than `align` completes a latent whose width is no multiple of it. Every
     layer keeps at least one step. Raises ValueError where the budget cannot pay for that.
     """
-    whole = sum(c.width for c in candidates if c.whole)
-    if whole > budget:
-        raise ValueError(
-            f"whole keys alone take {whole} numbers a token of the {budget} that keep allows; raise"
-            " keep, or give this recipe a factor: bits are where it saves"
-        )
     priorities = METHODS[method](candidates, budget)
     steps = [_steps(c, p, align) for c, p in zip(candidates, priorities, strict=True)]
     _protect(candidates, steps)
@@ -152,8 +145,6 @@ def _steps(candidate: Candidate, priority: Tensor, align: int) -> list[Step]:
     """The candidate's dimensions in blocks of `align`, best first."""
     if candidate.skip:
         return [(float("inf"), candidate.numbers)]
-    if candidate.whole:
-        return [(float("inf"), candidate.width)]
     blocks = priority.split(align)
     return [(float(block.mean()), len(block)) for block in blocks]
 

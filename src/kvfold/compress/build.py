@@ -70,7 +70,7 @@ def needs(recipe: Recipe) -> set[str]:
         felt, plain = {"kv_felt", "grad_kv", "first"}, {"query_back"}
         return wanted | {"kv"} | (felt if recipe.gradients else plain)
     if recipe.basis == "post":
-        felt, plain = {"key_felt", "query_felt"}, {"key_seen", "query"}
+        felt, plain = {"key_post_felt", "grad_key_post"}, {"key_seen", "query"}
         wanted |= {"value", "key_post"}
     else:
         felt, plain = {"key_pre_felt", "grad_key_pre"}, {"query_back"}
@@ -169,8 +169,8 @@ def build_post(source: Source, side: Side, heads: tuple[int, ...]) -> Basis:
     if side == "v":
         return build_values(source, heads)
     (head,), s, layer = heads, source.statistics, source.layer
-    keys = s[layer, "key_felt" if source.gradients else "key_seen"]
-    weight = s[layer, "query_felt" if source.gradients else "query"]
+    keys = s[layer, "key_post_felt" if source.gradients else "key_seen"]
+    weight = s[layer, "grad_key_post" if source.gradients else "query"]
     first = source.first()
     basis = weighted(
         keys.covariance()[head],

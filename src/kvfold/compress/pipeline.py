@@ -12,7 +12,7 @@ from kvfold.compress.basis import Basis
 from kvfold.compress.fold import fold_model
 from kvfold.compress.statistics import Statistics
 from kvfold.compress.support import support
-from kvfold.compress.tiers import cost, plan_tiers, whole_bits
+from kvfold.compress.tiers import plan_tiers
 from kvfold.config import Recipe
 from kvfold.models.adapter import Family
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Tiers, plain_layer, value_kind
@@ -67,7 +67,6 @@ def candidates(
                     fisher=_fisher(recipe, prospect, statistics),
                     condition=conditions[index],
                     skip=_stays_whole(recipe, index, conditions[index]),
-                    whole=recipe.whole_keys and prospect.side == "k",
                     numbers=len(prospect.basis.mean),
                 )
             )
@@ -128,20 +127,16 @@ def plan_bits(
 ) -> CacheSpec:
     """Ranks and tiers that spend `bits` a token, scales included, for the least predicted loss.
 
-    Raises ValueError where whole keys do not fit, or a layer would store nothing.
+    Raises ValueError where skipped layers do not fit, or a layer would store nothing.
     """
-    number = whole_bits(bits / geometry.full_numbers)
     own = [c for c in found if not c.skip]
-    fixed = {i: ((c.width, number),) for i, c in enumerate(own) if c.whole}
-    whole = sum(map(cost, fixed.values())) + 16 * sum(c.numbers for c in found if c.skip)
+    whole = 16 * sum(c.numbers for c in found if c.skip)
     if whole > bits:
         raise ValueError(
-            f"what stays whole, keys at {number} bits a number and skipped layers at 16, takes"
-            f" {whole} bits a token of the {bits} that this factor allows; ask for a smaller"
-            " factor, skip fewer layers, or use lean or small"
+            f"skipped layers, at 16 bits a number, take {whole} bits a token of the {bits} that"
+            " this factor allows; ask for a smaller factor, or skip fewer layers"
         )
-    free = iter(plan_tiers([c.singular for c in own if not c.whole], bits - whole, align))
-    planned = [fixed[i] if i in fixed else next(free) for i in range(len(own))]
+    planned = plan_tiers([c.singular for c in own], bits - whole, align)
     empty = {c.layer for c in own} - {
         c.layer for c, tiers in zip(own, planned, strict=True) if tiers
     }
@@ -194,15 +189,10 @@ def fold(
     fold_model(model, family, spec, bases)
 
 
-def check_keep(keep: float, recipe: Recipe | None = None) -> None:
-    """Raises ValueError for a share that is none, or that a recipe's whole keys take alone."""
+def check_keep(keep: float) -> None:
+    """Raises ValueError for a share that is none."""
     if not 0 < keep <= 1:
         raise ValueError(f"keep must be in (0, 1], the share of the cache to keep; got {keep}")
-    if recipe is not None and recipe.whole_keys and keep <= 0.5:
-        raise ValueError(
-            f"recipe {recipe.name!r} keeps whole keys, half of the cache, so keep must be above"
-            f" 0.5; got {keep}: give a factor instead, bits are where it saves"
-        )
 
 
 def check_weights(model: torch.nn.Module) -> None:

@@ -21,14 +21,13 @@ from kvfold.models.adapter import Family
 from kvfold.ops.attention import Tables, attention, rotate
 from kvfold.spec import Geometry
 
-GRADIENTS = {"grad_key_pre", "grad_value", "grad_kv", "grad_out", "fisher", "query_felt"}
+GRADIENTS = {"grad_key_pre", "grad_value", "grad_kv", "grad_out", "grad_key_post", "fisher"}
 READ_WEIGHTS = {"key_seen", "query_back", "out"}  # needs attention probabilities themselves
 _ATTENTION = "kvfold_calibration"
 RECOMPUTE_ABOVE = 10**9  # parameters; below, a window's activations fit and a third of it is saved
 # Tokens of a window whose keys and values `_felt` and `grad_` leave out: see `basis.weighted`.
-# Moments at queries and attention outputs (`query_felt`, `out_head_felt`, `grad_out`) have all.
+# Moments at attention outputs (`out_head_felt`, `grad_out`) have all.
 FIRST = 1
-_FELT_STRIDE = 2  # every 2nd query position is enough to see how much the loss feels its scores
 _OUT_STRIDE = 4  # every 4th query position is enough for `out`, whose values are Hk times wider
 
 
@@ -188,14 +187,9 @@ class Recorder:
         if not self.recomputing:
             with torch.no_grad():
                 self._saw(index, grouped[0], key[0], value[0], attention_mask, out[0])
-        if out.requires_grad and self.needs & {"grad_out", "query_felt"}:
-            own, read = out.detach()[0], (grouped.detach()[0], *seen, attention_mask)
-
-            def saw(gradient: Tensor) -> None:
-                self._saw_out_gradient(index, own, gradient[0])
-                self._saw_sensitivity(index, *read, own, gradient[0])
-
-            out = _Tap.apply(saw, out)
+        if out.requires_grad and "grad_out" in self.needs:
+            own = out.detach()[0]
+            out = _Tap.apply(lambda g: self._saw_out_gradient(index, own, g[0]), out)
         return out.flatten(1, 2).transpose(1, 2).contiguous(), None
 
     def _saw(
@@ -251,6 +245,10 @@ class Recorder:
         if "grad_kv" in needs:
             add(index, "grad_kv", grads.double() @ where.axes if where else grads)
             add(index, "kv_felt", where.coordinates(both) if where else both, grads.norm(dim=-1))
+        if "grad_key_post" in needs:
+            own, g = k[:, FIRST:], grad_key[0, :, FIRST:]
+            add(index, "grad_key_post", g)
+            add(index, "key_post_felt", own, g.norm(dim=-1))
         sides = ("key_pre", "value")
         for name, x, g in zip(sides, both.chunk(2, -1), grads.chunk(2, -1), strict=True):
             if f"grad_{name}" in needs:
@@ -275,8 +273,6 @@ class Recorder:
 
     def _saw_out_gradient(self, index: int, out: Tensor, gradient: Tensor) -> None:
         """out, gradient [Hk, G, T, d]; the sum over G query heads of E[g g^T] is kept."""
-        if "grad_out" not in self.needs:
-            return
         g, norms = gradient.double(), gradient.norm(dim=-1)
         tokens = torch.full(g.shape[:1], g.shape[2], dtype=g.dtype, device=g.device)
         moment = Moment(
@@ -285,39 +281,6 @@ class Recorder:
         self.statistics.accumulate(index, "grad_out", moment)
         if "out_head_felt" in self.needs:
             self.statistics.add(index, "out_head_felt", out.flatten(1, 2), norms.flatten(1))
-
-    def _saw_sensitivity(
-        self,
-        index: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        out: Tensor,
-        gradient: Tensor,
-    ) -> None:
-        """How much the loss feels an error s_ij of the scores of query i, to second order.
-
-        The output moves by sum_j p_ij s_ij (v_j - o_i), so by Cauchy-Schwarz the loss moves by at
-        most A_i sum_j p_ij s_ij^2 / 2 with A_i = sum_j p_ij (g_i . (v_j - o_i))^2. Unlike the
-        gradient at the keys this counts errors that many keys share. q, out, gradient
-        [Hk, G, T, d], k, v [Hk, T, d].
-        """
-        if "query_felt" not in self.needs:
-            return
-        q, out, gradient = (x[:, :, ::_FELT_STRIDE] for x in (q, out, gradient))
-        weights = self._weights(q, k, None if mask is None else mask[:, :, ::_FELT_STRIDE])
-        weights[..., :FIRST] = 0
-        moved = torch.einsum("hgtd,hsd->hgts", gradient, v) - (gradient * out).sum(-1, keepdim=True)
-        felt = (weights * moved.float().square()).sum(-1) * self.geometry.scaling**2
-        received = torch.einsum("hgt,hgts->hs", felt, weights)
-        self.statistics.add(index, "key_felt", k, received)
-        x = (q * felt.sqrt()[..., None]).flatten(1, 2).double()
-        tokens = torch.full(k.shape[:1], q.shape[2], dtype=x.dtype, device=k.device)
-        moment = Moment(second=x.mT @ x, first=x.sum(1), weight=tokens)
-        self.statistics.accumulate(index, "query_felt", moment)
-
-    # -- geometry -----------------------------------------------------------------------------
 
     def _rotate_back(self, x: Tensor) -> Tensor:
         """The transposed RoPE of x [.., T, d]: what a gradient goes through."""

@@ -38,11 +38,6 @@ def plan_tiers(spectra: Sequence[Tensor], budget: int, align: int) -> list[Tiers
     return best
 
 
-def whole_bits(average: float) -> int:
-    """The smallest width of a number that is no less than `average` bits; 8 at most."""
-    return next((bits for bits in sorted(DISTORTION) if bits >= average), max(DISTORTION))
-
-
 def cost(tiers: Tiers) -> int:
     """Bits a token."""
     return sum(width * bits + SCALE_BITS for width, bits in tiers)

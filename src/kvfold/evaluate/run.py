@@ -9,7 +9,6 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 from torch import Tensor
@@ -249,8 +248,8 @@ def compare(
         _job(model, name, tokenizer, calib=calib, max_tokens=calibration_tokens, seed=seed)
         for name in recipes
     ]
-    for job, keep in product(jobs, keeps):
-        pipeline.check_keep(keep, job.recipe)
+    for keep in keeps:
+        pipeline.check_keep(keep)
     what = Measurement(
         windows=text_windows(model, tokenizer, texts, ctx=ctx, max_tokens=max_tokens),
         chunk=chunk,
