@@ -19,6 +19,8 @@ from kvfold.models.families import family_of
 from kvfold.ops.attention import attention, rotate
 from models import tiny, tokens
 
+pytestmark = pytest.mark.usefixtures("still")
+
 WINDOWS = tokens(4, 32)
 
 

@@ -24,6 +24,8 @@ from kvfold.spec import Latent, LayerSpec
 from kvfold.text import packaged, running, windows
 from models import tiny, tokens
 
+pytestmark = pytest.mark.usefixtures("still")
+
 # By name: the attribute `compress` of the package is the function.
 recovery = importlib.import_module("kvfold.compress.recover")
 

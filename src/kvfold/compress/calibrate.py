@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvfold.compress.positions import shifting
 from kvfold.compress.record import GRADIENTS, Recorder
 from kvfold.compress.reduce import prune, window_topics
 from kvfold.compress.statistics import Statistics, fingerprint
@@ -50,9 +51,13 @@ def calibrate(
     recorder = Recorder(model, family, geometry, statistics, needs, supports)
     generator = torch.Generator(device=model.device).manual_seed(seed)
     kept = _kept(model, windows, topics, seed) if "rows_reduced" in needs else []
-    with recorder.installed(gradients=bool(needs & GRADIENTS)):
+    with (
+        recorder.installed(gradients=bool(needs & GRADIENTS)),
+        shifting(family, model) as shift,
+    ):
         for done, window in enumerate(windows):
             ids = window[None].to(model.device)
+            shift.draw(ids.shape[1])
             recorder.start(ids.shape[1], generator, keeps_rows=done in kept)
             if needs & GRADIENTS:
                 recorder.backward_from_sampled_labels(ids)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvfold.compress.positions import shifting
 from kvfold.models.adapter import Family, HFAttention
 from kvfold.ops.bits import SCALES_IN, dequantize, quantize, scale_of
 from kvfold.ops.rotation import rotation
@@ -53,11 +54,17 @@ def recover(
     """
     folded = [x for x in family.attentions(model) if isinstance(x, HFAttention)]
     attentions = [x for x in folded if x.spec.keys != "plain"]  # a skipped layer has no maps
+    turned = any(layer.keys == "post" for layer in spec.layers)
     losses: list[float] = []
-    with _learning(model, teacher, attentions) as maps:
+    with (
+        _learning(model, teacher, attentions) as maps,
+        shifting(family, model, teacher) as shift,
+    ):
         optimiser = torch.optim.Adam([{"params": [p]} for p, _ in maps], betas=(0.9, 0.98))
         sizes = [max(float(p.detach().square().mean().sqrt()), 1e-3) for p, _ in maps]
         for step, ids in enumerate(_batches(windows, steps, seed)):
+            if turned:  # other keys are rotated after the maps, and by tables that are kept
+                shift.draw(ids.shape[1])
             losses.append(_backward(model, teacher, spec, ids.to(model.device)))
             if not math.isfinite(losses[-1]):
                 raise ValueError(

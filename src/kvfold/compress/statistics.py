@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor
 
-SCHEMA = 5
+SCHEMA = 6
 
 # name -> what it is; shape of its second moment. `needs` of a recipe are names from here.
 QUANTITIES = {

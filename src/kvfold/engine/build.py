@@ -14,9 +14,9 @@ from kvfold.cache.pool import Pool
 from kvfold.compress.basis import Basis
 from kvfold.compress.fold import fold_model
 from kvfold.config import CacheConfig
-from kvfold.engine.device import LONG_ROPE
 from kvfold.engine.runner import ModelRunner
 from kvfold.engine.sequence import CacheParams
+from kvfold.models.adapter import LONG_ROPE, rope_type
 from kvfold.models.families import attention_windows, family_of
 from kvfold.models.folded import FoldedAttention
 from kvfold.models.rotate import rotate_rows
@@ -50,7 +50,7 @@ def build_runner(
 
 
 def _check(model: Any, policy: policies.Policy | None, config: CacheConfig) -> None:
-    kind = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
+    kind = rope_type(model.config)
     if kind in LONG_ROPE:
         raise ValueError(
             f"rope_type {kind!r} gives a sequence other tables once it, or one beside it, is long; "

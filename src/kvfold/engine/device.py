@@ -15,7 +15,7 @@ from torch import Tensor
 from kvfold.cache.layout import Group
 from kvfold.engine.observer import Observer
 from kvfold.engine.ways import Part, Setup
-from kvfold.models.adapter import HFAttention
+from kvfold.models.adapter import LONG_ROPE, HFAttention
 from kvfold.ops import decode, rebuild
 from kvfold.ops.backend import use_triton
 from kvfold.ops.rebuild import KeyMaps
@@ -23,8 +23,6 @@ from kvfold.ops.rebuild import KeyMaps
 if TYPE_CHECKING:
     from kvfold.ops.decode_triton import DecodePlan
     from kvfold.ops.rebuild_plan import RebuildPlan
-
-LONG_ROPE = ("dynamic", "longrope")  # tables that depend on the longest sequence of a batch
 
 
 @dataclass(frozen=True)

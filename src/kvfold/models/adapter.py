@@ -48,6 +48,14 @@ class PagedRows(ABC):
         """Store the rows of x [1, N, D] and attend to all that its tokens see: [1, N, D]."""
 
 
+LONG_ROPE = ("dynamic", "longrope")  # tables that depend on the longest sequence of a batch
+
+
+def rope_type(config: Any) -> str:
+    """How a model's RoPE is scaled, in transformers' words."""
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+
+
 class RotaryTable:
     """The model's own RoPE tables, computed once per position and shared by all layers."""
 
@@ -57,7 +65,7 @@ class RotaryTable:
 
     def __call__(self, x: Tensor, positions: Tensor, stop: int) -> Tables:
         """cos, sin [.., rotary dims] at positions [..] < stop, in x's dtype and device."""
-        if self.rope_type in ("dynamic", "longrope"):
+        if self.rope_type in LONG_ROPE:
             return self.rotary(x, positions)
         cos = self.tables[0] if self.tables else None
         if cos is None or cos.shape[0] < stop or (cos.dtype, cos.device) != (x.dtype, x.device):
@@ -185,8 +193,7 @@ class Family(ABC):
         rotary = cls.rotary(model)
         if rotary is None:
             return
-        kind = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
-        table = RotaryTable(rotary, kind)
+        table = RotaryTable(rotary, rope_type(model.config))
         for attention in cls.attentions(model):
             if isinstance(attention, HFAttention):
                 attention.rotary = table
