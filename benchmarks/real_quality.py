@@ -41,10 +41,11 @@ from kvfold.loading import load, load_tokenizer
 from kvfold.models.copies import shared_copy
 from kvfold.spec import CacheSpec
 
-PUBLISHED = ("zack", "palu-m", "palu-j", "lorc")
+PUBLISHED = ("zack", "zdc", "palu-m", "palu-j", "lorc")
 OURS = ("fast", "lean", "small")
-FACTORS = {"small": (2, 3, 4, 5, 6, 8, 10, 14), "lean": (4, 6, 8), "swift": (3, 4, 5)}
-RECOVERED = {"small": (14, 8, 10, 6, 4), "lean": (8, 6), "swift": (5, 4)}
+FACTORS = {"small": (2, 3, 4, 5, 6, 8, 10, 14), "lean": (2, 3, 4, 5, 6, 8, 10, 14)}
+FACTORS |= {"swift": (2, 3, 4, 5, 6, 8, 10), "fast": (2, 3, 4, 5)}
+RECOVERED = {"small": (14, 8, 10, 6, 5, 4), "lean": (8, 6), "swift": (5, 4)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
