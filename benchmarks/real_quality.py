@@ -27,10 +27,10 @@ from kvfold.artifact import spec_of
 from kvfold.cache.layout import cache_layout
 from kvfold.commands.common import named_texts, versions
 from kvfold.commands.evaluate import finite
-from kvfold.compress import build
-from kvfold.compress.calibrate import artifact_key
-from kvfold.compress.recover import QuantisedRows
-from kvfold.compress.statistics import Statistics
+from kvfold.compression import build
+from kvfold.compression.calibrate import artifact_key
+from kvfold.compression.recover import QuantisedRows
+from kvfold.compression.statistics import Statistics
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.evaluate.paged import paged_perplexity

@@ -20,7 +20,7 @@ transformers.logging.disable_progress_bar()
 @pytest.fixture(scope="module")
 def still() -> Iterator[None]:
     """Calibration and recovery leave their windows at the first positions, where tests look."""
-    from kvfold.compress.positions import Shift
+    from kvfold.compression.positions import Shift
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Shift, "draw", lambda *_: None)

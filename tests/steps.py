@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvfold import compress, recipes
-from kvfold.compress import build
-from kvfold.compress.calibrate import calibrate
+from kvfold.compression import build
+from kvfold.compression.calibrate import calibrate
 from kvfold.config import CacheConfig, Recipe
 from kvfold.engine.build import build_runner
 from kvfold.engine.runner import ModelRunner

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.compress.allocate import MAX_CLASSES, METHODS, Candidate, allocate
+from kvfold.compression.allocate import MAX_CLASSES, METHODS, Candidate, allocate
 
 
 def candidates(layers: int, heads: int, width: int, seed: int) -> list[Candidate]:

@@ -15,7 +15,7 @@ LAYERS = {
     "config": set(),
     "text": set(),
     "models": {"spec", "ops"},
-    "compress": {"spec", "ops", "models", "config"},
+    "compression": {"spec", "ops", "models", "config"},
     "recipes": {"config"},
     "cache": {"spec", "ops"},
     "artifact": {"spec", "models"},

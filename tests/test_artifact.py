@@ -1,6 +1,8 @@
 """Folded checkpoints as transformers sees them."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import kvfold
 from kvfold.api import Job, save
 from kvfold.artifact import provenance_of, spec_of
-from kvfold.compress import build
-from kvfold.compress.calibrate import calibrate
+from kvfold.compression import build
+from kvfold.compression.calibrate import calibrate
 from kvfold.evaluate.perplexity import cache_bytes
 from models import tiny, tokens
 
@@ -34,6 +36,15 @@ def saved(folded, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("artifact") / "model"
     save(folded, None, path)
     return path
+
+
+def test_another_program_loads_it_after_import_kvfold(saved) -> None:
+    code = (
+        "import kvfold; from transformers import AutoModelForCausalLM as Auto\n"
+        f"print(type(Auto.from_pretrained({str(saved)!r}).model.layers[0].self_attn).__name__)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Folded" in found.stdout
 
 
 def logits(model, ids, **options):

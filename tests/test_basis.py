@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvfold.compress.basis import Basis, orthonormal, weight_svd, weighted, whitened_svd
+from kvfold.compression.basis import Basis, orthonormal, weight_svd, weighted, whitened_svd
 
 N, D, T = 12, 20, 400
 

@@ -1,6 +1,5 @@
 """Statistics against brute force, and an artifact that is reused only where it fits."""
 
-import importlib
 import math
 from dataclasses import replace
 
@@ -11,10 +10,10 @@ from transformers.masking_utils import eager_mask
 
 from kvfold import recipes
 from kvfold.api import Job
-from kvfold.compress import build
-from kvfold.compress.calibrate import artifact_key, calibrate
-from kvfold.compress.reduce import prune, window_topics
-from kvfold.compress.statistics import QUANTITIES, Statistics
+from kvfold.compression import build, record
+from kvfold.compression.calibrate import artifact_key, calibrate
+from kvfold.compression.reduce import prune, window_topics
+from kvfold.compression.statistics import QUANTITIES, Statistics
 from kvfold.models.families import family_of
 from kvfold.ops.attention import attention, rotate
 from models import tiny, tokens
@@ -230,7 +229,6 @@ def test_every_quantity_is_collected_and_the_model_left_alone(name: str) -> None
 def test_recomputed_layers_measure_the_same(monkeypatch) -> None:
     """Of large models layers run twice, and are counted once."""
     _, kept = measured("llama-gqa", set(QUANTITIES))
-    record = importlib.import_module("kvfold.compress.record")
     monkeypatch.setattr(record, "RECOMPUTE_ABOVE", 0)
     _, again = measured("llama-gqa", set(QUANTITIES))
     for quantity in QUANTITIES:

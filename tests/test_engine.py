@@ -5,7 +5,7 @@ import pytest
 from kvfold.artifact import spec_of
 from kvfold.cache.layout import cache_layout, plain_spec
 from kvfold.cache.pool import Pool
-from kvfold.compress.fold import fold_model
+from kvfold.compression.fold import fold_model
 from kvfold.engine.engine import Engine
 from kvfold.engine.runner import ModelRunner
 from kvfold.engine.sequence import SamplingParams

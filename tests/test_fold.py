@@ -8,8 +8,8 @@ from transformers.masking_utils import sdpa_mask
 
 from kvfold import recipes
 from kvfold.api import Job
-from kvfold.compress import build
-from kvfold.compress.calibrate import calibrate
+from kvfold.compression import build
+from kvfold.compression.calibrate import calibrate
 from kvfold.ops.attention import attention, rotate
 from models import CONFIGS, tiny, tokens
 

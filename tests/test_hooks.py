@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from kvfold import recipes
 from kvfold.api import Job, calibration_windows
-from kvfold.compress import build
-from kvfold.compress.basis import Basis
-from kvfold.compress.calibrate import calibrate
-from kvfold.compress.statistics import Statistics
+from kvfold.compression import build
+from kvfold.compression.basis import Basis
+from kvfold.compression.calibrate import calibrate
+from kvfold.compression.statistics import Statistics
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.families import family_of
 from kvfold.spec import CacheSpec, Geometry, Latent

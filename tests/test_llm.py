@@ -9,8 +9,8 @@ import kvfold
 from kvfold import LLM, CacheParams, SamplingParams, recipes
 from kvfold.api import Job
 from kvfold.cli import main
-from kvfold.compress import build
-from kvfold.compress.calibrate import calibrate
+from kvfold.compression import build
+from kvfold.compression.calibrate import calibrate
 from models import greedy, tiny, tokens
 
 NEW = 8

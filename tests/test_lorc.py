@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvfold.compress.basis import weight_svd
-from kvfold.compress.pipeline import log_conditions
+from kvfold.compression.basis import weight_svd
+from kvfold.compression.pipeline import log_conditions
 from kvfold.loading import load
 from kvfold.models.families import family_of
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvfold.compress.calibrate import calibrate
-from kvfold.compress.positions import Shift, shifting
+from kvfold.compression.calibrate import calibrate
+from kvfold.compression.positions import Shift, shifting
 from kvfold.models.families import family_of
 from models import tiny, tokens
 

@@ -1,7 +1,6 @@
 """Recovery: rows as pages hold them, only maps learn, and what was learnt is saved."""
 
 import copy
-import importlib
 import math
 
 import pytest
@@ -12,8 +11,9 @@ import kvfold
 from kvfold import recipes
 from kvfold.api import Job
 from kvfold.artifact import provenance_of, spec_of
-from kvfold.compress import build
-from kvfold.compress.calibrate import calibrate
+from kvfold.compression import build
+from kvfold.compression import recover as recovery
+from kvfold.compression.calibrate import calibrate
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.evaluate.paged import paged_perplexity
@@ -26,8 +26,6 @@ from models import tiny, tokens
 
 pytestmark = pytest.mark.usefixtures("still")
 
-# By name: the attribute `compress` of the package is the function.
-recovery = importlib.import_module("kvfold.compress.recover")
 
 STEPS = 10
 OURS = ["fast", "swift", "lean", "small"]

@@ -6,8 +6,8 @@ from transformers import DynamicCache
 
 from kvfold import recipes
 from kvfold.api import Job
-from kvfold.compress import build
-from kvfold.compress.calibrate import calibrate
+from kvfold.compression import build
+from kvfold.compression.calibrate import calibrate
 from kvfold.models.rotate import rotate_rows
 from kvfold.ops.rotation import rotation
 from models import tiny, tokens

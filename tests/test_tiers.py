@@ -15,9 +15,9 @@ from kvfold import recipes
 from kvfold.api import Job
 from kvfold.artifact import spec_of
 from kvfold.cache.layout import BITS, cache_layout
-from kvfold.compress import build
-from kvfold.compress.calibrate import calibrate
-from kvfold.compress.tiers import (
+from kvfold.compression import build
+from kvfold.compression.calibrate import calibrate
+from kvfold.compression.tiers import (
     DISTORTION,
     SCALE_BITS,
     _merged,

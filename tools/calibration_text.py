@@ -19,9 +19,9 @@ from torch import Tensor
 from kvfold import recipes
 from kvfold.api import Job, calibration_windows
 from kvfold.commands.common import versions
-from kvfold.compress import build
-from kvfold.compress.calibrate import calibrate
-from kvfold.compress.statistics import Statistics
+from kvfold.compression import build
+from kvfold.compression.calibrate import calibrate
+from kvfold.compression.statistics import Statistics
 from kvfold.evaluate.perplexity import paired_difference, perplexity
 from kvfold.evaluate.run import folded_copy, restricted
 from kvfold.files import write_json

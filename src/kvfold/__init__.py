@@ -1,28 +1,43 @@
 """kvfold: shrink a language model's KV cache and measure what it costs."""
 
-import sys
-from pathlib import Path
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "LLM",
-    "CacheParams",
-    "SamplingParams",
-    "__version__",
-    "compress",
-    "load",
-    "recipes",
-    "reference",
-]
+from kvfold.registration import register
+
+if TYPE_CHECKING:
+    from kvfold import recipes as recipes
+    from kvfold.api import compress as compress
+    from kvfold.engine.llm import LLM as LLM
+    from kvfold.engine.sequence import CacheParams as CacheParams
+    from kvfold.engine.sequence import SamplingParams as SamplingParams
+    from kvfold.loading import load as load
+    from kvfold.loading import reference as reference
+
 __version__ = "0.1.0"
+# Where public names are; torch and transformers are imported when the first of them is asked for.
+_HOMES = {
+    "LLM": "engine.llm",
+    "CacheParams": "engine.sequence",
+    "SamplingParams": "engine.sequence",
+    "compress": "api",
+    "load": "loading",
+    "reference": "loading",
+}
+__all__ = ["__version__", "recipes", *_HOMES]
 
-# The command line answers --help without waiting for torch; its commands import what they need.
-if Path(sys.argv[0]).stem != "kvfold":
-    from kvfold.versions import check_transformers
+register()
 
-    check_transformers()
 
-    from kvfold import recipes
-    from kvfold.api import compress
-    from kvfold.engine.llm import LLM
-    from kvfold.engine.sequence import CacheParams, SamplingParams
-    from kvfold.loading import load, reference
+def __getattr__(name: str) -> Any:
+    if name == "recipes":
+        return import_module("kvfold.recipes")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvfold' has no attribute {name!r}")
+    found = getattr(import_module(f"kvfold.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvfold import recipes
 from kvfold.artifact import mark, spec_of
-from kvfold.compress import build, pipeline
-from kvfold.compress.calibrate import artifact_key, calibrate
-from kvfold.compress.recover import BATCH, recover
-from kvfold.compress.statistics import Statistics
+from kvfold.compression import build, pipeline
+from kvfold.compression.calibrate import artifact_key, calibrate
+from kvfold.compression.recover import BATCH, recover
+from kvfold.compression.statistics import Statistics
 from kvfold.config import Recipe
 from kvfold.files import new_directory
 from kvfold.loading import load, load_tokenizer
@@ -56,7 +56,7 @@ def compress(
     of it (default 16, 8 for head_dim <= 64). calib: text files instead of the packaged
     text. tokenizer: needed with a loaded model. statistics: an artifact file, reused if it exists
     and fits, written if not. recover: steps in which the maps learn from the original on the
-    calibration text (see `compress.recover`; for a GPU). output: a directory to save to; written
+    calibration text (see `compression.recover`; for a GPU). output: a directory to save to; written
     whole or not at all.
 
     Returns the folded model. Raises ValueError for settings or inputs that cannot work.

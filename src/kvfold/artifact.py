@@ -7,12 +7,10 @@ weights are plain safetensors. Registered through transformers' public quantiser
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.quantizers import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kvfold.models.families import family_of
 from kvfold.spec import CacheSpec
 
 FORMAT = 1
@@ -58,7 +56,9 @@ class KVFoldQuantizer(HfQuantizer):
     requires_calibration = True
     quantization_config: KVFoldConfig
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        from kvfold.models.families import family_of  # not before transformers is whole
+
         family = family_of(model.config)
         spec = self.quantization_config.spec
         found = family.geometry(model.config)

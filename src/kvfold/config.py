@@ -12,12 +12,12 @@ RankName = Literal["uniform", "energy", "fisher", "condition", "greedy"]
 class Recipe:
     """How a cache is compressed along its dimensions.
 
-    basis: which directions (see compress.basis). keys, values: how many heads share a latent: one
-    (`head`), `group_size` (`group`), all (`joint`), or all heads' keys and values together (`kv`,
-    set on both). ranks: how the budget is spent (see compress.allocate). equal_ranks: all latents
-    of W_K in a layer, and all of W_V, get one rank (ranks 'fisher', Palu §4.1). gradients: weigh
-    errors by the loss's gradient. reduce: prune and cluster rows before the SVD (ZDC §5.1).
-    centroids: of its k-means, for each of q, k and v (None: see compress.reduce). skip_layers:
+    basis: which directions (see compression.basis). keys, values: how many heads share a latent:
+    one (`head`), `group_size` (`group`), all (`joint`), or all heads' keys and values together
+    (`kv`, set on both). ranks: how the budget is spent (see compression.allocate). equal_ranks: all
+    latents of W_K in a layer, and all of W_V, get one rank (ranks 'fisher', Palu §4.1). gradients:
+    weigh errors by the loss's gradient. reduce: prune and cluster rows before the SVD (ZDC §5.1).
+    centroids: of its k-means, for each of q, k and v (None: see compression.reduce). skip_layers:
     layers that stay whole, counted from 0. skip_threshold: so do those whose cumulative condition
     number has a log10 above it (ranks 'condition', LoRC §6.2).
     """

@@ -64,7 +64,7 @@ def compress(
     """
     target = parse_target(keep, budget, factor, bytes_per_token)
     from kvfold.api import check_output, check_recover
-    from kvfold.compress.pipeline import check_keep
+    from kvfold.compression.pipeline import check_keep
 
     check_keep(target.keep)
     check_recover(recover)

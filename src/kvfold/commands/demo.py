@@ -13,7 +13,7 @@ from kvfold.commands.options import PLACE
 
 if TYPE_CHECKING:
     from kvfold.api import Job
-    from kvfold.compress.statistics import Statistics
+    from kvfold.compression.statistics import Statistics
     from kvfold.evaluate.compare import Row
     from kvfold.spec import CacheSpec
 
@@ -102,7 +102,7 @@ def measured(
 def applicable(model: Any) -> list[str]:
     """Those of RECIPES that a model's family allows."""
     from kvfold import recipes
-    from kvfold.compress import build
+    from kvfold.compression import build
     from kvfold.models.families import family_of
 
     geometry, found = family_of(model.config).geometry(model.config), []
@@ -121,7 +121,7 @@ def fold_one(
     """One recipe's job, spec and folded model, from statistics at hand."""
     from kvfold import recipes
     from kvfold.api import Job
-    from kvfold.compress import build
+    from kvfold.compression import build
     from kvfold.evaluate import run
 
     job = Job(model, recipes.get(recipe), tokenizer)

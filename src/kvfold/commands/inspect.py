@@ -72,7 +72,7 @@ def inspect(
 
 def prepared(model: str, recipe: str, keep: float, calibration: Calibration, place: Place) -> "Job":
     """A job with bases, on the loaded model."""
-    from kvfold.compress.pipeline import check_keep
+    from kvfold.compression.pipeline import check_keep
 
     check_keep(keep)
     job = common.job(model, recipe, calibration, place)

@@ -11,8 +11,8 @@ from kvfold.artifact import spec_of
 from kvfold.cache import policies
 from kvfold.cache.layout import CacheLayout, cache_layout, plain_spec, tiers
 from kvfold.cache.pool import Pool
-from kvfold.compress.basis import Basis
-from kvfold.compress.fold import fold_model
+from kvfold.compression.basis import Basis
+from kvfold.compression.fold import fold_model
 from kvfold.config import CacheConfig
 from kvfold.engine.runner import ModelRunner
 from kvfold.engine.sequence import CacheParams

@@ -16,9 +16,9 @@ from torch import Tensor
 from kvfold import recipes as named
 from kvfold.api import CALIBRATION_TOKENS, Job, Progress, calibration_windows
 from kvfold.artifact import spec_of
-from kvfold.compress import build, pipeline
-from kvfold.compress.calibrate import calibrate
-from kvfold.compress.statistics import Statistics
+from kvfold.compression import build, pipeline
+from kvfold.compression.calibrate import calibrate
+from kvfold.compression.statistics import Statistics
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.evaluate.compare import Row

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvfold.compress.positions import shifting
-from kvfold.compress.record import GRADIENTS, Recorder
-from kvfold.compress.reduce import prune, window_topics
-from kvfold.compress.statistics import Statistics, fingerprint
-from kvfold.compress.support import support
+from kvfold.compression.positions import shifting
+from kvfold.compression.record import GRADIENTS, Recorder
+from kvfold.compression.reduce import prune, window_topics
+from kvfold.compression.statistics import Statistics, fingerprint
+from kvfold.compression.support import support
 from kvfold.models.adapter import Family
 
 Progress = Callable[[int, int], None]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.compress.basis import Basis, orthonormal, weight_svd, weighted, whitened_svd
-from kvfold.compress.statistics import Moment, Statistics
-from kvfold.compress.support import Support
+from kvfold.compression.basis import Basis, orthonormal, weight_svd, weighted, whitened_svd
+from kvfold.compression.statistics import Moment, Statistics
+from kvfold.compression.support import Support
 from kvfold.config import Recipe
 from kvfold.models.adapter import Projections
 from kvfold.spec import Geometry, KeyKind, Side

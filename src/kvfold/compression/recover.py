@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvfold.compress.positions import shifting
+from kvfold.compression.positions import shifting
 from kvfold.models.adapter import Family, HFAttention
 from kvfold.ops.bits import SCALES_IN, dequantize, quantize, scale_of
 from kvfold.ops.rotation import rotation

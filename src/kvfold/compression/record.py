@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from kvfold.compress.reduce import Rows, reduced_rows
-from kvfold.compress.statistics import Moment, Statistics
-from kvfold.compress.support import Support
+from kvfold.compression.reduce import Rows, reduced_rows
+from kvfold.compression.statistics import Moment, Statistics
+from kvfold.compression.support import Support
 from kvfold.models.adapter import Family
 from kvfold.ops.attention import Tables, attention, rotate
 from kvfold.spec import Geometry

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from kvfold.compress import allocate, build
-from kvfold.compress.basis import Basis
-from kvfold.compress.fold import fold_model
-from kvfold.compress.statistics import Statistics
-from kvfold.compress.support import support
-from kvfold.compress.tiers import plan_tiers
+from kvfold.compression import allocate, build
+from kvfold.compression.basis import Basis
+from kvfold.compression.fold import fold_model
+from kvfold.compression.statistics import Statistics
+from kvfold.compression.support import support
+from kvfold.compression.tiers import plan_tiers
 from kvfold.config import Recipe
 from kvfold.models.adapter import Family
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Tiers, plain_layer, value_kind

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.compress.basis import Basis
+from kvfold.compression.basis import Basis
 from kvfold.models.adapter import Family, HFAttention, Projections
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
 

@@ -1,0 +1,44 @@
+"""`import kvfold` costs nothing until it is used, and transformers knows its format."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvfold
+
+KNOWN = "from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as known"
+
+
+def run(code: str, *arguments: str | Path) -> str:
+    call = [sys.executable, *(arguments or ("-c",)), *([] if arguments else [code])]
+    return subprocess.run(call, capture_output=True, text=True, check=True).stdout
+
+
+def test_torch_and_transformers_wait() -> None:
+    heavy = "{'torch', 'transformers', 'numpy'}"
+    assert run(f"import sys, kvfold; print({heavy} & set(sys.modules))").strip() == "set()"
+    command = "import sys, kvfold.cli; kvfold.cli.main(['--help'])"
+    assert run(f"{command}; print({heavy} & set(sys.modules))").strip().endswith("set()")
+
+
+@pytest.mark.parametrize("first", ["import kvfold", "import transformers.quantizers.auto"])
+def test_transformers_knows_the_format_whoever_comes_first(first: str) -> None:
+    code = f"{first}; import kvfold; from transformers import AutoModelForCausalLM; {KNOWN}"
+    assert "KVFoldConfig" in run(f"{code}; print(known['kvfold'])")
+
+
+def test_names_are_there_whatever_the_program_is_called(tmp_path) -> None:
+    program = tmp_path / "kvfold"
+    program.write_text("from kvfold import LLM, compress, recipes\nprint(LLM.__name__)\n")
+    assert run("", program).strip() == "LLM"
+
+
+def test_public_names() -> None:
+    assert set(kvfold.__all__) <= set(dir(kvfold))
+    for name in kvfold.__all__:
+        assert getattr(kvfold, name) is getattr(kvfold, name)
+    assert callable(kvfold.compress)
+    with pytest.raises(AttributeError, match="module 'kvfold' has no attribute 'expand'"):
+        kvfold.expand  # noqa: B018
