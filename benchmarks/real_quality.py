@@ -15,11 +15,12 @@ import copy
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import DynamicCache
 
 from kvfold import recipes
 from kvfold.api import CALIBRATION_TOKENS, Job, calibration_windows
@@ -29,13 +30,14 @@ from kvfold.commands.common import named_texts, versions
 from kvfold.commands.evaluate import finite
 from kvfold.compression import build
 from kvfold.compression.calibrate import artifact_key
-from kvfold.compression.recover import QuantisedRows
+from kvfold.compression.recover import QuantisedRows, StoredRows
 from kvfold.compression.statistics import Statistics
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.evaluate.paged import paged_perplexity
 from kvfold.evaluate.perplexity import PerplexityResult, inference, summarize, token_nll
 from kvfold.evaluate.run import QUESTION_ROOM, restricted, shared_statistics, text_windows
+from kvfold.evaluate.tasks import read_tasks, run_tasks
 from kvfold.files import write_json
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.copies import shared_copy
@@ -134,13 +136,24 @@ class Bench:
             found["kept_fraction"] = cache_layout(spec).kept_fraction
             for name, ids in self.texts.items():
                 found["texts"][name] = dataclasses.asdict(rows_perplexity(model, spec, ids))
+            found["tasks"] = self._tasks(model, lambda: StoredRows(spec.layers))
             return found
         most = self.ctx + QUESTION_ROOM
+        if case.recipe is None and case.cache == CacheConfig():
+            found["tasks"] = self._tasks(model, None)
         runner = build_runner(model, case.cache, num_slots=1, max_tokens=most)
         for name, ids in self.texts.items():
             result, held = paged_perplexity(runner, ids)
             found["texts"][name] = dataclasses.asdict(result)
             found |= dataclasses.asdict(held)
+        return found
+
+    def _tasks(self, model: Any, new_cache: Callable[[], DynamicCache] | None) -> dict[str, Any]:
+        found = {}
+        for path in self.arguments.tasks:
+            questions = read_tasks(path)[: self.arguments.questions]
+            result = run_tasks(model, self.tokenizer, questions, new_cache=new_cache)
+            found[path.stem] = dataclasses.asdict(result)
         return found
 
     def _model(self, case: Case) -> tuple[Any, dict[str, Any]]:
@@ -179,6 +192,8 @@ def main() -> None:
     parser.add_argument("--recover", type=int, default=100, metavar="STEPS")
     parser.add_argument("--ctx", type=int, default=2048)
     parser.add_argument("--stats", type=Path, metavar="FILE", help="read or written")
+    parser.add_argument("--tasks", nargs="*", type=Path, default=[], metavar="FILE")
+    parser.add_argument("--questions", type=int, default=100, help="of each file of --tasks")
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--only", nargs="+", help="cases whose names begin with one of these")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
@@ -214,7 +229,8 @@ def summary(row: dict[str, Any], original: dict[str, Any]) -> str:
         f"{name} {found['nll'] - original['texts'][name]['nll']:+.4f}"
         for name, found in row["texts"].items()
     )
-    return f"{row['name']}: {1 / row['kept_fraction']:.2f}x {' '.join(losses)}"
+    right = (f"{name} {x['accuracy']:.2f}" for name, x in row.get("tasks", {}).items())
+    return f"{row['name']}: {1 / row['kept_fraction']:.2f}x {' '.join([*losses, *right])}"
 
 
 if __name__ == "__main__":

@@ -328,6 +328,18 @@ def test_long_contexts_lose_their_left_and_are_counted():
         run_tasks(model, tokenizer, [GenerationTask(prompt="a", answer="z" * 95)])
 
 
+def test_tasks_are_answered_through_the_cache_that_is_given() -> None:
+    model, made = tiny("llama"), []
+
+    def new_cache() -> hf.DynamicCache:
+        made.append(hf.DynamicCache(config=model.config))
+        return made[-1]
+
+    result = run_tasks(model, letters(), [CHOICES[0]], new_cache=new_cache)
+    assert result == run_tasks(model, letters(), [CHOICES[0]])
+    assert len(made) == len(set(CHOICES[0].contexts)) and made[0].get_seq_length() > 0
+
+
 def test_tasks_are_read_from_packed_files(tmp_path):
     rows = [
         {"prompt": "p", "answer": "a", "id": 7},

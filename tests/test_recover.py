@@ -62,6 +62,19 @@ def test_rows_come_back_as_from_pages(name: str, recipe: str) -> None:
     assert (ours - whole).abs().max() > 1e-2  # bits change something
 
 
+def test_kept_rows_serve_chunks() -> None:
+    model, rows = tiny("llama-gqa"), tokens(2, 40)
+    job = job_of(model, "small", tokens(8, 64))
+    job.fold(job.plan_factor(6.0, 1), {})
+    layers = spec_of(model).layers
+    cache = recovery.StoredRows(layers)
+    with torch.no_grad():
+        parts = [model(x, past_key_values=cache).logits for x in rows.split(7, 1)]
+        whole = model(rows, past_key_values=recovery.QuantisedRows(layers)).logits
+    assert (torch.cat(parts, 1) - whole).abs().max() < 1e-4
+    assert cache.get_seq_length() == 40
+
+
 def planned_row(*tiers: tuple[tuple[int, int], ...] | None) -> LayerSpec:
     """A layer of one latent for each entry; 8 numbers where there is no plan."""
     latents = tuple(

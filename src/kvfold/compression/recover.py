@@ -122,6 +122,21 @@ class QuantisedRows(DynamicCache):
         return through_bits(key_states, self.specs[layer_idx]), value_states
 
 
+class StoredRows(DynamicCache):
+    """A cache that keeps rows as pages would hold them, for all that transformers does with one."""
+
+    def __init__(self, layers: Sequence[LayerSpec]) -> None:
+        super().__init__()
+        self.specs = layers
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *rest: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Rows [B, 1, T, R] travel as keys."""
+        rows = through_bits(key_states, self.specs[layer_idx])
+        return super().update(rows, value_states, layer_idx, *rest, **named)
+
+
 def through_bits(rows: Tensor, spec: LayerSpec) -> Tensor:
     """rows [.., R] as planned tiers give them back; latents without a plan as they are."""
     planned = [(latent.rank, latent.tiers) for latent in spec.latents]

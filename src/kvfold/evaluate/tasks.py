@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,7 @@ class _Run:
     model: PreTrainedModel
     tokenizer: Any
     chunk: int
+    new_cache: Callable[[], DynamicCache]
 
 
 def run_tasks(
@@ -144,14 +145,16 @@ def run_tasks(
     tasks: Sequence[GenerationTask | ChoiceTask],
     *,
     chunk: int = 512,
+    new_cache: Callable[[], DynamicCache] | None = None,
     progress: Progress | None = None,
 ) -> TaskResult:
-    """Answer all `tasks` with prefill in chunks through a `DynamicCache`.
+    """Answer all `tasks` with prefill in chunks through a `DynamicCache`, of `new_cache` if given.
 
     A context that does not fit the model's positions loses tokens on its left, after BOS.
     `progress(done, total)` counts rows. Raises ValueError for an answer that alone does not fit.
     """
-    run = _Run(model=model, tokenizer=tokenizer, chunk=chunk)
+    new_cache = new_cache or (lambda: DynamicCache(config=model.config))
+    run = _Run(model=model, tokenizer=tokenizer, chunk=chunk, new_cache=new_cache)
     scores = defaultdict[str, list[float]](list)
     outputs: list[str] = []
     truncated = 0
@@ -213,7 +216,7 @@ def _fit(run: _Run, ids: list[int], reserve: int) -> tuple[list[int], bool]:
 
 def _prefill(run: _Run, ids: list[int]) -> tuple[DynamicCache, Tensor]:
     """Cache of `ids` and the logits [1, 1, V] of its last position."""
-    cache = DynamicCache(config=run.model.config)
+    cache = run.new_cache()
     for _, logits in forward_chunks(run.model, torch.tensor([ids]), cache, run.chunk):
         last = logits[:, -1:]
     return cache, last
