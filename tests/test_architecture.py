@@ -9,22 +9,33 @@ import torch
 import kvfold
 
 SOURCE = Path(kvfold.__file__).parent
-LAYERS = {
+LAYERS: dict[str, set[str]] = {
+    "versions": set(),
+    "registration": {"versions"},
+    "config": set(),
+    "files": set(),
+    "text": set(),
+    "search": set(),
     "spec": set(),
     "ops": set(),
-    "config": set(),
-    "text": set(),
-    "models": {"spec", "ops"},
-    "compression": {"spec", "ops", "models", "config"},
     "recipes": {"config"},
-    "cache": {"spec", "ops"},
-    "artifact": {"spec", "models"},
-    "benchmark": {"spec", "ops", "cache", "models", "config", "artifact", "engine"},
-    "files": set(),
     "gguf": {"files"},
     "smollm2": {"gguf"},
+    "models": {"spec", "ops"},
+    "cache": {"spec", "ops"},
+    "artifact": {"spec", "models"},
+    "compression": {"spec", "ops", "models", "config"},
     "loading": {"artifact", "models", "gguf", "smollm2"},
+    "engine": {"spec", "ops", "cache", "models", "config", "artifact", "loading"},
+    "api": {"spec", "models", "compression", "config", "recipes", "artifact", "loading"}
+    | {"files", "text"},
+    "benchmark": {"spec", "ops", "cache", "models", "config", "artifact", "engine"},
+    "evaluate": {"spec", "models", "compression", "config", "recipes", "artifact", "api", "engine"}
+    | {"search", "text"},
+    "report": {"evaluate", "files", "text"},
 }
+# The programs, on top: they may use everything, and nothing may use them.
+PROGRAMS = {"commands", "cli"}
 
 
 def imported(path: Path) -> set[str]:
@@ -41,6 +52,17 @@ def imported(path: Path) -> set[str]:
             names = [alias.name for alias in node.names]
         found |= {name.split(".")[1] for name in names if name.startswith("kvfold.")}
     return found
+
+
+def test_every_module_has_its_layer_and_no_circle_can_be() -> None:
+    modules = {
+        x.stem for x in SOURCE.iterdir() if x.suffix == ".py" or (x / "__init__.py").exists()
+    }
+    assert modules - {"__init__", "__main__", "data"} == LAYERS.keys() | PROGRAMS
+    seen: set[str] = set()
+    for layer, below in LAYERS.items():
+        assert below <= seen, layer
+        seen.add(layer)
 
 
 @pytest.mark.parametrize("layer", LAYERS)

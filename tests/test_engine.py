@@ -5,11 +5,11 @@ import pytest
 from kvfold.artifact import spec_of
 from kvfold.cache.layout import cache_layout, plain_spec
 from kvfold.cache.pool import Pool
-from kvfold.compression.fold import fold_model
 from kvfold.engine.engine import Engine
 from kvfold.engine.runner import ModelRunner
 from kvfold.engine.sequence import SamplingParams
 from kvfold.models.families import attention_windows, family_of
+from kvfold.models.fold import fold_model
 from models import CONFIGS, greedy, tiny, tokens
 
 PROMPTS = (5, 33, 70)

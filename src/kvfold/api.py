@@ -14,7 +14,7 @@ from kvfold.compression import build, pipeline
 from kvfold.compression.calibrate import artifact_key, calibrate
 from kvfold.compression.recover import BATCH, recover
 from kvfold.compression.statistics import Statistics
-from kvfold.config import Recipe
+from kvfold.config import DEFAULT_KEEP, Recipe
 from kvfold.files import new_directory
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.adapter import Family
@@ -28,7 +28,6 @@ Progress = Callable[[str, int, int], None]  # what is being done, done, total
 CALIBRATION_TOKENS = 32768
 CALIBRATION_WINDOW = 1024
 MIN_WINDOWS = 4
-DEFAULT_KEEP = 0.5
 
 
 def compress(

@@ -7,6 +7,8 @@ BasisName = Literal["zack", "lorc", "palu", "latent", "post"]
 Share = Literal["head", "group", "joint", "kv"]
 RankName = Literal["uniform", "energy", "fisher", "condition", "greedy"]
 
+DEFAULT_KEEP = 0.5  # share of the cache that stays where no size is asked for
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.commands import common
 from kvfold.commands.options import CALIBRATION, PLACE, Calibration, Model, Place
+from kvfold.config import DEFAULT_KEEP
 from kvfold.search import parse_budget
 
 if TYPE_CHECKING:
     from kvfold.api import Job
     from kvfold.spec import CacheSpec
-
-DEFAULT_KEEP = 0.5
 
 
 @dataclass(frozen=True)

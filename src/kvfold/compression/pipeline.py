@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from kvfold.compression import allocate, build
-from kvfold.compression.basis import Basis
-from kvfold.compression.fold import fold_model
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.support import support
 from kvfold.compression.tiers import plan_tiers
 from kvfold.config import Recipe
 from kvfold.models.adapter import Family
+from kvfold.models.fold import LatentMaps, fold_model
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Tiers, plain_layer, value_kind
 
 log = logging.getLogger(__name__)
@@ -182,11 +181,16 @@ def fold(
     model: Any, family: type[Family], spec: CacheSpec, layers: Sequence[Sequence[build.Prospect]]
 ) -> None:
     """Fold `model` in place to `spec`."""
-    bases: list[list[Basis | None]] = [
-        [None] * len(layer.latents) if layer.keys == "plain" else [p.basis for p in prospects]
+    maps: list[list[LatentMaps | None]] = [
+        [None] * len(layer.latents)
+        if layer.keys == "plain"
+        else [
+            LatentMaps(*p.basis.truncated(latent.rank), p.basis.mean)
+            for latent, p in zip(layer.latents, prospects, strict=True)
+        ]
         for layer, prospects in zip(spec.layers, layers, strict=True)
     ]
-    fold_model(model, family, spec, bases)
+    fold_model(model, family, spec, maps)
 
 
 def check_keep(keep: float) -> None:

@@ -11,13 +11,12 @@ from kvfold.artifact import spec_of
 from kvfold.cache import policies
 from kvfold.cache.layout import CacheLayout, cache_layout, plain_spec, tiers
 from kvfold.cache.pool import Pool
-from kvfold.compression.basis import Basis
-from kvfold.compression.fold import fold_model
 from kvfold.config import CacheConfig
 from kvfold.engine.runner import ModelRunner
 from kvfold.engine.sequence import CacheParams
 from kvfold.models.adapter import LONG_ROPE, rope_type
 from kvfold.models.families import attention_windows, family_of
+from kvfold.models.fold import LatentMaps, fold_model
 from kvfold.models.folded import FoldedAttention
 from kvfold.models.rotate import rotate_rows
 from kvfold.ops.rotation import rotation
@@ -77,8 +76,8 @@ def prepare(model: Any, config: CacheConfig, policy: policies.Policy | None = No
     if spec is None:
         spec = plain_spec(family.geometry(model.config))
         spec = _turned_spec(spec) if turn else spec
-        bases = [_turned_bases(x, turn, model.device) for x in spec.layers]
-        fold_model(model, family, spec, bases)
+        maps = [_turned_maps(x, turn, model.device) for x in spec.layers]
+        fold_model(model, family, spec, maps)
     elif turn:
         for attention, layer in zip(family.attentions(model), spec.layers, strict=True):
             if isinstance(attention, FoldedAttention) and layer.keys != "plain":
@@ -112,15 +111,15 @@ def _turned_spec(spec: CacheSpec) -> CacheSpec:
     return replace(spec, layers=layers)
 
 
-def _turned_bases(layer: LayerSpec, turn: bool, device: torch.device) -> list[Basis | None]:
+def _turned_maps(layer: LayerSpec, turn: bool, device: torch.device) -> list[LatentMaps | None]:
     if not turn:
         return [None] * len(layer.latents)
-    return [_rotation_basis(latent.rank, device) for latent in layer.latents]
+    return [_rotation_maps(latent.rank, device) for latent in layer.latents]
 
 
-def _rotation_basis(n: int, device: torch.device) -> Basis:
+def _rotation_maps(n: int, device: torch.device) -> LatentMaps:
     q = rotation(n).to(device)
-    return Basis(down=q, up=q, mean=q.new_zeros(n), singular=q.new_ones(n))
+    return LatentMaps(q, q, q.new_zeros(n))
 
 
 def _turn(widths: Sequence[tuple[int, int]]) -> torch.Tensor:

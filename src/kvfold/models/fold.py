@@ -1,33 +1,41 @@
-"""Folding: a layer's bases become the weights of an attention that stores rows.
+"""Folding: maps of a layer's latents become the weights of an attention that stores rows.
 
 Shapes: D width, Hk KV heads, G query heads per KV head, d head dim; a latent stands for n numbers
 and stores r. Everything is computed in fp64 and cast to the model's dtype at the end.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvfold.compression.basis import Basis
 from kvfold.models.adapter import Family, HFAttention, Projections
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
+
+
+class LatentMaps(NamedTuple):
+    """down, up [n, r] and mean [n]: z = down^T (c - mean) is stored, mean + up z comes back."""
+
+    down: Tensor
+    up: Tensor
+    mean: Tensor
 
 
 def fold_layer(
     attention: Any,
     weights: Projections,
     folded: HFAttention,
-    bases: Sequence[Basis | None],
+    maps: Sequence[LatentMaps | None],
 ) -> None:
-    """Fill `folded` from the original `attention` and its latents' bases (in the spec's order)."""
-    maps = Maps(weights, folded.geometry, folded.spec, bases)
+    """Fill `folded` from the original `attention` and its latents' maps (in the spec's order);
+    None stores a latent as it is."""
+    made = Maps(weights, folded.geometry, folded.spec, maps)
     tensors = {
-        **maps.query(folded),
-        **maps.rows(folded),
-        **maps.keys(folded),
-        **maps.outputs(folded),
+        **made.query(folded),
+        **made.rows(folded),
+        **made.keys(folded),
+        **made.outputs(folded),
     }
     own = dict(folded.named_parameters())
     with torch.no_grad():
@@ -43,20 +51,17 @@ class Maps:
         weights: Projections,
         geometry: Geometry,
         spec: LayerSpec,
-        bases: Sequence[Basis | None],
+        maps: Sequence[LatentMaps | None],
     ) -> None:
         self.weights, self.geometry, self.spec = weights, geometry, spec
         self.down: dict[Latent, Tensor] = {}
         self.up: dict[Latent, Tensor] = {}
         self.mean: dict[Latent, Tensor] = {}
-        for latent, basis in zip(spec.latents, bases, strict=True):
-            if basis is None:
+        for latent, own in zip(spec.latents, maps, strict=True):
+            if own is None:
                 eye = torch.eye(latent.rank, dtype=weights.k.dtype, device=weights.k.device)
-                self.down[latent] = self.up[latent] = eye
-                self.mean[latent] = eye.new_zeros(latent.rank)
-            else:
-                self.down[latent], self.up[latent] = basis.truncated(latent.rank)
-                self.mean[latent] = basis.mean
+                own = LatentMaps(eye, eye, eye.new_zeros(latent.rank))
+            self.down[latent], self.up[latent], self.mean[latent] = own
 
     def query(self, folded: HFAttention) -> dict[str, Tensor]:
         w, g = self.weights, self.geometry
@@ -160,7 +165,7 @@ class Maps:
 
 
 def fold_model(
-    model: Any, family: type[Family], spec: CacheSpec, bases: Sequence[Sequence[Basis | None]]
+    model: Any, family: type[Family], spec: CacheSpec, maps: Sequence[Sequence[LatentMaps | None]]
 ) -> None:
     """Replace every attention of `model` in place, layer by layer."""
     for index, attention in enumerate(list(family.attentions(model))):
@@ -168,7 +173,7 @@ def fold_model(
         with torch.device(weights.q.device):
             folded = family.swap(model, spec, index)
         folded.to(next(attention.parameters()).dtype).requires_grad_(False)
-        fold_layer(attention, weights, folded, bases[index])
+        fold_layer(attention, weights, folded, maps[index])
         for name, tensor in family.norms(attention).items():
             folded.get_parameter(name).data.copy_(tensor.data)
     family.connect(model)
