@@ -25,8 +25,7 @@ class Candidate:
 
     singular, loss [width] descending: the basis's spectrum and predicted losses. fisher: root mean
     square gradient of the weights behind it. condition: log of the layer's cumulative condition
-    number.
-    skip: never compressed, all its `numbers` stay.
+    number. skip: never compressed, all its `numbers` stay.
     """
 
     layer: int

@@ -108,20 +108,6 @@ def _learning(model: Any, teacher: Any, attentions: Sequence[HFAttention]) -> It
             attention.to(dtype)
 
 
-class QuantisedRows(DynamicCache):
-    """A cache that keeps nothing and gives back rows as pages would hold them."""
-
-    def __init__(self, layers: Sequence[LayerSpec]) -> None:
-        super().__init__()
-        self.specs = layers
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Rows [B, 1, T, R] travel as keys."""
-        return through_bits(key_states, self.specs[layer_idx]), value_states
-
-
 class StoredRows(DynamicCache):
     """A cache that keeps rows as pages would hold them, for all that transformers does with one."""
 
@@ -135,6 +121,15 @@ class StoredRows(DynamicCache):
         """Rows [B, 1, T, R] travel as keys."""
         rows = through_bits(key_states, self.specs[layer_idx])
         return super().update(rows, value_states, layer_idx, *rest, **named)
+
+
+class QuantisedRows(StoredRows):
+    """One that keeps nothing and gives back what it would have stored."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        return through_bits(key_states, self.specs[layer_idx]), value_states
 
 
 def through_bits(rows: Tensor, spec: LayerSpec) -> Tensor:
