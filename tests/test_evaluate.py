@@ -7,6 +7,7 @@ import logging
 import lzma
 import math
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -265,7 +266,8 @@ def test_choice_scores_do_not_leak_between_choices():
 
     for name in ("llama", "opt", "sliding"):
         model, tokenizer, task = tiny(name), letters(), CHOICES[0]
-        run = _Run(model=model, tokenizer=tokenizer, chunk=5)
+        cache = partial(hf.DynamicCache, config=model.config)
+        run = _Run(model=model, tokenizer=tokenizer, chunk=5, new_cache=cache)
         with torch.no_grad():
             scores, _ = _choice_scores(run, task.contexts[0], list(task.choices))
         assert scores == pytest.approx(brute_scores(model, tokenizer, task), abs=1e-4)

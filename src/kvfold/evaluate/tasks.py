@@ -13,6 +13,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def run_tasks(
     A context that does not fit the model's positions loses tokens on its left, after BOS.
     `progress(done, total)` counts rows. Raises ValueError for an answer that alone does not fit.
     """
-    new_cache = new_cache or (lambda: DynamicCache(config=model.config))
+    new_cache = new_cache or partial(DynamicCache, config=model.config)
     run = _Run(model=model, tokenizer=tokenizer, chunk=chunk, new_cache=new_cache)
     scores = defaultdict[str, list[float]](list)
     outputs: list[str] = []
