@@ -18,14 +18,14 @@ from typing import Any
 
 from kvfold import recipes
 from kvfold.api import CALIBRATION_TOKENS, Job
-from kvfold.cache import policies
-from kvfold.commands.common import named_texts, versions
-from kvfold.commands.evaluate import finite
+from kvfold.cache.eviction import policies
+from kvfold.cli.common import named_texts, versions
+from kvfold.cli.evaluate import finite
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
-from kvfold.evaluate.needle import evaluate_needle
-from kvfold.evaluate.paged import PagedReader, paged_perplexity
-from kvfold.evaluate.run import QUESTION_ROOM, folded_copy, text_windows
+from kvfold.evaluation.needle import evaluate_needle
+from kvfold.evaluation.paged import PagedReader, paged_perplexity
+from kvfold.evaluation.run import QUESTION_ROOM, folded_copy, text_windows
 from kvfold.files import write_json
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.copies import shared_copy

@@ -29,10 +29,10 @@ from transformers import DynamicCache, StaticCache
 
 from kvfold import recipes
 from kvfold.api import Job
-from kvfold.commands.common import versions
+from kvfold.cli.common import versions
 from kvfold.engine.llm import LLM
-from kvfold.engine.sequence import SamplingParams
-from kvfold.evaluate.run import folded_copy, shared_copy, shared_statistics
+from kvfold.engine.request import SamplingParams
+from kvfold.evaluation.run import folded_copy, shared_copy, shared_statistics
 from kvfold.files import write_json
 from kvfold.loading import load, load_tokenizer
 from kvfold.text import packaged, running, windows

@@ -25,23 +25,23 @@ from transformers import DynamicCache
 from kvfold import recipes
 from kvfold.api import CALIBRATION_TOKENS, Job, calibration_windows
 from kvfold.artifact import spec_of
-from kvfold.cache.layout import cache_layout
-from kvfold.commands.common import named_texts, versions
-from kvfold.commands.evaluate import finite
+from kvfold.cli.common import named_texts, versions
+from kvfold.cli.evaluate import finite
 from kvfold.compression import build
 from kvfold.compression.calibrate import artifact_key
 from kvfold.compression.recover import QuantisedRows, StoredRows
 from kvfold.compression.statistics import Statistics
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
-from kvfold.evaluate.paged import paged_perplexity
-from kvfold.evaluate.perplexity import PerplexityResult, inference, summarize, token_nll
-from kvfold.evaluate.run import QUESTION_ROOM, restricted, shared_statistics, text_windows
-from kvfold.evaluate.tasks import read_tasks, run_tasks
+from kvfold.evaluation.paged import paged_perplexity
+from kvfold.evaluation.perplexity import PerplexityResult, inference, summarize, token_nll
+from kvfold.evaluation.run import QUESTION_ROOM, restricted, shared_statistics, text_windows
+from kvfold.evaluation.tasks import read_tasks, run_tasks
 from kvfold.files import write_json
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.copies import shared_copy
 from kvfold.spec import CacheSpec
+from kvfold.spec.layout import cache_layout
 
 PUBLISHED = ("zack", "zdc", "palu-m", "palu-j", "lorc")
 OURS = ("fast", "lean", "small")

@@ -1,6 +1,6 @@
 """kvfold's commands, run in this process."""
 
-from kvfold.cli import main
+from kvfold.cli.main import main
 
 
 def refused(capsys, *arguments) -> str:

@@ -10,8 +10,8 @@ from math import e, log2
 import torch
 from torch import Tensor
 
-from kvfold.cache.layout import CacheLayout, Group, Latent
-from kvfold.ops import store
+from kvfold.ops.store import reference as store
+from kvfold.spec.layout import CacheLayout, Group, Latent
 from test_store import DEVICE, Store, numbers, one_layer, stored
 
 Ranks = list[tuple[int, int]]

@@ -12,8 +12,8 @@ from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
 from kvfold.config import CacheConfig, Recipe
 from kvfold.engine.build import build_runner
+from kvfold.engine.request import Batch, Request, SamplingParams, ScheduledChunk
 from kvfold.engine.runner import ModelRunner
-from kvfold.engine.sequence import Batch, Piece, SamplingParams, Sequence
 from kvfold.models.families import family_of
 from kvfold.ops.backend import use_triton
 from models import tiny, tokens
@@ -53,24 +53,26 @@ def runner_of(model, slots: int = 3, **settings) -> ModelRunner:
     return build_runner(model, config, num_slots=slots, max_tokens=96)
 
 
-def sequences_of(runner: ModelRunner, *prompts: int, more: int = 30) -> list[Sequence]:
+def sequences_of(runner: ModelRunner, *prompts: int, more: int = 30) -> list[Request]:
     """Sequences with slots, their prompts of so many tokens and what they go on with."""
     found = []
     for i, length in enumerate(prompts):
         ids = tokens(1, length + more, seed=i)[0].tolist()
-        one = Sequence(id=i, token_ids=ids, num_prompt=length, sampling=SamplingParams())
+        one = Request(id=i, token_ids=ids, num_prompt=length, sampling=SamplingParams())
         one.slot, one.num_prefill = runner.pool.open(), length
         found.append(one)
     return found
 
 
-def step(runner: ModelRunner, *work: tuple[Sequence, int], every: bool = False) -> Tensor:
+def step(runner: ModelRunner, *work: tuple[Request, int], every: bool = False) -> Tensor:
     """Logits of the last of the next tokens of every sequence, or of every token."""
     runner.pool.extend([x.open_slot for x, _ in work], [count for _, count in work])
     pieces = []
     for x, count in work:
         part = tuple(x.token_ids[x.num_computed : x.num_computed + count])
-        pieces.append(Piece(sequence=x, start=x.num_computed, tokens=part, wants_logits=True))
+        pieces.append(
+            ScheduledChunk(sequence=x, start=x.num_computed, tokens=part, wants_logits=True)
+        )
     run = runner.run_all if every else runner.run
     found = run(Batch(pieces=tuple(pieces))).clone()
     for x, count in work:

@@ -16,26 +16,36 @@ LAYERS: dict[str, set[str]] = {
     "files": set(),
     "text": set(),
     "search": set(),
-    "spec": set(),
-    "ops": set(),
+    "formats": set(),
+    "spec": {"formats"},
+    "ops": {"formats", "spec"},
     "recipes": {"config"},
     "gguf": {"files"},
     "smollm2": {"gguf"},
     "models": {"spec", "ops"},
-    "cache": {"spec", "ops"},
+    "cache": {"formats", "spec", "ops"},
     "artifact": {"spec", "models"},
-    "compression": {"spec", "ops", "models", "config"},
+    "compression": {"formats", "spec", "ops", "models", "config"},
     "loading": {"artifact", "models", "gguf", "smollm2"},
     "engine": {"spec", "ops", "cache", "models", "config", "artifact", "loading"},
     "api": {"spec", "models", "compression", "config", "recipes", "artifact", "loading"}
     | {"files", "text"},
-    "benchmark": {"spec", "ops", "cache", "models", "config", "artifact", "engine"},
-    "evaluate": {"spec", "models", "compression", "config", "recipes", "artifact", "api", "engine"}
+    "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"},
+    "evaluation": {
+        "spec",
+        "models",
+        "compression",
+        "config",
+        "recipes",
+        "artifact",
+        "api",
+        "engine",
+    }
     | {"search", "text"},
-    "report": {"evaluate", "files", "text"},
+    "report": {"evaluation", "files", "text"},
 }
 # The programs, on top: they may use everything, and nothing may use them.
-PROGRAMS = {"commands", "cli"}
+PROGRAMS = {"cli"}
 
 
 def imported(path: Path) -> set[str]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvfold.ops.attention import aligned, attention, attention_in_place
+from kvfold.ops.common.attention import aligned, attention, attention_in_place
 
 
 def test_aligned_pads_with_zeros_and_begins_every_row_at_sixteen_bytes() -> None:

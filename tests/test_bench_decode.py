@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvfold.benchmark import compression, contenders, decode, served
-from kvfold.benchmark.variants import VARIANTS
-from kvfold.cli import main
-from kvfold.engine.sequence import CacheParams
+from kvfold.bench import compression, contenders, decode
+from kvfold.bench import synthetic_engine as served
+from kvfold.bench.variants import VARIANTS
+from kvfold.cli.main import main
+from kvfold.engine.request import CacheParams
 
 CPU = torch.device("cpu")
 

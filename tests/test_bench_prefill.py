@@ -9,11 +9,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kvfold.benchmark import prefill as bench
-from kvfold.benchmark.variants import SHAPES
-from kvfold.cli import main
+from kvfold.bench import prefill as bench
+from kvfold.bench.variants import SHAPES
+from kvfold.cli.main import main
 from kvfold.ops.backend import use_triton
-from kvfold.ops.prefill import prefill_reference
+from kvfold.ops.prefill.reference import prefill_reference
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]
@@ -84,7 +84,7 @@ def test_kernels_can_be_cut_otherwise(monkeypatch):
     _, skipped = bench.measure_case(job(variants=names, baselines=()), (1, 20, 20), CPU)
     assert [x.name for x in skipped] == list(names[:2])  # the reference has nothing to cut
     pytest.importorskip("triton", reason="Triton is not installed")
-    from kvfold.ops import prefill_triton
+    from kvfold.ops.prefill import triton as prefill_triton
 
     monkeypatch.setenv("KVFOLD_BACKEND", "triton")
     use_triton.cache_clear()

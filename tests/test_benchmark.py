@@ -10,13 +10,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from kvfold.benchmark import attention, baselines, filling, timing, variants, workload
-from kvfold.benchmark.ceiling import Ceiling, measure_ceiling
-from kvfold.benchmark.reference import TOLERANCE, attend, check, decode_one
-from kvfold.cli import main
+from kvfold.bench import attention, baselines, timing, variants, workload
+from kvfold.bench import synthetic_cache as filling
+from kvfold.bench.ceiling import Ceiling, measure_ceiling
+from kvfold.bench.reference import TOLERANCE, attend, check, decode_one
+from kvfold.cli.main import main
 from kvfold.ops.backend import use_triton
-from kvfold.ops.decode import decode as decode_kernel
-from kvfold.ops.store import gather, read_tracked
+from kvfold.ops.decode.reference import decode as decode_kernel
+from kvfold.ops.store.reference import gather, read_tracked
 from kvfold.spec import value_kind
 
 CPU = torch.device("cpu")
@@ -108,7 +109,7 @@ def test_the_reading_kernel_reads_all(monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from kvfold.benchmark import ceiling_triton
+    from kvfold.bench import ceiling_triton
 
     size = ceiling_triton.BLOCK * ceiling_triton.STEPS
     x = torch.randperm(2 * size, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -483,7 +484,7 @@ def test_layers_go_round_only_where_the_cache_forgets_them(monkeypatch):
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kvfold.ops.decode", SimpleNamespace(decode=decode))
+    monkeypatch.setitem(sys.modules, "kvfold.ops.decode.reference", SimpleNamespace(decode=decode))
 
 
 def run(*options):

@@ -15,7 +15,7 @@ from kvfold.compression.calibrate import artifact_key, calibrate
 from kvfold.compression.reduce import prune, window_topics
 from kvfold.compression.statistics import QUANTITIES, Statistics
 from kvfold.models.families import family_of
-from kvfold.ops.attention import attention, rotate
+from kvfold.ops.common.attention import attention, rotate
 from models import tiny, tokens
 
 pytestmark = pytest.mark.usefixtures("still")

@@ -9,7 +9,7 @@ import transformers as hf
 
 from commands import refused
 from kvfold import versions
-from kvfold.cli import main
+from kvfold.cli.main import main
 from kvfold.loading import load_tokenizer
 
 TINY = {

@@ -6,11 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvfold.cache.layout import Group, Latent
 from kvfold.ops import backend
 from kvfold.ops.backend import use_triton
-from kvfold.ops.decode import DecodeGroups, decode, decode_groups, decode_reference, supports
-from kvfold.ops.tuning import FILE, Shape, Tuning, table, tuning_for
+from kvfold.ops.decode.reference import (
+    DecodeGroups,
+    decode,
+    decode_groups,
+    decode_reference,
+    supports,
+)
+from kvfold.ops.decode.tuning import FILE, Shape, Tuning, table, tuning_for
+from kvfold.spec.layout import Group, Latent
 from pages import Case, Ranks, error, mixed, per_head
 from test_store import one_layer
 

@@ -20,20 +20,18 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from hopper import need_compiler, run_alone  # noqa: E402
-from kvfold.cache.layout import Group, cache_layout  # noqa: E402
-from kvfold.ops import (  # noqa: E402
-    decode_triton,
-    plan_triton,
-    rebuild_plan,
-    rebuild_scores_gluon,
-    rebuild_triton,
-)
-from kvfold.ops.decode_triton import plan_layers  # noqa: E402
-from kvfold.ops.plan import padded_queries  # noqa: E402
-from kvfold.ops.rebuild import KeyMaps  # noqa: E402
-from kvfold.ops.rebuild_plan import rope_table  # noqa: E402
-from kvfold.ops.tuning import Shape, Tuning, table  # noqa: E402
+from kvfold.ops.common import plan_triton  # noqa: E402
+from kvfold.ops.common.plan import padded_queries  # noqa: E402
+from kvfold.ops.decode import triton as decode_triton  # noqa: E402
+from kvfold.ops.decode.triton import plan_layers  # noqa: E402
+from kvfold.ops.decode.tuning import Shape, Tuning, table  # noqa: E402
+from kvfold.ops.latent_decode import plan as rebuild_plan  # noqa: E402
+from kvfold.ops.latent_decode import scores_gluon as rebuild_scores_gluon  # noqa: E402
+from kvfold.ops.latent_decode import triton as rebuild_triton  # noqa: E402
+from kvfold.ops.latent_decode.plan import rope_table  # noqa: E402
+from kvfold.ops.latent_decode.reference import KeyMaps  # noqa: E402
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
+from kvfold.spec.layout import Group, cache_layout  # noqa: E402
 from pages import per_head  # noqa: E402
 
 OPTIONS = ("num_warps", "maxnreg", "launch_pdl")

@@ -27,12 +27,12 @@ if not GPU and not isinstance(tl.sum, interpreter.InterpretedFunction):
         allow_module_level=True,
     )
 
-from kvfold.ops import decode_triton  # noqa: E402
 from kvfold.ops.backend import use_triton  # noqa: E402
-from kvfold.ops.decode import decode  # noqa: E402
-from kvfold.ops.decode_triton import DecodePlan, combine_options, plan_layers  # noqa: E402
-from kvfold.ops.plan import longest_first, stream_k  # noqa: E402
-from kvfold.ops.tuning import Tuning  # noqa: E402
+from kvfold.ops.common.plan import longest_first, stream_k  # noqa: E402
+from kvfold.ops.decode import triton as decode_triton  # noqa: E402
+from kvfold.ops.decode.reference import decode  # noqa: E402
+from kvfold.ops.decode.triton import DecodePlan, combine_options, plan_layers  # noqa: E402
+from kvfold.ops.decode.tuning import Tuning  # noqa: E402
 from pages import Case, error, mixed, per_head  # noqa: E402
 from test_store import DEVICE  # noqa: E402
 

@@ -3,13 +3,13 @@
 import pytest
 
 from kvfold.artifact import spec_of
-from kvfold.cache.layout import cache_layout, plain_spec
 from kvfold.cache.pool import Pool
 from kvfold.engine.engine import Engine
+from kvfold.engine.request import SamplingParams
 from kvfold.engine.runner import ModelRunner
-from kvfold.engine.sequence import SamplingParams
 from kvfold.models.families import attention_windows, family_of
 from kvfold.models.fold import fold_model
+from kvfold.spec.layout import cache_layout, plain_spec
 from models import CONFIGS, greedy, tiny, tokens
 
 PROMPTS = (5, 33, 70)
@@ -65,7 +65,7 @@ def test_uncompressed_engine_equals_transformers(name: str, chunk: int) -> None:
 def test_pre_emption_changes_nothing(name: str) -> None:
     model = tiny(name)
     wanted = [greedy(model, prompt, NEW) for prompt in prompts_of()]
-    # Room for all prompts, but not for what they become: someone must give way.
+    # Workspace for all prompts, but not for what they become: someone must give way.
     engine = engine_of(model, num_pages=16, chunk=16, headroom=0)
     for found, expected in zip(serve(engine, prompts_of()), wanted, strict=True):
         same_up_to_ties(found, *expected)

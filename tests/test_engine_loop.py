@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
-from kvfold.cache.layout import CacheLayout, cache_layout
 from kvfold.cache.pool import Pool, PoolFull
-from kvfold.engine import sequence as sequences
+from kvfold.engine import request as sequences
 from kvfold.engine.engine import Engine, Hooks, StepOutput
+from kvfold.engine.request import Batch, CacheParams, SamplingParams, TextStream
 from kvfold.engine.sampler import sample
 from kvfold.engine.scheduler import Schedule
-from kvfold.engine.sequence import Batch, CacheParams, SamplingParams, TextStream
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
+from kvfold.spec.layout import CacheLayout, cache_layout
 
 VOCAB, PAGE, EOS = 29, 4, 0
 TABLE = 3 * torch.randn(997, VOCAB, generator=torch.Generator().manual_seed(0))
@@ -157,11 +157,11 @@ class StubRunner:
             assert (self.rows[slot] == self.pool.host_lengths[slot]).all()
         self.batches.append([(p.sequence.id, p.start, len(p.tokens)) for p in batch.pieces])
 
-    def needs_compression(self, sequence: sequences.Sequence) -> bool:
+    def needs_compression(self, sequence: sequences.Request) -> bool:
         most = sequence.cache.max_cache_tokens
         return most is not None and self.pool.host_lengths[sequence.slot].max() > most
 
-    def compress(self, chosen: list[sequences.Sequence]) -> None:
+    def compress(self, chosen: list[sequences.Request]) -> None:
         """Forget the oldest; the second group keeps one page more, where it has it."""
         self.rounds.append([sequence.id for sequence in chosen])
         if self.fail is not None:
@@ -337,7 +337,7 @@ def test_a_prefill_without_decodes_keeps_its_chunk() -> None:
     assert bench.runner.batches[:2] == [[(0, 0, 10), (1, 0, 6)], [(0, 10, 10), (1, 6, 6)]]
 
 
-# Room -------------------------------------------------------------------------------------------
+# Room ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("max_new_tokens", "refused"), [(1, 41), (2, 40)])
@@ -509,20 +509,20 @@ class Recorder(Hooks):
         self.calls: list[tuple[str, list[int]]] = []
         self.act: Callable[[int], object] = lambda id: None
 
-    def on_request_init(self, sequence: sequences.Sequence) -> None:
+    def on_request_init(self, sequence: sequences.Request) -> None:
         self.calls.append(("init", [sequence.id]))
 
-    def on_context_step_end(self, pieces: Sequence[sequences.Piece]) -> None:
+    def on_context_step_end(self, pieces: Sequence[sequences.ScheduledChunk]) -> None:
         assert all(piece.sequence.slot is not None for piece in pieces)
         self.calls.append(("context", [piece.sequence.id for piece in pieces]))
 
-    def on_generation_step_end(self, pieces: Sequence[sequences.Piece]) -> None:
+    def on_generation_step_end(self, pieces: Sequence[sequences.ScheduledChunk]) -> None:
         assert all(piece.sequence.slot is not None for piece in pieces)
         self.calls.append(("generation", [piece.sequence.id for piece in pieces]))
         for piece in pieces:
             self.act(piece.sequence.id)
 
-    def on_request_finish(self, sequence: sequences.Sequence) -> None:
+    def on_request_finish(self, sequence: sequences.Request) -> None:
         assert sequence.slot is None
         self.calls.append((sequence.finish_reason, [sequence.id]))
 

@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvfold.engine import observer
 from kvfold.engine.observer import WINDOW, Observer
+from kvfold.engine.request import CacheParams, Request, SamplingParams, ScheduledChunk
 from kvfold.engine.runner import ModelRunner
-from kvfold.engine.sequence import CacheParams, Piece, SamplingParams, Sequence
 from steps import backends, folded, runner_of, sequences_of, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
@@ -24,7 +24,7 @@ def backend(monkeypatch: pytest.MonkeyPatch):
     yield from backends(monkeypatch)
 
 
-def metrics(runner: ModelRunner, one: Sequence) -> tuple[Tensor, Tensor]:
+def metrics(runner: ModelRunner, one: Request) -> tuple[Tensor, Tensor]:
     """Of rows by position, and the positions, [G, T]; rows there are none of come last."""
     found, positions, valid = (x[0] for x in runner.eviction.tracked(one.open_slot))
     order = positions.masked_fill(~valid, 2**30).argsort(1)
@@ -84,10 +84,11 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> tuple[Observer, list[dict[int, list
     return Observer(runner.attention.setup, {0: module}), calls
 
 
-def decode(on: Observer, *sequences: Sequence) -> None:
+def decode(on: Observer, *sequences: Request) -> None:
     """A step whose queries are their own positions."""
     pieces = [
-        Piece(sequence=x, start=x.num_computed, tokens=(5,), wants_logits=True) for x in sequences
+        ScheduledChunk(sequence=x, start=x.num_computed, tokens=(5,), wants_logits=True)
+        for x in sequences
     ]
     on.begin(pieces)
     device = on.queries[0].device
@@ -100,8 +101,8 @@ def decode(on: Observer, *sequences: Sequence) -> None:
         x.num_computed += 1
 
 
-def sequence(slot: int, computed: int) -> Sequence:
-    one = Sequence(id=slot, token_ids=[5], num_prompt=1, sampling=SamplingParams(), slot=slot)
+def sequence(slot: int, computed: int) -> Request:
+    one = Request(id=slot, token_ids=[5], num_prompt=1, sampling=SamplingParams(), slot=slot)
     one.num_computed = computed
     return one
 
@@ -130,7 +131,7 @@ def test_what_belongs_to_others_is_dropped(kept) -> None:
     restarted.num_computed = 0
     on.begin(
         [
-            Piece(sequence=x, start=x.num_computed, tokens=(5, 6), wants_logits=False)
+            ScheduledChunk(sequence=x, start=x.num_computed, tokens=(5, 6), wants_logits=False)
             for x in (sequence(1, 10), restarted)
         ]
     )

@@ -17,14 +17,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-from kvfold.evaluate.compare import Row, from_json, paired, table, to_json
-from kvfold.evaluate.perplexity import (
-    cache_bytes,
-    mean_and_se,
-    paired_difference,
-    perplexity,
-)
-from kvfold.evaluate.tasks import ChoiceTask, GenerationTask, read_tasks, run_tasks, split_choices
+from kvfold.evaluation.compare import Row, from_json, paired, table, to_json
+from kvfold.evaluation.perplexity import cache_bytes, mean_and_se, paired_difference, perplexity
+from kvfold.evaluation.tasks import ChoiceTask, GenerationTask, read_tasks, run_tasks, split_choices
 from kvfold.text import documents, read_texts, running, windows
 
 LETTERS = [chr(code) for code in range(32, 127)]
@@ -262,7 +257,7 @@ def test_choices_score_as_dense_forwards_do(name, task):
 
 
 def test_choice_scores_do_not_leak_between_choices():
-    from kvfold.evaluate.tasks import _choice_scores, _Run
+    from kvfold.evaluation.tasks import _choice_scores, _Run
 
     for name in ("llama", "opt", "sliding"):
         model, tokenizer, task = tiny(name), letters(), CHOICES[0]

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvfold.cache import evict
-from kvfold.cache.evict import attention_mass, capped
-from kvfold.cache.layout import UNIT
-from kvfold.cache.policies import POLICIES, Budget, Policy, get
+from kvfold.cache.eviction import select as evict
+from kvfold.cache.eviction.policies import POLICIES, Budget, Policy, get
+from kvfold.cache.eviction.select import attention_mass, capped
+from kvfold.spec.layout import UNIT
 
 INF = float("inf")
 ALL = Policy(name="all", scope="all")

@@ -4,11 +4,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.cache.layout import Latent
-from kvfold.ops import flat
-from kvfold.ops.bits import PLANES, places, unpack
-from kvfold.ops.pages import Kind, locate, plan_pages
-from kvfold.ops.store import read_metrics
+from kvfold.formats.integers import PLANES, places, unpack
+from kvfold.ops.common.pages import PageClass, locate, plan_pages
+from kvfold.ops.decode import cpu as flat
+from kvfold.ops.store.reference import read_metrics
+from kvfold.spec.layout import Latent
 from test_store import FLOATS, Store, numbers, one_layer, split
 
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def per_head(keys: list[int], values: list[int], **options):
     return one_layer(latents, page=16, **options)
 
 
-def kinds_of(layout) -> tuple[Kind, ...]:
+def kinds_of(layout) -> tuple[PageClass, ...]:
     return plan_pages(layout.groups, CPU).kinds
 
 

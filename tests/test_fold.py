@@ -10,7 +10,7 @@ from kvfold import recipes
 from kvfold.api import Job
 from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
-from kvfold.ops.attention import attention, rotate
+from kvfold.ops.common.attention import attention, rotate
 from models import CONFIGS, tiny, tokens
 
 LENGTH, PADDING = 40, 5

@@ -10,7 +10,7 @@ import ggufs
 import kvfold
 from commands import refused
 from kvfold import gguf, loading, smollm2
-from kvfold.cli import main
+from kvfold.cli.main import main
 from kvfold.text import encode_chat
 
 FEW = ["--max-tokens", "1024"]
@@ -79,7 +79,7 @@ def test_every_way_in_takes_a_gguf_file(tiny, tmp_path, capsys):
 
 
 def test_the_demo_asks_a_model_that_chats(tiny, tmp_path, capsys, monkeypatch):
-    from kvfold.commands import demo
+    from kvfold.cli import demo
 
     monkeypatch.setattr(demo, "TEXT_TOKENS", 512)
     monkeypatch.setattr(demo, "CALIBRATION_TOKENS", 1024)

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.cache.layout import CacheLayout, Latent, cache_layout
 from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.engine import Engine
-from kvfold.engine.sequence import SamplingParams
-from kvfold.evaluate.paged import footprint
-from kvfold.evaluate.session import Session
-from kvfold.ops import kivi
-from kvfold.ops.bits import unpack
+from kvfold.engine.request import SamplingParams
+from kvfold.evaluation.paged import footprint
+from kvfold.evaluation.session import Session
+from kvfold.formats.integers import unpack
+from kvfold.ops.store import residual as kivi
 from kvfold.spec import CacheSpec, LayerSpec
+from kvfold.spec.layout import CacheLayout, Latent, cache_layout
 from models import tiny, tokens
 from test_store import FLOATS, numbers, one_layer
 
@@ -51,7 +51,7 @@ def kivi_layouts(draw) -> CacheLayout:
 
 
 def pool_of(layout: CacheLayout, slots: int = 3, rows: int = 40) -> Pool:
-    """Room for `slots` sequences, in memory full of NaN."""
+    """Workspace for `slots` sequences, in memory full of NaN."""
     pages = layout.page_bytes * (rows // layout.page) + layout.tail_bytes
     pool = Pool(layout, 3 * slots * pages + 2**14, num_slots=slots, max_tokens=rows, device=DEVICE)
     pool.arena.fill_(255)

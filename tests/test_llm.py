@@ -8,7 +8,7 @@ import torch
 import kvfold
 from kvfold import LLM, CacheParams, SamplingParams, recipes
 from kvfold.api import Job
-from kvfold.cli import main
+from kvfold.cli.main import main
 from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
 from models import greedy, tiny, tokens

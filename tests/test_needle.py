@@ -17,15 +17,8 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvfold.evaluate.haystack import (
-    FACT,
-    INTRO,
-    QUESTION,
-    build_sample,
-    load_filler,
-    load_words,
-)
-from kvfold.evaluate.needle import _Reader, _summarise, evaluate_needle
+from kvfold.evaluation.haystack import FACT, INTRO, QUESTION, build_sample, load_filler, load_words
+from kvfold.evaluation.needle import _Reader, _summarise, evaluate_needle
 
 
 def count_pieces(text: str) -> int:

@@ -17,12 +17,13 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from hopper import need_compiler, run_alone  # noqa: E402
-from kvfold.cache.evict import attention_mass  # noqa: E402
-from kvfold.cache.layout import CacheLayout  # noqa: E402
-from kvfold.cache.policies import Policy  # noqa: E402
-from kvfold.ops import observe_triton, store  # noqa: E402
+from kvfold.cache.eviction.policies import Policy  # noqa: E402
+from kvfold.cache.eviction.select import attention_mass  # noqa: E402
 from kvfold.ops.backend import use_triton  # noqa: E402
-from kvfold.ops.observe import observe, observe_reference, supports  # noqa: E402
+from kvfold.ops.observe import triton as observe_triton  # noqa: E402
+from kvfold.ops.observe.reference import observe, observe_reference, supports  # noqa: E402
+from kvfold.ops.store import reference as store  # noqa: E402
+from kvfold.spec.layout import CacheLayout  # noqa: E402
 from pages import heads_of, mixed, per_head, queries_of  # noqa: E402
 from test_store import DEVICE, Store, numbers, stored  # noqa: E402
 

@@ -7,12 +7,12 @@ import torch
 import transformers as hf
 
 from commands import refused
-from kvfold.cli import main
+from kvfold.cli.main import main
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
-from kvfold.evaluate.needle import _Reader, evaluate_needle
-from kvfold.evaluate.paged import PagedReader, paged_perplexity
-from kvfold.evaluate.perplexity import perplexity, token_nll
+from kvfold.evaluation.needle import _Reader, evaluate_needle
+from kvfold.evaluation.paged import PagedReader, paged_perplexity
+from kvfold.evaluation.perplexity import perplexity, token_nll
 from kvfold.loading import load_tokenizer
 from models import CONFIGS, tiny, tokens
 
@@ -231,7 +231,7 @@ def test_eval_at_four_bits(plain, text, tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize("question", [[], ["--see-question"]])
 def test_eval_with_eviction_and_needle(plain, tmp_path, monkeypatch, question) -> None:
-    monkeypatch.setattr("kvfold.evaluate.run.NEEDLE_LENGTHS", (512,))
+    monkeypatch.setattr("kvfold.evaluation.run.NEEDLE_LENGTHS", (512,))
     options = ["--evict", "snapkv", "--keep-tokens", ".5", "--needle", "--needle-contexts", 1]
     found = measured(tmp_path, "eval", plain, *options, *question)
     assert found["needle"]["512"]["num_questions"] == 4

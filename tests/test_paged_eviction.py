@@ -8,15 +8,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
-from kvfold.cache import policies
+from kvfold.cache.eviction import policies
 from kvfold.config import CacheConfig
 from kvfold.engine import eviction
 from kvfold.engine.build import build_runner
+from kvfold.engine.request import CacheParams
 from kvfold.engine.runner import ModelRunner
-from kvfold.engine.sequence import CacheParams
-from kvfold.evaluate.paged import footprint
-from kvfold.evaluate.session import Session
-from kvfold.ops.attention import attention
+from kvfold.evaluation.paged import footprint
+from kvfold.evaluation.session import Session
+from kvfold.ops.common.attention import attention
 from models import CONFIGS, tiny, tokens
 
 PROMPT, MORE, PAGE = 60, 12, 4

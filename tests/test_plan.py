@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.ops.plan import Slices, longest_first, stream_k
+from kvfold.ops.common.plan import Slices, longest_first, stream_k
 
 
 def walk(slices: Slices, tiles: list[int]) -> list[list[tuple[int, int]]]:
@@ -83,7 +83,7 @@ def both_plans(
     chance: random.Random, layers: int, batch: int, groups: int, num_slices: int, rows: int
 ) -> None:
     """The kernel's slices are `stream_k`'s: ragged lengths, some 0, of slots in any order."""
-    from kvfold.ops.plan_triton import plan_slices
+    from kvfold.ops.common.plan_triton import plan_slices
 
     generator = torch.Generator().manual_seed(chance.randrange(2**31))
     longest = chance.choice([1, 40, 3000, 2**20])

@@ -18,9 +18,9 @@ from hypothesis.stateful import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvfold.cache.layout import UNIT, CacheLayout, cache_layout
 from kvfold.cache.pool import Pool, PoolFull
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
+from kvfold.spec.layout import UNIT, CacheLayout, cache_layout
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif("not torch.cuda.is_available()"))]
 MIXED = (8, 24, 40, 24, 8, 72)  # pages of 64, 192, 320 and 576 bytes at 4 rows

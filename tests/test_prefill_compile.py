@@ -14,9 +14,9 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from hopper import need_compiler, run_alone  # noqa: E402
-from kvfold.ops import prefill_triton  # noqa: E402
-from kvfold.ops.prefill import Side  # noqa: E402
-from kvfold.ops.prefill_plan import cut_for, widths_of  # noqa: E402
+from kvfold.ops.prefill import triton as prefill_triton  # noqa: E402
+from kvfold.ops.prefill.plan import cut_for, widths_of  # noqa: E402
+from kvfold.ops.prefill.reference import KVView  # noqa: E402
 from test_decode_compile import SHARED, Recorder, operations  # noqa: E402
 
 # Key and value rank of the benchmark's variants, and the widest that there are.
@@ -38,7 +38,7 @@ def recorded(ranks: tuple[int, int], few: bool, positions: bool, window: int | N
     heads, size = 8, 64
     data = torch.zeros(1, size, heads * sum(ranks), dtype=torch.bfloat16)
     keys, values = (
-        Side(data, tuple(first + h * rank for h in range(heads)), (rank,) * heads)
+        KVView(data, tuple(first + h * rank for h in range(heads)), (rank,) * heads)
         for rank, first in zip(ranks, (0, heads * ranks[0]), strict=True)
     )
     where = torch.zeros(1, heads, size, dtype=torch.int32) if positions else None

@@ -28,10 +28,10 @@ if not GPU and not isinstance(tl.sum, interpreter.InterpretedFunction):
         allow_module_level=True,
     )
 
-from kvfold.ops import prefill_triton  # noqa: E402
 from kvfold.ops.backend import use_triton  # noqa: E402
-from kvfold.ops.prefill import Side, prefill, prefill_reference, supports  # noqa: E402
-from kvfold.ops.prefill_plan import Cut, classes_of, longest_first, parts, widths_of  # noqa: E402
+from kvfold.ops.prefill import triton as prefill_triton  # noqa: E402
+from kvfold.ops.prefill.plan import Cut, classes_of, longest_first, parts, widths_of  # noqa: E402
+from kvfold.ops.prefill.reference import KVView, prefill, prefill_reference, supports  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 LIMIT, LSE = 1e-3, 1e-3
@@ -58,8 +58,8 @@ class Case:
     """What `prefill` takes."""
 
     q: Tensor
-    keys: Side
-    values: Side
+    keys: KVView
+    values: KVView
     options: dict
 
     @classmethod
@@ -88,7 +88,7 @@ class Case:
             outside = torch.arange(size, device=DEVICE) >= counts[:, owner[head], None]
             rows[..., starts[i] : starts[i + 1]][outside] = torch.nan
         keys, values = (
-            Side(rows, tuple(starts[at : at + len(ranks)]), tuple(widths[at : at + len(ranks)]))
+            KVView(rows, tuple(starts[at : at + len(ranks)]), tuple(widths[at : at + len(ranks)]))
             for at in (0, len(ranks))
         )
         q = torch.randn(batch, len(ranks) * group, num_queries, max(keys.ranks), device=DEVICE)
@@ -238,7 +238,7 @@ def test_rebuilt_keys_and_strided_queries(window: int | None) -> None:
     case = Case.of(((16, 16),) * 2, ((40,) * 2, (33,) * 2), 12, group=2, first=25, window=window)
     k, v = (torch.randn(2, 2, 45, d, device=DEVICE).half() for d in (16, 24))
     case.keys, case.values = (
-        Side(x.transpose(1, 2), tuple(h * x.stride(1) for h in range(2)), (x.shape[-1],) * 2)
+        KVView(x.transpose(1, 2), tuple(h * x.stride(1) for h in range(2)), (x.shape[-1],) * 2)
         for x in (k, v)
     )
     case.q = case.q.transpose(1, 2).contiguous().transpose(1, 2)

@@ -8,8 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.ops.bits import FP16_MAX, GAUSSIAN_STEP, dequantize, pack, quantize, scale_of, unpack
-from kvfold.ops.rotation import rotation
+from kvfold.formats.integers import (
+    FP16_MAX,
+    GAUSSIAN_STEP,
+    dequantize,
+    pack,
+    quantize,
+    scale_of,
+    unpack,
+)
+from kvfold.ops.common.rotation import rotation
 
 BITS = (8, 6, 4, 3, 2, 1)
 U = 2.0**-11  # unit round-off of fp16

@@ -11,12 +11,14 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-from kvfold.cache.layout import cache_layout  # noqa: E402
-from kvfold.ops import rebuild, rebuild_triton, store  # noqa: E402
-from kvfold.ops.rebuild import KeyMaps, supports  # noqa: E402
-from kvfold.ops.rebuild_plan import Passes, find_drift, plan_layers, rope_table  # noqa: E402
-from kvfold.ops.tuning import Tuning  # noqa: E402
+from kvfold.ops.decode.tuning import Tuning  # noqa: E402
+from kvfold.ops.latent_decode import reference as rebuild  # noqa: E402
+from kvfold.ops.latent_decode import triton as rebuild_triton  # noqa: E402
+from kvfold.ops.latent_decode.plan import Passes, find_drift, plan_layers, rope_table  # noqa: E402
+from kvfold.ops.latent_decode.reference import KeyMaps, supports  # noqa: E402
+from kvfold.ops.store import reference as store  # noqa: E402
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
+from kvfold.spec.layout import cache_layout  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")

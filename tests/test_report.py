@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kvfold.evaluate import compare
-from kvfold.evaluate.compare import Row
+from kvfold.evaluation import compare
+from kvfold.evaluation.compare import Row
 from kvfold.report import RankMap, spread, write_report
 
 pytest.importorskip("matplotlib")

@@ -9,7 +9,7 @@ from kvfold.api import Job
 from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
 from kvfold.models.rotate import rotate_rows
-from kvfold.ops.rotation import rotation
+from kvfold.ops.common.rotation import rotation
 from models import tiny, tokens
 
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvfold.engine.request import SamplingParams
 from kvfold.engine.sampler import _draw, _limit, sample
-from kvfold.engine.sequence import SamplingParams
 
 VOCAB = 12
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2

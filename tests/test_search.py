@@ -6,7 +6,7 @@ import pytest
 import transformers as hf
 
 from kvfold.api import calibration_windows
-from kvfold.evaluate.budget import held_out
+from kvfold.evaluation.budget import held_out
 from kvfold.loading import load_tokenizer
 from kvfold.search import LOWEST, parse_budget, search
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.engine import Engine
+from kvfold.engine.request import SamplingParams
 from kvfold.engine.runner import ModelRunner
-from kvfold.engine.sequence import SamplingParams
-from kvfold.evaluate.session import Session
+from kvfold.evaluation.session import Session
 from kvfold.models.families import attention_windows
 from models import ROTARY, tiny, tokens
 from test_engine import greedy, same_up_to_ties

@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.cache import layout as layouts
-from kvfold.cache.layout import CacheLayout, Group, Latent, cache_layout
-from kvfold.ops import pages as addressing
-from kvfold.ops.bits import SCALES_IN, dequantize, quantize, scale_of
-from kvfold.ops.store import (
+from kvfold.formats.integers import SCALES_IN, dequantize, quantize, scale_of
+from kvfold.ops.common import pages as addressing
+from kvfold.ops.store.reference import (
     StoredRows,
     add_metrics,
     append,
@@ -25,6 +23,8 @@ from kvfold.ops.store import (
     read_tracked,
 )
 from kvfold.spec import CacheSpec, Geometry, LayerSpec
+from kvfold.spec import layout as layouts
+from kvfold.spec.layout import CacheLayout, Group, Latent, cache_layout
 from test_quantize import bound
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

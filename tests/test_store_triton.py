@@ -31,10 +31,12 @@ if not GPU and __name__ != "__main__" and not isinstance(tl.sum, interpreter.Int
     )
 
 from hopper import run_alone  # noqa: E402
-from kvfold.cache.layout import CacheLayout, Latent  # noqa: E402
-from kvfold.ops import pages_triton, store, store_triton  # noqa: E402
-from kvfold.ops.bits import PLANES  # noqa: E402
-from kvfold.ops.segments import Piece, plan_pieces  # noqa: E402
+from kvfold.formats.integers import PLANES  # noqa: E402
+from kvfold.ops.store import kernels as pages_triton  # noqa: E402
+from kvfold.ops.store import reference as store  # noqa: E402
+from kvfold.ops.store import triton as store_triton  # noqa: E402
+from kvfold.ops.store.segments import Piece, plan_pieces  # noqa: E402
+from kvfold.spec.layout import CacheLayout, Latent  # noqa: E402
 from test_store import (  # noqa: E402
     DEVICE,
     FLOATS,

@@ -14,7 +14,6 @@ import kvfold
 from kvfold import recipes
 from kvfold.api import Job
 from kvfold.artifact import spec_of
-from kvfold.cache.layout import BITS, cache_layout
 from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.tiers import (
@@ -27,6 +26,7 @@ from kvfold.compression.tiers import (
 )
 from kvfold.config import Recipe
 from kvfold.spec import CacheSpec
+from kvfold.spec.layout import BITS, cache_layout
 from models import tiny, tokens
 
 ALIGNS = st.sampled_from([1, 4, 8, 16])

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from kvfold.benchmark import timing
-from kvfold.benchmark.workload import SHAPES, Variant
-from kvfold.ops import tuning as tuning_table
-from kvfold.ops.tuning import Shape, Tuning, table
+from kvfold.bench import timing
+from kvfold.bench.workload import SHAPES, Variant
+from kvfold.ops.decode import tuning as tuning_table
+from kvfold.ops.decode.tuning import Shape, Tuning, table
 from test_store import DEVICE
 
 TOOL = Path(__file__).parents[1] / "tools" / "tune_decode.py"

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from kvfold import recipes
 from kvfold.api import Job, calibration_windows
-from kvfold.commands.common import versions
+from kvfold.cli.common import versions
 from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.statistics import Statistics
-from kvfold.evaluate.perplexity import paired_difference, perplexity
-from kvfold.evaluate.run import folded_copy, restricted
+from kvfold.evaluation.perplexity import paired_difference, perplexity
+from kvfold.evaluation.run import folded_copy, restricted
 from kvfold.files import write_json
 from kvfold.loading import load, load_tokenizer
 from kvfold.text import read_text, running, windows

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvfold import recipes
 from kvfold.api import Job
-from kvfold.commands.common import versions
+from kvfold.cli.common import versions
 from kvfold.files import write_json
 from kvfold.loading import default_device, load_tokenizer
 

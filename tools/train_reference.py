@@ -18,7 +18,7 @@ Every code path in a minute on two CPU cores:
 
 Shapes: B rows of a step, T tokens of a row (the context), V vocabulary; B * T = tokens per step.
 Each row is running text; about 40 % of them carry a retrieval episode in the wording of
-`kvfold.evaluate.needle`, put together from token ids so that rows cost microseconds.
+`kvfold.evaluation.needle`, put together from token ids so that rows cost microseconds.
 """
 
 import argparse
@@ -54,8 +54,8 @@ from transformers import (
 )
 
 from kvfold.data import read_text
-from kvfold.evaluate.haystack import ANSWER, FACT, INTRO, QUESTION, load_words
-from kvfold.evaluate.needle import evaluate_needle
+from kvfold.evaluation.haystack import ANSWER, FACT, INTRO, QUESTION, load_words
+from kvfold.evaluation.needle import evaluate_needle
 
 SEPARATOR = "<|endoftext|>"
 VOCABULARY = 4096

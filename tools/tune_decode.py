@@ -1,4 +1,4 @@
-"""Find how the decode kernel is best cut on this GPU: src/kvfold/ops/decode_tuning.json anew.
+"""Find how the decode kernel is best cut on this GPU: src/kvfold/ops/tuning.json anew.
 
     python tools/tune_decode.py
 
@@ -20,15 +20,15 @@ import triton
 from rich.console import Console
 from rich.table import Table
 
-from kvfold.benchmark.reference import check, decode_one
-from kvfold.benchmark.timing import Step, time_steps
-from kvfold.benchmark.workload import SHAPES, Variant, Workload, build_workload
-from kvfold.commands.common import versions
+from kvfold.bench.reference import check, decode_one
+from kvfold.bench.timing import Step, time_steps
+from kvfold.bench.workload import SHAPES, Variant, Workload, build_workload
+from kvfold.cli.common import versions
 from kvfold.files import check_writable, write_json
-from kvfold.ops import decode_triton
-from kvfold.ops.decode_triton import plan_layers
-from kvfold.ops.plan import power_of_two
-from kvfold.ops.tuning import FILE, Shape, Tuning
+from kvfold.ops.common.plan import power_of_two
+from kvfold.ops.decode import triton as decode_triton
+from kvfold.ops.decode.triton import plan_layers
+from kvfold.ops.decode.tuning import FILE, Shape, Tuning
 from kvfold.spec import Geometry
 
 SEED, LAYERS = 0, 2

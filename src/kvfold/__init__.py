@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from kvfold import recipes as recipes
     from kvfold.api import compress as compress
     from kvfold.engine.llm import LLM as LLM
-    from kvfold.engine.sequence import CacheParams as CacheParams
-    from kvfold.engine.sequence import SamplingParams as SamplingParams
+    from kvfold.engine.request import CacheParams as CacheParams
+    from kvfold.engine.request import SamplingParams as SamplingParams
     from kvfold.loading import load as load
     from kvfold.loading import reference as reference
 
@@ -18,8 +18,8 @@ __version__ = "0.1.0"
 # Where public names are; torch and transformers are imported when the first of them is asked for.
 _HOMES = {
     "LLM": "engine.llm",
-    "CacheParams": "engine.sequence",
-    "SamplingParams": "engine.sequence",
+    "CacheParams": "engine.request",
+    "SamplingParams": "engine.request",
     "compress": "api",
     "load": "loading",
     "reference": "loading",

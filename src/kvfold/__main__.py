@@ -2,6 +2,6 @@
 
 import sys
 
-from kvfold.cli import main
+from kvfold.cli.main import main
 
 sys.exit(main())

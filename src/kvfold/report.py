@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.evaluate import compare
-from kvfold.evaluate.compare import Row
+from kvfold.evaluation import compare
+from kvfold.evaluation.compare import Row
 from kvfold.files import write_text
 from kvfold.text import packaged
 

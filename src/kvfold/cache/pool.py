@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.cache.layout import UNIT, CacheLayout
 from kvfold.cache.slabs import Ints, Slabs, ceil_div, upload
+from kvfold.spec.layout import UNIT, CacheLayout
 
 
 class PoolFull(RuntimeError):

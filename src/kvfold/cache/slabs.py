@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvfold.cache.layout import UNIT
+from kvfold.spec.layout import UNIT
 
 Ints = npt.NDArray[np.int64]
 

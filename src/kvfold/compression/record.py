@@ -18,7 +18,7 @@ from kvfold.compression.reduce import Rows, reduced_rows
 from kvfold.compression.statistics import Moment, Statistics
 from kvfold.compression.support import Support
 from kvfold.models.adapter import Family
-from kvfold.ops.attention import Tables, attention, rotate
+from kvfold.ops.common.attention import Tables, attention, rotate
 from kvfold.spec import Geometry
 
 GRADIENTS = {"grad_key_pre", "grad_value", "grad_kv", "grad_out", "grad_key_post", "fisher"}

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvfold.compression.positions import shifting
+from kvfold.formats.integers import SCALES_IN, dequantize, quantize, scale_of
 from kvfold.models.adapter import Family, HFAttention
-from kvfold.ops.bits import SCALES_IN, dequantize, quantize, scale_of
-from kvfold.ops.rotation import rotation
+from kvfold.ops.common.rotation import rotation
 from kvfold.spec import CacheSpec, LayerSpec, Tiers
 
 BATCH = 16  # windows a step

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from kvfold.artifact import spec_of
-from kvfold.cache import policies
-from kvfold.cache.layout import CacheLayout, cache_layout, plain_spec, tiers
+from kvfold.cache.eviction import policies
 from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
+from kvfold.engine.request import CacheParams
 from kvfold.engine.runner import ModelRunner
-from kvfold.engine.sequence import CacheParams
 from kvfold.models.adapter import LONG_ROPE, rope_type
 from kvfold.models.families import attention_windows, family_of
 from kvfold.models.fold import LatentMaps, fold_model
 from kvfold.models.folded import FoldedAttention
 from kvfold.models.rotate import rotate_rows
-from kvfold.ops.rotation import rotation
+from kvfold.ops.common.rotation import rotation
 from kvfold.spec import CacheSpec, KeyKind, LayerSpec
+from kvfold.spec.layout import CacheLayout, cache_layout, plain_spec, tiers
 
 PAGE = 32  # rows, where neither the configuration nor the policy says
 SHARE = 0.5  # of free memory, where kv_bytes is not given

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kvfold.models.adapter import HFAttention, PagedRows
 from kvfold.models.families import family_of
 from kvfold.models.pieces import Pieces
-from kvfold.ops.attention import Tables
+from kvfold.ops.common.attention import Tables
 
 TOKENS = 127  # of the step that is compiled for; a prime, so that no width of a model equals it
 RECOMPILES = 64  # of one function: widths, types of numbers, and one token apart from more

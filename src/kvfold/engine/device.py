@@ -12,21 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvfold.cache.layout import Group
+from kvfold.engine.backends import AttentionContext, AttentionMetadata
 from kvfold.engine.observer import Observer
-from kvfold.engine.ways import Part, Setup
 from kvfold.models.adapter import LONG_ROPE, HFAttention
-from kvfold.ops import decode, rebuild
 from kvfold.ops.backend import use_triton
-from kvfold.ops.rebuild import KeyMaps
+from kvfold.ops.decode import reference as decode
+from kvfold.ops.latent_decode import reference as rebuild
+from kvfold.ops.latent_decode.reference import KeyMaps
+from kvfold.spec.layout import Group
 
 if TYPE_CHECKING:
-    from kvfold.ops.decode_triton import DecodePlan
-    from kvfold.ops.rebuild_plan import RebuildPlan
+    from kvfold.ops.decode.triton import DecodePlan
+    from kvfold.ops.latent_decode.plan import RebuildPlan
 
 
 @dataclass(frozen=True)
-class Bunch:
+class LayerBatch:
     """Layers that are planned together, since they have equally many groups and latents; columns
     int64: the numbers of these groups."""
 
@@ -34,12 +35,12 @@ class Bunch:
     groups: tuple[tuple[Group, ...], ...]
     columns: Tensor
 
-    def lengths(self, setup: Setup, part: Part) -> Tensor:
+    def lengths(self, setup: AttentionContext, part: AttentionMetadata) -> Tensor:
         """int32 [B, groups of these layers], the step's own rows included."""
         return setup.pool.lengths[part.slots[:, None], self.columns]
 
 
-def bunches(setup: Setup, layers: Iterable[int]) -> list[Bunch]:
+def bunches(setup: AttentionContext, layers: Iterable[int]) -> list[LayerBatch]:
     """`layers`, alike ones together."""
     spec, alike = setup.pool.layout.spec, defaultdict(list)
     for layer in layers:
@@ -49,31 +50,33 @@ def bunches(setup: Setup, layers: Iterable[int]) -> list[Bunch]:
     return [_bunch(setup, tuple(found)) for found in alike.values()]
 
 
-def _bunch(setup: Setup, layers: tuple[int, ...]) -> Bunch:
+def _bunch(setup: AttentionContext, layers: tuple[int, ...]) -> LayerBatch:
     places = [setup.pool.layout.layer_groups[i] for i in layers]
     columns = [number for x in places for number in range(x.start, x.stop)]
     groups = tuple(setup.pages[i].groups for i in layers)
-    return Bunch(layers, groups, torch.tensor(columns, device=setup.pool.device))
+    return LayerBatch(layers, groups, torch.tensor(columns, device=setup.pool.device))
 
 
 class DirectDecode:
     """Rows in score space, a group a KV head, by `ops.decode`'s kernel. A step has one decoding
     part. observer: what keeps observed queries; None: those are for other ways."""
 
-    def __init__(self, setup: Setup, layers: list[Bunch], observer: Observer | None) -> None:
+    def __init__(
+        self, setup: AttentionContext, layers: list[LayerBatch], observer: Observer | None
+    ) -> None:
         self.setup, self.layers, self.observer = setup, layers, observer
         self.plans: dict[int, DecodePlan] = {}
         self.kept: Tensor | None = None  # where the observer keeps the part's queries
 
-    def takes(self, module: HFAttention, part: Part) -> bool:
+    def takes(self, module: HFAttention, part: AttentionMetadata) -> bool:
         mine = any(module.layer_idx in x.layers for x in self.layers)
         watched = part.prompt_lengths is not None
         seen = self.observer is not None and module.layer_idx in self.observer.modules
         return part.decode and mine and (seen or not watched)
 
-    def attend(self, module: HFAttention, part: Part, q: Tensor) -> Tensor:
+    def attend(self, module: HFAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, 1, r] -> [B, 1, D]."""
-        from kvfold.ops import decode_triton
+        from kvfold.ops.decode import triton as decode_triton
 
         if not self.plans:
             for x in self.layers:
@@ -94,7 +97,7 @@ class DirectDecode:
 class Rebuilder:
     """What rebuilds the keys of layers, made once: their maps by layer, and one table of angles."""
 
-    layers: list[Bunch]
+    layers: list[LayerBatch]
     maps: Mapping[int, KeyMaps]
     rope: Tensor
 
@@ -103,17 +106,17 @@ class RebuiltDecode:
     """Keys rebuilt from latents before RoPE, by `ops.rebuild`'s kernels, where they are not
     observed. A step has one decoding part."""
 
-    def __init__(self, setup: Setup, rebuilder: Rebuilder) -> None:
+    def __init__(self, setup: AttentionContext, rebuilder: Rebuilder) -> None:
         self.setup, self.rebuilder = setup, rebuilder
         self.plans: dict[int, RebuildPlan] = {}
 
-    def takes(self, module: HFAttention, part: Part) -> bool:
+    def takes(self, module: HFAttention, part: AttentionMetadata) -> bool:
         mine = module.layer_idx in self.rebuilder.maps
         return part.decode and mine and part.prompt_lengths is None
 
-    def attend(self, module: HFAttention, part: Part, q: Tensor) -> Tensor:
+    def attend(self, module: HFAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, 1, d], rotated -> [B, 1, D]."""
-        from kvfold.ops import rebuild_triton
+        from kvfold.ops.latent_decode import triton as rebuild_triton
 
         if not self.plans:
             self._plan(part, module.num_key_value_groups, q.dtype)
@@ -134,8 +137,8 @@ class RebuiltDecode:
         )
         return module.output(out[:, :, None])
 
-    def _plan(self, part: Part, queries: int, dtype: torch.dtype) -> None:
-        from kvfold.ops.rebuild_plan import plan_layers
+    def _plan(self, part: AttentionMetadata, queries: int, dtype: torch.dtype) -> None:
+        from kvfold.ops.latent_decode.plan import plan_layers
 
         spec = self.setup.pool.layout.spec
         for x in self.rebuilder.layers:
@@ -145,7 +148,7 @@ class RebuiltDecode:
             self.plans.update(zip(x.layers, plans, strict=True))
 
 
-def direct_layers(setup: Setup) -> list[int]:
+def direct_layers(setup: AttentionContext) -> list[int]:
     """Layers that `DirectDecode` does: a query sees all rows, which its kernel reads."""
     return [
         i
@@ -154,7 +157,7 @@ def direct_layers(setup: Setup) -> list[int]:
     ]
 
 
-def rebuilder_of(setup: Setup, modules: Sequence[Any]) -> Rebuilder | None:
+def rebuilder_of(setup: AttentionContext, modules: Sequence[Any]) -> Rebuilder | None:
     """Of the layers whose keys kernels rebuild; None if there is none. Only angles that do not
     depend on the sequence's length will do, the same in all layers."""
     spec = setup.pool.layout.spec
@@ -167,7 +170,7 @@ def rebuilder_of(setup: Setup, modules: Sequence[Any]) -> Rebuilder | None:
     ]
     if not layers:
         return None
-    from kvfold.ops.rebuild_plan import rope_table
+    from kvfold.ops.latent_decode.plan import rope_table
 
     maps = {i: _key_maps(modules[i]) for i in layers}
     angles = maps[layers[0]].inv_freq
@@ -182,7 +185,7 @@ def _key_maps(module: HFAttention) -> KeyMaps:
     return KeyMaps(up, module.key_mean.detach(), rotary.inv_freq.float(), rotary.attention_scaling)
 
 
-def _unwindowed(setup: Setup) -> list[int]:
+def _unwindowed(setup: AttentionContext) -> list[int]:
     """Layers without a sliding window, where kernels run."""
     if not use_triton(setup.pool.device.type) or setup.pool.layout.residual:
         return []

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from itertools import count
 
 from kvfold.cache.pool import Pool
-from kvfold.engine.sampler import Choice, sample
-from kvfold.engine.scheduler import Schedule, Scheduler
-from kvfold.engine.sequence import (
+from kvfold.engine.request import (
     Batch,
     CacheParams,
     Detokenize,
     FinishReason,
-    Piece,
+    Request,
     Runner,
     SamplingParams,
-    Sequence,
+    ScheduledChunk,
     Status,
     TextStream,
     TokenLogprobs,
 )
+from kvfold.engine.sampler import Choice, sample
+from kvfold.engine.scheduler import Schedule, Scheduler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +43,16 @@ class StepOutput:
 class Hooks:
     """Called by the engine as it goes. Override what is needed."""
 
-    def on_request_init(self, sequence: Sequence) -> None:
+    def on_request_init(self, sequence: Request) -> None:
         """A request was accepted and waits."""
 
-    def on_context_step_end(self, pieces: Items[Piece]) -> None:
+    def on_context_step_end(self, pieces: Items[ScheduledChunk]) -> None:
         """These prefill chunks are in the cache."""
 
-    def on_generation_step_end(self, pieces: Items[Piece]) -> None:
+    def on_generation_step_end(self, pieces: Items[ScheduledChunk]) -> None:
         """These decoding sequences have their next token."""
 
-    def on_request_finish(self, sequence: Sequence) -> None:
+    def on_request_finish(self, sequence: Request) -> None:
         """A request ended, whatever the reason. Its pages are back in the pool."""
 
 
@@ -92,7 +92,7 @@ class Engine:
         )
         self.runner, self.hooks = runner, hooks or Hooks()
         self.eos_ids, self.detokenize = frozenset(eos_ids), detokenize
-        self._sequences: dict[int, Sequence] = {}  # accepted and not yet delivered to the end
+        self._sequences: dict[int, Request] = {}  # accepted and not yet delivered to the end
         self._ids = count()
 
     @property
@@ -115,7 +115,7 @@ class Engine:
                 f"stop must be empty in an engine without detokenize; got {sampling.stop!r}: "
                 "give the engine a detokenizer, or stop at tokens with eos_ids"
             )
-        sequence = Sequence(
+        sequence = Request(
             id=next(self._ids),
             token_ids=list(prompt_ids),
             num_prompt=len(prompt_ids),
@@ -180,7 +180,7 @@ class Engine:
             self.hooks.on_request_finish(sequence)
         return outputs
 
-    def _append(self, sequence: Sequence, choice: Choice) -> None:
+    def _append(self, sequence: Request, choice: Choice) -> None:
         if sequence.status is Status.FINISHED:  # a hook cancelled it
             return
         if choice.token is None:
@@ -192,7 +192,7 @@ class Engine:
         if reason := self._end(sequence, choice.token):
             self.scheduler.finish(sequence, reason)
 
-    def _end(self, sequence: Sequence, token: int) -> FinishReason | None:
+    def _end(self, sequence: Request, token: int) -> FinishReason | None:
         if token in self.eos_ids and not sequence.sampling.ignore_eos:
             return "stop"
         if sequence.text and sequence.text.push(token):
@@ -200,7 +200,7 @@ class Engine:
         return "length" if sequence.num_outputs >= sequence.sampling.max_new_tokens else None
 
 
-def _output(sequence: Sequence) -> StepOutput:
+def _output(sequence: Request) -> StepOutput:
     """What has not been delivered yet."""
     start, sequence.num_delivered = sequence.num_delivered, sequence.num_outputs
     wanted = sequence.sampling.logprobs is not None

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.cache import evict
-from kvfold.cache.policies import Budget, Policy
+from kvfold.cache.eviction import select as evict
+from kvfold.cache.eviction.policies import Budget, Policy
 from kvfold.cache.slabs import upload
 from kvfold.engine.paged import Attention
-from kvfold.engine.sequence import CacheParams, Sequence
+from kvfold.engine.request import CacheParams, Request
 
 ROWS = 10_000_000  # of all groups that are compressed at once, with some 40 B each of temporaries
 
-Evicted = tuple[Sequence, Budget]
+Evicted = tuple[Request, Budget]
 
 
 class Eviction:
@@ -46,7 +46,7 @@ class Eviction:
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-    def budget(self, sequence: Sequence) -> Budget | None:
+    def budget(self, sequence: Request) -> Budget | None:
         """What a sequence may keep; None: everything."""
         own = sequence.cache
         limits = own if own.max_cache_tokens or own.keep_tokens else self.cache
@@ -60,7 +60,7 @@ class Eviction:
             return Budget(pages=one.limit * groups)
         return None
 
-    def is_over(self, sequence: Sequence) -> bool:
+    def is_over(self, sequence: Request) -> bool:
         """Whether a sequence has more pages than it may keep."""
         budget = self.budget(sequence)
         if budget is None:
@@ -68,7 +68,7 @@ class Eviction:
         lengths = self.pool.host_lengths[sequence.open_slot]
         return int((-(-lengths // self.pool.layout.page)).sum()) > budget.limit
 
-    def compress(self, sequences: list[Sequence]) -> None:
+    def compress(self, sequences: list[Request]) -> None:
         """Evict to each one's budget and give the pages back to the pool."""
         work = [(x, budget) for x in sequences if (budget := self.budget(x)) is not None]
         kept = [self._evict(chunk) for chunk in self._chunks(work)]
@@ -176,7 +176,7 @@ class Eviction:
         return torch.cat(kept, 1)
 
 
-def _recent(sequence: Sequence, policy: Policy, tokens: int) -> int:
+def _recent(sequence: Request, policy: Policy, tokens: int) -> int:
     """Last tokens that are never evicted of a sequence that may keep `tokens` rows a group."""
     own = sequence.cache.protected
     if own is not None:

@@ -9,31 +9,31 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvfold.cache.evict import attention_mass, observed
-from kvfold.cache.layout import Group
-from kvfold.engine.ways import Part, Setup
+from kvfold.cache.eviction.select import attention_mass, observed
+from kvfold.engine.backends import AttentionContext, AttentionMetadata
 from kvfold.models.adapter import HFAttention
 from kvfold.models.folded import Columns, RowView
-from kvfold.ops import kivi
-from kvfold.ops.attention import Tables
-from kvfold.ops.observe import observe
-from kvfold.ops.observe import supports as can_observe
-from kvfold.ops.prefill import Side, prefill
-from kvfold.ops.prefill import supports as can_prefill
-from kvfold.ops.store import StoredRows
+from kvfold.ops.common.attention import Tables
+from kvfold.ops.observe.reference import observe
+from kvfold.ops.observe.reference import supports as can_observe
+from kvfold.ops.prefill.reference import KVView, prefill
+from kvfold.ops.prefill.reference import supports as can_prefill
+from kvfold.ops.store import residual as kivi
+from kvfold.ops.store.reference import StoredRows
+from kvfold.spec.layout import Group
 
 
 class Gathered:
     """Prefill by kernels, where there is one for these rows, and for the metrics of observed
     queries; else PyTorch, under a mask, with explicit weights where they are observed."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: AttentionContext) -> None:
         self.setup = setup
 
-    def takes(self, module: HFAttention, part: Part) -> bool:
+    def takes(self, module: HFAttention, part: AttentionMetadata) -> bool:
         return True
 
-    def attend(self, module: HFAttention, part: Part, q: Tensor) -> Tensor:
+    def attend(self, module: HFAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, T, .] -> [B, T, D]."""
         layer = module.layer_idx
         arena, tables, lengths, groups = self.setup.pages[layer]
@@ -60,14 +60,16 @@ class Gathered:
                 return module.output(out, early)
         return self._by_torch(module, part, q, stored, rope)
 
-    def _may_use_kernels(self, module: HFAttention, part: Part) -> bool:
+    def _may_use_kernels(self, module: HFAttention, part: AttentionMetadata) -> bool:
         """One query a sequence is not worth a tile; metrics have a kernel, or need weights."""
         groups = self.setup.pages[module.layer_idx].groups
         return not part.decode and (
             part.prompt_lengths is None or (module.spec.keys != "pre" and can_observe(groups))
         )
 
-    def _observe(self, module: HFAttention, part: Part, q: Tensor, lse: Tensor) -> None:
+    def _observe(
+        self, module: HFAttention, part: AttentionMetadata, q: Tensor, lse: Tensor
+    ) -> None:
         """Add what q [B, Hq, T, .] attended to, to the metrics: lse fp32 [B, Hq, T]."""
         policy = self.setup.policy
         if policy is None or part.prompt_lengths is None:
@@ -80,7 +82,7 @@ class Gathered:
     def _by_torch(
         self,
         module: HFAttention,
-        part: Part,
+        part: AttentionMetadata,
         q: Tensor,
         stored: StoredRows,
         rope: Tables | None,
@@ -107,7 +109,7 @@ class Gathered:
         return out
 
 
-def _keys(module: HFAttention, rows: Tensor, rope: Tables | None) -> Side:
+def _keys(module: HFAttention, rows: Tensor, rope: Tables | None) -> KVView:
     """Rows [B, S, R] as they are, or the keys rebuilt from them."""
     if module.spec.keys != "pre":
         return _columns(module.key_columns, rows)
@@ -115,7 +117,7 @@ def _keys(module: HFAttention, rows: Tensor, rope: Tables | None) -> Side:
     return _heads(k.transpose(1, 2))
 
 
-def _values(module: HFAttention, rows: Tensor, early: bool) -> Side:
+def _values(module: HFAttention, rows: Tensor, early: bool) -> KVView:
     """Rows [B, S, R] as they are, or mapped: then `output` is not to map again."""
     if not early:
         return _columns(module.value_columns, rows)
@@ -124,18 +126,18 @@ def _values(module: HFAttention, rows: Tensor, early: bool) -> Side:
     return _heads(v.reshape(*v.shape[:2], module.geometry.num_kv_heads, -1))
 
 
-def _columns(columns: Columns, rows: Tensor) -> Side:
+def _columns(columns: Columns, rows: Tensor) -> KVView:
     starts, ranks = columns.starts, columns.ranks
-    return Side(
+    return KVView(
         rows, tuple(starts[i] for i in columns.heads), tuple(ranks[i] for i in columns.heads)
     )
 
 
-def _heads(x: Tensor) -> Side:
+def _heads(x: Tensor) -> KVView:
     """x [B, S, Hk, d], the last with stride 1."""
     assert x.stride(-1) == 1, "a row's numbers follow one another"
     heads = range(x.shape[2])
-    return Side(x, tuple(h * x.stride(2) for h in heads), (x.shape[3],) * len(heads))
+    return KVView(x, tuple(h * x.stride(2) for h in heads), (x.shape[3],) * len(heads))
 
 
 def _tables(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.engine.sequence import Batch
+from kvfold.engine.request import Batch
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -10,8 +10,8 @@ from kvfold.artifact import spec_of
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.engine import Engine, StepOutput, default_chunk
+from kvfold.engine.request import CacheParams, FinishReason, SamplingParams, TokenLogprobs
 from kvfold.engine.scheduler import Schedule
-from kvfold.engine.sequence import CacheParams, FinishReason, SamplingParams, TokenLogprobs
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.folded import FoldedAttention
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.slabs import upload
-from kvfold.engine.sequence import Piece, Sequence
-from kvfold.engine.ways import Part, Setup
+from kvfold.engine.backends import AttentionContext, AttentionMetadata
+from kvfold.engine.request import Request, ScheduledChunk
 from kvfold.models.adapter import HFAttention
-from kvfold.ops.observe import observe
+from kvfold.ops.observe.reference import observe
 
 WINDOW = 8  # queries of a sequence that are kept: reading keys then costs a decode step 6 %
 
@@ -26,7 +26,7 @@ WINDOW = 8  # queries of a sequence that are kept: reading keys then costs a dec
 class _Pending:
     """Queries at `positions` of a sequence are kept and not yet added."""
 
-    sequence: Sequence
+    sequence: Request
     positions: range
 
 
@@ -37,7 +37,7 @@ class Observer:
     the host; which rows count is known on the host alone, by `begin` and `end` around every step.
     """
 
-    def __init__(self, setup: Setup, modules: Mapping[int, HFAttention]) -> None:
+    def __init__(self, setup: AttentionContext, modules: Mapping[int, HFAttention]) -> None:
         self.setup, self.modules = setup, modules
         self.pending: dict[int, _Pending] = {}  # by slot
         device, rows = setup.pool.device, setup.pool.num_slots * WINDOW
@@ -48,7 +48,7 @@ class Observer:
             self.queries[layer] = like.new_zeros(rows, heads, module.key_columns.widest)
             self.lse[layer] = torch.zeros(rows, heads, device=device)
 
-    def rows_of(self, part: Part) -> Tensor:
+    def rows_of(self, part: AttentionMetadata) -> Tensor:
         """Where the queries of a decoding part go, int64 [B]."""
         return part.slots * WINDOW + part.positions[:, 0] % WINDOW
 
@@ -57,7 +57,7 @@ class Observer:
         self.queries[layer].index_copy_(0, rows, q)
         self.lse[layer].index_copy_(0, rows, lse)
 
-    def begin(self, pieces: Iterable[Piece]) -> None:
+    def begin(self, pieces: Iterable[ScheduledChunk]) -> None:
         """Before a step: forget what belongs to others who had the slots, and add what is kept of
         sequences that do not simply go on. The step's rows may have pages, but nothing in them:
         what is added to them is overwritten."""
@@ -73,7 +73,7 @@ class Observer:
         if late:
             self.flush()
 
-    def end(self, decodes: Iterable[Piece]) -> None:
+    def end(self, decodes: Iterable[ScheduledChunk]) -> None:
         """After a step: its decoding sequences have one more query each."""
         full = False
         for piece in decodes:

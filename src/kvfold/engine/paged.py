@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.cache.policies import Policy
+from kvfold.cache.eviction.policies import Policy
 from kvfold.cache.pool import Pool
+from kvfold.engine.backends import AttentionBackend, AttentionContext, AttentionMetadata
 from kvfold.engine.device import DirectDecode, RebuiltDecode, bunches, direct_layers, rebuilder_of
 from kvfold.engine.flat import FlatDecode, flat_layers
 from kvfold.engine.gathered import Gathered
 from kvfold.engine.observer import Observer
-from kvfold.engine.ways import Part, Setup, Way
 from kvfold.models.adapter import HFAttention, PagedRows
 from kvfold.models.families import attention_windows, family_of
-from kvfold.ops import kivi, store
-from kvfold.ops.attention import Tables
 from kvfold.ops.backend import store_module
-from kvfold.ops.observe import supports as can_observe
+from kvfold.ops.common.attention import Tables
+from kvfold.ops.observe.reference import supports as can_observe
+from kvfold.ops.store import reference as store
+from kvfold.ops.store import residual as kivi
 
 
 class Attention:
@@ -36,7 +37,7 @@ class Attention:
 
     def __init__(self, model: Any, pool: Pool, policy: Policy | None) -> None:
         modules = list(family_of(model.config).attentions(model))
-        setup = Setup(pool, policy, attention_windows(model.config), *_store_of(pool))
+        setup = AttentionContext(pool, policy, attention_windows(model.config), *_store_of(pool))
         direct, rebuilder = direct_layers(setup), rebuilder_of(setup, modules)
         decoded = {*direct, *(rebuilder.maps if rebuilder else ())}
         self.setup, self.observer = setup, None
@@ -45,7 +46,7 @@ class Attention:
             seen = {i: modules[i] for i in decoded}
             self.observer = Observer(setup, seen) if seen else None
         self.captures = pool.device.type == "cuda" and len(decoded) == len(modules)
-        self.ways: list[Callable[[], Way]] = [
+        self.ways: list[Callable[[], AttentionBackend]] = [
             partial(DirectDecode, setup, bunches(setup, direct), self.observer),
             *([partial(RebuiltDecode, setup, rebuilder)] if rebuilder else []),
             partial(FlatDecode, setup, flat_layers(setup)),
@@ -73,7 +74,7 @@ class PagedStep(PagedRows):
     def __init__(
         self,
         attention: Attention,
-        parts: Sequence[Part],
+        parts: Sequence[AttentionMetadata],
         slots: Tensor,
         index: Tensor,
         positions: Tensor,
@@ -105,6 +106,6 @@ class PagedStep(PagedRows):
         else:
             self.setup.store.append(*place, index, self.positions)
 
-    def _way(self, module: HFAttention, part: Part) -> Way:
+    def _way(self, module: HFAttention, part: AttentionMetadata) -> AttentionBackend:
         """The last one takes everything."""
         return next(way for way in self.ways if way.takes(module, part))

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.engine.sequence import Batch, Piece
-from kvfold.engine.ways import Part, Setup
+from kvfold.engine.backends import AttentionContext, AttentionMetadata
+from kvfold.engine.request import Batch, ScheduledChunk
 
 
-def decodes(batch: Batch) -> tuple[Piece, ...]:
+def decodes(batch: Batch) -> tuple[ScheduledChunk, ...]:
     """The pieces that come first and are one new token of a decoding sequence."""
     return tuple(takewhile(lambda x: x.is_decode and len(x.tokens) == 1, batch.pieces))
 
 
-def split(setup: Setup, batch: Batch, positions: Tensor) -> list[Part]:
+def split(setup: AttentionContext, batch: Batch, positions: Tensor) -> list[AttentionMetadata]:
     """Parts of the tokens at `positions` int64 [N], one after another."""
     parts, singles = [], decodes(batch)
     if singles:
@@ -37,9 +37,9 @@ def split(setup: Setup, batch: Batch, positions: Tensor) -> list[Part]:
     return parts
 
 
-def decoding(setup: Setup, slots: Tensor, positions: Tensor) -> Part:
+def decoding(setup: AttentionContext, slots: Tensor, positions: Tensor) -> AttentionMetadata:
     """One token of every sequence, with nothing from the host: slots, positions int64 [B]."""
-    return Part(
+    return AttentionMetadata(
         begin=0,
         slots=slots,
         positions=positions[:, None],
@@ -52,7 +52,7 @@ def decoding(setup: Setup, slots: Tensor, positions: Tensor) -> Part:
     )
 
 
-def _most_rows(setup: Setup, batch: int) -> int:
+def _most_rows(setup: AttentionContext, batch: int) -> int:
     """What `batch` sequences may have in a layer: all memory may be one group's where rows are
     dropped, else every group has as many."""
     pool, layout = setup.pool, setup.pool.layout
@@ -64,7 +64,7 @@ def _most_rows(setup: Setup, batch: int) -> int:
     return min(held * layout.page, batch * pool.max_tokens * most)
 
 
-def _unobserved(setup: Setup, piece: Piece) -> int:
+def _unobserved(setup: AttentionContext, piece: ScheduledChunk) -> int:
     """How many of a prefill chunk's first queries add to no metric."""
     if setup.observer is None:
         return len(piece.tokens)
@@ -74,14 +74,18 @@ def _unobserved(setup: Setup, piece: Piece) -> int:
 
 
 def _part(
-    setup: Setup, begin: int, pieces: tuple[Piece, ...], positions: Tensor, watch: bool
-) -> Part:
+    setup: AttentionContext,
+    begin: int,
+    pieces: tuple[ScheduledChunk, ...],
+    positions: Tensor,
+    watch: bool,
+) -> AttentionMetadata:
     """positions [B * T], from token `begin` on."""
     slots = [piece.sequence.open_slot for piece in pieces]
     lengths = [piece.sequence.num_prefill for piece in pieces]
     rows, device = setup.pool.host_lengths[slots], setup.pool.device
     firsts = [where.start for where in setup.pool.layout.layer_groups]
-    return Part(
+    return AttentionMetadata(
         begin=begin,
         slots=torch.tensor(slots, device=device),
         positions=positions.view(len(pieces), -1),

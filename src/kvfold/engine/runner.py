@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.cache.policies import Policy
+from kvfold.cache.eviction.policies import Policy
 from kvfold.cache.pool import Pool
 from kvfold.engine.compiled import Compiled, wanted
 from kvfold.engine.eviction import Eviction
 from kvfold.engine.graphs import DecodeGraphs
 from kvfold.engine.paged import Attention, PagedStep
 from kvfold.engine.parts import decodes, decoding, split
-from kvfold.engine.sequence import Batch, CacheParams, Sequence
+from kvfold.engine.request import Batch, CacheParams, Request
 from kvfold.models.adapter import PagedRows
 from kvfold.models.families import attention_windows
-from kvfold.ops import kivi
+from kvfold.ops.store import residual as kivi
 
 # transformers makes no mask for an attention without a registered mask function.
 PAGED = "kvfold_paged"
@@ -154,10 +154,10 @@ class ModelRunner:
 
     # -- fewer rows ---------------------------------------------------------------------------
 
-    def needs_compression(self, sequence: Sequence) -> bool:
+    def needs_compression(self, sequence: Request) -> bool:
         return self.eviction.is_over(sequence)
 
     @torch.inference_mode()
-    def compress(self, sequences: list[Sequence]) -> None:
+    def compress(self, sequences: list[Request]) -> None:
         """Evict to each one's budget and give the pages back to the pool."""
         self.eviction.compress(sequences)

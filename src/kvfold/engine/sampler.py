@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.engine.sequence import SamplingParams, TokenLogprobs
+from kvfold.engine.request import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)

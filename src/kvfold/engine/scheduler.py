@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvfold.cache.evict import capped
+from kvfold.cache.eviction.select import capped
 from kvfold.cache.pool import Pool
-from kvfold.engine.sequence import Batch, FinishReason, Piece, Runner, Sequence, Status
+from kvfold.engine.request import Batch, FinishReason, Request, Runner, ScheduledChunk, Status
 
 logger = logging.getLogger(__name__)
-Plan = dict[Sequence, int]  # tokens each sequence computes in the coming step, in order
+Plan = dict[Request, int]  # tokens each sequence computes in the coming step, in order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +73,13 @@ class Scheduler:
             )
         self.runner, self.pool, self.when = runner, pool, schedule or Schedule()
         self.chunk, self.max_batch_tokens, self.headroom = chunk, max_batch_tokens, headroom
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.finished: list[Sequence] = []  # until the engine has delivered them
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.finished: list[Request] = []  # until the engine has delivered them
         self.num_steps = 0
         self.num_preemptions = 0
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Request) -> None:
         """Queue it. Raises ValueError if the empty pool could not hold its prompt and a decode."""
         needed = sequence.num_prompt + (sequence.sampling.max_new_tokens > 1)
         if not self.pool.fits(needed):
@@ -101,7 +101,7 @@ class Scheduler:
         self.pool.extend([sequence.open_slot for sequence in plan], list(plan.values()))
         return Batch(pieces=tuple(_piece(sequence, tokens) for sequence, tokens in plan.items()))
 
-    def finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+    def finish(self, sequence: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a waiting or running sequence and return its pages."""
         if sequence.status is Status.RUNNING:
             self._release(sequence)
@@ -112,7 +112,7 @@ class Scheduler:
         self.finished.append(sequence)
 
     @contextmanager
-    def guard(self, sequences: Iterable[Sequence]) -> Iterator[None]:
+    def guard(self, sequences: Iterable[Request]) -> Iterator[None]:
         """A failure inside ends these sequences. Our own bugs and interrupts go on from here."""
         try:
             yield
@@ -144,7 +144,7 @@ class Scheduler:
             else:
                 self._preempt()
 
-    def _outgrown(self) -> list[Sequence]:
+    def _outgrown(self) -> list[Request]:
         """Decoding sequences as long as one may be: no pre-emption would get them another row."""
         decoding = [sequence for sequence in self.running if sequence.prefilled]
         rows = self.pool.host_lengths[[sequence.open_slot for sequence in decoding]]
@@ -162,7 +162,7 @@ class Scheduler:
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Request) -> None:
         self.running.remove(sequence)
         self.pool.close(sequence.open_slot)
 
@@ -171,7 +171,7 @@ class Scheduler:
 
     # Prefill ------------------------------------------------------------------------------------
 
-    def _chunk(self, sequence: Sequence, plan: Plan) -> int:
+    def _chunk(self, sequence: Request, plan: Plan) -> int:
         """Tokens of its next chunk beside `plan`."""
         most = self.pool.layout.most_at(sequence.num_computed)
         left = self.max_batch_tokens - sum(plan.values())
@@ -196,7 +196,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             plan[sequence] = tokens
 
-    def _open(self, sequence: Sequence) -> bool:
+    def _open(self, sequence: Request) -> bool:
         """A slot, if all pending tokens of all that run and the headroom fit beside it."""
         sequence.slot = self.pool.open()
         ahead = {s: s.rows_ahead(self.headroom) for s in (*self.running, sequence)}
@@ -211,7 +211,7 @@ class Scheduler:
 
     # Compression --------------------------------------------------------------------------------
 
-    def _compressible(self, sequences: list[Sequence]) -> list[Sequence]:
+    def _compressible(self, sequences: list[Request]) -> list[Request]:
         """Those over their budget that this step has not compressed yet."""
         return [
             sequence
@@ -221,7 +221,7 @@ class Scheduler:
             and self.runner.needs_compression(sequence)
         ]
 
-    def _due(self) -> list[Sequence]:
+    def _due(self) -> list[Request]:
         """Whom the schedule compresses now. After a prefill only that sequence, so that its tokens
         do not depend on when others arrive."""
         when = self.when
@@ -233,7 +233,7 @@ class Scheduler:
                 return found
         return self._new() if when.after_prefill else []
 
-    def _new(self) -> list[Sequence]:
+    def _new(self) -> list[Request]:
         """Prefilled and over their budget since. One that was within it may grow over it."""
         new = [s for s in self.running if s.prefilled and s.last_compressed is None]
         found = self._compressible(new)
@@ -241,7 +241,7 @@ class Scheduler:
             sequence.last_compressed = self.num_steps
         return found
 
-    def _compress(self, sequences: list[Sequence]) -> bool:
+    def _compress(self, sequences: list[Request]) -> bool:
         """Never compressed first, then least recently, up to the cap (KV-Compress §4.2.3)."""
         if not sequences:
             return False
@@ -253,7 +253,7 @@ class Scheduler:
             sequence.num_compressed = sequence.num_computed
         return True
 
-    def _capped(self, order: list[Sequence]) -> list[Sequence]:
+    def _capped(self, order: list[Request]) -> list[Request]:
         limit = self.when.max_compressed_rows
         if limit is None:
             return order
@@ -261,10 +261,10 @@ class Scheduler:
         return capped(list(zip(order, rows.tolist(), strict=True)), limit) or order[:1]
 
 
-def _piece(sequence: Sequence, count: int) -> Piece:
+def _piece(sequence: Request, count: int) -> ScheduledChunk:
     start = sequence.num_computed
     tokens = tuple(sequence.token_ids[start : start + count])
-    return Piece(
+    return ScheduledChunk(
         sequence=sequence,
         start=start,
         tokens=tokens,

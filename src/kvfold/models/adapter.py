@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.models.folded import FoldedAttention, RowView
-from kvfold.ops.attention import Tables
+from kvfold.ops.common.attention import Tables
 from kvfold.spec import CacheSpec, Geometry
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.models.pieces import Pieces
-from kvfold.ops.attention import attention, rotate
+from kvfold.ops.common.attention import attention, rotate
 from kvfold.spec import Geometry, Latent, LayerSpec
 
 

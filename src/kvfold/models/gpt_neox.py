@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 
 from kvfold.models.adapter import Family, HFAttention, Projections, linear
-from kvfold.ops.attention import Tables
+from kvfold.ops.common.attention import Tables
 from kvfold.spec import Geometry
 
 

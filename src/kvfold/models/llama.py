@@ -8,7 +8,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from kvfold.models.adapter import Family, HFAttention, Projections, linear
-from kvfold.ops.attention import Tables
+from kvfold.ops.common.attention import Tables
 from kvfold.spec import Geometry
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.ops.attention import Tables, rotate
+from kvfold.ops.common.attention import Tables, rotate
 
 
 def turn(x: Tensor, tables: Tables | None) -> Tensor:

@@ -44,9 +44,9 @@ def has_gluon(device: torch.device) -> bool:
 def store_module(device_type: str) -> ModuleType:
     """What moves rows in and out of pages: `ops.store`, or its kernels."""
     if use_triton(device_type):
-        from kvfold.ops import store_triton
+        from kvfold.ops.store import triton as store_triton
 
         return store_triton
-    from kvfold.ops import store
+    from kvfold.ops.store import reference as store
 
     return store

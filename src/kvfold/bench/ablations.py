@@ -1,0 +1,65 @@
+"""Decode attention without what makes it fast, as ZACK's ablations (§6.5) leave it out.
+
+Shapes: B sequences, Hq query heads, Hk KV heads, G groups (one a head), d head dim, r rank, R
+numbers of a row, S rows of the longest group, I = B G items.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.ops.backend import store_module
+from kvfold.ops.common.plan import Slices, longest_first
+
+if TYPE_CHECKING:
+    from kvfold.bench.timing import Step
+    from kvfold.bench.workload import Workload
+    from kvfold.ops.decode.triton import DecodePlan
+
+
+def recut(plan: "DecodePlan", rows: Tensor, cost: list[int], how: str) -> "DecodePlan":
+    """`plan` (stream-K) cut by whole heads: `longest-first` on as many slices (ZACK §5.3), or
+    `whole`, a slice each. rows [B, G] on the host; cost [G]: of a row. Made on the host, once.
+    """
+    tiles = (-(-rows // plan.tuning.block)).flatten().tolist()
+    num_slices = len(tiles) if how == "whole" else plan.slices.starts.shape[0] - 1
+    slices = longest_first(tiles, cost * len(rows), num_slices)
+    device = plan.part.device
+    names = ("starts", "firsts", "counts", "order")
+    slices = Slices(**{name: getattr(slices, name).to(device) for name in names})
+    number = num_slices + len(tiles)
+    return replace(
+        plan,
+        slices=slices,
+        part=plan.part.new_empty(number, *plan.part.shape[1:]),
+        part_ml=plan.part_ml.new_empty(number, *plan.part_ml.shape[1:]),
+    )
+
+
+def decompressed(work: "Workload") -> "Step":
+    """ZACK/OE: all stored rows mapped back, and attention to whole keys and values. All heads of
+    all layers have the same maps, with orthonormal columns, so that scores are those of `work`."""
+    geometry, dtype = work.layout.spec.geometry, work.q.dtype
+    keys, values = (_orthonormal(geometry.head_dim, n, work.q) for n in (work.q.shape[-1], work.dv))
+    q, grouped = (work.q @ keys.T)[:, :, None], geometry.queries_per_kv > 1
+    size, gather = int(work.rows.max()), store_module(work.arena.device.type).gather
+
+    def step(number: int) -> Tensor:
+        tables, lengths, groups = work.layer(number)
+        place = work.arena, tables, groups, work.slots, lengths, dtype, size
+        rows = gather(*place).rows.unflatten(-1, (-1, work.dv))
+        k, v = rows.transpose(1, 2).split(len(groups), 1)
+        k, v = k @ keys.T, v @ values.T
+        out = F.scaled_dot_product_attention(q, k, v, scale=geometry.scaling, enable_gqa=grouped)
+        return (out @ values)[:, :, 0]
+
+    return step
+
+
+def _orthonormal(dim: int, rank: int, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(dim)
+    found = torch.linalg.qr(torch.randn(dim, rank, generator=generator)).Q
+    return found.to(like.device, like.dtype)

@@ -1,0 +1,69 @@
+"""Decode attention written out, which every timed kernel must agree with before it is timed.
+
+Shapes: Hq query heads, Hk KV heads, d head dim, dk, dv widest key and value rank, T rows, G groups
+of the layer, R numbers of a row.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvfold.ops.store.reference import gather
+from kvfold.spec import Side
+from kvfold.spec.layout import Group
+
+TOLERANCE = 0.02  # of the outputs' norm, for 16-bit products and sums
+
+
+def decode_one(
+    q: Tensor,
+    arena: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    groups: Sequence[Group],
+    slot: int,
+    scale: float,
+    width: int,
+) -> Tensor:
+    """Outputs of one sequence, fp32 [Hq, width], zero beyond a head's value rank.
+
+    q [Hq, dk] zero-padded; arena, tables, lengths, groups as of `ops.store`; one KV head a
+    group, in order, with segments of keys, then of values.
+    """
+    slots = torch.tensor([slot], device=q.device)
+    quantized = all(x.quantized for group in groups for x in group.layout.segments)
+    dtype = torch.float32 if quantized else q.dtype  # else rounding decides between close scores
+    rows = gather(arena, tables, groups, slots, lengths[slots], dtype).rows[0]
+    out = torch.zeros(q.shape[0], width, device=q.device)
+    per_group = q.shape[0] // len(groups)
+    for g, group in enumerate(groups):
+        mine = slice(g * per_group, (g + 1) * per_group)
+        k, v = (rows[: int(lengths[slot, g]), _columns(group, side)] for side in ("k", "v"))
+        out[mine, : v.shape[-1]] = attend(q[mine, : k.shape[-1]], k, v, scale)
+    return out
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attention of one KV head in fp32: q [G, dk], k [T, dk], v [T, dv] -> [G, dv]; 0 for T = 0."""
+    weights = (q.float() @ k.float().T * scale).softmax(-1)
+    return weights @ v.float()
+
+
+def check(name: str, out: Tensor, expected: Tensor) -> None:
+    """Raises RuntimeError where `out` [Hq, >= dv] is not `expected` [Hq, dv]."""
+    wide = torch.zeros_like(out, dtype=torch.float32)
+    wide[:, : expected.shape[1]] = expected
+    error = torch.linalg.vector_norm(out.float() - wide)
+    norm = torch.linalg.vector_norm(wide)
+    if not bool(error <= TOLERANCE * norm):
+        raise RuntimeError(
+            f"{name}: outputs are off by {float(error / norm):.3g} of their norm, more than"
+            f" {TOLERANCE}; nothing is timed that is not right"
+        )
+
+
+def _columns(group: Group, side: Side) -> slice:
+    """Columns of the layer's row that hold a group's keys, or its values."""
+    own = [x for x in group.layout.segments if x.side == side]
+    return slice(own[0].start, own[-1].start + own[-1].width) if own else slice(0, 0)

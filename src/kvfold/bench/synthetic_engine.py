@@ -1,0 +1,154 @@
+"""Engines on random weights, with a cache filled as if prompts had been read: latency needs no
+trained model.
+
+Shapes: B sequences of T tokens each; G groups of all layers, n pages of the longest, P rows a page.
+"""
+
+import os
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from kvfold.artifact import mark
+from kvfold.bench.variants import DTYPE, ROPE_BASES, SHAPES, Variant, variant_layout
+from kvfold.cache.pool import Pool
+from kvfold.config import CacheConfig
+from kvfold.engine.build import build_runner
+from kvfold.engine.engine import Engine, StepOutput
+from kvfold.engine.request import CacheParams, SamplingParams, Status
+from kvfold.engine.runner import ModelRunner
+from kvfold.engine.scheduler import Schedule
+from kvfold.models.families import family_of
+from kvfold.ops.common.pages import POSITIONS, plan_pages
+from kvfold.spec import CacheSpec
+from kvfold.spec.layout import CacheLayout
+
+WIDTHS = {  # hidden size, MLP, vocabulary
+    "llama-3.1-8b": (4096, 14336, 128256),
+    "llama-2-7b": (4096, 11008, 32000),
+    "tiny": (64, 128, 256),
+}
+NEVER = Schedule(after_prefill=False, before_preempt=False)
+
+
+def random_model(shape: str, spec: CacheSpec | None, device: torch.device) -> Any:
+    """A Llama of that shape with random weights in DTYPE, folded as `spec` says."""
+    width, mlp, vocabulary = WIDTHS[shape]
+    geometry = SHAPES[shape]
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=mlp,
+        vocab_size=vocabulary,
+        num_hidden_layers=geometry.num_layers,
+        num_attention_heads=geometry.num_query_heads,
+        num_key_value_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        max_position_embeddings=1 << 18,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASES[shape]},
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+        if spec is not None:
+            family = family_of(config)
+            for index in range(geometry.num_layers):
+                family.swap(model, spec, index)
+    model.to_empty(device=device)
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config).to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02) if parameter.ndim > 1 else parameter.fill_(1)
+    if spec is not None:
+        family.connect(model)
+        mark(model.to(DTYPE), spec, {})
+    return model.eval()
+
+
+def folded_model(shape: str, variant: Variant, device: torch.device) -> Any:
+    """A model that stores what `variant` keeps."""
+    geometry = SHAPES[shape]
+    spec = variant_layout(geometry, variant, geometry.num_layers).spec
+    return random_model(shape, spec, device)
+
+
+def weight_bytes(model: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in model.parameters())
+
+
+def pool_bytes(layout: CacheLayout, batch: int, tokens: int) -> int:
+    """Bytes of a pool for B sequences of T tokens, ends of slabs included."""
+    size = layout.page_bytes * -(-tokens // layout.page) * batch
+    return size + size // 20 + 2**24
+
+
+def build_engine(
+    model: Any, shape: str, variant: Variant, *, batch: int, longest: int, evict: str | None = None
+) -> Engine:
+    """An engine for `batch` sequences of `longest` tokens, that compresses none by itself; `evict`:
+    a policy, for a variant with rows that are evicted."""
+    layout = variant_layout(SHAPES[shape], variant, SHAPES[shape].num_layers)
+    config = CacheConfig(
+        bits=variant.bits if variant.bits < 16 else None,
+        rotate=False,
+        page=variant.page,
+        kv_bytes=pool_bytes(layout, batch, longest),
+        evict=evict,
+    )
+    runner = build_runner(model, config, num_slots=batch, max_tokens=longest)
+    assert runner.pool.layout.page_bytes == layout.page_bytes, "pages are not as predicted"
+    most = max(2048, batch)
+    return Engine(runner, runner.pool, max_batch_tokens=most, schedule=NEVER)
+
+
+def fill(engine: Engine, batch: int, tokens: int, new: int, cache: CacheParams) -> None:
+    """B requests whose prompts, but for their last token, are in the cache; `new`: most outputs."""
+    pool, scheduler = engine.scheduler.pool, engine.scheduler
+    # Any bytes whose halves are small numbers, as codes, scales, numbers or metrics.
+    pool.arena.random_(0, 64)
+    sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
+    for number in range(batch):
+        engine.add([number % 97 + 3] * tokens, sampling, cache)
+        sequence = scheduler.waiting.pop()
+        sequence.slot, sequence.status = pool.open(), Status.RUNNING
+        pool.extend([sequence.slot], [tokens - 1])
+        sequence.num_computed = sequence.num_prefill = tokens - 1
+        scheduler.running.append(sequence)
+    if pool.layout.tracked:
+        _number_rows(pool)
+
+
+def _number_rows(pool: Pool) -> None:
+    """Every page's rows at consecutive positions, page after page of a sequence."""
+    words = pool.arena.view(torch.int32)
+    for where in pool.layout.layer_groups:
+        for kind in plan_pages(pool.layout.groups[where], pool.device).kinds:
+            starts = pool.tables[:, where][:, kind.numbers].long() * 16
+            row = torch.arange(kind.layout.page, device=pool.device)
+            page = torch.arange(starts.shape[-1], device=pool.device)[:, None]
+            owned = page * len(row) < pool.lengths[:, where][:, kind.numbers, None, None]
+            place = starts[..., None] + kind.layout.block_offsets[POSITIONS] // 4 + row
+            positions = (page * len(row) + row).int().expand_as(place)
+            inside = owned.expand_as(place)
+            words[place[inside]] = positions[inside]
+
+
+def step(engine: Engine) -> list[StepOutput]:
+    """One step. Raises RuntimeError for a request that failed: the engine only reports it."""
+    outputs = engine.step()
+    for output in outputs:
+        if output.finish_reason == "error":
+            raise RuntimeError(output.error)
+    return outputs
+
+
+def runner_of(engine: Engine) -> ModelRunner:
+    runner = engine.runner
+    assert isinstance(runner, ModelRunner)
+    return runner
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

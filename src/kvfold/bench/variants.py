@@ -1,0 +1,168 @@
+"""What of a cache is kept, by name, and the models' shapes: what benchmarks are asked for.
+
+Shapes: Hk KV heads, d head dim, D width, N layers.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side, ValueKind, value_kind
+from kvfold.spec.layout import CacheLayout, cache_layout
+
+DTYPE = torch.bfloat16
+ALL = 1 << 30  # heads of a latent: as many as there are
+
+Lengths = Literal["uniform", "pareto", "evicted"]
+How = Literal["stream-k", "longest-first", "whole", "decompressed"]
+
+
+def _shape(kv_heads: int, rope: bool = True) -> Geometry:
+    return Geometry(
+        hidden_size=4096,
+        num_query_heads=32,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        num_layers=32,
+        rope=rope,
+        key_norm=False,
+        scaling=128**-0.5,
+    )
+
+
+SHAPES = {
+    "llama-3.1-8b": _shape(8),
+    "llama-2-7b": _shape(32),
+    "llama-2-7b-norope": _shape(32, rope=False),
+    "tiny": replace(_shape(2), hidden_size=64, num_query_heads=4, head_dim=16, num_layers=2),
+}
+ROPE_BASES = dict.fromkeys(SHAPES, 10000.0) | {"llama-3.1-8b": 500000.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What of the cache is kept.
+
+    keys, values: kept over all dims of a latent's heads, in turn over the latents; values None:
+    the latents of keys are those of values too. shares: KV heads of a key and of a value latent.
+    rebuilt: keys are stored before RoPE and rebuilt. online: values are mapped back after attention
+    where W_O could hold the map. bits: of every number; lengths: equal, Pareto over sequences, or
+    log-normal over (sequence, group); evict: tokens over rows, on average; page: rows a page; how:
+    work is cut, or what is done in place of decoding (see `ablations`).
+    """
+
+    keys: tuple[float, ...] = (1.0,)
+    values: tuple[float, ...] | None = (1.0,)
+    shares: tuple[int, int] = (1, 1)
+    rebuilt: bool = False
+    online: bool = False
+    bits: int = 16
+    lengths: Lengths = "uniform"
+    evict: int = 1
+    page: int = 32
+    how: How = "stream-k"
+
+    @property
+    def whole(self) -> bool:
+        return {*self.keys, *(self.values or (0.0,))} == {1.0}
+
+    @property
+    def ablation(self) -> bool:
+        """Whether something is left out that makes it fast."""
+        return self.online or self.how != "stream-k"
+
+    @property
+    def served(self) -> bool:
+        """Whether an engine's time is another for it; the others differ in attention alone."""
+        return (self.lengths, self.evict, self.how) == ("uniform", 1, "stream-k")
+
+
+def _rebuilt(keys: float, values: float | None, shares: tuple[int, int], page: int = 64) -> Variant:
+    kept = None if values is None else (values,)
+    return Variant(keys=(keys,), values=kept, shares=shares, rebuilt=True, page=page)
+
+
+_HALF = Variant(keys=(0.5,), values=(0.5,))
+_PARETO = replace(_HALF, lengths="pareto")
+VARIANTS = {
+    "bf16-full": Variant(),
+    "bf16-half": _HALF,
+    # ZACK's adaptive rates (AC, §6.5) at the same average: bf16-half is what they are without.
+    "bf16-half-ragged": Variant(keys=(0.25, 0.5, 0.5, 0.75), values=(0.75, 0.5, 0.5, 0.25)),
+    "bf16-half-pareto": _PARETO,
+    "int8-full": Variant(bits=8),
+    "int8-half": replace(_HALF, bits=8),
+    "int4-full": Variant(bits=4),
+    "int4-half": replace(_HALF, bits=4),
+    "int4-half-evict8": replace(_HALF, bits=4, lengths="evicted", evict=8, page=16),
+    # Recipes lean and small: at most so much of the uncompressed numbers, ranks multiples of 8
+    # (llama-3.1-8b: keys 48 or 56 a head and values 256; one latent of 512, of 192).
+    "lean-31": _rebuilt(0.375, 0.25, (1, ALL)),
+    "lean-35": _rebuilt(0.4375, 0.25, (1, ALL)),
+    "small-25": _rebuilt(0.5, None, (ALL, ALL)),
+    "small-10": _rebuilt(0.1875, None, (ALL, ALL)),
+    # Palu §4.5: a quarter of the keys, three of the values; latents of 1, 4 or 32 heads.
+    "palu-g1": _rebuilt(0.25, 0.75, (1, 1)),
+    "palu-g4": _rebuilt(0.25, 0.75, (4, 4)),
+    "palu-g32": _rebuilt(0.25, 0.75, (32, 32)),
+    # LoRC Table 2: 512 of 1024 in the layers that it compresses.
+    "lorc": _rebuilt(0.5, 0.5, (ALL, ALL)),
+    # ZACK without overhead elimination (OE): maps beside W_O; or whole keys and values every step.
+    "bf16-half-online": replace(_HALF, online=True),
+    "bf16-half-decompressed": replace(_HALF, how="decompressed"),
+    # ZACK's kernels cut by whole heads (§5.3), and without its cutting (KE).
+    "bf16-half-longest": replace(_HALF, how="longest-first"),
+    "bf16-half-whole": replace(_HALF, how="whole"),
+    "bf16-half-pareto-longest": replace(_PARETO, how="longest-first"),
+    "bf16-half-pareto-whole": replace(_PARETO, how="whole"),
+}
+
+
+def variant_layout(geometry: Geometry, variant: Variant, num_layers: int) -> CacheLayout:
+    """The pages of `num_layers` equal layers. Rows that are evicted are tracked."""
+    if variant.values is None:
+        found = _latents(geometry, "kv", variant.keys, variant.shares[0])
+    else:
+        found = _latents(geometry, "k", variant.keys, variant.shares[0])
+        found += _latents(geometry, "v", variant.values, variant.shares[1])
+    rebuilt = variant.rebuilt and geometry.rope
+    layer = LayerSpec(
+        keys="plain"
+        if variant.whole
+        else "pre"
+        if rebuilt
+        else "post"
+        if geometry.rope
+        else "absorbed",
+        values=_value_kind(geometry, variant, found),
+        latents=tuple(found),
+    )
+    spec = CacheSpec(
+        geometry=replace(geometry, num_layers=num_layers), layers=(layer,) * num_layers
+    )
+    return cache_layout(
+        spec,
+        page=variant.page,
+        itemsize=DTYPE.itemsize,
+        bits=variant.bits,
+        tracked=variant.evict > 1,
+    )
+
+
+def _latents(geometry: Geometry, side: Side, kept: tuple[float, ...], share: int) -> list[Latent]:
+    heads = range(geometry.num_kv_heads)
+    share = min(share, len(heads))
+    groups = [tuple(heads[first : first + share]) for first in heads[::share]]
+    return [
+        Latent(side=side, heads=group, rank=int(kept[i % len(kept)] * geometry.head_dim * share))
+        for i, group in enumerate(groups)
+    ]
+
+
+def _value_kind(geometry: Geometry, variant: Variant, latents: list[Latent]) -> ValueKind:
+    if variant.whole:
+        return "plain"
+    if variant.online:
+        return "rebuilt"
+    return value_kind(geometry, [x for x in latents if "v" in x.side])

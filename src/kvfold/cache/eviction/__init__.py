@@ -1,0 +1,1 @@
+"""Which rows go, and how those that stay move together."""

@@ -1,0 +1,21 @@
+"""kvfold bench: one benchmark a file, each with its own flags. None needs a model."""
+
+from collections.abc import Callable
+
+from cyclopts import App
+
+from kvfold.cli.bench_attention import attention
+from kvfold.cli.bench_compress import compress
+from kvfold.cli.bench_decode import decode
+from kvfold.cli.bench_prefill import prefill
+
+BENCHMARKS: dict[str, Callable[..., None]] = {
+    "attention": attention,
+    "decode": decode,
+    "prefill": prefill,
+    "compress": compress,
+}
+
+bench = App(name="bench", help="Measure kernels beside the fastest known baselines.")
+for place, (name, command) in enumerate(BENCHMARKS.items()):
+    bench.command(command, name=name, sort_key=place)

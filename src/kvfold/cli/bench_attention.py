@@ -1,0 +1,142 @@
+"""kvfold bench attention: one decode step's attention, ours and others', in a table and as JSON."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvfold.cli import common
+from kvfold.cli.bench_common import empty_table, installed, names, versions
+from kvfold.cli.options import parse_list
+from kvfold.files import write_json
+
+if TYPE_CHECKING:
+    from kvfold.bench.attention import Job, Row, Skipped
+    from kvfold.bench.ceiling import Ceiling
+
+
+def attention(
+    *,
+    shape: str = "llama-3.1-8b",
+    batch: str = "1,16,64",
+    tokens: str = "1024,8192,32768",
+    variants: str | None = None,
+    baselines: str | None = None,
+    layers: int = 32,
+    rounds: int = 30,
+    json: Path | None = None,
+) -> None:
+    """Time one decode step's attention on random paged caches, beside the fastest bf16 baseline.
+
+    Every kernel is checked against attention written out before it is timed. All that is timed
+    takes turns in one process; times are medians, in microseconds a layer.
+
+    Parameters
+    ----------
+    shape
+        llama-3.1-8b, llama-2-7b, llama-2-7b-norope or tiny.
+    batch
+        Numbers of sequences, separated by commas.
+    tokens
+        Tokens of a sequence, separated by commas; every batch is timed with every one.
+    variants
+        Names separated by commas, such as bf16-half,lean-35; by default those without rebuilt keys.
+    baselines
+        Names separated by commas, such as sdpa-cudnn,flashinfer; by default all.
+    layers
+        Layers a call, each with its own cache where memory allows.
+    rounds
+        Calls of each, then as many again.
+    json
+        File for the results; written after every batch and number of tokens.
+    """
+    cases = [
+        (b, t)
+        for b in parse_list(batch, "--batch", int)
+        for t in parse_list(tokens, "--tokens", int)
+    ]
+    common.check_outputs(json=json)
+    import torch
+
+    from kvfold.bench import attention as bench
+    from kvfold.bench.ceiling import measure_ceiling
+    from kvfold.loading import default_device
+
+    job = bench.Job(
+        shape=shape,
+        variants=names(variants, "--variants", bench.DEFAULT),
+        baselines=names(baselines, "--baselines", bench.BASELINES),
+        layers=layers,
+        rounds=rounds,
+        cases=tuple(cases),
+    )
+    from kvfold.ops.decode.reference import decode
+
+    device = torch.device(default_device())
+    ceiling = measure_ceiling(device, rounds)
+    rows: list[Row] = []
+    skipped: list[Skipped] = []
+    try:
+        with common.progress() as progress:
+            for done, case in enumerate(job.cases, start=1):
+                found = bench.measure_case(job, *case, decode, ceiling, device)
+                rows += found[0]
+                skipped += found[1]
+                if json is not None:
+                    write_json(json, record(job, ceiling, rows, skipped, device))
+                if progress is not None:
+                    progress(f"{shape}, B x T", done, len(job.cases))
+    finally:
+        print_rows(rows, skipped, ceiling)
+
+
+def record(
+    job: "Job", ceiling: "Ceiling", rows: "Sequence[Row]", skipped: "Sequence[Skipped]", device: Any
+) -> dict[str, Any]:
+    """Everything the page of results is made from."""
+    return {
+        "benchmark": "attention",
+        "settings": dataclasses.asdict(job),
+        "versions": {**versions(device), "flashinfer": installed("flashinfer-python")},
+        "ceiling": dataclasses.asdict(ceiling),
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "skipped": [dataclasses.asdict(item) for item in skipped],
+    }
+
+
+def print_rows(rows: "Sequence[Row]", skipped: "Sequence[Skipped]", ceiling: "Ceiling") -> None:
+    """What has been measured, if anything, and what has not."""
+    for batch, tokens in dict.fromkeys((row.batch, row.tokens) for row in rows):
+        own = [row for row in rows if (row.batch, row.tokens) == (batch, tokens)]
+        print(f"\n{own[0].shape}, {batch} x {tokens} tokens (* fastest baseline):")
+        Console().print(table(own))
+    if rows:
+        read, copy = ceiling.read_tb_per_s, ceiling.copy_tb_per_s
+        print(f"\nceiling: {read:.3g} TB/s read ({ceiling.read_by}), {copy:.3g} TB/s copied")
+    missing: dict[tuple[str, str], list[str]] = {}
+    for x in skipped:
+        missing.setdefault((x.name, x.reason), []).append(f"{x.batch} x {x.tokens}")
+    for (name, reason), where in missing.items():
+        print(f"{name} at {', '.join(where)} not timed: {reason}")
+
+
+def table(rows: "Sequence[Row]") -> Table:
+    """One line a row of one case; times in microseconds a layer, speed-up in times."""
+    columns = "us", "p10-p90", "again", "MB", "TB/s", "ceiling", "times"
+    found = empty_table("cache", *columns)
+    for row in rows:
+        speedup = row.speedup_vs_fastest
+        found.add_row(
+            row.variant + " *" * (row.variant == row.fastest_baseline),
+            f"{row.us:.4g}",
+            f"{row.us_p10:.4g}-{row.us_p90:.4g}",
+            f"{row.repeat_us:.4g}",
+            f"{row.bytes / 1e6:.4g}",
+            f"{row.tb_per_s:.2f}",
+            f"{100 * row.ceiling_fraction:.0f} %",
+            "–" if speedup is None else f"{speedup:.2f}",
+        )
+    return found

@@ -1,0 +1,195 @@
+"""kvfold bench decode: time between tokens and to the first one, in tables and as JSON."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvfold.cli import common
+from kvfold.cli.bench_common import check_names, empty_table, versions
+from kvfold.cli.options import parse_list
+from kvfold.files import write_json
+
+if TYPE_CHECKING:
+    from kvfold.bench.contenders import Contender
+    from kvfold.bench.decode import FirstToken, Row
+
+WIDTH = 120  # of tables in a log
+GB = ("cache GB", "peak GB", "predicted GB")
+
+
+def decode(
+    *,
+    shape: str = "llama-3.1-8b",
+    batch: str = "1,8,64",
+    tokens: str = "8192",
+    variants: str = "transformers,bf16-full,bf16-half,int8-half,int4-half",
+    steps: int = 20,
+    prefill: bool = False,
+    json: Path | None = None,
+) -> None:
+    """Time an engine's steps on random weights, its cache filled as if prompts had been read.
+
+    What does not fit into the memory, or fails, is named with its reason; the rest goes on.
+
+    Parameters
+    ----------
+    shape
+        llama-3.1-8b, llama-2-7b or tiny.
+    batch
+        Numbers of sequences, separated by commas.
+    tokens
+        Tokens of a sequence, separated by commas; every batch is timed with every one.
+    variants
+        Names separated by commas: transformers (its dynamic cache, SDPA), transformers-static (its
+        static one, as a CUDA graph), or as in bench attention.
+    steps
+        Steps that are timed, and as many again, after four that are not.
+    prefill
+        Time the first token of one prompt of every length too.
+    json
+        File for the results; written after every row.
+    """
+    common.check_outputs(json=json)
+    import torch
+
+    from kvfold.bench import contenders
+    from kvfold.loading import default_device
+
+    names = parse_list(variants, "--variants", str)
+    check_names("--variants", names, contenders.NAMES)
+    check_names("--shape", [shape], contenders.served.WIDTHS)
+    if steps < 2:
+        raise ValueError(f"--steps must be at least 2, got {steps}")
+    batches, lengths = (
+        parse_list(text, option, int) for text, option in ((batch, "--batch"), (tokens, "--tokens"))
+    )
+    for option, least in (("--batch", min(batches)), ("--tokens", min(lengths) - 1)):
+        if least < 1:
+            raise ValueError(f"{option} is too small; legal: batches from 1, tokens from 2")
+    settings = {"shape": shape, "batch": batches, "tokens": lengths, "variants": names}
+    run = _Run(
+        settings | {"steps": steps, "prefill": prefill}, torch.device(default_device()), json
+    )
+    try:
+        for name in names:
+            run.measure(name)
+    finally:
+        run.print()
+
+
+class _Run:
+    """The measurements so far."""
+
+    def __init__(self, settings: dict[str, Any], device: Any, json: Path | None) -> None:
+        self.settings, self.device, self.json = settings, device, json
+        self.rows: list[Row] = []
+        self.first_tokens: list[FirstToken] = []
+        self.skipped: list[dict[str, Any]] = []
+        self.versions = versions(device)
+
+    def measure(self, name: str) -> None:
+        """All batches and lengths of one contender, whose model is built once."""
+        from kvfold.bench.common import reason
+        from kvfold.bench.contenders import contender
+        from kvfold.bench.decode import release
+
+        release(self.device)
+        try:
+            of = contender(self.settings["shape"], name, self.device)
+        except Exception as error:  # whatever it is, the others run on
+            self._skip(name, "all", "all", reason(error))
+            return
+        for tokens in self.settings["tokens"]:
+            for batch in self.settings["batch"]:
+                self._one(of, name, batch, tokens)
+            if self.settings["prefill"]:
+                self._one(of, name, None, tokens)
+
+    def _one(self, of: "Contender", name: str, batch: int | None, tokens: int) -> None:
+        """A row; of the first token where there is no batch."""
+        from kvfold.bench import decode as bench
+        from kvfold.bench.common import reason
+
+        shape, steps = self.settings["shape"], self.settings["steps"]
+        found: Row | FirstToken | str
+        try:
+            bench.release(self.device)
+            if batch is None:
+                found = bench.measure_first(of, shape, name, tokens, self.device)
+            else:
+                found = bench.measure_step(of, shape, name, batch, tokens, steps, self.device)
+        except Exception as error:  # as above
+            found = reason(error)
+        if isinstance(found, str):
+            self._skip(name, "first token" if batch is None else batch, tokens, found)
+            return
+        what = "to the first token" if batch is None else f"a step of {batch}"
+        _say(f"{name}, {tokens} tokens: {found.ms:.2f} ms {what}")
+        if isinstance(found, bench.Row):
+            self.rows.append(found)
+        else:
+            self.first_tokens.append(found)
+        self._write()
+
+    def _skip(self, name: str, batch: int | str, tokens: int | str, reason: str) -> None:
+        self.skipped.append({"variant": name, "batch": batch, "tokens": tokens, "reason": reason})
+        _say(f"{name} at {batch} x {tokens}: {reason}")
+        self._write()
+
+    def _write(self) -> None:
+        if self.json is not None:
+            record = {
+                "benchmark": "decode",
+                "settings": self.settings,
+                "versions": self.versions,
+                "rows": [dataclasses.asdict(row) for row in self.rows],
+                "first_tokens": [dataclasses.asdict(row) for row in self.first_tokens],
+                "skipped": self.skipped,
+            }
+            write_json(self.json, record)
+
+    def print(self) -> None:
+        """What has been measured, and what has not."""
+        console = Console(width=None if sys.stdout.isatty() else WIDTH)
+        console.print(table(self.rows))
+        if self.first_tokens:
+            console.print(first_table(self.first_tokens))
+        for case in self.skipped:
+            print(f"{case['variant']} at {case['batch']} x {case['tokens']}: {case['reason']}")
+
+
+def table(rows: "Sequence[Row]") -> Table:
+    """One line a row; bytes in GB."""
+    found = empty_table("cache", "B x T", "ms", "p10-p90", "again", "tokens/s", *GB)
+    for row in rows:
+        found.add_row(
+            row.variant,
+            f"{row.batch} x {row.tokens}",
+            f"{row.ms:.2f}",
+            f"{row.ms_p10:.2f}-{row.ms_p90:.2f}",
+            f"{row.repeat_ms:.2f}",
+            f"{row.tokens_per_s:.0f}",
+            *(f"{x / 1e9:.2f}" for x in (row.cache_bytes, row.peak_bytes, row.predicted_bytes)),
+        )
+    return found
+
+
+def first_table(rows: "Sequence[FirstToken]") -> Table:
+    """One line a prompt length."""
+    found = empty_table("cache", "T", "chunk", "ms to the first token", "low-high", "tokens/s")
+    for row in rows:
+        low_high = f"{row.ms_low:.1f}-{row.ms_high:.1f}"
+        chunk = "all" if row.chunk is None else str(row.chunk)
+        numbers = f"{row.ms:.1f}", low_high, f"{row.tokens_per_s:.0f}"
+        found.add_row(row.variant, str(row.tokens), chunk, *numbers)
+    return found
+
+
+def _say(line: str) -> None:
+    """Progress, for a log."""
+    print(line, file=sys.stderr, flush=True)

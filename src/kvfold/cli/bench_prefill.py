@@ -1,0 +1,131 @@
+"""kvfold bench prefill: attention of a prompt's chunk, ours and others', in a table and as JSON."""
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvfold.cli import common
+from kvfold.cli.bench_common import empty_table, names, versions
+from kvfold.cli.options import parse_list
+from kvfold.files import write_json
+
+if TYPE_CHECKING:
+    from kvfold.bench.prefill import Job, Row, Skipped
+
+
+def prefill(
+    *,
+    shape: str = "llama-3.1-8b",
+    batch: str = "1",
+    tokens: str = "2048,8192,32768",
+    chunk: str | None = None,
+    variants: str | None = None,
+    baselines: str | None = None,
+    layers: int = 4,
+    rounds: int = 20,
+    json: Path | None = None,
+) -> None:
+    """Time attention of a prompt's last tokens over all of it, beside the fastest bf16 baseline.
+
+    Every kernel is checked against attention written out before it is timed. All that is timed
+    takes turns in one process; times are medians, in microseconds a layer.
+
+    Parameters
+    ----------
+    shape
+        llama-3.1-8b, llama-2-7b, llama-2-7b-norope or tiny.
+    batch
+        Numbers of sequences, separated by commas.
+    tokens
+        Tokens of a sequence, separated by commas; every batch is timed with every one.
+    chunk
+        How many of them are queries, the last ones, separated by commas; by default all.
+    variants
+        full, half, half-ragged, half-uneven or quarter, separated by commas; by default all. With
+        @zack, tiles of queries as in ZACK's paper; with, say, @128x64w8s3r128, cut like that.
+    baselines
+        sdpa-flash or sdpa-cudnn, separated by commas; by default both.
+    layers
+        Layers a call, each with its own rows.
+    rounds
+        Calls of each, then as many again.
+    json
+        File for the results; written after every case.
+    """
+    common.check_outputs(json=json)
+    import torch
+
+    from kvfold.bench import prefill as bench
+    from kvfold.loading import default_device
+
+    batches, sizes = parse_list(batch, "--batch", int), parse_list(tokens, "--tokens", int)
+    chunks = None if chunk is None else parse_list(chunk, "--chunk", int)
+    job = bench.Job(
+        shape=shape,
+        cases=tuple((b, s, t) for b, s in product(batches, sizes) for t in chunks or [s]),
+        variants=names(variants, "--variants", bench.KEPT),
+        baselines=names(baselines, "--baselines", bench.BASELINES),
+        layers=layers,
+        rounds=rounds,
+    )
+    device = torch.device(default_device())
+    rows: list[Row] = []
+    skipped: list[Skipped] = []
+    try:
+        with common.progress() as progress:
+            for done, case in enumerate(job.cases, start=1):
+                found = bench.measure_case(job, case, device)
+                rows += found[0]
+                skipped += found[1]
+                if json is not None:
+                    write_json(json, record(job, rows, skipped, device))
+                if progress is not None:
+                    progress(f"{shape}, B x S x T", done, len(job.cases))
+    finally:
+        print_rows(rows, skipped)
+
+
+def record(
+    job: "Job", rows: "Sequence[Row]", skipped: "Sequence[Skipped]", device: Any
+) -> dict[str, Any]:
+    """Everything the page of results is made from."""
+    return {
+        "benchmark": "prefill",
+        "settings": dataclasses.asdict(job),
+        "versions": versions(device),
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "skipped": [dataclasses.asdict(item) for item in skipped],
+    }
+
+
+def print_rows(rows: "Sequence[Row]", skipped: "Sequence[Skipped]") -> None:
+    """What has been measured, if anything, and what has not."""
+    for case in dict.fromkeys((row.batch, row.tokens, row.chunk) for row in rows):
+        own = [row for row in rows if (row.batch, row.tokens, row.chunk) == case]
+        print(f"\n{own[0].shape}, {case[0]} x the last {case[2]} of {case[1]} tokens"
+              " (* fastest baseline):")  # fmt: skip
+        Console().print(table(own))
+    for x in skipped:
+        where = f"{x.batch} x {x.chunk} of {x.tokens}"
+        print(f"{x.name} at {where} not timed: {x.reason}")
+
+
+def table(rows: "Sequence[Row]") -> Table:
+    """One line a row of one case; times in microseconds a layer, speed-up in times."""
+    found = empty_table("kept", "us", "p10-p90", "again", "TFLOP/s", "times")
+    for row in rows:
+        speedup = row.speedup_vs_fastest
+        found.add_row(
+            row.variant + " *" * (row.variant == row.fastest_baseline),
+            f"{row.us:.4g}",
+            f"{row.us_p10:.4g}-{row.us_p90:.4g}",
+            f"{row.repeat_us:.4g}",
+            f"{row.tflops:.3g}",
+            "–" if speedup is None else f"{speedup:.2f}",
+        )
+    return found

@@ -1,0 +1,196 @@
+"""What every command does: load quietly, show progress, say what ran."""
+
+import dataclasses
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from kvfold import __version__
+from kvfold.cli.options import Calibration, Place, Storage, Windows
+from kvfold.files import check_writable
+
+if TYPE_CHECKING:
+    from kvfold.api import Job
+    from kvfold.config import CacheConfig
+
+Progress = Callable[[str, int, int], None]
+DEFAULT_CTX = 1024
+
+
+def load_config(name: str) -> Any:
+    """The config of a model, and from here on no output of transformers' own."""
+    import transformers
+    from huggingface_hub.utils import logging as hub_logging
+
+    from kvfold import loading
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()
+    return loading.load_config(name)
+
+
+def load(name: str, place: Place) -> tuple[Any, Any]:
+    """(model, tokenizer) of a directory, hub id or reference, without transformers' own output.
+
+    On a CPU `auto` means float32: 16-bit arithmetic is slow on most, and coarse on all of them.
+    """
+    import torch
+
+    from kvfold.loading import default_device, load_tokenizer
+    from kvfold.loading import load as load_model
+
+    load_config(name)
+    device = place.device or default_device()
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"device {device!r} is not one; legal: cpu, cuda, cuda:N, mps") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r}: this machine has no usable GPU; use --device cpu")
+    dtype = "float32" if (place.dtype, kind) == ("auto", "cpu") else place.dtype
+    tokenizer = load_tokenizer(name)
+    return load_model(name, dtype=dtype, device=device), tokenizer
+
+
+def check_outputs(*, html: Path | None = None, json: Path | None = None) -> None:
+    """Raises ValueError for a file that could not be written after the work is done."""
+    for path in (html, json):
+        if path is not None:
+            check_writable(path)
+    if html is not None:
+        from kvfold.report import check_installed
+
+        check_installed()
+
+
+def context(model: Any, windows: Windows) -> int:
+    """--ctx, or the default where the model has that many positions."""
+    from kvfold.evaluation.perplexity import max_positions
+
+    return windows.ctx or min(DEFAULT_CTX, max_positions(model) or DEFAULT_CTX)
+
+
+def named_texts(paths: Sequence[Path]) -> dict[str, str]:
+    """Texts by file name (without .txt and the like), or the packaged held-out text."""
+    from kvfold.text import packaged, read_text
+
+    if not paths:
+        return {"packaged": packaged("filler.txt")}
+    stems = [path.name.split(".")[0] or path.name for path in paths]
+    unique = len(set(stems)) == len(stems)
+    names = stems if unique else [str(path) for path in paths]
+    return {name: read_text(path) for name, path in zip(names, paths, strict=True)}
+
+
+def measurement(
+    model: Any, tokenizer: Any, texts: dict[str, str], windows: Windows, storage: Storage
+) -> Any:
+    """What `kvfold.evaluation.run.measure` is to measure."""
+    from kvfold.evaluation import run
+
+    ctx = context(model, windows)
+    return run.Measurement(
+        windows=run.text_windows(model, tokenizer, texts, ctx=ctx, max_tokens=windows.max_tokens),
+        chunk=windows.chunk,
+        batch=windows.batch,
+        needle=windows.needle_contexts * windows.needle,
+        cache=cache_config(model, storage),
+        agnostic=windows.agnostic,
+    )
+
+
+def cache_config(model: Any, storage: Storage) -> "CacheConfig | None":
+    """How the paged cache is to store tokens; None: transformers' cache serves."""
+    from kvfold.artifact import spec_of
+
+    spec = spec_of(model)
+    return storage.config(planned=spec is not None and spec.planned)
+
+
+def settings(model: Any, windows: Windows) -> dict[str, Any]:
+    """The settings of a measurement, for its record."""
+    resolved = {"ctx": context(model, windows), "dtype": str(model.dtype).removeprefix("torch.")}
+    return {**dataclasses.asdict(windows), **resolved}
+
+
+@contextmanager
+def progress() -> Iterator[Progress | None]:
+    """A bar on stderr for the work in hand, where stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total)
+            bars.update(tasks[name], completed=done, total=total)
+            if done >= total:
+                bars.remove_task(tasks.pop(name))
+
+        yield show
+
+
+def versions(device: Any) -> dict[str, str | None]:
+    """What a measurement was made with."""
+    import torch
+    import transformers
+
+    device = torch.device(device)
+    cuda = device.type == "cuda"
+    return {
+        "kvfold": __version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name(device) if cuda else str(device),
+    }
+
+
+def commit() -> str | None:
+    """The git commit of a source checkout, with + if it was changed; None for an installed copy."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
+    except OSError:
+        return None
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "") or None
+
+
+def job(model: str, recipe: str, calibration: Calibration, place: Place) -> "Job":
+    """A recipe on a loaded model, with its calibration settings; bases are not built yet."""
+    from kvfold import recipes
+    from kvfold.api import Job
+
+    settings = recipes.get(recipe)
+    loaded, tokenizer = load(model, place)
+    return Job(
+        loaded,
+        settings,
+        tokenizer,
+        calib=list(calibration.calib) or None,
+        max_tokens=calibration.max_tokens,
+        seed=calibration.seed,
+    )

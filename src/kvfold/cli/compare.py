@@ -1,0 +1,146 @@
+"""kvfold compare: recipes and sizes of one model, on the same text."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from kvfold.cli import common
+from kvfold.cli.options import (
+    CALIBRATION,
+    PLACE,
+    STORAGE,
+    WINDOWS,
+    Files,
+    Model,
+    Place,
+    Storage,
+    Windows,
+    parse_list,
+)
+from kvfold.files import write_json
+
+if TYPE_CHECKING:
+    from kvfold.evaluation.compare import Row
+
+
+def compare(
+    model: Model,
+    /,
+    *,
+    recipes: str = "zack,palu-j,fast,lean,small",
+    keep: str = "0.5,0.35,0.25",
+    text: Files = (),
+    calib: Files = (),
+    calib_tokens: int = CALIBRATION.max_tokens,
+    align: int | None = None,
+    html: Path | None = None,
+    json: Path | None = None,
+    seed: int = 0,
+    windows: Windows = WINDOWS,
+    storage: Storage = STORAGE,
+    place: Place = PLACE,
+) -> None:
+    """Fold MODEL in several ways and say what each saves and costs.
+
+    All recipes see the same calibration text; losses are paired with the original's by window.
+
+    Parameters
+    ----------
+    recipes
+        Names, separated by commas.
+    keep
+        Shares of the cache, separated by commas.
+    text
+        Text files to measure on (.txt, .xz, .gz); without any, a packaged one.
+    calib
+        Text files to calibrate on instead of ours.
+    calib_tokens
+        Tokens of calibration text.
+    align
+        Ranks are multiples of it; 1 compares methods as published.
+    html
+        File for a report with pictures.
+    json
+        File for the results; written after every row.
+    seed
+        Of calibration.
+    """
+    names = parse_list(recipes, "--recipes", str)
+    keeps = parse_list(keep, "--keep", float)
+    common.check_outputs(html=html, json=json)
+    texts = common.named_texts(text)
+    loaded, tokenizer = common.load(model, place)
+    from kvfold.evaluation import run
+
+    settings = common.settings(loaded, windows)
+    settings |= {"align": align, "seed": seed, "calib_tokens": calib_tokens}
+    settings |= {"cache": dataclasses.asdict(storage)}
+    settings |= {"text": list(map(str, text)), "calib": list(map(str, calib))}
+    rows: list[Row] = []
+
+    def keep_row(row: "Row") -> None:
+        rows.append(row)
+        if json is not None:
+            write_json(json, record(model, rows, settings, loaded.device))
+
+    try:
+        with common.progress() as progress:
+            run.compare(
+                loaded,
+                tokenizer,
+                names,
+                keeps,
+                texts,
+                align=align,
+                ctx=settings["ctx"],
+                chunk=windows.chunk,
+                max_tokens=windows.max_tokens,
+                batch=windows.batch,
+                needle=windows.needle_contexts * windows.needle,
+                cache=storage.config(),
+                agnostic=windows.agnostic,
+                calib=list(calib) or None,
+                calibration_tokens=calib_tokens,
+                seed=seed,
+                progress=progress,
+                on_row=keep_row,
+            )
+    finally:
+        print_rows(rows)
+    if html is not None:
+        write_html(html, model, rows)
+
+
+def record(
+    model: str, rows: "Sequence[Row]", settings: dict[str, Any], device: Any
+) -> dict[str, Any]:
+    """Everything a table or figure is made from."""
+    from kvfold.evaluation.compare import to_json
+
+    versions = common.versions(device)
+    return {"model": model, "rows": to_json(rows), "settings": settings, "versions": versions}
+
+
+def print_rows(rows: "Sequence[Row]") -> None:
+    """The table of what has been measured, if anything."""
+    from kvfold.evaluation.compare import table
+
+    if rows:
+        Console().print(table(rows))
+
+
+def write_html(path: Path, model: str, rows: "Sequence[Row]") -> None:
+    from kvfold.evaluation.compare import format_bytes
+    from kvfold.report import write_report
+
+    original = rows[0]
+    summary = [
+        ("model", model),
+        ("full cache, a token at 16 bits", format_bytes(original.baseline_bytes_per_token)),
+        ("windows measured", str(sum(len(items) for items in original.window_nll.values()))),
+    ]
+    write_report(path, title=f"Recipes on {model}", summary=summary, rows=rows, ranks=None)
+    print(f"wrote {path}")

@@ -1,0 +1,169 @@
+"""kvfold inspect: what a model stores, or would store."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvfold.cli import common
+from kvfold.cli.options import CALIBRATION, PLACE, Calibration, Model, Place
+
+if TYPE_CHECKING:
+    from kvfold.api import Job
+    from kvfold.report import RankMap
+    from kvfold.spec import CacheSpec, Geometry, LayerSpec
+
+PARTS = {"k": "keys", "v": "values", "kv": "keys and values"}
+Spectra = dict[str, list[list[float]]]
+
+
+def inspect(
+    model: Model,
+    /,
+    *,
+    recipe: str | None = None,
+    keep: float = 0.5,
+    align: int | None = None,
+    html: Path | None = None,
+    calibration: Calibration = CALIBRATION,
+    place: Place = PLACE,
+) -> None:
+    """Show the ranks and bytes of MODEL's cache; with --recipe, those it would have.
+
+    Parameters
+    ----------
+    recipe
+        Plan this recipe for an uncompressed model, without folding it.
+    keep
+        Share of the cache to plan for.
+    align
+        Ranks are multiples of it.
+    html
+        File for a heat map of the ranks, and the spectra of a plan.
+    """
+    common.check_outputs(html=html)
+    from kvfold.artifact import KVFoldConfig
+    from kvfold.models.families import family_of
+
+    config = common.load_config(model)
+    geometry = family_of(config).geometry(config)
+    saved = getattr(config, "quantization_config", None)
+    if saved is not None and recipe is not None:
+        raise ValueError(f"{model} is compressed already; --recipe plans for an original model")
+    spectra: Spectra = {}
+    provenance: dict[str, Any] = {}
+    spec: CacheSpec | None = None
+    if saved is not None:
+        artifact = KVFoldConfig(**saved) if isinstance(saved, dict) else saved
+        spec, provenance = artifact.spec, artifact.provenance
+    elif recipe is not None:
+        job = prepared(model, recipe, keep, calibration, place)
+        spec, spectra = job.plan(keep, align), spectra_of(job)
+    title = f"{model} ({config.model_type})"
+    print_geometry(title, geometry)
+    if spec is not None:
+        print_spec(spec)
+    for key, value in provenance.items():
+        print(f"{key}: {value}")
+    if html is not None:
+        write_html(html, title, spec or plain_spec(geometry), spectra)
+
+
+def prepared(model: str, recipe: str, keep: float, calibration: Calibration, place: Place) -> "Job":
+    """A job with bases, on the loaded model."""
+    from kvfold.compression.pipeline import check_keep
+
+    check_keep(keep)
+    job = common.job(model, recipe, calibration, place)
+    with common.progress() as progress:
+        job.prepare(calibration.stats, progress)
+    return job
+
+
+def plain_spec(geometry: "Geometry") -> "CacheSpec":
+    from kvfold.spec import CacheSpec, plain_layer
+
+    return CacheSpec(geometry=geometry, layers=(plain_layer(geometry),) * geometry.num_layers)
+
+
+def spectra_of(job: "Job") -> Spectra:
+    """Singular values of every layer's bases, by part, descending."""
+    spectra: Spectra = {}
+    for prospects in job.layers:
+        merged: dict[str, list[float]] = {}
+        for prospect in prospects:
+            merged.setdefault(PARTS[prospect.side], []).extend(prospect.basis.singular.tolist())
+        for part, values in merged.items():
+            spectra.setdefault(part, []).append(sorted(values, reverse=True))
+    return spectra
+
+
+def print_geometry(title: str, geometry: "Geometry") -> None:
+    print(title)
+    print(
+        f"{geometry.num_layers} layers, {geometry.num_query_heads} query and"
+        f" {geometry.num_kv_heads} KV heads of {geometry.head_dim}, width {geometry.hidden_size}"
+    )
+    print(f"full cache: {2 * geometry.full_numbers} bytes per token at 16 bits")
+
+
+def print_spec(spec: "CacheSpec") -> None:
+    """Totals, and one line a layer."""
+    print(
+        f"this cache: {spec.bytes_per_token()} bytes per token at 16 bits,"
+        f" {spec.kept_fraction:.4f} kept, {1 / spec.kept_fraction:.2f} times smaller"
+    )
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("layer", "keys", "values"):
+        table.add_column(name)
+    table.add_column("ranks")
+    table.add_column("bytes", justify="right")
+    for index, layer in enumerate(spec.layers):
+        size = str(2 * layer.row_width)
+        table.add_row(str(index), layer.keys, layer.values, describe(layer), size)
+    Console().print(table)
+
+
+def describe(layer: "LayerSpec") -> str:
+    """Ranks of a layer's latents by part, such as "keys 24 16, values 40"."""
+    found: dict[str, list[str]] = {}
+    for latent in layer.latents:
+        found.setdefault(PARTS[latent.side], []).append(str(latent.rank))
+    return ", ".join(f"{part} {' '.join(ranks)}" for part, ranks in found.items())
+
+
+def rank_map(spec: "CacheSpec") -> "RankMap":
+    """The ranks as a heat map: a row for every set of heads that shares a latent somewhere."""
+    from kvfold.report import RankMap
+
+    rows: dict[tuple[str, tuple[int, ...]], list[int | None]] = {}
+    for index, layer in enumerate(spec.layers):
+        for latent in layer.latents:
+            row = rows.setdefault((latent.side, latent.heads), [None] * len(spec.layers))
+            row[index] = latent.rank
+    places = sorted(rows, key=lambda place: ("kv".find(place[0][0]), place))
+    dim = spec.geometry.head_dim
+    return RankMap(
+        labels_y=[heads_label(heads) for _, heads in places],
+        ranks=[rows[place] for place in places],
+        widths=[len(side) * len(heads) * dim for side, heads in places],
+        parts=[PARTS[side] for side, _ in places],
+    )
+
+
+def heads_label(heads: tuple[int, ...]) -> str:
+    return f"head {heads[0]}" if len(heads) == 1 else f"heads {heads[0]}-{heads[-1]}"
+
+
+def write_html(path: Path, title: str, spec: "CacheSpec", spectra: Spectra) -> None:
+    from kvfold.report import write_report
+
+    summary = [
+        ("bytes a token at 16 bits", str(spec.bytes_per_token())),
+        ("full cache", str(2 * spec.geometry.full_numbers)),
+        ("kept", f"{spec.kept_fraction:.4f}"),
+        ("layers", str(spec.geometry.num_layers)),
+    ]
+    write_report(path, title=title, summary=summary, rows=[], ranks=rank_map(spec), spectra=spectra)
+    print(f"wrote {path}")

@@ -1,0 +1,59 @@
+"""The command line: one function per command in `kvfold.cli`, errors as one line."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from cyclopts import App, CycloptsError
+
+from kvfold import __version__
+from kvfold.cli.bench import bench
+from kvfold.cli.compare import compare
+from kvfold.cli.compress import compress
+from kvfold.cli.demo import demo
+from kvfold.cli.evaluate import evaluate
+from kvfold.cli.generate import generate
+from kvfold.cli.inspect import inspect
+from kvfold.versions import check_transformers
+
+app = App(
+    name="kvfold",
+    help="Shrink a language model's KV cache and measure what it costs.\n\n"
+    "MODEL is a directory, a GGUF file, a hub id, or a reference: reference:gqa and reference:mha "
+    "are inside kvfold, reference:smollm2 chats and comes by `make smollm2`.",
+    version=__version__,
+    help_format="plaintext",
+    suppress_keyboard_interrupt=False,
+)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "compress": compress,
+    "generate": generate,
+    "inspect": inspect,
+    "eval": evaluate,
+    "compare": compare,
+    "demo": demo,
+}
+for place, (name, command) in enumerate(COMMANDS.items()):
+    app.command(command, name=name, sort_key=place)
+app.command(bench)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (default: the process's own); returns the exit code.
+
+    A user's mistake is one line on stderr and code 2, an interrupt 130.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        check_transformers()
+        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except (CycloptsError, ValueError, OSError) as error:
+        print(f"kvfold: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kvfold: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

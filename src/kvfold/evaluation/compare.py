@@ -1,0 +1,194 @@
+"""Results of a comparison of recipes: one `Row` each, as a terminal table and as JSON.
+
+Nothing here builds or runs a model. Tables and figures are made from rows alone, and rows survive a
+round trip through JSON, so that both can be made again from a saved run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from kvfold.evaluation.perplexity import mean_and_se
+
+NOT_MEASURED = "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One compressed model, or the original, on the same texts and windows as its neighbours.
+
+    `keep` is the fraction asked for and `kept_fraction` the one stored: bits a token stores over
+    bits of the uncompressed 16-bit cache. `bytes_per_token` and `baseline_bytes_per_token` count
+    the same way; `cache_bytes_allocated` is what the cache of this run took, in its own dtype.
+    `delta_nll` is (mean, standard error) of the loss less the original's, paired by window, in nats
+    per token. `perplexity` and `delta_nll` are keyed by text, `needle` (fractions of questions
+    answered exactly) by context length in tokens. `seconds` is the time that bases, ranks and fold
+    took; calibration, which the rows share, is not in it. `window_nll` holds the loss of every
+    window of a text, so that any two rows can be paired. `pool_fraction`: bytes of pages and page
+    tables over the uncompressed 16-bit cache, where the cache was paged.
+    """
+
+    recipe: str
+    keep: float
+    kept_fraction: float
+    bytes_per_token: float
+    baseline_bytes_per_token: float
+    cache_bytes_allocated: int
+    perplexity: Mapping[str, float]
+    delta_nll: Mapping[str, tuple[float, float]]
+    needle: Mapping[int, float] | None = None
+    seconds: float | None = None
+    window_nll: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    pool_fraction: float | None = None
+
+
+def paired(a: Row, b: Row, text: str) -> tuple[float, float]:
+    """Mean and standard error of `a`'s loss less `b`'s on the windows of `text`, nats per token."""
+    pairs = zip(a.window_nll[text], b.window_nll[text], strict=True)
+    return mean_and_se([x - y for x, y in pairs])
+
+
+def texts(rows: Sequence[Row]) -> list[str]:
+    """Names of the texts that any row was measured on, in order of appearance."""
+    return list(dict.fromkeys(name for row in rows for name in row.perplexity))
+
+
+def needle_lengths(rows: Sequence[Row]) -> list[int]:
+    """Needle context lengths in tokens that any row was measured at, ascending."""
+    return sorted({length for row in rows for length in row.needle or ()})
+
+
+def format_length(tokens: int) -> str:
+    """512 -> "512", 4096 -> "4K"."""
+    return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
+
+
+def format_bytes(size: float) -> str:
+    """Bytes with three significant digits in B, KiB, MiB or GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 999.5:
+            return f"{size:.4g} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
+
+
+def format_delta(delta: tuple[float, float] | None) -> str:
+    """Signed loss increase with its standard error, in nats; a dash if it was not measured."""
+    if delta is None:
+        return NOT_MEASURED
+    mean, se = delta
+    digits = 4 if abs(mean) < 0.1 else 3
+    error = "" if math.isnan(se) else f" ±{se:.{digits}f}"
+    return f"{mean:+.{digits}f}{error}"
+
+
+def format_perplexity(value: float | None) -> str:
+    """Two decimals below 1000, none above; a dash if it was not measured."""
+    if value is None:
+        return NOT_MEASURED
+    return f"{value:.2f}" if value < 1000 else f"{value:.0f}"
+
+
+def format_needle(row: Row, length: int) -> str:
+    """Needle accuracy in per cent at `length`; a dash if it was not measured."""
+    accuracy = (row.needle or {}).get(length)
+    return NOT_MEASURED if accuracy is None else f"{100 * accuracy:.0f}"
+
+
+def format_storage(row: Row) -> tuple[str, str, str, str, str]:
+    """Keep asked, kept fraction, compression factor, bytes a token, bytes the cache took."""
+    factor = f"{1 / row.kept_fraction:.1f}×" if row.kept_fraction else "∞"
+    size = f"{row.bytes_per_token:.0f}"
+    cache = format_bytes(row.cache_bytes_allocated)
+    return f"{row.keep:g}", f"{row.kept_fraction:.3f}", factor, size, cache
+
+
+def format_seconds(row: Row) -> str:
+    """Seconds, with one decimal below ten; a dash if they were not measured."""
+    if row.seconds is None:
+        return NOT_MEASURED
+    return f"{row.seconds:.1f}" if row.seconds < 9.95 else f"{row.seconds:.0f}"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Rows as a rich table; perplexity and loss increase share a column per text and wrap there."""
+    lengths = needle_lengths(rows)
+    result = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
+    result.caption_justify = "left"
+    result.caption = (
+        "kept: bits stored over bits of the 16-bit cache. Texts: perplexity and loss increase in"
+        " nats per token, paired ± one standard error." + _needle_caption(lengths)
+    )
+    result.add_column("recipe", no_wrap=True)
+    for name in ("keep", "kept", "less", "B/tok", "cache"):
+        result.add_column(name, justify="right", no_wrap=True)
+    for name in texts(rows):
+        result.add_column(name, justify="right", min_width=7)
+    for length in lengths:
+        result.add_column(format_length(length), justify="right", no_wrap=True)
+    result.add_column("s", justify="right", no_wrap=True)
+    for row in rows:
+        result.add_row(*_cells(row, texts(rows), lengths))
+    return result
+
+
+def _needle_caption(lengths: Sequence[int]) -> str:
+    columns = ", ".join(map(format_length, lengths))
+    return f" {columns}: % of needle questions answered." if lengths else ""
+
+
+def _cells(row: Row, names: Sequence[str], lengths: Sequence[int]) -> list[str]:
+    losses = [_loss(row, name) for name in names]
+    needles = [format_needle(row, length) for length in lengths]
+    return [row.recipe, *format_storage(row), *losses, *needles, format_seconds(row)]
+
+
+def _loss(row: Row, name: str) -> str:
+    value = format_perplexity(row.perplexity.get(name))
+    return f"{value} {format_delta(row.delta_nll[name])}" if name in row.delta_nll else value
+
+
+def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows as plain values for `json.dumps`; a standard error that is not defined becomes null."""
+    return [_plain(dataclasses.asdict(row)) for row in rows]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def from_json(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Rows as `to_json` wrote them. Raises ValueError naming missing or unknown keys."""
+    return [_row(dict(values)) for values in rows]
+
+
+def _row(values: dict[str, Any]) -> Row:
+    names = {field.name for field in dataclasses.fields(Row)}
+    if values.keys() != names:
+        wrong = ", ".join(sorted(values.keys() ^ names))
+        raise ValueError(f"row: missing or unknown keys {wrong}; legal keys: {sorted(names)}")
+    values["delta_nll"] = {name: _pair(pair) for name, pair in values["delta_nll"].items()}
+    values["perplexity"] = {name: _number(item) for name, item in values["perplexity"].items()}
+    if values["needle"] is not None:
+        values["needle"] = {int(length): item for length, item in values["needle"].items()}
+    values["window_nll"] = {name: tuple(items) for name, items in values["window_nll"].items()}
+    return Row(**values)
+
+
+def _pair(pair: Sequence[float | None]) -> tuple[float, float]:
+    mean, se = map(_number, pair)
+    return mean, se
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

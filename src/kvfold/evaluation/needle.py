@@ -1,0 +1,150 @@
+"""Needle-in-a-haystack retrieval, phrased as in RULER.
+
+Several facts ("One of the special magic numbers for quiet river is: 48213.") are hidden between the
+sentences of ordinary prose, and the model is asked for one number at a time. The context goes
+through the model's KV cache once, in chunks; each question then continues from that cache, so that
+what a compressed cache has lost shows.
+"""
+
+import copy
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from transformers import DynamicCache
+
+from kvfold.evaluation.haystack import build_sample, load_filler
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleResult:
+    """Retrieval at one length: `exact` in [0, 1], `exact_se` clustered by context (nan for one)."""
+
+    length: int
+    exact: float
+    exact_se: float
+    num_questions: int
+
+
+class Reader(Protocol):
+    """What puts a context into a cache and continues it, any number of times."""
+
+    def prefill(self, ids: list[int]) -> None:
+        """Read the context."""
+        ...
+
+    def answer(self, question: list[int], num_tokens: int) -> list[int]:
+        """Greedy continuation of the context and `question`."""
+        ...
+
+
+class _Reader:
+    """Greedy reading of one context through a KV cache, batch of one, on the model's device."""
+
+    def __init__(self, model: Any, chunk: int) -> None:
+        self.model, self.chunk = model, chunk
+        self.cache: Any = None
+
+    def _forward(self, ids: list[int], cache: Any) -> int:
+        """Append `ids` to `cache`; returns the most likely next token."""
+        tokens = torch.tensor([ids], device=self.model.device)
+        out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return int(out.logits[0, -1].argmax())
+
+    def prefill(self, ids: list[int]) -> None:
+        """Read the context in chunks into a new cache."""
+        self.cache = DynamicCache(config=self.model.config)
+        for begin in range(0, len(ids), self.chunk):
+            self._forward(ids[begin : begin + self.chunk], self.cache)
+
+    def answer(self, question: list[int], num_tokens: int) -> list[int]:
+        """Greedy continuation of the context and `question`; the cache is left as it was."""
+        # A full sliding window has already dropped what a crop would have to bring back.
+        sliding = any(getattr(layer, "is_sliding", False) for layer in self.cache.layers)
+        cache = copy.deepcopy(self.cache) if sliding else self.cache
+        generated = [self._forward(question, cache)]
+        while len(generated) < num_tokens:
+            generated.append(self._forward(generated[-1:], cache))
+        if not sliding:
+            cache.crop(-(len(question) + num_tokens - 1))
+        return generated
+
+
+def _check_lengths(model: Any, lengths: Sequence[int]) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and max(lengths) > limit:
+        raise ValueError(
+            f"lengths asks for {max(lengths)} tokens, but the model's max_position_embeddings is "
+            f"{limit}: leave out the lengths above {limit}"
+        )
+
+
+def _summarise(length: int, hits: list[list[bool]]) -> NeedleResult:
+    """Mean over questions and its standard error over contexts (equal numbers of questions)."""
+    means = [sum(context) / len(context) for context in hits]
+    exact = sum(means) / len(means)
+    spread = sum((mean - exact) ** 2 for mean in means)
+    num = len(means)
+    error = math.sqrt(spread / (num - 1) / num) if num > 1 else math.nan
+    return NeedleResult(
+        length=length, exact=exact, exact_se=error, num_questions=sum(map(len, hits))
+    )
+
+
+@torch.no_grad()
+def evaluate_needle(
+    model: Any,
+    tokenizer: Any,
+    *,
+    lengths: Sequence[int] = (512, 1024, 2048, 4096),
+    num_contexts: int = 25,
+    facts_per_context: int = 4,
+    chunk: int = 512,
+    seed: int = 0,
+    reader: Reader | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[NeedleResult]:
+    """Exact-match retrieval by greedy decoding, one result for each of `lengths` (tokens).
+
+    Every context is prefilled once, `chunk` tokens at a time; every question continues from that
+    cache and is then removed from it. `reader`: another cache than transformers'. `progress` is
+    called with (contexts done, contexts in all).
+    Raises ValueError for a length beyond the model's positions or too short for the facts.
+    """
+    _check_lengths(model, lengths)
+    filler, reader = load_filler(), reader or _Reader(model, chunk)
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    @cache
+    def count(text: str) -> int:
+        return len(encode(text))
+
+    def ask(question: str, answer: str) -> bool:
+        generated = reader.answer(encode(question), count(answer))
+        return tokenizer.decode(generated).strip() == answer.strip()
+
+    results = []
+    for number, length in enumerate(lengths):
+        rng = random.Random(f"{seed}/{length}")
+        hits: list[list[bool]] = []
+        for context in range(num_contexts):
+            sample = build_sample(
+                count,
+                length=length - len(bos),
+                num_facts=facts_per_context,
+                filler=filler,
+                rng=rng,
+            )
+            reader.prefill(bos + encode(sample.prompt))
+            hits.append([ask(*pair) for pair in zip(sample.questions, sample.answers, strict=True)])
+            if progress is not None:
+                progress(number * num_contexts + context + 1, len(lengths) * num_contexts)
+        results.append(_summarise(length, hits))
+    return results

@@ -1,0 +1,1 @@
+"""Number formats: how many numbers become few bytes, and come back."""

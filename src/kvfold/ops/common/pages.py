@@ -1,0 +1,253 @@
+"""How a layer's pages are addressed: what its layout says once and for all, as tensors.
+
+Shapes: G groups of the layer, R numbers of a row, P rows a page. A *kind* is the g groups whose
+pages are laid out alike (they differ in columns only), W words a row of it. *Packed* columns are
+the row's, reordered kind by kind, segment by segment, group by group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import gcd
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvfold.spec.layout import UNIT, Group, PageLayout, Segment
+
+CHANNELS, SCALES, POSITIONS, METRICS = -4, -3, -2, -1  # the last blocks of every page
+CHUNK = 8  # pages that `locate` keeps together: their keys or values fit a core's cache
+INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class LayerPages(NamedTuple):
+    """A layer's part of the pool, as ops take it: arena uint8; tables int32 [S, G, n]; lengths
+    int32 [S, G]."""
+
+    arena: Tensor
+    tables: Tensor
+    lengths: Tensor
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class PageClass:
+    """Groups with equal pages. A row is W words, word i at offsets[i] + row * strides[i].
+
+    channels: 2-byte words of the block CHANNELS, c = two a per-channel number, from its page's
+    start.
+    """
+
+    layout: PageLayout
+    numbers: Tensor  # [g] which of the layer's groups
+    columns: tuple[slice, ...]  # packed columns [g * width] of every segment
+    word: torch.dtype
+    offsets: Tensor  # [W]
+    strides: Tensor  # [W]
+    channels: Tensor  # [c]
+    spots: tuple[tuple[int, int], ...] | None  # of every segment, (first, step) of groups' columns
+    # in the row; None: steps are not even
+
+    def columns_of(self, row: Tensor, index: int) -> Tensor:
+        """Columns of segment `index` in rows [..., R]: a view [..., g, width]."""
+        assert self.spots is not None, "columns of these groups are no even steps apart"
+        (start, step), width = self.spots[index], self.layout.segments[index].width
+        stop = start + step * (len(self.numbers) - 1) + width
+        return row[..., start:stop].unfold(-1, width, step)
+
+    def address(self, tables: Tensor, slot: Tensor, number: Tensor, row: Tensor) -> Tensor:
+        """Words of rows: slot, number and row broadcast to [...] -> [..., W]."""
+        page = tables[slot, number, row // self.layout.page].long()
+        start = page * (UNIT // self.word.itemsize)
+        return start[..., None] + self.offsets + (row % self.layout.page)[..., None] * self.strides
+
+    def channel_address(self, tables: Tensor, slot: Tensor, number: Tensor, row: Tensor) -> Tensor:
+        """2-byte words of CHANNELS of the rows' pages: broadcast to [...] -> [..., c]."""
+        page = tables[slot, number, row // self.layout.page].long()
+        return page[..., None] * (UNIT // 2) + self.channels
+
+    def block(self, pages: Tensor, index: int, dtype: torch.dtype) -> Tensor:
+        """Block `index` of uint8 pages [..., page_bytes] as `dtype` [..., P, numbers of a row]."""
+        size, start = self.layout.block_sizes[index], self.layout.block_offsets[index]
+        numbers = size // (self.layout.page * dtype.itemsize)
+        block = pages[..., start : start + size].view(dtype)
+        return block.unflatten(-1, (self.layout.page, numbers))
+
+    def channel_scales(self, pages: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(scales, zeros) fp16 [..., width] of every per-channel segment of uint8 pages."""
+        widths = [x.width for x in self.layout.segments if x.per_channel]
+        if not widths:
+            return []
+        size, start = self.layout.block_sizes[CHANNELS], self.layout.block_offsets[CHANNELS]
+        both = pages[..., start : start + size].view(torch.float16).split(2 * widths, dim=-1)
+        return list(zip(both[: len(widths)], both[len(widths) :], strict=True))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kinds of a layer's groups, and the way between row columns and packed columns."""
+
+    kinds: tuple[PageClass, ...]
+    width: int  # R
+    step: int  # numbers of the blocks of columns that `pack_order` and `row_order` move
+    pack_order: Tensor | None  # [R / step] block of the row in every place of the packed columns
+    row_order: Tensor | None  # its inverse; None: the row is packed as it is
+    page: int
+    tracked: bool
+    itemsize: int | None  # bytes of an unquantised number; None: there are none
+
+    @property
+    def even(self) -> bool:
+        """Whether rows can be filled without packing their columns."""
+        return all(kind.spots is not None for kind in self.kinds)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether every page is P rows of fp32 keys, then P as wide of values, and nothing else: an
+        arena of such pages alone is one table of rows."""
+        kind, *others = self.kinds
+        segments = kind.layout.segments
+        widths = {x.width for x in segments}
+        if others or self.itemsize != 4 or len(segments) != 2 or len(widths) > 1:
+            return False
+        page_bytes = kind.layout.page_units * UNIT
+        unquantized = not any(x.quantized for x in segments)
+        return unquantized and page_bytes == 2 * self.page * 4 * widths.pop()
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Row columns to packed columns, [..., R]."""
+        return self._reorder(rows, self.pack_order)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        return self._reorder(packed, self.row_order)
+
+    def _reorder(self, x: Tensor, order: Tensor | None) -> Tensor:
+        if order is None:
+            return x
+        # Three dimensions, for which CPU's index_select is some twenty times faster than for four.
+        blocks = x.reshape(x.shape[:-1].numel(), len(order), self.step)
+        return blocks.index_select(1, order).view(x.shape)
+
+
+# A pure function of what never changes, remembered because every layer asks for it in every step.
+@lru_cache(maxsize=4096)
+def plan_pages(groups: tuple[Group, ...], device: torch.device) -> Plan:
+    """The plan of one layer's groups, which agree in all but their segments."""
+    layout = groups[0].layout
+    for name in ("page", "itemsize", "zeros", "tracked"):
+        found = {getattr(group.layout, name) for group in groups}
+        assert len(found) == 1, f"groups of a layer differ in {name}: {found}"
+    members: dict[tuple[tuple[str, int, int, bool], ...], list[int]] = {}
+    for number, group in enumerate(groups):
+        key = tuple((x.side, x.width, x.bits, x.per_channel) for x in group.layout.segments)
+        members.setdefault(key, []).append(number)
+    kinds: list[PageClass] = []
+    segments: list[Segment] = []  # in packed order
+    for numbers in members.values():
+        layouts = [groups[number].layout for number in numbers]
+        alike = list(zip(*(x.segments for x in layouts), strict=True))
+        if any(layouts[0].block_sizes):  # a group of rank 0 stores nothing unless it is tracked
+            spots = _spots([[x.start for x in same] for same in alike])
+            first = sum(x.width for x in segments)
+            kinds.append(_kind(layouts[0], numbers, first, spots, device))
+        segments += [x for same in alike for x in same]
+    step, order = _blocks(segments)
+    in_place = order == sorted(order)
+    pack_order = torch.tensor(order, dtype=torch.int64, device=device)
+    return Plan(
+        kinds=tuple(kinds),
+        width=sum(x.width for x in segments),
+        step=step,
+        pack_order=None if in_place else pack_order,
+        row_order=None if in_place else pack_order.argsort(),
+        page=layout.page,
+        tracked=layout.tracked,
+        itemsize=None if all(x.quantized for x in segments) else layout.itemsize,
+    )
+
+
+def _blocks(segments: Sequence[Segment]) -> tuple[int, list[int]]:
+    """The columns of `segments` in order, in blocks of the widest step that fits them all."""
+    step = gcd(*(x.start for x in segments), *(x.width for x in segments)) or 1
+    order = [
+        block for x in segments for block in range(x.start // step, (x.start + x.width) // step)
+    ]
+    assert sorted(order) == list(range(len(order))), "segments do not tile the layer's row"
+    return step, order
+
+
+def _spots(starts: list[list[int]]) -> tuple[tuple[int, int], ...] | None:
+    """(first, step) of starts [segments][g], where each segment's are even steps up."""
+    steps = [{b - a for a, b in pairwise(found)} or {1} for found in starts]
+    if any(len(found) > 1 or min(found) < 1 for found in steps):
+        return None
+    return tuple((found[0], step.pop()) for found, step in zip(starts, steps, strict=True))
+
+
+def _kind(
+    layout: PageLayout,
+    numbers: list[int],
+    start: int,
+    spots: tuple[tuple[int, int], ...] | None,
+    device: torch.device,
+) -> PageClass:
+    """The kind of the groups `numbers`, whose packed columns begin at `start`."""
+    ends = list(accumulate((len(numbers) * x.width for x in layout.segments), initial=start))
+    sizes = [size // layout.page for size in layout.block_sizes]
+    sizes[CHANNELS] = 0  # a page's, not a row's
+    word = gcd(8, *sizes)
+    words = [
+        (offset // word + i, size // word)
+        for offset, size in zip(layout.block_offsets, sizes, strict=True)
+        for i in range(size // word)
+    ]
+    offsets, strides = torch.tensor(words, dtype=torch.int64, device=device).unbind(-1)
+    channels = torch.arange(layout.block_sizes[CHANNELS] // 2, device=device)
+    return PageClass(
+        layout=layout,
+        numbers=torch.tensor(numbers, device=device),
+        columns=tuple(slice(a, b) for a, b in pairwise(ends)),
+        word=INTS[word],
+        offsets=offsets,
+        strides=strides,
+        channels=channels + layout.block_offsets[CHANNELS] // 2,
+        spots=spots,
+    )
+
+
+def words_of(arena: Tensor, dtype: torch.dtype) -> Tensor:
+    """The arena's whole units (a writable view), as numbers of `dtype`."""
+    return arena[: arena.numel() // UNIT * UNIT].view(dtype)
+
+
+def locate(
+    arena: Tensor,
+    tables: Tensor,
+    groups: Sequence[Group],
+    slots: Tensor,
+    lengths: Tensor,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the first lengths[b, g] rows lie, for groups whose plan is `in_place` and an arena of
+    such pages alone.
+
+    Arguments as of `store.gather`, lengths at least 1. Returns the arena as rows fp32 [., w], int32
+    [B, G, c, s] which of them are the keys (values are P further on), c chunks of some pages, and
+    bool [B, G, c, s] which are rows of the group: the others name its first.
+    """
+    plan = plan_pages(tuple(groups), arena.device)
+    assert plan.in_place, "pages are not rows of one width"
+    (kind,), num_pages = plan.kinds, -(-size // plan.page)
+    width = kind.layout.segments[0].width
+    floats = words_of(arena, torch.float32)
+    table = floats[: floats.numel() // width * width].view(-1, width)
+    column = torch.arange(-(-num_pages // CHUNK) * CHUNK, device=arena.device)
+    row = torch.arange(plan.page, dtype=torch.int32, device=arena.device)
+    pages = tables[slots[:, None, None], kind.numbers[:, None], column.clamp(max=num_pages - 1)]
+    first = pages[..., None] // kind.layout.page_units * (2 * plan.page)
+    valid = column.int()[:, None] * plan.page + row < lengths[..., None, None]
+    index = torch.where(valid, first + row, first[..., :1, :])
+    index, valid = (x.unflatten(2, (-1, CHUNK)).flatten(3) for x in (index, valid))
+    return table, index, valid

@@ -1,0 +1,203 @@
+"""Decode attention over a layer's pages as one flat list, nothing padded. Plain PyTorch, for CPUs.
+
+Shapes: B sequences, g groups of a kind, i = g * B items (a group of a sequence, the group's all
+together), n pages of all items, P rows a page; Hk KV heads, G query heads of one, w numbers.
+
+Groups may be evicted to very different lengths, and numbers are a few bits each. So pages are read
+as they are, and attention is linear in their codes: neither a rectangle of rows nor the numbers
+that codes stand for are ever made.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from kvfold.formats.integers import SCALES_IN, lowest, places, scale_of
+from kvfold.ops.common.pages import CHANNELS, METRICS, POSITIONS, SCALES, PageClass, Plan, words_of
+from kvfold.spec.layout import UNIT
+
+
+@dataclass(frozen=True)
+class PageList:
+    """Pages of a kind's items, item after item.
+
+    counts int64 [i]: pages of every item, at least 1; item int64 [n]: whose page it is; units int64
+    [n]: where it begins, in units; last int64 [i]: every item's last page; hidden bool [i, P]: its
+    rows beyond the item's length.
+    """
+
+    kind: PageClass
+    counts: Tensor
+    item: Tensor
+    units: Tensor
+    last: Tensor
+    hidden: Tensor
+
+    def read(self, arena: Tensor) -> Tensor:
+        """The pages, uint8 [n, page_bytes]; rows beyond a length, which may be NaN, are 0."""
+        layout = self.kind.layout
+        size = layout.page_units * UNIT
+        windows = arena.as_strided(((len(arena) - size) // UNIT + 1, size), (UNIT, 1))
+        pages = windows.index_select(0, self.units)
+        ends = pages[self.last]
+        for block in range(len(layout.block_sizes)):
+            if block - len(layout.block_sizes) != CHANNELS and layout.block_sizes[block]:
+                self.kind.block(ends, block, torch.uint8).masked_fill_(self.hidden[..., None], 0)
+        pages[self.last] = ends
+        return pages
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x fp32 [n, ...] -> [i, ...], the sum of every item's pages."""
+        return torch.segment_reduce(x, "sum", lengths=self.counts, unsafe=True)
+
+    def max(self, x: Tensor) -> Tensor:
+        return torch.segment_reduce(x, "max", lengths=self.counts, unsafe=True)
+
+
+@dataclass(frozen=True)
+class Floats:
+    """Unquantised numbers [n, P, width] of pages."""
+
+    numbers: Tensor
+    width: int
+
+    def dots(self, x: Tensor) -> Tensor:
+        """x fp32 [n, G, width] over every row: [n, G, P]."""
+        return torch.bmm(x, self.numbers.float().mT)
+
+    def mix(self, weights: Tensor, pages: PageList) -> Tensor:
+        """Every item's rows summed by weights [n, G, P]: [i, G, width]."""
+        return pages.sum(torch.bmm(weights, self.numbers.float()))
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Quantised numbers of pages: packed codes uint8 [n, P, bytes], of a row's `width` numbers,
+    scale fp32 and zero [n, 1, P]. A number is scale * code + low."""
+
+    packed: Tensor
+    width: int
+    bits: int
+    scale: Tensor
+    zero: Tensor | None
+
+    def dots(self, x: Tensor) -> Tensor:
+        """As of `Floats`: x . number = scale * (x . code) + low * sum(x)."""
+        found = (
+            torch.bmm(x[..., columns] * factor, codes.float().mT)
+            for columns, factor, codes in places(self.packed, self.width, self.bits)
+        )
+        dots = reduce(Tensor.add_, found).mul_(self.scale)
+        return dots.addcmul_(self._low(), x.sum(-1, keepdim=True))
+
+    def mix(self, weights: Tensor, pages: PageList) -> Tensor:
+        steps = weights * self.scale
+        total = pages.sum((weights * self._low()).sum(-1, keepdim=True))
+        out = total.repeat(1, 1, self.width)
+        for columns, factor, codes in places(self.packed, self.width, self.bits):
+            out[..., columns] += pages.sum(torch.bmm(steps, codes.float())) * factor
+        return out
+
+    def _low(self) -> Tensor:
+        return lowest(self.scale, self.zero, self.bits)[..., 0]
+
+
+def list_pages(
+    layers: Sequence[tuple[slice, Plan]], tables: Tensor, slots: Tensor, lengths: Tensor
+) -> list[list[PageList]]:
+    """The pages of every layer, kind by kind.
+
+    layers: group numbers and plan of each; tables int32 [S, groups of all layers, pages]; slots
+    int64 [B]; lengths int32 [B, groups of all layers], of these sequences, at least 1.
+    """
+    kinds = [(where.start, kind) for where, plan in layers for kind in plan.kinds]
+    group = torch.cat([start + kind.numbers for start, kind in kinds])
+    page, batch = layers[0][1].page, len(slots)
+    rows = lengths[:, group].T.flatten().long()
+    counts = (rows + (page - 1)) // page
+    item = torch.repeat_interleave(counts)
+    ends = counts.cumsum(0)
+    number = torch.arange(len(item)) - (ends - counts)[item]
+    units = tables[slots[item % batch], group[item // batch], number].long()
+    hidden = torch.arange(page) > ((rows - 1) % page)[:, None]
+    sizes = [len(kind.numbers) * batch for _, kind in kinds]
+    num_pages = [int(own.sum()) for own in counts.split(sizes)]
+    each = (
+        *(x.split(sizes) for x in (counts, ends, hidden)),
+        *(x.split(num_pages) for x in (item, units)),
+    )
+    found = (
+        PageList(kind, count, whose - whose[0], where, end - (end[0] - count[0]) - 1, beyond)
+        for (_, kind), count, end, beyond, whose, where in zip(kinds, *each, strict=True)
+    )
+    return [[next(found) for _ in plan.kinds] for _, plan in layers]
+
+
+def attend_pages(q: Tensor, data: Tensor, pages: PageList, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T * scale) v of one query a sequence over the groups of a kind.
+
+    q [B, Hk, G, w] of the dtype that unquantised numbers have, where KV head h is the layer's group
+    h, zeros beyond a head's own rank; data: of `PageList.read`. Returns fp32 [B, g, G, w] and the
+    weights fp32 [n, G, P].
+    """
+    kind, batch, dtype = pages.kind, len(q), q.dtype
+    items = (q[:, kind.numbers].float() * scale).transpose(0, 1).flatten(0, 1)
+    keys = _segments(kind, data, "k", dtype)
+    weights = _softmax(_scores(kind, keys, items.index_select(0, pages.item)), pages)
+    parts = [numbers.mix(weights, pages) for numbers in _segments(kind, data, "v", dtype)]
+    out = torch.cat([items[..., :0], *parts], -1)
+    return out.unflatten(0, (-1, batch)).transpose(0, 1), weights
+
+
+def add_metrics(arena: Tensor, data: Tensor, pages: PageList, values: Tensor) -> None:
+    """Add values fp32 [n, P] to the metrics of pages that were read as `data`. Rows beyond a length
+    become anything."""
+    start = pages.units * (UNIT // 4) + pages.kind.layout.block_offsets[METRICS] // 4
+    address = start[:, None] + torch.arange(values.shape[1])
+    new = pages.kind.block(data, METRICS, torch.float32)[..., 0] + values
+    words_of(arena, torch.float32).scatter_(0, address.flatten(), new.flatten())
+
+
+def positions_of(data: Tensor, pages: PageList) -> Tensor:
+    """Positions int32 [n, P], 0 beyond a length."""
+    return pages.kind.block(data, POSITIONS, torch.int32)[..., 0]
+
+
+def _softmax(scores: Tensor, pages: PageList) -> Tensor:
+    """Over all rows of an item: scores [n, G, P], which become the weights."""
+    scores[pages.last] = scores[pages.last].masked_fill_(pages.hidden[:, None], -torch.inf)
+    most = pages.max(scores.amax(-1)).index_select(0, pages.item)
+    weights = scores.sub_(most[..., None]).exp_()
+    total = pages.sum(weights.sum(-1)).index_select(0, pages.item)
+    return weights.div_(total[..., None])
+
+
+def _scores(kind: PageClass, keys: Iterable[Codes | Floats], q: Tensor) -> Tensor:
+    """q [n, G, w] over the keys of every page: [n, G, P]."""
+    scores, begin = [q.new_zeros(*q.shape[:2], kind.layout.page)], 0
+    for numbers in keys:
+        scores.append(numbers.dots(q[..., begin : begin + numbers.width]))
+        begin += numbers.width
+    return reduce(Tensor.add_, scores)
+
+
+def _segments(
+    kind: PageClass, data: Tensor, side: str, dtype: torch.dtype
+) -> Iterator[Codes | Floats]:
+    """A side's numbers in pages uint8 [n, page_bytes], in the order of its columns."""
+    layout = kind.layout
+    stored = kind.block(data, SCALES, SCALES_IN[layout.scale])[:, None].unbind(-1)
+    scales = iter(stored)
+    zeros = iter(stored[len(stored) // 2 :] if layout.zeros else ())
+    for i, segment in enumerate(layout.segments):
+        mine, width, bits = side in segment.side, segment.width, segment.bits
+        if segment.quantized:
+            scale, zero = next(scales), next(zeros) if layout.zeros else None
+            if mine:
+                packed = kind.block(data, i, torch.uint8)
+                yield Codes(packed, width, bits, scale_of(scale, bits), zero)
+        elif mine:
+            yield Floats(kind.block(data, i, dtype), width)

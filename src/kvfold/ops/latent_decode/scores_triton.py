@@ -1,0 +1,303 @@
+"""The first pass of attention over rebuilt keys: weights of every tile of rows. Triton kernels.
+
+Shapes as in `rebuild`; W 16-bit words of a key row in a tile, in pieces W0 + W1, of C codes; F
+pairs that are rebuilt of PAIRS.
+
+Keys are not rotated to where they are: score = (R_a^T q) . (R_o u) for u = A z + mu at position
+a + o, so that a tile rotates its N queries by its first row's angles a, and its rows by o < BLOCK,
+whose table stays on chip. Rows that carry positions look their angles up instead.
+
+Half of the pairs turn so slowly that they are not rebuilt: within a stretch of REACH rows R_o is a
+polynomial in o, of K powers, and A^T times its coefficients' queries is K * N vectors in the
+latent's space (`fold_kernel`), which rows are multiplied by directly (see `rebuild_plan.Drift`).
+NP: N to a power of 2; GP = K * NP columns, of which power k has NP from k * NP on.
+"""
+# mypy: allow-untyped-defs
+
+import triton
+import triton.language as tl
+
+from kvfold.ops.common.codes_triton import UNIT, load_fp16, unpack
+from kvfold.ops.common.rope_triton import load_angles, load_pairs, packed_pairs, rotate, rotate_back
+from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
+
+
+@triton.jit
+def _map(up, FIRST: tl.constexpr, W: tl.constexpr, F: tl.constexpr, WORDS: tl.constexpr,
+         PAIRS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Rows FIRST .. FIRST + W of both halves of A^T, F pairs of them, for every code of a word;
+    what is not there repeats code 0."""
+    at = up + (FIRST + tl.arange(0, W))[:, None] * PAIRS + tl.arange(0, F)[None, :]
+    HALF: tl.constexpr = WORDS * PAIRS
+    a0, b0 = tl.load(at), tl.load(at + HALF)
+    a1, b1, a2, b2, a3, b3 = a0, b0, a0, b0, a0, b0
+    if C > 1:
+        a1, b1 = tl.load(at + 2 * HALF), tl.load(at + 3 * HALF)
+    if C > 2:
+        a2, b2 = tl.load(at + 4 * HALF), tl.load(at + 5 * HALF)
+        a3, b3 = tl.load(at + 6 * HALF), tl.load(at + 7 * HALF)
+    return a0, b0, a1, b1, a2, b2, a3, b3
+
+
+@triton.jit
+def _rebuild(x, y, z, maps, BITS: tl.constexpr):
+    """x, y [BLOCK, F] and the halves of A z, for one piece of z."""
+    a0, b0, a1, b1, a2, b2, a3, b3 = maps
+    if BITS == 16:
+        x, y = tl.dot(z, a0, x), tl.dot(z, b0, y)
+    else:
+        z0, z1, z2, z3 = unpack(z, BITS)
+        x, y = tl.dot(z0, a0, x), tl.dot(z0, b0, y)
+        x, y = tl.dot(z1, a1, x), tl.dot(z1, b1, y)
+    if BITS == 4:
+        x, y = tl.dot(z2, a2, x), tl.dot(z2, b2, y)
+        x, y = tl.dot(z3, a3, x), tl.dot(z3, b3, y)
+    return x, y
+
+
+@triton.jit
+def _piece(
+    at, row_words, inside, FIRST: tl.constexpr, W: tl.constexpr,
+    EXACT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Words FIRST .. FIRST + W of rows that begin at pointers `at` [BLOCK, 1]."""
+    word = FIRST + tl.arange(0, W)[None, :]
+    if EXACT and not MASKED:
+        return tl.load(at + word)
+    return tl.load(at + word, inside[:, None] & (word < row_words), 0)
+
+
+@triton.jit
+def _attend_folded(
+    s, z, folded, FIRST: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr, GP: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """s [BLOCK, GP] and one piece of z times the queries in its space, at pointer `folded`."""
+    at = folded + (FIRST + tl.arange(0, W))[:, None] * GP + tl.arange(0, GP)[None, :]
+    if BITS == 16:
+        s = tl.dot(z, tl.load(at), s)
+    else:
+        z0, z1, z2, z3 = unpack(z, BITS)
+        s = tl.dot(z1, tl.load(at + WORDS * GP), tl.dot(z0, tl.load(at), s))
+        if BITS == 4:
+            s = tl.dot(z2, tl.load(at + 2 * WORDS * GP), s)
+            s = tl.dot(z3, tl.load(at + 3 * WORDS * GP), s)
+    return s
+
+
+@triton.jit
+def _scores(
+    t, page, row, inside, keys, arena, rope, head, maps0, maps1, sums, queries, turns,
+    folded, extra,
+    BITS: tl.constexpr, ZEROS: tl.constexpr, TRACKED: tl.constexpr, EXACT: tl.constexpr,
+    W0: tl.constexpr, W1: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr, K: tl.constexpr,
+    NP: tl.constexpr, HG: tl.constexpr, REACH: tl.constexpr, BLOCK: tl.constexpr,
+    ONE_PAGE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scores [BLOCK, NP] of tile t, whose rows are rows `row` of pages `page` (in 16-bit words)."""
+    GP: tl.constexpr = K * NP
+    QP: tl.constexpr = NP if NP > 8 else 8
+    WORDS: tl.constexpr = W0 + W1
+    row_words, start, scale_start, scale_row, zero_step, position_start = head
+    mean_x, mean_y, low_x, low_y, total_x, total_y = sums
+    if EXACT:
+        row_words = WORDS
+    if ONE_PAGE:
+        at = keys + (page + start) + (row * row_words)[:, None]
+    else:
+        at = keys + (page + (start + row * row_words))[:, None]
+    z0 = _piece(at, row_words, inside, 0, W0, EXACT, MASKED)
+    z1 = z0
+    if W1 > 0:
+        z1 = _piece(at, row_words, inside, W0, W1, EXACT, MASKED)
+    scale, zero = 1.0, 0.0
+    if BITS < 16:
+        place = page + scale_start + row * scale_row
+        scale = load_fp16(arena, place, inside)[:, None] * UNIT
+        if ZEROS:
+            zero = load_fp16(arena, place + zero_step, inside)[:, None]
+    # Pairs that turn slowly.
+    slow = tl.zeros([BLOCK, QP], tl.float32)
+    if F < PAIRS:
+        s = tl.zeros([BLOCK, GP], tl.float32)
+        column, stretch = tl.arange(0, GP), t * BLOCK // REACH * HG
+        folded += stretch * (16 // BITS * WORDS * GP)
+        extra += stretch * 3 * GP + column
+        mean = tl.load(extra)
+        if BITS == 16:
+            s += mean[None, :]
+        else:
+            s += tl.load(extra + GP)[None, :]
+        s = _attend_folded(s, z0, folded, 0, W0, WORDS, GP, BITS)
+        if W1 > 0:
+            s = _attend_folded(s, z1, folded, W0, W1, WORDS, GP, BITS)
+        if BITS < 16:
+            s = s * scale + mean[None, :]
+            if ZEROS:
+                s += zero * tl.load(extra + 2 * GP)[None, :]
+        offset = t * BLOCK % REACH - REACH // 2 + tl.arange(0, BLOCK)
+        u = (offset * (2 / REACH))[:, None]
+        s *= _powers(u, (column // NP)[None, :], K)
+        slow = tl.sum(tl.reshape(s, [BLOCK, GP // QP, QP]), 1)
+    # The others, rebuilt.
+    x, y = tl.zeros([BLOCK, F], tl.float32), tl.zeros([BLOCK, F], tl.float32)
+    if BITS < 16:
+        x, y = tl.broadcast_to(low_x[None, :], BLOCK, F), tl.broadcast_to(low_y[None, :], BLOCK, F)
+    x, y = _rebuild(x, y, z0, maps0, BITS)
+    if W1 > 0:
+        x, y = _rebuild(x, y, z1, maps1, BITS)
+    if BITS < 16:
+        x, y = x * scale, y * scale
+        if ZEROS:
+            x, y = x + zero * total_x[None, :], y + zero * total_y[None, :]
+    pair = tl.arange(0, F)
+    q_x, q_y = queries
+    cos, sin, turned_x, turned_y = turns
+    if TRACKED:
+        position = tl.load(arena + (page // 2 + position_start + row), inside, 0)
+        cos, sin = load_angles(tl.load(rope + position[:, None] * PAIRS + pair[None, :]))
+        x, y = x + mean_x[None, :], y + mean_y[None, :]
+        x, y = x.to(tl.float16), y.to(tl.float16)
+        x, y = x * cos - y * sin, y * cos + x * sin
+        q0, q1 = q_x, q_y
+    else:
+        base_cos, base_sin = load_angles(tl.load(rope + t * BLOCK * PAIRS + pair))
+        q0, q1 = rotate_back(q_x, q_y, base_cos[:, None], base_sin[:, None])
+        x, y = rotate(x, y, cos, sin, turned_x, turned_y)
+    s = tl.dot(x, q0) + (tl.dot(y, q1) + slow)  # two chains, side by side
+    return tl.sum(tl.reshape(s, [BLOCK, QP // NP, NP]), 1)
+
+
+@triton.jit
+def _powers(u, k, K: tl.constexpr):
+    """u to the k-th, k < K."""
+    x = tl.where(k % 2 == 1, u, 1.0)
+    x *= tl.where(k % 4 >= 2, u * u, 1.0)
+    if K > 4:
+        x *= tl.where(k >= 4, u * u * u * u, 1.0)
+    return x
+
+
+@triton.jit
+def _store(
+    s, weights, tops, to, there, rows, BLOCK: tl.constexpr, NP: tl.constexpr, NQ: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """Weights and tops of a tile's scores s [BLOCK, NP], in log2, of which `rows` rows are there.
+    to [NP]: columns of the tile's first span."""
+    SPANS: tl.constexpr = BLOCK // SPAN
+    s = tl.reshape(s, [SPANS, SPAN, NP])
+    top = tl.maximum(tl.max(s, 1), -1e30)  # of rows that exist, if any
+    weight = tl.exp2(s - top[:, None, :])
+    span, row = tl.arange(0, SPANS), tl.arange(0, SPAN)
+    at = to[None, :] + span[:, None] * NQ
+    there = there[None, :] & (span * SPAN < rows)[:, None]
+    tl.store(tops + at, top, there)
+    tl.store(weights + at[:, None, :] * SPAN + row[None, :, None], weight, there[:, None, :])
+
+
+@triton.jit
+def score_kernel(
+    q, q_stride, up, sums, rope, turns, folded, extra, weights, tops, keys, arena,
+    tables, table_slot, table_group, lengths, length_slot, slots, heads, bases, starts, scale,
+    G: tl.constexpr, HG: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr,
+    W0: tl.constexpr, W1: tl.constexpr,
+    BITS: tl.constexpr, ZEROS: tl.constexpr, TRACKED: tl.constexpr, EXACT: tl.constexpr,
+    PAGE: tl.constexpr, ALIGN: tl.constexpr, REACH: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
+    """Weights of every tile of a slice; items are (sequence, KV head).
+
+    q [B, Hq, D]; up [Hk, C, 2, W, PAIRS] and sums fp32 [Hk, 6, PAIRS]: see `rebuild_plan.Packed`;
+    folded, extra: see `fold_kernel`; rope int32 [M, PAIRS], turns the same as fp16s. weights
+    [spans, HG * N, SPAN], tops fp32 [spans, HG * N] in log2, spans of (b, g) from bases int32
+    [B * G] on. keys: the arena as 16-bit words, arena: as int32. heads: see `RebuildGroups`. HALF:
+    half of the rotated dims.
+    """
+    C: tl.constexpr = 16 // BITS
+    WORDS: tl.constexpr = W0 + W1
+    GP: tl.constexpr = K * NP
+    QP: tl.constexpr = NP if NP > 8 else 8
+    HK: tl.constexpr = G * HG
+    NQ: tl.constexpr = HG * N
+    ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0  # a tile lies in one page
+    after_launch(PDL)
+    slice = tl.program_id(0)
+    item = tl.load(starts + 2 * slice)
+    tile = tl.load(starts + 2 * slice + 1)
+    end_item = tl.load(starts + 2 * slice + 2)
+    end_tile = tl.load(starts + 2 * slice + 3)
+    n, row, pair, column = tl.arange(0, NP), tl.arange(0, BLOCK), tl.arange(0, F), tl.arange(0, QP)
+    # Of a tile's rows against its first.
+    turn = turns + (row[:, None] * PAIRS + pair[None, :]) * 2
+    # Laid out as the products they will meet, or they would be packed anew in every tile.
+    like = tl.dot(tl.zeros([BLOCK, 16], tl.float16), tl.zeros([16, F], tl.float16))
+    cos = (tl.load(turn).to(tl.float32) + like).to(tl.float16)
+    sin = (tl.load(turn + 1).to(tl.float32) + like).to(tl.float16)
+    cos, sin = packed_pairs(cos, sin)
+    while (item < end_item) | ((item == end_item) & (tile < end_tile)):
+        b, h = item // HK, item % HK
+        g = h // HG
+        slot = tl.load(slots + b).to(tl.int64)
+        length = tl.load(lengths + slot * length_slot + g)
+        stop = tl.cdiv(length, BLOCK)
+        if item == end_item:
+            stop = end_tile
+        if tile < stop:
+            about = heads + 8 * h
+            row_words = tl.multiple_of(tl.load(about), ALIGN)
+            start = tl.multiple_of(tl.load(about + 2), 8)
+            head = (
+                row_words, start, tl.load(about + 3), tl.load(about + 4), tl.load(about + 5),
+                tl.load(about + 6),
+            )  # fmt: skip
+            q_x, q_y = load_pairs(q + b * q_stride + h * N * D, column, pair, column < N, D, HALF)
+            queries = q_x.to(tl.float16), q_y.to(tl.float16)
+            map_at = up + h * C * 2 * WORDS * PAIRS
+            maps0 = _map(map_at, 0, W0, F, WORDS, PAIRS, C)
+            maps1 = maps0
+            if W1 > 0:
+                maps1 = _map(map_at, W0, W1, F, WORDS, PAIRS, C)
+            sum_at = sums + h * 6 * PAIRS + pair
+            six = (
+                tl.load(sum_at), tl.load(sum_at + PAIRS), tl.load(sum_at + 2 * PAIRS),
+                tl.load(sum_at + 3 * PAIRS), tl.load(sum_at + 4 * PAIRS),
+                tl.load(sum_at + 5 * PAIRS),
+            )  # fmt: skip
+            nothing = cos * 0
+            mean_x = tl.broadcast_to(six[0][None, :], BLOCK, F)
+            mean_y = tl.broadcast_to(six[1][None, :], BLOCK, F)
+            mean_x, mean_y = rotate(mean_x, mean_y, cos, sin, nothing, nothing)
+            turned = (cos, sin, mean_x, mean_y)
+            table = tables + slot * table_slot + g * table_group
+            run = b * G + g
+            base = tl.load(bases + run)
+            to = base.to(tl.int64) * NQ + (h % HG) * N + n
+            stretch = ((base // (REACH // SPAN) + run) * HG + h % HG).to(tl.int64)
+            own_folded, own_extra = folded + stretch * (C * WORDS * GP), extra + stretch * 3 * GP
+            full = tl.minimum(stop, length // BLOCK)
+            ahead = tile_pages(table, tile, row, length, PAGE, ONE_PAGE)
+            for t in tl.range(tile, full, num_stages=STAGES):
+                page = ahead.to(tl.int64) * 32
+                ahead = tile_pages(table, t + 1, row, length, PAGE, ONE_PAGE)
+                s = _scores(
+                    t, page, tile_rows(t, row, PAGE, ONE_PAGE), row >= 0, keys, arena, rope, head,
+                    maps0, maps1, six, queries, turned, own_folded, own_extra, BITS, ZEROS, TRACKED,
+                    EXACT, W0, W1, F, PAIRS, K, NP, HG, REACH, BLOCK, ONE_PAGE, False,
+                )  # fmt: skip
+                own = to + t * (BLOCK // SPAN) * NQ
+                _store(s * scale, weights, tops, own, n < N, BLOCK, BLOCK, NP, NQ, SPAN)
+            for t in tl.range(tl.maximum(tile, full), stop, num_stages=1):
+                rows = length - t * BLOCK
+                page = tile_pages(table, t, row, length, PAGE, ONE_PAGE).to(tl.int64) * 32
+                s = _scores(
+                    t, page, tile_rows(t, row, PAGE, ONE_PAGE), row < rows, keys, arena, rope, head,
+                    maps0, maps1, six, queries, turned, own_folded, own_extra, BITS, ZEROS, TRACKED,
+                    EXACT, W0, W1, F, PAIRS, K, NP, HG, REACH, BLOCK, ONE_PAGE, True,
+                )  # fmt: skip
+                s = tl.where((row < rows)[:, None], s * scale, float("-inf"))
+                own = to + t * (BLOCK // SPAN) * NQ
+                _store(s, weights, tops, own, n < N, rows, BLOCK, NP, NQ, SPAN)
+        item += 1
+        tile = 0

@@ -1,0 +1,1 @@
+"""What rows were attended to: eviction metrics from queries that were kept."""

@@ -1,0 +1,203 @@
+"""Eviction metrics on the device: stored keys are read once, with all kept queries. Triton.
+
+Shapes: B sequences, G groups (KV heads) of a layer, N query heads of each, W queries of a head, so
+that a group has C = N * W columns, QB of them at a time; DK the layer's widest key, rounded up.
+Rows lie on the rows of every matrix product, queries on its columns; codes as in `codes_triton`.
+"""
+# mypy: allow-untyped-defs
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor, float16, float32, int32, uint16
+
+from kvfold.ops.common.attention import LOG2_E
+from kvfold.ops.common.codes_triton import UNIT, load_query, load_scales, unpack
+from kvfold.ops.common.pages import words_of
+from kvfold.ops.common.plan import padded_width, power_of_two
+from kvfold.ops.decode.reference import DecodeGroups, decode_groups
+from kvfold.ops.store.segments import plan_blocks
+from kvfold.spec.layout import Group
+
+WARPS = 4  # what Hopper's widest matrix products take
+PROGRAMS = 4096  # of a launch, or one a group: some waves, and few that find nothing to do
+
+
+@triton.jit
+def _columns(
+    q, lse, positions, first, size, width, num_kept, exclude,
+    QB: tl.constexpr, DQ: tl.constexpr, DK: tl.constexpr,
+    BITS: tl.constexpr, ZEROS: tl.constexpr, POWER: tl.constexpr,
+):  # fmt: skip
+    """Columns first .. first + QB of a group: q0 .. q3 [., QB], what the middle of the codes adds,
+    sums of queries, log-sum-exps times the power, and the last position that each sees; -1 where a
+    query is not counted.
+
+    q, lse, positions: pointers to the group's first; size: C; num_kept: W.
+    """
+    C: tl.constexpr = 16 // BITS
+    MIDDLE: tl.constexpr = 0.0 if ZEROS else (2**BITS - 1) / 2
+    at = first + tl.arange(0, QB)
+    exists = at < size
+    where = q + at.to(tl.int64) * DQ
+    q0, total = load_query(where, exists, width, 0, C, DK // C, BITS)
+    q1, q2, q3 = q0, q0, q0
+    if BITS < 16:
+        q1, total1 = load_query(where, exists, width, 1, C, DK // C, BITS)
+        total += total1
+    if BITS == 4:
+        q2, total2 = load_query(where, exists, width, 2, C, DK // C, BITS)
+        q3, total3 = load_query(where, exists, width, 3, C, DK // C, BITS)
+        total += total2 + total3
+    position = tl.load(positions + at % num_kept, exists, -1).to(tl.int32)
+    last = tl.where(position < 0, -1, position - exclude)
+    return (
+        q0,
+        q1,
+        q2,
+        q3,
+        total * (MIDDLE / UNIT),
+        total,
+        POWER * tl.load(lse + at, exists, 0.0),
+        last,
+    )
+
+
+@triton.jit
+def _mass(k, columns, scale, zero, position, BITS: tl.constexpr, ZEROS: tl.constexpr):
+    """What columns add to rows: k [BLOCK, words]; scale, zero of every row, in log2 and times the
+    power; position of every row. Returns fp32 [BLOCK]."""
+    q0, q1, q2, q3, low, total, lse, last = columns
+    k0, k1, k2, k3 = unpack(k, BITS)
+    if BITS == 16:
+        s = tl.dot(k0, q0) * scale - lse[None, :]
+    else:
+        s = tl.dot(k0, q0, tl.broadcast_to(-low[None, :], k.shape[0], q0.shape[1]))
+        s = tl.dot(k1, q1, s)
+        if BITS == 4:
+            s = tl.dot(k3, q3, tl.dot(k2, q2, s))
+        s = s * (scale * UNIT)[:, None] - lse[None, :]
+        if ZEROS:
+            s += zero[:, None] * total[None, :]
+    return tl.sum(tl.where(position[:, None] <= last[None, :], tl.exp2(s), 0.0), 1)
+
+
+@triton.jit
+def observe_kernel(
+    q, lse, positions, keys, scales, ints, floats,
+    tables, table_slot, table_group, lengths, length_slot, slots, groups, tracks,
+    num_kept, exclude, scale,
+    G: tl.constexpr, N: tl.constexpr, QB: tl.constexpr, DQ: tl.constexpr, DK: tl.constexpr,
+    BITS: tl.constexpr, ZEROS: tl.constexpr, PAIRED: tl.constexpr, POWER: tl.constexpr,
+    ONCE: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (i, g, b): tiles i, i + as many as there are programs .. of a group's rows.
+
+    q [B, G * N, W, DQ]; lse fp32 [B, G * N, W]; positions [B, W]. keys, scales, ints, floats: the
+    arena as words. groups int32 [G, 8]: see `decode_groups`; tracks int32 [2, G]: see `Blocks`.
+    scale: of scores, in log2 and times POWER. ONCE: all columns at once. A row belongs to one
+    program, which adds to its metric: the result does not depend on their order.
+    """
+    WORDS: tl.constexpr = 32  # 16-bit ones, that a page offset counts
+    g, b = tl.program_id(1), tl.program_id(2)
+    slot = tl.load(slots + b).to(tl.int64)
+    length = tl.load(lengths + slot * length_slot + g)
+    tile, num_tiles = tl.program_id(0), tl.cdiv(length, BLOCK)
+    if tile < num_tiles:
+        about = groups + 8 * g
+        width, key_row = tl.load(about), tl.multiple_of(tl.load(about + 2), ALIGN)
+        scale_start, scale_row = tl.load(about + 5), tl.load(about + 6)
+        track, metric = tl.load(tracks + g) // 4, tl.load(tracks + G + g) // 4
+        size = N * num_kept
+        head = (b * G * N + tl.load(about + 7)).to(tl.int64) * num_kept
+        q += head * DQ
+        lse += head
+        positions += b * num_kept
+        table = tables + slot * table_slot + g * table_group
+        row, word = tl.arange(0, BLOCK), tl.arange(0, DK * BITS // 16)[None, :]
+        key_codes = (width > 0) & (BITS < 16)
+        value_codes = scale_row // (2 if ZEROS else 1) > key_codes.to(tl.int32)
+        if ONCE:  # they stay where matrix products want them
+            columns = _columns(
+                q, lse, positions, 0, size, width, num_kept, exclude,
+                QB, DQ, DK, BITS, ZEROS, POWER,
+            )  # fmt: skip
+        for t in tl.range(tile, num_tiles, tl.num_programs(0), num_stages=STAGES):
+            at = t * BLOCK + row
+            inside = at < length
+            page = tl.load(table + at // PAGE, inside, 0).to(tl.int64) * WORDS
+            place = at % PAGE
+            k = tl.load(
+                keys + ((page + place * key_row)[:, None] + word),
+                inside[:, None] & (word < key_row),
+                0,
+            )
+            there = page // 2 + place
+            position = tl.load(ints + (there + track), inside, 0)
+            old = tl.load(floats + (there + metric), inside, 0.0)
+            factor, _, zero, _ = load_scales(
+                scales, page, scale_start, place * scale_row, inside, key_codes, value_codes,
+                BITS < 16, ZEROS, PAIRED,
+            )  # fmt: skip
+            factor, zero = factor * scale, zero * scale
+            if BITS == 16:
+                factor = scale
+            if ONCE:
+                mass = _mass(k, columns, factor, zero, position, BITS, ZEROS)
+            else:
+                mass = tl.zeros([BLOCK], tl.float32)
+                for first in tl.range(0, size, QB):
+                    some = _columns(
+                        q, lse, positions, first, size, width, num_kept, exclude,
+                        QB, DQ, DK, BITS, ZEROS, POWER,
+                    )  # fmt: skip
+                    mass += _mass(k, some, factor, zero, position, BITS, ZEROS)
+            tl.store(floats + (there + metric), old + mass, inside)
+
+
+def observe(
+    q: Tensor,
+    lse: Tensor,
+    positions: Tensor,
+    arena: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    groups: Sequence[Group],
+    slots: Tensor,
+    scale: float,
+    *,
+    power: int,
+    exclude: int = 0,
+) -> None:
+    """`observe.observe_reference` on the device. The launch depends on shapes alone."""
+    queries, num_kept = q.shape[1] // len(groups), q.shape[2]
+    assert lse.shape == q.shape[:3] and lse.dtype is float32, "a log-sum-exp of every query"
+    assert positions.shape == (len(q), num_kept) and tables.stride(2) == 1
+    about = decode_groups(tuple(groups), queries, q.device)
+    bits, columns = about.bits[0], queries * num_kept
+    block, stages = _cut(about)
+    tiles = triton.cdiv(tables.shape[2] * about.page, block)
+    programs = min(tiles, triton.cdiv(PROGRAMS, len(groups) * len(slots)))
+    at_once = min(64, max(8, power_of_two(columns)))
+    kinds = q.dtype if bits == 16 else uint16, int32 if about.paired else float16, int32, float32
+    observe_kernel[(programs, len(groups), len(slots))](
+        q.contiguous(), lse.contiguous(), positions.contiguous(),
+        *(words_of(arena, kind) for kind in kinds),
+        tables, tables.stride(0), tables.stride(1), lengths, lengths.stride(0), slots.contiguous(),
+        about.table, plan_blocks(tuple(groups), q.device).tracks,
+        num_kept, exclude, scale * LOG2_E * power,
+        G=len(groups), N=queries, QB=at_once, DQ=q.shape[-1],
+        DK=max(padded_width(about.widths[0]), 16 * (16 // bits)),
+        BITS=bits, ZEROS=about.zeros, PAIRED=about.paired, POWER=power,
+        ONCE=columns <= at_once, PAGE=about.page, ALIGN=about.align,
+        BLOCK=block, STAGES=stages, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _cut(about: DecodeGroups) -> tuple[int, int]:
+    """Rows a tile and stages, of which every second one is a tile's keys in flight: its pages have
+    to be looked up first. 32 KB and more a multiprocessor."""
+    wide = about.widths[0] * about.bits[0] > 1024
+    return 64 if wide else 128, 3 if about.bits[0] == 16 else 5

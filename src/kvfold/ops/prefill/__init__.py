@@ -1,0 +1,1 @@
+"""Attention of a prompt's chunk over gathered rows."""

@@ -1,0 +1,139 @@
+"""How a chunk's attention is cut into kernels and their programs. Plain PyTorch.
+
+Shapes as in `prefill`; U units of one class. A *unit* is a KV head's keys with up to 256 columns of
+its values; a *class* is the padded widths, DK + EK and DV, of both.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.ops.common.plan import padded_width
+
+WIDEST = 256  # value columns of a unit
+NEVER = 2**31 - 1  # the position of what is not there
+Widths = tuple[int, int, int]  # DK, EK, DV
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How the kernel is cut: (query, head) pairs and rows of a tile, warps, tiles in flight, most
+    registers a thread."""
+
+    pairs: int = 128
+    rows: int = 64
+    warps: int = 8
+    stages: int = 3
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Class:
+    """Units of equal padded widths: int64 [U, 8], see `prefill_kernel`; exact: none is padded;
+    align: elements that divide all of their starts and ranks."""
+
+    widths: Widths
+    units: Tensor
+    exact: bool
+    align: int
+
+
+def cut_for(widths: Widths, few: bool) -> Cut:
+    """What keeps a class's tiles in registers: two programs a multiprocessor where they are narrow,
+    more and smaller ones where they are narrowest. few: tiles of 128 pairs would leave
+    multiprocessors idle."""
+    keys, values = sum(widths[:2]), widths[2]
+    rows = 64 if values <= 128 else 32
+    if few or (keys <= 32 and values <= 64):
+        return Cut(pairs=64, rows=rows, warps=4)
+    return Cut(rows=rows, registers=128 if max(keys, values) <= 96 else None)
+
+
+def longest_first(
+    units: Tensor,
+    counts: Tensor,
+    positions: Tensor | None,
+    queries: Tensor,
+    window: int | None,
+    blocks: int,
+) -> Tensor:
+    """Items of a class, int64 [blocks * B * U], by how many rows they visit, most first.
+
+    As numbered by the kernel: last tile of queries first, then by sequence, then by unit. Items of
+    equal cost stay in that order, in which neighbours share rows.
+    """
+    rows = counts[:, units[:, 1]]  # [B, U]
+    if positions is not None:
+        cost = rows.expand(blocks, -1, -1)
+    else:
+        last = torch.arange(blocks, 0, -1, device=units.device) * queries.shape[1] // blocks - 1
+        at = queries[:, last.clamp(min=0)].T[..., None] + 1  # [blocks, B, 1]
+        cost = at.minimum(rows)
+        if window is not None:
+            cost = cost.clamp(max=window)
+    return cost.flatten().argsort(descending=True, stable=True)
+
+
+@lru_cache(maxsize=256)
+def classes_of(
+    key_starts: tuple[int, ...],
+    key_ranks: tuple[int, ...],
+    value_starts: tuple[int, ...],
+    value_ranks: tuple[int, ...],
+    owner: tuple[int, ...],
+    device: torch.device,
+) -> tuple[Class, ...]:
+    """All units by class, the widest class first. A unit's columns: see `prefill_kernel`."""
+    found: dict[Widths, list[list[int]]] = {}
+    each = zip(key_starts, key_ranks, value_starts, value_ranks, owner, strict=True)
+    for head, (key, k_rank, value, v_rank, group) in enumerate(each):
+        for column in range(0, max(v_rank, 1), WIDEST):
+            width = min(v_rank - column, WIDEST)
+            unit = [head, group, key, k_rank, value + column, width, column, 0]
+            found.setdefault(widths_of(k_rank, width), []).append(unit)
+    return tuple(
+        Class(
+            widths,
+            _upload(found[widths], device),
+            all((u[3], u[5]) == (sum(widths[:2]), widths[2]) for u in found[widths]),
+            gcd(8, *(n for u in found[widths] for n in u[2:6])),
+        )
+        for widths in sorted(found, key=sum, reverse=True)
+    )
+
+
+def widths_of(k_rank: int, v_rank: int) -> Widths:
+    """Values are one piece, and at least 64 wide or as wide as the keys' first: on an H200, tiles
+    of values that are narrower than those gave wrong numbers (Triton 3.6; of the ranks 16 to 256 on
+    either side, these and no others)."""
+    first, second = parts(k_rank)
+    return first, second, max(padded_width(v_rank), min(first, 64))
+
+
+def parts(rank: int) -> tuple[int, int]:
+    """Two powers of two, 16 or more, or one and 0, that hold a row of `rank`: as few numbers as
+    matrix products can do with."""
+    whole = padded_width(rank)
+    half = whole // 2
+    rest = padded_width(rank - half) if rank > half else 0
+    return (half, rest) if half >= 16 and half + rest < whole else (whole, 0)
+
+
+def _upload(rows: list[list[int]], device: torch.device) -> Tensor:
+    """int64, without waiting for the device."""
+    host = torch.tensor(rows)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def latest_positions(positions: Tensor, counts: Tensor, rows: int) -> Tensor:
+    """Of every tile of `rows` rows, NEVER where one does not exist: positions int32 [B, G, S],
+    counts int [B, G] -> int32 [B, G, tiles]."""
+    there = torch.arange(positions.shape[-1], device=positions.device) < counts[..., None]
+    known = positions.masked_fill(~there, NEVER)
+    return (
+        F.pad(known, (0, -known.shape[-1] % rows), value=NEVER).unflatten(-1, (-1, rows)).amax(-1)
+    )

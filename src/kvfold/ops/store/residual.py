@@ -1,0 +1,111 @@
+"""KIVI's residual: a sequence's last rows in 16 bits, earlier ones packed R at a time. In PyTorch.
+
+Shapes: S slots, G groups of the layer, C numbers of a row, P rows a page, R rows of the tail (whole
+pages), n pages of the longest sequence; N new tokens, M tails that are full, B sequences, T rows
+read.
+
+The last column of `tables` [S, G, n + 1] is the *tail*, an unquantised page of R rows that every
+sequence keeps:
+
+    [page 0][page 1]..[stale]..[tail: the last 1 to R rows]
+
+A full tail is packed into R / P pages when the next row comes, all at once, since the keys of a
+page may share scales (KIVI §3.2). A step's rows of a sequence all go to one tail, so that a query
+sees the rows before it as if they had come one by one: neither bytes nor attention depend on
+chunks. All groups of a sequence have as many rows, since nothing is evicted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.ops.store import reference as store
+from kvfold.ops.store.reference import StoredRows
+from kvfold.spec.layout import Group
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Which tails are full as N new rows come: the same in all layers, and known on the host.
+
+    slots, first int64 [M]: the tail of sequence `slots[m]` holds the R rows from `first[m]` on.
+    """
+
+    slots: Tensor
+    first: Tensor
+
+    @classmethod
+    def of(
+        cls, slots: Sequence[int], index: Sequence[int], residual: int, device: torch.device
+    ) -> "Fill":
+        """slots, index [N]: the sequence and the row of every token, a sequence's in a run."""
+        slot, row = np.array(slots, dtype=np.int64), np.array(index, dtype=np.int64)
+        begins = np.flatnonzero(row % residual == 0)
+        inside = np.diff(slot, prepend=-1)[begins] != 0
+        assert inside.all(), f"rows {row[begins[~inside]]} begin a tail in the middle of a step"
+        full = begins[row[begins] > 0]
+        return cls(*(torch.from_numpy(x).to(device) for x in (slot[full], row[full] - residual)))
+
+
+@lru_cache(maxsize=4096)
+def _tails(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """Groups as their tails are laid out."""
+    return tuple(replace(x, layout=x.layout.tail) for x in groups if x.layout.tail is not None)
+
+
+def append(
+    arena: Tensor,
+    tables: Tensor,
+    groups: Sequence[Group],
+    rows: Tensor,
+    slots: Tensor,
+    index: Tensor,
+    fill: Fill,
+) -> None:
+    """Write token i's row as row index[i] of all groups of sequence slots[i].
+
+    arena uint8 [bytes]; tables int32 [S, G, n + 1]; rows float [N, C], of the storage dtype; slots,
+    index int64 [N]; fill: of these slots and rows. Full tails are packed, then written over.
+    """
+    tails, last, g = _tails(tuple(groups)), tables[..., -1:], len(groups)
+    residual = tails[0].layout.page
+    if len(fill.slots):
+        whole = torch.full((len(fill.slots), g), residual, device=arena.device)
+        held = store.gather(arena, last, tails, fill.slots, whole, rows.dtype, residual).rows
+        where = (fill.first[:, None] + torch.arange(residual, device=arena.device)).view(-1, 1)
+        slot = fill.slots.repeat_interleave(residual)
+        store.append(arena, tables, groups, held.flatten(0, 1), slot, where.expand(-1, g))
+    store.append(arena, last, tails, rows, slots, (index % residual)[:, None].expand(-1, g))
+
+
+def gather(
+    arena: Tensor,
+    tables: Tensor,
+    groups: Sequence[Group],
+    slots: Tensor,
+    lengths: Tensor,
+    dtype: torch.dtype,
+    size: int,
+) -> StoredRows:
+    """Read the first lengths[b, g] rows, pages dequantised and the tail bit for bit.
+
+    Arguments and result as of `store.gather`, with tables int32 [S, G, n + 1].
+    """
+    tails = _tails(tuple(groups))
+    residual = tails[0].layout.page
+    packed = (lengths - 1).clamp(min=0) // residual * residual
+    most = max(size - 1, 0) // residual * residual
+    found = store.gather(arena, tables, groups, slots, packed, dtype, most).rows
+    found = F.pad(found, (0, 0, 0, residual))  # so that the tail has a place behind the pages
+    left = lengths - packed
+    tail = store.gather(arena, tables[..., -1:], tails, slots, left, dtype, residual).rows
+    place = packed[:, :1].long() + torch.arange(residual, device=arena.device)
+    found.scatter_(1, place[..., None].expand_as(tail), tail)
+    index = torch.arange(size, dtype=torch.int32, device=arena.device)
+    valid = index < lengths[..., None]
+    return StoredRows(found[:, :size], valid, index.expand_as(valid))

@@ -1,0 +1,29 @@
+"""What a token stores and where it lies: pure data, which everyone may know."""
+
+from kvfold.spec.latents import (
+    SIDES,
+    CacheSpec,
+    Geometry,
+    KeyKind,
+    Latent,
+    LayerSpec,
+    Side,
+    Tiers,
+    ValueKind,
+    plain_layer,
+    value_kind,
+)
+
+__all__ = [
+    "SIDES",
+    "CacheSpec",
+    "Geometry",
+    "KeyKind",
+    "Latent",
+    "LayerSpec",
+    "Side",
+    "Tiers",
+    "ValueKind",
+    "plain_layer",
+    "value_kind",
+]
