@@ -81,13 +81,13 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> tuple[Observer, list[dict[int, list
             calls[-1][slot] = sorted(at[counts].tolist())
 
     monkeypatch.setattr(observer, "observe", observe)
-    return Observer(runner.attention.setup, {0: module}), calls
+    return Observer(runner.attention.view, {0: module.maps}), calls
 
 
 def decode(on: Observer, *sequences: Request) -> None:
     """A step whose queries are their own positions."""
     pieces = [
-        ScheduledChunk(sequence=x, start=x.num_computed, tokens=(5,), wants_logits=True)
+        ScheduledChunk(request=x, start=x.num_computed, tokens=(5,), wants_logits=True)
         for x in sequences
     ]
     on.begin(pieces)
@@ -131,7 +131,7 @@ def test_what_belongs_to_others_is_dropped(kept) -> None:
     restarted.num_computed = 0
     on.begin(
         [
-            ScheduledChunk(sequence=x, start=x.num_computed, tokens=(5, 6), wants_logits=False)
+            ScheduledChunk(request=x, start=x.num_computed, tokens=(5, 6), wants_logits=False)
             for x in (sequence(1, 10), restarted)
         ]
     )

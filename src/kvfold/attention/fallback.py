@@ -1,166 +1,66 @@
-"""Attention over rows gathered from pages: prefill chunks, and whatever no other way takes.
+"""Attention over gathered rows in plain PyTorch, under a mask: whatever no kernel serves.
 
 Shapes: B sequences of a part, T queries of each, S stored rows (of the longest group), R numbers of
-a row, G groups of a layer, Hk KV heads, d head dim.
+a row, Hk KV heads, W numbers that W_O takes.
 """
 
-from functools import lru_cache
+from collections.abc import Sequence
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from kvfold.cache.eviction.select import attention_mass, observed
-from kvfold.engine.backends import AttentionContext, AttentionMetadata
-from kvfold.models.adapter import HFAttention
-from kvfold.models.folded import Columns, RowView
-from kvfold.ops.common.attention import Tables
-from kvfold.ops.observe.reference import observe
-from kvfold.ops.observe.reference import supports as can_observe
-from kvfold.ops.prefill.reference import KVView, prefill
-from kvfold.ops.prefill.reference import supports as can_prefill
-from kvfold.ops.store import residual as kivi
+from kvfold.attention.base import AttentionBackend, LayerMaps, Task
+from kvfold.attention.metadata import AttentionMetadata
+from kvfold.attention.rows import gather_rows, member_of, rope_of
+from kvfold.cache.eviction.select import attention_mass
 from kvfold.ops.store.reference import StoredRows
 from kvfold.spec.layout import Group
 
 
-class Gathered:
-    """Prefill by kernels, where there is one for these rows, and for the metrics of observed
-    queries; else PyTorch, under a mask, with explicit weights where they are observed."""
+class Fallback(AttentionBackend):
+    """Any layer and any queries, with explicit weights where these are observed."""
 
-    def __init__(self, setup: AttentionContext) -> None:
-        self.setup = setup
+    observes: ClassVar[bool] = True
 
-    def takes(self, module: HFAttention, part: AttentionMetadata) -> bool:
-        return True
+    @classmethod
+    def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> None:
+        return None
 
-    def attend(self, module: HFAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
-        """q [B, Hq, T, .] -> [B, T, D]."""
-        layer = module.layer_idx
-        arena, tables, lengths, groups = self.setup.pages[layer]
-        dtype = module.o_proj.weight.dtype
-        gather = kivi.gather if self.setup.pool.layout.residual else self.setup.store.gather
-        counts, size = lengths[part.slots], part.sizes[layer]
-        stored = gather(arena, tables, groups, part.slots, counts, dtype, size)
-        rope = _tables(module, stored, groups, part.stop)
-        if self._may_use_kernels(module, part):
-            early = module.rebuilds_values_first(q.shape[2], size)
-            sides = _keys(module, stored.rows, rope), _values(module, stored.rows, early)
-            if can_prefill(q, *sides):
-                out, lse = prefill(
-                    q,
-                    *sides,
-                    counts=counts,
-                    owner=_owner(groups),
-                    positions=stored.positions if groups[0].layout.tracked else None,
-                    queries=part.positions,
-                    scale=module.scaling,
-                    window=self.setup.windows[layer],
-                )
-                self._observe(module, part, q, lse)
-                return module.output(out, early)
-        return self._by_torch(module, part, q, stored, rope)
-
-    def _may_use_kernels(self, module: HFAttention, part: AttentionMetadata) -> bool:
-        """One query a sequence is not worth a tile; metrics have a kernel, or need weights."""
-        groups = self.setup.pages[module.layer_idx].groups
-        return not part.decode and (
-            part.prompt_lengths is None or (module.spec.keys != "pre" and can_observe(groups))
-        )
-
-    def _observe(
-        self, module: HFAttention, part: AttentionMetadata, q: Tensor, lse: Tensor
-    ) -> None:
-        """Add what q [B, Hq, T, .] attended to, to the metrics: lse fp32 [B, Hq, T]."""
-        policy = self.setup.policy
-        if policy is None or part.prompt_lengths is None:
-            return
-        counted = observed(part.positions, part.prompt_lengths, policy)
-        positions = part.positions.masked_fill(~counted, -1)
-        place = *self.setup.pages[module.layer_idx], part.slots, module.scaling
-        observe(q, lse, positions, *place, power=policy.power, exclude=policy.exclude)
-
-    def _by_torch(
-        self,
-        module: HFAttention,
-        part: AttentionMetadata,
-        q: Tensor,
-        stored: StoredRows,
-        rope: Tables | None,
-    ) -> Tensor:
-        """q [B, Hq, T, .] -> [B, T, D]."""
-        layer = module.layer_idx
-        arena, tables, _, groups = self.setup.pages[layer]
-        member = _member(_owner(groups), q.device)
+    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+        """q [B, Hq, T, .] -> [B, T, W]."""
+        groups = self.view.pages[layer.index].groups
+        stored = gather_rows(self.view, layer, part, q.dtype)
+        rope = rope_of(layer, stored, groups, part.stop, q)
+        member = member_of(groups, q.device)
         positions = stored.positions[:, member]  # [B, 1 or Hk, S]
         queries = part.positions[:, None, :, None]
         mask = stored.valid[:, member, None] & (positions[:, :, None] <= queries)
-        if (window := self.setup.windows[layer]) is not None:
-            mask &= positions[:, :, None] > queries - window
-        mask = _per_query_head(mask, module.num_key_value_groups)
-        view = RowView(rows=stored.rows, tables=rope, mask=mask)
-        out, weights = module.attend(q, view, need_weights=part.prompt_lengths is not None)
-        if (policy := self.setup.policy) is not None and part.prompt_lengths is not None:
-            assert weights is not None
-            heads = [group.heads for group in groups]
-            each = positions.expand(-1, sum(map(len, heads)), -1)
-            about = part.positions, part.prompt_lengths
-            mass = attention_mass(weights, each, *about, policy, heads)
-            self.setup.store.add_metrics(arena, tables, groups, part.slots, mass, stored.valid)
+        if layer.window is not None:
+            mask &= positions[:, :, None] > queries - layer.window
+        mask = _per_query_head(mask, layer.geometry.queries_per_kv)
+        observed = part.prompt_lengths is not None
+        out, weights = layer.attend(q, stored.rows, rope, mask, need_weights=observed)
+        if weights is not None:
+            self._observe(layer, part, weights, positions, stored)
         return out
 
-
-def _keys(module: HFAttention, rows: Tensor, rope: Tables | None) -> KVView:
-    """Rows [B, S, R] as they are, or the keys rebuilt from them."""
-    if module.spec.keys != "pre":
-        return _columns(module.key_columns, rows)
-    k = module.score_keys(RowView(rows=rows, tables=rope, mask=None))
-    return _heads(k.transpose(1, 2))
-
-
-def _values(module: HFAttention, rows: Tensor, early: bool) -> KVView:
-    """Rows [B, S, R] as they are, or mapped: then `output` is not to map again."""
-    if not early:
-        return _columns(module.value_columns, rows)
-    z = module.value_columns.gather(rows)
-    v = torch.einsum("bsnr,ncr->bsnc", z, module.value_up)
-    return _heads(v.reshape(*v.shape[:2], module.geometry.num_kv_heads, -1))
-
-
-def _columns(columns: Columns, rows: Tensor) -> KVView:
-    starts, ranks = columns.starts, columns.ranks
-    return KVView(
-        rows, tuple(starts[i] for i in columns.heads), tuple(ranks[i] for i in columns.heads)
-    )
-
-
-def _heads(x: Tensor) -> KVView:
-    """x [B, S, Hk, d], the last with stride 1."""
-    assert x.stride(-1) == 1, "a row's numbers follow one another"
-    heads = range(x.shape[2])
-    return KVView(x, tuple(h * x.stride(2) for h in heads), (x.shape[3],) * len(heads))
-
-
-def _tables(
-    module: HFAttention, stored: StoredRows, groups: tuple[Group, ...], stop: int
-) -> Tables | None:
-    """Of the rows' positions, where keys are rebuilt."""
-    if module.spec.keys != "pre" or module.rotary is None:
-        return None
-    positions = stored.positions[:, _member(_owner(groups), stored.positions.device)]
-    return module.rotary(module.o_proj.weight, positions.long(), stop)
-
-
-@lru_cache
-def _owner(groups: tuple[Group, ...]) -> tuple[int, ...]:
-    """Group number of every KV head."""
-    owner = {head: number for number, group in enumerate(groups) for head in group.heads}
-    return tuple(owner[head] for head in sorted(owner))
-
-
-@lru_cache
-def _member(owner: tuple[int, ...], device: torch.device) -> Tensor:
-    """The same as a tensor [Hk]; [1] where there is one group."""
-    return torch.tensor(owner if any(owner) else owner[:1], device=device)
+    def _observe(
+        self,
+        layer: LayerMaps,
+        part: AttentionMetadata,
+        weights: Tensor,
+        positions: Tensor,
+        stored: StoredRows,
+    ) -> None:
+        """Add weights [B, Hq, T, S] to the metrics of rows at positions [B, 1 or Hk, S]."""
+        policy, lengths = self.view.policy, part.prompt_lengths
+        if policy is None or lengths is None:
+            return
+        arena, tables, _, groups = self.view.pages[layer.index]
+        heads = [group.heads for group in groups]
+        each = positions.expand(-1, sum(map(len, heads)), -1)
+        mass = attention_mass(weights, each, part.positions, lengths, policy, heads)
+        self.view.store.add_metrics(arena, tables, groups, part.slots, mass, stored.valid)
 
 
 def _per_query_head(mask: Tensor, group: int) -> Tensor:

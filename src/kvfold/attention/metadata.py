@@ -1,96 +1,138 @@
-"""Batches to parts: which tokens attend together.
+"""A step's tokens as attention sees them: what attends together, and the pages it reads.
 
-All decoding sequences do; prefill chunks go one by one, cut where observation of their queries
-begins, since that takes more. Shapes: N tokens of a batch, B sequences of a part.
+A step packs N tokens of several sequences into one row, decoding ones first. Shapes: B sequences of
+a part, T queries of each.
 """
 
-from dataclasses import replace
-from itertools import takewhile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.engine.backends import AttentionContext, AttentionMetadata
-from kvfold.engine.request import Batch, ScheduledChunk
+from kvfold.cache.eviction.policies import Policy
+from kvfold.cache.pool import Pool
+from kvfold.ops.backend import store_module
+from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.store import reference as store
 
 
-def decodes(batch: Batch) -> tuple[ScheduledChunk, ...]:
-    """The pieces that come first and are one new token of a decoding sequence."""
-    return tuple(takewhile(lambda x: x.is_decode and len(x.tokens) == 1, batch.pieces))
+@dataclass(frozen=True)
+class PoolView:
+    """A pool as steps read and write it. policy: of what is observed and evicted, or None; dtype:
+    of queries and rows; store: `ops.store` or its kernels; spans: the groups that these read or
+    move at once, of a layer or of all."""
+
+    pool: Pool
+    policy: Policy | None
+    dtype: torch.dtype
+    store: ModuleType
+    spans: Sequence[slice]
+
+    @classmethod
+    def of(cls, pool: Pool, policy: Policy | None, dtype: torch.dtype) -> "PoolView":
+        found = store if pool.layout.residual else store_module(pool.device.type)
+        all_groups = (slice(0, len(pool.layout.groups)),)
+        spans = pool.layout.layer_groups if found is store else all_groups
+        return cls(pool, policy, dtype, found, spans)
+
+    @cached_property
+    def pages(self) -> tuple[LayerPages, ...]:
+        """Of every layer: views, in which what the pool changes is seen."""
+        pool = self.pool
+        return tuple(
+            LayerPages(pool.arena, pool.tables[:, x], pool.lengths[:, x], pool.layout.groups[x])
+            for x in pool.layout.layer_groups
+        )
+
+    @property
+    def observing(self) -> Policy | None:
+        """The policy, if it looks at attention."""
+        return self.policy if self.policy and self.policy.score == "attention" else None
+
+    @property
+    def observes_decodes(self) -> bool:
+        return self.observing is not None and self.observing.continual
 
 
-def split(setup: AttentionContext, batch: Batch, positions: Tensor) -> list[AttentionMetadata]:
-    """Parts of the tokens at `positions` int64 [N], one after another."""
-    parts, singles = [], decodes(batch)
-    if singles:
-        part = _part(setup, 0, singles, positions[: len(singles)], setup.watches_decodes)
-        parts.append(replace(part, decode=True))
-    begin = len(singles)
-    for piece in batch.pieces[len(singles) :]:
-        end, border = begin + len(piece.tokens), begin + _unobserved(setup, piece)
-        if border > begin:
-            parts.append(_part(setup, begin, (piece,), positions[begin:border], False))
-        if end > border:
-            parts.append(_part(setup, border, (piece,), positions[border:end], True))
-        begin = end
-    return parts
+@dataclass(frozen=True, kw_only=True)
+class AttentionMetadata:
+    """Tokens begin..begin + B * T of the packed row: T queries each of the sequences `slots` [B].
+
+    positions int [B, T]; sizes: of every layer, rows of the longest group (nothing in a graph);
+    rows: at least as many as any layer holds for these sequences, in all of its groups; stop: an
+    upper bound of positions; prompt_lengths [B] where the attention of these queries is observed,
+    else None; decode: T is 1, and no row of these sequences comes after their queries.
+    """
+
+    begin: int
+    slots: Tensor
+    positions: Tensor
+    sizes: Sequence[int]
+    rows: int
+    stop: int
+    prompt_lengths: Tensor | None = None
+    decode: bool = False
+
+    @classmethod
+    def of_step(
+        cls,
+        view: PoolView,
+        slots: list[int],
+        positions: Tensor,
+        *,
+        begin: int,
+        stop: int,
+        prompt_lengths: list[int] | None,
+        decode: bool = False,
+    ) -> "AttentionMetadata":
+        """Of sequences `slots`, whose lengths the host knows. positions [B * T]; prompt_lengths:
+        where their queries are observed."""
+        rows, device = view.pool.host_lengths[slots], view.pool.device
+        firsts = [where.start for where in view.pool.layout.layer_groups]
+        lengths = None if prompt_lengths is None else torch.tensor(prompt_lengths, device=device)
+        return cls(
+            begin=begin,
+            slots=torch.tensor(slots, device=device),
+            positions=positions.view(len(slots), -1),
+            sizes=np.maximum.reduceat(rows.max(0), firsts).tolist(),
+            rows=int(np.add.reduceat(rows.sum(0), firsts).max()),
+            stop=stop,
+            prompt_lengths=lengths,
+            decode=decode,
+        )
+
+    @classmethod
+    def of_decodes(cls, view: PoolView, slots: Tensor, positions: Tensor) -> "AttentionMetadata":
+        """One token of every sequence, with nothing from the host: slots, positions int64 [B]."""
+        return cls(
+            begin=0,
+            slots=slots,
+            positions=positions[:, None],
+            sizes=(),
+            rows=_most_rows(view, len(slots)),
+            stop=0,
+            # Generated tokens are observed wherever the prompt ended.
+            prompt_lengths=torch.zeros_like(slots) if view.observes_decodes else None,
+            decode=True,
+        )
+
+    def of(self, packed: Tensor) -> Tensor:
+        """This part of packed [1, H, N, n] as [B, H, T, n]."""
+        rows = packed[0, :, self.begin : self.begin + self.positions.numel()]
+        return rows.unflatten(1, self.positions.shape).transpose(0, 1)
 
 
-def decoding(setup: AttentionContext, slots: Tensor, positions: Tensor) -> AttentionMetadata:
-    """One token of every sequence, with nothing from the host: slots, positions int64 [B]."""
-    return AttentionMetadata(
-        begin=0,
-        slots=slots,
-        positions=positions[:, None],
-        sizes=(),
-        rows=_most_rows(setup, len(slots)),
-        stop=0,
-        # Generated tokens are observed wherever the prompt ended.
-        prompt_lengths=torch.zeros_like(slots) if setup.watches_decodes else None,
-        decode=True,
-    )
-
-
-def _most_rows(setup: AttentionContext, batch: int) -> int:
-    """What `batch` sequences may have in a layer: all memory may be one group's where rows are
+def _most_rows(view: PoolView, batch: int) -> int:
+    """Rows that `batch` sequences may have in a layer: all memory may be one group's where rows are
     dropped, else every group has as many."""
-    pool, layout = setup.pool, setup.pool.layout
-    most = max(len(pages.groups) for pages in setup.pages)
+    pool, layout = view.pool, view.pool.layout
+    most = max(len(pages.groups) for pages in view.pages)
     if layout.tracked:
         held = pool.arena.numel() // min(group.layout.page_bytes for group in layout.groups)
     else:
         held = pool.arena.numel() // layout.page_bytes * most
     return min(held * layout.page, batch * pool.max_tokens * most)
-
-
-def _unobserved(setup: AttentionContext, piece: ScheduledChunk) -> int:
-    """How many of a prefill chunk's first queries add to no metric."""
-    if setup.observer is None:
-        return len(piece.tokens)
-    window = setup.observer.window
-    first = 0 if window is None else piece.sequence.num_prefill - window
-    return min(max(first - piece.start, 0), len(piece.tokens))
-
-
-def _part(
-    setup: AttentionContext,
-    begin: int,
-    pieces: tuple[ScheduledChunk, ...],
-    positions: Tensor,
-    watch: bool,
-) -> AttentionMetadata:
-    """positions [B * T], from token `begin` on."""
-    slots = [piece.sequence.open_slot for piece in pieces]
-    lengths = [piece.sequence.num_prefill for piece in pieces]
-    rows, device = setup.pool.host_lengths[slots], setup.pool.device
-    firsts = [where.start for where in setup.pool.layout.layer_groups]
-    return AttentionMetadata(
-        begin=begin,
-        slots=torch.tensor(slots, device=device),
-        positions=positions.view(len(pieces), -1),
-        sizes=np.maximum.reduceat(rows.max(0), firsts).tolist(),
-        rows=int(np.add.reduceat(rows.sum(0), firsts).max()),
-        stop=max(piece.start + len(piece.tokens) for piece in pieces),
-        prompt_lengths=torch.tensor(lengths, device=device) if watch else None,
-    )

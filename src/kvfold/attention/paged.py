@@ -3,109 +3,80 @@
 A step packs N tokens of several sequences into one row, decoding ones first.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from kvfold.cache.eviction.policies import Policy
-from kvfold.cache.pool import Pool
-from kvfold.engine.backends import AttentionBackend, AttentionContext, AttentionMetadata
-from kvfold.engine.device import DirectDecode, RebuiltDecode, bunches, direct_layers, rebuilder_of
-from kvfold.engine.flat import FlatDecode, flat_layers
-from kvfold.engine.gathered import Gathered
-from kvfold.engine.observer import Observer
-from kvfold.models.adapter import HFAttention, PagedRows
-from kvfold.models.families import attention_windows, family_of
-from kvfold.ops.backend import store_module
-from kvfold.ops.common.attention import Tables
-from kvfold.ops.observe.reference import supports as can_observe
-from kvfold.ops.store import reference as store
+from kvfold.attention.base import AttentionBackend, AttentionContext, LayerMaps, QueryKeeper
+from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.selector import Selected
 from kvfold.ops.store import residual as kivi
 
 
-class Attention:
-    """How the layers of a model attend over a pool, chosen once. policy: what is observed.
+class PagedAttention:
+    """Attention of a model's layers over a pool: what all steps share. observer: keeps observed
+    decoding queries of `selected.keeping()`."""
 
-    ways: makers of the ways to attend, in the order in which a step asks them. observer: keeps
-    decoding queries until their attention is added to metrics; None where nothing is kept.
-    captures: whether a decode step needs nothing from the host, so that a graph can hold it.
-    """
+    def __init__(
+        self,
+        layers: Sequence[LayerMaps],
+        view: PoolView,
+        selected: Selected,
+        observer: QueryKeeper | None = None,
+    ) -> None:
+        self.view, self.selected, self.observer = view, selected, observer
+        self.makers: dict[type[AttentionBackend], Callable[[], AttentionBackend]] = {}
+        for backend in {*selected.decode, *selected.prefill, *selected.observed}:
+            decoded = [x for x in layers if selected.decode[x.index] is backend]
+            self.makers[backend] = backend.prepare(view, decoded, observer)
 
-    def __init__(self, model: Any, pool: Pool, policy: Policy | None) -> None:
-        modules = list(family_of(model.config).attentions(model))
-        setup = AttentionContext(pool, policy, attention_windows(model.config), *_store_of(pool))
-        direct, rebuilder = direct_layers(setup), rebuilder_of(setup, modules)
-        decoded = {*direct, *(rebuilder.maps if rebuilder else ())}
-        self.setup, self.observer = setup, None
-        if setup.watches_decodes:
-            decoded = {i for i in direct if can_observe(setup.pages[i].groups)}
-            seen = {i: modules[i] for i in decoded}
-            self.observer = Observer(setup, seen) if seen else None
-        self.captures = pool.device.type == "cuda" and len(decoded) == len(modules)
-        self.ways: list[Callable[[], AttentionBackend]] = [
-            partial(DirectDecode, setup, bunches(setup, direct), self.observer),
-            *([partial(RebuiltDecode, setup, rebuilder)] if rebuilder else []),
-            partial(FlatDecode, setup, flat_layers(setup)),
-            partial(Gathered, setup),
-        ]
+    @property
+    def captures(self) -> bool:
+        """Whether a decode step needs nothing from the host, so that a graph can hold it."""
+        on_cuda = self.view.pool.device.type == "cuda"
+        return on_cuda and all(backend.captures for backend in self.selected.decode)
 
 
-def _store_of(pool: Pool) -> tuple[ModuleType, Sequence[slice]]:
-    """What moves rows in and out of pages, and of which groups at once."""
-    found = store if pool.layout.residual else store_module(pool.device.type)
-    if found is store:
-        return store, pool.layout.layer_groups
-    return found, (slice(0, len(pool.layout.groups)),)
-
-
-class PagedStep(PagedRows):
+class PagedContext(AttentionContext):
     """All layers' attention in one step.
 
     slots, index [N]: each token's sequence, and its row counted from the end of the groups' rows
     (negative); positions int32 [N]; fill: which pages the tokens fill, with KIVI.
     """
 
-    is_compileable = False
-
     def __init__(
         self,
-        attention: Attention,
+        attention: PagedAttention,
         parts: Sequence[AttentionMetadata],
         slots: Tensor,
         index: Tensor,
         positions: Tensor,
         fill: kivi.Fill | None = None,
     ) -> None:
-        self.setup, self.parts, self.fill = attention.setup, parts, fill
+        self.view, self.parts, self.fill = attention.view, parts, fill
         self.slots, self.positions = slots, positions
-        self.index = self.setup.pool.lengths[slots] + index[:, None]  # int64 [N, all groups]
-        self.ways = [make() for make in attention.ways]
+        self.index = self.view.pool.lengths[slots] + index[:, None]  # int64 [N, all groups]
+        self.chosen = [attention.selected.of_part(part) for part in parts]
+        self.backends: Mapping[type[AttentionBackend], AttentionBackend] = {
+            backend: make() for backend, make in attention.makers.items()
+        }
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Models ask before they make positions and masks, which come from the runner here."""
-        return 0
-
-    def attend(self, module: HFAttention, x: Tensor, tables: Tables | None) -> Tensor:
-        q, rows = module.project(x, tables)
-        self._store(module.layer_idx, rows[0])
-        outputs = [self._way(module, x).attend(module, x, x.of(q)) for x in self.parts]
-        flat = [out.flatten(0, 1) for out in outputs]
-        return (torch.cat(flat) if len(flat) > 1 else flat[0])[None]
+    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
+        """q [1, Hq, N, .] and rows [1, N, R] of the step's tokens: [1, N, W]."""
+        self._store(layer.index, rows[0])
+        outputs = [
+            self.backends[chosen[layer.index]].attend(layer, part, part.of(q)).flatten(0, 1)
+            for part, chosen in zip(self.parts, self.chosen, strict=True)
+        ]
+        return (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[None]
 
     def _store(self, layer: int, rows: Tensor) -> None:
         """rows [N, R] of the step's tokens into their pages."""
-        arena, tables, _, groups = self.setup.pages[layer]
-        index = self.index[:, self.setup.pool.layout.layer_groups[layer]]
+        arena, tables, _, groups = self.view.pages[layer]
+        index = self.index[:, self.view.pool.layout.layer_groups[layer]]
         place = arena, tables, groups, rows, self.slots
         if self.fill is not None:
             kivi.append(*place, index[:, 0], self.fill)
         else:
-            self.setup.store.append(*place, index, self.positions)
-
-    def _way(self, module: HFAttention, part: AttentionMetadata) -> AttentionBackend:
-        """The last one takes everything."""
-        return next(way for way in self.ways if way.takes(module, part))
+            self.view.store.append(*place, index, self.positions)

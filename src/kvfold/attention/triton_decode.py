@@ -1,29 +1,32 @@
 """Decoding by kernels that read pages where they lie, and what they are given beside pages.
 
-Shapes: B sequences, Hq query heads, Hk KV heads, d head dim, r widest key rank, D model width.
+Shapes: B sequences, Hq query heads, d head dim, r widest key rank, W numbers that W_O takes.
 Nothing here waits for the device, so that a step can be captured as a CUDA graph.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvfold.engine.backends import AttentionContext, AttentionMetadata
-from kvfold.engine.observer import Observer
-from kvfold.models.adapter import LONG_ROPE, HFAttention
-from kvfold.ops.backend import use_triton
+from kvfold.attention.base import AttentionBackend, LayerMaps, QueryKeeper, Task
+from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.ops.decode import reference as decode
 from kvfold.ops.latent_decode import reference as rebuild
 from kvfold.ops.latent_decode.reference import KeyMaps
+from kvfold.ops.observe.reference import supports as can_observe
 from kvfold.spec.layout import Group
 
 if TYPE_CHECKING:
     from kvfold.ops.decode.triton import DecodePlan
     from kvfold.ops.latent_decode.plan import RebuildPlan
+
+
+ODD = "no kernel reads such rows"
 
 
 @dataclass(frozen=True)
@@ -35,158 +38,170 @@ class LayerBatch:
     groups: tuple[tuple[Group, ...], ...]
     columns: Tensor
 
-    def lengths(self, setup: AttentionContext, part: AttentionMetadata) -> Tensor:
+    def lengths(self, view: PoolView, part: AttentionMetadata) -> Tensor:
         """int32 [B, groups of these layers], the step's own rows included."""
-        return setup.pool.lengths[part.slots[:, None], self.columns]
+        return view.pool.lengths[part.slots[:, None], self.columns]
 
 
-def bunches(setup: AttentionContext, layers: Iterable[int]) -> list[LayerBatch]:
+def batches(view: PoolView, layers: Sequence[LayerMaps]) -> list[LayerBatch]:
     """`layers`, alike ones together."""
-    spec, alike = setup.pool.layout.spec, defaultdict(list)
+    alike = defaultdict(list)
     for layer in layers:
-        latents = spec.layers[layer]
-        counts = len(latents.key_latents), len(latents.value_latents)
-        alike[len(setup.pages[layer].groups), counts].append(layer)
-    return [_bunch(setup, tuple(found)) for found in alike.values()]
+        counts = len(layer.spec.key_latents), len(layer.spec.value_latents)
+        alike[len(view.pages[layer.index].groups), counts].append(layer.index)
+    return [_batch(view, tuple(found)) for found in alike.values()]
 
 
-def _bunch(setup: AttentionContext, layers: tuple[int, ...]) -> LayerBatch:
-    places = [setup.pool.layout.layer_groups[i] for i in layers]
+def _batch(view: PoolView, layers: tuple[int, ...]) -> LayerBatch:
+    places = [view.pool.layout.layer_groups[i] for i in layers]
     columns = [number for x in places for number in range(x.start, x.stop)]
-    groups = tuple(setup.pages[i].groups for i in layers)
-    return LayerBatch(layers, groups, torch.tensor(columns, device=setup.pool.device))
+    groups = tuple(view.pages[i].groups for i in layers)
+    return LayerBatch(layers, groups, torch.tensor(columns, device=view.pool.device))
 
 
-class DirectDecode:
-    """Rows in score space, a group a KV head, by `ops.decode`'s kernel. A step has one decoding
-    part. observer: what keeps observed queries; None: those are for other ways."""
+class TritonDecode(AttentionBackend):
+    """Rows in score space, a group a KV head, by `ops.decode`'s kernel; observed queries go to a
+    keeper. A step has one decoding part."""
+
+    captures: ClassVar[bool] = True
+    observes: ClassVar[bool] = True
+    keeps: ClassVar[bool] = True
 
     def __init__(
-        self, setup: AttentionContext, layers: list[LayerBatch], observer: Observer | None
+        self, view: PoolView, layers: Sequence[LayerBatch], keeper: QueryKeeper | None
     ) -> None:
-        self.setup, self.layers, self.observer = setup, layers, observer
+        super().__init__(view)
+        self.layers, self.keeper = layers, keeper
         self.plans: dict[int, DecodePlan] = {}
-        self.kept: Tensor | None = None  # where the observer keeps the part's queries
+        self.kept: Tensor | None = None  # where the keeper has the part's queries
 
-    def takes(self, module: HFAttention, part: AttentionMetadata) -> bool:
-        mine = any(module.layer_idx in x.layers for x in self.layers)
-        watched = part.prompt_lengths is not None
-        seen = self.observer is not None and module.layer_idx in self.observer.modules
-        return part.decode and mine and (seen or not watched)
+    @classmethod
+    def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
+        if layer.rebuilds_keys:
+            return "keys are rebuilt before RoPE"
+        if reason := _unserved(layer, groups, task):
+            return reason
+        if not decode.supports(groups):
+            return ODD
+        if task.observed and not can_observe(groups):
+            return "no kernel observes such rows"
+        return None
 
-    def attend(self, module: HFAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
-        """q [B, Hq, 1, r] -> [B, 1, D]."""
+    @classmethod
+    def prepare(
+        cls, view: PoolView, layers: Sequence[LayerMaps], keeper: QueryKeeper | None
+    ) -> Callable[[], AttentionBackend]:
+        return partial(cls, view, batches(view, layers), keeper)
+
+    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+        """q [B, Hq, 1, r] -> [B, 1, W]."""
         from kvfold.ops.decode import triton as decode_triton
 
         if not self.plans:
             for x in self.layers:
-                counts, queries = x.lengths(self.setup, part), module.num_key_value_groups
+                counts, queries = x.lengths(self.view, part), layer.geometry.queries_per_kv
                 plans = decode_triton.plan_layers(x.groups, counts, queries)
                 self.plans.update(zip(x.layers, plans, strict=True))
-        layer, q = module.layer_idx, q[:, :, 0]
-        place = *self.setup.pages[layer], part.slots
-        out, lse = decode_triton.decode(q, *place, module.scaling, self.plans[layer])
-        if self.observer is not None and part.prompt_lengths is not None:
+        q, place = q[:, :, 0], (*self.view.pages[layer.index], part.slots)
+        out, lse = decode_triton.decode(q, *place, layer.scale, self.plans[layer.index])
+        if self.keeper is not None and part.prompt_lengths is not None:
             if self.kept is None:
-                self.kept = self.observer.rows_of(part)
-            self.observer.keep(layer, self.kept, q, lse)
-        return module.output(out[:, :, None])
+                self.kept = self.keeper.rows_of(part)
+            self.keeper.keep(layer.index, self.kept, q, lse)
+        return layer.joined(out[:, :, None])
 
 
 @dataclass(frozen=True)
 class Rebuilder:
-    """What rebuilds the keys of layers, made once: their maps by layer, and one table of angles."""
+    """Maps that rebuild keys, by layer, and one table of angles: made once."""
 
     layers: list[LayerBatch]
     maps: Mapping[int, KeyMaps]
     rope: Tensor
 
+    @classmethod
+    def of(cls, view: PoolView, layers: Sequence[LayerMaps]) -> "Rebuilder":
+        from kvfold.ops.latent_decode.plan import rope_table
 
-class RebuiltDecode:
-    """Keys rebuilt from latents before RoPE, by `ops.rebuild`'s kernels, where they are not
+        maps = {layer.index: _key_maps(layer) for layer in layers}
+        angles, geometry = maps[layers[0].index].inv_freq, layers[0].geometry
+        rope = rope_table(angles, view.pool.max_tokens, geometry.head_dim)
+        return cls(batches(view, layers), maps, rope)
+
+
+class LatentDecode(AttentionBackend):
+    """Keys rebuilt from latents before RoPE, by `ops.latent_decode`'s kernels, where they are not
     observed. A step has one decoding part."""
 
-    def __init__(self, setup: AttentionContext, rebuilder: Rebuilder) -> None:
-        self.setup, self.rebuilder = setup, rebuilder
+    captures: ClassVar[bool] = True
+
+    def __init__(self, view: PoolView, rebuilder: Rebuilder) -> None:
+        super().__init__(view)
+        self.rebuilder = rebuilder
         self.plans: dict[int, RebuildPlan] = {}
 
-    def takes(self, module: HFAttention, part: AttentionMetadata) -> bool:
-        mine = module.layer_idx in self.rebuilder.maps
-        return part.decode and mine and part.prompt_lengths is None
+    @classmethod
+    def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
+        if not layer.rebuilds_keys:
+            return "keys are stored in score space"
+        if reason := _unserved(layer, groups, task):
+            return reason
+        if layer.rope is None or not layer.rope.fixed:
+            return "angles of RoPE depend on the length of sequences"
+        return None if rebuild.supports(layer.spec, groups) else ODD
 
-    def attend(self, module: HFAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
-        """q [B, Hq, 1, d], rotated -> [B, 1, D]."""
+    @classmethod
+    def prepare(
+        cls, view: PoolView, layers: Sequence[LayerMaps], keeper: QueryKeeper | None
+    ) -> Callable[[], AttentionBackend]:
+        return partial(cls, view, Rebuilder.of(view, layers))
+
+    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+        """q [B, Hq, 1, d], rotated -> [B, 1, W]."""
         from kvfold.ops.latent_decode import triton as rebuild_triton
 
         if not self.plans:
-            self._plan(part, module.num_key_value_groups, q.dtype)
-        layer, q = module.layer_idx, q[:, :, 0].contiguous()
-        arena, tables, lengths, groups = self.setup.pages[layer]
+            self._plan(layer, part, q.dtype)
+        arena, tables, lengths, groups = self.view.pages[layer.index]
         out, _ = rebuild_triton.decode(
-            q,
+            q[:, :, 0].contiguous(),
             arena,
             tables,
             lengths,
-            module.spec,
+            layer.spec,
             groups,
             part.slots,
-            module.scaling,
-            self.rebuilder.maps[layer],
+            layer.scale,
+            self.rebuilder.maps[layer.index],
             self.rebuilder.rope,
-            self.plans[layer],
+            self.plans[layer.index],
         )
-        return module.output(out[:, :, None])
+        return layer.joined(out[:, :, None])
 
-    def _plan(self, part: AttentionMetadata, queries: int, dtype: torch.dtype) -> None:
+    def _plan(self, layer: LayerMaps, part: AttentionMetadata, dtype: torch.dtype) -> None:
         from kvfold.ops.latent_decode.plan import plan_layers
 
-        spec = self.setup.pool.layout.spec
+        spec, geometry = self.view.pool.layout.spec, layer.geometry
         for x in self.rebuilder.layers:
-            layers, counts = [spec.layers[i] for i in x.layers], x.lengths(self.setup, part)
-            size = queries, spec.geometry.head_dim, dtype, part.rows
+            layers, counts = [spec.layers[i] for i in x.layers], x.lengths(self.view, part)
+            size = geometry.queries_per_kv, geometry.head_dim, dtype, part.rows
             plans = plan_layers(layers, x.groups, counts, *size)
             self.plans.update(zip(x.layers, plans, strict=True))
 
 
-def direct_layers(setup: AttentionContext) -> list[int]:
-    """Layers that `DirectDecode` does: a query sees all rows, which its kernel reads."""
-    return [
-        i
-        for i in _unwindowed(setup)
-        if setup.pool.layout.spec.layers[i].keys != "pre" and decode.supports(setup.pages[i].groups)
-    ]
+def _key_maps(layer: LayerMaps) -> KeyMaps:
+    rope = layer.rope
+    assert rope is not None and layer.key_up is not None and layer.key_mean is not None
+    up = layer.key_columns.per_head(layer.key_up, layer.geometry.head_dim).detach()
+    return KeyMaps(up, layer.key_mean.detach(), rope.inv_freq, rope.scaling)
 
 
-def rebuilder_of(setup: AttentionContext, modules: Sequence[Any]) -> Rebuilder | None:
-    """Of the layers whose keys kernels rebuild; None if there is none. Only angles that do not
-    depend on the sequence's length will do, the same in all layers."""
-    spec = setup.pool.layout.spec
-    layers = [
-        i
-        for i in _unwindowed(setup)
-        if rebuild.supports(spec.layers[i], setup.pages[i].groups)
-        and modules[i].rotary is not None
-        and modules[i].rotary.rope_type not in LONG_ROPE
-    ]
-    if not layers:
-        return None
-    from kvfold.ops.latent_decode.plan import rope_table
-
-    maps = {i: _key_maps(modules[i]) for i in layers}
-    angles = maps[layers[0]].inv_freq
-    rope = rope_table(angles, setup.pool.max_tokens, spec.geometry.head_dim)
-    return Rebuilder(bunches(setup, layers), maps, rope)
-
-
-def _key_maps(module: HFAttention) -> KeyMaps:
-    assert module.rotary is not None
-    rotary: Any = module.rotary.rotary
-    up = module.key_columns.per_head(module.key_up, module.geometry.head_dim).detach()
-    return KeyMaps(up, module.key_mean.detach(), rotary.inv_freq.float(), rotary.attention_scaling)
-
-
-def _unwindowed(setup: AttentionContext) -> list[int]:
-    """Layers without a sliding window, where kernels run."""
-    if not use_triton(setup.pool.device.type) or setup.pool.layout.residual:
-        return []
-    return [i for i, window in enumerate(setup.windows) if window is None]
+def _unserved(layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
+    """Why no kernel decodes a layer, whatever numbers its rows have."""
+    if not task.kernels:
+        return f"no kernels run on {task.device_type}"
+    if groups[0].layout.residual:
+        return "a residual keeps rows in two places"
+    if layer.window is not None:
+        return f"a sliding window of {layer.window} tokens: kernels read all rows"
+    return None if layer.softcap is None else "scores are capped, which no kernel does"

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvfold.attention.paged import PagedAttention
 from kvfold.cache.eviction import select as evict
 from kvfold.cache.eviction.policies import Budget, Policy
 from kvfold.cache.slabs import upload
-from kvfold.engine.paged import Attention
 from kvfold.engine.request import CacheParams, Request
 
 ROWS = 10_000_000  # of all groups that are compressed at once, with some 40 B each of temporaries
@@ -29,13 +29,13 @@ class Eviction:
 
     def __init__(
         self,
-        attention: Attention,
+        attention: PagedAttention,
         policy: Policy | None,
         cache: CacheParams,
         sliding: Many[tuple[slice, int]],
         seed: int,
     ) -> None:
-        self.attention, self.setup, self.pool = attention, attention.setup, attention.setup.pool
+        self.attention, self.setup, self.pool = attention, attention.view, attention.view.pool
         self.policy, self.cache, self.sliding = policy, cache, sliding
         self.device = self.pool.device
         self.generator = torch.Generator(device=self.device).manual_seed(seed)

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvfold.attention.base import LayerMaps
+from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.cache.slabs import upload
-from kvfold.engine.backends import AttentionContext, AttentionMetadata
 from kvfold.engine.request import Request, ScheduledChunk
-from kvfold.models.adapter import HFAttention
 from kvfold.ops.observe.reference import observe
 
 WINDOW = 8  # queries of a sequence that are kept: reading keys then costs a decode step 6 %
@@ -37,16 +37,16 @@ class Observer:
     the host; which rows count is known on the host alone, by `begin` and `end` around every step.
     """
 
-    def __init__(self, setup: AttentionContext, modules: Mapping[int, HFAttention]) -> None:
+    def __init__(self, setup: PoolView, modules: Mapping[int, LayerMaps]) -> None:
         self.setup, self.modules = setup, modules
         self.pending: dict[int, _Pending] = {}  # by slot
         device, rows = setup.pool.device, setup.pool.num_slots * WINDOW
         self.queries: dict[int, Tensor] = {}
         self.lse: dict[int, Tensor] = {}
         for layer, module in modules.items():
-            like, heads = module.o_proj.weight, module.geometry.num_query_heads
-            self.queries[layer] = like.new_zeros(rows, heads, module.key_columns.widest)
-            self.lse[layer] = torch.zeros(rows, heads, device=device)
+            size = rows, module.geometry.num_query_heads, module.key_columns.widest
+            self.queries[layer] = torch.zeros(size, dtype=setup.dtype, device=device)
+            self.lse[layer] = torch.zeros(size[:2], device=device)
 
     def rows_of(self, part: AttentionMetadata) -> Tensor:
         """Where the queries of a decoding part go, int64 [B]."""
@@ -63,10 +63,10 @@ class Observer:
         what is added to them is overwritten."""
         late = False
         for piece in pieces:
-            slot = piece.sequence.open_slot
+            slot = piece.request.open_slot
             if (kept := self.pending.get(slot)) is None:
                 continue
-            if kept.sequence is not piece.sequence or piece.start == 0:
+            if kept.sequence is not piece.request or piece.start == 0:
                 del self.pending[slot]
             elif piece.start != kept.positions.stop:
                 late = True
@@ -77,10 +77,10 @@ class Observer:
         """After a step: its decoding sequences have one more query each."""
         full = False
         for piece in decodes:
-            slot, start = piece.sequence.open_slot, piece.start
+            slot, start = piece.request.open_slot, piece.start
             kept = self.pending.get(slot)
             first = start if kept is None else kept.positions.start
-            self.pending[slot] = _Pending(piece.sequence, range(first, start + 1))
+            self.pending[slot] = _Pending(piece.request, range(first, start + 1))
             full |= start + 1 - first == WINDOW
         if full:
             self.flush()
@@ -105,7 +105,7 @@ class Observer:
                 positions,
                 *self.setup.pages[layer],
                 slots,
-                module.scaling,
+                module.scale,
                 power=policy.power,
                 exclude=policy.exclude,
             )
