@@ -18,7 +18,7 @@ from kvfold.compression.reduce import Rows, reduced_rows
 from kvfold.compression.statistics import Moment, Statistics
 from kvfold.compression.support import Support
 from kvfold.models.adapter import Family
-from kvfold.ops.common.attention import Tables, attention, rotate
+from kvfold.ops.common.attention import Tables, attention, capped, rotate
 from kvfold.spec import Geometry
 
 GRADIENTS = {"grad_key_pre", "grad_value", "grad_kv", "grad_out", "grad_key_post", "fisher"}
@@ -149,7 +149,7 @@ class Recorder:
         model = self.model
         embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
         hidden = model.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
-        head = model.get_output_embeddings()
+        head = partial(self.family.logits, model)
         gradient = torch.empty_like(hidden)
         for part, out in zip(
             hidden.detach().split(chunk, 1), gradient.split(chunk, 1), strict=True
@@ -182,7 +182,7 @@ class Recorder:
         if key.requires_grad and self.needs & GRADIENTS:
             key, value = _Tap.apply(lambda *g: self._saw_gradients(index, *seen, *g), key, value)
         grouped = query.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
-        out = attention(query, key, value, attention_mask, g.scaling)[0]
+        out = attention(query, key, value, attention_mask, g.scaling, softcap=g.softcap)[0]
         out = out.unflatten(1, grouped.shape[1:3])
         if not self.recomputing:
             with torch.no_grad():
@@ -227,6 +227,7 @@ class Recorder:
     def _weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         """Attention probabilities [Hk, G, T, T] of q [Hk, G, T, d] over k [Hk, T, d], fp32."""
         scores = torch.einsum("hgtd,hsd->hgts", q, k).float() * self.geometry.scaling
+        scores = capped(scores, self.geometry.softcap)
         return (scores if mask is None else scores + mask[0]).softmax(-1)
 
     def _saw_gradients(

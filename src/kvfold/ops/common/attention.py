@@ -101,9 +101,8 @@ def _explicit(
     if mask is None and q.shape[2] > 1:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
-        scores = (
-            scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
-        )
+        least = torch.finfo(scores.dtype).min  # finite, so that padding that sees nothing is no NaN
+        scores = scores.masked_fill(~mask, least) if mask.dtype is torch.bool else scores + mask
     weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
     return weights @ v, weights
 
