@@ -3,12 +3,13 @@
 import logging
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvfold import LLM
-from kvfold.attention.base import Columns, LayerMaps, Rope, Task
+from kvfold.attention.base import Columns, LayerMaps, Task
 from kvfold.attention.selector import DECODE, PREFILL, Choice, select, warn_of_fallback
 from kvfold.spec import CacheSpec, Geometry, KeyKind, Latent, LayerSpec, ValueKind
 from kvfold.spec.layout import Group, cache_layout
@@ -49,7 +50,7 @@ def layer_of(
     geometry = replace(GEOMETRY, softcap=softcap)
     found = cache_layout(CacheSpec(geometry=geometry, layers=(spec,)), **layout)
     up = torch.zeros(len(heads), 16 * len(heads[0]), 16)
-    rope = Rope(torch.ones(8), 1.0, fixed, lambda like, positions, stop: (like, like))
+    rope = SimpleNamespace(inv_freq=torch.ones(8), scaling=1.0, fixed=fixed)
     maps = LayerMaps(
         index=0,
         spec=spec,

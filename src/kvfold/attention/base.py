@@ -75,16 +75,20 @@ class Columns:
         return stack.unflatten(1, (-1, head_dim)).flatten(0, 1)
 
 
-@dataclass(frozen=True, eq=False)
-class Rope:
-    """A layer's RoPE of w dims. inv_freq fp32 [w / 2]: angles a position, of the pairs
-    (i, i + w / 2); scaling: of the rotated dims; fixed: whether these hold for sequences of any
-    length; tables: cos, sin [.., w] at positions [..] < stop, in dtype and device of a tensor."""
+class Rope(Protocol):
+    """RoPE of w dims. inv_freq fp32 [w / 2]: angles a position, of the pairs (i, i + w / 2);
+    scaling: of the rotated dims; fixed: whether these hold for sequences of any length."""
 
-    inv_freq: Tensor
-    scaling: float
-    fixed: bool
-    tables: Callable[[Tensor, Tensor, int], Tables]
+    @property
+    def inv_freq(self) -> Tensor: ...
+    @property
+    def scaling(self) -> float: ...
+    @property
+    def fixed(self) -> bool: ...
+
+    def tables(self, like: Tensor, positions: Tensor, stop: int) -> Tables:
+        """cos, sin [.., w] at positions [..] < stop, in a tensor's dtype and on its device."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -261,6 +265,15 @@ class AttentionBackend(ABC):
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """Attention of q [B, Hq, T, .] to the part's rows, the step's own stored: what W_O takes
         [B, T, W]. Adds to metrics what is observed, now or later."""
+
+
+def reads_unevenly(layer: LayerMaps, groups: Sequence[Group]) -> str | None:
+    """Why what reads all of a layer's pages in one way does not serve it."""
+    if groups[0].layout.residual:
+        return "a residual keeps rows in two places"
+    if layer.window is not None:
+        return f"a sliding window of {layer.window} tokens hides rows of a page"
+    return None if layer.softcap is None else "scores are capped"
 
 
 def _join_ragged(x: Tensor, widths: list[int]) -> Tensor:

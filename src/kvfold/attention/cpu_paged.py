@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.attention.base import AttentionBackend, LayerMaps, QueryKeeper, Task
+from kvfold.attention.base import AttentionBackend, LayerMaps, QueryKeeper, Task, reads_unevenly
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.cache.eviction.select import attention_mass
 from kvfold.ops.common.attention import attention_in_place
@@ -38,15 +38,11 @@ class CpuPaged(AttentionBackend):
     def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
         if task.device_type != "cpu" or task.kernels:
             return "it is for CPUs without kernels"
-        if groups[0].layout.residual:
-            return "a residual keeps rows in two places"
         if layer.rebuilds_keys:
             return "keys are rebuilt before RoPE"
         if len(groups) != layer.geometry.num_kv_heads:
             return "heads share latents"
-        if layer.softcap is not None:
-            return "scores are capped"
-        return None if layer.window is None else f"a sliding window of {layer.window} tokens"
+        return reads_unevenly(layer, groups)
 
     @classmethod
     def prepare(

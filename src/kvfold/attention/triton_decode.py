@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.attention.base import AttentionBackend, LayerMaps, QueryKeeper, Task
+from kvfold.attention.base import AttentionBackend, LayerMaps, QueryKeeper, Task, reads_unevenly
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.ops.decode import reference as decode
 from kvfold.ops.latent_decode import reference as rebuild
@@ -200,8 +200,4 @@ def _unserved(layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | No
     """Why no kernel decodes a layer, whatever numbers its rows have."""
     if not task.kernels:
         return f"no kernels run on {task.device_type}"
-    if groups[0].layout.residual:
-        return "a residual keeps rows in two places"
-    if layer.window is not None:
-        return f"a sliding window of {layer.window} tokens: kernels read all rows"
-    return None if layer.softcap is None else "scores are capped, which no kernel does"
+    return reads_unevenly(layer, groups)

@@ -35,7 +35,7 @@ class TritonPrefill(AttentionBackend):
         if not task.kernels:
             return f"no kernels run on {task.device_type}"
         if layer.softcap is not None:
-            return "scores are capped, which no kernel does"
+            return "scores are capped"
         if task.dtype not in (torch.float16, torch.bfloat16):
             return f"kernels take numbers of 16 bits, not {task.dtype}"
         if any(width > most for width, most in zip(widths, WIDEST, strict=True)):

@@ -179,7 +179,6 @@ class FoldedAttention(nn.Module):
 
 def layer_maps(module: FoldedAttention) -> LayerMaps:
     """A layer as attention sees it, by the tensors of its module."""
-    rotary = module.rotary if module.keys_rebuilt else None
     return LayerMaps(
         index=module.layer_idx,
         spec=module.spec,
@@ -190,7 +189,7 @@ def layer_maps(module: FoldedAttention) -> LayerMaps:
         key_up=module.key_up if module.keys_rebuilt else None,
         key_mean=module.key_mean if module.keys_rebuilt else None,
         value_up=module.value_up if module.values_rebuilt else None,
-        rope=None if rotary is None else rotary.rope(),
+        rope=module.rotary if module.keys_rebuilt else None,
     )
 
 

@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvfold.attention.base import Rope
 from kvfold.ops.common.attention import Tables
 
 LONG_ROPE = ("dynamic", "longrope")  # tables that depend on the longest sequence of a batch
@@ -17,30 +16,35 @@ def rope_type(config: Any) -> str:
 
 
 class RotaryTable:
-    """The model's own RoPE tables, computed once per position and shared by all layers."""
+    """The model's own RoPE tables, computed once per position and shared by all layers: a `Rope`
+    of `attention.base`."""
 
-    def __init__(self, rotary: nn.Module, rope_type: str) -> None:
-        self.rotary, self.rope_type = rotary, rope_type
-        self.tables: Tables | None = None
+    def __init__(self, rotary: Any, rope_type: str) -> None:
+        self.rotary, self.fixed = rotary, rope_type not in LONG_ROPE
+        self.grid: Tables | None = None
 
-    def __call__(self, x: Tensor, positions: Tensor, stop: int) -> Tables:
-        """cos, sin [.., rotary dims] at positions [..] < stop, in x's dtype and device."""
-        if self.rope_type in LONG_ROPE:
-            return self.rotary(x, positions)
-        cos = self.tables[0] if self.tables else None
-        if cos is None or cos.shape[0] < stop or (cos.dtype, cos.device) != (x.dtype, x.device):
+    @property
+    def inv_freq(self) -> Tensor:
+        found: Tensor = self.rotary.inv_freq
+        return found.float()
+
+    @property
+    def scaling(self) -> float:
+        return float(self.rotary.attention_scaling)
+
+    def tables(self, like: Tensor, positions: Tensor, stop: int) -> Tables:
+        """cos, sin [.., rotary dims] at positions [..] < stop, in a tensor's dtype and device."""
+        if not self.fixed:
+            found: Tables = self.rotary(like, positions)
+            return found
+        cos = self.grid[0] if self.grid else None
+        if (
+            cos is None
+            or cos.shape[0] < stop
+            or (cos.dtype, cos.device) != (like.dtype, like.device)
+        ):
             length = 1 << (stop - 1).bit_length()
-            grid = torch.arange(length, device=x.device)[None]
-            self.tables = tuple(table[0] for table in self.rotary(x, grid))
-        assert self.tables is not None
-        return self.tables[0][positions], self.tables[1][positions]
-
-    def rope(self) -> Rope:
-        """The same as data."""
-        rotary: Any = self.rotary
-        return Rope(
-            inv_freq=rotary.inv_freq.float(),
-            scaling=rotary.attention_scaling,
-            fixed=self.rope_type not in LONG_ROPE,
-            tables=self,
-        )
+            cos, sin = self.rotary(like, torch.arange(length, device=like.device)[None])
+            self.grid = cos[0], sin[0]
+        assert self.grid is not None
+        return self.grid[0][positions], self.grid[1][positions]
