@@ -3,7 +3,6 @@
 Shapes: B batch, T new tokens, S cached tokens, D width, Hq / Hk query / KV heads, d head dim.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -118,12 +117,13 @@ class HFAttention(FoldedAttention):
         return out, context.weights
 
 
-class Family(ABC):
+class Family:
     """A model family, by its differences. Subclasses fill in the class variables and methods."""
 
     model_types: ClassVar[tuple[str, ...]]
     folded: ClassVar[dict[str, type[HFAttention]]]  # model type -> folded attention class
     attention_name: ClassVar[str] = "self_attn"
+    output_name: ClassVar[str] = "o_proj"
     rope: ClassVar[bool] = True
     key_norm: ClassVar[bool] = False
 
@@ -168,9 +168,10 @@ class Family(ABC):
         return model.model.rotary_emb
 
     @classmethod
-    @abstractmethod
     def projections(cls, attention: Any, geometry: Geometry) -> Projections:
         """fp64 copies of a layer's q, k, v and o weights."""
+        names = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": cls.output_name}
+        return Projections.of(**{x: linear(getattr(attention, name)) for x, name in names.items()})
 
     @classmethod
     def norms(cls, attention: Any) -> dict[str, Tensor]:
