@@ -41,6 +41,7 @@ class Projections:
         return cls(**named)
 
 
+@dataclass(eq=False)
 class CacheContext(AttentionContext):
     """Attention over a transformers cache, where rows travel as one pseudo-head [B, 1, T, R].
 
@@ -48,16 +49,11 @@ class CacheContext(AttentionContext):
     tokens, or None; x: of the dtype that tables of angles have; need_weights: keep `weights`.
     """
 
-    def __init__(
-        self,
-        past: Any,
-        mask: Tensor | None,
-        position_ids: Tensor | None,
-        x: Tensor,
-        need_weights: bool,
-    ) -> None:
-        self.past, self.mask, self.position_ids = past, mask, position_ids
-        self.x, self.need_weights = x, need_weights
+    past: Any
+    mask: Tensor | None
+    position_ids: Tensor | None
+    x: Tensor
+    need_weights: bool
 
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
         seen, offset, new = 0, 0, rows.shape[1]
