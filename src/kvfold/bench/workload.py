@@ -16,18 +16,18 @@ from kvfold.bench.reference import decode_one
 from kvfold.bench.synthetic_cache import build_pages, draw_lengths
 from kvfold.bench.timing import Step
 from kvfold.bench.variants import DTYPE, SHAPES, VARIANTS, Variant, variant_layout
-from kvfold.ops.backend import use_triton
-from kvfold.ops.decode.reference import has_kernel, plan_layers
-from kvfold.ops.latent_decode import plan as rebuild_plan
-from kvfold.ops.latent_decode import reference as rebuild
-from kvfold.ops.latent_decode.reference import KeyMaps
+from kvfold.ops import decode as score_space
+from kvfold.ops import latent_decode
+from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.latent_decode import KeyMaps
+from kvfold.ops.latent_decode.reference import latent_decode as decode_latents
 from kvfold.spec import Geometry
 from kvfold.spec.layout import CacheLayout, Group
 
 __all__ = ["DTYPE", "SHAPES", "VARIANTS", "Variant", "Workload", "build_workload", "layer_bytes"]
 
 
-Decode = Callable[..., Tensor]  # of kvfold.ops.decode.reference.decode
+Decode = Callable[..., tuple[Tensor, Tensor]]  # of kvfold.ops.decode.decode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,10 @@ class Workload:
         where = self.layout.layer_groups[number % self.num_layers]
         return self.tables[:, where], self.lengths[:, where], self.layout.groups[where]
 
+    def pages(self, number: int) -> LayerPages:
+        """Of a layer, as ops take them."""
+        return LayerPages(self.arena, *self.layer(number))
+
     @property
     def num_layers(self) -> int:
         return len(self.layout.layer_groups)
@@ -80,13 +84,11 @@ class Workload:
 
     def expected(self) -> Tensor:
         """What layer 0 gives for the first sequence, fp32 [Hq, dv], written out."""
-        tables, lengths, groups = self.layer(0)
-        scale = self.layout.spec.geometry.scaling
+        pages, scale = self.pages(0), self.layout.spec.geometry.scaling
         if not self.maps:
-            return decode_one(self.q[0], self.arena, tables, lengths, groups, 0, scale, self.dv)
-        layer, slots = self.layout.spec.layers[0], self.slots[:1]
-        place = self.arena, tables, lengths, layer, groups, slots, scale, self.maps[0]
-        return rebuild.decode_reference(self.q[:1], *place, dtype=torch.float32)[0].float()
+            return decode_one(self.q[0], *pages, 0, scale, self.dv)
+        place = pages, self.layout.spec.layers[0], self.slots[:1], scale, self.maps[0]
+        return decode_latents(self.q[:1], *place, dtype=torch.float32)[0][0].float()
 
     def step(self, decode: Decode) -> Step:
         """`decode` over layer after layer. The first plans for all, as the engine does."""
@@ -101,12 +103,11 @@ class Workload:
 
         def run(number: int) -> Tensor:
             if planned and (plans[0] is None or (number == 0 and not fixed)):
-                queries = geometry.queries_per_kv
-                plans[:] = plan_layers(self.groups, self.lengths[self.slots], queries)
+                place = self.groups, self.lengths[self.slots], geometry.queries_per_kv
+                plans[:] = score_space.plan_layers(*place)
                 plans[:] = self._recut(plans) if fixed else plans
-            tables, lengths, groups = self.layer(number)
-            place = self.arena, tables, lengths, groups, self.slots
-            return decode(self.q, *place, geometry.scaling, plan=plans[number % len(plans)])
+            plan = plans[number % len(plans)]
+            return decode(self.q, self.pages(number), self.slots, geometry.scaling, plan=plan)[0]
 
         return run
 
@@ -117,24 +118,19 @@ class Workload:
         return [recut(plan, own, cost, self.variant.how) for plan, own, cost in each]
 
     def _rebuilt_step(self) -> Step:
-        spec, planned = self.layout.spec, self.has_kernel
-        geometry = spec.geometry
+        spec, geometry = self.layout.spec, self.layout.spec.geometry
         size = geometry.queries_per_kv, geometry.head_dim, self.q.dtype, self._most_rows()
         plans: list[Any] = [None] * self.num_layers
 
         def run(number: int) -> Tensor:
-            at, (tables, lengths, groups) = number % len(plans), self.layer(number)
-            place = self.arena, tables, lengths, spec.layers[at], groups, self.slots
-            maps = spec.geometry.scaling, self.maps[at]
-            if not planned:
-                return rebuild.decode_reference(self.q, *place, *maps)
-            from kvfold.ops.latent_decode import triton as rebuild_triton
-
             if number == 0 or plans[0] is None:
                 counts = self.lengths[self.slots]
-                plans[:] = rebuild_plan.plan_layers(spec.layers, self.groups, counts, *size)
+                plans[:] = latent_decode.plan_layers(spec.layers, self.groups, counts, *size)
             assert self.rope is not None
-            return rebuild_triton.decode(self.q, *place, *maps, self.rope, plans[at])[0]
+            at, pages = number % len(plans), self.pages(number)
+            maps = geometry.scaling, self.maps[at], self.rope
+            place = spec.layers[at], self.slots, *maps, plans[at]
+            return latent_decode.latent_decode(self.q, pages, *place)[0]
 
         return run
 
@@ -147,9 +143,9 @@ class Workload:
         """Whether what is timed are kernels, not PyTorch."""
         device = self.q.device.type
         if not self.maps:
-            return has_kernel(self.groups, device)
+            return not any(score_space.why_not(groups, device) for groups in self.groups)
         each = zip(self.layout.spec.layers, self.groups, strict=True)
-        return use_triton(device) and all(rebuild.supports(*x) for x in each)
+        return not any(latent_decode.why_not(*x, device) for x in each)
 
 
 def layer_bytes(geometry: Geometry, variant: Variant, batch: int, tokens: int) -> int:
@@ -214,7 +210,7 @@ def _maps(
 
 def _rope(maps: KeyMaps, rows: int) -> Tensor:
     """The table for `rows` positions, and a tile more."""
-    return rebuild_plan.rope_table(maps.inv_freq, rows + 256, maps.up.shape[1])
+    return latent_decode.rope_table(maps.inv_freq, rows + 256, maps.up.shape[1])
 
 
 def _row_bytes(group: Group) -> int:
