@@ -141,8 +141,9 @@ def rebuilt(
     spec = CacheSpec(geometry=geometry, layers=(layer,))
     groups = cache_layout(spec, page=64, bits=bits).groups
     angles = 5e5 ** (-torch.arange(64) / 64)
-    maps = KeyMaps(torch.zeros(8, 128, keys or values), torch.zeros(8, 128), angles)
-    place = (*one_sequence(groups, 32, 128), layer, torch.zeros(1, dtype=torch.int64))
+    rope = rope_table(angles, 64, 128)
+    maps = KeyMaps(layer, torch.zeros(8, 128, keys or values), torch.zeros(8, 128), angles, rope)
+    place = (*one_sequence(groups, 32, 128), torch.zeros(1, dtype=torch.int64))
     names = "fold_kernel", "score_kernel", "value_kernel", "combine_kernel"
     kernels, planned = recorders(latent_triton, *names), recorders(plan_triton, "plan_kernel")
     hopper = recorders(scores_gluon, "score_kernel")
@@ -152,7 +153,7 @@ def rebuilt(
         mock.patch.multiple(plan_triton, **planned),
         mock.patch.object(latent_plan, "hopper_heads", lambda *_: heads),
     ):
-        latent_triton.latent_decode(*place, 0.1, maps, rope_table(maps.inv_freq, 64, 128))
+        latent_triton.latent_decode(*place, 0.1, maps)
     return (hopper if heads else kernels)["score_kernel"], kernels["value_kernel"]
 
 

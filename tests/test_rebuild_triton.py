@@ -75,10 +75,9 @@ class Case:
         for h, rank in enumerate(keys if kind != "small" else []):
             up[h, :, rank:] = 0
         inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
-        self.maps = KeyMaps(
-            up.half().to(DEVICE), random(heads, d).half().to(DEVICE), inv_freq.to(DEVICE), scaling
-        )
-        self.rope = rope_table(self.maps.inv_freq, 512, d)
+        inv_freq = inv_freq.to(DEVICE)
+        given = up.half().to(DEVICE), random(heads, d).half().to(DEVICE), inv_freq
+        self.maps = KeyMaps(self.layer, *given, rope_table(inv_freq, 512, d), scaling)
         self.q = random(batch, heads * queries, d).half().to(DEVICE)
 
     def _fill(self, page: int, batch: int, longest: int, chance: torch.Generator) -> None:
@@ -103,7 +102,7 @@ class Case:
 
     def run(self, function, **options) -> Tensor:
         pages = LayerPages(self.arena, self.tables, self.lengths.to(DEVICE), self.groups)
-        return function(self.q, pages, self.layer, self.slots, 0.1, self.maps, **options)
+        return function(self.q, pages, self.slots, 0.1, self.maps, **options)
 
 
 def explicit(case: Case) -> Tensor:
@@ -138,7 +137,7 @@ def error(case: Case, passes: Passes | None = SMALL) -> float:
     """Of the kernels, relative to float64; passes None: as they come."""
     assert not unread(case.layer, case.groups)
     want = explicit(case).float()
-    out, _ = case.run(latent_triton.latent_decode, rope=case.rope, passes=passes)
+    out, _ = case.run(latent_triton.latent_decode, passes=passes)
     return float((out.float() - want).norm() / want.norm())
 
 
@@ -177,7 +176,7 @@ def test_codes(kind: str, bits: int, zeros: bool) -> None:
 def test_slow_pairs(kind: str, keys: list[int], values: int, options: dict) -> None:
     """Half of the pairs are not rebuilt; rows are in two stretches, of 64, but for one query."""
     case = Case(kind, keys, values, [70, 17], d=64, **options)
-    case.run(latent_triton.latent_decode, rope=case.rope, passes=SMALL)
+    case.run(latent_triton.latent_decode, passes=SMALL)
     (packed,) = case.maps.packed.values()
     assert packed.drift.fast == 16
     assert error(case) < 1e-3
@@ -216,8 +215,9 @@ def test_hopper(kind: str, keys: list[int], values: int, options: dict) -> None:
     case = Case(
         kind, keys, values, [600, 0, 64, 70, 1], **({"d": 128, "queries": 4, "page": 64} | options)
     )
-    case.maps = replace(case.maps, inv_freq=_angles(base, case.maps.rotary))
-    case.rope = rope_table(case.maps.inv_freq, 1024, case.maps.up.shape[1])
+    angles = _angles(base, case.maps.rotary)
+    rope = rope_table(angles, 1024, case.maps.up.shape[1])
+    case.maps = replace(case.maps, inv_freq=angles, rope=rope)
     assert error(case, None) < 1.5e-3
 
 
@@ -243,7 +243,7 @@ def test_slices_and_tiles_do_not_matter() -> None:
             scores=Tuning(block=score_block, warps=4, slices=slices),
             values=Tuning(block=value_block, warps=4, slices=slices),
         )
-        run = lambda: case.run(latent_triton.latent_decode, rope=case.rope, passes=passes)  # noqa: B023, E731
+        run = lambda: case.run(latent_triton.latent_decode, passes=passes)  # noqa: B023, E731
         out, lse = run()
         assert torch.equal(out, run()[0])
         found.append((out, lse))
@@ -260,8 +260,8 @@ def test_parts_have_room(batch: int) -> None:
     """Whatever the number of sequences: the last item's part in the last slice is one of them."""
     case = Case("lean", [16] * 4, 32, [40])
     lengths = torch.full((batch, 1), 40, dtype=torch.int32, device=DEVICE)
-    options = [case.layer], [case.groups], lengths, 2, 32, torch.float16, 40 * batch
-    plan = latent_triton.plan_layers(*options)[0]
+    q = case.q.expand(batch, -1, -1)
+    plan = latent_triton.plan_layers(q, [case.layer], [case.groups], lengths, 40 * batch)[0]
     items, slices = len(plan.values.counts), len(plan.values.starts) - 1
     assert items == batch and len(plan.room.part) >= slices + items
     assert len(plan.room.part_ml) == len(plan.room.part)

@@ -35,7 +35,7 @@ class Workload:
     """q [B, Hq, dk], or [B, Hq, d] where keys are rebuilt, in DTYPE, zero beyond a head's rank;
     arena uint8; tables int32 [B, N G, n]; lengths int32 [B, N G], rows their copy on the host;
     slots int64 [B]; row_bytes: what attention must read of a layer, numbers and scales of all rows,
-    averaged over layers; dv: widest value rank; maps, rope: what rebuilds keys, a map a layer."""
+    averaged over layers; dv: widest value rank; maps: what rebuilds keys, of every layer."""
 
     variant: Variant
     layout: CacheLayout
@@ -48,7 +48,6 @@ class Workload:
     row_bytes: float
     dv: int
     maps: tuple[KeyMaps, ...] = ()
-    rope: Tensor | None = None
 
     def layer(self, number: int) -> tuple[Tensor, Tensor, tuple[Group, ...]]:
         """(tables, lengths, groups) of a layer; numbers go round."""
@@ -87,7 +86,7 @@ class Workload:
         pages, scale = self.pages(0), self.layout.spec.geometry.scaling
         if not self.maps:
             return decode_one(self.q[0], *pages, 0, scale, self.dv)
-        place = pages, self.layout.spec.layers[0], self.slots[:1], scale, self.maps[0]
+        place = pages, self.slots[:1], scale, self.maps[0]
         return decode_latents(self.q[:1], *place, dtype=torch.float32)[0][0].float()
 
     def step(self, decode: Decode) -> Step:
@@ -118,19 +117,17 @@ class Workload:
         return [recut(plan, own, cost, self.variant.how) for plan, own, cost in each]
 
     def _rebuilt_step(self) -> Step:
-        spec, geometry = self.layout.spec, self.layout.spec.geometry
-        size = geometry.queries_per_kv, geometry.head_dim, self.q.dtype, self._most_rows()
+        spec, most = self.layout.spec, self._most_rows()
         plans: list[Any] = [None] * self.num_layers
 
         def run(number: int) -> Tensor:
             if number == 0 or plans[0] is None:
                 counts = self.lengths[self.slots]
-                plans[:] = latent_decode.plan_layers(spec.layers, self.groups, counts, *size)
-            assert self.rope is not None
+                place = spec.layers, self.groups, counts, most
+                plans[:] = latent_decode.plan_layers(self.q, *place)
             at, pages = number % len(plans), self.pages(number)
-            maps = geometry.scaling, self.maps[at], self.rope
-            place = spec.layers[at], self.slots, *maps, plans[at]
-            return latent_decode.latent_decode(self.q, pages, *place)[0]
+            maps = spec.geometry.scaling, self.maps[at], plans[at]
+            return latent_decode.latent_decode(self.q, pages, self.slots, *maps)[0]
 
         return run
 
@@ -174,7 +171,9 @@ def build_workload(
     arena, tables = build_pages(layout, rows, generator, device)
     sizes = torch.tensor([_row_bytes(group) for group in layout.groups])
     rebuilt = layout.spec.layers[0].keys == "pre"
-    maps = _maps(layout, rope_base, generator, device) if rebuilt else ()
+    # The table is for all rows, and a tile more.
+    positions = int(rows.max()) + 256
+    maps = _maps(layout, rope_base, positions, generator, device) if rebuilt else ()
     return Workload(
         variant=variant,
         layout=layout,
@@ -187,30 +186,30 @@ def build_workload(
         row_bytes=float((rows * sizes).sum()) / num_layers,
         dv=_widest(layout, "v"),
         maps=maps,
-        rope=_rope(maps[0], int(rows.max())) if maps else None,
     )
 
 
 def _maps(
-    layout: CacheLayout, rope_base: float, generator: torch.Generator, device: torch.device
+    layout: CacheLayout,
+    rope_base: float,
+    positions: int,
+    generator: torch.Generator,
+    device: torch.device,
 ) -> tuple[KeyMaps, ...]:
     """Maps of every layer, of which a key's numbers are about as large as a latent's."""
     spec, geometry, found = layout.spec.layers[0], layout.spec.geometry, []
     ranks = {head: x.rank for x in spec.key_latents for head in x.heads}
     pairs = torch.arange(0, geometry.head_dim, 2, device=device) / geometry.head_dim
+    angles = rope_base**-pairs
+    rope = latent_decode.rope_table(angles, positions, geometry.head_dim)
     for _ in layout.spec.layers:
         size = geometry.num_kv_heads, geometry.head_dim, max(ranks.values())
         up = torch.zeros(size, dtype=DTYPE, device=device)
         for head, rank in ranks.items():
             up[head, :, :rank].normal_(std=rank**-0.5, generator=generator)
         mean = torch.empty(size[:2], dtype=DTYPE, device=device).normal_(generator=generator)
-        found.append(KeyMaps(up=up, mean=mean, inv_freq=rope_base**-pairs))
+        found.append(KeyMaps(layer=spec, up=up, mean=mean, inv_freq=angles, rope=rope))
     return tuple(found)
-
-
-def _rope(maps: KeyMaps, rows: int) -> Tensor:
-    """The table for `rows` positions, and a tile more."""
-    return latent_decode.rope_table(maps.inv_freq, rows + 256, maps.up.shape[1])
 
 
 def _row_bytes(group: Group) -> int:

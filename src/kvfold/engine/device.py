@@ -88,11 +88,10 @@ class DirectDecode:
 
 @dataclass(frozen=True)
 class Rebuilder:
-    """What rebuilds the keys of layers, made once: their maps by layer, and one table of angles."""
+    """What rebuilds the keys of layers, made once: their maps by layer."""
 
     layers: list[LayerBatch]
     maps: Mapping[int, KeyMaps]
-    rope: Tensor
 
 
 class RebuiltDecode:
@@ -109,27 +108,25 @@ class RebuiltDecode:
 
     def attend(self, module: HFAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, 1, d], rotated -> [B, 1, D]."""
+        q = q[:, :, 0].contiguous()
         if not self.plans:
-            self._plan(part, module.num_key_value_groups, q.dtype)
-        layer, q = module.layer_idx, q[:, :, 0].contiguous()
+            self._plan(part, q)
+        layer = module.layer_idx
         out, _ = latent_decode.latent_decode(
             q,
             self.setup.pages[layer],
-            module.spec,
             part.slots,
             module.scaling,
             self.rebuilder.maps[layer],
-            self.rebuilder.rope,
             self.plans[layer],
         )
         return module.output(out[:, :, None])
 
-    def _plan(self, part: AttentionMetadata, queries: int, dtype: torch.dtype) -> None:
+    def _plan(self, part: AttentionMetadata, q: Tensor) -> None:
         spec = self.setup.pool.layout.spec
         for x in self.rebuilder.layers:
             layers, counts = [spec.layers[i] for i in x.layers], x.lengths(self.setup, part)
-            size = queries, spec.geometry.head_dim, dtype, part.rows
-            plans = latent_decode.plan_layers(layers, x.groups, counts, *size)
+            plans = latent_decode.plan_layers(q, layers, x.groups, counts, part.rows)
             self.plans.update(zip(x.layers, plans, strict=True))
 
 
@@ -156,17 +153,18 @@ def rebuilder_of(setup: AttentionContext, modules: Sequence[Any]) -> Rebuilder |
     ]
     if not layers:
         return None
-    maps = {i: _key_maps(modules[i]) for i in layers}
-    angles = maps[layers[0]].inv_freq
+    angles = modules[layers[0]].rotary.rotary.inv_freq.float()
     rope = latent_decode.rope_table(angles, setup.pool.max_tokens, spec.geometry.head_dim)
-    return Rebuilder(bunches(setup, layers), maps, rope)
+    maps = {i: _key_maps(modules[i], rope) for i in layers}
+    return Rebuilder(bunches(setup, layers), maps)
 
 
-def _key_maps(module: HFAttention) -> KeyMaps:
+def _key_maps(module: HFAttention, rope: Tensor) -> KeyMaps:
     assert module.rotary is not None
     rotary: Any = module.rotary.rotary
     up = module.key_columns.per_head(module.key_up, module.geometry.head_dim).detach()
-    return KeyMaps(up, module.key_mean.detach(), rotary.inv_freq.float(), rotary.attention_scaling)
+    mean, angles = module.key_mean.detach(), rotary.inv_freq.float()
+    return KeyMaps(module.spec, up, mean, angles, rope, rotary.attention_scaling)
 
 
 def _unwindowed(setup: AttentionContext) -> list[int]:

@@ -13,9 +13,11 @@ from kvfold.cache.eviction.select import attention_mass, observed
 from kvfold.engine.backends import AttentionContext, AttentionMetadata
 from kvfold.models.adapter import HFAttention
 from kvfold.models.folded import Columns, RowView
-from kvfold.ops import observe, prefill
 from kvfold.ops.common.attention import Tables
-from kvfold.ops.prefill import KVView, Seen
+from kvfold.ops.observe import observe
+from kvfold.ops.observe import why_not as why_not_observed
+from kvfold.ops.prefill import KVView, Seen, prefill
+from kvfold.ops.prefill import why_not as why_not_prefilled
 from kvfold.ops.store import residual as kivi
 from kvfold.ops.store.reference import StoredRows
 from kvfold.spec.layout import Group
@@ -43,7 +45,7 @@ class Gathered:
         if self._may_use_kernels(module, part):
             early = module.rebuilds_values_first(q.shape[2], size)
             sides = _keys(module, stored.rows, rope), _values(module, stored.rows, early)
-            if not prefill.why_not(q, *sides):
+            if not why_not_prefilled(q, *sides):
                 seen = Seen(
                     counts=counts,
                     owner=_owner(groups),
@@ -51,7 +53,7 @@ class Gathered:
                     queries=part.positions,
                     window=self.setup.windows[layer],
                 )
-                out, lse = prefill.prefill(q, *sides, seen, module.scaling)
+                out, lse = prefill(q, *sides, seen, module.scaling)
                 self._observe(module, part, q, lse)
                 return module.output(out, early)
         return self._by_torch(module, part, q, stored, rope)
@@ -62,7 +64,7 @@ class Gathered:
         observed = part.prompt_lengths is not None
         if part.decode or (observed and module.spec.keys == "pre"):
             return False
-        return not observed or not observe.why_not(groups, self.setup.pool.device.type)
+        return not observed or not why_not_observed(groups, self.setup.pool.device.type)
 
     def _observe(
         self, module: HFAttention, part: AttentionMetadata, q: Tensor, lse: Tensor
@@ -74,7 +76,7 @@ class Gathered:
         counted = observed(part.positions, part.prompt_lengths, policy)
         positions = part.positions.masked_fill(~counted, -1)
         place = self.setup.pages[module.layer_idx], part.slots, module.scaling
-        observe.observe(q, lse, positions, *place, power=policy.power, exclude=policy.exclude)
+        observe(q, lse, positions, *place, power=policy.power, exclude=policy.exclude)
 
     def _by_torch(
         self,

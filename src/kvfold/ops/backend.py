@@ -29,17 +29,18 @@ class Choice:
     refused: tuple[str, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Operation:
-    """An operation's implementations: modules by name, in order of preference.
+    """An operation's package, and its modules that implement it, in order of preference.
 
-    A module has the functions that the operation's package names, and `why_not(*data)`: None where
-    it serves these data, else the reason, a short phrase for a user. It is imported when it is
-    asked. The last, `reference`, is plain PyTorch, serves all data and is not asked.
+    Each has the functions that the package names, and `why_not(*data)`: None where it serves these
+    data, else the reason, a short phrase for a user. It is imported when it is asked. A name's
+    first word is the backend that it needs (`triton`, `triton_split`). The last, `reference`, is
+    plain PyTorch, serves all data and is not asked.
     """
 
-    name: str
-    modules: dict[str, str]
+    package: str
+    implementations: tuple[str, ...]
 
     def choose(self, device_type: str, *data: Hashable) -> Choice:
         """The first implementation that runs on this type of device and serves these data."""
@@ -48,7 +49,8 @@ class Operation:
     def why_not(self, device_type: str, *data: Hashable) -> str | None:
         """Why the reference runs on these data; None where another implementation does."""
         found = self.choose(device_type, *data)
-        return "; ".join(found.refused) if found.name == "reference" else None
+        last = found.name == self.implementations[-1]
+        return "; ".join(found.refused) if last else None
 
 
 def _wanted() -> str:
@@ -60,21 +62,25 @@ def _choose(
     operation: Operation, wanted: str, triton: bool, device_type: str, data: tuple[Hashable, ...]
 ) -> Choice:
     refused: list[str] = []
-    for name, path in operation.modules.items():
-        reason = None if name == "reference" else _away(name, wanted, triton, device_type)
-        module = None if reason else import_module(path)
-        if module and (name == "reference" or (reason := module.why_not(*data)) is None):
-            _log(operation.name, device_type, name, *refused)
-            return Choice(name, module, tuple(refused))
-        refused.append(str(reason))
-    raise AssertionError(f"{operation.name} has no reference")
+    *others, last = operation.implementations
+    for name in others:
+        reason = _away(name.partition("_")[0], wanted, triton, device_type)
+        if reason is None:
+            module = import_module(f"{operation.package}.{name}")
+            if (reason := module.why_not(*data)) is None:
+                break
+        refused.append(reason)
+    else:
+        name, module = last, import_module(f"{operation.package}.{last}")
+    _log(operation.package.rpartition(".")[2], device_type, name, *refused)
+    return Choice(name, module, tuple(refused))
 
 
-def _away(name: str, wanted: str, triton: bool, device_type: str) -> str | None:
-    """Why implementations of that name do not run on this type of device, whatever the data."""
-    if wanted not in ("auto", name):
+def _away(backend: str, wanted: str, triton: bool, device_type: str) -> str | None:
+    """Why a backend does not run on this type of device, whatever the data."""
+    if wanted not in ("auto", backend):
         return f"KVFOLD_BACKEND is {wanted}"
-    if name != "triton" or triton:
+    if backend != "triton" or triton:
         return None
     if find_spec("triton") is None:
         return "triton is not installed"

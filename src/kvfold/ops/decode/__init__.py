@@ -16,13 +16,7 @@ from kvfold.ops.common.pages import LayerPages
 from kvfold.spec.layout import Group
 
 # Each has `why_not(groups)`, `plan_layers` and `decode`, which are called as those below.
-DECODE = Operation(
-    "decode",
-    {
-        "triton": "kvfold.ops.decode.triton",
-        "reference": "kvfold.ops.decode.reference",
-    },
-)
+DECODE = Operation(__name__, ("triton", "reference"))
 
 
 def why_not(groups: Sequence[Group], device_type: str) -> str | None:

@@ -11,7 +11,6 @@ both key and value.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvfold.ops.backend import Operation
@@ -23,13 +22,7 @@ from kvfold.spec.layout import Group
 __all__ = ["KeyMaps", "latent_decode", "plan_layers", "rope_table", "why_not"]
 
 # Each has `why_not(layer, groups)`, `plan_layers` and `latent_decode`, called as those below.
-LATENT_DECODE = Operation(
-    "latent_decode",
-    {
-        "triton": "kvfold.ops.latent_decode.triton",
-        "reference": "kvfold.ops.latent_decode.reference",
-    },
-)
+LATENT_DECODE = Operation(__name__, ("triton", "reference"))
 
 
 def why_not(layer: LayerSpec, groups: Sequence[Group], device_type: str) -> str | None:
@@ -39,48 +32,36 @@ def why_not(layer: LayerSpec, groups: Sequence[Group], device_type: str) -> str 
 
 
 def plan_layers(
+    q: Tensor,
     layers: Sequence[LayerSpec],
     groups: Sequence[Sequence[Group]],
     lengths: Tensor,
-    queries: int,
-    head_dim: int,
-    dtype: torch.dtype,
     rows: int,
 ) -> list[Any]:
     """How a step's work is cut, of layers with equally many groups and latents at once: what
     `latent_decode` takes of each, or None where nothing is planned. No host sync.
 
-    lengths int [B, groups of all layers], the step's own rows included; queries: query heads of a
-    KV head; dtype: of the queries; rows: at most as many has a layer, its groups added up.
+    q [B, Hq, d]: any of the step; lengths int [B, groups of all layers], the step's own rows
+    included; rows: at most as many has a layer, its groups added up.
     """
     each, device = zip(layers, groups, strict=True), lengths.device.type
     chosen = {LATENT_DECODE.choose(device, layer, tuple(own)) for layer, own in each}
     if len(chosen) > 1:
         return [None] * len(layers)
-    place = layers, groups, lengths, queries, head_dim, dtype, rows
-    plans: list[Any] = chosen.pop().module.plan_layers(*place)
+    plans: list[Any] = chosen.pop().module.plan_layers(q, layers, groups, lengths, rows)
     return plans
 
 
 def latent_decode(
-    q: Tensor,
-    pages: LayerPages,
-    layer: LayerSpec,
-    slots: Tensor,
-    scale: float,
-    maps: KeyMaps,
-    rope: Tensor,
-    plan: Any = None,
+    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, maps: KeyMaps, plan: Any = None
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v over the rows of every group, k rebuilt from its latent.
 
-    q [B, Hq, d], rotated at its own position; slots int64 [B]; rope: `rope_table` of
-    `maps.inv_freq` for all positions, which layers may share; plan: of `plan_layers`, else made
+    q [B, Hq, d], rotated at its own position; slots int64 [B]; plan: of `plan_layers`, else made
     here. Rows without stored positions are at their index. Returns [B, Hq, widest value rank], 0
     beyond a head's own rank and for a group without rows, and the log2-sum-exp2 of the scaled
     scores, fp32 [B, Hq], -inf for a group without rows.
     """
-    module = LATENT_DECODE.choose(q.device.type, layer, tuple(pages.groups)).module
-    place = q, pages, layer, slots, scale, maps, rope, plan
-    found: tuple[Tensor, Tensor] = module.latent_decode(*place)
+    module = LATENT_DECODE.choose(q.device.type, maps.layer, tuple(pages.groups)).module
+    found: tuple[Tensor, Tensor] = module.latent_decode(q, pages, slots, scale, maps, plan)
     return found

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvfold.ops.common.plan import padded_width, power_of_two
 from kvfold.ops.latent_decode.groups import LatentGroups
+from kvfold.spec import LayerSpec
 
 REACHES = (512, 256, 128, 64)  # rows of a stretch
 TOLERANCE = 1e-3  # of a cosine: less than bf16 rounds off
@@ -21,14 +22,17 @@ TOLERANCE = 1e-3  # of a cosine: less than bf16 rounds off
 class KeyMaps:
     """The maps that rebuild a layer's keys.
 
-    up [Hk, d, r], 0 beyond a head's own rank; mean [Hk, d]; inv_freq fp32 [w / 2]: angles a
-    position, of the pairs (i, i + w / 2); scaling: of the rotated dims (attention_scaling of
+    layer: its latents; up [Hk, d, r], 0 beyond a head's own rank; mean [Hk, d]; inv_freq fp32
+    [w / 2]: angles a position, of the pairs (i, i + w / 2); rope: `rope_table` of these for all
+    positions, which layers may share; scaling: of the rotated dims (attention_scaling of
     transformers). packed: what kernels made of them, by their own key.
     """
 
+    layer: LayerSpec
     up: Tensor
     mean: Tensor
     inv_freq: Tensor
+    rope: Tensor
     scaling: float = 1.0
     packed: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 

@@ -13,27 +13,18 @@ from kvfold.spec import Latent, LayerSpec
 from kvfold.spec.layout import Group
 
 
-def plan_layers(layers: Sequence[LayerSpec], *_: object) -> list[None]:
+def plan_layers(q: Tensor, layers: Sequence[LayerSpec], *_: object) -> list[None]:
     """Nothing is planned."""
     return [None] * len(layers)
 
 
 def latent_decode(
-    q: Tensor,
-    pages: LayerPages,
-    layer: LayerSpec,
-    slots: Tensor,
-    scale: float,
-    maps: KeyMaps,
-    rope: Tensor | None = None,
-    plan: None = None,
-    *,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As `ops.latent_decode.latent_decode`, by angles of `maps` alone. dtype: of the sums, q's if
-    None."""
+    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, maps: KeyMaps, plan: None = None,
+    *, dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `ops.latent_decode.latent_decode`. dtype: of the sums, q's if None."""
     arena, tables, lengths, groups = pages
-    of = dtype or q.dtype
+    layer, of = maps.layer, dtype or q.dtype
     stored = gather(arena, tables, groups, slots, lengths[slots], q.dtype)
     owner = torch.tensor([g for _, g in sorted(_owners(groups))], device=q.device)
     rows, up, mean = stored.rows.to(of), maps.up.to(of), maps.mean.to(of)

@@ -38,19 +38,18 @@ why_not = unread
 
 
 def plan_layers(
+    q: Tensor,
     layers: Sequence[LayerSpec],
     groups: Sequence[Sequence[Group]],
     lengths: Tensor,
-    queries: int,
-    head_dim: int,
-    dtype: torch.dtype,
     rows: int,
     passes: Passes | None = None,
 ) -> list[LatentPlan]:
-    """As `ops.latent_decode.plan_layers`."""
+    """As `ops.latent_decode.plan_layers`. passes: how both are cut, by default as was fastest."""
+    queries = q.shape[1] // sum(len(latent.heads) for latent in layers[0].key_latents)
     each = zip(layers, groups, strict=True)
     tables = [latent_groups(one, tuple(own), queries, lengths.device) for one, own in each]
-    passes = passes or Passes.of(tables, queries, head_dim)
+    passes = passes or Passes.of(tables, queries, q.shape[2])
     first, second = passes.scores, passes.values
     counts = lengths.unflatten(1, (len(layers), -1))  # [B, L, G]
     units = tables[0].heads[0] // max(1, passes.heads)
@@ -60,7 +59,7 @@ def plan_layers(
     spans = (-(-counts.transpose(0, 1) // SPAN)).flatten(1)
     bases = (spans.cumsum(1) - spans).int()
     parts = values.starts.shape[-2] - 1 + values.counts.shape[-1]
-    room = workspace(tables, queries, dtype, rows, counts[:, 0].numel(), parts)
+    room = workspace(tables, queries, q.dtype, rows, counts[:, 0].numel(), parts)
     return [
         LatentPlan(
             Slices(scores.starts[i], scores.firsts[i], scores.counts[i]),
@@ -84,34 +83,25 @@ def _cut(lengths: Tensor, tuning: Tuning, num_layers: int) -> Slices:
 
 
 def latent_decode(
-    q: Tensor,
-    pages: LayerPages,
-    layer: LayerSpec,
-    slots: Tensor,
-    scale: float,
-    maps: KeyMaps,
-    rope: Tensor,
-    plan: LatentPlan | None = None,
-    *,
-    passes: Passes | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, maps: KeyMaps,
+    plan: LatentPlan | None = None, *, passes: Passes | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `ops.latent_decode.latent_decode`. passes: of a plan that is made here."""
     queries = q.shape[1] // len(maps.up)
-    groups = latent_groups(layer, tuple(pages.groups), queries, q.device)
+    groups = latent_groups(maps.layer, tuple(pages.groups), queries, q.device)
     assert q.stride()[1:] == (q.shape[2], 1), "a sequence's queries are one block"
     if plan is None:
         lengths = pages.lengths[slots]
         rows = lengths.numel() * pages.tables.shape[2] * groups.page
-        own = [layer], [pages.groups], lengths, queries, q.shape[2], q.dtype, rows, passes
-        plan = plan_layers(*own)[0]
+        plan = plan_layers(q, [maps.layer], [pages.groups], lengths, rows, passes)[0]
     share = plan.passes.share(groups)
     if (key := (groups, q.dtype, share)) not in maps.packed:
         maps.packed[key] = pack_maps(maps, groups, queries, q.dtype, share)
     packed = maps.packed[key]
-    assert rope.shape[1] == packed.up.shape[-1], "the table is of another head dim"
+    assert maps.rope.shape[1] == packed.up.shape[-1], "the table is of another head dim"
     step = _Step(q, pages, slots, queries, groups, plan)
-    folded = step.fold(packed, maps.rotary, rope)
-    step.score(packed, maps.rotary, rope, folded, scale)
+    folded = step.fold(packed, maps.rotary, maps.rope)
+    step.score(packed, maps.rotary, maps.rope, folded, scale)
     return step.attend_values()
 
 

@@ -13,13 +13,7 @@ from kvfold.ops.common.pages import LayerPages
 from kvfold.spec.layout import Group
 
 # Each has `why_not(groups)`, and `observe`, which is called as the one below.
-OBSERVE = Operation(
-    "observe",
-    {
-        "triton": "kvfold.ops.observe.triton",
-        "reference": "kvfold.ops.observe.reference",
-    },
-)
+OBSERVE = Operation(__name__, ("triton", "reference"))
 
 
 def why_not(groups: Sequence[Group], device_type: str) -> str | None:

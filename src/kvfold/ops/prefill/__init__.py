@@ -12,13 +12,7 @@ from kvfold.ops.prefill.rows import KVView, Seen
 __all__ = ["KVView", "Seen", "prefill", "why_not"]
 
 # Each has `why_not(dtypes, key ranks, value ranks)`, and `prefill`, called as the one below.
-PREFILL = Operation(
-    "prefill",
-    {
-        "triton": "kvfold.ops.prefill.triton",
-        "reference": "kvfold.ops.prefill.reference",
-    },
-)
+PREFILL = Operation(__name__, ("triton", "reference"))
 
 
 def why_not(q: Tensor, keys: KVView, values: KVView) -> str | None:
