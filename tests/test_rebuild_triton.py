@@ -11,13 +11,20 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
+from kvfold.ops.backend import use_triton  # noqa: E402
 from kvfold.ops.common.pages import LayerPages  # noqa: E402
 from kvfold.ops.common.tuning import Tuning  # noqa: E402
-from kvfold.ops.latent_decode import KeyMaps, reference, rope_table  # noqa: E402
+from kvfold.ops.latent_decode import (  # noqa: E402
+    KeyMaps,
+    latent_decode,
+    plan_layers,
+    reference,
+    rope_table,
+)
 from kvfold.ops.latent_decode import triton as latent_triton  # noqa: E402
 from kvfold.ops.latent_decode.groups import unread  # noqa: E402
 from kvfold.ops.latent_decode.maps import find_drift  # noqa: E402
-from kvfold.ops.latent_decode.plan import Passes  # noqa: E402
+from kvfold.ops.latent_decode.plan import HOPPER_BLOCK, Passes, table  # noqa: E402
 from kvfold.ops.store import reference as store  # noqa: E402
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
 from kvfold.spec.layout import cache_layout  # noqa: E402
@@ -272,6 +279,33 @@ def test_large_scores_and_means() -> None:
     case.maps.mean.mul_(20)
     case.q.mul_(3)
     assert error(case) < 5e-3
+
+
+def test_reference_and_kernels_give_the_same_log_sum_exps(monkeypatch) -> None:
+    """By the public function, with a plan made before, and none where the reference runs."""
+    case, found = Case("lean", [16, 48], 64, [33, 0, 1]), []
+    lengths = case.lengths.to(DEVICE)[case.slots]
+    for name in ("reference", "triton"):
+        monkeypatch.setenv("KVFOLD_BACKEND", name)
+        use_triton.cache_clear()
+        (plan,) = plan_layers(case.q, [case.layer], [case.groups], lengths, 34)
+        assert (plan is None) is (name == "reference")
+        found.append(case.run(latent_decode, plan=plan))
+    use_triton.cache_clear()
+    (want, lse), (out, own) = found
+    torch.testing.assert_close(out, want, rtol=1e-2, atol=2e-3)
+    torch.testing.assert_close(own, lse, rtol=0, atol=5e-3)
+    assert lse[case.slots == 1].isinf().all()
+
+
+def test_every_measured_cut_can_be_launched() -> None:
+    """Each kernel has one for all sizes, and the one for Hopper has tiles of a warp group."""
+    last = {x["kernel"]: x for x, _ in table()}
+    assert {name: x["most"] for name, x in last.items()} == dict.fromkeys(
+        ("scores_triton", "scores_gluon", "values_triton")
+    )
+    assert not any(x["exact"] or x["bits"] for x in last.values())
+    assert all(x.block == HOPPER_BLOCK for how, x in table() if how["kernel"] == "scores_gluon")
 
 
 def test_supports() -> None:

@@ -31,10 +31,10 @@ def plan_layers(layers: Sequence[Sequence[Group]], lengths: Tensor, queries: int
     lengths int [B, groups of all layers], of the sequences `decode` is given, the step's own rows
     included; queries: query heads of a KV head.
     """
-    chosen = {DECODE.choose(lengths.device.type, tuple(groups)) for groups in layers}
-    if len({len(groups) for groups in layers}) > 1 or len(chosen) > 1:
+    modules = {DECODE.choose(lengths.device.type, tuple(groups)).module for groups in layers}
+    if len({len(groups) for groups in layers}) > 1 or len(modules) > 1:
         return [None] * len(layers)
-    plans: list[Any] = chosen.pop().module.plan_layers(layers, lengths, queries)
+    plans: list[Any] = modules.pop().plan_layers(layers, lengths, queries)
     return plans
 
 

@@ -44,11 +44,11 @@ def plan_layers(
     q [B, Hq, d]: any of the step; lengths int [B, groups of all layers], the step's own rows
     included; rows: at most as many has a layer, its groups added up.
     """
-    each, device = zip(layers, groups, strict=True), lengths.device.type
-    chosen = {LATENT_DECODE.choose(device, layer, tuple(own)) for layer, own in each}
-    if len(chosen) > 1:
+    each = zip(layers, groups, strict=True)
+    modules = {LATENT_DECODE.choose(q.device.type, x, tuple(own)).module for x, own in each}
+    if len(modules) > 1:
         return [None] * len(layers)
-    plans: list[Any] = chosen.pop().module.plan_layers(q, layers, groups, lengths, rows)
+    plans: list[Any] = modules.pop().plan_layers(q, layers, groups, lengths, rows)
     return plans
 
 
