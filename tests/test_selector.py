@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from kvfold.attention.selector import DECODE, PREFILL, Choice, select, warn_of_f
 from kvfold.spec import CacheSpec, Geometry, KeyKind, Latent, LayerSpec, ValueKind
 from kvfold.spec.layout import Group, cache_layout
 from models import tiny
+from steps import backends
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -28,6 +30,11 @@ GEOMETRY = Geometry(
     scaling=0.25,
 )
 Layer = tuple[LayerMaps, tuple[Group, ...]]
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch):
+    yield from backends(monkeypatch)
 
 
 def layer_of(
@@ -71,7 +78,6 @@ def task_of(device: str = "cuda", *, decode: bool = True, observed: bool = False
         decode=decode,
         observed=observed,
         device_type=device,
-        kernels=device == "cuda",
         dtype=torch.bfloat16,
     )
 
@@ -141,9 +147,11 @@ def test_cpus_read_pages_and_warn_of_nothing() -> None:
             warn_of_fallback([layer[0]], [layer[1]], [choice], task)
 
 
-def test_without_triton_a_gpu_is_told_so() -> None:
-    layer, task = layer_of(), replace(task_of(), kernels=False)
-    assert "install triton" in warned(layer, select(*layer, task), task)
+def test_without_triton_a_gpu_is_told_so(backend: Callable[[str], None]) -> None:
+    backend("reference")
+    layer, task = layer_of(), task_of()
+    message = warned(layer, select(*layer, task), task)
+    assert "KVFOLD_BACKEND is reference" in message and "install triton" in message
 
 
 @pytest.mark.parametrize(

@@ -207,13 +207,11 @@ class AttentionContext(ABC):
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A kind of queries that a backend is chosen for. decode: one a sequence, which sees all of its
-    rows; observed: what they attend to is added to metrics; kernels: whether Triton runs on
-    device_type; dtype: of queries."""
+    rows; observed: what they attend to is added to metrics; dtype: of queries."""
 
     decode: bool
     observed: bool
     device_type: str
-    kernels: bool
     dtype: torch.dtype
 
 

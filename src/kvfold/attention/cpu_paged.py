@@ -14,6 +14,7 @@ from torch import Tensor
 from kvfold.attention.base import AttentionBackend, LayerMaps, QueryKeeper, Task, reads_unevenly
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.cache.eviction.select import attention_mass
+from kvfold.ops.backend import use_triton
 from kvfold.ops.common.attention import attention_in_place
 from kvfold.ops.common.pages import locate, plan_pages
 from kvfold.ops.decode.cpu import PageList, add_metrics, attend_pages, list_pages, positions_of
@@ -36,7 +37,7 @@ class CpuPaged(AttentionBackend):
 
     @classmethod
     def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
-        if task.device_type != "cpu" or task.kernels:
+        if task.device_type != "cpu" or use_triton("cpu"):
             return "it is for CPUs without kernels"
         if layer.rebuilds_keys:
             return "keys are rebuilt before RoPE"

@@ -67,13 +67,7 @@ class Selected:
         groups, device = [pages.groups for pages in view.pages], view.pool.device.type
         found = []
         for decode, observed in ((True, view.observes_decodes), (False, False), (False, True)):
-            task = Task(
-                decode=decode,
-                observed=observed,
-                device_type=device,
-                kernels=use_triton(device),
-                dtype=view.dtype,
-            )
+            task = Task(decode=decode, observed=observed, device_type=device, dtype=view.dtype)
             choices = [select(x, own, task) for x, own in zip(layers, groups, strict=True)]
             if decode or not observed or view.observing is not None:
                 _log(task, choices)
@@ -125,7 +119,7 @@ def _remedy(layer: LayerMaps, groups: Sequence[Group], task: Task) -> str:
     layouts = [group.layout for group in groups]
     segments = [segment for layout in layouts for segment in layout.segments]
     bits = {x.bits for x in segments}
-    if not task.kernels:
+    if not use_triton(task.device_type):
         return "install triton, and leave KVFOLD_BACKEND at auto"
     if layer.window is not None or layer.softcap is not None:
         return "no setting avoids it"

@@ -8,25 +8,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvfold.attention.base import AttentionBackend, LayerMaps, QueryKeeper, Task, reads_unevenly
 from kvfold.attention.metadata import AttentionMetadata, PoolView
-from kvfold.ops.decode import reference as decode
-from kvfold.ops.latent_decode import reference as rebuild
-from kvfold.ops.latent_decode.reference import KeyMaps
-from kvfold.ops.observe.reference import supports as can_observe
+from kvfold.ops import decode, latent_decode, observe
+from kvfold.ops.latent_decode import KeyMaps
 from kvfold.spec.layout import Group
-
-if TYPE_CHECKING:
-    from kvfold.ops.decode.triton import DecodePlan
-    from kvfold.ops.latent_decode.plan import RebuildPlan
-
-
-ODD = "no kernel reads such rows"
 
 
 @dataclass(frozen=True)
@@ -72,20 +63,18 @@ class TritonDecode(AttentionBackend):
     ) -> None:
         super().__init__(view)
         self.layers, self.keeper = layers, keeper
-        self.plans: dict[int, DecodePlan] = {}
+        self.plans: dict[int, Any] = {}
         self.kept: Tensor | None = None  # where the keeper has the part's queries
 
     @classmethod
     def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
         if layer.rebuilds_keys:
             return "keys are rebuilt before RoPE"
-        if reason := _unserved(layer, groups, task):
-            return reason
-        if not decode.supports(groups):
-            return ODD
-        if task.observed and not can_observe(groups):
-            return "no kernel observes such rows"
-        return None
+        return (
+            reads_unevenly(layer, groups)
+            or decode.why_not(groups, task.device_type)
+            or (observe.why_not(groups, task.device_type) if task.observed else None)
+        )
 
     @classmethod
     def prepare(
@@ -95,15 +84,13 @@ class TritonDecode(AttentionBackend):
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, 1, r] -> [B, 1, W]."""
-        from kvfold.ops.decode import triton as decode_triton
-
         if not self.plans:
             for x in self.layers:
                 counts, queries = x.lengths(self.view, part), layer.geometry.queries_per_kv
-                plans = decode_triton.plan_layers(x.groups, counts, queries)
+                plans = decode.plan_layers(x.groups, counts, queries)
                 self.plans.update(zip(x.layers, plans, strict=True))
-        q, place = q[:, :, 0], (*self.view.pages[layer.index], part.slots)
-        out, lse = decode_triton.decode(q, *place, layer.scale, self.plans[layer.index])
+        q, pages = q[:, :, 0], self.view.pages[layer.index]
+        out, lse = decode.decode(q, pages, part.slots, layer.scale, self.plans[layer.index])
         if self.keeper is not None and part.prompt_lengths is not None:
             if self.kept is None:
                 self.kept = self.keeper.rows_of(part)
@@ -111,93 +98,61 @@ class TritonDecode(AttentionBackend):
         return layer.joined(out[:, :, None])
 
 
-@dataclass(frozen=True)
-class Rebuilder:
-    """Maps that rebuild keys, by layer, and one table of angles: made once."""
-
-    layers: list[LayerBatch]
-    maps: Mapping[int, KeyMaps]
-    rope: Tensor
-
-    @classmethod
-    def of(cls, view: PoolView, layers: Sequence[LayerMaps]) -> "Rebuilder":
-        from kvfold.ops.latent_decode.plan import rope_table
-
-        maps = {layer.index: _key_maps(layer) for layer in layers}
-        angles, geometry = maps[layers[0].index].inv_freq, layers[0].geometry
-        rope = rope_table(angles, view.pool.max_tokens, geometry.head_dim)
-        return cls(batches(view, layers), maps, rope)
-
-
 class LatentDecode(AttentionBackend):
     """Keys rebuilt from latents before RoPE, by `ops.latent_decode`'s kernels, where they are not
-    observed. A step has one decoding part."""
+    observed. maps: of every layer. A step has one decoding part."""
 
     captures: ClassVar[bool] = True
 
-    def __init__(self, view: PoolView, rebuilder: Rebuilder) -> None:
+    def __init__(
+        self, view: PoolView, layers: Sequence[LayerBatch], maps: Mapping[int, KeyMaps]
+    ) -> None:
         super().__init__(view)
-        self.rebuilder = rebuilder
-        self.plans: dict[int, RebuildPlan] = {}
+        self.layers, self.maps = layers, maps
+        self.plans: dict[int, Any] = {}
 
     @classmethod
     def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
         if not layer.rebuilds_keys:
             return "keys are stored in score space"
-        if reason := _unserved(layer, groups, task):
-            return reason
         if layer.rope is None or not layer.rope.fixed:
             return "angles of RoPE depend on the length of sequences"
-        return None if rebuild.supports(layer.spec, groups) else ODD
+        return reads_unevenly(layer, groups) or latent_decode.why_not(
+            layer.spec, groups, task.device_type
+        )
 
     @classmethod
     def prepare(
         cls, view: PoolView, layers: Sequence[LayerMaps], keeper: QueryKeeper | None
     ) -> Callable[[], AttentionBackend]:
-        return partial(cls, view, Rebuilder.of(view, layers))
+        first, size = layers[0], view.pool.max_tokens
+        assert first.rope is not None
+        rope = latent_decode.rope_table(first.rope.inv_freq, size, first.geometry.head_dim)
+        maps = {layer.index: _key_maps(layer, rope) for layer in layers}
+        return partial(cls, view, batches(view, layers), maps)
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, 1, d], rotated -> [B, 1, W]."""
-        from kvfold.ops.latent_decode import triton as rebuild_triton
-
+        q = q[:, :, 0].contiguous()
         if not self.plans:
-            self._plan(layer, part, q.dtype)
-        arena, tables, lengths, groups = self.view.pages[layer.index]
-        out, _ = rebuild_triton.decode(
-            q[:, :, 0].contiguous(),
-            arena,
-            tables,
-            lengths,
-            layer.spec,
-            groups,
-            part.slots,
-            layer.scale,
-            self.rebuilder.maps[layer.index],
-            self.rebuilder.rope,
-            self.plans[layer.index],
-        )
+            self._plan(part, q)
+        place = self.view.pages[layer.index], part.slots, layer.scale
+        maps, plan = self.maps[layer.index], self.plans[layer.index]
+        out, _ = latent_decode.latent_decode(q, *place, maps, plan)
         return layer.joined(out[:, :, None])
 
-    def _plan(self, layer: LayerMaps, part: AttentionMetadata, dtype: torch.dtype) -> None:
-        from kvfold.ops.latent_decode.plan import plan_layers
-
-        spec, geometry = self.view.pool.layout.spec, layer.geometry
-        for x in self.rebuilder.layers:
-            layers, counts = [spec.layers[i] for i in x.layers], x.lengths(self.view, part)
-            size = geometry.queries_per_kv, geometry.head_dim, dtype, part.rows
-            plans = plan_layers(layers, x.groups, counts, *size)
+    def _plan(self, part: AttentionMetadata, q: Tensor) -> None:
+        spec = self.view.pool.layout.spec
+        for x in self.layers:
+            each, counts = zip(x.layers, x.groups, strict=True), x.lengths(self.view, part)
+            layers = [(spec.layers[i], groups) for i, groups in each]
+            plans = latent_decode.plan_layers(q, layers, counts, part.rows)
             self.plans.update(zip(x.layers, plans, strict=True))
 
 
-def _key_maps(layer: LayerMaps) -> KeyMaps:
+def _key_maps(layer: LayerMaps, table: Tensor) -> KeyMaps:
     rope = layer.rope
     assert rope is not None and layer.key_up is not None and layer.key_mean is not None
     up = layer.key_columns.per_head(layer.key_up, layer.geometry.head_dim).detach()
-    return KeyMaps(up, layer.key_mean.detach(), rope.inv_freq, rope.scaling)
-
-
-def _unserved(layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
-    """Why no kernel decodes a layer, whatever numbers its rows have."""
-    if not task.kernels:
-        return f"no kernels run on {task.device_type}"
-    return reads_unevenly(layer, groups)
+    mean = layer.key_mean.detach()
+    return KeyMaps(layer.spec, up, mean, rope.inv_freq, table, rope.scaling)

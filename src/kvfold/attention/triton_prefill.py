@@ -7,17 +7,15 @@ a row, Hk KV heads, d head dim, W numbers that W_O takes.
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvfold.attention.base import AttentionBackend, Columns, LayerMaps, Task
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.rows import gather_rows, owner_of, rope_of
 from kvfold.cache.eviction.select import observed
+from kvfold.ops import observe
 from kvfold.ops.common.attention import Tables
-from kvfold.ops.observe.reference import observe
-from kvfold.ops.observe.reference import supports as can_observe
-from kvfold.ops.prefill.reference import WIDEST, KVView, prefill
+from kvfold.ops.prefill import PREFILL, KVView, Seen, prefill, why_not
 from kvfold.spec.layout import Group
 
 
@@ -28,42 +26,35 @@ class TritonPrefill(AttentionBackend):
 
     @classmethod
     def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
-        widths = (
-            layer.geometry.head_dim if layer.rebuilds_keys else layer.key_columns.widest,
-            layer.geometry.head_dim if layer.value_up is not None else layer.value_columns.widest,
-        )
-        if not task.kernels:
-            return f"no kernels run on {task.device_type}"
+        g, mapped = layer.geometry, layer.value_up is not None
+        keys = g.head_dim if layer.rebuilds_keys else layer.key_columns.widest
+        values = g.head_dim if mapped else layer.value_columns.widest
         if layer.softcap is not None:
             return "scores are capped"
-        if task.dtype not in (torch.float16, torch.bfloat16):
-            return f"kernels take numbers of 16 bits, not {task.dtype}"
-        if any(width > most for width, most in zip(widths, WIDEST, strict=True)):
-            return f"keys and values of {widths} numbers; kernels hold {WIDEST}"
-        if task.observed and (layer.rebuilds_keys or not can_observe(groups)):
-            return "no kernel observes such rows"
-        return None
+        if task.observed and layer.rebuilds_keys:
+            return "no kernel observes keys that are rebuilt"
+        dtypes = frozenset((task.dtype,))
+        return PREFILL.why_not(task.device_type, dtypes, (keys,), (values,)) or (
+            observe.why_not(groups, task.device_type) if task.observed else None
+        )
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, T, .] -> [B, T, W]."""
         groups = self.view.pages[layer.index].groups
         stored = gather_rows(self.view, layer, part, q.dtype)
         rope = rope_of(layer, stored, groups, part.stop, q)
-        size = part.sizes[layer.index]
-        # Rebuilt values may be wider than kernels hold.
-        first = layer.value_up is not None and layer.value_columns.widest > WIDEST[1]
-        first = first or layer.maps_values_first(q.shape[2], size)
-        out, lse = prefill(
-            q,
-            _keys(layer, stored.rows, rope),
-            _values(layer, stored.rows, first),
+        first = layer.maps_values_first(q.shape[2], part.sizes[layer.index])
+        keys, values = _keys(layer, stored.rows, rope), _values(layer, stored.rows, first)
+        if layer.value_up is not None and why_not(q, keys, values):  # too wide for the kernel
+            first, values = True, _values(layer, stored.rows, True)
+        seen = Seen(
             counts=self.view.pages[layer.index].lengths[part.slots],
             owner=owner_of(groups),
             positions=stored.positions if groups[0].layout.tracked else None,
             queries=part.positions,
-            scale=layer.scale,
             window=layer.window,
         )
+        out, lse = prefill(q, keys, values, seen, layer.scale)
         self._observe(layer, part, q, lse)
         return layer.joined(out, mapped=first)
 
@@ -74,8 +65,8 @@ class TritonPrefill(AttentionBackend):
             return
         counted = observed(part.positions, part.prompt_lengths, policy)
         positions = part.positions.masked_fill(~counted, -1)
-        place = *self.view.pages[layer.index], part.slots, layer.scale
-        observe(q, lse, positions, *place, power=policy.power, exclude=policy.exclude)
+        place = self.view.pages[layer.index], part.slots, layer.scale
+        observe.observe(q, lse, positions, *place, power=policy.power, exclude=policy.exclude)
 
 
 def _keys(layer: LayerMaps, rows: Tensor, rope: Tables | None) -> KVView:
