@@ -71,7 +71,7 @@ class DirectDecode:
     def takes(self, module: HFAttention, part: AttentionMetadata) -> bool:
         mine = any(module.layer_idx in x.layers for x in self.layers)
         watched = part.prompt_lengths is not None
-        seen = self.observer is not None and module.layer_idx in self.observer.modules
+        seen = self.observer is not None and module.layer_idx in self.observer.queries
         return part.decode and mine and (seen or not watched)
 
     def attend(self, module: HFAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class DirectDecode:
         out, lse = decode_triton.decode(q, *place, module.scaling, self.plans[layer])
         if self.observer is not None and part.prompt_lengths is not None:
             if self.kept is None:
-                self.kept = self.observer.rows_of(part)
+                self.kept = self.observer.rows_of(part.slots, part.positions[:, 0])
             self.observer.keep(layer, self.kept, q, lse)
         return module.output(out[:, :, None])
 
