@@ -66,8 +66,9 @@ class RowsView:
         return self.source.keys(layer)
 
     def values(self, layer: int) -> Tensor:
-        """Values [B, Hk, T, d], in the model's dtype, zeros as in `keys`. Where their map sits in
-        W_O (`fused`) the latents that attention sums, [B, Hk, T, widest rank]."""
+        """Values [B, Hk, T, d], in the model's dtype, zeros as in `keys`; of compressed ones less a
+        constant that W_O's bias adds. Where their map sits in W_O (`fused`) the latents that
+        attention sums, [B, Hk, T, widest rank]."""
         self._check("values")
         return self.source.values(layer)
 
