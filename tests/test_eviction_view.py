@@ -105,6 +105,23 @@ def test_values_are_the_model_s(name: str, recipe: str | None) -> None:
             torch.testing.assert_close(k, wanted[layer].keys, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("recipe", ["zack", "fast"])
+def test_nothing_lies_beyond_a_head_s_rank(recipe: str) -> None:
+    """Where heads differ in rank, others' numbers fill up what is gathered."""
+    runner, policy = runner_of(folded("llama3-scaling", recipe, 0.5))
+    runner.compress([x.sequence for x in fed(runner, [PROMPT])])
+    ragged = False
+    for layer, (k, v, *_) in enumerate(policy.seen[0]):
+        module = runner.attention.modules[layer]
+        stored = [(v, module.value_columns)] if module.spec.values == "fused" else []
+        stored += [(k, module.key_columns)] if module.spec.keys != "pre" else []
+        for x, columns in stored:
+            ragged |= not columns.uniform
+            for head, latent in enumerate(columns.heads):
+                assert not x[:, head, :, columns.ranks[latent] :].any()
+    assert ragged
+
+
 @pytest.mark.parametrize("recipe", [None, "zack", "lean"])
 def test_rows_that_moved_are_the_same_rows(recipe: str | None) -> None:
     """A second round sees the survivors' keys and values at their positions, zeros where no row

@@ -88,7 +88,7 @@ class DirectDecode:
         out, lse = decode_triton.decode(q, *place, module.scaling, self.plans[layer])
         if self.observer is not None and part.prompt_lengths is not None:
             if self.kept is None:
-                self.kept = self.observer.rows_of(part.slots, part.positions[:, 0])
+                self.kept = self.observer.rows_of(part)
             self.observer.keep(layer, self.kept, q, lse)
         return module.output(out[:, :, None])
 

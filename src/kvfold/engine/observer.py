@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvfold.cache.eviction.attention import AttentionPolicy
 from kvfold.cache.slabs import upload
-from kvfold.engine.backends import AttentionContext
+from kvfold.engine.backends import AttentionContext, AttentionMetadata
 from kvfold.engine.queries import QueryRing
 from kvfold.models.adapter import HFAttention
 from kvfold.ops.observe.reference import observe
@@ -59,6 +59,10 @@ class Observer(QueryRing):
         self.lse = {
             layer: torch.zeros(q.shape[:2], device=self.device) for layer, q in self.queries.items()
         }
+
+    def rows_of(self, part: AttentionMetadata) -> Tensor:
+        """Where the queries of a decoding part go, int64 [B]."""
+        return self._rows(part.slots, part.positions[:, 0])
 
     def keep(self, layer: int, rows: Tensor, q: Tensor, lse: Tensor) -> None:
         """Keep q [B, Hq, dk] and log2-sum-exp2s fp32 [B, Hq] of a decode step in a layer."""

@@ -27,8 +27,8 @@ class QueryRing:
             size = g.num_query_heads, g.head_dim if rebuilt else module.key_columns.widest
             self.queries[layer] = module.o_proj.weight.new_zeros(self.num_rows, *size)
 
-    def rows_of(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where queries of slots at positions go; int64, of a shape that both broadcast to."""
+    def _rows(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Where queries of slots at positions lie; int64, of a shape that both broadcast to."""
         return slots * self.width + positions % self.width
 
 
@@ -48,7 +48,7 @@ class RecentQueries(QueryRing):
         found = []
         for part in parts:
             last = part.positions[:, -self.width :]
-            rows = self.rows_of(part.slots[:, None], last).flatten()
+            rows = self._rows(part.slots[:, None], last).flatten()
             self.positions.index_copy_(0, rows, last.flatten())
             found.append((part, rows))
         return found
@@ -64,7 +64,7 @@ class RecentQueries(QueryRing):
         [B, Hq, W, dk], and positions int64 [B, W]; 0 and -1 where there were fewer, or where the
         sequence went back and others lie in their rows."""
         wanted = computed[:, None] + torch.arange(-self.width, 0, device=self.device)
-        rows = self.rows_of(slots[:, None], wanted)
+        rows = self._rows(slots[:, None], wanted)
         kept = (wanted >= 0) & (self.positions[rows] == wanted)
         q = self.queries[layer][rows] * kept[..., None, None]
         return q.transpose(1, 2), wanted.where(kept, -1)
