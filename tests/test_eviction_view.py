@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from kvfold import compress, recipes
+from kvfold.cache.eviction import policies
 from kvfold.cache.eviction.attention import AttentionPolicy
-from kvfold.cache.eviction.base import RowsView
-from kvfold.cache.pool import Pool
+from kvfold.cache.eviction.base import Policy, RowsView
 from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
 from kvfold.config import CacheConfig
-from kvfold.engine.build import prepare
-from kvfold.engine.request import CacheParams
+from kvfold.engine.build import build_runner
 from kvfold.engine.runner import ModelRunner
 from kvfold.evaluation.session import Session
 from kvfold.models.families import family_of
@@ -52,11 +51,16 @@ def folded(name: str, recipe: str | None, keep: float):
     return compress(model, found, statistics=statistics, keep=keep, align=1)
 
 
-def runner_of(model, **settings) -> tuple[ModelRunner, Curious]:
+def runner_of(model, policy: Policy) -> ModelRunner:
+    config = CacheConfig(evict="snapkv", page=PAGE, keep_tokens=0.5, kv_bytes=2**22)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policies, "get", {"snapkv": policy}.__getitem__)
+        return build_runner(model, config, num_slots=3, max_tokens=96)
+
+
+def curious(model, **settings) -> tuple[ModelRunner, Curious]:
     policy = Curious(name="curious", window=WINDOW, continual=True, **settings)
-    layout = prepare(model, CacheConfig(evict="snapkv", page=PAGE), policy)
-    pool = Pool(layout, 2**22, num_slots=3, max_tokens=96)
-    return ModelRunner(model, pool, policy=policy, cache=CacheParams(keep_tokens=0.5)), policy
+    return runner_of(model, policy), policy
 
 
 def fed(runner: ModelRunner, prompts: list[int]) -> list[Session]:
@@ -70,7 +74,7 @@ def fed(runner: ModelRunner, prompts: list[int]) -> list[Session]:
 @pytest.mark.parametrize("name, recipe", CASES)
 def test_queries_and_keys_make_the_metrics(name: str, recipe: str | None) -> None:
     """Attention of the window's queries to the keys, in whatever space they are stored."""
-    runner, policy = runner_of(folded(name, recipe, 0.5))
+    runner, policy = curious(folded(name, recipe, 0.5))
     runner.compress([x.sequence for x in fed(runner, [PROMPT, PROMPT - 8])])
     (view,), (seen,) = policy.views, policy.seen
     group_of = [(i, heads) for i, groups in enumerate(view.layers) for heads in groups]
@@ -93,7 +97,7 @@ def test_values_are_the_model_s(name: str, recipe: str | None) -> None:
     ids = tokens(1, PROMPT, seed=0)
     with torch.no_grad():
         wanted = tiny(name)(ids, use_cache=True).past_key_values.layers
-    runner, policy = runner_of(folded(name, recipe, 1.0))
+    runner, policy = curious(folded(name, recipe, 1.0))
     runner.compress([x.sequence for x in fed(runner, [PROMPT])])
     for layer, (k, v, *_) in enumerate(policy.seen[0]):
         spec = runner.attention.modules[layer].spec
@@ -108,7 +112,7 @@ def test_values_are_the_model_s(name: str, recipe: str | None) -> None:
 @pytest.mark.parametrize("recipe", ["zack", "fast"])
 def test_nothing_lies_beyond_a_head_s_rank(recipe: str) -> None:
     """Where heads differ in rank, others' numbers fill up what is gathered."""
-    runner, policy = runner_of(folded("llama3-scaling", recipe, 0.5))
+    runner, policy = curious(folded("llama3-scaling", recipe, 0.5))
     runner.compress([x.sequence for x in fed(runner, [PROMPT])])
     ragged = False
     for layer, (k, v, *_) in enumerate(policy.seen[0]):
@@ -126,7 +130,7 @@ def test_nothing_lies_beyond_a_head_s_rank(recipe: str) -> None:
 def test_rows_that_moved_are_the_same_rows(recipe: str | None) -> None:
     """A second round sees the survivors' keys and values at their positions, zeros where no row
     is, and the queries since."""
-    runner, policy = runner_of(folded("llama3-scaling", recipe, 0.5), scope="all")
+    runner, policy = curious(folded("llama3-scaling", recipe, 0.5), scope="all")
     (session,) = fed(runner, [PROMPT])
     session.compress()
     session.feed([5, 6, 7])
@@ -147,7 +151,7 @@ def test_rows_that_moved_are_the_same_rows(recipe: str | None) -> None:
 
 def test_a_sequence_that_went_back_has_fewer_queries() -> None:
     """Later queries lie in the rows of the earliest, which are gone."""
-    runner, policy = runner_of(tiny("llama-gqa"))
+    runner, policy = curious(tiny("llama-gqa"))
     (session,) = fed(runner, [PROMPT])
     mark = session.mark()
     session.feed([5, 6])
@@ -159,8 +163,5 @@ def test_a_sequence_that_went_back_has_fewer_queries() -> None:
 
 
 def test_nobody_keeps_queries_that_nobody_needs() -> None:
-    model = tiny("llama-gqa")
-    layout = prepare(model, CacheConfig(evict="snapkv", page=PAGE))
-    pool = Pool(layout, 2**20, num_slots=1, max_tokens=32)
     policy = AttentionPolicy(name="plain", window=WINDOW)
-    assert ModelRunner(model, pool, policy=policy).attention.recent is None
+    assert runner_of(tiny("llama-gqa"), policy).attention.recent is None
