@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvfold import LLM
-from kvfold.attention.base import Columns, LayerMaps, Task
+from kvfold.attention.backend import Task
+from kvfold.attention.base import Columns, LayerMaps
 from kvfold.attention.selector import DECODE, PREFILL, Choice, select, warn_of_fallback
 from kvfold.spec import CacheSpec, Geometry, KeyKind, Latent, LayerSpec, ValueKind
 from kvfold.spec.layout import Group, cache_layout

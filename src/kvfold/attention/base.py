@@ -1,5 +1,5 @@
 """The contract of attention: a layer says in data what it is, asks a context to attend, and gets
-what its W_O takes; backends are what a context over a pool may choose from.
+what its W_O takes.
 
 Shapes: B sequences, T queries of each, S stored rows, R numbers of a row; Hq / Hk query / KV heads,
 d head dim; n latents of one side, r their largest rank; W numbers that W_O takes.
@@ -8,18 +8,14 @@ rows are never padded.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.ops.common.attention import Tables, attention, rotate
 from kvfold.spec import Geometry, Latent, LayerSpec
-from kvfold.spec.layout import Group
 
 
 class Columns:
@@ -125,6 +121,11 @@ class LayerMaps:
         """Whether keys are mapped, then turned, for every score."""
         return self.key_up is not None
 
+    @property
+    def key_width(self) -> int:
+        """Numbers of the widest query and key in score space."""
+        return self.geometry.head_dim if self.rebuilds_keys else self.key_columns.widest
+
     def score_keys(self, rows: Tensor, rope: Tables | None) -> Tensor:
         """Keys of rows [B, S, R] in score space [B, Hk, S, d or r]. rope: cos, sin
         [B or 1, 1 or Hk, S, w] of their positions, where `rope` is set."""
@@ -202,76 +203,6 @@ class AttentionContext(ABC):
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
         """Store rows [B, T, R] of new tokens, and attend with q [B, Hq, T, .] in score space to all
         that they see: what W_O takes [B, T, W]."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A kind of queries that a backend is chosen for. decode: one a sequence, which sees all of its
-    rows; observed: what they attend to is added to metrics; dtype: of queries."""
-
-    decode: bool
-    observed: bool
-    device_type: str
-    dtype: torch.dtype
-
-
-class QueryKeeper(Protocol):
-    """Keeps decoding queries until their attention is added to metrics."""
-
-    def rows_of(self, part: AttentionMetadata) -> Tensor:
-        """Where the queries of a decoding part go, int64 [B]."""
-        ...
-
-    def keep(self, layer: int, rows: Tensor, q: Tensor, lse: Tensor) -> None:
-        """Keep q [B, Hq, r] and log2-sum-exp2s fp32 [B, Hq] of a decode step in a layer."""
-        ...
-
-    def flush(self) -> None:
-        """Add all that is kept."""
-        ...
-
-
-class AttentionBackend(ABC):
-    """One way to attend over a pool, made anew for every step, in which what it plans is kept.
-
-    captures: whether a CUDA graph can hold it; observes: whether it can add to eviction metrics;
-    keeps: whether it leaves that to a keeper of queries.
-    """
-
-    captures: ClassVar[bool] = False
-    observes: ClassVar[bool] = False
-    keeps: ClassVar[bool] = False
-
-    def __init__(self, view: PoolView) -> None:
-        self.view = view
-
-    @classmethod
-    @abstractmethod
-    def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
-        """Why it cannot serve a layer, whose groups these are: a phrase for users, with the setting
-        that would avoid it where there is one. None: it can."""
-
-    @classmethod
-    def prepare(
-        cls, view: PoolView, layers: Sequence[LayerMaps], keeper: QueryKeeper | None
-    ) -> "Callable[[], AttentionBackend]":
-        """A maker of one a step, for the layers that it decodes. keeper: of observed queries;
-        None: none are."""
-        return partial(cls, view)
-
-    @abstractmethod
-    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
-        """Attention of q [B, Hq, T, .] to the part's rows, the step's own stored: what W_O takes
-        [B, T, W]. Adds to metrics what is observed, now or later."""
-
-
-def reads_unevenly(layer: LayerMaps, groups: Sequence[Group]) -> str | None:
-    """Why what reads all of a layer's pages in one way does not serve it."""
-    if groups[0].layout.residual:
-        return "a residual keeps rows in two places"
-    if layer.window is not None:
-        return f"a sliding window of {layer.window} tokens hides rows of a page"
-    return None if layer.softcap is None else "scores are capped"
 
 
 def _join_ragged(x: Tensor, widths: list[int]) -> Tensor:

@@ -11,9 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.attention.base import AttentionBackend, LayerMaps, QueryKeeper, Task, reads_unevenly
+from kvfold.attention.backend import AttentionBackend, Task, reads_unevenly
+from kvfold.attention.base import LayerMaps
 from kvfold.attention.metadata import AttentionMetadata, PoolView
-from kvfold.cache.eviction.select import attention_mass
+from kvfold.attention.observer import Observer
+from kvfold.cache.eviction.attention import attention_mass
 from kvfold.ops.backend import use_triton
 from kvfold.ops.common.attention import attention_in_place
 from kvfold.ops.common.pages import locate, plan_pages
@@ -47,7 +49,7 @@ class CpuPaged(AttentionBackend):
 
     @classmethod
     def prepare(
-        cls, view: PoolView, layers: Sequence[LayerMaps], keeper: QueryKeeper | None
+        cls, view: PoolView, layers: Sequence[LayerMaps], observer: Observer | None
     ) -> Callable[[], AttentionBackend]:
         return partial(cls, view, layers)
 
@@ -91,7 +93,7 @@ class CpuPaged(AttentionBackend):
         self, part: AttentionMetadata, weights: Tensor, data: Tensor, pages: PageList
     ) -> None:
         """Add weights [n, G, P] to the metrics, as if a page were a sequence of one KV head."""
-        policy = self.view.policy
+        policy = self.view.observing
         assert policy is not None and part.prompt_lengths is not None
         sequence = pages.item % len(part.slots)
         queries = part.positions[sequence], part.prompt_lengths[sequence]

@@ -9,10 +9,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvfold.attention.base import AttentionBackend, LayerMaps, Task
+from kvfold.attention.backend import AttentionBackend, Task
+from kvfold.attention.base import LayerMaps
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.rows import gather_rows, member_of, rope_of
-from kvfold.cache.eviction.select import attention_mass
+from kvfold.cache.eviction.attention import attention_mass
 from kvfold.ops.store.reference import StoredRows
 from kvfold.spec.layout import Group
 
@@ -29,7 +30,8 @@ class Fallback(AttentionBackend):
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, T, .] -> [B, T, W]."""
         groups = self.view.pages[layer.index].groups
-        stored = gather_rows(self.view, layer, part, q.dtype)
+        size = part.sizes[layer.index]
+        stored = gather_rows(self.view, layer, part.slots, size, q.dtype)
         rope = rope_of(layer, stored, groups, part.stop, q)
         member = member_of(groups, q.device)
         positions = stored.positions[:, member]  # [B, 1 or Hk, S]
@@ -53,7 +55,7 @@ class Fallback(AttentionBackend):
         stored: StoredRows,
     ) -> None:
         """Add weights [B, Hq, T, S] to the metrics of rows at positions [B, 1 or Hk, S]."""
-        policy, lengths = self.view.policy, part.prompt_lengths
+        policy, lengths = self.view.observing, part.prompt_lengths
         if policy is None or lengths is None:
             return
         arena, tables, _, groups = self.view.pages[layer.index]

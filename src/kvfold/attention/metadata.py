@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.cache.eviction.policies import Policy
+from kvfold.cache.eviction.attention import AttentionPolicy, observing
+from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import Pool
 from kvfold.ops.backend import store_module
 from kvfold.ops.common.pages import LayerPages
@@ -49,9 +50,9 @@ class PoolView:
         )
 
     @property
-    def observing(self) -> Policy | None:
+    def observing(self) -> AttentionPolicy | None:
         """The policy, if it looks at attention."""
-        return self.policy if self.policy and self.policy.score == "attention" else None
+        return observing(self.policy)
 
     @property
     def observes_decodes(self) -> bool:

@@ -8,28 +8,46 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvfold.attention.base import AttentionBackend, AttentionContext, LayerMaps, QueryKeeper
+from kvfold.attention.backend import AttentionBackend
+from kvfold.attention.base import AttentionContext, LayerMaps
 from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.observer import Observer
+from kvfold.attention.queries import RecentQueries
+from kvfold.attention.rows import PoolRows
 from kvfold.attention.selector import Selected
+from kvfold.cache.eviction.base import Policy
+from kvfold.cache.pool import Pool
 from kvfold.ops.store import residual as kivi
 
 
 class PagedAttention:
-    """Attention of a model's layers over a pool: what all steps share. observer: keeps observed
-    decoding queries of `selected.keeping()`."""
+    """Attention of a model's layers over a pool: what all steps share. dtype: of queries and rows.
+
+    observer: keeps decoding queries until their attention is added to metrics; recent: keeps the
+    last queries for the policy; None where nothing is kept.
+    """
 
     def __init__(
-        self,
-        layers: Sequence[LayerMaps],
-        view: PoolView,
-        selected: Selected,
-        observer: QueryKeeper | None = None,
+        self, layers: Sequence[LayerMaps], pool: Pool, policy: Policy | None, dtype: torch.dtype
     ) -> None:
-        self.view, self.selected, self.observer = view, selected, observer
+        self.layers, self.view = layers, PoolView.of(pool, policy, dtype)
+        self.selected = Selected.of(layers, self.view)
+        self.observer, self.recent = None, None
+        watching = self.view.observing if self.view.observes_decodes else None
+        if watching is not None and (kept := self.selected.keeping()):
+            self.observer = Observer(self.view, watching, {i: layers[i] for i in kept})
+        if policy is not None and "queries" in policy.needs:
+            assert policy.window is not None
+            self.recent = RecentQueries(policy.window, self.view, dict(enumerate(layers)))
         self.makers: dict[type[AttentionBackend], Callable[[], AttentionBackend]] = {}
-        for backend in {*selected.decode, *selected.prefill, *selected.observed}:
-            decoded = [x for x in layers if selected.decode[x.index] is backend]
-            self.makers[backend] = backend.prepare(view, decoded, observer)
+        chosen = self.selected
+        for backend in {*chosen.decode, *chosen.prefill, *chosen.observed}:
+            decoded = [x for x in layers if chosen.decode[x.index] is backend]
+            self.makers[backend] = backend.prepare(self.view, decoded, self.observer)
+
+    def rows(self, slots: Tensor, size: int, computed: list[int]) -> PoolRows:
+        """As of `PoolRows`."""
+        return PoolRows(self.view, self.layers, self.recent, slots, size, computed)
 
     @property
     def captures(self) -> bool:
@@ -57,6 +75,8 @@ class PagedContext(AttentionContext):
         self.view, self.parts, self.fill = attention.view, parts, fill
         self.slots, self.positions = slots, positions
         self.index = self.view.pool.lengths[slots] + index[:, None]  # int64 [N, all groups]
+        self.recent = attention.recent
+        self.kept = self.recent.begin(parts) if self.recent is not None else ()
         self.chosen = [attention.selected.of_part(part) for part in parts]
         self.backends: Mapping[type[AttentionBackend], AttentionBackend] = {
             backend: make() for backend, make in attention.makers.items()
@@ -65,6 +85,8 @@ class PagedContext(AttentionContext):
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
         """q [1, Hq, N, .] and rows [1, N, R] of the step's tokens: [1, N, W]."""
         self._store(layer.index, rows[0])
+        if self.recent is not None:
+            self.recent.keep(layer.index, self.kept, q)
         outputs = [
             self.backends[chosen[layer.index]].attend(layer, part, part.of(q)).flatten(0, 1)
             for part, chosen in zip(self.parts, self.chosen, strict=True)

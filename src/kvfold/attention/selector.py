@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvfold.attention.base import AttentionBackend, LayerMaps, Task
+from kvfold.attention.backend import AttentionBackend, Task
+from kvfold.attention.base import LayerMaps
 from kvfold.attention.cpu_paged import CpuPaged
 from kvfold.attention.fallback import Fallback
 from kvfold.attention.metadata import AttentionMetadata, PoolView

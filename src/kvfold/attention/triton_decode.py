@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.attention.base import AttentionBackend, LayerMaps, QueryKeeper, Task, reads_unevenly
+from kvfold.attention.backend import AttentionBackend, Task, reads_unevenly
+from kvfold.attention.base import LayerMaps
 from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.observer import Observer
 from kvfold.ops import decode, latent_decode, observe
 from kvfold.ops.latent_decode import KeyMaps
 from kvfold.spec.layout import Group
@@ -51,20 +53,20 @@ def _batch(view: PoolView, layers: tuple[int, ...]) -> LayerBatch:
 
 
 class TritonDecode(AttentionBackend):
-    """Rows in score space, a group a KV head, by `ops.decode`'s kernel; observed queries go to a
-    keeper. A step has one decoding part."""
+    """Rows in score space, a group a KV head, by `ops.decode`'s kernel; observed queries go to an
+    observer. A step has one decoding part."""
 
     captures: ClassVar[bool] = True
     observes: ClassVar[bool] = True
     keeps: ClassVar[bool] = True
 
     def __init__(
-        self, view: PoolView, layers: Sequence[LayerBatch], keeper: QueryKeeper | None
+        self, view: PoolView, layers: Sequence[LayerBatch], observer: Observer | None
     ) -> None:
         super().__init__(view)
-        self.layers, self.keeper = layers, keeper
+        self.layers, self.observer = layers, observer
         self.plans: dict[int, Any] = {}
-        self.kept: Tensor | None = None  # where the keeper has the part's queries
+        self.kept: Tensor | None = None  # where the observer has the part's queries
 
     @classmethod
     def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
@@ -78,9 +80,9 @@ class TritonDecode(AttentionBackend):
 
     @classmethod
     def prepare(
-        cls, view: PoolView, layers: Sequence[LayerMaps], keeper: QueryKeeper | None
+        cls, view: PoolView, layers: Sequence[LayerMaps], observer: Observer | None
     ) -> Callable[[], AttentionBackend]:
-        return partial(cls, view, batches(view, layers), keeper)
+        return partial(cls, view, batches(view, layers), observer)
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, 1, r] -> [B, 1, W]."""
@@ -91,10 +93,10 @@ class TritonDecode(AttentionBackend):
                 self.plans.update(zip(x.layers, plans, strict=True))
         q, pages = q[:, :, 0], self.view.pages[layer.index]
         out, lse = decode.decode(q, pages, part.slots, layer.scale, self.plans[layer.index])
-        if self.keeper is not None and part.prompt_lengths is not None:
+        if self.observer is not None and part.prompt_lengths is not None:
             if self.kept is None:
-                self.kept = self.keeper.rows_of(part)
-            self.keeper.keep(layer.index, self.kept, q, lse)
+                self.kept = self.observer.rows_of(part)
+            self.observer.keep(layer.index, self.kept, q, lse)
         return layer.joined(out[:, :, None])
 
 
@@ -123,7 +125,7 @@ class LatentDecode(AttentionBackend):
 
     @classmethod
     def prepare(
-        cls, view: PoolView, layers: Sequence[LayerMaps], keeper: QueryKeeper | None
+        cls, view: PoolView, layers: Sequence[LayerMaps], observer: Observer | None
     ) -> Callable[[], AttentionBackend]:
         first, size = layers[0], view.pool.max_tokens
         assert first.rope is not None

@@ -9,10 +9,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvfold.attention.base import AttentionBackend, Columns, LayerMaps, Task
+from kvfold.attention.backend import AttentionBackend, Task
+from kvfold.attention.base import Columns, LayerMaps
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.rows import gather_rows, owner_of, rope_of
-from kvfold.cache.eviction.select import observed
+from kvfold.cache.eviction.attention import observed
 from kvfold.ops import observe
 from kvfold.ops.common.attention import Tables
 from kvfold.ops.prefill import PREFILL, KVView, Seen, prefill, why_not
@@ -27,23 +28,23 @@ class TritonPrefill(AttentionBackend):
     @classmethod
     def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
         g, mapped = layer.geometry, layer.value_up is not None
-        keys = g.head_dim if layer.rebuilds_keys else layer.key_columns.widest
         values = g.head_dim if mapped else layer.value_columns.widest
         if layer.softcap is not None:
             return "scores are capped"
         if task.observed and layer.rebuilds_keys:
             return "no kernel observes keys that are rebuilt"
         dtypes = frozenset((task.dtype,))
-        return PREFILL.why_not(task.device_type, dtypes, (keys,), (values,)) or (
+        return PREFILL.why_not(task.device_type, dtypes, (layer.key_width,), (values,)) or (
             observe.why_not(groups, task.device_type) if task.observed else None
         )
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, T, .] -> [B, T, W]."""
         groups = self.view.pages[layer.index].groups
-        stored = gather_rows(self.view, layer, part, q.dtype)
+        size = part.sizes[layer.index]
+        stored = gather_rows(self.view, layer, part.slots, size, q.dtype)
         rope = rope_of(layer, stored, groups, part.stop, q)
-        first = layer.maps_values_first(q.shape[2], part.sizes[layer.index])
+        first = layer.maps_values_first(q.shape[2], size)
         keys, values = _keys(layer, stored.rows, rope), _values(layer, stored.rows, first)
         if layer.value_up is not None and why_not(q, keys, values):  # too wide for the kernel
             first, values = True, _values(layer, stored.rows, True)
@@ -60,7 +61,7 @@ class TritonPrefill(AttentionBackend):
 
     def _observe(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, lse: Tensor) -> None:
         """Add what q [B, Hq, T, .] attended to, to the metrics: lse fp32 [B, Hq, T]."""
-        policy = self.view.policy
+        policy = self.view.observing
         if policy is None or part.prompt_lengths is None:
             return
         counted = observed(part.positions, part.prompt_lengths, policy)

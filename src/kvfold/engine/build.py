@@ -7,6 +7,7 @@ import torch
 
 from kvfold.artifact import spec_of
 from kvfold.cache.eviction import policies
+from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
 from kvfold.engine.request import CacheParams
@@ -63,7 +64,7 @@ def build_runner(
     return ModelRunner(served, pool, policy=policy, cache=limits, seed=seed)
 
 
-def _check(model: Any, policy: policies.Policy | None, config: CacheConfig) -> None:
+def _check(model: Any, policy: Policy | None, config: CacheConfig) -> None:
     kind = rope_type(model.config)
     if kind in LONG_ROPE:
         raise ValueError(
@@ -89,9 +90,7 @@ def _turns(config: CacheConfig, spec: CacheSpec | None) -> bool:
     return config.rotate and not config.kivi and quantized
 
 
-def _layout(
-    model: Any, spec: CacheSpec, config: CacheConfig, policy: policies.Policy | None
-) -> CacheLayout:
+def _layout(model: Any, spec: CacheSpec, config: CacheConfig, policy: Policy | None) -> CacheLayout:
     """Pages of the configured size, else of that which the policy was published with."""
     published = policy.page if policy else None
     windows = attention_windows(model.config)

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.base import AttentionContext
-from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.metadata import AttentionMetadata
+from kvfold.attention.observer import Turn
 from kvfold.attention.paged import PagedAttention, PagedContext
-from kvfold.attention.selector import Selected
-from kvfold.cache.eviction.policies import Policy
+from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import Pool
 from kvfold.engine.compiled import Compiled, wanted
 from kvfold.engine.eviction import Eviction
 from kvfold.engine.graphs import DecodeGraphs
 from kvfold.engine.metadata import decodes, metadata_of
-from kvfold.engine.observer import Observer
 from kvfold.engine.request import Batch, CacheParams, Request
 from kvfold.models.families import family_of
 from kvfold.ops.store import residual as kivi
@@ -55,11 +54,8 @@ class ModelRunner:
         ]
         tracked = all(pool.layout.groups[where.start].layout.tracked for where, _ in self.sliding)
         assert tracked, "layers with a sliding window need positions, to free what is behind it"
-        view = PoolView.of(pool, policy, modules[0].o_proj.weight.dtype)
-        selected = Selected.of(layers, view)
-        kept = {i: layers[i] for i in selected.keeping()} if view.observes_decodes else {}
-        self.observer = Observer(view, kept) if kept else None
-        self.attention = PagedAttention(layers, view, selected, self.observer)
+        dtype = modules[0].o_proj.weight.dtype
+        self.attention = PagedAttention(layers, pool, policy, dtype)
         self.eviction = Eviction(self.attention, policy, cache or CacheParams(), self.sliding, seed)
         self.compiled = Compiled(self.model) if wanted(self.device.type) else None
         if self.compiled is not None:
@@ -117,12 +113,12 @@ class ModelRunner:
     @contextmanager
     def _observed(self, batch: Batch) -> Iterator[None]:
         """Around a step: its decoding queries are kept, or added to metrics."""
-        if (observer := self.observer) is None:
+        if (observer := self.attention.observer) is None:
             yield
             return
-        observer.begin(batch.chunks)
-        yield
-        observer.end(decodes(batch))
+        turns = [Turn(x.request.open_slot, x.request, x.start) for x in batch.chunks]
+        with observer.around(turns, len(decodes(batch))):
+            yield
 
     def _forward(self, tokens: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         """tokens, positions int64 [N] -> last hidden states [N, D]."""
