@@ -227,6 +227,7 @@ def test_a_reason_says_why_the_reference_runs(options, reason, choose) -> None:
 def test_the_first_that_serves_is_chosen_and_logged_once(choose, monkeypatch, caplog) -> None:
     """Implementations are asked in order, behind their backend; the last serves all."""
     choose(None)
+    backend._log.cache_clear()
     asked = {
         "other": SimpleNamespace(why_not=lambda n: "odd" if n % 2 else None),
         "reference": SimpleNamespace(),
