@@ -59,8 +59,9 @@ def _check(model: Any, policy: policies.Policy | None, config: CacheConfig) -> N
     windowed = any(attention_windows(model.config))
     if windowed and config.packs_pages:
         raise ValueError(
-            f"format={config.format!r}, residual={config.residual}: this model's sliding window drops"
-            " old tokens row by row, and here they are packed together: leave both out and keep bits"
+            f"format={config.format!r}, residual={config.residual}: this model's sliding window "
+            "drops old tokens row by row, and here they are packed together: leave both out and "
+            "keep bits"
         )
     if policy is not None and windowed:
         raise ValueError(

@@ -74,8 +74,8 @@ class Format(ABC):
 
     @classmethod
     def refusal(cls, side: str, keys: str, num_heads: int) -> str | None:
-        """Why a latent cannot be stored so, if it cannot: its side, the kind of the layer's keys, how
-        many heads it serves."""
+        """Why a latent cannot be stored so, if it cannot: its side, the kind of its layer's keys,
+        how many heads it serves."""
         return None
 
     def cut(self, width: int, sub_group: int | None) -> list[int]:
