@@ -258,7 +258,7 @@ class Pool:
         return index
 
     def _growth(self, slots: Sequence[int], tokens: Sequence[int]) -> tuple[_Span, Ints]:
-        """What to add for `tokens` more rows, and the lengths [S, G] with them."""
+        """Pages to add for `tokens` more rows, and the lengths [S, G] with them."""
         index, more = self._opened(slots), np.array(tokens, dtype=np.int64)
         assert len(index) == len(more) and (more >= 0).all(), f"slots {slots}, tokens {tokens}"
         after = self.host_lengths[index] + more[:, None]

@@ -96,7 +96,7 @@ def unpack(packed: Tensor, n: int, bits: int) -> Tensor:
 
 
 def places(packed: Tensor, n: int, bits: int) -> Iterator[tuple[slice, int, Tensor]]:
-    """What `unpack` gives, the numbers that have the same place in their bytes together.
+    """The codes of `unpack`, those that have the same place in their bytes together.
 
     packed uint8 [..., bytes]. Yields (columns, factor, uint8 [..., number of columns]): the codes
     [..., n] are the sums of factor times these in their columns. Two passes over few bytes each,

@@ -1,4 +1,4 @@
-"""What one token stores: the contract between compression, attention modules, pool and kernels.
+"""The row of one token: the contract between compression, attention modules, pool and kernels.
 
 Shapes: D model width, L layers, Hq query heads, Hk KV heads, G = Hq / Hk, d head dim, r rank.
 A *row* is everything one token stores in one layer; a *latent* is one contiguous slice of it.
@@ -75,7 +75,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """What every layer of a model stores per token. Saved in the artifact as `cache`."""
+    """The rows of every layer of a model. Saved in the artifact as `cache`."""
 
     geometry: Geometry
     layers: tuple[LayerSpec, ...]

@@ -130,8 +130,8 @@ class PageLayout:
 
     @cached_property
     def places(self) -> tuple[tuple[int, ...], ...]:
-        """Where every segment's metadata stand, counted in numbers from the begin of a row's scales
-        (or of its page's channels, the first number of each): all scales, then all zeros."""
+        """Where every segment's metadata stand among a row's scales, or where they begin among the
+        page's channels: all scales, then all zeros. Counted in numbers."""
         found: list[tuple[int, ...]] = [()] * len(self.segments)
         ends = {False: 0, True: 0}  # of rows, and per channel
         for number in range(max((x.format.num_metadata for x in self.segments), default=0)):
@@ -140,6 +140,10 @@ class PageLayout:
                     found[i] += (ends[x.per_channel],)
                     ends[x.per_channel] += x.width if x.per_channel else 1
         return tuple(found)
+
+    def known_to(self, op: str) -> bool:
+        """Whether the kernels of an operation, a folder of `ops`, read every format of the page."""
+        return all(op in x.format.kernels for x in self.segments)
 
     @cached_property
     def scales_per_row(self) -> int:

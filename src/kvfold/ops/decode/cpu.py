@@ -107,8 +107,7 @@ class Codes:
 
 def supports(groups: Sequence[Group]) -> bool:
     """Whether `attend_pages` reads these pages: floats, and integers with scales by row."""
-    segments = (segment for group in groups for segment in group.layout.segments)
-    return all("decode" in segment.format.kernels for segment in segments)
+    return all(group.layout.known_to("decode") for group in groups)
 
 
 def list_pages(

@@ -69,7 +69,7 @@ def _plain(group: Group) -> bool:
     return (
         (layout.itemsize == 2 or whole)
         and sides in ([], ["k"], ["v"], ["k", "v"])
-        and all("decode" in x.format.kernels for x in layout.segments)
+        and layout.known_to("decode")
         and not any(x.width * min(x.bits, 16) % 16 for x in layout.segments)
         and (layout.scale == 2 or not any(x.quantized for x in layout.segments))
     )

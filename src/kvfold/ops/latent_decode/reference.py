@@ -107,7 +107,7 @@ def _plain(group: Group) -> bool:
     layout = group.layout
     return (
         (layout.itemsize == 2 or all(x.quantized for x in layout.segments))
-        and all("latent_decode" in x.format.kernels for x in layout.segments)
+        and layout.known_to("latent_decode")
         and not any(x.bits not in (16, 8, 4) or x.width * x.bits % 16 for x in layout.segments)
         and (layout.scale == 2 or not any(x.quantized for x in layout.segments))
     )

@@ -6,8 +6,6 @@ read, M rows moved. Arguments and results are those of `reference`, whose docstr
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
-from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -36,15 +34,11 @@ __all__ = [
 def implementation(groups: tuple[Group, ...], device_type: str) -> ModuleType:
     """The kernels, where they serve pages of `groups`; else the reference, which serves all."""
     if use_triton(device_type):
-        kernels = import_module("kvfold.ops.store.triton")
-        if _serves(kernels, groups):
-            return kernels
+        from kvfold.ops.store import triton
+
+        if all(triton.supports(group.layout) for group in groups):
+            return triton
     return reference
-
-
-@lru_cache(maxsize=4096)
-def _serves(kernels: ModuleType, groups: tuple[Group, ...]) -> bool:
-    return all(kernels.supports(group.layout) for group in groups)
 
 
 def spans(layout: CacheLayout, device_type: str) -> Sequence[slice]:

@@ -1,4 +1,4 @@
-"""KIVI's residual: a sequence's last rows in 16 bits, earlier ones packed R at a time. In PyTorch.
+"""Tails: a sequence's last rows in 16 bits, earlier ones packed R at a time. In PyTorch.
 
 Shapes: S slots, G groups of the layer, C numbers of a row, P rows a page, R rows of the tail (whole
 pages), n pages of the longest sequence; N new tokens, M tails that are full, B sequences, T rows
@@ -32,7 +32,7 @@ from kvfold.spec.layout import Group
 
 @dataclass(frozen=True)
 class Fill:
-    """Which tails are full as N new rows come: the same in all layers, and known on the host.
+    """Tails that are full as N new rows come: the same in all layers, and known on the host.
 
     slots, first int64 [M]: the tail of sequence `slots[m]` holds the R rows from `first[m]` on.
     """

@@ -1,4 +1,4 @@
-"""What the page store's kernels know of a layer: one row of numbers per (group, piece of columns).
+"""A layer as the page store's kernels know it: a row of numbers per (group, piece of columns).
 
 Shapes: G groups of the layer, D pieces: a group's segments, each cut into at most `limit` numbers,
 or one empty piece where a group stores none; K blocks of a page that `move` copies. Sizes are
@@ -25,7 +25,7 @@ class Piece:
     """`width` numbers from column `start` of the layer's row, all of one segment of one group.
 
     Offsets are from the page's start to row 0; row r lies r * row (codes) or r * scales (scale and
-    zero) further on. low, high: the planes of `bits.PLANES`. positions, metrics: with a group's
+    zero) further on. low, high: the planes of `integers.PLANES`. positions, metrics: with a group's
     first piece only, so that one program writes them; first says whether it is.
     """
 
@@ -74,7 +74,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Blocks:
-    """What a row is made of: table int32 [G, K, 2], (offset, bytes a row), 0 bytes where a group
+    """The parts of a row: table int32 [G, K, 2], (offset, bytes a row), 0 bytes where a group
     has fewer; word: bytes that divide them all; width: most words of a block's row, rounded up to a
     power of two; tracks int32 [2, G]: offsets of positions and of metrics."""
 

@@ -26,7 +26,7 @@ MOVED = 2048  # words of a tile of rows that move
 
 def supports(layout: PageLayout) -> bool:
     """Whether these kernels serve pages of `layout`: formats that they know, and no tails."""
-    return not layout.residual and all("store" in x.format.kernels for x in layout.segments)
+    return layout.known_to("store") and not layout.residual
 
 
 def tile(width: int) -> tuple[int, int]:
@@ -195,6 +195,6 @@ def _tracked(pages: LayerPages) -> Blocks:
 
 
 def _layout(groups: Sequence[Group]) -> PageLayout:
-    """What all groups of a layer agree in: everything but segments."""
+    """The layout that all groups of a layer agree in, but for segments."""
     assert all(supports(group.layout) for group in groups), "these pages are for the reference"
     return groups[0].layout
