@@ -12,11 +12,11 @@ SOURCE = Path(kvfold.__file__).parent
 LAYERS: dict[str, set[str]] = {
     "versions": set(),
     "registration": {"versions"},
-    "config": set(),
     "files": set(),
     "text": set(),
     "search": set(),
     "formats": set(),
+    "config": {"formats"},
     "spec": {"formats"},
     "ops": {"formats", "spec"},
     "recipes": {"config"},

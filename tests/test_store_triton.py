@@ -267,9 +267,12 @@ def test_what_a_layout_cannot_hold_is_refused() -> None:
     with pytest.raises(AssertionError, match="float32"):
         store_triton.gather(pages, zero, zero[:, None], torch.float32)
     keys = Latent(side="k", heads=(0,), rank=8)
-    kivi = one_layer([keys, replace(keys, side="v")], format="kivi", bits=2).groups[0].layout
-    assert kivi.tail is not None and store_triton.supports(kivi.tail)
-    assert not store_triton.supports(kivi)
+    (kivi,) = one_layer([keys, replace(keys, side="v")], format="kivi", bits=2).groups
+    assert kivi.layout.tail is not None
+    assert store_triton.why_not((replace(kivi, layout=kivi.layout.tail),)) is None
+    assert store_triton.why_not((kivi,)) == "rows wait unquantised in a tail"
+    paged = replace(kivi, layout=replace(kivi.layout, residual=0))
+    assert store_triton.why_not((paged,)) == "no kernel stores format kivi"
 
 
 def test_a_piece_has_as_many_fields_as_the_kernels_read() -> None:

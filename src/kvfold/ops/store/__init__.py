@@ -36,7 +36,7 @@ def implementation(groups: tuple[Group, ...], device_type: str) -> ModuleType:
     if use_triton(device_type):
         from kvfold.ops.store import triton
 
-        if all(triton.supports(group.layout) for group in groups):
+        if triton.why_not(groups) is None:
             return triton
     return reference
 

@@ -30,11 +30,7 @@ class StoredRows:
 
 
 def append(
-    pages: LayerPages,
-    rows: Tensor,
-    slots: Tensor,
-    index: Tensor,
-    positions: Tensor | None = None,
+    pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, positions: Tensor | None = None
 ) -> None:
     """Write token i's row of group g as row index[i, g] of sequence slots[i], metric 0.
 
@@ -58,11 +54,7 @@ def append(
 
 
 def gather(
-    pages: LayerPages,
-    slots: Tensor,
-    lengths: Tensor,
-    dtype: torch.dtype,
-    size: int | None = None,
+    pages: LayerPages, slots: Tensor, lengths: Tensor, dtype: torch.dtype, size: int | None = None
 ) -> StoredRows:
     """Read the first lengths[b, g] rows of every group of the sequences `slots`.
 

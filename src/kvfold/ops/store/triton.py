@@ -4,7 +4,7 @@ Shapes and arguments as in `reference`, whose functions these are; D pieces of c
 `segments`). A program handles a tile of rows and all numbers of one piece, padded to a power of 2.
 """
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -24,9 +24,14 @@ TRACK = 256  # rows of a tile of metrics
 MOVED = 2048  # words of a tile of rows that move
 
 
-def supports(layout: PageLayout) -> bool:
-    """Whether these kernels serve pages of `layout`: formats that they know, and no tails."""
-    return layout.known_to("store") and not layout.residual
+@lru_cache(maxsize=4096)
+def why_not(groups: tuple[Group, ...]) -> str | None:
+    """Why these kernels do not serve such pages; None where they do."""
+    if any(group.layout.residual for group in groups):
+        return "rows wait unquantised in a tail"
+    formats = {x.format for group in groups for x in group.layout.segments}
+    unknown = {x.name for x in formats if "store" not in x.kernels}
+    return f"no kernel stores format {', '.join(sorted(unknown))}" if unknown else None
 
 
 def tile(width: int) -> tuple[int, int]:
@@ -36,11 +41,7 @@ def tile(width: int) -> tuple[int, int]:
 
 
 def append(
-    pages: LayerPages,
-    rows: Tensor,
-    slots: Tensor,
-    index: Tensor,
-    positions: Tensor | None = None,
+    pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, positions: Tensor | None = None
 ) -> None:
     """Write token i's row of group g as row index[i, g] of sequence slots[i], metric 0.
 
@@ -80,11 +81,7 @@ def append(
 
 
 def gather(
-    pages: LayerPages,
-    slots: Tensor,
-    lengths: Tensor,
-    dtype: torch.dtype,
-    size: int | None = None,
+    pages: LayerPages, slots: Tensor, lengths: Tensor, dtype: torch.dtype, size: int | None = None
 ) -> StoredRows:
     """Read the first lengths[b, g] rows of every group of the sequences `slots`.
 
@@ -194,7 +191,7 @@ def _tracked(pages: LayerPages) -> Blocks:
     return plan_blocks(pages.groups, pages.arena.device)
 
 
-def _layout(groups: Sequence[Group]) -> PageLayout:
-    """The layout that all groups of a layer agree in, but for segments."""
-    assert all(supports(group.layout) for group in groups), "these pages are for the reference"
+def _layout(groups: tuple[Group, ...]) -> PageLayout:
+    """The layout that all groups agree in, but for segments."""
+    assert why_not(groups) is None, why_not(groups)
     return groups[0].layout
