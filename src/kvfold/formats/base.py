@@ -61,7 +61,8 @@ class Format(ABC):
         """Fill out [..., P, n], of any float dtype and strides.
 
         codes uint8 [..., P, row_bytes(n)]; metadata each [..., P], per channel [..., n]. Rows that
-        are not inside (bool [..., P]) become 0, whatever their bytes are.
+        are not inside (bool [..., P]; per channel a page's all or none) become 0, whatever their
+        bytes are.
         """
 
     @classmethod
