@@ -12,7 +12,7 @@ import torch
 from kvfold.ops import backend
 from kvfold.ops.backend import Operation, use_triton
 from kvfold.ops.common.tuning import Tuning
-from kvfold.ops.decode import decode, why_not
+from kvfold.ops.decode import decode
 from kvfold.ops.decode.groups import DecodeGroups, decode_groups, unread
 from kvfold.ops.decode.reference import decode as decode_reference
 from kvfold.ops.decode.tuning import FILE, Shape, table, tuning_for
@@ -214,21 +214,23 @@ def test_decode_is_the_reference_without_kernels(choose) -> None:
         ),
     ],
 )
-def test_a_reason_says_why_the_reference_runs(options, reason, choose, monkeypatch) -> None:
+def test_a_reason_says_why_the_reference_runs(options, reason, choose) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
+    kernels = Operation("kvfold.ops.decode", ("triton", "reference"))
     choose("triton")
-    assert why_not(per_head([(16, 16)], page=16).groups, "cpu") is None
+    assert kernels.why_not("cpu", per_head([(16, 16)], page=16).groups) is None
     groups = per_head([(16, 16)], page=16, **options).groups
-    assert why_not(groups, "cpu") == reason
+    assert kernels.why_not("cpu", groups) == reason
     choose(None)
-    assert why_not(groups, "cpu") == "Triton's kernels run on cuda, not on cpu"
+    assert kernels.why_not("cpu", groups) == "Triton's kernels run on cuda, not on cpu"
     choose("reference")
-    assert why_not(groups, "cuda") == "KVFOLD_BACKEND is reference"
+    assert kernels.why_not("cuda", groups) == "KVFOLD_BACKEND is reference"
 
 
 def test_the_first_that_serves_is_chosen_and_logged_once(choose, monkeypatch, caplog) -> None:
     """Implementations are asked in order, behind their backend; the last serves all."""
     choose(None)
+    backend._log.cache_clear()
     asked = {
         "other": SimpleNamespace(why_not=lambda n: "odd" if n % 2 else None),
         "reference": SimpleNamespace(),

@@ -270,7 +270,7 @@ def test_parts_have_room(batch: int) -> None:
     case = Case("lean", [16] * 4, 32, [40])
     lengths = torch.full((batch, 1), 40, dtype=torch.int32, device=DEVICE)
     q = case.q.expand(batch, -1, -1)
-    plan = latent_triton.plan_layers(q, [case.layer], [case.groups], lengths, 40 * batch)[0]
+    plan = latent_triton.plan_layers(q, [(case.layer, case.groups)], lengths, 40 * batch)[0]
     items, slices = len(plan.values.counts), len(plan.values.starts) - 1
     assert items == batch and len(plan.room.part) >= slices + items
     assert len(plan.room.part_ml) == len(plan.room.part)
@@ -290,7 +290,7 @@ def test_reference_and_kernels_give_the_same_log_sum_exps(monkeypatch) -> None:
     for name in ("reference", "triton"):
         monkeypatch.setenv("KVFOLD_BACKEND", name)
         use_triton.cache_clear()
-        (plan,) = plan_layers(case.q, [case.layer], [case.groups], lengths, 34)
+        (plan,) = plan_layers(case.q, [(case.layer, case.groups)], lengths, 34)
         assert (plan is None) is (name == "reference")
         found.append(case.run(latent_decode, plan=plan))
     use_triton.cache_clear()

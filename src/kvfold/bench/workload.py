@@ -122,9 +122,9 @@ class Workload:
 
         def run(number: int) -> Tensor:
             if number == 0 or plans[0] is None:
+                layers = list(zip(spec.layers, self.groups, strict=True))
                 counts = self.lengths[self.slots]
-                place = spec.layers, self.groups, counts, most
-                plans[:] = latent_decode.plan_layers(self.q, *place)
+                plans[:] = latent_decode.plan_layers(self.q, layers, counts, most)
             at, pages = number % len(plans), self.pages(number)
             maps = spec.geometry.scaling, self.maps[at], plans[at]
             return latent_decode.latent_decode(self.q, pages, self.slots, *maps)[0]

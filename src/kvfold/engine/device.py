@@ -112,21 +112,17 @@ class RebuiltDecode:
         if not self.plans:
             self._plan(part, q)
         layer = module.layer_idx
-        out, _ = latent_decode.latent_decode(
-            q,
-            self.setup.pages[layer],
-            part.slots,
-            module.scaling,
-            self.rebuilder.maps[layer],
-            self.plans[layer],
-        )
+        place = self.setup.pages[layer], part.slots, module.scaling
+        maps, plan = self.rebuilder.maps[layer], self.plans[layer]
+        out, _ = latent_decode.latent_decode(q, *place, maps, plan)
         return module.output(out[:, :, None])
 
     def _plan(self, part: AttentionMetadata, q: Tensor) -> None:
         spec = self.setup.pool.layout.spec
         for x in self.rebuilder.layers:
-            layers, counts = [spec.layers[i] for i in x.layers], x.lengths(self.setup, part)
-            plans = latent_decode.plan_layers(q, layers, x.groups, counts, part.rows)
+            each, counts = zip(x.layers, x.groups, strict=True), x.lengths(self.setup, part)
+            layers = [(spec.layers[i], groups) for i, groups in each]
+            plans = latent_decode.plan_layers(q, layers, counts, part.rows)
             self.plans.update(zip(x.layers, plans, strict=True))
 
 

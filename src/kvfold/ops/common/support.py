@@ -1,17 +1,19 @@
 """The layouts of pages that kernels read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from kvfold.spec.layout import Group
+from kvfold.spec.layout import Group, Segment
 
 BITS = (16, 8, 4)
 SIDES = {"k": "keys", "v": "values", "kv": "keys and values"}
 
 
-def unread(op: str, groups: Iterable[Group]) -> str | None:
-    """Why the kernels of an operation do not read the pages of these groups; None where they do:
+def unread(
+    op: str, groups: Iterable[Group], sides: Mapping[str, Iterable[Segment | None]]
+) -> str | None:
+    """Why kernels of an operation do not read the pages of these groups; None where they do:
     formats that name it, of 16 bits, or codes of 8 or 4 bits with an fp16 scale a row, in whole
-    16-bit words."""
+    16-bit words, of one width a side. sides: the segments of keys and of values."""
     for layout in {group.layout: None for group in groups}:
         coded = any(x.quantized for x in layout.segments)
         if layout.itemsize != 2 and not all(x.quantized for x in layout.segments):
@@ -31,4 +33,8 @@ def unread(op: str, groups: Iterable[Group]) -> str | None:
                     f"{side} of {x.width} numbers in {x.bits} bits: the kernels read whole 16-bit"
                     " words"
                 )
+    for side, segments in sides.items():
+        if len(bits := {x.bits for x in segments if x}) > 1:
+            listed = " and ".join(map(str, sorted(bits)))
+            return f"{SIDES[side]} in {listed} bits: the kernels read one width of a layer"
     return None

@@ -31,11 +31,9 @@ def plan_layers(layers: Sequence[Sequence[Group]], lengths: Tensor, queries: int
     lengths int [B, groups of all layers], of the sequences `decode` is given, the step's own rows
     included; queries: query heads of a KV head.
     """
-    modules = {DECODE.choose(lengths.device.type, tuple(groups)).module for groups in layers}
-    if len({len(groups) for groups in layers}) > 1 or len(modules) > 1:
-        return [None] * len(layers)
-    plans: list[Any] = modules.pop().plan_layers(layers, lengths, queries)
-    return plans
+    chosen = {DECODE.choose(lengths.device.type, tuple(groups)).module for groups in layers}
+    module, *others = chosen
+    return [None] * len(layers) if others else module.plan_layers(layers, lengths, queries)
 
 
 def decode(
@@ -48,6 +46,5 @@ def decode(
     and for a group without rows, and the log2-sum-exp2 of the scaled scores, fp32 [B, Hq], -inf
     for a group without rows.
     """
-    module = DECODE.choose(q.device.type, tuple(pages.groups)).module
-    found: tuple[Tensor, Tensor] = module.decode(q, pages, slots, scale, plan)
-    return found
+    module = DECODE.choose(q.device.type, pages.groups).module
+    return module.decode(q, pages, slots, scale, plan)

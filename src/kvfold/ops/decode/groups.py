@@ -46,15 +46,10 @@ def unread(groups: Sequence[Group]) -> str | None:
             return "keys and values in one latent: the kernels read either by itself"
         if sides not in ([], ["k"], ["v"], ["k", "v"]):
             return "several scales or widths of bits a side: the kernels read one"
-    if reason := support.unread("decode", groups):
-        return reason
-    for side in ("k", "v"):
-        if len(bits := {x.bits for group in groups for x in segments_of(group, side)}) > 1:
-            listed = " and ".join(map(str, sorted(bits)))
-            return f"{support.SIDES[side]} in {listed} bits: the kernels read one width of a layer"
     if len({group.layout.zeros for group in groups if group.layout.scales_per_row}) > 1:
         return "zeros in some groups: the kernels read them in all or in none"
-    return None
+    each = {side: [x for group in groups for x in segments_of(group, side)] for side in ("k", "v")}
+    return support.unread("decode", groups, each)
 
 
 def segments_of(group: Group, side: str) -> list[Segment]:

@@ -93,7 +93,7 @@ def decode(
     arena, tables, lengths, _ = pages
     num_groups = len(pages.groups)
     q, queries = q.contiguous(), q.shape[1] // num_groups
-    groups = decode_groups(tuple(pages.groups), queries, q.device)
+    groups = decode_groups(pages.groups, queries, q.device)
     plan = plan or plan_layers([pages.groups], lengths, queries, slots=slots)[0]
     slices, tuning = plan.slices, plan.tuning
     out = q.new_empty(*q.shape[:2], groups.widths[1])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvfold.ops.backend import Operation
 from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.latent_decode.groups import Layer
 from kvfold.ops.latent_decode.maps import KeyMaps, rope_table
 from kvfold.spec import LayerSpec
 from kvfold.spec.layout import Group
@@ -31,25 +32,16 @@ def why_not(layer: LayerSpec, groups: Sequence[Group], device_type: str) -> str 
     return LATENT_DECODE.why_not(device_type, layer, tuple(groups))
 
 
-def plan_layers(
-    q: Tensor,
-    layers: Sequence[LayerSpec],
-    groups: Sequence[Sequence[Group]],
-    lengths: Tensor,
-    rows: int,
-) -> list[Any]:
+def plan_layers(q: Tensor, layers: Sequence[Layer], lengths: Tensor, rows: int) -> list[Any]:
     """How a step's work is cut, of layers with equally many groups and latents at once: what
     `latent_decode` takes of each, or None where nothing is planned. No host sync.
 
     q [B, Hq, d]: any of the step; lengths int [B, groups of all layers], the step's own rows
     included; rows: at most as many has a layer, its groups added up.
     """
-    each = zip(layers, groups, strict=True)
-    modules = {LATENT_DECODE.choose(q.device.type, x, tuple(own)).module for x, own in each}
-    if len(modules) > 1:
-        return [None] * len(layers)
-    plans: list[Any] = modules.pop().plan_layers(q, layers, groups, lengths, rows)
-    return plans
+    chosen = {LATENT_DECODE.choose(q.device.type, *layer).module for layer in layers}
+    module, *others = chosen
+    return [None] * len(layers) if others else module.plan_layers(q, layers, lengths, rows)
 
 
 def latent_decode(
@@ -62,6 +54,5 @@ def latent_decode(
     beyond a head's own rank and for a group without rows, and the log2-sum-exp2 of the scaled
     scores, fp32 [B, Hq], -inf for a group without rows.
     """
-    module = LATENT_DECODE.choose(q.device.type, maps.layer, tuple(pages.groups)).module
-    found: tuple[Tensor, Tensor] = module.latent_decode(q, pages, slots, scale, maps, plan)
-    return found
+    module = LATENT_DECODE.choose(q.device.type, maps.layer, pages.groups).module
+    return module.latent_decode(q, pages, slots, scale, maps, plan)

@@ -13,6 +13,7 @@ from kvfold.ops.common.plan import padded_width
 from kvfold.spec import LayerSpec
 from kvfold.spec.layout import Group, Segment
 
+Layer = tuple[LayerSpec, tuple[Group, ...]]
 WIDEST = 512  # numbers of a latent that kernels hold on chip
 
 
@@ -60,15 +61,9 @@ def unread(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
     found = {side: _segments(layer, groups, side) for side in ("k", "v")}
     if any(x is None for each in found.values() for x in each):
         return "latents of several scales or widths of bits: the kernels read one a latent"
-    if reason := support.unread("latent_decode", groups):
-        return reason
-    for side, each in found.items():
-        if len(bits := {x.bits for x in each if x}) > 1:
-            listed = " and ".join(map(str, sorted(bits)))
-            return f"{support.SIDES[side]} in {listed} bits: the kernels read one width of a layer"
-        if (widest := max((x.width for x in each if x), default=0)) > WIDEST:
-            return f"latents of {widest} numbers: the kernels read at most {WIDEST}"
-    return None
+    if (widest := max(latent.rank for latent in layer.latents)) > WIDEST:
+        return f"latents of {widest} numbers: the kernels read at most {WIDEST}"
+    return support.unread("latent_decode", groups, found)
 
 
 def _alike(served: Sequence[tuple[int, ...]]) -> bool:
@@ -95,7 +90,11 @@ def latent_groups(
     key_segments, value_segments = (_segments(layer, groups, side) for side in ("k", "v"))
     owner = {head: g for g, group in enumerate(groups) for head in group.heads}
     keys = {
-        head: (*_where(groups[owner[head]], segment), _positions(groups[owner[head]]), owner[head])
+        head: (
+            *_where(groups[owner[head]], segment),
+            groups[owner[head]].layout.blocks.positions.offset // 4,
+            owner[head],
+        )
         for latent, segment in zip(layer.key_latents, key_segments, strict=True)
         for head in latent.heads
     }
@@ -139,7 +138,3 @@ def _where(group: Group, segment: Segment | None) -> tuple[int, ...]:
     words = segment.width * segment.bits // 16
     start = layout.block_offsets[index] // 2
     return words, segment.width, start, scale, layout.scales_per_row, sum(coded)
-
-
-def _positions(group: Group) -> int:
-    return group.layout.blocks.positions.offset // 4

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from kvfold.ops.common.attention import attend_rows, rotate
 from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.latent_decode.groups import Layer
 from kvfold.ops.latent_decode.maps import KeyMaps
 from kvfold.ops.store.reference import gather
 from kvfold.spec import Latent, LayerSpec
 from kvfold.spec.layout import Group
 
 
-def plan_layers(q: Tensor, layers: Sequence[LayerSpec], *_: object) -> list[None]:
+def plan_layers(q: Tensor, layers: Sequence[Layer], lengths: Tensor, rows: int) -> list[None]:
     """Nothing is planned."""
     return [None] * len(layers)
 

@@ -25,30 +25,22 @@ from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.decode.kernels import combine_kernel
 from kvfold.ops.decode.triton import combine_options
 from kvfold.ops.latent_decode.fold_triton import fold_kernel
-from kvfold.ops.latent_decode.groups import LatentGroups, latent_groups, unread
+from kvfold.ops.latent_decode.groups import LatentGroups, Layer, latent_groups, unread
 from kvfold.ops.latent_decode.maps import KeyMaps, Packed, pack_maps
 from kvfold.ops.latent_decode.plan import SPAN, LatentPlan, Passes, workspace
 from kvfold.ops.latent_decode.scores_triton import score_kernel
 from kvfold.ops.latent_decode.values_triton import value_kernel
-from kvfold.spec import LayerSpec
-from kvfold.spec.layout import Group
 
 FOLDING = 1024  # programs, about, that fold queries
 why_not = unread
 
 
 def plan_layers(
-    q: Tensor,
-    layers: Sequence[LayerSpec],
-    groups: Sequence[Sequence[Group]],
-    lengths: Tensor,
-    rows: int,
-    passes: Passes | None = None,
+    q: Tensor, layers: Sequence[Layer], lengths: Tensor, rows: int, passes: Passes | None = None
 ) -> list[LatentPlan]:
     """As `ops.latent_decode.plan_layers`. passes: how both are cut, by default as was fastest."""
-    queries = q.shape[1] // sum(len(latent.heads) for latent in layers[0].key_latents)
-    each = zip(layers, groups, strict=True)
-    tables = [latent_groups(one, tuple(own), queries, lengths.device) for one, own in each]
+    queries = q.shape[1] // sum(len(latent.heads) for latent in layers[0][0].key_latents)
+    tables = [latent_groups(*layer, queries, lengths.device) for layer in layers]
     passes = passes or Passes.of(tables, queries, q.shape[2])
     first, second = passes.scores, passes.values
     counts = lengths.unflatten(1, (len(layers), -1))  # [B, L, G]
@@ -61,13 +53,7 @@ def plan_layers(
     parts = values.starts.shape[-2] - 1 + values.counts.shape[-1]
     room = workspace(tables, queries, q.dtype, rows, counts[:, 0].numel(), parts)
     return [
-        LatentPlan(
-            Slices(scores.starts[i], scores.firsts[i], scores.counts[i]),
-            Slices(values.starts[i], values.firsts[i], values.counts[i]),
-            bases[i],
-            room,
-            passes,
-        )
+        LatentPlan(scores.layer(i), values.layer(i), bases[i], room, passes)
         for i in range(len(layers))
     ]
 
@@ -88,12 +74,12 @@ def latent_decode(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `ops.latent_decode.latent_decode`. passes: of a plan that is made here."""
     queries = q.shape[1] // len(maps.up)
-    groups = latent_groups(maps.layer, tuple(pages.groups), queries, q.device)
+    groups = latent_groups(maps.layer, pages.groups, queries, q.device)
     assert q.stride()[1:] == (q.shape[2], 1), "a sequence's queries are one block"
     if plan is None:
         lengths = pages.lengths[slots]
         rows = lengths.numel() * pages.tables.shape[2] * groups.page
-        plan = plan_layers(q, [maps.layer], [pages.groups], lengths, rows, passes)[0]
+        plan = plan_layers(q, [(maps.layer, pages.groups)], lengths, rows, passes)[0]
     share = plan.passes.share(groups)
     if (key := (groups, q.dtype, share)) not in maps.packed:
         maps.packed[key] = pack_maps(maps, groups, queries, q.dtype, share)

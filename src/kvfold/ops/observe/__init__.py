@@ -41,5 +41,5 @@ def observe(
     i where j <= i - exclude: rows stored after a query have larger positions, so that a late call
     sees what the query saw. The reference waits for the device, to know the longest group.
     """
-    module = OBSERVE.choose(q.device.type, tuple(pages.groups)).module
+    module = OBSERVE.choose(q.device.type, pages.groups).module
     module.observe(q, lse, positions, pages, slots, scale, power=power, exclude=exclude)

@@ -174,7 +174,7 @@ def observe(
     queries = q.shape[1] // num_groups
     assert lse.shape == q.shape[:3] and lse.dtype is float32, "a log-sum-exp of every query"
     assert positions.shape == (len(q), num_kept) and tables.stride(2) == 1
-    groups = decode_groups(tuple(pages.groups), queries, q.device)
+    groups = decode_groups(pages.groups, queries, q.device)
     bits, columns = groups.bits[0], queries * num_kept
     block, stages = _cut(groups)
     tiles = triton.cdiv(tables.shape[2] * groups.page, block)
@@ -185,7 +185,7 @@ def observe(
         q.contiguous(), lse.contiguous(), positions.contiguous(),
         *(words_of(arena, kind) for kind in kinds),
         tables, tables.stride(0), tables.stride(1), lengths, lengths.stride(0), slots.contiguous(),
-        groups.table, plan_blocks(tuple(pages.groups), q.device).tracks,
+        groups.table, plan_blocks(pages.groups, q.device).tracks,
         num_kept, exclude, scale * LOG2_E * power,
         G=num_groups, N=queries, QB=at_once, DQ=q.shape[-1],
         DK=max(padded_width(groups.widths[0]), 16 * (16 // bits)),

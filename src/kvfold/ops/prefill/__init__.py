@@ -32,8 +32,7 @@ def prefill(
     heads = len(seen.owner)
     assert len(keys.ranks) == len(values.ranks) == heads, "keys, values and owner are by head"
     module = PREFILL.choose(q.device.type, *_data(q, keys, values)).module
-    found: tuple[Tensor, Tensor] = module.prefill(q, keys, values, seen, scale)
-    return found
+    return module.prefill(q, keys, values, seen, scale)
 
 
 def _data(q: Tensor, keys: KVView, values: KVView) -> tuple[object, ...]:
