@@ -12,11 +12,11 @@ SOURCE = Path(kvfold.__file__).parent
 LAYERS: dict[str, set[str]] = {
     "versions": set(),
     "registration": {"versions"},
-    "config": set(),
     "files": set(),
     "text": set(),
     "search": set(),
     "formats": set(),
+    "config": {"formats"},
     "spec": {"formats"},
     "ops": {"formats", "spec"},
     "recipes": {"config"},
@@ -24,11 +24,12 @@ LAYERS: dict[str, set[str]] = {
     "smollm2": {"gguf"},
     "cache": {"formats", "spec", "ops"},
     "attention": {"spec", "ops", "cache"},
-    "models": {"spec", "ops", "attention"},
+    "models": {"formats", "spec", "ops", "attention"},
     "artifact": {"spec", "models"},
     "compression": {"formats", "spec", "ops", "models", "config"},
     "loading": {"artifact", "models", "gguf", "smollm2"},
-    "engine": {"spec", "ops", "cache", "attention", "models", "config", "artifact", "loading"},
+    "engine": {"formats", "spec", "ops", "cache", "attention", "models", "config", "artifact"}
+    | {"loading"},
     "api": {"spec", "models", "compression", "config", "recipes", "artifact", "loading"}
     | {"files", "text"},
     "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"},

@@ -19,7 +19,14 @@ from kvfold.cache.eviction.attention import attention_mass
 from kvfold.ops.backend import use_triton
 from kvfold.ops.common.attention import attention_in_place
 from kvfold.ops.common.pages import locate, plan_pages
-from kvfold.ops.decode.cpu import PageList, add_metrics, attend_pages, list_pages, positions_of
+from kvfold.ops.decode.cpu import (
+    PageList,
+    add_metrics,
+    attend_pages,
+    list_pages,
+    positions_of,
+    supports,
+)
 from kvfold.spec.layout import Group
 
 
@@ -45,6 +52,8 @@ class CpuPaged(AttentionBackend):
             return "keys are rebuilt before RoPE"
         if len(groups) != layer.geometry.num_kv_heads:
             return "heads share latents"
+        if not supports(groups):
+            return "numbers of another format, or with scales by channel"
         return reads_unevenly(layer, groups)
 
     @classmethod
@@ -65,9 +74,9 @@ class CpuPaged(AttentionBackend):
 
     def _in_place(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hk, G, d]: rows can be read where they lie."""
-        arena, tables, lengths, groups = self.view.pages[layer.index]
-        size, page = part.sizes[layer.index], self.view.pool.layout.page
-        place = locate(arena, tables, groups, part.slots, lengths[part.slots], size)
+        pages, page = self.view.pages[layer.index], self.view.pool.layout.page
+        counts, size = pages.lengths[part.slots], part.sizes[layer.index]
+        place = locate(pages, part.slots, counts, size)
         return attention_in_place(q, *place, page, layer.scale)
 
     def _list_pages(self, part: AttentionMetadata) -> None:

@@ -14,7 +14,7 @@ from kvfold.attention.base import LayerMaps
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.rows import gather_rows, member_of, rope_of
 from kvfold.cache.eviction.attention import attention_mass
-from kvfold.ops.store.reference import StoredRows
+from kvfold.ops.store import StoredRows, add_metrics
 from kvfold.spec.layout import Group
 
 
@@ -58,11 +58,11 @@ class Fallback(AttentionBackend):
         policy, lengths = self.view.observing, part.prompt_lengths
         if policy is None or lengths is None:
             return
-        arena, tables, _, groups = self.view.pages[layer.index]
-        heads = [group.heads for group in groups]
+        pages = self.view.pages[layer.index]
+        heads = [group.heads for group in pages.groups]
         each = positions.expand(-1, sum(map(len, heads)), -1)
         mass = attention_mass(weights, each, part.positions, lengths, policy, heads)
-        self.view.store.add_metrics(arena, tables, groups, part.slots, mass, stored.valid)
+        add_metrics(pages, part.slots, mass, stored.valid)
 
 
 def _per_query_head(mask: Tensor, group: int) -> Tensor:

@@ -7,7 +7,6 @@ a part, T queries of each.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -16,38 +15,28 @@ from torch import Tensor
 from kvfold.cache.eviction.attention import AttentionPolicy, observing
 from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import Pool
-from kvfold.ops.backend import store_module
+from kvfold.ops import store
 from kvfold.ops.common.pages import LayerPages
-from kvfold.ops.store import reference as store
 
 
 @dataclass(frozen=True)
 class PoolView:
     """A pool as steps read and write it. policy: of what is observed and evicted, or None; dtype:
-    of queries and rows; store: `ops.store` or its kernels; spans: the groups that these read or
-    move at once, of a layer or of all."""
+    of queries and rows."""
 
     pool: Pool
     policy: Policy | None
     dtype: torch.dtype
-    store: ModuleType
-    spans: Sequence[slice]
-
-    @classmethod
-    def of(cls, pool: Pool, policy: Policy | None, dtype: torch.dtype) -> "PoolView":
-        found = store if pool.layout.residual else store_module(pool.device.type)
-        all_groups = (slice(0, len(pool.layout.groups)),)
-        spans = pool.layout.layer_groups if found is store else all_groups
-        return cls(pool, policy, dtype, found, spans)
 
     @cached_property
     def pages(self) -> tuple[LayerPages, ...]:
         """Of every layer: views, in which what the pool changes is seen."""
-        pool = self.pool
-        return tuple(
-            LayerPages(pool.arena, pool.tables[:, x], pool.lengths[:, x], pool.layout.groups[x])
-            for x in pool.layout.layer_groups
-        )
+        return tuple(map(self.pool.pages, self.pool.layout.layer_groups))
+
+    @cached_property
+    def spans(self) -> Sequence[slice]:
+        """The groups that `ops.store` reads or moves at once, of a layer or of all."""
+        return store.spans(self.pool.layout, self.pool.device.type)
 
     @property
     def observing(self) -> AttentionPolicy | None:

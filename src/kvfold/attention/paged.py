@@ -17,7 +17,7 @@ from kvfold.attention.rows import PoolRows
 from kvfold.attention.selector import Selected
 from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import Pool
-from kvfold.ops.store import residual as kivi
+from kvfold.ops import store
 
 
 class PagedAttention:
@@ -30,7 +30,7 @@ class PagedAttention:
     def __init__(
         self, layers: Sequence[LayerMaps], pool: Pool, policy: Policy | None, dtype: torch.dtype
     ) -> None:
-        self.layers, self.view = layers, PoolView.of(pool, policy, dtype)
+        self.layers, self.view = layers, PoolView(pool, policy, dtype)
         self.selected = Selected.of(layers, self.view)
         self.observer, self.recent = None, None
         watching = self.view.observing if self.view.observes_decodes else None
@@ -60,7 +60,7 @@ class PagedContext(AttentionContext):
     """All layers' attention in one step.
 
     slots, index [N]: each token's sequence, and its row counted from the end of the groups' rows
-    (negative); positions int32 [N]; fill: which pages the tokens fill, with KIVI.
+    (negative); positions int32 [N]; fill: which tails the tokens fill, where there are any.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PagedContext(AttentionContext):
         slots: Tensor,
         index: Tensor,
         positions: Tensor,
-        fill: kivi.Fill | None = None,
+        fill: store.Fill | None = None,
     ) -> None:
         self.view, self.parts, self.fill = attention.view, parts, fill
         self.slots, self.positions = slots, positions
@@ -95,10 +95,6 @@ class PagedContext(AttentionContext):
 
     def _store(self, layer: int, rows: Tensor) -> None:
         """rows [N, R] of the step's tokens into their pages."""
-        arena, tables, _, groups = self.view.pages[layer]
         index = self.index[:, self.view.pool.layout.layer_groups[layer]]
-        place = arena, tables, groups, rows, self.slots
-        if self.fill is not None:
-            kivi.append(*place, index[:, 0], self.fill)
-        else:
-            self.view.store.append(*place, index, self.positions)
+        place = self.slots, index, self.positions, self.fill
+        store.append(self.view.pages[layer], rows, *place)

@@ -17,8 +17,7 @@ from kvfold.attention.metadata import PoolView
 from kvfold.attention.queries import RecentQueries
 from kvfold.cache.slabs import upload
 from kvfold.ops.common.attention import Tables
-from kvfold.ops.store import residual as kivi
-from kvfold.ops.store.reference import StoredRows
+from kvfold.ops.store import StoredRows, gather
 from kvfold.spec.layout import Group
 
 
@@ -26,10 +25,8 @@ def gather_rows(
     view: PoolView, layer: LayerMaps, slots: Tensor, size: int, dtype: torch.dtype
 ) -> StoredRows:
     """Rows [B, S, R] of the sequences slots int64 [B] in a layer; size: of the longest group."""
-    arena, tables, lengths, groups = view.pages[layer.index]
-    gather = kivi.gather if view.pool.layout.residual else view.store.gather
-    found: StoredRows = gather(arena, tables, groups, slots, lengths[slots], dtype, size)
-    return found
+    pages = view.pages[layer.index]
+    return gather(pages, slots, pages.lengths[slots], dtype, size)
 
 
 def rope_of(

@@ -12,6 +12,7 @@ from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
 from kvfold.engine.request import CacheParams
 from kvfold.engine.runner import ModelRunner
+from kvfold.formats import format_of
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
 from kvfold.models.fold import fold_plain
@@ -45,7 +46,8 @@ def build_runner(
     _check(model, policy, config)
     limits = CacheParams(keep_tokens=config.keep_tokens, max_cache_tokens=config.max_cache_tokens)
     found = spec_of(model)
-    turn = _turns(config, found)
+    quantized = (config.bits or 16) < 16 or bool(found and found.planned)
+    turn = config.rotate and format_of(config.format).rotates and quantized
     spec = found or plain_spec(family_of(model.config).geometry(model.config))
     spec = turned(spec) if turn and found is None else spec
     layout = _layout(model, spec, config, policy)
@@ -60,7 +62,7 @@ def build_runner(
     if found is None:
         fold_plain(served, spec, turn)
     elif turn:
-        rotate_model(served, spec, config.bits)
+        rotate_model(served, spec, config.bits, format_of(config.format))
     return ModelRunner(served, pool, policy=policy, cache=limits, seed=seed)
 
 
@@ -72,22 +74,17 @@ def _check(model: Any, policy: Policy | None, config: CacheConfig) -> None:
             "the engine does not serve it: use transformers' generate"
         )
     windowed = any(attention_windows(model.config))
-    if windowed and (config.kivi or config.residual is not None):
+    if windowed and config.packs_pages:
         raise ValueError(
-            f"kivi={config.kivi}, residual={config.residual}: this model's sliding window drops old"
-            " tokens row by row, and here they are packed together: leave both out and keep bits"
+            f"format={config.format!r}, residual={config.residual}: this model's sliding window "
+            "drops old tokens row by row, and here they are packed together: leave both out and "
+            "keep bits"
         )
     if policy is not None and windowed:
         raise ValueError(
             f"evict={policy.name!r}: this model's sliding window already drops old tokens, and "
             "eviction would drop others: leave evict out"
         )
-
-
-def _turns(config: CacheConfig, spec: CacheSpec | None) -> bool:
-    """Whether numbers that share a scale are turned, of a model folded to `spec` or plain."""
-    quantized = (config.bits or 16) < 16 or bool(spec and spec.planned)
-    return config.rotate and not config.kivi and quantized
 
 
 def _layout(model: Any, spec: CacheSpec, config: CacheConfig, policy: Policy | None) -> CacheLayout:
@@ -102,7 +99,7 @@ def _layout(model: Any, spec: CacheSpec, config: CacheConfig, policy: Policy | N
         sub_group=config.sub_group,
         zeros=config.zeros,
         tracked=[config.evict is not None or window is not None for window in windows],
-        kivi=config.kivi,
+        format=config.format,
         residual=config.residual,
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvfold.formats.base import Format
 from kvfold.models.families import family_of
 from kvfold.models.folded import FoldedAttention
 from kvfold.ops.common.rotation import rotation
@@ -25,14 +26,14 @@ def turned(spec: CacheSpec) -> CacheSpec:
     return replace(spec, layers=layers)
 
 
-def rotate_model(model: Any, spec: CacheSpec, bits: int | None) -> None:
+def rotate_model(model: Any, spec: CacheSpec, bits: int | None, chosen: type[Format]) -> None:
     """Rotate all latents of a model folded to `spec`, which are stored in so many bits (None: as
-    planned)."""
+    planned) of a format."""
     for attention, layer in zip(
         family_of(model.config).attentions(model), spec.layers, strict=True
     ):
         if isinstance(attention, FoldedAttention) and layer.keys != "plain":
-            rotate_rows(attention, {x: _turn(tiers(x, bits)) for x in layer.latents})
+            rotate_rows(attention, {x: _turn(tiers(x, bits, chosen)) for x in layer.latents})
 
 
 def _turn(widths: Sequence[tuple[int, int]]) -> Tensor:
