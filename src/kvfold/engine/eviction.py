@@ -53,7 +53,8 @@ class Eviction:
         sliding: Many[tuple[slice, int]],
         seed: int,
     ) -> None:
-        self.attention, self.setup, self.pool = attention, attention.view, attention.view.pool
+        self.attention, view = attention, attention.view
+        self.pool, self.spans = view.pool, view.spans
         self.policy, self.cache, self.sliding = policy, cache, sliding
         self.device = self.pool.device
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -155,7 +156,7 @@ class Eviction:
             self.attention.observer.flush()
         index = upload(np.array(slots), self.device)
         size = int(self.pool.host_lengths[list(slots)].max())
-        first, *others = (self._tracked_in(index, x, size) for x in self.setup.spans)
+        first, *others = (self._tracked_in(index, x, size) for x in self.spans)
         if not others:
             return first
         metrics, positions, valid = (torch.cat(x, 1) for x in zip(first, *others, strict=True))
@@ -187,9 +188,9 @@ class Eviction:
 
     def _move(self, slots: Tensor, evicted: Tensor) -> Tensor:
         """Close the holes of the sequences slots [B]: evicted bool [B, G, T]; rows kept [B, G]."""
-        pool, setup, kept = self.pool, self.setup, []
+        pool, kept = self.pool, []
         lengths = pool.lengths[slots]
-        for where in setup.spans:
+        for where in self.spans:
             moves, left = compaction(evicted[:, where], lengths[:, where])
             sequence, *rows = moves
             move(pool.pages(where), slots[sequence], *rows)
