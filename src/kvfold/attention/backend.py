@@ -46,15 +46,13 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
-        """Why it cannot serve a layer, whose groups these are: a phrase for users, with the setting
-        that would avoid it where there is one. None: it can."""
+        """Why it cannot serve a layer, whose groups these are: a phrase for users. None: it can."""
 
     @classmethod
     def prepare(
         cls, view: PoolView, layers: Sequence[LayerMaps], observer: Observer | None
     ) -> "Callable[[], AttentionBackend]":
-        """A maker of one a step, for the layers that it decodes. observer: of queries
-        that are kept, if any are."""
+        """A maker of one a step, for the layers that it decodes. observer: of kept queries."""
         return partial(cls, view)
 
     @abstractmethod

@@ -31,8 +31,8 @@ class Fallback(AttentionBackend):
         """q [B, Hq, T, .] -> [B, T, W]."""
         groups = self.view.pages[layer.index].groups
         size = part.sizes[layer.index]
-        stored = gather_rows(self.view, layer, part.slots, size, q.dtype)
-        rope = rope_of(layer, stored, groups, part.stop, q)
+        stored = gather_rows(self.view, layer, part.slots, size)
+        rope = rope_of(layer, stored, groups, part.stop)
         member = member_of(groups, q.device)
         positions = stored.positions[:, member]  # [B, 1 or Hk, S]
         queries = part.positions[:, None, :, None]

@@ -21,22 +21,20 @@ from kvfold.ops.store import StoredRows, gather
 from kvfold.spec.layout import Group
 
 
-def gather_rows(
-    view: PoolView, layer: LayerMaps, slots: Tensor, size: int, dtype: torch.dtype
-) -> StoredRows:
+def gather_rows(view: PoolView, layer: LayerMaps, slots: Tensor, size: int) -> StoredRows:
     """Rows [B, S, R] of the sequences slots int64 [B] in a layer; size: of the longest group."""
     pages = view.pages[layer.index]
-    return gather(pages, slots, pages.lengths[slots], dtype, size)
+    return gather(pages, slots, pages.lengths[slots], view.dtype, size)
 
 
 def rope_of(
-    layer: LayerMaps, stored: StoredRows, groups: tuple[Group, ...], stop: int, like: Tensor
+    layer: LayerMaps, stored: StoredRows, groups: tuple[Group, ...], stop: int
 ) -> Tables | None:
     """cos, sin [B, 1 or Hk, S, rotary dims] of the rows' positions, where keys are rebuilt."""
     if layer.rope is None:
         return None
-    positions = stored.positions[:, member_of(groups, like.device)]
-    return layer.rope.tables(like, positions.long(), stop)
+    positions = stored.positions[:, member_of(groups, stored.positions.device)]
+    return layer.rope.tables(stored.rows, positions.long(), stop)
 
 
 @lru_cache
@@ -76,7 +74,7 @@ class PoolRows:
         """Keys in score space [B, Hk, S, d or r]."""
         maps, stored = self.layers[layer], self._stored(layer)
         groups = self.view.pages[layer].groups
-        rope = rope_of(maps, stored, groups, max(self.computed), stored.rows)
+        rope = rope_of(maps, stored, groups, max(self.computed))
         k = maps.score_keys(stored.rows, rope)
         own = k if maps.rebuilds_keys else _within_ranks(k, maps.key_columns)
         return self._present(own, layer, stored)
@@ -97,8 +95,7 @@ class PoolRows:
         return self.recent.read(layer, self.slots, computed)
 
     def _stored(self, layer: int) -> StoredRows:
-        place = self.layers[layer], self.slots, self.size
-        return gather_rows(self.view, *place, self.view.dtype)
+        return gather_rows(self.view, self.layers[layer], self.slots, self.size)
 
     def _present(self, x: Tensor, layer: int, stored: StoredRows) -> Tensor:
         """x [B, Hk, S, .] with zeros where there is no row."""

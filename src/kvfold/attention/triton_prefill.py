@@ -42,8 +42,8 @@ class TritonPrefill(AttentionBackend):
         """q [B, Hq, T, .] -> [B, T, W]."""
         groups = self.view.pages[layer.index].groups
         size = part.sizes[layer.index]
-        stored = gather_rows(self.view, layer, part.slots, size, q.dtype)
-        rope = rope_of(layer, stored, groups, part.stop, q)
+        stored = gather_rows(self.view, layer, part.slots, size)
+        rope = rope_of(layer, stored, groups, part.stop)
         first = layer.maps_values_first(q.shape[2], size)
         keys, values = _keys(layer, stored.rows, rope), _values(layer, stored.rows, first)
         if layer.value_up is not None and why_not(q, keys, values):  # too wide for the kernel
