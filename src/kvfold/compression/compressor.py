@@ -19,7 +19,8 @@ from kvfold.compression.calibration_text import (
 from kvfold.compression.plan import Size, by_layer, plan_bits, plan_ranks, planned_spec
 from kvfold.compression.progress import Progress, stage
 from kvfold.compression.ranks import LatentCandidate, method_of
-from kvfold.compression.recover import BATCH, check_steps, recover
+from kvfold.compression.recover import BATCH, check_steps
+from kvfold.compression.recover import recover as distil
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.target import Target, check_keep
 from kvfold.config import Recipe
@@ -108,15 +109,11 @@ class Compressor:
         report = stage(progress, "bases")
         candidates: list[LatentCandidate] = []
         for source in self._sources(measured):
-            candidates += [
-                LatentCandidate(
-                    layer=source.layer,
-                    side=side,
-                    heads=heads,
-                    basis=self.basis.build(source, side, heads),
+            for side, heads in self.basis.head_sets(self.geometry):
+                basis = self.basis.build(source, side, heads)
+                candidates.append(
+                    LatentCandidate(layer=source.layer, side=side, heads=heads, basis=basis)
                 )
-                for side, heads in self.basis.head_sets(self.geometry)
-            ]
             if report is not None:
                 report(source.layer + 1, self.geometry.num_layers)
         scores = self.ranks.scores(candidates, self._sources(measured))
@@ -212,15 +209,29 @@ class Prepared:
 
         model: a copy of the compressor's that is folded instead of it.
         """
-        model = self.compressor.model if model is None else model
-        windows = self._recovery_windows(recover)  # what can fail, fails before the model changes
-        teacher = None if windows is None else shared_copy(model)
+        c = self.compressor
+        model = c.model if model is None else model
+        check_steps(recover)
+        provenance = {**provenance, "recipe": asdict(c.recipe), "statistics": self.statistics.key}
+        windows, teacher = None, None
+        if recover:  # what can fail, fails before the model changes
+            windows = c.windows(recover * BATCH * window_length(model.config))
+            teacher = shared_copy(model)
         self._fold(model, spec)
-        measured = {"recipe": asdict(self.compressor.recipe), "statistics": self.statistics.key}
-        provenance = {**provenance, **measured}
         mark(model, spec, provenance)
         if windows is not None:
-            learnt = self._recover(model, teacher, spec, windows, recover, progress)
+            before, after = distil(
+                model,
+                teacher,
+                c.family,
+                spec,
+                windows,
+                recover,
+                seed=c.seed,
+                progress=stage(progress, "recover"),
+            )
+            made = {"steps": recover, "tokens": windows.numel()}
+            learnt = {**made, "before": before, "after": after}
             mark(model, spec, {**provenance, "recovery": learnt})
 
     def folded_copy(self, spec: CacheSpec) -> Any:
@@ -240,36 +251,6 @@ class Prepared:
             for layer, own in zip(spec.layers, self.layers, strict=True)
         ]
         fold_model(model, self.compressor.family, spec, maps)
-
-    def _recovery_windows(self, steps: int) -> Tensor | None:
-        """As much text as `steps` steps read; None for none."""
-        check_steps(steps)
-        if steps == 0:
-            return None
-        c = self.compressor
-        return c.windows(steps * BATCH * window_length(c.model.config))
-
-    def _recover(
-        self,
-        model: Any,
-        teacher: Any,
-        spec: CacheSpec,
-        windows: Tensor,
-        steps: int,
-        progress: Progress | None,
-    ) -> dict[str, Any]:
-        """Train the folded maps; what was done, and the loss before and after."""
-        before, after = recover(
-            model,
-            teacher,
-            self.compressor.family,
-            spec,
-            windows,
-            steps,
-            seed=self.compressor.seed,
-            progress=stage(progress, "recover"),
-        )
-        return {"steps": steps, "tokens": windows.numel(), "before": before, "after": after}
 
 
 def shared_statistics(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from kvfold.compression.bit_allocation import plan_tiers
-from kvfold.compression.ranks import LatentCandidate, RankMethod, allocate
+from kvfold.compression.ranks import Candidates, LatentCandidate, RankMethod, allocate
 from kvfold.spec import (
     CacheSpec,
     Geometry,
@@ -19,19 +19,17 @@ from kvfold.spec import (
 Size = tuple[int, Tiers | None]  # a latent's rank, and its tiers where bits are planned
 
 
-def by_layer(candidates: Sequence[LatentCandidate]) -> list[list[LatentCandidate]]:
+def by_layer(candidates: Candidates) -> list[list[LatentCandidate]]:
     """Candidates, which come in the order of their layers, layer by layer."""
     return [list(own) for _, own in groupby(candidates, key=lambda c: c.layer)]
 
 
-def plan_ranks(
-    candidates: Sequence[LatentCandidate], method: RankMethod, budget: int, align: int
-) -> list[Size]:
+def plan_ranks(candidates: Candidates, method: RankMethod, budget: int, align: int) -> list[Size]:
     """Ranks that spend `budget` numbers a token. Raises ValueError as `allocate`."""
     return [(rank, None) for rank in allocate(candidates, method, budget, align)]
 
 
-def plan_bits(candidates: Sequence[LatentCandidate], bits: int, align: int) -> list[Size]:
+def plan_bits(candidates: Candidates, bits: int, align: int) -> list[Size]:
     """Ranks and tiers that spend `bits` a token, scales included, for the least predicted loss.
 
     Raises ValueError where skipped layers do not fit, or a layer would store nothing.
@@ -57,10 +55,7 @@ def plan_bits(candidates: Sequence[LatentCandidate], bits: int, align: int) -> l
 
 
 def planned_spec(
-    candidates: Sequence[LatentCandidate],
-    sizes: Sequence[Size],
-    geometry: Geometry,
-    keys: KeyKind,
+    candidates: Candidates, sizes: Sequence[Size], geometry: Geometry, keys: KeyKind
 ) -> CacheSpec:
     """Sizes of all latents as a spec; a layer of skipped ones is plain."""
     size_of = dict(zip(candidates, sizes, strict=True))

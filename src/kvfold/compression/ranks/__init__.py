@@ -1,15 +1,13 @@
-"""Rank methods: one file each, and a line here."""
+"""Rank methods: a class each, and a line here."""
 
 from kvfold.compression.ranks.allocate import allocate
-from kvfold.compression.ranks.base import LatentCandidate, RankMethod
+from kvfold.compression.ranks.base import Candidates, LatentCandidate, RankMethod
 from kvfold.compression.ranks.condition import Condition
-from kvfold.compression.ranks.energy import Energy
 from kvfold.compression.ranks.fisher import Fisher
-from kvfold.compression.ranks.greedy import Greedy
-from kvfold.compression.ranks.uniform import Uniform
+from kvfold.compression.ranks.spectra import Energy, Greedy, Uniform
 from kvfold.config import Recipe
 
-__all__ = ["METHODS", "LatentCandidate", "RankMethod", "allocate", "method_of"]
+__all__ = ["METHODS", "Candidates", "LatentCandidate", "RankMethod", "allocate", "method_of"]
 
 METHODS: dict[str, type[RankMethod]] = {
     "uniform": Uniform,

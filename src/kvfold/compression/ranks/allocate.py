@@ -4,19 +4,17 @@ One `_fill` spends the budget on the highest priorities, in steps of `align`, an
 never more than the target, and short of it by less than one step of one latent.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from kvfold.compression.ranks.base import LatentCandidate, RankMethod
+from kvfold.compression.ranks.base import Candidates, LatentCandidate, RankMethod
 
 MAX_CLASSES = 4  # (key rank, value rank) pairs a layer: the kernels compile one body for each
+Step = tuple[float, int]  # (priority, numbers it costs)
+Steps = list[list[Step]]  # of every candidate, best first
 _BULK_CLASSES = 3  # the fourth class is left to spend the last steps of the budget
 
 
-def allocate(
-    candidates: Sequence[LatentCandidate], method: RankMethod, budget: int, align: int
-) -> list[int]:
+def allocate(candidates: Candidates, method: RankMethod, budget: int, align: int) -> list[int]:
     """Ranks for every candidate: at most `budget` numbers a token in all, multiples of `align`.
 
     A last step narrower than `align` completes a latent whose width is no multiple of it. Every
@@ -38,9 +36,6 @@ def allocate(
     return _limit_classes(candidates, steps, ranks, budget, align)
 
 
-Step = tuple[float, int]  # (priority, numbers it costs)
-
-
 def _steps(candidate: LatentCandidate, priority: Tensor, align: int) -> list[Step]:
     """The candidate's dimensions in blocks of `align`, best first."""
     if candidate.skip:
@@ -49,7 +44,7 @@ def _steps(candidate: LatentCandidate, priority: Tensor, align: int) -> list[Ste
     return [(float(block.mean()), len(block)) for block in blocks]
 
 
-def _protect(candidates: Sequence[LatentCandidate], steps: list[list[Step]]) -> None:
+def _protect(candidates: Candidates, steps: Steps) -> None:
     """A layer that stores nothing would have no rows to count: its best first step comes first."""
     for layer in {c.layer for c in candidates}:
         best = max(
@@ -58,7 +53,7 @@ def _protect(candidates: Sequence[LatentCandidate], steps: list[list[Step]]) -> 
         steps[best][0] = (float("inf"), steps[best][0][1])
 
 
-def _fill(steps: list[list[Step]], budget: int) -> list[int]:
+def _fill(steps: Steps, budget: int) -> list[int]:
     """Take steps by priority (within a candidate in order) while the budget lasts."""
     ordered = sorted(
         (
@@ -77,11 +72,7 @@ def _fill(steps: list[list[Step]], budget: int) -> list[int]:
 
 
 def _limit_classes(
-    candidates: Sequence[LatentCandidate],
-    steps: list[list[Step]],
-    ranks: list[int],
-    budget: int,
-    align: int,
+    candidates: Candidates, steps: Steps, ranks: list[int], budget: int, align: int
 ) -> list[int]:
     """At most MAX_CLASSES width classes a layer, at the least predicted cost, budget kept."""
     layers = {
@@ -103,7 +94,7 @@ def _limit_classes(
     return ranks
 
 
-def _by_head(candidates: Sequence[LatentCandidate], members: list[int]) -> dict[int, list[int]]:
+def _by_head(candidates: Candidates, members: list[int]) -> dict[int, list[int]]:
     heads: dict[int, list[int]] = {}
     for i in members:
         for head in candidates[i].heads:
@@ -111,17 +102,12 @@ def _by_head(candidates: Sequence[LatentCandidate], members: list[int]) -> dict[
     return heads
 
 
-def _classes(candidates: Sequence[LatentCandidate], members: list[int], ranks: list[int]) -> int:
+def _classes(candidates: Candidates, members: list[int], ranks: list[int]) -> int:
     heads = _by_head(candidates, members)
     return len({tuple(ranks[i] for i in own) for own in heads.values()})
 
 
-def _merge(
-    candidates: Sequence[LatentCandidate],
-    steps: list[list[Step]],
-    members: list[int],
-    ranks: list[int],
-) -> None:
+def _merge(candidates: Candidates, steps: Steps, members: list[int], ranks: list[int]) -> None:
     """Lower two classes to their common floor where that drops the least priority."""
     heads = _by_head(candidates, members)
     classes = sorted({tuple(ranks[i] for i in own) for own in heads.values()})
@@ -154,11 +140,7 @@ def _dropped(steps: list[Step], low: int, high: int) -> float:
 
 
 def _spend(
-    candidates: Sequence[LatentCandidate],
-    steps: list[list[Step]],
-    layers: dict[int, list[int]],
-    ranks: list[int],
-    left: int,
+    candidates: Candidates, steps: Steps, layers: dict[int, list[int]], ranks: list[int], left: int
 ) -> int:
     """Give freed numbers to the best steps that keep every layer within MAX_CLASSES; what is left
     when no single step does."""
@@ -180,11 +162,7 @@ def _spend(
 
 
 def _top_up(
-    candidates: Sequence[LatentCandidate],
-    steps: list[list[Step]],
-    members: list[int],
-    ranks: list[int],
-    left: int,
+    candidates: Candidates, steps: Steps, members: list[int], ranks: list[int], left: int
 ) -> int:
     """Spend `left` in one layer of at most _BULK_CLASSES: raise one class's heads one by one, so
     that a single transitional class exists at any time. Stops short of one step, or at the top."""

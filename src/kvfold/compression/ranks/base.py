@@ -52,6 +52,9 @@ class LatentCandidate:
         return self.basis.loss.cpu()
 
 
+Candidates = Sequence[LatentCandidate]
+
+
 class RankMethod(ABC):
     """A way to spend a budget, for one recipe.
 
@@ -67,11 +70,8 @@ class RankMethod(ABC):
         """Names of the statistics (QUANTITIES) that `scores` reads."""
         return set()
 
-    def scores(
-        self, candidates: Sequence[LatentCandidate], sources: Iterable[Source]
-    ) -> list[float]:
-        """A score of every candidate from its layer's weights and statistics; sources: one a layer,
-        in order, to be read once."""
+    def scores(self, candidates: Candidates, sources: Iterable[Source]) -> list[float]:
+        """Of every candidate, from its layer's weights and statistics; sources: layers in order."""
         return [candidate.score for candidate in candidates]
 
     def stays_whole(self, layer: int, score: float) -> bool:
@@ -79,5 +79,5 @@ class RankMethod(ABC):
         return layer in self.recipe.skip_layers
 
     @abstractmethod
-    def priorities(self, candidates: Sequence[LatentCandidate], budget: int) -> list[Tensor]:
+    def priorities(self, candidates: Candidates, budget: int) -> list[Tensor]:
         """Of every dimension of every candidate [width]; budget: numbers a token, all layers."""

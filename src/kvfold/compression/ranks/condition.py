@@ -1,13 +1,13 @@
 """LoRC's ranks."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from kvfold.compression.bases.base import Source
-from kvfold.compression.ranks.base import LatentCandidate, RankMethod
+from kvfold.compression.ranks.base import Candidates, RankMethod
 from kvfold.models.adapter import Projections
 
 
@@ -20,9 +20,7 @@ class Condition(RankMethod):
 
     settings = frozenset({"skip_threshold"})
 
-    def scores(
-        self, candidates: Sequence[LatentCandidate], sources: Iterable[Source]
-    ) -> list[float]:
+    def scores(self, candidates: Candidates, sources: Iterable[Source]) -> list[float]:
         logs = log_conditions(source.weights for source in sources)
         return [logs[c.layer] for c in candidates]
 
@@ -33,7 +31,7 @@ class Condition(RankMethod):
         above = threshold is not None and score / math.log(10) > threshold
         return above or super().stays_whole(layer, score)
 
-    def priorities(self, candidates: Sequence[LatentCandidate], budget: int) -> list[Tensor]:
+    def priorities(self, candidates: Candidates, budget: int) -> list[Tensor]:
         logs = torch.tensor([c.score for c in candidates]).double()
         span = (logs.max() - logs.min()).clamp(min=1e-12)
         below = ((logs.max() - logs) / span).clamp(min=1e-12)

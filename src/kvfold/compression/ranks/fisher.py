@@ -1,12 +1,12 @@
 """Palu's ranks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from kvfold.compression.bases.base import Source
-from kvfold.compression.ranks.base import LatentCandidate, RankMethod
+from kvfold.compression.ranks.base import Candidates, RankMethod
 
 FLOOR = 32  # Palu's release: ranks in steps of 32, at least one
 _BEFORE_ALL = 1e12  # priority of what a latent never goes without; still below a layer's only step
@@ -27,9 +27,7 @@ class Fisher(RankMethod):
     def needs(self) -> set[str]:
         return {"fisher"}
 
-    def scores(
-        self, candidates: Sequence[LatentCandidate], sources: Iterable[Source]
-    ) -> list[float]:
+    def scores(self, candidates: Candidates, sources: Iterable[Source]) -> list[float]:
         """Mean over the latent's elements of W, or with equal ranks over all of the layer's."""
         by_layer = [source["fisher"].raw() for source in sources]
         found = []
@@ -39,7 +37,7 @@ class Fisher(RankMethod):
             found.append(float(own.mean()))
         return found
 
-    def priorities(self, candidates: Sequence[LatentCandidate], budget: int) -> list[Tensor]:
+    def priorities(self, candidates: Candidates, budget: int) -> list[Tensor]:
         free = [c for c in candidates if not c.skip]
         budget -= sum(c.numbers for c in candidates if c.skip)
         share = budget / max(1, sum(c.width for c in free))

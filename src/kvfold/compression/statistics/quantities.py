@@ -101,6 +101,10 @@ class KeyValueGradients:
         """At `rows` [T, 2K]."""
         return torch.cat((_flat(self.grad_before), _flat(self.grad_value)), -1)
 
+    def side(self, i: int) -> tuple[Tensor, Tensor]:
+        """Keys before RoPE (0) or values (1) [T - 1, K] but the first, and gradients there."""
+        return self.rows[FIRST:].chunk(2, -1)[i], self.grads[FIRST:].chunk(2, -1)[i]
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputGradients:
@@ -113,19 +117,19 @@ class OutputGradients:
 View = type[Attended] | type[KeyValueGradients] | type[OutputGradients]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Quantity:
     """A statistic: what it is, with the shape of its second moment, and how it is measured.
 
     view: what `read` is given of every window and layer; all but Attended take a backward pass.
-    What `read` returns is added up with +=; `finish(total, centroids, seed)` makes a Moment of the
+    What it returns is added up with +=; `finish(total, centroids, seed)` makes a Moment of the
     sum. in_subspace: reads the layer's subspace; reads_hidden: reads
     what the attention's projections read; pruned: of the windows that ZDC keeps alone.
     """
 
     meaning: str
-    view: View
     read: Callable[[Any], Any]
+    view: View = Attended
     finish: Callable[[Any, int | None, int], Moment] = lambda total, *_: total
     in_subspace: bool = False
     reads_hidden: bool = False
@@ -166,11 +170,6 @@ def _kept_rows(x: Attended) -> list[tuple[Tensor, Tensor, Tensor]]:
     return [(q, k, v)]
 
 
-def _side(x: KeyValueGradients, side: int) -> tuple[Tensor, Tensor]:
-    """Keys before RoPE (0) or values (1) [T - 1, K], and gradients there."""
-    return x.rows[FIRST:].chunk(2, -1)[side], x.grads[FIRST:].chunk(2, -1)[side]
-
-
 def _grad_weighted(rows: Tensor, grads: Tensor) -> Moment:
     """Each token weighted by the norm of its gradient."""
     return Moment.of(rows, grads.norm(dim=-1))
@@ -209,7 +208,7 @@ def _fisher_squares(x: KeyValueGradients) -> Moment:
     return Moment.once(torch.stack(weights).square_(), hidden.new_zeros(()))
 
 
-def _fisher_score(squares: Moment) -> Moment:
+def _fisher_score(squares: Moment, *_: Any) -> Moment:
     """Palu's release: the root of the mean square of every element, then their mean a head."""
     windows = int(squares.weight)
     score = (squares.second.double() / windows).sqrt().mean((2, 3)).mT.contiguous()
@@ -218,120 +217,98 @@ def _fisher_score(squares: Moment) -> Moment:
 
 # Names are those of saved statistics, and what a basis or a rank method `needs`.
 QUANTITIES: dict[str, Quantity] = {
-    "key_pre": Quantity(
-        meaning="keys before RoPE, all heads [K, K]",
-        view=Attended,
-        read=lambda x: Moment.of(x.keys),
-    ),
-    "value": Quantity(
-        meaning="values, all heads [K, K]",
-        view=Attended,
-        read=lambda x: Moment.of(_flat(x.v)),
-    ),
+    "key_pre": Quantity("keys before RoPE, all heads [K, K]", lambda x: Moment.of(x.keys)),
+    "value": Quantity("values, all heads [K, K]", lambda x: Moment.of(_flat(x.v))),
     "kv": Quantity(
-        meaning="keys before RoPE and values, in the subspace of the layer [<= 2K]",
-        view=Attended,
-        read=_keys_and_values,
+        "keys before RoPE and values, in the subspace of the layer [<= 2K]",
+        _keys_and_values,
         in_subspace=True,
     ),
-    "key_post": Quantity(
-        meaning="keys after RoPE, per head [Hk, d, d]",
-        view=Attended,
-        read=lambda x: Moment.of(x.k),
-    ),
+    "key_post": Quantity("keys after RoPE, per head [Hk, d, d]", lambda x: Moment.of(x.k)),
     "key_seen": Quantity(
-        meaning="keys after RoPE weighted by the attention they receive [Hk, d, d]",
-        view=Attended,
-        read=lambda x: Moment.of(x.k, x.weights.sum((1, 2))),
+        "keys after RoPE weighted by the attention they receive [Hk, d, d]",
+        lambda x: Moment.of(x.k, x.weights.sum((1, 2))),
     ),
     "query": Quantity(
-        meaning="queries after RoPE, summed over a KV head's query heads [Hk, d, d]",
-        view=Attended,
-        read=lambda x: Moment.of(x.q.flatten(1, 2)),
+        "queries after RoPE, summed over a KV head's query heads [Hk, d, d]",
+        lambda x: Moment.of(x.q.flatten(1, 2)),
     ),
     "query_back": Quantity(
-        meaning="queries turned back by an attended key's position [Hk, d, d]",
-        view=Attended,
-        read=_turned_back,
+        "queries turned back by an attended key's position [Hk, d, d]", _turned_back
     ),
     "out": Quantity(
-        meaning="attention outputs over all heads' values, all query heads pooled [K, K]",
-        view=Attended,
-        read=_outputs_over_all,
+        "attention outputs over all heads' values, all query heads pooled [K, K]",
+        _outputs_over_all,
     ),
     "out_head": Quantity(
-        meaning="attention outputs, query heads of a KV head pooled [Hk, d, d]",
-        view=Attended,
-        read=lambda x: Moment.of(x.out.flatten(1, 2)),
+        "attention outputs, query heads of a KV head pooled [Hk, d, d]",
+        lambda x: Moment.of(x.out.flatten(1, 2)),
     ),
     "key_pre_felt": Quantity(
-        meaning="keys before RoPE, each token weighted by its gradient's norm [K, K]",
-        view=KeyValueGradients,
-        read=lambda x: _grad_weighted(*_side(x, 0)),
+        "keys before RoPE, each token weighted by its gradient's norm [K, K]",
+        lambda x: _grad_weighted(*x.side(0)),
+        KeyValueGradients,
     ),
     "kv_felt": Quantity(
-        meaning="the same of keys before RoPE and values, in the subspace of the layer",
-        view=KeyValueGradients,
-        read=_grad_weighted_kv,
+        "the same of keys before RoPE and values, in the subspace of the layer",
+        _grad_weighted_kv,
+        KeyValueGradients,
         in_subspace=True,
     ),
     "key_post_felt": Quantity(
-        meaning="keys after RoPE, each token weighted by its gradient's norm [Hk, d, d]",
-        view=KeyValueGradients,
-        read=lambda x: _grad_weighted(x.k[:, FIRST:], x.grad_key[:, FIRST:]),
+        "keys after RoPE, each token weighted by its gradient's norm [Hk, d, d]",
+        lambda x: _grad_weighted(x.k[:, FIRST:], x.grad_key[:, FIRST:]),
+        KeyValueGradients,
     ),
     "value_felt": Quantity(
-        meaning="values, each token weighted by its gradient's norm [K, K]",
-        view=KeyValueGradients,
-        read=lambda x: _grad_weighted(*_side(x, 1)),
+        "values, each token weighted by its gradient's norm [K, K]",
+        lambda x: _grad_weighted(*x.side(1)),
+        KeyValueGradients,
     ),
     "out_head_felt": Quantity(
-        meaning="the same of `out_head` [Hk, d, d]",
-        view=OutputGradients,
-        read=lambda x: Moment.of(x.out.flatten(1, 2), x.gradient.norm(dim=-1).flatten(1)),
+        "the same of `out_head` [Hk, d, d]",
+        lambda x: Moment.of(x.out.flatten(1, 2), x.gradient.norm(dim=-1).flatten(1)),
+        OutputGradients,
     ),
     "grad_key_pre": Quantity(
-        meaning="loss gradient at keys before RoPE [K, K]",
-        view=KeyValueGradients,
-        read=lambda x: Moment.of(_side(x, 0)[1]),
+        "loss gradient at keys before RoPE [K, K]",
+        lambda x: Moment.of(x.side(0)[1]),
+        KeyValueGradients,
     ),
     "grad_key_post": Quantity(
-        meaning="loss gradient at keys after RoPE [Hk, d, d]",
-        view=KeyValueGradients,
-        read=lambda x: Moment.of(x.grad_key[:, FIRST:]),
+        "loss gradient at keys after RoPE [Hk, d, d]",
+        lambda x: Moment.of(x.grad_key[:, FIRST:]),
+        KeyValueGradients,
     ),
     "grad_value": Quantity(
-        meaning="loss gradient at values [K, K]",
-        view=KeyValueGradients,
-        read=lambda x: Moment.of(_side(x, 1)[1]),
+        "loss gradient at values [K, K]", lambda x: Moment.of(x.side(1)[1]), KeyValueGradients
     ),
     "grad_kv": Quantity(
-        meaning="loss gradient at (keys before RoPE, values), in the layer's subspace",
-        view=KeyValueGradients,
-        read=_grad_kv,
+        "loss gradient at (keys before RoPE, values), in the layer's subspace",
+        _grad_kv,
+        KeyValueGradients,
         in_subspace=True,
     ),
     "first": Quantity(
-        meaning="a window's first token: keys before RoPE, values, keys after RoPE [3K]; squares",
-        view=KeyValueGradients,
-        read=_first,
+        "a window's first token: keys before RoPE, values, keys after RoPE [3K]; squares",
+        _first,
+        KeyValueGradients,
     ),
     "grad_out": Quantity(
-        meaning="loss gradient at attention outputs, summed over query heads [Hk, d, d]",
-        view=OutputGradients,
-        read=_grad_out,
+        "loss gradient at attention outputs, summed over query heads [Hk, d, d]",
+        _grad_out,
+        OutputGradients,
     ),
     "fisher": Quantity(
-        meaning="root mean square gradient of W_K's and W_V's elements, mean a KV head [Hk, 2]",
-        view=KeyValueGradients,
-        read=_fisher_squares,
-        finish=lambda total, *_: _fisher_score(total),
+        "root mean square gradient of W_K's and W_V's elements, mean a KV head [Hk, 2]",
+        _fisher_squares,
+        KeyValueGradients,
+        finish=_fisher_score,
         reads_hidden=True,
     ),
     "rows_reduced": Quantity(
-        meaning="ZDC's k-means centroids of Q, K and V per head: second moments [Hk, 2, d, d]",
-        view=Attended,
-        read=_kept_rows,
+        "ZDC's k-means centroids of Q, K and V per head: second moments [Hk, 2, d, d]",
+        _kept_rows,
         finish=reduced_rows,
         pruned=True,
     ),
