@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvfold.compression.ranks.base import RankMethod
+from kvfold.compression.ranks.base import Candidates, RankMethod
 
 
 class Uniform(RankMethod):
