@@ -49,8 +49,8 @@ def compress(
     steps in which the maps learn from the original on the calibration text (see
     `compression.recover`; for a GPU). output: a directory to save to; written whole or not at all.
 
-    Returns the folded model. Raises ValueError for settings or inputs that cannot work, and leaves
-    the model as it was.
+    Returns the folded model. Raises ValueError for settings or inputs that cannot work, and then
+    leaves the model as it was, unless it is recovery that diverges.
     """
     recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
     target = Target(keep=keep, factor=factor, bytes_per_token=bytes_per_token, budget=budget)

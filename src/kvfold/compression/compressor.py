@@ -75,7 +75,7 @@ class Compressor:
                     f"bytes_per_token must be at most {full}, what the uncompressed cache takes at"
                     f" 16 bits; got {target.bytes_per_token:g}"
                 )
-            factor = full / target.bytes_per_token
+            factor = Target(factor=full / target.bytes_per_token).factor
         if factor is not None and not self.basis.predicts_loss:
             raise ValueError(
                 f"recipe {self.recipe.name!r} predicts no losses to weigh bits by; use "
