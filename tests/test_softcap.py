@@ -10,8 +10,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 import kvfold
-from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
+from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.evaluation.session import Session
@@ -60,12 +60,12 @@ def close(found: Tensor, wanted: Tensor) -> None:
     assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("recipe", [None, "lorc", "zack", "small"])
+@pytest.mark.parametrize("recipe", [None, "lorc", "zack", "small", "fast"])
 def test_folded_and_paged_models_cap_their_scores(recipe: str | None) -> None:
     model, ids = tiny("llama-gqa"), tokens(1, 40)
     whole = dense(model, ids)
     if recipe is not None:
-        wanted = build.needs(kvfold.recipes.get(recipe))
+        wanted = Compressor(model, kvfold.recipes.get(recipe)).needs
         found = calibrate(model, family_of(model.config), tokens(8, 64), wanted)
         model = kvfold.compress(model, recipe, statistics=found, keep=1.0, align=1)
         for implementation in ("sdpa", "eager"):
