@@ -23,7 +23,7 @@ from kvfold.models.adapter import HFAttention, PagedRows
 from kvfold.models.families import attention_windows, family_of
 from kvfold.ops.backend import store_module
 from kvfold.ops.common.attention import Tables
-from kvfold.ops.observe.reference import supports as can_observe
+from kvfold.ops.observe import why_not as why_not_observed
 from kvfold.ops.store import reference as store
 from kvfold.ops.store import residual as kivi
 
@@ -44,7 +44,8 @@ class Attention:
         decoded = {*direct, *(rebuilder.maps if rebuilder else ())}
         self.setup, self.modules, self.observer, self.recent = setup, modules, None, None
         if (watching := setup.attention_policy) is not None and watching.continual:
-            decoded = {i for i in direct if can_observe(setup.pages[i].groups)}
+            groups, device = [x.groups for x in setup.pages], pool.device.type
+            decoded = {i for i in direct if not why_not_observed(groups[i], device)}
             seen = {i: modules[i] for i in decoded}
             self.observer = Observer(setup, watching, seen) if seen else None
         if policy is not None and "queries" in policy.needs:

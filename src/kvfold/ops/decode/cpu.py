@@ -155,7 +155,7 @@ def attend_pages(q: Tensor, data: Tensor, pages: PageList, scale: float) -> tupl
 def add_metrics(arena: Tensor, data: Tensor, pages: PageList, values: Tensor) -> None:
     """Add values fp32 [n, P] to the metrics of pages that were read as `data`. Rows beyond a length
     become anything."""
-    start = pages.units * (UNIT // 4) + pages.kind.layout.block_offsets[METRICS] // 4
+    start = pages.units * (UNIT // 4) + pages.kind.layout.metrics_offset // 4
     address = start[:, None] + torch.arange(values.shape[1])
     new = pages.kind.block(data, METRICS, torch.float32)[..., 0] + values
     words_of(arena, torch.float32).scatter_(0, address.flatten(), new.flatten())
