@@ -90,7 +90,7 @@ def test_supported(options: dict) -> None:
         {"ranks": [(64, 62)], "bits": 4},
         {"ranks": [(64, 63)], "bits": 8},
         {"ranks": [(64, 64)], "bits": 4, "sub_group": 32},
-        {"ranks": [(64, 64)], "bits": 4, "kivi": True},
+        {"ranks": [(64, 64)], "bits": 4, "format": "kivi"},
     ],
 )
 def test_not_supported(options: dict) -> None:
@@ -208,7 +208,10 @@ def test_decode_is_the_reference_without_kernels(choose) -> None:
     [
         ({"bits": 3}, "keys in 3 bits: the kernels read 16, 8 and 4"),
         ({"itemsize": 4}, "numbers of 32 bits: the kernels read 16, and codes"),
-        ({"bits": 4, "kivi": True}, "keys with a scale a channel: the kernels read a scale a row"),
+        (
+            {"bits": 4, "format": "kivi"},
+            "keys with a scale a channel: the kernels read a scale a row",
+        ),
     ],
 )
 def test_a_reason_says_why_the_reference_runs(options, reason, choose) -> None:

@@ -82,7 +82,7 @@ class Case:
         args = *found, LayerPages(*place, groups), slots.to(DEVICE), SCALE
         case = cls(args, weights, where[:, None], valid)
         one = torch.ones(valid.shape, device=DEVICE)
-        store.add_metrics(case.arena, *case.owner, one, valid.to(DEVICE))
+        store.add_metrics(*case.owner, one, valid.to(DEVICE))
         return case
 
     @property
@@ -91,11 +91,11 @@ class Case:
 
     @property
     def owner(self) -> tuple:
-        """tables, groups, slots."""
-        return self.args[3].tables, self.args[3].groups, self.args[4]
+        """Pages and slots."""
+        return self.args[3:5]
 
     def metrics(self) -> Tensor:
-        return store.read_metrics(self.arena, *self.owner, self.valid.to(DEVICE)).cpu()
+        return store.read_metrics(*self.owner, self.valid.to(DEVICE)).cpu()
 
     def want(self, power: int, exclude: int) -> Tensor:
         """float64 [B, G, T] of groups in the order of their heads, the 1 of the start included."""
@@ -114,9 +114,11 @@ class Case:
         assert ((found - want).abs() <= limit * (want - 1).abs() + 1e-6).all()
         assert torch.equal(found[want == 1], want[want == 1].float()) and (want > 1.01).any()
         valid = self.valid.to(DEVICE)
-        store.add_metrics(self.arena, *self.owner, 1 - found.to(DEVICE), valid)
-        store.add_metrics(self.arena, *self.owner, 0 - self.metrics().to(DEVICE), valid)
-        store.add_metrics(before, *self.owner, torch.full_like(found, -1).to(DEVICE), valid)
+        store.add_metrics(*self.owner, 1 - found.to(DEVICE), valid)
+        store.add_metrics(*self.owner, 0 - self.metrics().to(DEVICE), valid)
+        pages, slots = self.owner
+        less = torch.full_like(found, -1).to(DEVICE)
+        store.add_metrics(pages._replace(arena=before), slots, less, valid)
         assert torch.equal(self.arena, before)
 
 

@@ -105,18 +105,20 @@ class Case:
                     rows[count:, x.start : x.start + x.width] = torch.nan
             at = torch.randperm(max(512, longest), generator=chance)[:longest].int()
             args = [x.to(DEVICE) for x in (rows, torch.full((longest,), b), index, at)]
-            store.append(self.arena, self.tables, self.groups, *args)
+            store.append(self.pages, *args)
+
+    @property
+    def pages(self) -> LayerPages:
+        return LayerPages(self.arena, self.tables, self.lengths.to(DEVICE), self.groups)
 
     def run(self, function, **options) -> Tensor:
-        pages = LayerPages(self.arena, self.tables, self.lengths.to(DEVICE), self.groups)
-        return function(self.q, pages, self.slots, 0.1, self.maps, **options)
+        return function(self.q, self.pages, self.slots, 0.1, self.maps, **options)
 
 
 def explicit(case: Case) -> Tensor:
     """The outputs written out in float64, a head after another."""
     counts = case.lengths.to(DEVICE)[case.slots]
-    args = (case.arena, case.tables, case.groups, case.slots, counts)
-    stored = store.gather(*args, torch.float16)
+    stored = store.gather(case.pages, case.slots, counts, torch.float16)
     layer, queries = case.layer, case.q.shape[1] // len(case.maps.up)
     widest = max(x.rank for x in layer.value_latents)
     out = torch.zeros(*case.q.shape[:2], widest, dtype=torch.float64, device=DEVICE)
@@ -315,7 +317,7 @@ def test_supports() -> None:
     assert unread(post, case.groups)
     assert unread(*layer_and_groups(bits=2))
     assert unread(*layer_and_groups(bits=4, sub_group=16))
-    assert unread(*layer_and_groups(bits=4, kivi=True))
+    assert unread(*layer_and_groups(bits=4, format="kivi"))
     assert unread(*layer_and_groups(ranks=[16, 0]))
 
 

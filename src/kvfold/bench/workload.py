@@ -215,7 +215,7 @@ def _maps(
 def _row_bytes(group: Group) -> int:
     """Bytes of a row that attention reads: numbers and scales, no positions, no metrics."""
     layout = group.layout
-    codes = sum(x.row_bytes(layout.itemsize) for x in layout.segments)
+    codes = sum(x.row_bytes for x in layout.segments)
     return codes + layout.scale * layout.scales_per_row
 
 

@@ -12,7 +12,7 @@ from kvfold.cache.slabs import upload
 from kvfold.engine.gathered import member_of, owner_of, rope_tables
 from kvfold.engine.paged import Attention
 from kvfold.models.folded import Columns, RowView
-from kvfold.ops.store.reference import StoredRows
+from kvfold.ops.store import StoredRows, gather
 
 
 class PoolRows:
@@ -52,11 +52,8 @@ class PoolRows:
         return recent.read(layer, self.slots, upload(np.array(self.computed), self.slots.device))
 
     def _stored(self, layer: int) -> StoredRows:
-        arena, tables, lengths, groups = self.setup.pages[layer]
-        dtype = self.attention.modules[layer].o_proj.weight.dtype
-        place = arena, tables, groups, self.slots, lengths[self.slots]
-        found: StoredRows = self.setup.store.gather(*place, dtype, self.size)
-        return found
+        pages, dtype = self.setup.pages[layer], self.attention.modules[layer].o_proj.weight.dtype
+        return gather(pages, self.slots, pages.lengths[self.slots], dtype, self.size)
 
     def _present(self, x: Tensor, layer: int, stored: StoredRows) -> Tensor:
         """x [B, Hk, T, .] with zeros where there is no row."""

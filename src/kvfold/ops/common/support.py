@@ -8,10 +8,12 @@ BITS = (16, 8, 4)
 SIDES = {"k": "keys", "v": "values", "kv": "keys and values"}
 
 
-def unread(groups: Iterable[Group], sides: Mapping[str, Iterable[Segment | None]]) -> str | None:
-    """Why kernels do not read the pages of these groups; None where they do: 16-bit numbers, or
-    codes of 8 or 4 bits with an fp16 scale a row, in whole 16-bit words, of one width a side.
-    sides: the segments of keys and of values."""
+def unread(
+    op: str, groups: Iterable[Group], sides: Mapping[str, Iterable[Segment | None]]
+) -> str | None:
+    """Why kernels of an operation do not read the pages of these groups; None where they do:
+    formats that name it, of 16 bits, or codes of 8 or 4 bits with an fp16 scale a row, in whole
+    16-bit words, of one width a side. sides: the segments of keys and of values."""
     for layout in {group.layout: None for group in groups}:
         coded = any(x.quantized for x in layout.segments)
         if layout.itemsize != 2 and not all(x.quantized for x in layout.segments):
@@ -22,6 +24,8 @@ def unread(groups: Iterable[Group], sides: Mapping[str, Iterable[Segment | None]
             side = SIDES[x.side]
             if x.per_channel:
                 return f"{side} with a scale a channel: the kernels read a scale a row"
+            if op not in x.format.kernels:
+                return f"{side} in format {x.format.name}, which the kernels do not read"
             if x.bits not in BITS:
                 return f"{side} in {x.bits} bits: the kernels read 16, 8 and 4"
             if x.width * x.bits % 16:

@@ -46,10 +46,10 @@ def unread(groups: Sequence[Group]) -> str | None:
             return "keys and values in one latent: the kernels read either by itself"
         if sides not in ([], ["k"], ["v"], ["k", "v"]):
             return "several scales or widths of bits a side: the kernels read one"
-    if len({group.layout.zeros for group in groups}) > 1:
+    if len({group.layout.zeros for group in groups if group.layout.scales_per_row}) > 1:
         return "zeros in some groups: the kernels read them in all or in none"
     each = {side: [x for group in groups for x in segments_of(group, side)] for side in ("k", "v")}
-    return support.unread(groups, each)
+    return support.unread("decode", groups, each)
 
 
 def segments_of(group: Group, side: str) -> list[Segment]:
@@ -65,8 +65,8 @@ def decode_groups(groups: tuple[Group, ...], queries: int, device: torch.device)
         blocks = dict(zip([s.side for s in layout.segments], layout.block_offsets, strict=False))
         sizes = {s.side: s for s in layout.segments}
         width = [sizes[side].width if side in sizes else 0 for side in ("k", "v")]
-        stride = [sizes[side].row_bytes(2) // 2 if side in sizes else 0 for side in ("k", "v")]
-        scales = layout.scales_offset // 2, layout.scales_per_row * layout.scale // 2
+        stride = [sizes[side].row_bytes // 2 if side in sizes else 0 for side in ("k", "v")]
+        scales = layout.blocks.scales.offset // 2, layout.scales_per_row
         first = group.heads[0] * queries
         rows.append([*width, *stride, blocks.get("v", 0) // 2, *scales, first])
         widths.append(width)
@@ -80,7 +80,7 @@ def decode_groups(groups: tuple[Group, ...], queries: int, device: torch.device)
         table=torch.tensor(rows, dtype=torch.int32, device=device),
         widths=(max(k for k, _ in widths), max(v for _, v in widths)),
         bits=(bits[0], bits[1]),
-        zeros=groups[0].layout.zeros and min(bits) < 16,
+        zeros=any(group.layout.zeros for group in groups),
         page=groups[0].layout.page,
         align=align,
         narrowest=(min(k for k, _ in widths), min(v for _, v in widths)),

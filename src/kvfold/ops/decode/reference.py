@@ -21,8 +21,7 @@ def decode(
     q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: None = None
 ) -> tuple[Tensor, Tensor]:
     """As `ops.decode.decode`."""
-    arena, tables, lengths, groups = pages
-    stored = gather(arena, tables, groups, slots, lengths[slots], q.dtype)
+    stored, groups = gather(pages, slots, pages.lengths[slots], q.dtype), pages.groups
     k = _spread(stored.rows, groups, "k", q.shape[-1])
     v = _spread(stored.rows, groups, "v", None)
     order = torch.tensor([g.heads[0] for g in groups], device=q.device).argsort()

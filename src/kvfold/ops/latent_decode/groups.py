@@ -63,7 +63,7 @@ def unread(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
         return "latents of several scales or widths of bits: the kernels read one a latent"
     if (widest := max(latent.rank for latent in layer.latents)) > WIDEST:
         return f"latents of {widest} numbers: the kernels read at most {WIDEST}"
-    return support.unread(groups, found)
+    return support.unread("latent_decode", groups, found)
 
 
 def _alike(served: Sequence[tuple[int, ...]]) -> bool:
@@ -92,7 +92,7 @@ def latent_groups(
     keys = {
         head: (
             *_where(groups[owner[head]], segment),
-            groups[owner[head]].layout.positions_offset // 4,
+            groups[owner[head]].layout.blocks.positions.offset // 4,
             owner[head],
         )
         for latent, segment in zip(layer.key_latents, key_segments, strict=True)
@@ -112,7 +112,7 @@ def latent_groups(
         widths=(max(widths[0]), max(widths[1])),
         narrowest=(min(widths[0]), min(widths[1])),
         bits=(_bits(key_segments), _bits(value_segments)),
-        zeros=layout.zeros,
+        zeros=any(group.layout.zeros for group in groups),
         tracked=layout.tracked,
         page=layout.page,
         align=next(n for n in (16, 8, 4, 2, 1) if all(stride % n == 0 for stride in strides)),
@@ -134,7 +134,7 @@ def _where(group: Group, segment: Segment | None) -> tuple[int, ...]:
     layout = group.layout
     index = list(layout.segments).index(segment)
     coded = [x.quantized for x in layout.segments]
-    scale = layout.scales_offset // 2 + sum(coded[:index])
+    scale = layout.blocks.scales.offset // 2 + sum(coded[:index])
     words = segment.width * segment.bits // 16
     start = layout.block_offsets[index] // 2
     return words, segment.width, start, scale, layout.scales_per_row, sum(coded)

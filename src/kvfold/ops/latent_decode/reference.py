@@ -24,10 +24,9 @@ def latent_decode(
     *, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `ops.latent_decode.latent_decode`. dtype: of the sums, q's if None."""
-    arena, tables, lengths, groups = pages
     layer, of = maps.layer, dtype or q.dtype
-    stored = gather(arena, tables, groups, slots, lengths[slots], q.dtype)
-    owner = torch.tensor([g for _, g in sorted(_owners(groups))], device=q.device)
+    stored = gather(pages, slots, pages.lengths[slots], q.dtype)
+    owner = torch.tensor([g for _, g in sorted(_owners(pages.groups))], device=q.device)
     rows, up, mean = stored.rows.to(of), maps.up.to(of), maps.mean.to(of)
     z = _per_head(rows, layer, layer.key_latents, up.shape[-1])
     k = torch.einsum("bhtr,hdr->bhtd", z, up) + mean[:, None]

@@ -15,8 +15,7 @@ def observe(
     *, power: int, exclude: int = 0,
 ) -> None:  # fmt: skip
     """As `ops.observe.observe`."""
-    arena, tables, lengths, groups = pages
-    stored = gather(arena, tables, groups, slots, lengths[slots], q.dtype)
+    stored, groups = gather(pages, slots, pages.lengths[slots], q.dtype), pages.groups
     queries = q.shape[1] // len(groups)
     last = torch.where(positions < 0, -1, positions - exclude)
     mass = torch.zeros(stored.valid.shape, device=q.device)
@@ -28,7 +27,7 @@ def observe(
         p = torch.exp2(power * (s * (scale * LOG2_E) - lse[:, heads, :, None]))
         seen = stored.positions[:, g, None] <= last[..., None]
         mass[:, g] = p.where(seen[:, None], 0.0).sum((1, 2))
-    add_metrics(arena, tables, groups, slots, mass, stored.valid)
+    add_metrics(pages, slots, mass, stored.valid)
 
 
 def _keys(rows: Tensor, group: Group) -> list[Tensor]:
