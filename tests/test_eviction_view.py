@@ -162,6 +162,17 @@ def test_a_sequence_that_went_back_has_fewer_queries() -> None:
     assert not q[:, :, :2].any() and q[:, :, 2:].all()
 
 
+def test_queries_of_who_had_the_slot_before_are_gone() -> None:
+    runner, policy = curious(tiny("llama-gqa"))
+    for q in runner.attention.recent.queries.values():
+        q.fill_(float("nan"))
+    (session,) = fed(runner, [WINDOW - 2])
+    runner.compress([session.sequence])
+    q, where = policy.seen[0][0][2:]
+    assert where.tolist() == [[-1, -1, *range(WINDOW - 2)]]
+    assert not q[:, :, :2].any() and q.isfinite().all()
+
+
 def test_nobody_keeps_queries_that_nobody_needs() -> None:
     policy = AttentionPolicy(name="plain", window=WINDOW)
     assert runner_of(tiny("llama-gqa"), policy).attention.recent is None
