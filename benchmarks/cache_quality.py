@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from kvfold import recipes
-from kvfold.api import CALIBRATION_TOKENS, Job
 from kvfold.cache.eviction import policies
 from kvfold.cli.common import named_texts, versions
 from kvfold.cli.evaluate import finite
+from kvfold.compression.calibration_text import CALIBRATION_TOKENS
+from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.evaluation.needle import evaluate_needle
 from kvfold.evaluation.paged import PagedReader, paged_perplexity
-from kvfold.evaluation.run import QUESTION_ROOM, folded_copy, text_windows
+from kvfold.evaluation.run import QUESTION_ROOM, text_windows
 from kvfold.files import write_json
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.copies import shared_copy
@@ -94,7 +95,7 @@ class Bench:
         self.texts = text_windows(
             self.model, self.tokenizer, texts, ctx=arguments.ctx, max_tokens=most
         )
-        self.job: Job | None = None
+        self.prepared: Prepared | None = None
         self.stats, self.calib_tokens = arguments.stats, arguments.calib_tokens
 
     def row(self, case: Case) -> dict[str, Any]:
@@ -118,11 +119,11 @@ class Bench:
     def _model(self, case: Case) -> Any:
         if case.factor is None:
             return shared_copy(self.model)
-        if self.job is None:
-            small = recipes.get("small")
-            self.job = Job(self.model, small, self.tokenizer, max_tokens=self.calib_tokens)
-            self.job.prepare(self.stats)
-        return folded_copy(self.job, self.job.plan_factor(case.factor, 1))
+        if self.prepared is None:
+            small, most = recipes.get("small"), self.calib_tokens
+            compressor = Compressor(self.model, small, self.tokenizer, max_tokens=most)
+            self.prepared = compressor.prepare(self.stats)
+        return self.prepared.folded_copy(self.prepared.plan_factor(case.factor, 1))
 
     def _needle(self, runner: Any, agnostic: bool) -> dict[int, Any]:
         reader = PagedReader(runner, agnostic=agnostic)

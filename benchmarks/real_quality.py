@@ -11,7 +11,6 @@ as they are measured; those already in the file are kept.
 """
 
 import argparse
-import copy
 import dataclasses
 import json
 import time
@@ -23,19 +22,19 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvfold import recipes
-from kvfold.api import CALIBRATION_TOKENS, Job, calibration_windows
 from kvfold.artifact import spec_of
 from kvfold.cli.common import named_texts, versions
 from kvfold.cli.evaluate import finite
-from kvfold.compression import build
 from kvfold.compression.calibrate import artifact_key
+from kvfold.compression.calibration_text import CALIBRATION_TOKENS
+from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
 from kvfold.compression.recover import QuantisedRows, StoredRows
 from kvfold.compression.statistics import Statistics
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.evaluation.paged import paged_perplexity
 from kvfold.evaluation.perplexity import PerplexityResult, inference, summarize, token_nll
-from kvfold.evaluation.run import QUESTION_ROOM, restricted, shared_statistics, text_windows
+from kvfold.evaluation.run import QUESTION_ROOM, text_windows
 from kvfold.evaluation.tasks import read_tasks, run_tasks
 from kvfold.files import write_json
 from kvfold.loading import load, load_tokenizer
@@ -99,31 +98,31 @@ class Bench:
         self.texts = text_windows(
             self.model, self.tokenizer, texts, ctx=arguments.ctx, max_tokens=most
         )
-        self.jobs: dict[str, Job] = {}
+        self.prepared: dict[str, Prepared] = {}
 
     def prepare(self, wanted: list[Case]) -> None:
         """One pass of calibration for all recipes of `wanted`."""
         names = dict.fromkeys(case.recipe for case in wanted if case.recipe)
         calib, most = self.arguments.calib or None, self.arguments.calib_tokens
-        for name in names:
-            recipe = recipes.get(name)
-            self.jobs[name] = Job(self.model, recipe, self.tokenizer, calib=calib, max_tokens=most)
-        if names:
-            statistics = self._statistics()
-            for job in self.jobs.values():
-                job.prepare(restricted(statistics, build.needs(job.recipe)))
+        made = [
+            Compressor(self.model, recipes.get(name), self.tokenizer, calib=calib, max_tokens=most)
+            for name in names
+        ]
+        if made:
+            statistics = self._statistics(made)
+            for name, compressor in zip(names, made, strict=True):
+                self.prepared[name] = compressor.prepare(statistics)
 
-    def _statistics(self) -> Statistics:
+    def _statistics(self, compressors: list[Compressor]) -> Statistics:
         """Of all recipes, from --stats where that holds them."""
-        jobs, path = list(self.jobs.values()), self.arguments.stats
+        path = self.arguments.stats
         if path is None or not path.exists():
-            made = shared_statistics(jobs)
+            made = shared_statistics(compressors)
             if path is not None:
                 made.save(path)
             return made
-        calib, most = self.arguments.calib or None, self.arguments.calib_tokens
-        rows = calibration_windows(self.tokenizer, self.model.config, calib, most)
-        return Statistics.load(path, artifact_key(self.model, rows)).to(self.model.device)
+        key = artifact_key(self.model, compressors[0].windows())
+        return Statistics.load(path, key).to(self.model.device)
 
     def row(self, case: Case) -> dict[str, Any]:
         begin = time.perf_counter()
@@ -159,14 +158,13 @@ class Bench:
     def _model(self, case: Case) -> tuple[Any, dict[str, Any]]:
         if case.recipe is None:
             return shared_copy(self.model), {}
-        trial = copy.copy(self.jobs[case.recipe])
+        prepared, model = self.prepared[case.recipe], shared_copy(self.model)
         if case.factor is not None:
-            spec = trial.plan_factor(case.factor)
+            spec = prepared.plan_factor(case.factor)
         else:
-            spec = trial.plan(case.keep or 1.0, 1)
-        trial.model = shared_copy(self.model)
-        trial.fold(spec, {}, recover=case.steps)
-        return trial.model, trial.model.config.quantization_config.provenance
+            spec = prepared.plan(case.keep or 1.0, 1)
+        prepared.fold(spec, {}, model=model, recover=case.steps)
+        return model, model.config.quantization_config.provenance
 
 
 def rows_perplexity(model: Any, spec: CacheSpec, ids: Tensor) -> PerplexityResult:

@@ -5,7 +5,6 @@ Plain functions, for scripts as well as for the command line. Shape legend: n wi
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,11 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from kvfold import recipes as named
-from kvfold.api import CALIBRATION_TOKENS, Job, Progress, calibration_windows
 from kvfold.artifact import spec_of
-from kvfold.compression import build, pipeline
-from kvfold.compression.calibrate import calibrate
+from kvfold.compression.calibration_text import CALIBRATION_TOKENS
+from kvfold.compression.compressor import Compressor, shared_statistics
+from kvfold.compression.progress import Progress, stage
 from kvfold.compression.statistics import Statistics
+from kvfold.compression.target import check_keep
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.evaluation.compare import Row
@@ -34,7 +34,6 @@ from kvfold.evaluation.perplexity import (
 from kvfold.evaluation.tasks import ChoiceTask, GenerationTask, TaskResult, run_tasks
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
-from kvfold.spec import CacheSpec
 from kvfold.text import running, windows
 
 ORIGINAL = "original"
@@ -244,12 +243,12 @@ def compare(
     every row as soon as it is measured; the model is left as it was. Raises ValueError for settings
     that cannot work, before anything is measured.
     """
-    jobs = [
-        _job(model, name, tokenizer, calib=calib, max_tokens=calibration_tokens, seed=seed)
+    compressors = [
+        _compressor(model, name, tokenizer, calib=calib, max_tokens=calibration_tokens, seed=seed)
         for name in recipes
     ]
     for keep in keeps:
-        pipeline.check_keep(keep)
+        check_keep(keep)
     what = Measurement(
         windows=text_windows(model, tokenizer, texts, ctx=ctx, max_tokens=max_tokens),
         chunk=chunk,
@@ -261,7 +260,7 @@ def compare(
         scored_from=ctx // 2 if cache is not None and cache.evict else None,
     )
     if statistics is None:
-        statistics = shared_statistics(jobs, progress)
+        statistics = shared_statistics(compressors, progress)
     rows: list[Row] = []
 
     def add(row: Row) -> None:
@@ -272,59 +271,26 @@ def compare(
     whole = None if cache is None else CacheConfig(page=cache.page, kv_bytes=cache.kv_bytes)
     original = measure(model, tokenizer, replace(what, cache=whole), progress, ORIGINAL)
     add(result_row(model, ORIGINAL, 1.0, original))
-    for job in jobs:
+    for compressor in compressors:
         begin = time.perf_counter()
-        job.prepare(restricted(statistics, build.needs(job.recipe)), progress)
-        prepared = time.perf_counter() - begin
+        prepared = compressor.prepare(statistics, progress)
+        preparing = time.perf_counter() - begin
         for keep in keeps:
             begin = time.perf_counter()
-            folded = folded_copy(job, job.plan(keep, align))
-            seconds = prepared + time.perf_counter() - begin
-            name = job.recipe.name
+            folded = prepared.folded_copy(prepared.plan(keep, align))
+            seconds = preparing + time.perf_counter() - begin
+            name = compressor.recipe.name
             measured = measure(folded, tokenizer, what, progress, f"{name} {keep:g}")
             add(result_row(folded, name, keep, measured, original, seconds))
     return rows
 
 
-def _job(model: Any, recipe: str, tokenizer: Any, **settings: Any) -> Job:
+def _compressor(model: Any, recipe: str, tokenizer: Any, **settings: Any) -> Compressor:
     config = named.get(recipe)
     try:
-        return Job(model, config, tokenizer, **settings)
+        return Compressor(model, config, tokenizer, **settings)
     except ValueError as error:
         raise ValueError(f"recipe {recipe}: {error}") from None
-
-
-def shared_statistics(jobs: Sequence[Job], progress: Progress | None = None) -> Statistics:
-    """The statistics that any of `jobs` (of one model and text) reads, from one pass."""
-    wanted = set().union(*(build.needs(job.recipe) for job in jobs))
-    if not wanted:
-        return Statistics({})
-    job = jobs[0]
-    rows = calibration_windows(job.tokenizer, job.model.config, job.calib, job.max_tokens)
-    return calibrate(
-        job.model,
-        job.family,
-        rows,
-        wanted,
-        seed=job.seed,
-        progress=stage(progress, "calibrate"),
-    )
-
-
-def restricted(statistics: Statistics, names: set[str]) -> Statistics:
-    """A view of the named moments: a recipe sees what it would have collected alone."""
-    view = Statistics(statistics.key)
-    for layer, stored in statistics.layers.items():
-        view.layers[layer] = {name: stored[name] for name in names & stored.keys()}
-    return view
-
-
-def folded_copy(job: Job, spec: CacheSpec) -> Any:
-    """A folded model that shares all weights but the attentions' with `job.model`."""
-    trial = copy.copy(job)
-    trial.model = shared_copy(job.model)
-    trial.fold(spec, {})
-    return trial.model
 
 
 def result_row(
@@ -353,10 +319,3 @@ def result_row(
         seconds=seconds,
         window_nll={name: result.window_nll for name, result in measured.texts.items()},
     )
-
-
-def stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
-    """`progress` for one named piece of work."""
-    if progress is None:
-        return None
-    return lambda done, total: progress(name.strip(), done, total)
