@@ -10,8 +10,8 @@ from kvfold import compress, recipes
 from kvfold.cache.eviction import policies
 from kvfold.cache.eviction.attention import AttentionPolicy
 from kvfold.cache.eviction.base import Policy, RowsView
-from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
+from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.runner import ModelRunner
@@ -47,7 +47,8 @@ def folded(name: str, recipe: str | None, keep: float):
     if recipe is None:
         return model
     found = recipes.get(recipe)
-    statistics = calibrate(model, family_of(model.config), tokens(8, 64), build.needs(found))
+    wanted = Compressor(model, found).needs
+    statistics = calibrate(model, family_of(model.config), tokens(8, 64), wanted)
     return compress(model, found, statistics=statistics, keep=keep, align=1)
 
 
