@@ -10,8 +10,8 @@ from kvfold import compress, recipes
 from kvfold.cache.eviction import policies
 from kvfold.cache.eviction.attention import AttentionPolicy
 from kvfold.cache.eviction.base import Policy, RowsView
-from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
+from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.runner import ModelRunner
@@ -47,7 +47,8 @@ def folded(name: str, recipe: str | None, keep: float):
     if recipe is None:
         return model
     found = recipes.get(recipe)
-    statistics = calibrate(model, family_of(model.config), tokens(8, 64), build.needs(found))
+    wanted = Compressor(model, found).needs
+    statistics = calibrate(model, family_of(model.config), tokens(8, 64), wanted)
     return compress(model, found, statistics=statistics, keep=keep, align=1)
 
 
@@ -161,6 +162,17 @@ def test_a_sequence_that_went_back_has_fewer_queries() -> None:
     q, where = policy.seen[0][0][2:]
     assert where.tolist() == [[-1, -1, *range(PROMPT - WINDOW + 2, PROMPT)]]
     assert not q[:, :, :2].any() and q[:, :, 2:].all()
+
+
+def test_queries_of_who_had_the_slot_before_are_gone() -> None:
+    runner, policy = curious(tiny("llama-gqa"))
+    for q in runner.attention.recent.queries.values():
+        q.fill_(float("nan"))
+    (session,) = fed(runner, [WINDOW - 2])
+    runner.compress([session.sequence])
+    q, where = policy.seen[0][0][2:]
+    assert where.tolist() == [[-1, -1, *range(WINDOW - 2)]]
+    assert not q[:, :, :2].any() and q.isfinite().all()
 
 
 def test_nobody_keeps_queries_that_nobody_needs() -> None:

@@ -64,5 +64,5 @@ class RecentQueries(QueryRing):
         wanted = computed[:, None] + torch.arange(-self.width, 0, device=self.device)
         rows = self._rows(slots[:, None], wanted)
         kept = (wanted >= 0) & (self.positions[rows] == wanted)
-        q = self.queries[layer][rows] * kept[..., None, None]
+        q = self.queries[layer][rows].where(kept[..., None, None], 0.0)
         return q.transpose(1, 2), wanted.where(kept, -1)
