@@ -66,9 +66,9 @@ class Eviction:
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-    def budget(self, sequence: Request) -> Budget | None:
-        """What a sequence may keep; None: everything."""
-        own = sequence.cache
+    def budget(self, request: Request) -> Budget | None:
+        """The most that a request may keep; None: everything."""
+        own = request.cache
         limits = own if own.max_cache_tokens or own.keep_tokens else self.cache
         page, groups = self.pool.layout.page, len(self.pool.layout.groups)
         if self.policy is None:
@@ -76,23 +76,23 @@ class Eviction:
         if limits.max_cache_tokens:
             return Budget.max_cache_tokens(limits.max_cache_tokens, page, groups)
         if limits.keep_tokens:
-            one = Budget.keep_tokens(limits.keep_tokens, [sequence.num_computed], page)
+            one = Budget.keep_tokens(limits.keep_tokens, [request.num_computed], page)
             return Budget(pages=one.limit * groups)
         return None
 
-    def is_over(self, sequence: Request) -> bool:
-        """Whether a sequence has more pages than it may keep."""
-        budget = self.budget(sequence)
+    def is_over(self, request: Request) -> bool:
+        """Whether a request has more pages than it may keep."""
+        budget = self.budget(request)
         if budget is None:
             return False
-        lengths = self.pool.host_lengths[sequence.open_slot]
+        lengths = self.pool.host_lengths[request.open_slot]
         return int((-(-lengths // self.pool.layout.page)).sum()) > budget.limit
 
-    def compress(self, sequences: list[Request]) -> None:
+    def compress(self, requests: list[Request]) -> None:
         """Evict to each one's budget and give the pages back to the pool."""
         work = [
             Held(x.open_slot, x.num_computed, budget, x.cache.protected)
-            for x in sequences
+            for x in requests
             if (budget := self.budget(x)) is not None
         ]
         kept = [self._evict(chunk) for chunk in self._chunks(work)]
