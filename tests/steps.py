@@ -67,14 +67,14 @@ def sequences_of(runner: ModelRunner, *prompts: int, more: int = 30) -> list[Req
 def step(runner: ModelRunner, *work: tuple[Request, int], every: bool = False) -> Tensor:
     """Logits of the last of the next tokens of every sequence, or of every token."""
     runner.pool.extend([x.open_slot for x, _ in work], [count for _, count in work])
-    pieces = []
+    chunks = []
     for x, count in work:
         part = tuple(x.token_ids[x.num_computed : x.num_computed + count])
-        pieces.append(
-            ScheduledChunk(sequence=x, start=x.num_computed, tokens=part, wants_logits=True)
+        chunks.append(
+            ScheduledChunk(request=x, start=x.num_computed, tokens=part, wants_logits=True)
         )
     run = runner.run_all if every else runner.run
-    found = run(Batch(pieces=tuple(pieces))).clone()
+    found = run(Batch(chunks=tuple(chunks))).clone()
     for x, count in work:
         x.num_computed += count
     return found

@@ -22,13 +22,15 @@ LAYERS: dict[str, set[str]] = {
     "recipes": {"config"},
     "gguf": {"files"},
     "smollm2": {"gguf"},
-    "models": {"spec", "ops"},
     "cache": {"formats", "spec", "ops"},
+    "attention": {"spec", "ops", "cache"},
+    "models": {"formats", "spec", "ops", "attention"},
     "artifact": {"spec", "models"},
     "compression": {"formats", "spec", "ops", "models", "config", "recipes", "artifact"}
     | {"search", "text"},
     "loading": {"artifact", "models", "gguf", "smollm2"},
-    "engine": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "loading"},
+    "engine": {"formats", "spec", "ops", "cache", "attention", "models", "config", "artifact"}
+    | {"loading"},
     "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"},
     "evaluation": {
         "spec",

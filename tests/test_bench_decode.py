@@ -81,7 +81,7 @@ def test_a_step_decodes_what_was_read():
     step = runner.run
     runner.run = lambda batch: seen.append(batch) or step(batch)
     assert len(served.step(engine)) == 3
-    pieces = seen[0].pieces
+    pieces = seen[0].chunks
     assert all(x.is_decode and x.wants_logits and x.start == 39 for x in pieces)
     assert set(runner.pool.host_lengths.flatten()) == {40}
     runner.pool.check_integrity()

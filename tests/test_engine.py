@@ -7,8 +7,9 @@ from kvfold.cache.pool import Pool
 from kvfold.engine.engine import Engine
 from kvfold.engine.request import SamplingParams
 from kvfold.engine.runner import ModelRunner
-from kvfold.models.families import attention_windows, family_of
+from kvfold.models.families import family_of
 from kvfold.models.fold import fold_model
+from kvfold.models.folded import attention_windows
 from kvfold.spec.layout import cache_layout, plain_spec
 from models import CONFIGS, greedy, tiny, tokens
 

@@ -136,26 +136,26 @@ class StubRunner:
             error, self.fail = self.fail, None
             raise error
         found = []
-        for piece in batch.pieces:
-            slot, stop = piece.sequence.slot, piece.start + len(piece.tokens)
+        for piece in batch.chunks:
+            slot, stop = piece.request.slot, piece.start + len(piece.tokens)
             self.cells |= {(slot, piece.start + i): t for i, t in enumerate(piece.tokens)}
             if piece.wants_logits:
                 logits = logits_after([self.cells.get((slot, p)) for p in range(stop)])
-                bad = piece.sequence.id in self.poisoned
+                bad = piece.request.id in self.poisoned
                 found.append(logits * torch.nan if bad else logits)
         return torch.stack(found) if found else torch.empty(0, VOCAB)
 
     def check(self, batch: Batch) -> None:
-        decode = [piece.is_decode for piece in batch.pieces]
+        decode = [piece.is_decode for piece in batch.chunks]
         assert decode == sorted(decode, reverse=True) and sum(decode) == batch.num_decode
-        sizes = [len(piece.tokens) for piece in batch.pieces]
+        sizes = [len(piece.tokens) for piece in batch.chunks]
         assert sum(sizes) <= self.max_batch_tokens and max(sizes) <= self.chunk and min(sizes) >= 1
-        assert all(len(p.tokens) == 1 and p.wants_logits for p in batch.pieces if p.is_decode)
-        for piece in batch.pieces:
-            slot = piece.sequence.slot
+        assert all(len(p.tokens) == 1 and p.wants_logits for p in batch.chunks if p.is_decode)
+        for piece in batch.chunks:
+            slot = piece.request.slot
             self.rows[slot] = (0 if piece.start == 0 else self.rows[slot]) + len(piece.tokens)
             assert (self.rows[slot] == self.pool.host_lengths[slot]).all()
-        self.batches.append([(p.sequence.id, p.start, len(p.tokens)) for p in batch.pieces])
+        self.batches.append([(p.request.id, p.start, len(p.tokens)) for p in batch.chunks])
 
     def needs_compression(self, sequence: sequences.Request) -> bool:
         most = sequence.cache.max_cache_tokens
@@ -238,7 +238,7 @@ class Bench:
         self.pool.check_integrity()
         scheduler = self.scheduler
         held = [*scheduler.waiting, *scheduler.running, *scheduler.finished]
-        assert sorted(s.id for s in held) == sorted(self.engine._sequences)
+        assert sorted(s.id for s in held) == sorted(self.engine._requests)
         assert len({s.id for s in held}) == len(held)
         slots = [s.slot for s in scheduler.running]
         assert len(set(slots)) == len(slots) and None not in slots
@@ -513,14 +513,14 @@ class Recorder(Hooks):
         self.calls.append(("init", [sequence.id]))
 
     def on_context_step_end(self, pieces: Sequence[sequences.ScheduledChunk]) -> None:
-        assert all(piece.sequence.slot is not None for piece in pieces)
-        self.calls.append(("context", [piece.sequence.id for piece in pieces]))
+        assert all(piece.request.slot is not None for piece in pieces)
+        self.calls.append(("context", [piece.request.id for piece in pieces]))
 
     def on_generation_step_end(self, pieces: Sequence[sequences.ScheduledChunk]) -> None:
-        assert all(piece.sequence.slot is not None for piece in pieces)
-        self.calls.append(("generation", [piece.sequence.id for piece in pieces]))
+        assert all(piece.request.slot is not None for piece in pieces)
+        self.calls.append(("generation", [piece.request.id for piece in pieces]))
         for piece in pieces:
-            self.act(piece.sequence.id)
+            self.act(piece.request.id)
 
     def on_request_finish(self, sequence: sequences.Request) -> None:
         assert sequence.slot is None
@@ -794,7 +794,7 @@ class Events:
         self.requests[self.bench.engine.add(prompt, params, cache)] = (prompt, params, cache)
 
     def cancel(self, which: int) -> None:
-        if alive := sorted(self.bench.engine._sequences):
+        if alive := sorted(self.bench.engine._requests):
             self.bench.engine.cancel(alive[which % len(alive)])
 
     def step(self) -> None:
@@ -905,7 +905,7 @@ def test_many_random_events() -> None:
     events, requests = Events(bench), mixed_requests(300)
     for i in range(20_000):
         chance = rng.random()
-        if chance < 0.1 and len(bench.engine._sequences) < 12:
+        if chance < 0.1 and len(bench.engine._requests) < 12:
             limits = CacheParams(max_cache_tokens=rng.choice([None, None, 6, 12]))
             events.add(*rng.choice(requests), limits)
         elif chance < 0.13:

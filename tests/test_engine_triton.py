@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvfold import recipes
-from kvfold.engine import device, gathered
+from kvfold.attention import fallback, triton_decode, triton_prefill
 from kvfold.engine.graphs import DecodeGraphs, _Captured
 from kvfold.engine.runner import ModelRunner
 from steps import DEVICE, backends, even, folded, runner_of, sequences_of, step
@@ -42,11 +42,10 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
         monkeypatch.setattr(owner, name, outer)
 
-    count(device.DirectDecode, "attend", "direct")
-    count(device.RebuiltDecode, "attend", "rebuilt")
-    count(gathered.Gathered, "attend", "gathered")
-    count(gathered.Gathered, "_by_torch", "torch")
-    count(gathered, "prefill", "prefill")
+    count(triton_decode.TritonDecode, "attend", "direct")
+    count(triton_decode.LatentDecode, "attend", "rebuilt")
+    count(fallback.Fallback, "attend", "torch")
+    count(triton_prefill, "prefill", "prefill")
     return taken
 
 

@@ -114,7 +114,7 @@ class Projected:
     def _remember(self, _module, _args, output) -> None:
         self.cos, self.sin = (table[:, None] for table in output)
 
-    def attention(self, module, q, k, v, mask, scaling=None, **_):
+    def attention(self, module, q, k, v, mask, scaling=None, softcap=None, **_):
         spec = self.spec.layers[module.layer_idx]
         pre = spec.keys == "pre"
         if pre:
@@ -124,7 +124,7 @@ class Projected:
         if pre:
             k = rotate(k, self.cos, self.sin)
         scaling = self.compressor.geometry.scaling if scaling is None else scaling
-        out, _ = attention(q, k, v, mask, scaling)
+        out, _ = attention(q, k, v, mask, scaling, softcap=softcap)
         return out.transpose(1, 2).contiguous(), None
 
     def _project(self, spec, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

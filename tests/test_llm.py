@@ -226,11 +226,11 @@ def test_text_needs_a_tokenizer() -> None:
     assert llm.generate(PROMPTS[0], GREEDY)[0].text == ""
 
 
-def test_a_model_serves_one_llm() -> None:
+def test_a_model_serves_several_llms() -> None:
     model = tiny("llama-gqa")
-    LLM(model, **SMALL)
-    with pytest.raises(ValueError, match="load it again"):
-        LLM(model, **SMALL)
+    wanted = [LLM(tiny("llama-gqa"), **SMALL, bits=x).generate(PROMPTS, GREEDY) for x in (16, 4)]
+    whole, packed = (LLM(model, **SMALL, bits=x) for x in (16, 4))
+    assert [packed.generate(PROMPTS, GREEDY), whole.generate(PROMPTS, GREEDY)] == wanted[::-1]
 
 
 # -- the three axes -----------------------------------------------------------------------------

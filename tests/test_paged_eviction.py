@@ -25,9 +25,10 @@ MASKED = "kvfold_test_masked"
 FAMILIES = [name for name in CONFIGS if name != "mistral-sliding"]
 
 
-def _masked(module, query, key, value, attention_mask, scaling=None, **_):
+def _masked(module, query, key, value, attention_mask, scaling=None, softcap=None, **_):
     """Attention under `module.visible` bool [Hq, T, S]."""
-    out, _ = attention(query, key, value, module.visible[None], scaling or module.scaling)
+    scale = scaling or module.scaling
+    out, _ = attention(query, key, value, module.visible[None], scale, softcap=softcap)
     return out.transpose(1, 2).contiguous(), None
 
 

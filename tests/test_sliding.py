@@ -11,7 +11,7 @@ from kvfold.engine.engine import Engine
 from kvfold.engine.request import SamplingParams
 from kvfold.engine.runner import ModelRunner
 from kvfold.evaluation.session import Session
-from kvfold.models.families import attention_windows
+from kvfold.models.folded import attention_windows
 from models import ROTARY, tiny, tokens
 from test_engine import greedy, same_up_to_ties
 

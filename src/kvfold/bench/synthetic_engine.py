@@ -16,7 +16,7 @@ from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.engine import Engine, StepOutput
-from kvfold.engine.request import CacheParams, SamplingParams, Status
+from kvfold.engine.request import CacheParams, SamplingParams
 from kvfold.engine.runner import ModelRunner
 from kvfold.engine.scheduler import Schedule
 from kvfold.models.families import family_of
@@ -103,17 +103,12 @@ def build_engine(
 
 def fill(engine: Engine, batch: int, tokens: int, new: int, cache: CacheParams) -> None:
     """B requests whose prompts, but for their last token, are in the cache; `new`: most outputs."""
-    pool, scheduler = engine.scheduler.pool, engine.scheduler
+    pool = engine.scheduler.pool
     # Any bytes whose halves are small numbers, as codes, scales, numbers or metrics.
     pool.arena.random_(0, 64)
     sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
     for number in range(batch):
-        engine.add([number % 97 + 3] * tokens, sampling, cache)
-        sequence = scheduler.waiting.pop()
-        sequence.slot, sequence.status = pool.open(), Status.RUNNING
-        pool.extend([sequence.slot], [tokens - 1])
-        sequence.num_computed = sequence.num_prefill = tokens - 1
-        scheduler.running.append(sequence)
+        engine.adopt(engine.add([number % 97 + 3] * tokens, sampling, cache), tokens - 1)
     if pool.layout.tracked:
         _number_rows(pool)
 

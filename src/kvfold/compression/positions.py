@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from kvfold.models.adapter import LONG_ROPE, Family, rope_type
+from kvfold.models.adapter import Family
+from kvfold.models.rotary import LONG_ROPE, rope_type
 
 _GOLDEN = (5**0.5 - 1) / 2
 

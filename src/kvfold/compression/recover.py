@@ -10,7 +10,7 @@ numbers of a row, D width, V vocabulary.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from kvfold.compression.positions import shifting
 from kvfold.compression.progress import Report
 from kvfold.formats.integers import SCALES_IN, dequantize, quantize, scale_of
 from kvfold.models.adapter import Family, HFAttention
+from kvfold.models.families import family_of
 from kvfold.ops.common.rotation import rotation
 from kvfold.spec import CacheSpec, LayerSpec, Tiers
 
@@ -212,7 +213,8 @@ def _backward(model: Any, teacher: Any, spec: CacheSpec, ids: Tensor) -> float:
         cache = QuantisedRows(spec.layers)
         out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
         hidden = out.last_hidden_state
-        loss, gradient = _divergence(hidden.detach(), wanted, model.get_output_embeddings())
+        head = partial(family_of(model.config).logits, model)
+        loss, gradient = _divergence(hidden.detach(), wanted, head)
     hidden.backward(gradient)
     return loss
 

@@ -3,29 +3,27 @@
 In plain PyTorch a norm is eight launches, RoPE five, silu(gate) * up two. torch.compile makes one
 of each; products stay with cuBLAS, attention with our kernels. The pieces are what lies between:
 modules that transformers wrote, all of a class by one function, and those of `models.pieces`. They
-stand in the model during a forward pass of the engine alone.
+are put into a runner's model once.
 KVFOLD_COMPILE: `auto` (on CUDA devices) or `off`. Shapes: N tokens of a step, D model width.
 """
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvfold.models.adapter import HFAttention, PagedRows
+from kvfold.attention.base import AttentionContext, LayerMaps
 from kvfold.models.families import family_of
 from kvfold.models.pieces import Pieces
-from kvfold.ops.common.attention import Tables
 
 TOKENS = 127  # of the step that is compiled for; a prime, so that no width of a model equals it
 RECOMPILES = 64  # of one function: widths, types of numbers, and one token apart from more
 
-Forward = Callable[[Tensor, Tensor, PagedRows], Tensor]
+Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 
 
 def wanted(device_type: str) -> bool:
@@ -37,7 +35,7 @@ def wanted(device_type: str) -> bool:
 
 
 class Compiled:
-    """What stands in for parts of a model during `applied`. backend: of torch.compile."""
+    """Stand-ins for parts of a model, once installed. backend: of torch.compile."""
 
     def __init__(self, model: Any, backend: str = "inductor") -> None:
         layers, attentions = _parts(model)
@@ -52,27 +50,28 @@ class Compiled:
         pieces = Pieces(*(_piece(function, backend) for function in Pieces()))
         self.swaps += [(x, "pieces", pieces) for x in attentions]
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """The model computes the same, but for rounding."""
+    def install(self) -> None:
+        """From here on the model computes the same, but for rounding."""
         for module, name, value in self.swaps:
             vars(module)[name] = value
-        try:
-            yield
-        finally:
-            for module, name, _ in self.swaps:
-                del vars(module)[name]
+
+    def remove(self) -> None:
+        """The model as it was."""
+        for module, name, _ in self.swaps:
+            vars(module).pop(name, None)
 
     @torch.inference_mode()
     def warm_up(self, forward: Forward, device: torch.device) -> None:
-        """Compile all that steps need: forward, given tokens, positions int64 [N] and what attends,
-        runs the model under `applied`. Where that fails, warn and do without."""
+        """Install, and compile all that steps need: forward, given tokens, positions int64 [N] and
+        a context, runs the model. Where that fails, warn and do without."""
+        self.install()
         try:
             with torch._dynamo.config.patch(cache_size_limit=RECOMPILES):
                 for number in (TOKENS, 1):
                     positions = torch.arange(number, device=device)
-                    forward(torch.zeros_like(positions), positions, _Dry())
+                    forward(torch.zeros_like(positions), positions, _DryContext())
         except Exception as error:
+            self.remove()
             self.swaps = []
             warnings.warn(
                 f"torch.compile failed, so that a step takes more launches; KVFOLD_COMPILE=off "
@@ -81,17 +80,11 @@ class Compiled:
             )
 
 
-class _Dry(PagedRows):
+class _DryContext(AttentionContext):
     """Attention without a pool: nothing is stored, and all outputs are 0."""
 
-    is_compileable = False
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def attend(self, module: HFAttention, x: Tensor, tables: Tables | None) -> Tensor:
-        q, _ = module.project(x, tables)
-        return module.output(q.new_zeros(*q.shape[:3], module.value_width))
+    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
+        return layer.joined(q.new_zeros(*q.shape[:3], layer.value_columns.widest))
 
 
 def _parts(model: Any) -> tuple[list[Any], set[nn.Module]]:

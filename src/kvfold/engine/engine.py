@@ -25,7 +25,7 @@ from kvfold.engine.scheduler import Schedule, Scheduler
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """What a step has for one request.
+    """One request's part of a step's outputs.
 
     token_ids: new outputs, an end-of-sequence token included. text: what of it may be shown; empty
     without a detokenizer. logprobs: one entry a token, or None. finish_reason: set in a request's
@@ -43,16 +43,16 @@ class StepOutput:
 class Hooks:
     """Called by the engine as it goes. Override what is needed."""
 
-    def on_request_init(self, sequence: Request) -> None:
+    def on_request_init(self, request: Request) -> None:
         """A request was accepted and waits."""
 
-    def on_context_step_end(self, pieces: Items[ScheduledChunk]) -> None:
+    def on_context_step_end(self, chunks: Items[ScheduledChunk]) -> None:
         """These prefill chunks are in the cache."""
 
-    def on_generation_step_end(self, pieces: Items[ScheduledChunk]) -> None:
-        """These decoding sequences have their next token."""
+    def on_generation_step_end(self, chunks: Items[ScheduledChunk]) -> None:
+        """These decoding requests have their next token."""
 
-    def on_request_finish(self, sequence: Request) -> None:
+    def on_request_finish(self, request: Request) -> None:
         """A request ended, whatever the reason. Its pages are back in the pool."""
 
 
@@ -92,13 +92,13 @@ class Engine:
         )
         self.runner, self.hooks = runner, hooks or Hooks()
         self.eos_ids, self.detokenize = frozenset(eos_ids), detokenize
-        self._sequences: dict[int, Request] = {}  # accepted and not yet delivered to the end
+        self._requests: dict[int, Request] = {}  # accepted and not yet delivered to the end
         self._ids = count()
 
     @property
     def has_work(self) -> bool:
         """Is there a request that has not been delivered to its end?"""
-        return bool(self._sequences)
+        return bool(self._requests)
 
     def add(
         self,
@@ -115,7 +115,7 @@ class Engine:
                 f"stop must be empty in an engine without detokenize; got {sampling.stop!r}: "
                 "give the engine a detokenizer, or stop at tokens with eos_ids"
             )
-        sequence = Request(
+        request = Request(
             id=next(self._ids),
             token_ids=list(prompt_ids),
             num_prompt=len(prompt_ids),
@@ -124,17 +124,22 @@ class Engine:
             generator=sampling.generator(),
             text=TextStream(self.detokenize, sampling.stop) if self.detokenize else None,
         )
-        self.scheduler.add(sequence)
-        self._sequences[sequence.id] = sequence
-        self.hooks.on_request_init(sequence)
-        return sequence.id
+        self.scheduler.add(request)
+        self._requests[request.id] = request
+        self.hooks.on_request_init(request)
+        return request.id
+
+    def adopt(self, id: int, computed: int) -> None:
+        """Go on with a waiting request whose first `computed` tokens the caller puts into the
+        cache."""
+        self.scheduler.adopt(self._requests[id], computed)
 
     def cancel(self, id: int) -> bool:
         """End a request and return its pages; the next step delivers the end. False if it ended."""
-        sequence = self._sequences.get(id)
-        if sequence is None or sequence.finish_reason is not None:
+        request = self._requests.get(id)
+        if request is None or request.finish_reason is not None:
             return False
-        self.scheduler.finish(sequence, "cancelled")
+        self.scheduler.finish(request, "cancelled")
         return True
 
     def step(self) -> list[StepOutput]:
@@ -148,20 +153,20 @@ class Engine:
         return self._postprocess(batch, choices)
 
     def _run(self, batch: Batch) -> list[Choice]:
-        """The model, then a choice for every piece that wants one; none after a failure."""
-        params = [piece.sequence.sampling for piece in batch.with_logits]
-        generators = [piece.sequence.generator for piece in batch.with_logits]
-        with self.scheduler.guard([piece.sequence for piece in batch.pieces]):
-            if batch.pieces:
+        """The model, then a choice for every chunk that wants one; none after a failure."""
+        params = [chunk.request.sampling for chunk in batch.with_logits]
+        generators = [chunk.request.generator for chunk in batch.with_logits]
+        with self.scheduler.guard([chunk.request for chunk in batch.chunks]):
+            if batch.chunks:
                 logits = self.runner.run(batch)
                 self._advance(batch)
                 return sample(logits, params, generators).choices(params) if params else []
         return []
 
     def _advance(self, batch: Batch) -> None:
-        for piece in batch.pieces:
-            piece.sequence.num_computed += len(piece.tokens)
-        decodes, prefills = batch.pieces[: batch.num_decode], batch.pieces[batch.num_decode :]
+        for chunk in batch.chunks:
+            chunk.request.num_computed += len(chunk.tokens)
+        decodes, prefills = batch.chunks[: batch.num_decode], batch.chunks[batch.num_decode :]
         if prefills:
             self.hooks.on_context_step_end(prefills)
         if decodes:
@@ -169,46 +174,46 @@ class Engine:
 
     def _postprocess(self, batch: Batch, choices: list[Choice]) -> list[StepOutput]:
         """Append the tokens, end who is done, and report both."""
-        for piece, choice in zip(batch.with_logits, choices, strict=False):
-            with self.scheduler.guard([piece.sequence]):  # a detokenizer may refuse a token
-                self._append(piece.sequence, choice)
+        for chunk, choice in zip(batch.with_logits, choices, strict=False):
+            with self.scheduler.guard([chunk.request]):  # a detokenizer may refuse a token
+                self._append(chunk.request, choice)
         ended, self.scheduler.finished = self.scheduler.finished, []
-        touched = dict.fromkeys([*(piece.sequence for piece in batch.with_logits), *ended])
-        outputs = [_output(sequence) for sequence in touched]
-        for sequence in ended:
-            del self._sequences[sequence.id]
-            self.hooks.on_request_finish(sequence)
+        touched = dict.fromkeys([*(chunk.request for chunk in batch.with_logits), *ended])
+        outputs = [_output(request) for request in touched]
+        for request in ended:
+            del self._requests[request.id]
+            self.hooks.on_request_finish(request)
         return outputs
 
-    def _append(self, sequence: Request, choice: Choice) -> None:
-        if sequence.status is Status.FINISHED:  # a hook cancelled it
+    def _append(self, request: Request, choice: Choice) -> None:
+        if request.status is Status.FINISHED:  # a hook cancelled it
             return
         if choice.token is None:
-            self.scheduler.finish(sequence, "error", "the model's logits are not finite")
+            self.scheduler.finish(request, "error", "the model's logits are not finite")
             return
-        sequence.token_ids.append(choice.token)
+        request.token_ids.append(choice.token)
         if choice.logprobs:
-            sequence.logprobs.append(choice.logprobs)
-        if reason := self._end(sequence, choice.token):
-            self.scheduler.finish(sequence, reason)
+            request.logprobs.append(choice.logprobs)
+        if reason := self._end(request, choice.token):
+            self.scheduler.finish(request, reason)
 
-    def _end(self, sequence: Request, token: int) -> FinishReason | None:
-        if token in self.eos_ids and not sequence.sampling.ignore_eos:
+    def _end(self, request: Request, token: int) -> FinishReason | None:
+        if token in self.eos_ids and not request.sampling.ignore_eos:
             return "stop"
-        if sequence.text and sequence.text.push(token):
+        if request.text and request.text.push(token):
             return "stop"
-        return "length" if sequence.num_outputs >= sequence.sampling.max_new_tokens else None
+        return "length" if request.num_outputs >= request.sampling.max_new_tokens else None
 
 
-def _output(sequence: Request) -> StepOutput:
-    """What has not been delivered yet."""
-    start, sequence.num_delivered = sequence.num_delivered, sequence.num_outputs
-    wanted = sequence.sampling.logprobs is not None
+def _output(request: Request) -> StepOutput:
+    """Outputs that have not been delivered yet."""
+    start, request.num_delivered = request.num_delivered, request.num_outputs
+    wanted = request.sampling.logprobs is not None
     return StepOutput(
-        id=sequence.id,
-        token_ids=tuple(sequence.token_ids[sequence.num_prompt + start :]),
-        text=sequence.text.take(last=sequence.finish_reason is not None) if sequence.text else "",
-        logprobs=tuple(sequence.logprobs[start:]) if wanted else None,
-        finish_reason=sequence.finish_reason,
-        error=sequence.error,
+        id=request.id,
+        token_ids=tuple(request.token_ids[request.num_prompt + start :]),
+        text=request.text.take(last=request.finish_reason is not None) if request.text else "",
+        logprobs=tuple(request.logprobs[start:]) if wanted else None,
+        finish_reason=request.finish_reason,
+        error=request.error,
     )

@@ -36,19 +36,19 @@ class DecodeGraphs:
     @staticmethod
     def fits(batch: Batch) -> bool:
         """Whether a step is one new token of every sequence."""
-        pieces = batch.pieces
-        single = all(piece.is_decode and len(piece.tokens) == 1 for piece in pieces)
-        return bool(pieces) and single and all(piece.wants_logits for piece in pieces)
+        chunks = batch.chunks
+        single = all(chunk.is_decode and len(chunk.tokens) == 1 for chunk in chunks)
+        return bool(chunks) and single and all(chunk.wants_logits for chunk in chunks)
 
     def run(self, batch: Batch) -> Tensor:
         """Logits fp32 [B, V], which the next step of as many sequences overwrites."""
-        pieces = batch.pieces
-        tokens = [piece.tokens[0] for piece in pieces]
-        slots = [piece.sequence.open_slot for piece in pieces]
-        inputs = torch.tensor([tokens, [piece.start for piece in pieces], slots])
-        found = self.captured.get(len(pieces))
+        chunks = batch.chunks
+        tokens = [chunk.tokens[0] for chunk in chunks]
+        slots = [chunk.request.open_slot for chunk in chunks]
+        inputs = torch.tensor([tokens, [chunk.start for chunk in chunks], slots])
+        found = self.captured.get(len(chunks))
         if found is None:
-            found = self.captured[len(pieces)] = self._capture(inputs.to(self.device))
+            found = self.captured[len(chunks)] = self._capture(inputs.to(self.device))
         found.inputs.copy_(inputs, non_blocking=True)
         found.graph.replay()
         return found.logits

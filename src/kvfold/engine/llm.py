@@ -6,21 +6,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvfold.artifact import spec_of
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.engine import Engine, StepOutput, default_chunk
 from kvfold.engine.request import CacheParams, FinishReason, SamplingParams, TokenLogprobs
 from kvfold.engine.scheduler import Schedule
 from kvfold.loading import load, load_tokenizer
-from kvfold.models.folded import FoldedAttention
 
 Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What a request produced. error says why, where finish_reason is "error"."""
+    """A request's outputs. error says why, where finish_reason is "error"."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -33,14 +31,13 @@ class LLM:
     """Generation over one paged cache.
 
     model: a name (directory, GGUF file, hub id, `reference:gqa`) or a loaded causal LM, folded or
-    plain, which is changed in place and serves this LLM only. tokenizer: needed with a loaded model
-    for text prompts. max_sequences: most requests at once. max_tokens: longest request, prompt and
-    outputs (default: the model's positions). chunk: most prompt tokens of a request in one step
-    (default: 2048 on CUDA, else 512). seed: of
-    what policies draw; a request's tokens are drawn with its own. settings: fields of
-    `CacheConfig`: kv_bytes, bits, evict, keep_tokens, page and so on. With `evict` every request
-    needs a budget, these settings' or its own; keep_tokens=1 evicts nothing. Raises ValueError for
-    what cannot work.
+    plain, which stays as it was; by its name, attentions take no memory twice. tokenizer: needed
+    with a loaded model for text prompts. max_sequences: most requests at once. max_tokens: longest
+    request, prompt and outputs (default: the model's positions). chunk: most prompt tokens of a
+    request in one step (default: 2048 on CUDA, else 512). seed: of what policies draw; a request's
+    tokens are drawn with its own. settings: fields of `CacheConfig`: kv_bytes, bits, evict,
+    keep_tokens, page and so on. With `evict` every request needs a budget, these settings' or its
+    own; keep_tokens=1 evicts nothing. Raises ValueError for what cannot work.
     """
 
     def __init__(
@@ -57,11 +54,11 @@ class LLM:
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        if isinstance(model, str | Path):
+        named = isinstance(model, str | Path)
+        if named:
             tokenizer = tokenizer or load_tokenizer(str(model))
             model = load(str(model), dtype=dtype, device=device)
-        _check_fresh(model)
-        self.model, self.tokenizer = model, tokenizer
+        self.tokenizer = tokenizer
         self.cache = CacheConfig(**settings)
         limit = model.config.max_position_embeddings
         if max_tokens is not None and not 0 < max_tokens <= limit:
@@ -74,12 +71,14 @@ class LLM:
             num_slots=max_sequences,
             max_tokens=max_tokens or limit,
             seed=seed,
+            owned=named,
         )
+        self.model = self.runner.model
         chunk = default_chunk(self.runner.pool.device.type) if chunk is None else chunk
         self.engine = Engine(
             self.runner,
             self.runner.pool,
-            eos_ids=_eos_ids(model),
+            eos_ids=_eos_ids(self.model),
             detokenize=tokenizer.decode if tokenizer is not None else None,
             chunk=chunk,
             max_batch_tokens=max(4 * chunk, max_sequences),
@@ -194,7 +193,7 @@ class LLM:
             )
 
     def summary(self) -> list[tuple[str, str]]:
-        """What fits, as (name, value): what a server prints when it starts."""
+        """Sizes, and how much fits, as (name, value): what a server prints when it starts."""
         pool, layout = self.runner.pool, self.runner.pool.layout
         spec, geometry = layout.spec, layout.spec.geometry
         full, dims = 2 * geometry.full_numbers, spec.bytes_per_token()
@@ -218,14 +217,6 @@ class LLM:
             *rows,
             ("fits", f"{int(tokens)} tokens; {at_once} requests of {pool.max_tokens} tokens"),
         ]
-
-
-def _check_fresh(model: Any) -> None:
-    folded = any(isinstance(module, FoldedAttention) for module in model.modules())
-    if folded and spec_of(model) is None:
-        raise ValueError(
-            "model was changed in place for another LLM, whose settings it keeps: load it again"
-        )
 
 
 def _eos_ids(model: Any) -> list[int]:

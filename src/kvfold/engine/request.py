@@ -1,4 +1,4 @@
-"""What a request is: its settings, its tokens, how far the cache has them, and a step's batch."""
+"""A request: its settings, its tokens, how far the cache has them, and a step's batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -140,7 +140,7 @@ class Request:
     @property
     def open_slot(self) -> int:
         """Its slot in the pool, which it must own."""
-        assert self.slot is not None, f"sequence {self.id} is {self.status.value}"
+        assert self.slot is not None, f"request {self.id} is {self.status.value}"
         return self.slot
 
     @property
@@ -179,45 +179,45 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledChunk:
-    """Consecutive tokens of one sequence, the first at position `start`."""
+    """Consecutive tokens of one request, the first at position `start`."""
 
-    sequence: Request
+    request: Request
     start: int
     tokens: tuple[int, ...]
     wants_logits: bool  # of its last token
 
     @property
     def is_decode(self) -> bool:
-        return self.start >= self.sequence.num_prefill
+        return self.start >= self.request.num_prefill
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one forward pass computes: decode pieces, then prefill chunks. Their rows have pages."""
+    """The tokens of one forward pass: decodes, then prefill chunks. Their rows have pages."""
 
-    pieces: tuple[ScheduledChunk, ...]
+    chunks: tuple[ScheduledChunk, ...]
 
     @cached_property
     def num_decode(self) -> int:
-        return sum(piece.is_decode for piece in self.pieces)
+        return sum(chunk.is_decode for chunk in self.chunks)
 
     @cached_property
     def with_logits(self) -> tuple[ScheduledChunk, ...]:
-        return tuple(piece for piece in self.pieces if piece.wants_logits)
+        return tuple(chunk for chunk in self.chunks if chunk.wants_logits)
 
 
 class Runner(Protocol):
     """The model side of the engine."""
 
     def run(self, batch: Batch) -> Tensor:
-        """Write every piece's rows; logits fp32 [len(batch.with_logits), V] in order."""
+        """Write every chunk's rows; logits fp32 [len(batch.with_logits), V] in order."""
         ...
 
-    def needs_compression(self, sequence: Request) -> bool:
+    def needs_compression(self, request: Request) -> bool:
         """Does it hold more pages than its budget?"""
         ...
 
-    def compress(self, sequences: list[Request]) -> None:
+    def compress(self, requests: list[Request]) -> None:
         """Evict to each one's budget and give the pages back to the pool."""
         ...
 
@@ -241,7 +241,7 @@ class TextStream:
         return self._read([*self._ids, token], last=False)
 
     def take(self, *, last: bool) -> str:
-        """What may be shown and has not been; everything if `last`."""
+        """The text that may be shown and has not been; everything if `last`."""
         if last:
             self._read(self._ids, last=True)
         end = len(self.text) - (0 if last else self._held())

@@ -1,22 +1,24 @@
-"""The model side of the engine: a batch to logits, and sequences to fewer pages."""
+"""The model side of the engine: a batch to logits, and requests to fewer pages."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvfold.cache.eviction.policies import Policy
+from kvfold.attention.base import AttentionContext
+from kvfold.attention.metadata import AttentionMetadata
+from kvfold.attention.observer import Turn
+from kvfold.attention.paged import PagedAttention, PagedContext
+from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import Pool
 from kvfold.engine.compiled import Compiled, wanted
 from kvfold.engine.eviction import Eviction
 from kvfold.engine.graphs import DecodeGraphs
-from kvfold.engine.paged import Attention, PagedStep
-from kvfold.engine.parts import decodes, decoding, split
+from kvfold.engine.metadata import decodes, metadata_of
 from kvfold.engine.request import Batch, CacheParams, Request
-from kvfold.models.adapter import PagedRows
-from kvfold.models.families import attention_windows
+from kvfold.models.families import family_of
 from kvfold.ops.store import Fill
 
 # transformers makes no mask for an attention without a registered mask function.
@@ -24,7 +26,7 @@ PAGED = "kvfold_paged"
 
 
 class ModelRunner:
-    """Runs a folded model over a pool.
+    """Runs a folded model over a pool. The model is the runner's own: it can do nothing else after.
 
     policy: what is evicted (None: nothing is observed or evicted); cache: budget of requests that
     set none of their own.
@@ -40,12 +42,20 @@ class ModelRunner:
         seed: int = 0,
     ) -> None:
         assert policy is None or pool.layout.tracked, "eviction needs positions and metrics"
-        self.model, self.pool, self.policy = model.eval(), pool, policy
-        layers = zip(pool.layout.layer_groups, attention_windows(model.config), strict=True)
-        self.sliding = [(where, window) for where, window in layers if window is not None]
+        self.model, self.pool, self.policy, self.device = model.eval(), pool, policy, pool.device
+        self.model.config._attn_implementation = PAGED
+        self.family = family_of(model.config)
+        modules: list[Any] = list(self.family.attentions(model))
+        layers = [module.maps for module in modules]
+        self.sliding = [
+            (where, layer.window)
+            for where, layer in zip(pool.layout.layer_groups, layers, strict=True)
+            if layer.window is not None
+        ]
         tracked = all(pool.layout.groups[where.start].layout.tracked for where, _ in self.sliding)
         assert tracked, "layers with a sliding window need positions, to free what is behind it"
-        self.device, self.attention = pool.device, Attention(self.model, pool, policy)
+        dtype = modules[0].o_proj.weight.dtype
+        self.attention = PagedAttention(layers, pool, policy, dtype)
         self.eviction = Eviction(self.attention, policy, cache or CacheParams(), self.sliding, seed)
         self.compiled = Compiled(self.model) if wanted(self.device.type) else None
         if self.compiled is not None:
@@ -66,7 +76,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
-        """Store every piece's rows; logits fp32 [pieces with logits, V], which the next call may
+        """Store every chunk's rows; logits fp32 [chunks with logits, V], which the next call may
         overwrite."""
         if self.graphs is not None and self.graphs.fits(batch):
             graphs = self.graphs
@@ -74,9 +84,9 @@ class ModelRunner:
                 return graphs.run(batch)
         hidden = self._hidden(batch)
         ends, end = [], 0
-        for piece in batch.pieces:
-            end += len(piece.tokens)
-            if piece.wants_logits:
+        for chunk in batch.chunks:
+            end += len(chunk.tokens)
+            if chunk.wants_logits:
                 ends.append(end - 1)
         return self._logits(hidden[self._tensor(ends)])
 
@@ -86,19 +96,18 @@ class ModelRunner:
         return self._logits(self._hidden(batch))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
-        return logits.float()
+        return self.family.logits(self.model, hidden).float()
 
     def _hidden(self, batch: Batch) -> Tensor:
         """Last hidden states [N, D]."""
-        tokens = [token for piece in batch.pieces for token in piece.tokens]
+        tokens = [token for chunk in batch.chunks for token in chunk.tokens]
         positions = self._tensor(
-            [piece.start + i for piece in batch.pieces for i in range(len(piece.tokens))]
+            [chunk.start + i for chunk in batch.chunks for i in range(len(chunk.tokens))]
         )
         with self._observed(batch):
             hidden = self._forward(self._tensor(tokens), positions, self._step(batch, positions))
-        for piece in batch.pieces if self.sliding else ():
-            self.eviction.slide(piece.sequence.open_slot, piece.start + len(piece.tokens))
+        for chunk in batch.chunks if self.sliding else ():
+            self.eviction.slide(chunk.request.open_slot, chunk.start + len(chunk.tokens))
         return hidden
 
     @contextmanager
@@ -107,57 +116,48 @@ class ModelRunner:
         if (observer := self.attention.observer) is None:
             yield
             return
-        observer.begin(batch.pieces)
-        yield
-        observer.end(decodes(batch))
+        turns = [Turn(x.request.open_slot, x.request, x.start) for x in batch.chunks]
+        with observer.around(turns, len(decodes(batch))):
+            yield
 
-    def _forward(self, tokens: Tensor, positions: Tensor, step: PagedRows) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         """tokens, positions int64 [N] -> last hidden states [N, D]."""
-        with self._paged_attention(), self.compiled.applied() if self.compiled else nullcontext():
-            out = self.model.base_model(
-                input_ids=tokens[None],
-                position_ids=positions[None],
-                past_key_values=step,
-                use_cache=False,
-            )
+        out = self.model.base_model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            past_key_values=step,
+            use_cache=False,
+        )
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
     def _decode(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """One token a sequence, with nothing from the host: logits fp32 [B, V]."""
-        part, last = decoding(self.attention.setup, slots, positions), torch.full_like(slots, -1)
-        step = PagedStep(self.attention, [part], slots, last, positions.int())
+        part = AttentionMetadata.of_decodes(self.attention.view, slots, positions)
+        last = torch.full_like(slots, -1)
+        step = PagedContext(self.attention, [part], slots, last, positions.int())
         return self._logits(self._forward(tokens, positions, step))
 
-    @contextmanager
-    def _paged_attention(self) -> Iterator[None]:
-        config = self.model.config
-        before, config._attn_implementation = config._attn_implementation, PAGED
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
-
-    def _step(self, batch: Batch, positions: Tensor) -> PagedStep:
+    def _step(self, batch: Batch, positions: Tensor) -> PagedContext:
         slots: list[int] = []
         index: list[int] = []
-        for piece in batch.pieces:
-            slots += [piece.sequence.open_slot] * len(piece.tokens)
-            index += range(-len(piece.tokens), 0)
+        for chunk in batch.chunks:
+            slots += [chunk.request.open_slot] * len(chunk.tokens)
+            index += range(-len(chunk.tokens), 0)
         fill = None
         if self.pool.layout.residual:
             rows = (self.pool.host_lengths[slots, 0] + index).tolist()
             fill = Fill.of(slots, rows, self.pool.layout.residual, self.device)
-        parts = split(self.attention.setup, batch, positions)
+        parts = metadata_of(self.attention.view, batch, positions)
         where = self._tensor(slots), self._tensor(index), positions.int()
-        return PagedStep(self.attention, parts, *where, fill)
+        return PagedContext(self.attention, parts, *where, fill)
 
     # -- fewer rows ---------------------------------------------------------------------------
 
-    def needs_compression(self, sequence: Request) -> bool:
-        return self.eviction.is_over(sequence)
+    def needs_compression(self, request: Request) -> bool:
+        return self.eviction.is_over(request)
 
     @torch.inference_mode()
-    def compress(self, sequences: list[Request]) -> None:
+    def compress(self, requests: list[Request]) -> None:
         """Evict to each one's budget and give the pages back to the pool."""
-        self.eviction.compress(sequences)
+        self.eviction.compress(requests)

@@ -1,7 +1,7 @@
-"""Which tokens the next forward pass computes, and who keeps pages: the order of the engine.
+"""The order of the engine: tokens of the next forward pass, and who keeps pages.
 
 A request waits, runs (it owns a slot of the pool: it prefills in chunks, then decodes a token a
-step) and finishes. Pages are the only currency. When they run out, sequences are compressed, then
+step) and finishes. Pages are the only currency. When they run out, requests are compressed, then
 the youngest is pre-empted: its pages are freed, its outputs kept, and all it knows is prefilled
 again later. Without eviction it then gets the very tokens it would have got; with eviction they may
 differ, because a prompt with its outputs is not compressed to the rows that were evicted before.
@@ -13,23 +13,23 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvfold.cache.eviction.select import capped
+from kvfold.cache.eviction.compact import capped
 from kvfold.cache.pool import Pool
 from kvfold.engine.request import Batch, FinishReason, Request, Runner, ScheduledChunk, Status
 
 logger = logging.getLogger(__name__)
-Plan = dict[Request, int]  # tokens each sequence computes in the coming step, in order
+Plan = dict[Request, int]  # tokens each request computes in the coming step, in order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """When sequences over their budget are compressed (KV-Compress §4.2.3). Raises ValueError.
+    """When requests over their budget are compressed (KV-Compress §4.2.3). Raises ValueError.
 
     after_prefill: each one once its prompt is in the cache. before_preempt: all, before pages are
     taken from one. every: all, every so many steps. uncompressed: all, once they have computed so
     many tokens, added up, since their last compressions.
     max_compressed_rows: most rows (over all groups) that one compression sorts; the rest waits for
-    the next. One sequence is always taken, so that none waits for ever.
+    the next. One request is always taken, so that none waits for ever.
     """
 
     after_prefill: bool = True
@@ -46,10 +46,10 @@ class Schedule:
 
 
 class Scheduler:
-    """First come, first served: decodes of all running sequences, then prefill chunks.
+    """First come, first served: decodes of all running requests, then prefill chunks.
 
-    chunk: most tokens of one sequence in a step. max_batch_tokens: most tokens in a step, at least
-    one a slot, so that every running sequence decodes. headroom: tokens by which all that run must
+    chunk: most tokens of one request in a step. max_batch_tokens: most tokens in a step, at least
+    one a slot, so that every running request decodes. headroom: tokens by which all that run must
     be able to grow before another is admitted, lest admission leads to pre-emption.
     Raises ValueError.
     """
@@ -79,16 +79,16 @@ class Scheduler:
         self.num_steps = 0
         self.num_preemptions = 0
 
-    def add(self, sequence: Request) -> None:
+    def add(self, request: Request) -> None:
         """Queue it. Raises ValueError if the empty pool could not hold its prompt and a decode."""
-        needed = sequence.num_prompt + (sequence.sampling.max_new_tokens > 1)
+        needed = request.num_prompt + (request.sampling.max_new_tokens > 1)
         if not self.pool.fits(needed):
             raise ValueError(
-                f"prompt_ids: {sequence.num_prompt} tokens need room for {needed} in the cache, "
+                f"prompt_ids: {request.num_prompt} tokens need room for {needed} in the cache, "
                 f"whose capacity is {self.pool.capacity()} a sequence: shorten the prompt, "
                 "enlarge the pool, or compress the model further"
             )
-        self.waiting.append(sequence)
+        self.waiting.append(request)
 
     def schedule(self) -> Batch:
         """Compress what is due, make room, and give pages to the coming step's tokens."""
@@ -98,28 +98,37 @@ class Scheduler:
         plan = self._first()
         self._continue_prefills(plan)
         self._admit(plan)
-        self.pool.extend([sequence.open_slot for sequence in plan], list(plan.values()))
-        return Batch(pieces=tuple(_piece(sequence, tokens) for sequence, tokens in plan.items()))
+        self.pool.extend([request.open_slot for request in plan], list(plan.values()))
+        return Batch(chunks=tuple(_chunk_of(request, tokens) for request, tokens in plan.items()))
 
-    def finish(self, sequence: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a waiting or running sequence and return its pages."""
-        if sequence.status is Status.RUNNING:
-            self._release(sequence)
+    def adopt(self, request: Request, computed: int) -> None:
+        """Run a waiting request as if its first `computed` tokens had been computed: their rows get
+        pages, which others fill."""
+        self.waiting.remove(request)
+        request.slot, request.status = self.pool.open(), Status.RUNNING
+        self.pool.extend([request.slot], [computed])
+        request.num_computed = request.num_prefill = computed
+        self.running.append(request)
+
+    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End a waiting or running request and return its pages."""
+        if request.status is Status.RUNNING:
+            self._release(request)
         else:
-            self.waiting.remove(sequence)
-        sequence.status, sequence.slot = Status.FINISHED, None
-        sequence.finish_reason, sequence.error = reason, error
-        self.finished.append(sequence)
+            self.waiting.remove(request)
+        request.status, request.slot = Status.FINISHED, None
+        request.finish_reason, request.error = reason, error
+        self.finished.append(request)
 
     @contextmanager
-    def guard(self, sequences: Iterable[Request]) -> Iterator[None]:
-        """A failure inside ends these sequences. Our own bugs and interrupts go on from here."""
+    def guard(self, requests: Iterable[Request]) -> Iterator[None]:
+        """A failure inside ends these requests. Our own bugs and interrupts go on from here."""
         try:
             yield
         except BaseException as error:
-            for sequence in sequences:
-                if sequence.status is not Status.FINISHED:  # a hook may have cancelled it
-                    self.finish(sequence, "error", f"{type(error).__name__}: {error}")
+            for request in requests:
+                if request.status is not Status.FINISHED:  # a hook may have cancelled it
+                    self.finish(request, "error", f"{type(error).__name__}: {error}")
             if isinstance(error, AssertionError) or not isinstance(error, Exception):
                 raise
             logger.exception("a batch failed; its requests end with an error")
@@ -127,8 +136,8 @@ class Scheduler:
     # Room ---------------------------------------------------------------------------------------
 
     def _first(self) -> Plan:
-        """What must go on: all decodes; where there is none, the oldest prefill."""
-        decodes = {sequence: 1 for sequence in self.running if sequence.prefilled}
+        """Those that must go on: all decodes; where there is none, the oldest prefill."""
+        decodes = {request: 1 for request in self.running if request.prefilled}
         return decodes or {s: self._chunk(s, {}) for s in self.running[:1]}
 
     def _make_room(self) -> None:
@@ -145,9 +154,9 @@ class Scheduler:
                 self._preempt()
 
     def _outgrown(self) -> list[Request]:
-        """Decoding sequences as long as one may be: no pre-emption would get them another row."""
-        decoding = [sequence for sequence in self.running if sequence.prefilled]
-        rows = self.pool.host_lengths[[sequence.open_slot for sequence in decoding]]
+        """Decoding requests as long as one may be: no pre-emption would get them another row."""
+        decoding = [request for request in self.running if request.prefilled]
+        rows = self.pool.host_lengths[[request.open_slot for request in decoding]]
         full = rows.max(1) >= self.pool.max_tokens
         return [decoding[i] for i in full.nonzero()[0]]
 
@@ -162,74 +171,74 @@ class Scheduler:
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
 
-    def _release(self, sequence: Request) -> None:
-        self.running.remove(sequence)
-        self.pool.close(sequence.open_slot)
+    def _release(self, request: Request) -> None:
+        self.running.remove(request)
+        self.pool.close(request.open_slot)
 
     def _can_extend(self, plan: Plan) -> bool:
-        return self.pool.can_extend([sequence.open_slot for sequence in plan], list(plan.values()))
+        return self.pool.can_extend([request.open_slot for request in plan], list(plan.values()))
 
     # Prefill ------------------------------------------------------------------------------------
 
-    def _chunk(self, sequence: Request, plan: Plan) -> int:
+    def _chunk(self, request: Request, plan: Plan) -> int:
         """Tokens of its next chunk beside `plan`."""
-        most = self.pool.layout.most_at(sequence.num_computed)
+        most = self.pool.layout.most_at(request.num_computed)
         left = self.max_batch_tokens - sum(plan.values())
-        return min(self.chunk, sequence.num_pending, left, most)
+        return min(self.chunk, request.num_pending, left, most)
 
     def _continue_prefills(self, plan: Plan) -> None:
-        for sequence in self.running:
-            if sequence.prefilled or sequence in plan:
+        for request in self.running:
+            if request.prefilled or request in plan:
                 continue
-            tokens = self._chunk(sequence, plan)
-            if tokens < 1 or not self._can_extend({**plan, sequence: tokens}):
+            tokens = self._chunk(request, plan)
+            if tokens < 1 or not self._can_extend({**plan, request: tokens}):
                 return
-            plan[sequence] = tokens
+            plan[request] = tokens
 
     def _admit(self, plan: Plan) -> None:
-        """Let sequences in while slots, tokens and pages for all they and the others need last."""
+        """Let requests in while slots, tokens and pages for all they and the others need last."""
         while self.waiting and len(self.running) < self.pool.num_slots:
-            sequence = self.waiting[0]
-            tokens = self._chunk(sequence, plan)
-            if tokens < 1 or not self._open(sequence):
+            request = self.waiting[0]
+            tokens = self._chunk(request, plan)
+            if tokens < 1 or not self._open(request):
                 return
             self.running.append(self.waiting.popleft())
-            plan[sequence] = tokens
+            plan[request] = tokens
 
-    def _open(self, sequence: Request) -> bool:
+    def _open(self, request: Request) -> bool:
         """A slot, if all pending tokens of all that run and the headroom fit beside it."""
-        sequence.slot = self.pool.open()
-        ahead = {s: s.rows_ahead(self.headroom) for s in (*self.running, sequence)}
-        need = ahead if self.running else {sequence: sequence.num_pending}
+        request.slot = self.pool.open()
+        ahead = {s: s.rows_ahead(self.headroom) for s in (*self.running, request)}
+        need = ahead if self.running else {request: request.num_pending}
         if self._can_extend(need):
-            sequence.status = Status.RUNNING
+            request.status = Status.RUNNING
             return True
-        assert self.running, f"an empty pool has no room for {need[sequence]} tokens"
-        self.pool.close(sequence.slot)
-        sequence.slot = None
+        assert self.running, f"an empty pool has no room for {need[request]} tokens"
+        self.pool.close(request.slot)
+        request.slot = None
         return False
 
     # Compression --------------------------------------------------------------------------------
 
-    def _compressible(self, sequences: list[Request]) -> list[Request]:
+    def _compressible(self, requests: list[Request]) -> list[Request]:
         """Those over their budget that this step has not compressed yet."""
         return [
-            sequence
-            for sequence in sequences
-            if sequence.prefilled
-            and sequence.last_compressed != self.num_steps
-            and self.runner.needs_compression(sequence)
+            request
+            for request in requests
+            if request.prefilled
+            and request.last_compressed != self.num_steps
+            and self.runner.needs_compression(request)
         ]
 
     def _due(self) -> list[Request]:
-        """Whom the schedule compresses now. After a prefill only that sequence, so that its tokens
-        do not depend on when others arrive."""
+        """Those that the schedule compresses now. After a prefill only that request, so that its
+        tokens do not depend on when others arrive."""
         when = self.when
         if when.every and self.num_steps % when.every == 0:
             return self._compressible(self.running)
         if when.uncompressed:
             found = self._compressible(self.running)
-            if sum(sequence.num_uncompressed for sequence in found) >= when.uncompressed:
+            if sum(request.num_uncompressed for request in found) >= when.uncompressed:
                 return found
         return self._new() if when.after_prefill else []
 
@@ -237,36 +246,36 @@ class Scheduler:
         """Prefilled and over their budget since. One that was within it may grow over it."""
         new = [s for s in self.running if s.prefilled and s.last_compressed is None]
         found = self._compressible(new)
-        for sequence in set(new).difference(found):
-            sequence.last_compressed = self.num_steps
+        for request in set(new).difference(found):
+            request.last_compressed = self.num_steps
         return found
 
-    def _compress(self, sequences: list[Request]) -> bool:
+    def _compress(self, requests: list[Request]) -> bool:
         """Never compressed first, then least recently, up to the cap (KV-Compress §4.2.3)."""
-        if not sequences:
+        if not requests:
             return False
-        chosen = self._capped(sorted(sequences, key=lambda s: s.last_compressed or 0))
+        chosen = self._capped(sorted(requests, key=lambda s: s.last_compressed or 0))
         with self.guard(chosen):
             self.runner.compress(chosen)
-        for sequence in chosen:
-            sequence.last_compressed = self.num_steps
-            sequence.num_compressed = sequence.num_computed
+        for request in chosen:
+            request.last_compressed = self.num_steps
+            request.num_compressed = request.num_computed
         return True
 
     def _capped(self, order: list[Request]) -> list[Request]:
         limit = self.when.max_compressed_rows
         if limit is None:
             return order
-        rows = self.pool.host_lengths[[sequence.open_slot for sequence in order]].sum(1)
+        rows = self.pool.host_lengths[[request.open_slot for request in order]].sum(1)
         return capped(list(zip(order, rows.tolist(), strict=True)), limit) or order[:1]
 
 
-def _piece(sequence: Request, count: int) -> ScheduledChunk:
-    start = sequence.num_computed
-    tokens = tuple(sequence.token_ids[start : start + count])
+def _chunk_of(request: Request, count: int) -> ScheduledChunk:
+    start = request.num_computed
+    tokens = tuple(request.token_ids[start : start + count])
     return ScheduledChunk(
-        sequence=sequence,
+        request=request,
         start=start,
         tokens=tokens,
-        wants_logits=start + count == len(sequence.token_ids),
+        wants_logits=start + count == len(request.token_ids),
     )

@@ -50,9 +50,9 @@ class Session:
             part, rest = rest[:step], rest[step:]
             self._extend(len(part))
             piece = ScheduledChunk(
-                sequence=sequence, start=sequence.num_computed, tokens=part, wants_logits=True
+                request=sequence, start=sequence.num_computed, tokens=part, wants_logits=True
             )
-            found.append(self.runner.run_all(Batch(pieces=(piece,))))
+            found.append(self.runner.run_all(Batch(chunks=(piece,))))
             sequence.num_computed += len(part)
         return torch.cat(found)
 

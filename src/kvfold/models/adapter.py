@@ -3,7 +3,6 @@
 Shapes: B batch, T new tokens, S cached tokens, D width, Hq / Hk query / KV heads, d head dim.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from kvfold.models.folded import FoldedAttention, RowView
+from kvfold.attention.base import AttentionContext, LayerMaps
+from kvfold.models.folded import FoldedAttention
+from kvfold.models.rotary import RotaryTable, rope_type
 from kvfold.ops.common.attention import Tables
 from kvfold.spec import CacheSpec, Geometry
 
@@ -40,46 +41,53 @@ class Projections:
         return cls(**named)
 
 
-class PagedRows(ABC):
-    """The other cache that an attention can meet: pages, of which it knows only this."""
+@dataclass(eq=False)
+class CacheContext(AttentionContext):
+    """Attention over a transformers cache, where rows travel as one pseudo-head [B, 1, T, R].
 
-    @abstractmethod
-    def attend(self, module: "HFAttention", x: Tensor, tables: Tables | None) -> Tensor:
-        """Store the rows of x [1, N, D] and attend to all that its tokens see: [1, N, D]."""
+    past: the cache, or None; mask as in `ops.common.attention`; position_ids int [B, T] of the new
+    tokens, or None; x: of the dtype that tables of angles have; need_weights: keep `weights`.
+    """
 
+    past: Any
+    mask: Tensor | None
+    position_ids: Tensor | None
+    x: Tensor
+    need_weights: bool
 
-LONG_ROPE = ("dynamic", "longrope")  # tables that depend on the longest sequence of a batch
+    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
+        seen, offset, new = 0, 0, rows.shape[1]
+        if self.past is not None:
+            seen = self.past.get_seq_length(layer.index)
+            offset = self.past.get_mask_sizes(new, layer.index)[1]
+            empty = rows.new_empty(*rows.shape[:2], 0)
+            rows = self.past.update(rows[:, None], empty[:, None], layer.index)[0][:, 0]
+        rope = None
+        if layer.rope is not None:
+            positions = self._positions(seen + new, offset, rows)
+            cos, sin = layer.rope.tables(self.x, positions, int(offset) + rows.shape[1])
+            rope = cos[:, None], sin[:, None]
+        out, self.weights = layer.attend(q, rows, rope, self.mask, self.need_weights)
+        return out
 
-
-def rope_type(config: Any) -> str:
-    """How a model's RoPE is scaled, in transformers' words."""
-    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-
-
-class RotaryTable:
-    """The model's own RoPE tables, computed once per position and shared by all layers."""
-
-    def __init__(self, rotary: nn.Module, rope_type: str) -> None:
-        self.rotary, self.rope_type = rotary, rope_type
-        self.tables: Tables | None = None
-
-    def __call__(self, x: Tensor, positions: Tensor, stop: int) -> Tables:
-        """cos, sin [.., rotary dims] at positions [..] < stop, in x's dtype and device."""
-        if self.rope_type in LONG_ROPE:
-            return self.rotary(x, positions)
-        cos = self.tables[0] if self.tables else None
-        if cos is None or cos.shape[0] < stop or (cos.dtype, cos.device) != (x.dtype, x.device):
-            length = 1 << (stop - 1).bit_length()
-            grid = torch.arange(length, device=x.device)[None]
-            self.tables = tuple(table[0] for table in self.rotary(x, grid))
-        assert self.tables is not None
-        return self.tables[0][positions], self.tables[1][positions]
+    def _positions(self, length: int, offset: int, rows: Tensor) -> Tensor:
+        """RoPE positions [B or 1, S] of the cached slots: slots less the left padding."""
+        slots = torch.arange(rows.shape[1], device=rows.device)[None] + offset
+        ids = self.position_ids
+        if ids is None:
+            return slots
+        padding = (length - 1) - ids[:, -1:]
+        if bool((padding < 0).any()):
+            raise ValueError(
+                f"position_ids reach {int(ids.max())} but the cache holds {length} tokens;"
+                " keys are rebuilt from cache slots, so the cache must be contiguous: pass the "
+                "whole sequence in order, left-padded if batched"
+            )
+        return (slots - padding).clamp(min=0)
 
 
 class HFAttention(FoldedAttention):
-    """FoldedAttention over a transformers cache: rows travel as one pseudo-head [B, 1, T, R]."""
-
-    rotary: RotaryTable | None = None
+    """FoldedAttention as transformers calls it."""
 
     def run(
         self,
@@ -89,53 +97,29 @@ class HFAttention(FoldedAttention):
         past: Any,
         extra: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """One forward of x [B, T, D]: stores its rows in `past` and attends to all of them."""
+        """One forward of x [B, T, D], whose rows `past` stores: a transformers cache, or a context
+        in its place. Outputs [B, T, D], and weights where attention is eager."""
         if extra.get("cache") is not None:
             raise ValueError(
                 "transformers' continuous batching manages its own cache and would ignore the "
                 "compressed one; use model.generate instead"
             )
-        if isinstance(past, PagedRows):
-            return past.attend(self, x, tables), None
+        context = past
+        if not isinstance(past, AttentionContext):
+            eager = self.config._attn_implementation == "eager"
+            context = CacheContext(past, mask, extra.get("position_ids"), x, eager)
         q, rows = self.project(x, tables)
-        seen, offset, new = 0, 0, x.shape[1]
-        if past is not None:
-            seen = past.get_seq_length(self.layer_idx)
-            offset = past.get_mask_sizes(new, self.layer_idx)[1]
-            empty = rows.new_empty(*rows.shape[:2], 0)
-            rows = past.update(rows[:, None], empty[:, None], self.layer_idx)[0][:, 0]
-        view_tables = None
-        if self.spec.keys == "pre" and self.rotary is not None:
-            positions = self._positions(extra.get("position_ids"), seen + new, offset, rows)
-            cos, sin = self.rotary(x, positions, int(offset) + rows.shape[1])
-            view_tables = cos[:, None], sin[:, None]
-        view = RowView(rows=rows, tables=view_tables, mask=mask)
-        eager = self.config._attn_implementation == "eager"
-        return self.attend(q, view, need_weights=eager)
-
-    def _positions(
-        self, position_ids: Tensor | None, length: int, offset: int, rows: Tensor
-    ) -> Tensor:
-        """RoPE positions [B or 1, S] of the cached slots: slots less the left padding."""
-        slots = torch.arange(rows.shape[1], device=rows.device)[None] + offset
-        if position_ids is None:
-            return slots
-        padding = (length - 1) - position_ids[:, -1:]
-        if bool((padding < 0).any()):
-            raise ValueError(
-                f"position_ids reach {int(position_ids.max())} but the cache holds {length} tokens;"
-                " keys are rebuilt from cache slots, so the cache must be contiguous: pass the "
-                "whole sequence in order, left-padded if batched"
-            )
-        return (slots - padding).clamp(min=0)
+        out = self.output(context.attend(self.maps, q, rows))
+        return out, context.weights
 
 
-class Family(ABC):
-    """What differs between model families. Subclasses fill in the class variables and methods."""
+class Family:
+    """A model family, by its differences. Subclasses fill in the class variables and methods."""
 
     model_types: ClassVar[tuple[str, ...]]
     folded: ClassVar[dict[str, type[HFAttention]]]  # model type -> folded attention class
     attention_name: ClassVar[str] = "self_attn"
+    output_name: ClassVar[str] = "o_proj"
     rope: ClassVar[bool] = True
     key_norm: ClassVar[bool] = False
 
@@ -151,8 +135,25 @@ class Family(ABC):
             num_layers=config.num_hidden_layers,
             rope=cls.rope,
             key_norm=cls.key_norm,
-            scaling=head_dim**-0.5,
+            scaling=cls.scaling(config, head_dim),
+            softcap=cls.softcap(config),
         )
+
+    @classmethod
+    def scaling(cls, config: Any, head_dim: int) -> float:
+        """The factor of scores q k."""
+        return head_dim**-0.5
+
+    @classmethod
+    def softcap(cls, config: Any) -> float | None:
+        """The bound of scaled scores, in the sense of `Geometry.softcap`."""
+        return None
+
+    @classmethod
+    def logits(cls, model: Any, hidden: Tensor) -> Tensor:
+        """Logits [.., V] of last hidden states [.., D]: all that follows the last layer's norm."""
+        found: Tensor = model.get_output_embeddings()(hidden)
+        return found
 
     @classmethod
     def layers(cls, model: Any) -> Any:
@@ -163,9 +164,10 @@ class Family(ABC):
         return model.model.rotary_emb
 
     @classmethod
-    @abstractmethod
     def projections(cls, attention: Any, geometry: Geometry) -> Projections:
         """fp64 copies of a layer's q, k, v and o weights."""
+        names = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": cls.output_name}
+        return Projections.of(**{x: linear(getattr(attention, name)) for x, name in names.items()})
 
     @classmethod
     def norms(cls, attention: Any) -> dict[str, Tensor]:

@@ -22,23 +22,9 @@ def family_of(config: Any) -> type[Family]:
     """The family of a transformers config. Raises ValueError for an unsupported model type."""
     for family in FAMILIES:
         if config.model_type in family.model_types:
-            _check_config(config)
             return family
     supported = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
     raise ValueError(
         f"model type {config.model_type!r} is not supported; supported types: {supported}. "
-        "Soft-capped attention (gemma2) and ALiBi (bloom, falcon) are not supported."
+        "ALiBi (bloom, falcon) is not supported."
     )
-
-
-def _check_config(config: Any) -> None:
-    if getattr(config, "attn_logit_softcapping", None):
-        raise ValueError("soft-capped attention scores cannot be taken in a compressed space")
-
-
-def attention_windows(config: Any) -> list[int | None]:
-    """How many tokens each layer sees, its own included; None: all."""
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if kinds is None:
-        return [window] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]

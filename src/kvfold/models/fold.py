@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from kvfold.models.adapter import Family, HFAttention, Projections
+from kvfold.models.families import family_of
+from kvfold.ops.common.rotation import rotation
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
 
 
@@ -76,8 +78,8 @@ class Maps:
         return {"q_proj.weight": torch.cat(parts), "q_proj.bias": torch.cat(biases)}
 
     def rows(self, folded: HFAttention) -> dict[str, Tensor]:
-        """What W_K and W_V produce directly: down^T (W x + b - mean)."""
-        if not hasattr(folded, "down_proj"):
+        """Rows that W_K and W_V produce directly: down^T (W x + b - mean)."""
+        if not folded.linear_width:
             return {}
         w, blocks, biases = self.weights, [], []
         for latent in folded.linear_latents:
@@ -99,9 +101,9 @@ class Maps:
         latents = spec.key_latents
         if folded.keys_online:
             tensors |= {"k_proj.weight": w.k, "k_proj.bias": w.k_bias}
-        if hasattr(folded, "key_up"):
+        if folded.query_mapped or folded.keys_rebuilt:
             tensors["key_up"] = self._stack([self._part(x, "k", self.up) for x in latents])
-        if hasattr(folded, "key_down"):
+        if folded.keys_mapped:
             downs = [self._part(x, "k", self.down) for x in latents]
             tensors["key_down"] = self._stack(downs)
             shifts = [
@@ -111,7 +113,7 @@ class Maps:
                 for x, down in zip(latents, downs, strict=True)
             ]
             tensors["key_shift"] = torch.cat(shifts)
-        if spec.keys == "pre":
+        if folded.keys_rebuilt:
             means = [self._part_mean(x, "k") for x in latents]
             tensors["key_mean"] = torch.cat(means).unflatten(0, (self.geometry.num_kv_heads, -1))
         return tensors
@@ -124,7 +126,7 @@ class Maps:
         per_query = mean.unflatten(0, (g.num_kv_heads, 1, g.head_dim))
         per_query = per_query.expand(-1, g.queries_per_kv, -1).flatten()
         tensors = {"o_proj.weight": w.o, "o_proj.bias": w.o_bias + w.o @ per_query}
-        if spec.values == "rebuilt":
+        if folded.values_rebuilt:
             tensors["value_up"] = self._stack([self._part(x, "v", self.up) for x in latents])
         if spec.values == "fused":
             o = w.o.unflatten(1, (g.num_kv_heads, g.queries_per_kv, g.head_dim))
@@ -177,3 +179,16 @@ def fold_model(
         for name, tensor in family.norms(attention).items():
             folded.get_parameter(name).data.copy_(tensor.data)
     family.connect(model)
+
+
+def fold_plain(model: Any, spec: CacheSpec, turned: bool) -> None:
+    """Make every attention of a plain model store what `spec` says, of which nothing is lost: keys
+    and values as they are, or turned."""
+    family, device = family_of(model.config), model.device
+    maps = [[_turn(x.rank, device) if turned else None for x in y.latents] for y in spec.layers]
+    fold_model(model, family, spec, maps)
+
+
+def _turn(rank: int, device: torch.device) -> LatentMaps:
+    q = rotation(rank).to(device)
+    return LatentMaps(q, q, q.new_zeros(rank))

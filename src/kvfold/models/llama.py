@@ -7,9 +7,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
-from kvfold.models.adapter import Family, HFAttention, Projections, linear
+from kvfold.models.adapter import Family, HFAttention
 from kvfold.ops.common.attention import Tables
-from kvfold.spec import Geometry
 
 
 class RotaryForward(HFAttention):
@@ -41,12 +40,3 @@ class FoldedQwen2(RotaryForward, Qwen2Attention):
 class LlamaFamily(Family):
     model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2")
     folded: ClassVar = {"llama": FoldedLlama, "mistral": FoldedMistral, "qwen2": FoldedQwen2}
-
-    @classmethod
-    def projections(cls, attention: Any, geometry: Geometry) -> Projections:
-        return Projections.of(
-            q=linear(attention.q_proj),
-            k=linear(attention.k_proj),
-            v=linear(attention.v_proj),
-            o=linear(attention.o_proj),
-        )

@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers.models.opt.modeling_opt import OPTAttention
 
-from kvfold.models.adapter import Family, HFAttention, Projections, linear
-from kvfold.spec import Geometry
+from kvfold.models.adapter import Family, HFAttention
 
 
 class FoldedOPT(HFAttention, OPTAttention):
@@ -24,6 +23,7 @@ class FoldedOPT(HFAttention, OPTAttention):
 class OPTFamily(Family):
     model_types = ("opt",)
     folded: ClassVar = {"opt": FoldedOPT}
+    output_name = "out_proj"
     rope = False
 
     @classmethod
@@ -33,12 +33,3 @@ class OPTFamily(Family):
     @classmethod
     def rotary(cls, model: Any) -> nn.Module | None:
         return None
-
-    @classmethod
-    def projections(cls, attention: Any, geometry: Geometry) -> Projections:
-        return Projections.of(
-            q=linear(attention.q_proj),
-            k=linear(attention.k_proj),
-            v=linear(attention.v_proj),
-            o=linear(attention.out_proj),
-        )

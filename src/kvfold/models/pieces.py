@@ -1,4 +1,4 @@
-"""What a folded attention computes between its products: functions of tensors alone, so that an
+"""The work of a folded attention between its products: functions of tensors alone, so that an
 engine can have each as one kernel (see `engine.compiled`).
 
 Shapes: B batch, T new tokens, Hq / Hk query / KV heads, d head dim, r rank, n latents of keys,

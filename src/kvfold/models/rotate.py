@@ -4,19 +4,51 @@ Numbers that share a quantiser's scale should be alike; an orthogonal Q makes th
 Stored z becomes Q^T z and every map that reads it gains Q. Shapes: r rank of a latent.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from kvfold.formats.base import Format
+from kvfold.models.families import family_of
 from kvfold.models.folded import FoldedAttention
-from kvfold.spec import Latent
+from kvfold.ops.common.rotation import rotation
+from kvfold.spec import CacheSpec, KeyKind, Latent
+from kvfold.spec.layout import tiers
+
+
+def turned(spec: CacheSpec) -> CacheSpec:
+    """Full keys and values as latents of full rank, whose maps can hold a rotation."""
+    keys: KeyKind = "post" if spec.geometry.rope else "absorbed"
+    layers = tuple(replace(x, keys=keys, values="fused") for x in spec.layers)
+    return replace(spec, layers=layers)
+
+
+def rotate_model(model: Any, spec: CacheSpec, bits: int | None, chosen: type[Format]) -> None:
+    """Rotate all latents of a model folded to `spec`, which are stored in so many bits (None: as
+    planned) of a format."""
+    for attention, layer in zip(
+        family_of(model.config).attentions(model), spec.layers, strict=True
+    ):
+        if isinstance(attention, FoldedAttention) and layer.keys != "plain":
+            rotate_rows(attention, {x: _turn(tiers(x, bits, chosen)) for x in layer.latents})
+
+
+def _turn(widths: Sequence[tuple[int, int]]) -> Tensor:
+    """A rotation of a latent that keeps its tiers apart; 16-bit tiers stay as they are."""
+    blocks = [
+        rotation(width) if bits < 16 else torch.eye(width, dtype=torch.float64)
+        for width, bits in widths
+    ]
+    return torch.block_diag(*blocks) if blocks else torch.zeros(0, 0, dtype=torch.float64)
 
 
 @torch.no_grad()
 def rotate_rows(attention: FoldedAttention, rotations: Mapping[Latent, Tensor]) -> None:
-    """Rotate the latents of one layer in place. rotations: orthogonal [r, r], fp64, by latent.
+    """Rotate the latents of one layer. rotations: orthogonal [r, r], fp64, by latent. Parameters
+    that change are replaced, so that another model that shares them keeps its own.
 
     Full rotated keys (`plain`) have no map to absorb a rotation: fold them as `post` keys instead.
     """
@@ -24,27 +56,35 @@ def rotate_rows(attention: FoldedAttention, rotations: Mapping[Latent, Tensor]) 
     assert spec.keys != "plain", "plain keys cannot absorb a rotation"
     if attention.query_folded:
         _each(attention.q_proj, _spans(attention, spec.key_latents), rotations, dim=0)
-    if hasattr(attention, "down_proj"):
+    if attention.linear_width:
         linear = [(latent, 1) for latent in attention.linear_latents]
         _each(attention.down_proj, linear, rotations, dim=0)
-    for name, latents in (
-        ("key_up", spec.key_latents),
-        ("key_down", spec.key_latents),
-        ("value_up", spec.value_latents),
+    for name, latents, used in (
+        ("key_up", spec.key_latents, attention.query_mapped or attention.keys_rebuilt),
+        ("key_down", spec.key_latents, attention.keys_mapped),
+        ("value_up", spec.value_latents, attention.values_rebuilt),
     ):
-        stack = getattr(attention, name, None)
-        if stack is not None:
+        if used:
+            stack = _own(attention, name)
             for i, latent in enumerate(latents):
                 if latent in rotations:
                     part = stack[i, :, : latent.rank]
                     part.copy_(part.double() @ rotations[latent].to(part.device))
-    if hasattr(attention, "key_shift"):
-        shifts = attention.key_shift.split([latent.rank for latent in spec.key_latents])
+    if attention.keys_mapped:
+        shifts = _own(attention, "key_shift").split([latent.rank for latent in spec.key_latents])
         for latent, shift in zip(spec.key_latents, shifts, strict=True):
             if latent in rotations:
                 shift.copy_(shift.double() @ rotations[latent].to(shift.device))
     if spec.values == "fused":
         _each(attention.o_proj, _spans(attention, spec.value_latents), rotations, dim=1)
+
+
+def _own(module: nn.Module, name: str) -> Tensor:
+    """A copy of a parameter, which takes its place."""
+    old = module.get_parameter(name)
+    new = nn.Parameter(old.clone(), requires_grad=old.requires_grad)
+    setattr(module, name, new)
+    return new
 
 
 def _spans(attention: FoldedAttention, latents: tuple[Latent, ...]) -> list[tuple[Latent, int]]:
@@ -54,17 +94,22 @@ def _spans(attention: FoldedAttention, latents: tuple[Latent, ...]) -> list[tupl
 
 
 def _each(
-    linear: Any, blocks: list[tuple[Latent, int]], rotations: Mapping[Latent, Tensor], dim: int
+    linear: nn.Linear,
+    blocks: list[tuple[Latent, int]],
+    rotations: Mapping[Latent, Tensor],
+    dim: int,
 ) -> None:
     """Rotate consecutive blocks of a linear layer's outputs (dim 0) or inputs (dim 1)."""
+    weight = _own(linear, "weight")
+    own = _own(linear, "bias") if dim == 0 and linear.bias is not None else None
     start = 0
     for latent, repeats in blocks:
         for _ in range(repeats):
             if latent in rotations and latent.rank:
-                q = rotations[latent].to(linear.weight.device)
-                part = linear.weight.narrow(dim, start, latent.rank)
+                q = rotations[latent].to(weight.device)
+                part = weight.narrow(dim, start, latent.rank)
                 part.copy_(q.T @ part.double() if dim == 0 else part.double() @ q)
-                if dim == 0 and linear.bias is not None:
-                    bias = linear.bias.narrow(0, start, latent.rank)
+                if own is not None:
+                    bias = own.narrow(0, start, latent.rank)
                     bias.copy_(bias.double() @ q)
             start += latent.rank

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """The attention geometry of a model, independent of its family."""
+    """The attention geometry of a model, independent of its family. scaling, then softcap (None:
+    off) act on scores: softcap * tanh(scaling * q k / softcap)."""
 
     hidden_size: int
     num_query_heads: int
@@ -15,6 +16,7 @@ class Geometry:
     rope: bool
     key_norm: bool
     scaling: float
+    softcap: float | None = None
 
     @property
     def queries_per_kv(self) -> int:

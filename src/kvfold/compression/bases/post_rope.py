@@ -7,7 +7,8 @@ from kvfold.spec import Side
 
 
 class PostRope(LossWeighted):
-    """Keys per head; the constant mean of rotated keys drops out of the softmax."""
+    """Keys per head; the constant mean of rotated keys drops out of the softmax, unless scores are
+    capped before it: then it is kept with the rest."""
 
     key_shares = ("head",)
     after_rope = True
@@ -22,11 +23,12 @@ class PostRope(LossWeighted):
         (head,), gradients = heads, self.recipe.gradients
         keys = source["key_post_felt" if gradients else "key_seen"]
         weight = source["grad_key_post" if gradients else "query"]
-        first = self.first(source)
+        first, capped = self.first(source), source.geometry.softcap is not None
         basis = weighted(
-            keys.covariance()[head],
+            (keys.raw() if capped else keys.covariance())[head],
             weight.raw()[head],
-            keys.mean()[head],
+            keys.mean()[head] * (not capped),
             first and first[2][source.span(heads)],
         )
-        return basis.measured(source["key_post"].covariance()[head])
+        stored = source["key_post"]
+        return basis.measured((stored.raw() if capped else stored.covariance())[head])

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvfold.compression.statistics.moments import Moment
 from kvfold.compression.statistics.reduce import reduced_rows
 from kvfold.compression.subspace import Subspace
-from kvfold.ops.common.attention import Tables, rotate
+from kvfold.ops.common.attention import Tables, capped, rotate
 
 # Tokens of a window whose keys and values `_felt` and `grad_` leave out: see `basis.weighted`.
 # Moments at attention outputs (`out_head_felt`, `grad_out`) have all.
@@ -31,6 +31,7 @@ class Window:
     """
 
     scaling: float
+    softcap: float | None
     tables: Tables | None
     rope_scale: float
     generator: torch.Generator
@@ -70,6 +71,7 @@ class Attended:
     def weights(self) -> Tensor:
         """Attention probabilities [Hk, G, T, T], fp32."""
         scores = torch.einsum("hgtd,hsd->hgts", self.q, self.k).float() * self.window.scaling
+        scores = capped(scores, self.window.softcap)
         return (scores if self.mask is None else scores + self.mask[0]).softmax(-1)
 
 

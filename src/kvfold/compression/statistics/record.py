@@ -135,6 +135,7 @@ class Recorder:
             scale = float(getattr(rotary, "attention_scaling", 1.0)) ** 2
         self.window = Window(
             scaling=self.geometry.scaling,
+            softcap=self.geometry.softcap,
             tables=tables,
             rope_scale=scale,
             generator=generator,
@@ -154,7 +155,7 @@ class Recorder:
         model = self.model
         embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
         hidden = model.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
-        head = model.get_output_embeddings()
+        head = partial(self.family.logits, model)
         gradient = torch.empty_like(hidden)
         for part, out in zip(
             hidden.detach().split(chunk, 1), gradient.split(chunk, 1), strict=True
@@ -189,7 +190,7 @@ class Recorder:
             seen = {**own, "k": key.detach()[0], "v": value.detach()[0]}
             key, value = _Tap.apply(partial(self._saw_gradients, index, seen), key, value)
         q = query.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
-        out = attention(query, key, value, attention_mask, g.scaling)[0]
+        out = attention(query, key, value, attention_mask, g.scaling, softcap=g.softcap)[0]
         out = out.unflatten(1, q.shape[1:3])
         if not self.recomputing:
             with torch.no_grad():

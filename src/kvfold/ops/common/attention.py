@@ -15,19 +15,25 @@ Tables = tuple[Tensor, Tensor]  # RoPE cos, sin
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, need_weights: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    need_weights: bool = False,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax(q k^T * scale + mask) v with grouped heads and d_qk != d_v.
+    """softmax(capped(q k^T * scale) + mask) v with grouped heads and d_qk != d_v.
 
     q [B, Hq, T, dk], k [B, Hk, S, dk], v [B, 1 or Hk, S, dv]; mask None (causal if T > 1), bool or
     additive [B or 1, 1 or Hq, T, S]. Returns [B, Hq, T, dv] and, if asked, weights [B, Hq, T, S].
     """
     v = v.expand(-1, k.shape[1], -1, -1)
     if need_weights:
-        return _explicit(q, k, v, mask, scale)
+        return _explicit(q, k, v, mask, scale, softcap)
     causal = mask is None and q.shape[2] > 1
-    if 0 in (q.shape[-1], v.shape[-1]):
-        return _explicit(q, k, v, mask, scale)[0], None
+    if softcap is not None or 0 in (q.shape[-1], v.shape[-1]):
+        return _explicit(q, k, v, mask, scale, softcap)[0], None
     width = v.shape[-1]
     if q.is_cuda:
         q, k, v = map(aligned, (q, k, v))
@@ -102,18 +108,22 @@ def aligned(x: Tensor) -> Tensor:
     return F.pad(x, (0, missing)) if missing else x.clone(memory_format=torch.contiguous_format)
 
 
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scaled scores within -softcap..softcap (Gemma 2); None: as they are."""
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
 def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q @ k.transpose(-1, -2) * scale
+    scores = capped(q @ k.transpose(-1, -2) * scale, softcap)
     if mask is None and q.shape[2] > 1:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
-        scores = (
-            scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
-        )
+        least = torch.finfo(scores.dtype).min  # finite, so that padding that sees nothing is no NaN
+        scores = scores.masked_fill(~mask, least) if mask.dtype is torch.bool else scores + mask
     weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
     return weights @ v, weights
 

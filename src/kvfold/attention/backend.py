@@ -1,0 +1,70 @@
+"""Backends over a pool: what each must say and do.
+
+Shapes: B sequences of a part, T queries of each; Hq query heads; W numbers that W_O takes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.base import LayerMaps
+from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.observer import Observer
+from kvfold.spec.layout import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A kind of queries that a backend is chosen for. decode: one a sequence, which sees all of its
+    rows; observed: what they attend to is added to metrics; dtype: of queries."""
+
+    decode: bool
+    observed: bool
+    device_type: str
+    dtype: torch.dtype
+
+
+class AttentionBackend(ABC):
+    """One way to attend over a pool, made anew for every step, in which what it plans is kept.
+
+    captures: whether a CUDA graph can hold it; observes: whether it can add to eviction metrics;
+    keeps: whether it leaves that to an `Observer`, which keeps its queries.
+    """
+
+    captures: ClassVar[bool] = False
+    observes: ClassVar[bool] = False
+    keeps: ClassVar[bool] = False
+
+    def __init__(self, view: PoolView) -> None:
+        self.view = view
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
+        """Why it cannot serve a layer, whose groups these are: a phrase for users. None: it can."""
+
+    @classmethod
+    def prepare(
+        cls, view: PoolView, layers: Sequence[LayerMaps], observer: Observer | None
+    ) -> "Callable[[], AttentionBackend]":
+        """A maker of one a step, for the layers that it decodes. observer: of kept queries."""
+        return partial(cls, view)
+
+    @abstractmethod
+    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+        """Attention of q [B, Hq, T, .] to the part's rows, the step's own stored: what W_O takes
+        [B, T, W]. Adds to metrics what is observed, now or later."""
+
+
+def reads_unevenly(layer: LayerMaps, groups: Sequence[Group]) -> str | None:
+    """Why what reads all of a layer's pages in one way does not serve it."""
+    if groups[0].layout.residual:
+        return "a residual keeps rows in two places"
+    if layer.window is not None:
+        return f"a sliding window of {layer.window} tokens hides rows of a page"
+    return None if layer.softcap is None else "scores are capped"

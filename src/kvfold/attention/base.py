@@ -1,0 +1,212 @@
+"""The contract of attention: a layer says in data what it is, asks a context to attend, and gets
+what its W_O takes.
+
+Shapes: B sequences, T queries of each, S stored rows, R numbers of a row; Hq / Hk query / KV heads,
+d head dim; n latents of one side, r their largest rank; W numbers that W_O takes.
+Maps are stacks padded to r with zeros, so that heads of different ranks run in one batched product;
+rows are never padded.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvfold.ops.common.attention import Tables, attention, rotate
+from kvfold.spec import Geometry, Latent, LayerSpec
+
+
+class Columns:
+    """Where one side's latents sit in a row, and how KV heads map to them."""
+
+    def __init__(self, starts: list[int], ranks: list[int], heads: list[int]) -> None:
+        self.starts, self.ranks, self.heads = starts, ranks, heads
+        self.widest = max(ranks, default=0)
+        self.uniform = all(r == self.widest for r in ranks)
+
+    @classmethod
+    def of(cls, spec: LayerSpec, latents: tuple[Latent, ...]) -> "Columns":
+        starts = [spec.columns(latent).start for latent in latents]
+        pairs = sorted((head, i) for i, latent in enumerate(latents) for head in latent.heads)
+        return cls(starts, [latent.rank for latent in latents], [i for _, i in pairs])
+
+    def head_ranks(self, queries: int) -> list[int]:
+        """Ranks of the latents that serve the query heads, `queries` of them a KV head."""
+        return [self.ranks[i] for i in self.heads for _ in range(queries)]
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """rows [B, S, R] -> [B, S, n, widest]; short latents are filled with numbers that meet
+        zeros in every map, so a row's other finite numbers serve."""
+        first, count = self.starts[0], len(self.ranks)
+        if self.uniform:
+            part = rows[..., first : first + count * self.widest]
+            return part.unflatten(-1, (count, self.widest))
+        columns = [
+            start + (i if i < rank else 0)
+            for start, rank in zip(self.starts, self.ranks, strict=True)
+            for i in range(self.widest)
+        ]
+        last = rows.shape[-1] - 1
+        index = torch.tensor([min(c, last) for c in columns], device=rows.device)
+        return rows.index_select(-1, index).unflatten(-1, (count, self.widest))
+
+    def compact(self, z: Tensor) -> Tensor:
+        """[B, T, n, widest] -> [B, T, sum of ranks], padding dropped; as it is where none is."""
+        if self.uniform:
+            return z
+        return torch.cat([z[..., i, :rank] for i, rank in enumerate(self.ranks)], dim=-1)
+
+    def spread(self, z: Tensor) -> Tensor:
+        """[B, S, n, r] -> [B, Hk, S, r], a view where a latent serves one head or all."""
+        if len(self.ranks) == 1:
+            return z.transpose(1, 2).expand(-1, len(self.heads), -1, -1)
+        if len(self.ranks) == len(self.heads):
+            return z.transpose(1, 2)
+        return z[:, :, self.heads].transpose(1, 2)
+
+    def per_head(self, stack: Tensor, head_dim: int) -> Tensor:
+        """A stack [n, heads * d, r] as one map per KV head [Hk, d, r]."""
+        return stack.unflatten(1, (-1, head_dim)).flatten(0, 1)
+
+
+class Rope(Protocol):
+    """RoPE of w dims. inv_freq fp32 [w / 2]: angles a position, of the pairs (i, i + w / 2);
+    scaling: of the rotated dims; fixed: whether these hold for sequences of any length."""
+
+    @property
+    def inv_freq(self) -> Tensor: ...
+    @property
+    def scaling(self) -> float: ...
+    @property
+    def fixed(self) -> bool: ...
+
+    def tables(self, like: Tensor, positions: Tensor, stop: int) -> Tables:
+        """cos, sin [.., w] at positions [..] < stop, in a tensor's dtype and on its device."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerMaps:
+    """A layer of a model, as attention sees it: its number, what it stores, and what rebuilds it.
+
+    window: tokens that a query sees, its own included (None: all); key_up [n, heads * d, r] and
+    key_mean [Hk, d]: of keys that are rebuilt before RoPE, else None; value_up [n, heads * d, r]:
+    of values that W_O does not take as they are stored, else None; rope: of keys that are rebuilt,
+    None where the model has none.
+    """
+
+    index: int
+    spec: LayerSpec
+    geometry: Geometry
+    window: int | None
+    key_columns: Columns
+    value_columns: Columns
+    key_up: Tensor | None
+    key_mean: Tensor | None
+    value_up: Tensor | None
+    rope: Rope | None
+
+    @property
+    def scale(self) -> float:
+        return self.geometry.scaling
+
+    @property
+    def softcap(self) -> float | None:
+        return self.geometry.softcap
+
+    @property
+    def rebuilds_keys(self) -> bool:
+        """Whether keys are mapped, then turned, for every score."""
+        return self.key_up is not None
+
+    @property
+    def key_width(self) -> int:
+        """Numbers of the widest query and key in score space."""
+        return self.geometry.head_dim if self.rebuilds_keys else self.key_columns.widest
+
+    def score_keys(self, rows: Tensor, rope: Tables | None) -> Tensor:
+        """Keys of rows [B, S, R] in score space [B, Hk, S, d or r]. rope: cos, sin
+        [B or 1, 1 or Hk, S, w] of their positions, where `rope` is set."""
+        z = self.key_columns.gather(rows)
+        if self.key_up is None or self.key_mean is None:
+            return self.key_columns.spread(z)
+        k = (self._mapped(z, self.key_up) + self.key_mean).transpose(1, 2)
+        return k if rope is None else rotate(k, *rope)
+
+    def mapped_values(self, rows: Tensor) -> Tensor:
+        """Values of rows [B, S, R] as the model made them [B, S, Hk, d]."""
+        assert self.value_up is not None, "these values are not rebuilt"
+        return self._mapped(self.value_columns.gather(rows), self.value_up)
+
+    def maps_values_first(self, queries: int, cached: int) -> bool:
+        """Map values before attention where that costs less than wider attention (long chunks)."""
+        if self.value_up is None:
+            return False
+        g, rank = self.geometry, self.value_up.shape[-1]
+        first = cached * self.value_up[..., 0].numel() * rank
+        saved = queries * cached * g.num_query_heads * (rank - g.head_dim)
+        return saved > first
+
+    def attend(
+        self,
+        q: Tensor,
+        rows: Tensor,
+        rope: Tables | None,
+        mask: Tensor | None,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of q [B, Hq, T, .] over rows [B, S, R] in PyTorch: what W_O takes [B, T, W],
+        and weights [B, Hq, T, S]. mask as in `ops.common.attention`."""
+        k = self.score_keys(rows, rope)
+        first = self.maps_values_first(q.shape[2], rows.shape[1])
+        v = self.mapped_values(rows) if first else self.value_columns.gather(rows)
+        heads = self.geometry.num_kv_heads
+        v = v.transpose(1, 2) if v.shape[2] in (1, heads) else self.value_columns.spread(v)
+        out, weights = attention(q, k, v, mask, self.scale, need_weights, self.softcap)
+        return self.joined(out, mapped=first), weights
+
+    def joined(self, out: Tensor, mapped: bool = False) -> Tensor:
+        """Attention outputs [B, Hq, T, d or r] as what W_O takes [B, T, W]. mapped: values were
+        mapped before attention already."""
+        g = self.geometry
+        if self.spec.values == "fused":
+            return _join_ragged(out, self.value_columns.head_ranks(g.queries_per_kv))
+        if self.value_up is not None and not mapped:
+            up = self.value_columns.per_head(self.value_up, g.head_dim)
+            out = out.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
+            out = torch.einsum("bhgtr,hdr->bhgtd", out, up).flatten(1, 2)
+        return out.transpose(1, 2).flatten(-2)
+
+    def _mapped(self, z: Tensor, stack: Tensor) -> Tensor:
+        """z [B, S, n, r] through [n, heads * d, r] -> [B, S, Hk, d]."""
+        full = torch.einsum("bsnr,ncr->bsnc", z, stack)
+        return full.reshape(*z.shape[:2], self.geometry.num_kv_heads, self.geometry.head_dim)
+
+
+class AttentionContext(ABC):
+    """The past of a layer's new tokens: a transformers cache, or pages.
+
+    Contexts that stand in place of a cache answer what models ask of one before they make positions
+    and masks, which come from elsewhere here. weights: of the last `attend`, where they were asked
+    for.
+    """
+
+    is_compileable = False
+    weights: Tensor | None = None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    @abstractmethod
+    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
+        """Store rows [B, T, R] of new tokens, and attend with q [B, Hq, T, .] in score space to all
+        that they see: what W_O takes [B, T, W]."""
+
+
+def _join_ragged(x: Tensor, widths: list[int]) -> Tensor:
+    """[B, H, T, widest] -> [B, T, sum], padding dropped."""
+    if all(width == x.shape[-1] for width in widths):
+        return x.transpose(1, 2).flatten(-2)
+    return torch.cat([x[:, head, :, :width] for head, width in enumerate(widths)], dim=-1)

@@ -1,0 +1,128 @@
+"""A step's tokens as attention sees them: what attends together, and the pages it reads.
+
+A step packs N tokens of several sequences into one row, decoding ones first. Shapes: B sequences of
+a part, T queries of each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvfold.cache.eviction.attention import AttentionPolicy, observing
+from kvfold.cache.eviction.base import Policy
+from kvfold.cache.pool import Pool
+from kvfold.ops import store
+from kvfold.ops.common.pages import LayerPages
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """A pool as steps read and write it. policy: of what is observed and evicted, or None; dtype:
+    of queries and rows."""
+
+    pool: Pool
+    policy: Policy | None
+    dtype: torch.dtype
+
+    @cached_property
+    def pages(self) -> tuple[LayerPages, ...]:
+        """Of every layer: views, in which what the pool changes is seen."""
+        return tuple(map(self.pool.pages, self.pool.layout.layer_groups))
+
+    @cached_property
+    def spans(self) -> Sequence[slice]:
+        """The groups that `ops.store` reads or moves at once, of a layer or of all."""
+        return store.spans(self.pool.layout, self.pool.device.type)
+
+    @property
+    def observing(self) -> AttentionPolicy | None:
+        """The policy, if it looks at attention."""
+        return observing(self.policy)
+
+    @property
+    def observes_decodes(self) -> bool:
+        return self.observing is not None and self.observing.continual
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMetadata:
+    """Tokens begin..begin + B * T of the packed row: T queries each of the sequences `slots` [B].
+
+    positions int [B, T]; sizes: of every layer, rows of the longest group (nothing in a graph);
+    rows: at least as many as any layer holds for these sequences, in all of its groups; stop: an
+    upper bound of positions; prompt_lengths [B] where the attention of these queries is observed,
+    else None; decode: T is 1, and no row of these sequences comes after their queries.
+    """
+
+    begin: int
+    slots: Tensor
+    positions: Tensor
+    sizes: Sequence[int]
+    rows: int
+    stop: int
+    prompt_lengths: Tensor | None = None
+    decode: bool = False
+
+    @classmethod
+    def of_step(
+        cls,
+        view: PoolView,
+        slots: list[int],
+        positions: Tensor,
+        *,
+        begin: int,
+        stop: int,
+        prompt_lengths: list[int] | None,
+        decode: bool = False,
+    ) -> "AttentionMetadata":
+        """Of sequences `slots`, whose lengths the host knows. positions [B * T]; prompt_lengths:
+        where their queries are observed."""
+        rows, device = view.pool.host_lengths[slots], view.pool.device
+        firsts = [where.start for where in view.pool.layout.layer_groups]
+        lengths = None if prompt_lengths is None else torch.tensor(prompt_lengths, device=device)
+        return cls(
+            begin=begin,
+            slots=torch.tensor(slots, device=device),
+            positions=positions.view(len(slots), -1),
+            sizes=np.maximum.reduceat(rows.max(0), firsts).tolist(),
+            rows=int(np.add.reduceat(rows.sum(0), firsts).max()),
+            stop=stop,
+            prompt_lengths=lengths,
+            decode=decode,
+        )
+
+    @classmethod
+    def of_decodes(cls, view: PoolView, slots: Tensor, positions: Tensor) -> "AttentionMetadata":
+        """One token of every sequence, with nothing from the host: slots, positions int64 [B]."""
+        return cls(
+            begin=0,
+            slots=slots,
+            positions=positions[:, None],
+            sizes=(),
+            rows=_most_rows(view, len(slots)),
+            stop=0,
+            # Generated tokens are observed wherever the prompt ended.
+            prompt_lengths=torch.zeros_like(slots) if view.observes_decodes else None,
+            decode=True,
+        )
+
+    def of(self, packed: Tensor) -> Tensor:
+        """This part of packed [1, H, N, n] as [B, H, T, n]."""
+        rows = packed[0, :, self.begin : self.begin + self.positions.numel()]
+        return rows.unflatten(1, self.positions.shape).transpose(0, 1)
+
+
+def _most_rows(view: PoolView, batch: int) -> int:
+    """Rows that `batch` sequences may have in a layer: all memory may be one group's where rows are
+    dropped, else every group has as many."""
+    pool, layout = view.pool, view.pool.layout
+    most = max(len(pages.groups) for pages in view.pages)
+    if layout.tracked:
+        held = pool.arena.numel() // min(group.layout.page_bytes for group in layout.groups)
+    else:
+        held = pool.arena.numel() // layout.page_bytes * most
+    return min(held * layout.page, batch * pool.max_tokens * most)

@@ -1,0 +1,100 @@
+"""One step's attention over the pool: what a model is given in place of a cache.
+
+A step packs N tokens of several sequences into one row, decoding ones first.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.backend import AttentionBackend
+from kvfold.attention.base import AttentionContext, LayerMaps
+from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.observer import Observer
+from kvfold.attention.queries import RecentQueries
+from kvfold.attention.rows import PoolRows
+from kvfold.attention.selector import Selected
+from kvfold.cache.eviction.base import Policy
+from kvfold.cache.pool import Pool
+from kvfold.ops import store
+
+
+class PagedAttention:
+    """Attention of a model's layers over a pool: what all steps share. dtype: of queries and rows.
+
+    observer: keeps decoding queries until their attention is added to metrics; recent: keeps the
+    last queries for the policy; None where nothing is kept.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerMaps], pool: Pool, policy: Policy | None, dtype: torch.dtype
+    ) -> None:
+        self.layers, self.view = layers, PoolView(pool, policy, dtype)
+        self.selected = Selected.of(layers, self.view)
+        self.observer, self.recent = None, None
+        watching = self.view.observing if self.view.observes_decodes else None
+        if watching is not None and (kept := self.selected.keeping()):
+            self.observer = Observer(self.view, watching, {i: layers[i] for i in kept})
+        if policy is not None and "queries" in policy.needs:
+            assert policy.window is not None
+            self.recent = RecentQueries(policy.window, self.view, dict(enumerate(layers)))
+        self.makers: dict[type[AttentionBackend], Callable[[], AttentionBackend]] = {}
+        chosen = self.selected
+        for backend in {*chosen.decode, *chosen.prefill, *chosen.observed}:
+            decoded = [x for x in layers if chosen.decode[x.index] is backend]
+            self.makers[backend] = backend.prepare(self.view, decoded, self.observer)
+
+    def rows(self, slots: Tensor, size: int, computed: list[int]) -> PoolRows:
+        """As of `PoolRows`."""
+        return PoolRows(self.view, self.layers, self.recent, slots, size, computed)
+
+    @property
+    def captures(self) -> bool:
+        """Whether a decode step needs nothing from the host, so that a graph can hold it."""
+        on_cuda = self.view.pool.device.type == "cuda"
+        return on_cuda and all(backend.captures for backend in self.selected.decode)
+
+
+class PagedContext(AttentionContext):
+    """All layers' attention in one step.
+
+    slots, index [N]: each token's sequence, and its row counted from the end of the groups' rows
+    (negative); positions int32 [N]; fill: which tails the tokens fill, where there are any.
+    """
+
+    def __init__(
+        self,
+        attention: PagedAttention,
+        parts: Sequence[AttentionMetadata],
+        slots: Tensor,
+        index: Tensor,
+        positions: Tensor,
+        fill: store.Fill | None = None,
+    ) -> None:
+        self.view, self.parts, self.fill = attention.view, parts, fill
+        self.slots, self.positions = slots, positions
+        self.index = self.view.pool.lengths[slots] + index[:, None]  # int64 [N, all groups]
+        self.recent = attention.recent
+        self.kept = self.recent.begin(parts) if self.recent is not None else ()
+        self.chosen = [attention.selected.of_part(part) for part in parts]
+        self.backends: Mapping[type[AttentionBackend], AttentionBackend] = {
+            backend: make() for backend, make in attention.makers.items()
+        }
+
+    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
+        """q [1, Hq, N, .] and rows [1, N, R] of the step's tokens: [1, N, W]."""
+        self._store(layer.index, rows[0])
+        if self.recent is not None:
+            self.recent.keep(layer.index, self.kept, q)
+        outputs = [
+            self.backends[chosen[layer.index]].attend(layer, part, part.of(q)).flatten(0, 1)
+            for part, chosen in zip(self.parts, self.chosen, strict=True)
+        ]
+        return (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[None]
+
+    def _store(self, layer: int, rows: Tensor) -> None:
+        """rows [N, R] of the step's tokens into their pages."""
+        index = self.index[:, self.view.pool.layout.layer_groups[layer]]
+        place = self.slots, index, self.positions, self.fill
+        store.append(self.view.pages[layer], rows, *place)

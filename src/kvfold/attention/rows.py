@@ -1,0 +1,113 @@
+"""Rows gathered from pages, and whose they are: for backends that read no page themselves, and for
+eviction policies.
+
+Shapes: B sequences, S stored rows (of the longest group), R numbers of a row, G groups of a layer,
+Hk KV heads, d head dim, r the widest rank of a side.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvfold.attention.base import Columns, LayerMaps
+from kvfold.attention.metadata import PoolView
+from kvfold.attention.queries import RecentQueries
+from kvfold.cache.slabs import upload
+from kvfold.ops.common.attention import Tables
+from kvfold.ops.store import StoredRows, gather
+from kvfold.spec.layout import Group
+
+
+def gather_rows(view: PoolView, layer: LayerMaps, slots: Tensor, size: int) -> StoredRows:
+    """Rows [B, S, R] of the sequences slots int64 [B] in a layer; size: of the longest group."""
+    pages = view.pages[layer.index]
+    return gather(pages, slots, pages.lengths[slots], view.dtype, size)
+
+
+def rope_of(
+    layer: LayerMaps, stored: StoredRows, groups: tuple[Group, ...], stop: int
+) -> Tables | None:
+    """cos, sin [B, 1 or Hk, S, rotary dims] of the rows' positions, where keys are rebuilt."""
+    if layer.rope is None:
+        return None
+    positions = stored.positions[:, member_of(groups, stored.positions.device)]
+    return layer.rope.tables(stored.rows, positions.long(), stop)
+
+
+@lru_cache
+def owner_of(groups: tuple[Group, ...]) -> tuple[int, ...]:
+    """Group number of every KV head."""
+    owner = {head: number for number, group in enumerate(groups) for head in group.heads}
+    return tuple(owner[head] for head in sorted(owner))
+
+
+@lru_cache
+def member_of(groups: tuple[Group, ...], device: torch.device) -> Tensor:
+    """The same as a tensor [Hk]; [1] where there is one group."""
+    owner = owner_of(groups)
+    return torch.tensor(owner if any(owner) else owner[:1], device=device)
+
+
+class PoolRows:
+    """The stored rows of sequences as eviction policies see them, read a layer at a time.
+
+    slots int64 [B]; size: S; computed: tokens of every sequence; recent: the last queries, where
+    they are kept.
+    """
+
+    def __init__(
+        self,
+        view: PoolView,
+        layers: Sequence[LayerMaps],
+        recent: RecentQueries | None,
+        slots: Tensor,
+        size: int,
+        computed: list[int],
+    ) -> None:
+        self.view, self.layers, self.recent = view, layers, recent
+        self.slots, self.size, self.computed = slots, size, computed
+
+    def keys(self, layer: int) -> Tensor:
+        """Keys in score space [B, Hk, S, d or r]."""
+        maps, stored = self.layers[layer], self._stored(layer)
+        groups = self.view.pages[layer].groups
+        rope = rope_of(maps, stored, groups, max(self.computed))
+        k = maps.score_keys(stored.rows, rope)
+        own = k if maps.rebuilds_keys else _within_ranks(k, maps.key_columns)
+        return self._present(own, layer, stored)
+
+    def values(self, layer: int) -> Tensor:
+        """Values [B, Hk, S, d], or latents [B, Hk, S, r] where W_O holds their maps."""
+        maps, stored = self.layers[layer], self._stored(layer)
+        if maps.value_up is not None:
+            return self._present(maps.mapped_values(stored.rows).transpose(1, 2), layer, stored)
+        columns = maps.value_columns
+        v = columns.spread(columns.gather(stored.rows))
+        return self._present(_within_ranks(v, columns), layer, stored)
+
+    def queries(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The last W queries [B, Hq, W, d or r] and their positions int64 [B, W]."""
+        assert self.recent is not None, "queries are kept for policies that need them"
+        computed = upload(np.array(self.computed), self.slots.device)
+        return self.recent.read(layer, self.slots, computed)
+
+    def _stored(self, layer: int) -> StoredRows:
+        return gather_rows(self.view, self.layers[layer], self.slots, self.size)
+
+    def _present(self, x: Tensor, layer: int, stored: StoredRows) -> Tensor:
+        """x [B, Hk, S, .] with zeros where there is no row."""
+        heads = member_of(self.view.pages[layer].groups, x.device)
+        return x.where(stored.valid[:, heads, :, None], 0.0)
+
+
+def _within_ranks(x: Tensor, columns: Columns) -> Tensor:
+    """x [B, Hk, S, r] with zeros beyond every head's own rank, where latents fill up with others'
+    numbers."""
+    if columns.uniform:
+        return x
+    ranks = upload(np.array(columns.head_ranks(1)), x.device)
+    inside = torch.arange(columns.widest, device=x.device) < ranks[:, None]
+    return x.where(inside[:, None], 0.0)

@@ -1,0 +1,160 @@
+"""Decoding by kernels that read pages where they lie, and what they are given beside pages.
+
+Shapes: B sequences, Hq query heads, d head dim, r widest key rank, W numbers that W_O takes.
+Nothing here waits for the device, so that a step can be captured as a CUDA graph.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.backend import AttentionBackend, Task, reads_unevenly
+from kvfold.attention.base import LayerMaps
+from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.observer import Observer
+from kvfold.ops import decode, latent_decode, observe
+from kvfold.ops.latent_decode import KeyMaps
+from kvfold.spec.layout import Group
+
+
+@dataclass(frozen=True)
+class LayerBatch:
+    """Layers that are planned together, since they have equally many groups and latents; columns
+    int64: the numbers of these groups."""
+
+    layers: tuple[int, ...]
+    groups: tuple[tuple[Group, ...], ...]
+    columns: Tensor
+
+    def lengths(self, view: PoolView, part: AttentionMetadata) -> Tensor:
+        """int32 [B, groups of these layers], the step's own rows included."""
+        return view.pool.lengths[part.slots[:, None], self.columns]
+
+
+def batches(view: PoolView, layers: Sequence[LayerMaps]) -> list[LayerBatch]:
+    """`layers`, alike ones together."""
+    alike = defaultdict(list)
+    for layer in layers:
+        counts = len(layer.spec.key_latents), len(layer.spec.value_latents)
+        alike[len(view.pages[layer.index].groups), counts].append(layer.index)
+    return [_batch(view, tuple(found)) for found in alike.values()]
+
+
+def _batch(view: PoolView, layers: tuple[int, ...]) -> LayerBatch:
+    places = [view.pool.layout.layer_groups[i] for i in layers]
+    columns = [number for x in places for number in range(x.start, x.stop)]
+    groups = tuple(view.pages[i].groups for i in layers)
+    return LayerBatch(layers, groups, torch.tensor(columns, device=view.pool.device))
+
+
+class TritonDecode(AttentionBackend):
+    """Rows in score space, a group a KV head, by `ops.decode`'s kernel; observed queries go to an
+    observer. A step has one decoding part."""
+
+    captures: ClassVar[bool] = True
+    observes: ClassVar[bool] = True
+    keeps: ClassVar[bool] = True
+
+    def __init__(
+        self, view: PoolView, layers: Sequence[LayerBatch], observer: Observer | None
+    ) -> None:
+        super().__init__(view)
+        self.layers, self.observer = layers, observer
+        self.plans: dict[int, Any] = {}
+        self.kept: Tensor | None = None  # where the observer has the part's queries
+
+    @classmethod
+    def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
+        if layer.rebuilds_keys:
+            return "keys are rebuilt before RoPE"
+        return (
+            reads_unevenly(layer, groups)
+            or decode.why_not(groups, task.device_type)
+            or (observe.why_not(groups, task.device_type) if task.observed else None)
+        )
+
+    @classmethod
+    def prepare(
+        cls, view: PoolView, layers: Sequence[LayerMaps], observer: Observer | None
+    ) -> Callable[[], AttentionBackend]:
+        return partial(cls, view, batches(view, layers), observer)
+
+    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+        """q [B, Hq, 1, r] -> [B, 1, W]."""
+        if not self.plans:
+            for x in self.layers:
+                counts, queries = x.lengths(self.view, part), layer.geometry.queries_per_kv
+                plans = decode.plan_layers(x.groups, counts, queries)
+                self.plans.update(zip(x.layers, plans, strict=True))
+        q, pages = q[:, :, 0], self.view.pages[layer.index]
+        out, lse = decode.decode(q, pages, part.slots, layer.scale, self.plans[layer.index])
+        if self.observer is not None and part.prompt_lengths is not None:
+            if self.kept is None:
+                self.kept = self.observer.rows_of(part)
+            self.observer.keep(layer.index, self.kept, q, lse)
+        return layer.joined(out[:, :, None])
+
+
+class LatentDecode(AttentionBackend):
+    """Keys rebuilt from latents before RoPE, by `ops.latent_decode`'s kernels, where they are not
+    observed. maps: of every layer. A step has one decoding part."""
+
+    captures: ClassVar[bool] = True
+
+    def __init__(
+        self, view: PoolView, layers: Sequence[LayerBatch], maps: Mapping[int, KeyMaps]
+    ) -> None:
+        super().__init__(view)
+        self.layers, self.maps = layers, maps
+        self.plans: dict[int, Any] = {}
+
+    @classmethod
+    def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
+        if not layer.rebuilds_keys:
+            return "keys are stored in score space"
+        if layer.rope is None or not layer.rope.fixed:
+            return "angles of RoPE depend on the length of sequences"
+        return reads_unevenly(layer, groups) or latent_decode.why_not(
+            layer.spec, groups, task.device_type
+        )
+
+    @classmethod
+    def prepare(
+        cls, view: PoolView, layers: Sequence[LayerMaps], observer: Observer | None
+    ) -> Callable[[], AttentionBackend]:
+        first, size = layers[0], view.pool.max_tokens
+        assert first.rope is not None
+        rope = latent_decode.rope_table(first.rope.inv_freq, size, first.geometry.head_dim)
+        maps = {layer.index: _key_maps(layer, rope) for layer in layers}
+        return partial(cls, view, batches(view, layers), maps)
+
+    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+        """q [B, Hq, 1, d], rotated -> [B, 1, W]."""
+        q = q[:, :, 0].contiguous()
+        if not self.plans:
+            self._plan(part, q)
+        place = self.view.pages[layer.index], part.slots, layer.scale
+        maps, plan = self.maps[layer.index], self.plans[layer.index]
+        out, _ = latent_decode.latent_decode(q, *place, maps, plan)
+        return layer.joined(out[:, :, None])
+
+    def _plan(self, part: AttentionMetadata, q: Tensor) -> None:
+        spec = self.view.pool.layout.spec
+        for x in self.layers:
+            each, counts = zip(x.layers, x.groups, strict=True), x.lengths(self.view, part)
+            layers = [(spec.layers[i], groups) for i, groups in each]
+            plans = latent_decode.plan_layers(q, layers, counts, part.rows)
+            self.plans.update(zip(x.layers, plans, strict=True))
+
+
+def _key_maps(layer: LayerMaps, table: Tensor) -> KeyMaps:
+    rope = layer.rope
+    assert rope is not None and layer.key_up is not None and layer.key_mean is not None
+    up = layer.key_columns.per_head(layer.key_up, layer.geometry.head_dim).detach()
+    mean = layer.key_mean.detach()
+    return KeyMaps(layer.spec, up, mean, rope.inv_freq, table, rope.scaling)

@@ -1,0 +1,96 @@
+"""Prefill chunks by `ops.prefill`'s kernel over gathered rows, with metrics of observed queries.
+
+Shapes: B sequences of a part, T queries of each, S stored rows (of the longest group), R numbers of
+a row, Hk KV heads, d head dim, W numbers that W_O takes.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvfold.attention.backend import AttentionBackend, Task
+from kvfold.attention.base import Columns, LayerMaps
+from kvfold.attention.metadata import AttentionMetadata
+from kvfold.attention.rows import gather_rows, owner_of, rope_of
+from kvfold.cache.eviction.attention import observed
+from kvfold.ops import observe
+from kvfold.ops.common.attention import Tables
+from kvfold.ops.prefill import PREFILL, KVView, Seen, prefill, why_not
+from kvfold.spec.layout import Group
+
+
+class TritonPrefill(AttentionBackend):
+    """Chunks of 16-bit queries, of any rows. One query a sequence is not worth a tile."""
+
+    observes: ClassVar[bool] = True
+
+    @classmethod
+    def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
+        g, mapped = layer.geometry, layer.value_up is not None
+        values = g.head_dim if mapped else layer.value_columns.widest
+        if layer.softcap is not None:
+            return "scores are capped"
+        if task.observed and layer.rebuilds_keys:
+            return "no kernel observes keys that are rebuilt"
+        dtypes = frozenset((task.dtype,))
+        return PREFILL.why_not(task.device_type, dtypes, (layer.key_width,), (values,)) or (
+            observe.why_not(groups, task.device_type) if task.observed else None
+        )
+
+    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+        """q [B, Hq, T, .] -> [B, T, W]."""
+        groups = self.view.pages[layer.index].groups
+        size = part.sizes[layer.index]
+        stored = gather_rows(self.view, layer, part.slots, size)
+        rope = rope_of(layer, stored, groups, part.stop)
+        first = layer.maps_values_first(q.shape[2], size)
+        keys, values = _keys(layer, stored.rows, rope), _values(layer, stored.rows, first)
+        if layer.value_up is not None and why_not(q, keys, values):  # too wide for the kernel
+            first, values = True, _values(layer, stored.rows, True)
+        seen = Seen(
+            counts=self.view.pages[layer.index].lengths[part.slots],
+            owner=owner_of(groups),
+            positions=stored.positions if groups[0].layout.tracked else None,
+            queries=part.positions,
+            window=layer.window,
+        )
+        out, lse = prefill(q, keys, values, seen, layer.scale)
+        self._observe(layer, part, q, lse)
+        return layer.joined(out, mapped=first)
+
+    def _observe(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, lse: Tensor) -> None:
+        """Add what q [B, Hq, T, .] attended to, to the metrics: lse fp32 [B, Hq, T]."""
+        policy = self.view.observing
+        if policy is None or part.prompt_lengths is None:
+            return
+        counted = observed(part.positions, part.prompt_lengths, policy)
+        positions = part.positions.masked_fill(~counted, -1)
+        place = self.view.pages[layer.index], part.slots, layer.scale
+        observe.observe(q, lse, positions, *place, power=policy.power, exclude=policy.exclude)
+
+
+def _keys(layer: LayerMaps, rows: Tensor, rope: Tables | None) -> KVView:
+    """Rows [B, S, R] as they are, or the keys rebuilt from them."""
+    if not layer.rebuilds_keys:
+        return _columns(layer.key_columns, rows)
+    return _heads(layer.score_keys(rows, rope).transpose(1, 2))
+
+
+def _values(layer: LayerMaps, rows: Tensor, mapped: bool) -> KVView:
+    """Rows [B, S, R] as they are, or mapped."""
+    return _heads(layer.mapped_values(rows)) if mapped else _columns(layer.value_columns, rows)
+
+
+def _columns(columns: Columns, rows: Tensor) -> KVView:
+    starts, ranks = columns.starts, columns.ranks
+    return KVView(
+        rows, tuple(starts[i] for i in columns.heads), tuple(ranks[i] for i in columns.heads)
+    )
+
+
+def _heads(x: Tensor) -> KVView:
+    """x [B, S, Hk, d], the last with stride 1."""
+    assert x.stride(-1) == 1, "a row's numbers follow one another"
+    heads = range(x.shape[2])
+    return KVView(x, tuple(h * x.stride(2) for h in heads), (x.shape[3],) * len(heads))

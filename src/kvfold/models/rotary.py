@@ -1,0 +1,50 @@
+"""RoPE as a model computes it: the tables of its own module, kept for all layers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.ops.common.attention import Tables
+
+LONG_ROPE = ("dynamic", "longrope")  # tables that depend on the longest sequence of a batch
+
+
+def rope_type(config: Any) -> str:
+    """How a model's RoPE is scaled, in transformers' words."""
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+
+
+class RotaryTable:
+    """The model's own RoPE tables, computed once per position and shared by all layers: a `Rope`
+    of `attention.base`."""
+
+    def __init__(self, rotary: Any, rope_type: str) -> None:
+        self.rotary, self.fixed = rotary, rope_type not in LONG_ROPE
+        self.grid: Tables | None = None
+
+    @property
+    def inv_freq(self) -> Tensor:
+        found: Tensor = self.rotary.inv_freq
+        return found.float()
+
+    @property
+    def scaling(self) -> float:
+        return float(self.rotary.attention_scaling)
+
+    def tables(self, like: Tensor, positions: Tensor, stop: int) -> Tables:
+        """cos, sin [.., rotary dims] at positions [..] < stop, in a tensor's dtype and device."""
+        if not self.fixed:
+            found: Tables = self.rotary(like, positions)
+            return found
+        cos = self.grid[0] if self.grid else None
+        if (
+            cos is None
+            or cos.shape[0] < stop
+            or (cos.dtype, cos.device) != (like.dtype, like.device)
+        ):
+            length = 1 << (stop - 1).bit_length()
+            cos, sin = self.rotary(like, torch.arange(length, device=like.device)[None])
+            self.grid = cos[0], sin[0]
+        assert self.grid is not None
+        return self.grid[0][positions], self.grid[1][positions]
