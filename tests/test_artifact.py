@@ -14,7 +14,7 @@ from kvfold.api import Job, save
 from kvfold.artifact import provenance_of, spec_of
 from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
-from kvfold.evaluation.perplexity import cache_bytes
+from kvfold.evaluation.dense import cache_bytes
 from models import tiny, tokens
 
 

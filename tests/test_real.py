@@ -7,7 +7,7 @@ import kvfold
 from kvfold import smollm2
 from kvfold.api import Job
 from kvfold.evaluation.perplexity import token_nll
-from kvfold.evaluation.run import folded_copy
+from kvfold.evaluation.comparison import folded_copy
 from kvfold.loading import load, load_tokenizer
 from kvfold.text import encode_chat, packaged, running, windows
 

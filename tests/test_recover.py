@@ -16,8 +16,7 @@ from kvfold.compression import recover as recovery
 from kvfold.compression.calibrate import calibrate
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
-from kvfold.evaluation.paged import paged_perplexity
-from kvfold.evaluation.perplexity import token_nll
+from kvfold.evaluation.perplexity import paged_perplexity, token_nll
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.copies import shared_copy
 from kvfold.spec import Latent, LayerSpec

@@ -1,6 +1,5 @@
 """kvfold compare: recipes and sizes of one model, on the same text."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,7 @@ def compare(
     recipes: str = "zack,palu-j,fast,lean,small",
     keep: str = "0.5,0.35,0.25",
     text: Files = (),
+    tasks: Files = (),
     calib: Files = (),
     calib_tokens: int = CALIBRATION.max_tokens,
     align: int | None = None,
@@ -55,6 +55,8 @@ def compare(
         Shares of the cache, separated by commas.
     text
         Text files to measure on (.txt, .xz, .gz); without any, a packaged one.
+    tasks
+        Task files to answer, as in eval.
     calib
         Text files to calibrate on instead of ours.
     calib_tokens
@@ -72,13 +74,18 @@ def compare(
     keeps = parse_list(keep, "--keep", float)
     common.check_outputs(html=html, json=json)
     texts = common.named_texts(text)
+    answers = common.read_tasks(tasks)
     loaded, tokenizer = common.load(model, place)
-    from kvfold.evaluation import run
+    from kvfold.evaluation import comparison
 
-    settings = common.settings(loaded, windows)
+    jobs = comparison.jobs_of(
+        loaded, tokenizer, names, calib=list(calib) or None, max_tokens=calib_tokens, seed=seed
+    )
+    what = common.measurement(loaded, tokenizer, windows, storage.config(), texts, answers)
+    settings = common.settings(loaded, windows, storage)
     settings |= {"align": align, "seed": seed, "calib_tokens": calib_tokens}
-    settings |= {"cache": dataclasses.asdict(storage)}
-    settings |= {"text": list(map(str, text)), "calib": list(map(str, calib))}
+    files = {"text": text, "tasks": tasks, "calib": calib}
+    settings |= {name: list(map(str, paths)) for name, paths in files.items()}
     rows: list[Row] = []
 
     def keep_row(row: "Row") -> None:
@@ -88,26 +95,7 @@ def compare(
 
     try:
         with common.progress() as progress:
-            run.compare(
-                loaded,
-                tokenizer,
-                names,
-                keeps,
-                texts,
-                align=align,
-                ctx=settings["ctx"],
-                chunk=windows.chunk,
-                max_tokens=windows.max_tokens,
-                batch=windows.batch,
-                needle=windows.needle_contexts * windows.needle,
-                cache=storage.config(),
-                agnostic=windows.agnostic,
-                calib=list(calib) or None,
-                calibration_tokens=calib_tokens,
-                seed=seed,
-                progress=progress,
-                on_row=keep_row,
-            )
+            comparison.compare(jobs, keeps, what, align=align, progress=progress, on_row=keep_row)
     finally:
         print_rows(rows)
     if html is not None:

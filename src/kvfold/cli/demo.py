@@ -71,31 +71,22 @@ def measured(
     model: Any, tokenizer: Any, progress: common.Progress | None
 ) -> tuple[list["Row"], "Statistics"]:
     """The comparison's rows, and the statistics all recipes were made from."""
-    from kvfold import recipes
-    from kvfold.api import Job
-    from kvfold.evaluation import run
+    from kvfold.evaluation import comparison
+    from kvfold.evaluation.measure import Measurement, text_windows
     from kvfold.evaluation.perplexity import max_positions
     from kvfold.text import packaged
 
     names = applicable(model)
-    jobs = [
-        Job(model, recipes.get(name), tokenizer, max_tokens=CALIBRATION_TOKENS) for name in names
-    ]
-    statistics = run.shared_statistics(jobs, progress)
+    jobs = comparison.jobs_of(model, tokenizer, names, max_tokens=CALIBRATION_TOKENS)
+    statistics = comparison.shared_statistics(jobs, progress)
     limit = max_positions(model) or CTX
-    rows = run.compare(
-        model,
-        tokenizer,
-        names,
-        KEEPS,
-        {"old books": packaged("filler.txt")},
-        ctx=min(CTX, limit),
-        max_tokens=TEXT_TOKENS,
+    texts, ctx = {"old books": packaged("filler.txt")}, min(CTX, limit)
+    what = Measurement(
+        windows=text_windows(model, tokenizer, texts, ctx=ctx, max_tokens=TEXT_TOKENS),
         needle=NEEDLE_CONTEXTS if limit >= NEEDLE_LENGTH else 0,
         lengths=(NEEDLE_LENGTH,),
-        statistics=statistics,
-        progress=progress,
     )
+    rows = comparison.compare(jobs, KEEPS, what, statistics=statistics, progress=progress)
     return rows, statistics
 
 
@@ -122,12 +113,12 @@ def fold_one(
     from kvfold import recipes
     from kvfold.api import Job
     from kvfold.compression import build
-    from kvfold.evaluation import run
+    from kvfold.evaluation.comparison import folded_copy, restricted
 
     job = Job(model, recipes.get(recipe), tokenizer)
-    job.prepare(run.restricted(statistics, build.needs(job.recipe)))
+    job.prepare(restricted(statistics, build.needs(job.recipe)))
     spec = job.plan(keep)
-    return job, spec, run.folded_copy(job, spec)
+    return job, spec, folded_copy(job, spec)
 
 
 def prompt(tokenizer: Any) -> tuple[str, list[int]]:

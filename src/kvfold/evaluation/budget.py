@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kvfold.api import Job, Progress, calibration_windows
+from kvfold.evaluation.comparison import ORIGINAL, folded_copy
+from kvfold.evaluation.measure import stage
 from kvfold.evaluation.perplexity import perplexity
-from kvfold.evaluation.run import ORIGINAL, folded_copy, stage
 from kvfold.search import search
 from kvfold.text import documents, packaged, read_texts, windows
 
