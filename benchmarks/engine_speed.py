@@ -32,9 +32,10 @@ from kvfold.api import Job
 from kvfold.cli.common import versions
 from kvfold.engine.llm import LLM
 from kvfold.engine.request import SamplingParams
-from kvfold.evaluation.run import folded_copy, shared_copy, shared_statistics
+from kvfold.evaluation.comparison import folded_copy, shared_statistics
 from kvfold.files import write_json
 from kvfold.loading import load, load_tokenizer
+from kvfold.models.copies import shared_copy
 from kvfold.text import packaged, running, windows
 
 BASELINES = ("dynamic", "static", "static compiled")

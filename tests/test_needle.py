@@ -193,7 +193,8 @@ def test_questions_do_not_change_the_cache(sliding: bool) -> None:
         reader.answer([9, 8, 7, 6, 5], 6)
         assert reader.answer(question, 6) == first
         assert all(
-            torch.equal(k, layer.keys) for k, layer in zip(keys, reader.session.cache.layers, strict=True)
+            torch.equal(k, layer.keys)
+            for k, layer in zip(keys, reader.session.cache.layers, strict=True)
         )
         whole = model(torch.tensor([context + question])).logits[0, -1].argmax()
     assert first[0] == int(whole)

@@ -6,8 +6,8 @@ import torch
 import kvfold
 from kvfold import smollm2
 from kvfold.api import Job
-from kvfold.evaluation.perplexity import token_nll
 from kvfold.evaluation.comparison import folded_copy
+from kvfold.evaluation.perplexity import token_nll
 from kvfold.loading import load, load_tokenizer
 from kvfold.text import encode_chat, packaged, running, windows
 

@@ -22,8 +22,8 @@ from kvfold.cli.common import versions
 from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.statistics import Statistics
+from kvfold.evaluation.comparison import folded_copy, restricted
 from kvfold.evaluation.perplexity import paired_difference, perplexity
-from kvfold.evaluation.run import folded_copy, restricted
 from kvfold.files import write_json
 from kvfold.loading import load, load_tokenizer
 from kvfold.text import read_text, running, windows
