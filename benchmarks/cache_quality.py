@@ -69,7 +69,7 @@ def cases(section: str) -> Iterator[Case]:
                     turned = "rotated" if rotate else "as they are"
                     zero = ", zeros" if zeros else ""
                     yield Case(name=f"{bits} bits, {turned}{zero}", cache=cache)
-            yield Case(name=f"{bits} bits, KIVI", cache=CacheConfig(bits=bits, kivi=True))
+            yield Case(name=f"{bits} bits, KIVI", cache=CacheConfig(bits=bits, format="kivi"))
     if section == "factor":
         for factor in (8, 10, 14, 18, 24):
             yield Case(name=f"factor {factor}", cache=CacheConfig(), factor=factor)

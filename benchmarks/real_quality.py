@@ -66,7 +66,7 @@ def cases(section: str, steps: int) -> Iterator[Case]:
         for bits in (8, 4, 3):
             yield Case(name=f"int{bits}, rotated", cache=CacheConfig(bits=bits))
         for bits in (4, 2):
-            yield Case(name=f"KIVI {bits} bits", cache=CacheConfig(bits=bits, kivi=True))
+            yield Case(name=f"KIVI {bits} bits", cache=CacheConfig(bits=bits, format="kivi"))
     if section == "published":
         for keep in (0.5, 0.25):
             for recipe in PUBLISHED:

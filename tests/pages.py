@@ -108,7 +108,8 @@ class Case:
         arena, tables = on.arena.cpu(), on.tables.cpu()
         positions = torch.arange(len(index), dtype=torch.int32)
         owner = slots.repeat_interleave(size)
-        store.append(arena, tables, groups, rows.flatten(0, 1), owner, index, positions)
+        pages = on.pages._replace(arena=arena, tables=tables)
+        store.append(pages, rows.flatten(0, 1), owner, index, positions)
         all_lengths = torch.full((num, len(groups)), 2**30, dtype=torch.int32)
         all_lengths[slots] = counts
         far = torch.arange(tables.shape[2]) * page >= all_lengths[..., None]

@@ -12,11 +12,11 @@ SOURCE = Path(kvfold.__file__).parent
 LAYERS: dict[str, set[str]] = {
     "versions": set(),
     "registration": {"versions"},
-    "config": set(),
     "files": set(),
     "text": set(),
     "search": set(),
     "formats": set(),
+    "config": {"formats"},
     "spec": {"formats"},
     "ops": {"formats", "spec"},
     "recipes": {"config"},
@@ -27,7 +27,7 @@ LAYERS: dict[str, set[str]] = {
     "artifact": {"spec", "models"},
     "compression": {"formats", "spec", "ops", "models", "config"},
     "loading": {"artifact", "models", "gguf", "smollm2"},
-    "engine": {"spec", "ops", "cache", "models", "config", "artifact", "loading"},
+    "engine": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "loading"},
     "api": {"spec", "models", "compression", "config", "recipes", "artifact", "loading"}
     | {"files", "text"},
     "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"},

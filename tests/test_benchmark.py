@@ -16,6 +16,7 @@ from kvfold.bench.ceiling import Ceiling, measure_ceiling
 from kvfold.bench.reference import TOLERANCE, attend, check, decode_one
 from kvfold.cli.main import main
 from kvfold.ops.backend import use_triton
+from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.decode.reference import decode as decode_kernel
 from kvfold.ops.store.reference import gather, read_tracked
 from kvfold.spec import value_kind
@@ -46,7 +47,8 @@ def build(name, *, batch=3, tokens=90, num_layers=2, seed=0):
 
 def stored_rows(work, number):
     tables, lengths, groups = work.layer(number)
-    return gather(work.arena, tables, groups, work.slots, lengths, workload.DTYPE).rows
+    pages = LayerPages(work.arena, tables, lengths, groups)
+    return gather(pages, work.slots, lengths, workload.DTYPE).rows
 
 
 def job(**changes):
@@ -172,8 +174,8 @@ def test_positions_ascend_where_rows_were_evicted():
     work = build("int4-half-evict8", tokens=640)
     tables, lengths, groups = work.layer(0)
     size = int(lengths.max())
-    place = work.arena, tables, groups, work.slots, lengths, size
-    _, positions, valid = read_tracked(*place)
+    pages = LayerPages(work.arena, tables, lengths, groups)
+    _, positions, valid = read_tracked(pages, work.slots, lengths, size)
     assert size > work.layout.page and torch.equal(positions, torch.arange(size) * valid)
 
 

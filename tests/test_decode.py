@@ -87,7 +87,7 @@ def test_supported(options: dict) -> None:
         {"ranks": [(64, 62)], "bits": 4},
         {"ranks": [(64, 63)], "bits": 8},
         {"ranks": [(64, 64)], "bits": 4, "sub_group": 32},
-        {"ranks": [(64, 64)], "bits": 4, "kivi": True},
+        {"ranks": [(64, 64)], "bits": 4, "format": "kivi"},
     ],
 )
 def test_not_supported(options: dict) -> None:

@@ -83,8 +83,7 @@ def test_flat_attention_equals_attention_over_gathered_rows(layout, seed: int) -
             dense = scores.masked_fill(~found.valid[:, g, None], -torch.inf).softmax(-1)
             torch.testing.assert_close(out[:, i], dense @ v, rtol=1e-4, atol=1e-4)
             total[:, g] = dense.sum(1)
-    where = (store.arena, store.tables, store.groups, slots)
-    kept = read_metrics(*where, found.valid)
+    kept = read_metrics(store.pages, slots, found.valid)
     torch.testing.assert_close(kept, total, rtol=1e-4, atol=1e-5)
     again = store.gather(slots, lengths[slots], exact)
     assert torch.equal(again.rows, found.rows) and torch.equal(again.positions, found.positions)
@@ -162,7 +161,7 @@ def test_locate_names_the_rows_of_every_group() -> None:
     store.fill(rows, torch.zeros(2, 40, dtype=torch.int32))
     store.arena, slots = store.arena.cpu(), torch.tensor([1, 0])
     lengths = torch.tensor([[5, 40], [17, 16]])
-    table, index, valid = locate(store.arena, store.tables, store.groups, slots, lengths, 40)
+    table, index, valid = locate(store.pages, slots, lengths, 40)
     index, valid = index.flatten(2), valid.flatten(2)
     assert torch.equal(valid.sum(-1), lengths)
     for b, slot in enumerate(slots.tolist()):

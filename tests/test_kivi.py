@@ -23,6 +23,7 @@ from models import tiny, tokens
 from test_store import FLOATS, numbers, one_layer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ALL = slice(None)  # groups
 
 
 @st.composite
@@ -44,7 +45,7 @@ def kivi_layouts(draw) -> CacheLayout:
         bits=draw(st.sampled_from([8, 4, 3, 2])),
         sub_group=draw(st.sampled_from([None, 8])),
         zeros=True,
-        kivi=draw(st.booleans()),
+        format=draw(st.sampled_from(["integers", "kivi"])),
         residual=page * draw(st.sampled_from([1, 2, 3])),
     )
 
@@ -68,7 +69,7 @@ def feed(pool: Pool, slots: list[int], counts: list[int], rows: list[Tensor]) ->
     new = torch.cat([x[a : a + n] for x, a, n in zip(rows, starts, counts, strict=True)])
     fill = kivi.Fill.of(slot, index, pool.layout.residual, DEVICE)
     place = torch.tensor([slot, index], dtype=torch.int64, device=DEVICE).unbind()
-    kivi.append(pool.arena, pool.tables, pool.layout.groups, new.to(DEVICE), *place, fill)
+    kivi.append(pool.pages(ALL), new.to(DEVICE), *place, fill)
     pool.check_integrity()
     if any(rest := [n - fed for n, fed in zip(rest, counts, strict=True)]):
         feed(pool, slots, rest, rows)
@@ -76,8 +77,7 @@ def feed(pool: Pool, slots: list[int], counts: list[int], rows: list[Tensor]) ->
 
 def read(pool: Pool, slots: list[int], dtype: torch.dtype) -> Tensor:
     on, size = torch.tensor(slots, device=DEVICE), int(pool.host_lengths[slots].max())
-    groups = pool.layout.groups
-    found = kivi.gather(pool.arena, pool.tables, groups, on, pool.lengths[on], dtype, size)
+    found = kivi.gather(pool.pages(ALL), on, pool.lengths[on], dtype, size)
     assert torch.equal(found.valid.sum(-1), pool.lengths[on].long())
     return found.rows.cpu()
 
@@ -155,7 +155,7 @@ def test_bytes_do_not_depend_on_chunks(layout: CacheLayout, seed: int, cuts: set
 
 def test_bytes_are_where_the_layout_says() -> None:
     latents = [Latent(side=side, heads=(0,), rank=rank) for side, rank in (("k", 8), ("v", 16))]
-    layout = one_layer(latents, page=4, bits=4, kivi=True, residual=8)
+    layout = one_layer(latents, page=4, bits=4, format="kivi", residual=8)
     form = layout.groups[0].layout
     assert form.block_sizes == (4 * 4, 4 * 8, 2 * 2 * 8, 4 * 2 * 2, 0, 0)
     assert form.row_bits == 24 * 4 + 2 * 16 + 8 * 2 * 16 / 4
@@ -174,7 +174,7 @@ def test_bytes_are_where_the_layout_says() -> None:
 def test_pages_and_tails_have_one_owner(seed: int) -> None:
     chance, width = np.random.default_rng(seed), (5, 16, 16, 5)
     latents = [Latent(side="kv"[i % 2], heads=(i // 2,), rank=rank) for i, rank in enumerate(width)]
-    layout = one_layer(latents, page=8, bits=4, kivi=True, residual=16)
+    layout = one_layer(latents, page=8, bits=4, format="kivi", residual=16)
     pool = Pool(layout, 2**14, num_slots=4, max_tokens=100)
     live: list[int] = []
     for _ in range(80):
@@ -199,7 +199,11 @@ def test_pages_and_tails_have_one_owner(seed: int) -> None:
 
 def test_only_the_tail_can_be_taken_back() -> None:
     layout = one_layer(
-        [Latent(side=s, heads=(0,), rank=8) for s in "kv"], page=4, bits=4, kivi=True, residual=8
+        [Latent(side=s, heads=(0,), rank=8) for s in "kv"],
+        page=4,
+        bits=4,
+        format="kivi",
+        residual=8,
     )
     pool = pool_of(layout)
     slot = pool.open()
@@ -224,18 +228,18 @@ def test_rows_that_kivi_cannot_quantize_are_refused(keys, latent: Latent, messag
     layer = LayerSpec(keys=keys, values="fused", latents=(latent,))
     spec = CacheSpec(geometry=plain.geometry, layers=(layer,))
     with pytest.raises(ValueError, match=message):
-        cache_layout(spec, bits=4, kivi=True)
+        cache_layout(spec, bits=4, format="kivi")
 
 
 def test_settings_that_contradict_kivi_are_refused() -> None:
     for bits in (None, 16):
         with pytest.raises(ValueError, match=f"bits must be less than 16; got {bits}"):
-            CacheConfig(kivi=True, bits=bits)
+            CacheConfig(format="kivi", bits=bits)
     with pytest.raises(ValueError, match="evict='kv-compress' exclude each other"):
-        CacheConfig(kivi=True, bits=4, evict="kv-compress", keep_tokens=0.5)
+        CacheConfig(format="kivi", bits=4, evict="kv-compress", keep_tokens=0.5)
     with pytest.raises(ValueError, match="sliding window"):
         build_runner(
-            tiny("mistral-sliding"), CacheConfig(kivi=True, bits=4), num_slots=1, max_tokens=64
+            tiny("mistral-sliding"), CacheConfig(format="kivi", bits=4), num_slots=1, max_tokens=64
         )
 
 
@@ -254,7 +258,7 @@ def test_residuals_that_cannot_be_are_refused() -> None:
 def test_kivi_is_as_published_unless_told_otherwise() -> None:
     """Groups of 32 tokens a channel of keys, of 32 numbers a value, 128 tokens in 16 bits."""
     latents = [Latent(side=side, heads=(0,), rank=64) for side in "kv"]
-    layout = one_layer(latents, bits=2, kivi=True)
+    layout = one_layer(latents, bits=2, format="kivi")
     keys, *values = layout.groups[0].layout.segments
     assert (layout.page, layout.residual) == (32, 128)
     assert (keys.width, keys.per_channel) == (64, True)
@@ -287,7 +291,7 @@ def test_model_stays_close_to_16_bits(name: str, chunk: int) -> None:
     assert 0 < errors[8] < errors[4] < errors[2]
 
 
-@pytest.mark.parametrize("settings", [{"kivi": True}, {}], ids=["kivi", "per token"])
+@pytest.mark.parametrize("settings", [{"format": "kivi"}, {}], ids=["kivi", "per token"])
 @pytest.mark.parametrize("name", ["llama-gqa", "opt"])
 def test_chunks_do_not_matter(name: str, settings: dict) -> None:
     """Tokens one by one, in chunks that cross a tail's end, and as many at once as there are."""
@@ -302,7 +306,7 @@ def test_recent_tokens_are_exact() -> None:
     """Until the first tail is full nothing is lost, and more is lost where fewer rows wait."""
     whole, found = logits("llama-gqa", 16), []
     for residual in (8, 16, 32):
-        config = {"bits": 2, "kivi": True, "residual": residual}
+        config = {"bits": 2, "format": "kivi", "residual": residual}
         error = (logits("llama-gqa", 16, **config) - whole).abs().amax(-1)
         assert error[:residual].max() < 1e-4 < error[residual]
         found.append(float(error.norm()))
@@ -311,11 +315,11 @@ def test_recent_tokens_are_exact() -> None:
 
 def soon_packed(bits: int) -> dict:
     """Of 61 tokens that are 16 bits until 8 are packed."""
-    return {"bits": bits, "kivi": True, "residual": 8}
+    return {"bits": bits, "format": "kivi", "residual": 8}
 
 
 def test_reported_bytes_are_held_bytes() -> None:
-    config = CacheConfig(kv_bytes=2**20, page=8, bits=4, kivi=True, residual=24)
+    config = CacheConfig(kv_bytes=2**20, page=8, bits=4, format="kivi", residual=24)
     runner = build_runner(tiny("llama-gqa"), config, num_slots=2, max_tokens=100)
     layout = runner.pool.layout
     with PagedSession(runner) as session:
@@ -330,7 +334,7 @@ def test_reported_bytes_are_held_bytes() -> None:
 
 def test_requests_together_get_what_they_get_alone() -> None:
     def serve(lengths: list[int], num_slots: int, chunk: int = 64) -> list[list[int]]:
-        config = CacheConfig(kv_bytes=2**20, page=8, bits=4, kivi=True, residual=16)
+        config = CacheConfig(kv_bytes=2**20, page=8, bits=4, format="kivi", residual=16)
         runner = build_runner(tiny("llama-gqa"), config, num_slots=num_slots, max_tokens=100)
         engine = Engine(runner, runner.pool, chunk=chunk)
         ids = [

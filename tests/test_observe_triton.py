@@ -20,6 +20,7 @@ from hopper import need_compiler, run_alone  # noqa: E402
 from kvfold.cache.eviction.policies import Policy  # noqa: E402
 from kvfold.cache.eviction.select import attention_mass  # noqa: E402
 from kvfold.ops.backend import use_triton  # noqa: E402
+from kvfold.ops.common.pages import LayerPages  # noqa: E402
 from kvfold.ops.observe import triton as observe_triton  # noqa: E402
 from kvfold.ops.observe.reference import observe, observe_reference, supports  # noqa: E402
 from kvfold.ops.store import reference as store  # noqa: E402
@@ -79,7 +80,7 @@ class Case:
         found = [x.to(DEVICE) for x in (q, lse, positions, on.arena, on.tables, all_lengths)]
         case = cls((*found, groups, slots.to(DEVICE), SCALE), weights, where[:, None], valid)
         one = torch.ones(valid.shape, device=DEVICE)
-        store.add_metrics(case.arena, *case.owner, one, valid.to(DEVICE))
+        store.add_metrics(*case.owner, one, valid.to(DEVICE))
         return case
 
     @property
@@ -88,11 +89,11 @@ class Case:
 
     @property
     def owner(self) -> tuple:
-        """tables, groups, slots."""
-        return self.args[4], self.args[6], self.args[7]
+        """Pages and slots."""
+        return LayerPages(*self.args[3:7]), self.args[7]
 
     def metrics(self) -> Tensor:
-        return store.read_metrics(self.arena, *self.owner, self.valid.to(DEVICE)).cpu()
+        return store.read_metrics(*self.owner, self.valid.to(DEVICE)).cpu()
 
     def want(self, power: int, exclude: int) -> Tensor:
         """float64 [B, G, T] of groups in the order of their heads, the 1 of the start included."""
@@ -111,9 +112,11 @@ class Case:
         assert ((found - want).abs() <= limit * (want - 1).abs() + 1e-6).all()
         assert torch.equal(found[want == 1], want[want == 1].float()) and (want > 1.01).any()
         valid = self.valid.to(DEVICE)
-        store.add_metrics(self.arena, *self.owner, 1 - found.to(DEVICE), valid)
-        store.add_metrics(self.arena, *self.owner, 0 - self.metrics().to(DEVICE), valid)
-        store.add_metrics(before, *self.owner, torch.full_like(found, -1).to(DEVICE), valid)
+        store.add_metrics(*self.owner, 1 - found.to(DEVICE), valid)
+        store.add_metrics(*self.owner, 0 - self.metrics().to(DEVICE), valid)
+        pages, slots = self.owner
+        less = torch.full_like(found, -1).to(DEVICE)
+        store.add_metrics(pages._replace(arena=before), slots, less, valid)
         assert torch.equal(self.arena, before)
 
 

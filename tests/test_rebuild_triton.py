@@ -11,6 +11,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
+from kvfold.ops.common.pages import LayerPages  # noqa: E402
 from kvfold.ops.decode.tuning import Tuning  # noqa: E402
 from kvfold.ops.latent_decode import reference as rebuild  # noqa: E402
 from kvfold.ops.latent_decode import triton as rebuild_triton  # noqa: E402
@@ -97,7 +98,11 @@ class Case:
                     rows[count:, x.start : x.start + x.width] = torch.nan
             at = torch.randperm(max(512, longest), generator=chance)[:longest].int()
             args = [x.to(DEVICE) for x in (rows, torch.full((longest,), b), index, at)]
-            store.append(self.arena, self.tables, self.groups, *args)
+            store.append(self.pages, *args)
+
+    @property
+    def pages(self) -> LayerPages:
+        return LayerPages(self.arena, self.tables, self.lengths, self.groups)
 
     def run(self, function, **options) -> Tensor:
         return function(
@@ -109,8 +114,7 @@ class Case:
 def explicit(case: Case) -> Tensor:
     """The outputs written out in float64, a head after another."""
     counts = case.lengths.to(DEVICE)[case.slots]
-    args = (case.arena, case.tables, case.groups, case.slots, counts)
-    stored = store.gather(*args, torch.float16)
+    stored = store.gather(case.pages, case.slots, counts, torch.float16)
     layer, queries = case.layer, case.q.shape[1] // len(case.maps.up)
     widest = max(x.rank for x in layer.value_latents)
     out = torch.zeros(*case.q.shape[:2], widest, dtype=torch.float64, device=DEVICE)
@@ -281,7 +285,7 @@ def test_supports() -> None:
     assert not supports(post, case.groups)
     assert not supports(*layer_and_groups(bits=2))
     assert not supports(*layer_and_groups(bits=4, sub_group=16))
-    assert not supports(*layer_and_groups(bits=4, kivi=True))
+    assert not supports(*layer_and_groups(bits=4, format="kivi"))
     assert not supports(*layer_and_groups(ranks=[16, 0]))
 
 

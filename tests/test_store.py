@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvfold.formats.integers import SCALES_IN, dequantize, quantize, scale_of
 from kvfold.ops.common import pages as addressing
+from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.store.reference import (
     StoredRows,
     add_metrics,
@@ -103,9 +104,15 @@ class Store:
         width = layout.spec.layers[0].row_width
         return cls(layout.groups, arena.to(DEVICE), tables.to(DEVICE), width)
 
+    @property
+    def pages(self) -> LayerPages:
+        """Lengths are garbage: calls are given those of their sequences."""
+        lengths = torch.full_like(self.tables[..., 0], 2**30)
+        return LayerPages(self.arena, self.tables, lengths, self.groups)
+
     def append(self, rows: Tensor, slots: Tensor, index: Tensor, positions: Tensor) -> None:
         tensors = (x.to(DEVICE) for x in (rows, slots, index, positions))
-        append(self.arena, self.tables, self.groups, *tensors)
+        append(self.pages, *tensors)
 
     def fill(self, rows: Tensor, positions: Tensor) -> None:
         """Rows [S, T, R] and positions [S, T] as rows 0 to T - 1 of every group."""
@@ -115,7 +122,7 @@ class Store:
 
     def gather(self, slots: Tensor, lengths: Tensor, dtype: torch.dtype, **options) -> StoredRows:
         on = (slots.to(DEVICE), lengths.to(DEVICE))
-        found = gather(self.arena, self.tables, self.groups, *on, dtype, **options)
+        found = gather(self.pages, *on, dtype, **options)
         return StoredRows(found.rows.cpu(), found.valid.cpu(), found.positions.cpu())
 
     def forget(self, lengths: Tensor) -> None:
@@ -300,7 +307,7 @@ def test_metrics_add_up_and_touch_nothing_else(layout: CacheLayout, seed: int) -
     slots = torch.tensor([2, 0])
     valid = torch.arange(40) < lengths[slots][..., None]
     before = store.arena.clone()
-    common = (store.arena, store.tables, store.groups, slots.to(DEVICE))
+    common = (store.pages, slots.to(DEVICE))
     total = torch.zeros(valid.shape)
     for _ in range(2):
         values = torch.rand(valid.shape, generator=chance)
@@ -324,12 +331,12 @@ def test_move_copies_whole_rows(layout: CacheLayout, seed: int) -> None:
     dtype = FLOATS[layout.groups[0].layout.itemsize][0]
     store.fill(numbers(seed, dtype, 2, 40, store.width), torch.arange(80).int().view(2, 40))
     slots, lengths = torch.tensor([0, 1]), torch.full((2, num_groups), 40)
-    common = (store.arena, store.tables, store.groups)
+    pages = store.pages
     tracked = layout.groups[0].layout.tracked
     everything = torch.ones(2, num_groups, 40, dtype=torch.bool, device=DEVICE)
     if tracked:
         values = torch.rand(everything.shape).to(DEVICE)
-        add_metrics(*common, slots.to(DEVICE), values, everything)
+        add_metrics(pages, slots.to(DEVICE), values, everything)
     before = store.gather(slots, lengths, dtype)
 
     rng = random.Random(seed)
@@ -343,7 +350,7 @@ def test_move_copies_whole_rows(layout: CacheLayout, seed: int) -> None:
                 source_of[s, g, target] = source
     rng.shuffle(moves)
     slot, *rest = torch.tensor(moves, dtype=torch.int64).view(-1, 4).to(DEVICE).unbind(-1)
-    move(*common, slot, *rest)
+    move(pages, slot, *rest)
 
     after = store.gather(slots, lengths, dtype)
     for g, group in enumerate(layout.groups):
@@ -353,7 +360,7 @@ def test_move_copies_whole_rows(layout: CacheLayout, seed: int) -> None:
             assert torch.equal(after.rows[..., x.start : x.start + x.width], want)
     if tracked:
         assert torch.equal(after.positions, before.positions.gather(2, source_of))
-        found = read_metrics(*common, slots.to(DEVICE), everything)
+        found = read_metrics(pages, slots.to(DEVICE), everything)
         assert torch.equal(found, values.gather(2, source_of.to(DEVICE)))
 
 
@@ -393,15 +400,15 @@ def test_nothing_stored_yet(tracked: bool) -> None:
 def test_what_a_layout_cannot_hold_is_refused() -> None:
     store = Store.of(one_layer([Latent(side="kv", heads=(0,), rank=8)], tracked=True), 1, 4, seed=0)
     rows, zero = torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64)
-    common = (store.arena.cpu(), store.tables.cpu(), store.groups)
+    pages = store.pages._replace(arena=store.arena.cpu(), tables=store.tables.cpu())
     with pytest.raises(AssertionError, match="float32"):
-        append(*common, rows, zero, zero[:, None], zero.int())
+        append(pages, rows, zero, zero[:, None], zero.int())
     with pytest.raises(AssertionError, match="positions"):
-        append(*common, rows.half(), zero, zero[:, None])
+        append(pages, rows.half(), zero, zero[:, None])
     with pytest.raises(AssertionError, match="not 8"):
-        append(*common, rows[:, 1:].half(), zero, zero[:, None], zero.int())
+        append(pages, rows[:, 1:].half(), zero, zero[:, None], zero.int())
     with pytest.raises(AssertionError, match="float32"):
-        gather(*common, zero, zero[:, None], torch.float32)
+        gather(pages, zero, zero[:, None], torch.float32)
 
 
 def test_units_agree_with_the_layout() -> None:

@@ -84,14 +84,14 @@ def fill(append, on: Store, rows: Tensor, num_rows: int) -> None:
     index = index[:, None].expand(-1, len(on.groups))
     positions = torch.arange(2 * num_rows, dtype=torch.int32) + 7
     tensors = (x.to(DEVICE) for x in (rows, slots, index, positions))
-    append(on.arena, on.tables, on.groups, *tensors)
+    append(on.pages, *tensors)
 
 
 def check_rows(on: Store, lengths: Tensor, dtype: torch.dtype, size: int | None = None) -> None:
     """Both gathers agree bit for bit, NaN where nothing was stored and garbage in the tables."""
     order = torch.tensor([1, 0])
     on.forget(lengths)
-    args = (on.arena, on.tables, on.groups, order.to(DEVICE), lengths[order].to(DEVICE), dtype)
+    args = (on.pages, order.to(DEVICE), lengths[order].to(DEVICE), dtype)
     want, found = store.gather(*args, size=size), store_triton.gather(*args, size=size)
     assert torch.equal(found.rows, want.rows) and found.rows.dtype is dtype
     assert torch.equal(found.valid, want.valid) and found.valid.dtype is torch.bool
@@ -145,8 +145,7 @@ def test_scales_are_as_good_as_the_references(bits: int, scale: int) -> None:
     found = []
     for append, on in zip((store_triton.append, store.append), both(layout, 512, 0), strict=True):
         fill(append, on, rows, 512)
-        entries = (on.arena, on.tables, on.groups, slots, lengths)
-        back = store.gather(*entries, torch.float32, 512).rows.cpu()
+        back = store.gather(on.pages, slots, lengths, torch.float32, 512).rows.cpu()
         found.append((on.arena.cpu(), (back.flatten(0, 1) - rows).norm(dim=-1)))
     (mine, error), (reference, best) = found
     assert (error <= best * (1 + 1e-6)).all()
@@ -169,7 +168,7 @@ def test_unusual_groups() -> None:
     rows = torch.tensor(values)[:, None] * torch.tensor([1.0, -1.0]).repeat(6)
     fill(store.append, reference, rows, 4)
     fill(store_triton.append, mine, rows, 4)
-    entries = [(x.arena, x.tables, x.groups, torch.arange(2).to(DEVICE)) for x in (mine, reference)]
+    entries = [(x.pages, torch.arange(2).to(DEVICE)) for x in (mine, reference)]
     lengths = torch.full((2, 1), 4, device=DEVICE)
     found = [store.gather(*e, lengths, torch.float32, 4).rows for e in entries]
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0, equal_nan=True)
@@ -182,10 +181,10 @@ def test_bytes_do_not_depend_on_the_chunk() -> None:
     index = (torch.arange(48) // 2)[:, None]
     rows = numbers(0, torch.float16, 48, whole.width)
     tensors = [x.to(DEVICE) for x in (rows, torch.arange(48) % 2, index, torch.arange(48).int())]
-    store_triton.append(whole.arena, whole.tables, whole.groups, *tensors)
+    store_triton.append(whole.pages, *tensors)
     for a, b in pairwise([0, 1, 33, 48]):
         part = (x[a:b] for x in tensors)
-        store_triton.append(steps.arena, steps.tables, steps.groups, *part)
+        store_triton.append(steps.pages, *part)
     assert torch.equal(whole.arena, steps.arena)
 
 
@@ -201,7 +200,7 @@ def test_move_copies_as_the_reference_does(layout: CacheLayout, seed: int) -> No
     source, target = order[..., :3].flatten(), order[..., 3:].flatten()
     moves = [x.to(DEVICE) for x in (slot, group, source, target)]
     for move, on in ((store.move, reference), (store_triton.move, mine)):
-        move(on.arena, on.tables, on.groups, *moves)
+        move(on.pages, *moves)
     assert torch.equal(mine.arena, reference.arena)
 
 
@@ -220,9 +219,9 @@ def test_metrics_equal_the_references(layout: CacheLayout, seed: int) -> None:
     slots, valid, lengths = torch.arange(2).to(DEVICE), valid.to(DEVICE), lengths.to(DEVICE)
     for name, on in ((store, reference), (store_triton, mine)):
         for _ in range(2):
-            name.add_metrics(on.arena, on.tables, on.groups, slots, values, valid)
+            name.add_metrics(on.pages, slots, values, valid)
     assert torch.equal(mine.arena, reference.arena)
-    common = (mine.arena, mine.tables, mine.groups, slots)
+    common = (mine.pages, slots)
     found = store_triton.read_tracked(*common, lengths, 23)
     # The reference wants a table entry for every row, the kernels only for valid ones.
     want = store.read_tracked(*common, lengths, 20)
@@ -237,10 +236,9 @@ def test_nothing_stored_yet() -> None:
     check_rows(on, torch.zeros(2, 1, dtype=torch.int32), torch.float16)
     check_rows(on, torch.zeros(2, 1, dtype=torch.int32), torch.float16, size=5)
     empty = torch.zeros(0, 1, dtype=torch.int64, device=DEVICE)
-    args = (on.arena, on.tables, on.groups)
     rows = torch.zeros(0, 8, device=DEVICE)
-    store_triton.append(*args, rows, empty[:, 0], empty, empty[:, 0].int())
-    store_triton.move(*args, *[empty[:, 0]] * 4)
+    store_triton.append(on.pages, rows, empty[:, 0], empty, empty[:, 0].int())
+    store_triton.move(on.pages, *[empty[:, 0]] * 4)
     assert torch.equal(on.arena, before)
 
 
@@ -259,19 +257,22 @@ def test_what_a_layout_cannot_hold_is_refused() -> None:
     layout = one_layer([Latent(side="kv", heads=(0,), rank=8)], tracked=True)
     on = Store.of(layout, 1, 4, seed=0)
     rows, zero = torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64)
-    common = (on.arena, on.tables, on.groups)
+    pages = on.pages
     with pytest.raises(AssertionError, match="float32"):
-        store_triton.append(*common, rows, zero, zero[:, None], zero.int())
+        store_triton.append(pages, rows, zero, zero[:, None], zero.int())
     with pytest.raises(AssertionError, match="positions"):
-        store_triton.append(*common, rows.half(), zero, zero[:, None])
+        store_triton.append(pages, rows.half(), zero, zero[:, None])
     with pytest.raises(AssertionError, match="not 8"):
-        store_triton.append(*common, rows[:, 1:].half(), zero, zero[:, None], zero.int())
+        store_triton.append(pages, rows[:, 1:].half(), zero, zero[:, None], zero.int())
     with pytest.raises(AssertionError, match="float32"):
-        store_triton.gather(*common, zero, zero[:, None], torch.float32)
+        store_triton.gather(pages, zero, zero[:, None], torch.float32)
     keys = Latent(side="k", heads=(0,), rank=8)
-    kivi = one_layer([keys, replace(keys, side="v")], kivi=True, bits=2).groups[0].layout
-    assert kivi.tail is not None and store_triton.supports(kivi.tail)
-    assert not store_triton.supports(kivi)
+    (kivi,) = one_layer([keys, replace(keys, side="v")], format="kivi", bits=2).groups
+    assert kivi.layout.tail is not None
+    assert store_triton.why_not((replace(kivi, layout=kivi.layout.tail),)) is None
+    assert store_triton.why_not((kivi,)) == "rows wait unquantised in a tail"
+    paged = replace(kivi, layout=replace(kivi.layout, residual=0))
+    assert store_triton.why_not((paged,)) == "no kernel stores format kivi"
 
 
 def test_a_piece_has_as_many_fields_as_the_kernels_read() -> None:

@@ -25,8 +25,9 @@ from kvfold.compression.tiers import (
     predicted_loss,
 )
 from kvfold.config import Recipe
+from kvfold.formats.integers import Integers
 from kvfold.spec import CacheSpec
-from kvfold.spec.layout import BITS, cache_layout
+from kvfold.spec.layout import cache_layout
 from models import tiny, tokens
 
 ALIGNS = st.sampled_from([1, 4, 8, 16])
@@ -61,7 +62,7 @@ def test_plans_keep_to_the_budget_and_the_rules(found: list[Tensor], budget: int
     for s, tiers in zip(found, planned, strict=True):
         widths, bits = [w for w, _ in tiers], [b for _, b in tiers]
         assert all(more > fewer for more, fewer in pairwise(bits))
-        assert set(bits) <= DISTORTION.keys() - {0} and set(bits) <= set(BITS)
+        assert set(bits) <= DISTORTION.keys() - {0} and set(bits) <= set(Integers.widths)
         assert all(w > 0 and w % align == 0 for w in widths[:-1])
         assert sum(widths) <= len(s)
         assert not widths or widths[-1] % align == 0 or sum(widths) == len(s)

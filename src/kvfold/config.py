@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from kvfold.formats import format_of
+
 BasisName = Literal["zack", "lorc", "palu", "latent", "post"]
 Share = Literal["head", "group", "joint", "kv"]
 RankName = Literal["uniform", "energy", "fisher", "condition", "greedy"]
@@ -76,10 +78,11 @@ class CacheConfig:
     the policy was published with). bits: of every stored number, or None for what the checkpoint
     plans (16 where it plans nothing). zeros: store a zero beside the scale (asymmetric). sub_group:
     most numbers that share a scale (None: all of a latent, with kivi 32). rotate: turn numbers that
-    share a scale first, so that they are alike. kivi: keys per channel of a page, values per token,
-    with zeros and not turned. residual: the last 1 to `residual` tokens wait in 16 bits, until that
-    many are packed at once (None: none, with kivi 128); a multiple of page. evict: name of a
-    policy; keep_tokens or max_cache_tokens: what each sequence may keep.
+    share a scale first, so that they are alike. format: a name of formats.FORMATS; kivi: keys per
+    channel of a page, values per token, with zeros and not turned. residual: the last 1 to
+    `residual` tokens wait in 16 bits, until that many are packed at once (None: none, with kivi
+    128); a multiple of page. evict: name of a policy; keep_tokens or max_cache_tokens: what each
+    sequence may keep.
     """
 
     kv_bytes: int | None = None
@@ -88,7 +91,7 @@ class CacheConfig:
     zeros: bool = False
     sub_group: int | None = None
     rotate: bool = True
-    kivi: bool = False
+    format: str = "integers"
     residual: int | None = None
     evict: str | None = None
     keep_tokens: float | None = None
@@ -101,16 +104,24 @@ class CacheConfig:
                 "keep_tokens and max_cache_tokens need a policy that says what goes: set evict, "
                 "such as evict='kv-compress'"
             )
-        if self.kivi and self.bits in (None, 16):
+        chosen = format_of(self.format)
+        if not chosen.plans and self.bits in (None, 16):
             raise ValueError(
-                f"kivi=True packs every full page, so bits must be less than 16; got {self.bits}: "
-                "set bits to 2, 3 or 4, or leave kivi out"
+                f"format={self.format!r} quantises all numbers, so bits must be less than 16; got "
+                f"{self.bits}: set bits to one of {', '.join(map(str, chosen.widths))}, or leave "
+                "format out"
             )
-        if self.evict is not None and (self.kivi or self.residual is not None):
-            what = "kivi=True" if self.kivi else f"residual={self.residual}"
+        if self.evict is not None and self.packs_pages:
+            by_format = f"format={self.format!r}"
+            what = by_format if chosen.per_channel else f"residual={self.residual}"
             raise ValueError(
                 f"{what} and evict={self.evict!r} exclude each other: tokens are packed together "
                 "in their order, so they cannot move to other pages. Leave one of them out"
             )
         if self.kv_bytes is not None and self.kv_bytes < 1:
             raise ValueError(f"kv_bytes must be at least 1, got {self.kv_bytes}")
+
+    @property
+    def packs_pages(self) -> bool:
+        """Whether tokens are packed together, whole pages at once, and stay in their order."""
+        return self.residual is not None or format_of(self.format).per_channel

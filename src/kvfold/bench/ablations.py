@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.ops.backend import store_module
+from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import Slices, longest_first
+from kvfold.ops.store import gather
 
 if TYPE_CHECKING:
     from kvfold.bench.timing import Step
@@ -45,12 +46,13 @@ def decompressed(work: "Workload") -> "Step":
     geometry, dtype = work.layout.spec.geometry, work.q.dtype
     keys, values = (_orthonormal(geometry.head_dim, n, work.q) for n in (work.q.shape[-1], work.dv))
     q, grouped = (work.q @ keys.T)[:, :, None], geometry.queries_per_kv > 1
-    size, gather = int(work.rows.max()), store_module(work.arena.device.type).gather
+    size = int(work.rows.max())
 
     def step(number: int) -> Tensor:
         tables, lengths, groups = work.layer(number)
-        place = work.arena, tables, groups, work.slots, lengths, dtype, size
-        rows = gather(*place).rows.unflatten(-1, (-1, work.dv))
+        pages = LayerPages(work.arena, tables, lengths, groups)
+        stored = gather(pages, work.slots, lengths, dtype, size)
+        rows = stored.rows.unflatten(-1, (-1, work.dv))
         k, v = rows.transpose(1, 2).split(len(groups), 1)
         k, v = k @ keys.T, v @ values.T
         out = F.scaled_dot_product_attention(q, k, v, scale=geometry.scaling, enable_gqa=grouped)

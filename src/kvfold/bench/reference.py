@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.store.reference import gather
 from kvfold.spec import Side
 from kvfold.spec.layout import Group
@@ -34,7 +35,8 @@ def decode_one(
     slots = torch.tensor([slot], device=q.device)
     quantized = all(x.quantized for group in groups for x in group.layout.segments)
     dtype = torch.float32 if quantized else q.dtype  # else rounding decides between close scores
-    rows = gather(arena, tables, groups, slots, lengths[slots], dtype).rows[0]
+    pages = LayerPages(arena, tables, lengths, tuple(groups))
+    rows = gather(pages, slots, lengths[slots], dtype).rows[0]
     out = torch.zeros(q.shape[0], width, device=q.device)
     per_group = q.shape[0] // len(groups)
     for g, group in enumerate(groups):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvfold.bench.variants import DTYPE, Variant
 from kvfold.formats.integers import GAUSSIAN_STEP
-from kvfold.ops.common.pages import METRICS, POSITIONS, SCALES, PageClass, plan_pages
+from kvfold.ops.common.pages import PageClass, plan_pages
 from kvfold.spec.layout import UNIT, CacheLayout
 
 TAIL, SPREAD, MOST = 1.5, 0.5, 8.0  # Pareto's exponent; log-normal's sigma; cut, in smallest/usual
@@ -66,19 +66,19 @@ def build_pages(
 
 def _fill(pages: Tensor, kind: PageClass, index: Tensor, generator: torch.Generator) -> None:
     """Write uint8 pages [M, page_bytes]; index int64 [M]: a page's place in its sequence."""
-    steps = []
-    for i, segment in enumerate(kind.layout.segments):
+    steps, blocks = [], kind.layout.blocks
+    for segment, codes in zip(kind.layout.segments, blocks.codes, strict=True):
         if segment.quantized:
-            kind.block(pages, i, torch.uint8).random_(generator=generator)
+            kind.block(pages, codes, torch.uint8).random_(generator=generator)
             steps.append(GAUSSIAN_STEP[segment.bits])
         else:
-            kind.block(pages, i, DTYPE).normal_(generator=generator)
+            kind.block(pages, codes, DTYPE).normal_(generator=generator)
     if steps:
-        scales = kind.block(pages, SCALES, torch.float16)
+        scales = kind.block(pages, blocks.scales, torch.float16)
         spread = torch.rand(scales.shape, generator=generator, device=pages.device) + 0.5
         scales.copy_(spread * torch.tensor(steps, device=pages.device))
     if kind.layout.tracked:
-        kind.block(pages, METRICS, torch.float32).zero_()
+        kind.block(pages, blocks.metrics, torch.float32).zero_()
         page = kind.layout.page
         row = torch.arange(page, device=pages.device)[:, None]
-        kind.block(pages, POSITIONS, torch.int32).copy_(index[:, None, None] * page + row)
+        kind.block(pages, blocks.positions, torch.int32).copy_(index[:, None, None] * page + row)

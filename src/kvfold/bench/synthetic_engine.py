@@ -20,7 +20,7 @@ from kvfold.engine.request import CacheParams, SamplingParams, Status
 from kvfold.engine.runner import ModelRunner
 from kvfold.engine.scheduler import Schedule
 from kvfold.models.families import family_of
-from kvfold.ops.common.pages import POSITIONS, plan_pages
+from kvfold.ops.common.pages import plan_pages
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import CacheLayout
 
@@ -127,7 +127,7 @@ def _number_rows(pool: Pool) -> None:
             row = torch.arange(kind.layout.page, device=pool.device)
             page = torch.arange(starts.shape[-1], device=pool.device)[:, None]
             owned = page * len(row) < pool.lengths[:, where][:, kind.numbers, None, None]
-            place = starts[..., None] + kind.layout.block_offsets[POSITIONS] // 4 + row
+            place = starts[..., None] + kind.layout.blocks.positions.offset // 4 + row
             positions = (page * len(row) + row).int().expand_as(place)
             inside = owned.expand_as(place)
             words[place[inside]] = positions[inside]

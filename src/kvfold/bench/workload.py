@@ -220,7 +220,7 @@ def _rope(maps: KeyMaps, rows: int) -> Tensor:
 def _row_bytes(group: Group) -> int:
     """Bytes of a row that attention reads: numbers and scales, no positions, no metrics."""
     layout = group.layout
-    codes = sum(x.row_bytes(layout.itemsize) for x in layout.segments)
+    codes = sum(x.row_bytes for x in layout.segments)
     return codes + layout.scale * layout.scales_per_row
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.slabs import Ints, Slabs, ceil_div, upload
+from kvfold.ops.common.pages import LayerPages
 from kvfold.spec.layout import UNIT, CacheLayout
 
 
@@ -118,6 +119,11 @@ class Pool:
             return int(ceil_div(pages, self._slabs.per_slab).sum())
 
         return bisect_right(range(1, self.max_tokens + 1), self._slabs.num_slabs, key=slabs)
+
+    def pages(self, where: slice) -> LayerPages:
+        """The groups `where` as ops take them: views, in which what the pool changes is seen."""
+        groups = self.layout.groups[where]
+        return LayerPages(self.arena, self.tables[:, where], self.lengths[:, where], groups)
 
     def capacity(self) -> int:
         """Most tokens of one sequence in an empty pool."""
@@ -252,7 +258,7 @@ class Pool:
         return index
 
     def _growth(self, slots: Sequence[int], tokens: Sequence[int]) -> tuple[_Span, Ints]:
-        """What to add for `tokens` more rows, and the lengths [S, G] with them."""
+        """Pages to add for `tokens` more rows, and the lengths [S, G] with them."""
         index, more = self._opened(slots), np.array(tokens, dtype=np.int64)
         assert len(index) == len(more) and (more >= 0).all(), f"slots {slots}, tokens {tokens}"
         after = self.host_lengths[index] + more[:, None]

@@ -88,14 +88,14 @@ class Storage:
     )
     zeros: Annotated[Flag, Parameter(help="Store a zero beside every scale.")] = False
     sub_group: Annotated[
-        int | None, Parameter(help="Most numbers that share a scale; 32 with --kivi.")
+        int | None, Parameter(help="Most numbers that share a scale; 32 with kivi.")
     ] = None
     no_rotation: Annotated[Flag, Parameter(help="Quantise numbers as they are.")] = False
-    kivi: Annotated[
-        Flag, Parameter(help="KIVI as published: keys per channel, groups of 32, residual 128.")
-    ] = False
+    format: Annotated[
+        str, Parameter(help="integers, or kivi: keys per channel, groups of 32, residual 128.")
+    ] = "integers"
     residual: Annotated[
-        int | None, Parameter(help="Tokens that wait in 16 bits to be packed; 128 with --kivi.")
+        int | None, Parameter(help="Tokens that wait in 16 bits to be packed; 128 with kivi.")
     ] = None
     evict: Annotated[
         str | None,
@@ -126,7 +126,7 @@ class Storage:
             zeros=self.zeros,
             sub_group=self.sub_group,
             rotate=not self.no_rotation,
-            kivi=self.kivi,
+            format=self.format,
             residual=self.residual,
             evict=self.evict,
             keep_tokens=self.keep_tokens,

@@ -8,7 +8,6 @@ pages of the longest group.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import ModuleType
 from typing import Protocol
 
 from torch import Tensor
@@ -47,23 +46,18 @@ class AttentionMetadata:
 @dataclass(frozen=True)
 class AttentionContext:
     """What all steps of a runner share. policy: what is observed and evicted, or None; windows:
-    sliding window of every layer, or None; store: `ops.store` or its kernels; spans: the groups
-    that these read or move at once, of a layer or of all."""
+    sliding window of every layer, or None; spans: the groups that `ops.store` reads or moves at
+    once, of a layer or of all."""
 
     pool: Pool
     policy: Policy | None
     windows: Sequence[int | None]
-    store: ModuleType
     spans: Sequence[slice]
 
     @cached_property
     def pages(self) -> tuple[LayerPages, ...]:
         """Of every layer: views, in which what the pool changes is seen."""
-        pool = self.pool
-        return tuple(
-            LayerPages(pool.arena, pool.tables[:, x], pool.lengths[:, x], pool.layout.groups[x])
-            for x in pool.layout.layer_groups
-        )
+        return tuple(map(self.pool.pages, self.pool.layout.layer_groups))
 
     @property
     def observer(self) -> Policy | None:

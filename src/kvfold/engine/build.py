@@ -13,6 +13,7 @@ from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
 from kvfold.engine.request import CacheParams
 from kvfold.engine.runner import ModelRunner
+from kvfold.formats import format_of
 from kvfold.models.adapter import LONG_ROPE, rope_type
 from kvfold.models.families import attention_windows, family_of
 from kvfold.models.fold import LatentMaps, fold_model
@@ -56,10 +57,11 @@ def _check(model: Any, policy: policies.Policy | None, config: CacheConfig) -> N
             "the engine does not serve it: use transformers' generate"
         )
     windowed = any(attention_windows(model.config))
-    if windowed and (config.kivi or config.residual is not None):
+    if windowed and config.packs_pages:
         raise ValueError(
-            f"kivi={config.kivi}, residual={config.residual}: this model's sliding window drops old"
-            " tokens row by row, and here they are packed together: leave both out and keep bits"
+            f"format={config.format!r}, residual={config.residual}: this model's sliding window "
+            "drops old tokens row by row, and here they are packed together: leave both out and "
+            "keep bits"
         )
     if policy is not None and windowed:
         raise ValueError(
@@ -71,8 +73,8 @@ def _check(model: Any, policy: policies.Policy | None, config: CacheConfig) -> N
 def prepare(model: Any, config: CacheConfig, policy: policies.Policy | None = None) -> CacheLayout:
     """Fold a plain model to rows, turn rows for their bits, and lay pages out."""
     spec, quantized = spec_of(model), (config.bits or 16) < 16
-    family = family_of(model.config)
-    turn = config.rotate and not config.kivi and (quantized or bool(spec and spec.planned))
+    family, chosen = family_of(model.config), format_of(config.format)
+    turn = config.rotate and chosen.rotates and (quantized or bool(spec and spec.planned))
     if spec is None:
         spec = plain_spec(family.geometry(model.config))
         spec = _turned_spec(spec) if turn else spec
@@ -81,7 +83,9 @@ def prepare(model: Any, config: CacheConfig, policy: policies.Policy | None = No
     elif turn:
         for attention, layer in zip(family.attentions(model), spec.layers, strict=True):
             if isinstance(attention, FoldedAttention) and layer.keys != "plain":
-                rotate_rows(attention, {x: _turn(tiers(x, config.bits)) for x in layer.latents})
+                rotate_rows(
+                    attention, {x: _turn(tiers(x, config.bits, chosen)) for x in layer.latents}
+                )
     return cache_layout(
         spec,
         page=_page(config, policy),
@@ -93,7 +97,7 @@ def prepare(model: Any, config: CacheConfig, policy: policies.Policy | None = No
             config.evict is not None or window is not None
             for window in attention_windows(model.config)
         ],
-        kivi=config.kivi,
+        format=config.format,
         residual=config.residual,
     )
 

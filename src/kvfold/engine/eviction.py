@@ -17,6 +17,7 @@ from kvfold.cache.eviction.policies import Budget, Policy
 from kvfold.cache.slabs import upload
 from kvfold.engine.paged import Attention
 from kvfold.engine.request import CacheParams, Request
+from kvfold.ops.store import move, read_tracked
 
 ROWS = 10_000_000  # of all groups that are compressed at once, with some 40 B each of temporaries
 
@@ -138,11 +139,8 @@ class Eviction:
 
     def _tracked_in(self, slots: Tensor, where: slice, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """The same of the groups `where` of slots [B]: [B, g, T]."""
-        pool = self.pool
-        place = pool.arena, pool.tables[:, where], pool.layout.groups[where], slots
-        lengths = pool.lengths[slots, where]
-        found: tuple[Tensor, Tensor, Tensor] = self.setup.store.read_tracked(*place, lengths, size)
-        return found
+        pages = self.pool.pages(where)
+        return read_tracked(pages, slots, pages.lengths[slots], size)
 
     def slide(self, slot: int, position: int) -> None:
         """Free the pages of rows that no query from `position` on sees. Rows go P at a time, so
@@ -170,8 +168,7 @@ class Eviction:
         for where in setup.spans:
             moves, left = evict.compaction(evicted[:, where], lengths[:, where])
             sequence, *rows = moves
-            place = pool.arena, pool.tables[:, where], pool.layout.groups[where]
-            setup.store.move(*place, slots[sequence], *rows)
+            move(pool.pages(where), slots[sequence], *rows)
             kept.append(left)
         return torch.cat(kept, 1)
 

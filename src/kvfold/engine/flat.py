@@ -13,6 +13,7 @@ from kvfold.ops.backend import use_triton
 from kvfold.ops.common.attention import attention_in_place
 from kvfold.ops.common.pages import locate, plan_pages
 from kvfold.ops.decode.cpu import PageList, add_metrics, attend_pages, list_pages, positions_of
+from kvfold.ops.decode.cpu import supports as can_decode
 
 
 def flat_layers(setup: AttentionContext) -> tuple[int, ...]:
@@ -25,7 +26,10 @@ def flat_layers(setup: AttentionContext) -> tuple[int, ...]:
     return tuple(
         i
         for i, (spec, pages, window) in layers
-        if spec.keys != "pre" and len(pages.groups) == num_heads and window is None
+        if spec.keys != "pre"
+        and len(pages.groups) == num_heads
+        and window is None
+        and can_decode(pages.groups)
     )
 
 
@@ -54,9 +58,9 @@ class FlatDecode:
 
     def _in_place(self, module: HFAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hk, G, d]: rows can be read where they lie."""
-        arena, tables, lengths, groups = self.setup.pages[module.layer_idx]
-        size, page = part.sizes[module.layer_idx], self.setup.pool.layout.page
-        place = locate(arena, tables, groups, part.slots, lengths[part.slots], size)
+        pages, page = self.setup.pages[module.layer_idx], self.setup.pool.layout.page
+        counts, size = pages.lengths[part.slots], part.sizes[module.layer_idx]
+        place = locate(pages, part.slots, counts, size)
         return attention_in_place(q, *place, page, module.scaling)
 
     def _list_pages(self, part: AttentionMetadata) -> None:

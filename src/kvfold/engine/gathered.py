@@ -18,8 +18,7 @@ from kvfold.ops.observe.reference import observe
 from kvfold.ops.observe.reference import supports as can_observe
 from kvfold.ops.prefill.reference import KVView, prefill
 from kvfold.ops.prefill.reference import supports as can_prefill
-from kvfold.ops.store import residual as kivi
-from kvfold.ops.store.reference import StoredRows
+from kvfold.ops.store import StoredRows, add_metrics, gather
 from kvfold.spec.layout import Group
 
 
@@ -36,11 +35,9 @@ class Gathered:
     def attend(self, module: HFAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, T, .] -> [B, T, D]."""
         layer = module.layer_idx
-        arena, tables, lengths, groups = self.setup.pages[layer]
-        dtype = module.o_proj.weight.dtype
-        gather = kivi.gather if self.setup.pool.layout.residual else self.setup.store.gather
-        counts, size = lengths[part.slots], part.sizes[layer]
-        stored = gather(arena, tables, groups, part.slots, counts, dtype, size)
+        pages, dtype = self.setup.pages[layer], module.o_proj.weight.dtype
+        counts, size, groups = pages.lengths[part.slots], part.sizes[layer], pages.groups
+        stored = gather(pages, part.slots, counts, dtype, size)
         rope = _tables(module, stored, groups, part.stop)
         if self._may_use_kernels(module, part):
             early = module.rebuilds_values_first(q.shape[2], size)
@@ -89,7 +86,8 @@ class Gathered:
     ) -> Tensor:
         """q [B, Hq, T, .] -> [B, T, D]."""
         layer = module.layer_idx
-        arena, tables, _, groups = self.setup.pages[layer]
+        pages = self.setup.pages[layer]
+        groups = pages.groups
         member = _member(_owner(groups), q.device)
         positions = stored.positions[:, member]  # [B, 1 or Hk, S]
         queries = part.positions[:, None, :, None]
@@ -105,7 +103,7 @@ class Gathered:
             each = positions.expand(-1, sum(map(len, heads)), -1)
             about = part.positions, part.prompt_lengths
             mass = attention_mass(weights, each, *about, policy, heads)
-            self.setup.store.add_metrics(arena, tables, groups, part.slots, mass, stored.valid)
+            add_metrics(pages, part.slots, mass, stored.valid)
         return out
 
 

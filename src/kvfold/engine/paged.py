@@ -5,7 +5,6 @@ A step packs N tokens of several sequences into one row, decoding ones first.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,11 +19,9 @@ from kvfold.engine.gathered import Gathered
 from kvfold.engine.observer import Observer
 from kvfold.models.adapter import HFAttention, PagedRows
 from kvfold.models.families import attention_windows, family_of
-from kvfold.ops.backend import store_module
+from kvfold.ops import store
 from kvfold.ops.common.attention import Tables
 from kvfold.ops.observe.reference import supports as can_observe
-from kvfold.ops.store import reference as store
-from kvfold.ops.store import residual as kivi
 
 
 class Attention:
@@ -37,7 +34,8 @@ class Attention:
 
     def __init__(self, model: Any, pool: Pool, policy: Policy | None) -> None:
         modules = list(family_of(model.config).attentions(model))
-        setup = AttentionContext(pool, policy, attention_windows(model.config), *_store_of(pool))
+        spans = store.spans(pool.layout, pool.device.type)
+        setup = AttentionContext(pool, policy, attention_windows(model.config), spans)
         direct, rebuilder = direct_layers(setup), rebuilder_of(setup, modules)
         decoded = {*direct, *(rebuilder.maps if rebuilder else ())}
         self.setup, self.observer = setup, None
@@ -54,19 +52,11 @@ class Attention:
         ]
 
 
-def _store_of(pool: Pool) -> tuple[ModuleType, Sequence[slice]]:
-    """What moves rows in and out of pages, and of which groups at once."""
-    found = store if pool.layout.residual else store_module(pool.device.type)
-    if found is store:
-        return store, pool.layout.layer_groups
-    return found, (slice(0, len(pool.layout.groups)),)
-
-
 class PagedStep(PagedRows):
     """All layers' attention in one step.
 
     slots, index [N]: each token's sequence, and its row counted from the end of the groups' rows
-    (negative); positions int32 [N]; fill: which pages the tokens fill, with KIVI.
+    (negative); positions int32 [N]; fill: which tails the tokens fill, where there are any.
     """
 
     is_compileable = False
@@ -78,7 +68,7 @@ class PagedStep(PagedRows):
         slots: Tensor,
         index: Tensor,
         positions: Tensor,
-        fill: kivi.Fill | None = None,
+        fill: store.Fill | None = None,
     ) -> None:
         self.setup, self.parts, self.fill = attention.setup, parts, fill
         self.slots, self.positions = slots, positions
@@ -98,13 +88,9 @@ class PagedStep(PagedRows):
 
     def _store(self, layer: int, rows: Tensor) -> None:
         """rows [N, R] of the step's tokens into their pages."""
-        arena, tables, _, groups = self.setup.pages[layer]
         index = self.index[:, self.setup.pool.layout.layer_groups[layer]]
-        place = arena, tables, groups, rows, self.slots
-        if self.fill is not None:
-            kivi.append(*place, index[:, 0], self.fill)
-        else:
-            self.setup.store.append(*place, index, self.positions)
+        place = self.slots, index, self.positions, self.fill
+        store.append(self.setup.pages[layer], rows, *place)
 
     def _way(self, module: HFAttention, part: AttentionMetadata) -> AttentionBackend:
         """The last one takes everything."""

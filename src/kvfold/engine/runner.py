@@ -17,7 +17,7 @@ from kvfold.engine.parts import decodes, decoding, split
 from kvfold.engine.request import Batch, CacheParams, Request
 from kvfold.models.adapter import PagedRows
 from kvfold.models.families import attention_windows
-from kvfold.ops.store import residual as kivi
+from kvfold.ops.store import Fill
 
 # transformers makes no mask for an attention without a registered mask function.
 PAGED = "kvfold_paged"
@@ -147,7 +147,7 @@ class ModelRunner:
         fill = None
         if self.pool.layout.residual:
             rows = (self.pool.host_lengths[slots, 0] + index).tolist()
-            fill = kivi.Fill.of(slots, rows, self.pool.layout.residual, self.device)
+            fill = Fill.of(slots, rows, self.pool.layout.residual, self.device)
         parts = split(self.attention.setup, batch, positions)
         where = self._tensor(slots), self._tensor(index), positions.int()
         return PagedStep(self.attention, parts, *where, fill)

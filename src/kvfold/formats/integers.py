@@ -4,10 +4,13 @@ Shapes: n numbers that share one scale (a segment of one row); ... any leading d
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kvfold.formats.base import Format
 
 FP16_MAX = 65504.0
 # Step of the uniform quantiser of least squared error for a unit Gaussian (Max 1960, table II).
@@ -34,6 +37,43 @@ _SPREAD: dict[int, tuple[torch.dtype, tuple[tuple[int, int, int], ...]]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Integers(Format):
+    """Codes on a grid, and a scale for every row of a segment. zeros: with the value of code 0
+    beside it; else the grid is symmetric. Scales are fp16, or fp8 (e4m3) without zeros."""
+
+    zeros: bool = False
+
+    name = "integers"
+    kernels = frozenset({"store", "decode", "latent_decode"})
+    widths = tuple(sorted(PLANES, reverse=True))
+    plans = True
+
+    @property
+    def num_metadata(self) -> int:
+        return 2 if self.zeros else 1
+
+    def row_bytes(self, width: int) -> int:
+        """Every plane in whole bytes."""
+        return sum(-(-width * bits // 8) for bits in PLANES[self.bits])
+
+    def encode(self, x: Tensor, page: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        codes, scale, zero = quantize(x, self.bits, self.zeros, self.metadata)
+        return pack(codes, self.bits), (scale,) if zero is None else (scale, zero)
+
+    def decode(
+        self, codes: Tensor, metadata: tuple[Tensor, ...], inside: Tensor, out: Tensor
+    ) -> None:
+        scale = torch.where(inside, scale_of(metadata[0], self.bits), 0.0)
+        zero = torch.where(inside, metadata[1].float(), 0.0) if self.zeros else None
+        dequantize(unpack(codes, out.shape[-1], self.bits), scale, zero, self.bits, out)
+
+    @classmethod
+    def of(cls, side: str, bits: int, *, zeros: bool, planned: bool) -> Format:
+        """With fp8 scales for what is planned, because of its many tiers."""
+        return cls(bits=bits, zeros=zeros, metadata=SCALES_IN[1 if planned and not zeros else 2])
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes uint8 [..., n] below 2^bits -> uint8 [..., bytes]; bits from PLANES.
 
@@ -56,7 +96,7 @@ def unpack(packed: Tensor, n: int, bits: int) -> Tensor:
 
 
 def places(packed: Tensor, n: int, bits: int) -> Iterator[tuple[slice, int, Tensor]]:
-    """What `unpack` gives, the numbers that have the same place in their bytes together.
+    """The codes of `unpack`, those that have the same place in their bytes together.
 
     packed uint8 [..., bytes]. Yields (columns, factor, uint8 [..., number of columns]): the codes
     [..., n] are the sums of factor times these in their columns. Two passes over few bytes each,
@@ -140,21 +180,6 @@ def dequantize(
     steps = out.copy_(codes) if out is not None and direct else codes.float()
     steps.mul_(scale[..., None]).add_(lowest(scale, zero, bits))
     return steps if out is None or direct else out.copy_(steps)
-
-
-def quantize_channels(x: Tensor, page: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`quantize` with zeros along the rows of every page, a channel at a time (KIVI §3.2).
-
-    x float [M * page, ..., n] -> codes uint8 of that shape, scale and zero fp16 [M, ..., n].
-    """
-    codes, scale, zero = quantize(x.unflatten(0, (-1, page)).movedim(1, -1), bits, zeros=True)
-    assert zero is not None
-    return codes.movedim(-1, 1).flatten(0, 1), scale, zero
-
-
-def dequantize_channels(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [..., P, n], scale fp32 and zero [..., n] -> fp32 [..., P, n]."""
-    return dequantize(codes.mT, scale, zero, bits).mT
 
 
 def scale_of(stored: Tensor, bits: int) -> Tensor:

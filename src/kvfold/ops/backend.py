@@ -7,7 +7,6 @@ import logging
 import os
 from functools import lru_cache
 from importlib.util import find_spec
-from types import ModuleType
 
 import torch
 
@@ -39,14 +38,3 @@ def has_gluon(device: torch.device) -> bool:
     import triton
 
     return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
-
-
-def store_module(device_type: str) -> ModuleType:
-    """What moves rows in and out of pages: `ops.store`, or its kernels."""
-    if use_triton(device_type):
-        from kvfold.ops.store import triton as store_triton
-
-        return store_triton
-    from kvfold.ops.store import reference as store
-
-    return store

@@ -1,9 +1,9 @@
-"""What a token stores and where it lies: pure data, which everyone may know."""
+"""A token's stored numbers and where they lie: pure data, which everyone may know."""
 
+from kvfold.spec.geometry import Geometry
 from kvfold.spec.latents import (
     SIDES,
     CacheSpec,
-    Geometry,
     KeyKind,
     Latent,
     LayerSpec,

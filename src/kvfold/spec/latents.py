@@ -1,4 +1,4 @@
-"""What one token stores: the contract between compression, attention modules, pool and kernels.
+"""The row of one token: the contract between compression, attention modules, pool and kernels.
 
 Shapes: D model width, L layers, Hq query heads, Hk KV heads, G = Hq / Hk, d head dim, r rank.
 A *row* is everything one token stores in one layer; a *latent* is one contiguous slice of it.
@@ -10,39 +10,13 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
+from kvfold.spec.geometry import Geometry
+
 Side = Literal["k", "v", "kv"]
 SIDES: tuple[Side, Side] = ("k", "v")
 KeyKind = Literal["plain", "absorbed", "post", "pre"]
 ValueKind = Literal["plain", "fused", "rebuilt"]
 Tiers = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Geometry:
-    """The attention geometry of a model, independent of its family."""
-
-    hidden_size: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_layers: int
-    rope: bool
-    key_norm: bool
-    scaling: float
-
-    @property
-    def queries_per_kv(self) -> int:
-        return self.num_query_heads // self.num_kv_heads
-
-    @property
-    def kv_width(self) -> int:
-        """Numbers of the keys (or the values) of one token in one layer: Hk * d."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def full_numbers(self) -> int:
-        """Numbers that one token stores in the uncompressed cache, all layers."""
-        return 2 * self.kv_width * self.num_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +75,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """What every layer of a model stores per token. Saved in the artifact as `cache`."""
+    """The rows of every layer of a model. Saved in the artifact as `cache`."""
 
     geometry: Geometry
     layers: tuple[LayerSpec, ...]

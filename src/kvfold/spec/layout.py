@@ -6,23 +6,27 @@ one sequence:
 
     [codes of segment 0][codes of segment 1]..[channels][scales][positions][metrics]
 
-each block 16-B aligned. A *segment* is consecutive numbers of one latent that share bits and, where
-quantised, one scale (and zero) a token. With KIVI keys have a scale and a zero for every number
-(*channel*) of a page instead. With a *residual* of R tokens the last 1 to R rows of a sequence wait
-unquantised in its *tail*, until it is full and another row comes. Sizes are bytes unless a name
-says bits.
+each block 16-B aligned. A *segment* is consecutive numbers of one latent in one format, which share
+metadata: in most formats a scale (and a zero) a token; of formats per channel every column of a
+page has them, in the block of channels. With a *residual* of R tokens the last 1 to R rows of a
+sequence wait unquantised in its *tail*, until it is full and another row comes. Sizes are bytes
+unless a name says bits.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from kvfold.formats.integers import PLANES
+from kvfold.formats import format_of
+from kvfold.formats.base import Format
+from kvfold.formats.unquantized import Unquantized
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side, Tiers, plain_layer
 
 Ints = npt.NDArray[np.int64]
@@ -31,48 +35,70 @@ UNIT = 64  # page offsets count units of this many bytes
 BLOCK = 16  # every block of a page begins at a multiple of it
 POSITION = 4  # bytes of an int32 position
 METRIC = 4  # bytes of an fp32 eviction metric
-BITS = (16, *sorted(PLANES, reverse=True))  # 16: unquantised, in the storage dtype
-RESIDUAL, SUB_GROUP = 128, 32  # of KIVI's own experiments: tokens, and numbers of a value's scale
+WHOLE = 16  # bits of a number that is not quantised, in whatever dtype it is stored
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """`width` numbers from column `start` of the layer's row, `bits` each.
-
-    per_channel: quantised along the rows of a page, not along its own numbers.
-    """
+    """`width` numbers from column `start` of the layer's row."""
 
     side: Side
     start: int
     width: int
-    bits: int
-    per_channel: bool = False
+    format: Format
+
+    @property
+    def bits(self) -> int:
+        return self.format.bits
 
     @property
     def quantized(self) -> bool:
-        return self.bits < 16
+        return self.bits < WHOLE
 
-    def row_bytes(self, itemsize: int) -> int:
-        """Bytes of one token's codes, every plane of them in whole bytes."""
-        if not self.quantized:
-            return self.width * itemsize
-        return sum(-(-self.width * bits // 8) for bits in PLANES[self.bits])
+    @property
+    def per_channel(self) -> bool:
+        """Whether its metadata are those of a page's columns, not of its own rows."""
+        return self.format.per_channel
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's codes."""
+        return self.format.row_bytes(self.width)
+
+
+class Block(NamedTuple):
+    """A part of every page: bytes from the page's start, and how many."""
+
+    offset: int
+    size: int
+
+
+class PageBlocks(NamedTuple):
+    """A page's blocks in order; codes: one a segment. All but `channels` are as many equal parts as
+    the page has rows."""
+
+    codes: tuple[Block, ...]
+    channels: Block
+    scales: Block
+    positions: Block
+    metrics: Block
+
+    @property
+    def of_rows(self) -> tuple[Block, ...]:
+        return (*self.codes, self.scales, self.positions, self.metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageLayout:
     """The blocks of a page. Groups with equal layouts share pages of one byte class.
 
-    itemsize: bytes of an unquantised number; zeros: quantised segments store a zero beside the
-    scale (asymmetric); scale: bytes of either, 2 (fp16) or 1 (fp8, symmetric only); tracked: rows
-    carry positions and eviction metrics; residual: rows of the tail, whole pages of them, or 0.
+    itemsize: bytes of an unquantised number; tracked: rows carry positions and eviction metrics;
+    residual: rows of the tail, whole pages of them, or 0.
     """
 
     segments: tuple[Segment, ...]
     page: int
     itemsize: int
-    zeros: bool
-    scale: int
     tracked: bool
     residual: int = 0
 
@@ -81,49 +107,79 @@ class PageLayout:
         """One page of `residual` rows, the same but unquantised."""
         if not self.residual:
             return None
-        whole = tuple(replace(x, bits=16, per_channel=False) for x in self.segments)
-        return replace(self, segments=whole, page=self.residual, residual=0)
+        whole = Unquantized(itemsize=self.itemsize)
+        segments = tuple(replace(x, format=whole) for x in self.segments)
+        return replace(self, segments=segments, page=self.residual, residual=0)
+
+    @property
+    def zeros(self) -> bool:
+        """Whether rows or channels carry a zero beside every scale."""
+        return any(x.format.num_metadata > 1 for x in self.segments)
+
+    @cached_property
+    def metadata(self) -> torch.dtype:
+        """Of all scales and zeros of a page; fp16 where there are none."""
+        found = {x.format.metadata for x in self.segments if x.format.num_metadata}
+        assert len(found) <= 1, f"scales of a page are of one dtype, not {found}"
+        return found.pop() if found else torch.float16
+
+    @property
+    def scale(self) -> int:
+        """Bytes of a scale or a zero."""
+        return self.metadata.itemsize
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """Where every segment's metadata stand among a row's scales, or where they begin among the
+        page's channels: all scales, then all zeros. Counted in numbers."""
+        found: list[tuple[int, ...]] = [()] * len(self.segments)
+        ends = {False: 0, True: 0}  # of rows, and per channel
+        for number in range(max((x.format.num_metadata for x in self.segments), default=0)):
+            for i, x in enumerate(self.segments):
+                if number < x.format.num_metadata:
+                    found[i] += (ends[x.per_channel],)
+                    ends[x.per_channel] += x.width if x.per_channel else 1
+        return tuple(found)
+
+    def known_to(self, op: str) -> bool:
+        """Whether the kernels of an operation, a folder of `ops`, read every format of the page."""
+        return all(op in x.format.kernels for x in self.segments)
 
     @cached_property
     def scales_per_row(self) -> int:
-        """Numbers a row stores beside its codes: all scales, then all zeros."""
-        per_row = sum(x.quantized and not x.per_channel for x in self.segments)
-        return per_row * (2 if self.zeros else 1)
+        """Metadata numbers a row stores beside its codes."""
+        return sum(x.format.num_metadata for x in self.segments if not x.per_channel)
 
     @cached_property
     def channels_bytes(self) -> int:
         """Bytes of a page's scales, then zeros, of every per-channel number."""
-        return 2 * self.scale * sum(x.width for x in self.segments if x.per_channel)
+        counts = (x.format.num_metadata * x.width for x in self.segments if x.per_channel)
+        return self.scale * sum(counts)
+
+    @cached_property
+    def blocks(self) -> PageBlocks:
+        codes = [self.page * x.row_bytes for x in self.segments]
+        track = (POSITION, METRIC) if self.tracked else (0, 0)
+        rows = [self.page * size for size in (self.scales_per_row * self.scale, *track)]
+        sizes = [*codes, self.channels_bytes, *rows]
+        offsets = accumulate((_round_up(size, BLOCK) for size in sizes), initial=0)
+        found = [Block(*pair) for pair in zip(offsets, sizes, strict=False)]
+        return PageBlocks(tuple(found[: len(codes)]), *found[len(codes) :])
 
     @cached_property
     def block_sizes(self) -> tuple[int, ...]:
         """Bytes of every block: one per segment, then channels, scales, positions, metrics."""
-        codes = [self.page * x.row_bytes(self.itemsize) for x in self.segments]
-        track = (POSITION, METRIC) if self.tracked else (0, 0)
-        rows = [self.page * size for size in (self.scales_per_row * self.scale, *track)]
-        return (*codes, self.channels_bytes, *rows)
+        return tuple(x.size for x in (*self.blocks.codes, *self.blocks[1:]))
 
     @cached_property
     def block_offsets(self) -> tuple[int, ...]:
         """Where every block begins, in bytes from the page's start."""
-        padded = [_round_up(size, BLOCK) for size in self.block_sizes]
-        return tuple(accumulate(padded, initial=0))[:-1]
-
-    @property
-    def scales_offset(self) -> int:
-        return self.block_offsets[-3]
-
-    @property
-    def positions_offset(self) -> int:
-        return self.block_offsets[-2]
-
-    @property
-    def metrics_offset(self) -> int:
-        return self.block_offsets[-1]
+        return tuple(x.offset for x in (*self.blocks.codes, *self.blocks[1:]))
 
     @cached_property
     def page_bytes(self) -> int:
-        return max(UNIT, _round_up(self.block_offsets[-1] + self.block_sizes[-1], UNIT))
+        last = self.blocks.metrics
+        return max(UNIT, _round_up(last.offset + last.size, UNIT))
 
     @property
     def page_units(self) -> int:
@@ -133,7 +189,7 @@ class PageLayout:
     def row_bits(self) -> float:
         """Bits that count as stored: numbers (unquantised ones as 16) and quantiser metadata, a
         page's being shared by its rows."""
-        codes = sum(x.width * (x.bits if x.quantized else 16) for x in self.segments)
+        codes = sum(x.width * x.bits for x in self.segments)
         return codes + 8 * (self.scale * self.scales_per_row + self.channels_bytes / self.page)
 
 
@@ -221,49 +277,54 @@ def cache_layout(
     sub_group: int | None = None,
     zeros: bool = False,
     tracked: bool | Sequence[bool] = False,
-    kivi: bool = False,
+    format: str = "integers",
     residual: int | None = None,
 ) -> CacheLayout:
     """Lay out every group of `spec`.
 
-    bits: of every number; None: what each latent plans (with fp8 scales, for its many tiers), and
-        16 where it plans nothing.
-    sub_group: most quantised numbers that share a scale (None: a whole latent's tier, with KIVI
-        SUB_GROUP).
+    bits: of every number; None: what each latent plans, and 16 where it plans nothing.
+    sub_group: most quantised numbers that share a scale (None: as the format has it, mostly a whole
+        latent's tier).
     tracked: rows of all layers, or of those that say so, carry positions and metrics.
-    kivi: keys per channel of a page, values per token, both asymmetric (KIVI §3.2-3.3).
-    residual: most rows that wait unquantised, whole pages of them (None: none, with KIVI RESIDUAL).
-    Raises ValueError for bits, pages or residuals that do not exist, and for what KIVI cannot
-    quantise.
+    format: how quantised numbers are stored, a name of FORMATS.
+    residual: most rows that wait unquantised, whole pages of them (None: as the format has it).
+    Raises ValueError for formats, bits, pages or residuals that do not exist, and for what the
+    format cannot store.
     """
-    if kivi:
-        sub_group = SUB_GROUP if sub_group is None else sub_group
-        residual = RESIDUAL if residual is None else residual
+    chosen = format_of(format)
+    sub_group = chosen.sub_group if sub_group is None else sub_group
+    residual = chosen.residual if residual is None else residual
     if page < 1:
         raise ValueError(f"page must be at least 1 row, got {page}")
     if sub_group is not None and sub_group < 8:
         raise ValueError(f"sub_group must be at least 8 numbers, got {sub_group}")
-    if kivi:
-        _check_kivi(spec)
     if residual is not None:
         _check_residual(residual, page, spec, bits)
     if isinstance(tracked, bool):
         tracked = (tracked,) * len(spec.layers)
+
+    def segments(layer: LayerSpec, latent: Latent) -> Iterator[Segment]:
+        """Nothing for rank 0."""
+        if reason := chosen.refusal(latent.side, layer.keys, len(latent.heads)):
+            raise ValueError(reason)
+        start = layer.columns(latent).start
+        for width, number in tiers(latent, bits, chosen):
+            if number == WHOLE:
+                found: Format = Unquantized(itemsize=itemsize)
+            else:
+                found = chosen.of(latent.side, number, zeros=zeros, planned=bits is None)
+            for size in filter(None, found.cut(width, sub_group)):
+                yield Segment(side=latent.side, start=start, width=size, format=found)
+                start += size
+
     groups = []
     for index, layer in enumerate(spec.layers):
         for heads in layer.groups():
-            segments = tuple(
-                segment
-                for latent in layer.latents
-                if set(latent.heads) <= set(heads)
-                for segment in _segments(layer, latent, tiers(latent, bits), sub_group, kivi)
-            )
+            own = [x for x in layer.latents if set(x.heads) <= set(heads)]
             layout = PageLayout(
-                segments=segments,
+                segments=tuple(chain.from_iterable(segments(layer, x) for x in own)),
                 page=page,
                 itemsize=itemsize,
-                zeros=zeros or kivi,
-                scale=1 if bits is None and spec.planned and not zeros else 2,
                 tracked=tracked[index],
                 residual=residual or 0,
             )
@@ -272,7 +333,7 @@ def cache_layout(
 
 
 def _check_residual(residual: int, page: int, spec: CacheSpec, bits: int | None) -> None:
-    if bits == 16 or (bits is None and not spec.planned):
+    if bits == WHOLE or (bits is None and not spec.planned):
         raise ValueError(
             f"residual={residual}: tokens wait in 16 bits until they are packed, but bits={bits} "
             "packs none: set bits to 8 or fewer, or leave residual out"
@@ -284,58 +345,15 @@ def _check_residual(residual: int, page: int, spec: CacheSpec, bits: int | None)
         )
 
 
-def _check_kivi(spec: CacheSpec) -> None:
-    for layer in spec.layers:
-        for latent in layer.key_latents:
-            if latent.side == "kv":
-                what = "one latent for keys and values (recipe small)"
-            elif layer.keys == "pre" and len(latent.heads) > 1:
-                what = "key latents of several heads before RoPE (recipes lorc, palu-g, palu-j)"
-            else:
-                continue
-            raise ValueError(
-                f"kivi=True needs keys of their own, by head, but this model stores {what}: leave "
-                "kivi out, or compress with a recipe that keeps keys per head, such as fast"
-            )
-
-
-def tiers(latent: Latent, bits: int | None) -> Tiers:
+def tiers(latent: Latent, bits: int | None, chosen: type[Format]) -> Tiers:
     """(numbers, bits) of a latent, from its first number on."""
-    found = latent.tiers or ((latent.rank, 16),) if bits is None else ((latent.rank, bits),)
+    found = latent.tiers or ((latent.rank, WHOLE),) if bits is None else ((latent.rank, bits),)
+    legal = (WHOLE, *chosen.widths)
     for _, number in found:
-        if number not in BITS:
-            raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}; got {number}")
+        if number not in legal:
+            raise ValueError(f"bits must be one of {', '.join(map(str, legal))}; got {number}")
     if sum(width for width, _ in found) != latent.rank:
         raise ValueError(f"tiers {found} do not add up to rank {latent.rank}")
-    return found
-
-
-def _segments(
-    layer: LayerSpec,
-    latent: Latent,
-    tiers: Sequence[tuple[int, int]],
-    sub_group: int | None,
-    kivi: bool,
-) -> list[Segment]:
-    """A latent's tiers, cut into sub-groups of nearly equal width; nothing for rank 0. KIVI's keys
-    stay whole, since each of their numbers has a scale."""
-    found, start = [], layer.columns(latent).start
-    per_channel = kivi and latent.side == "k"
-    for width, bits in tiers:
-        count = 1 if sub_group is None or bits == 16 or per_channel else -(-width // sub_group)
-        for i in range(count):
-            size = width * (i + 1) // count - width * i // count
-            if size:
-                found.append(
-                    Segment(
-                        side=latent.side,
-                        start=start,
-                        width=size,
-                        bits=bits,
-                        per_channel=per_channel,
-                    )
-                )
-            start += size
     return found
 
 

@@ -15,16 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.spec.layout import UNIT, Group, PageLayout, Segment
+from kvfold.formats.base import INTS, Format
+from kvfold.spec.layout import UNIT, Block, Group, PageLayout, Segment
 
-CHANNELS, SCALES, POSITIONS, METRICS = -4, -3, -2, -1  # the last blocks of every page
 CHUNK = 8  # pages that `locate` keeps together: their keys or values fit a core's cache
-INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LayerPages(NamedTuple):
-    """A layer's part of the pool, as ops take it: arena uint8; tables int32 [S, G, n]; lengths
-    int32 [S, G]."""
+    """Groups of the pool, a layer's mostly, as ops take them: arena uint8; tables int32 [S, G, n],
+    offsets of pages in units; lengths int32 [S, G]."""
 
     arena: Tensor
     tables: Tensor
@@ -36,8 +35,7 @@ class LayerPages(NamedTuple):
 class PageClass:
     """Groups with equal pages. A row is W words, word i at offsets[i] + row * strides[i].
 
-    channels: 2-byte words of the block CHANNELS, c = two a per-channel number, from its page's
-    start.
+    channels: scales and zeros of the page's columns, c in all, counted from the page's start.
     """
 
     layout: PageLayout
@@ -64,25 +62,31 @@ class PageClass:
         return start[..., None] + self.offsets + (row % self.layout.page)[..., None] * self.strides
 
     def channel_address(self, tables: Tensor, slot: Tensor, number: Tensor, row: Tensor) -> Tensor:
-        """2-byte words of CHANNELS of the rows' pages: broadcast to [...] -> [..., c]."""
+        """The channels of the rows' pages, in words of a scale: broadcast to [...] -> [..., c]."""
         page = tables[slot, number, row // self.layout.page].long()
-        return page[..., None] * (UNIT // 2) + self.channels
+        return page[..., None] * (UNIT // self.layout.scale) + self.channels
 
-    def block(self, pages: Tensor, index: int, dtype: torch.dtype) -> Tensor:
-        """Block `index` of uint8 pages [..., page_bytes] as `dtype` [..., P, numbers of a row]."""
-        size, start = self.layout.block_sizes[index], self.layout.block_offsets[index]
-        numbers = size // (self.layout.page * dtype.itemsize)
-        block = pages[..., start : start + size].view(dtype)
-        return block.unflatten(-1, (self.layout.page, numbers))
+    def block(self, pages: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+        """A block of rows of uint8 pages [..., page_bytes], `dtype` [..., P, numbers of a row]."""
+        numbers = block.size // (self.layout.page * dtype.itemsize)
+        found = pages[..., block.offset : block.offset + block.size].view(dtype)
+        return found.unflatten(-1, (self.layout.page, numbers))
 
-    def channel_scales(self, pages: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(scales, zeros) fp16 [..., width] of every per-channel segment of uint8 pages."""
-        widths = [x.width for x in self.layout.segments if x.per_channel]
-        if not widths:
-            return []
-        size, start = self.layout.block_sizes[CHANNELS], self.layout.block_offsets[CHANNELS]
-        both = pages[..., start : start + size].view(torch.float16).split(2 * widths, dim=-1)
-        return list(zip(both[: len(widths)], both[len(widths) :], strict=True))
+    def codes(self, pages: Tensor, index: int) -> Tensor:
+        """Codes of segment `index` of uint8 pages [..., page_bytes]: [..., P, bytes of a row]."""
+        return self.block(pages, self.layout.blocks.codes[index], torch.uint8)
+
+    def metadata(self, pages: Tensor, index: int) -> tuple[Tensor, ...]:
+        """Scales (and zeros) of segment `index` of uint8 pages [..., page_bytes]: each [..., P], or
+        per channel [..., width]."""
+        layout, places = self.layout, self.layout.places[index]
+        if layout.segments[index].per_channel:
+            offset, size = layout.blocks.channels
+            stored = pages[..., offset : offset + size].view(layout.metadata)
+            width = layout.segments[index].width
+            return tuple(stored[..., place : place + width] for place in places)
+        stored = self.block(pages, layout.blocks.scales, layout.metadata)
+        return tuple(stored[..., place] for place in places)
 
 
 @dataclass(frozen=True)
@@ -136,12 +140,12 @@ class Plan:
 def plan_pages(groups: tuple[Group, ...], device: torch.device) -> Plan:
     """The plan of one layer's groups, which agree in all but their segments."""
     layout = groups[0].layout
-    for name in ("page", "itemsize", "zeros", "tracked"):
+    for name in ("page", "itemsize", "tracked"):
         found = {getattr(group.layout, name) for group in groups}
         assert len(found) == 1, f"groups of a layer differ in {name}: {found}"
-    members: dict[tuple[tuple[str, int, int, bool], ...], list[int]] = {}
+    members: dict[tuple[tuple[str, int, Format], ...], list[int]] = {}
     for number, group in enumerate(groups):
-        key = tuple((x.side, x.width, x.bits, x.per_channel) for x in group.layout.segments)
+        key = tuple((x.side, x.width, x.format) for x in group.layout.segments)
         members.setdefault(key, []).append(number)
     kinds: list[PageClass] = []
     segments: list[Segment] = []  # in packed order
@@ -195,16 +199,13 @@ def _kind(
 ) -> PageClass:
     """The kind of the groups `numbers`, whose packed columns begin at `start`."""
     ends = list(accumulate((len(numbers) * x.width for x in layout.segments), initial=start))
-    sizes = [size // layout.page for size in layout.block_sizes]
-    sizes[CHANNELS] = 0  # a page's, not a row's
-    word = gcd(8, *sizes)
+    rows = [(offset, size // layout.page) for offset, size in layout.blocks.of_rows]
+    word = gcd(8, *(size for _, size in rows))
     words = [
-        (offset // word + i, size // word)
-        for offset, size in zip(layout.block_offsets, sizes, strict=True)
-        for i in range(size // word)
+        (offset // word + i, size // word) for offset, size in rows for i in range(size // word)
     ]
     offsets, strides = torch.tensor(words, dtype=torch.int64, device=device).unbind(-1)
-    channels = torch.arange(layout.block_sizes[CHANNELS] // 2, device=device)
+    channels, scale = layout.blocks.channels, layout.scale
     return PageClass(
         layout=layout,
         numbers=torch.tensor(numbers, device=device),
@@ -212,7 +213,7 @@ def _kind(
         word=INTS[word],
         offsets=offsets,
         strides=strides,
-        channels=channels + layout.block_offsets[CHANNELS] // 2,
+        channels=torch.arange(channels.size // scale, device=device) + channels.offset // scale,
         spots=spots,
     )
 
@@ -223,12 +224,7 @@ def words_of(arena: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def locate(
-    arena: Tensor,
-    tables: Tensor,
-    groups: Sequence[Group],
-    slots: Tensor,
-    lengths: Tensor,
-    size: int,
+    pages: LayerPages, slots: Tensor, lengths: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Where the first lengths[b, g] rows lie, for groups whose plan is `in_place` and an arena of
     such pages alone.
@@ -237,7 +233,8 @@ def locate(
     [B, G, c, s] which of them are the keys (values are P further on), c chunks of some pages, and
     bool [B, G, c, s] which are rows of the group: the others name its first.
     """
-    plan = plan_pages(tuple(groups), arena.device)
+    arena, tables, _, groups = pages
+    plan = plan_pages(groups, arena.device)
     assert plan.in_place, "pages are not rows of one width"
     (kind,), num_pages = plan.kinds, -(-size // plan.page)
     width = kind.layout.segments[0].width
@@ -245,8 +242,8 @@ def locate(
     table = floats[: floats.numel() // width * width].view(-1, width)
     column = torch.arange(-(-num_pages // CHUNK) * CHUNK, device=arena.device)
     row = torch.arange(plan.page, dtype=torch.int32, device=arena.device)
-    pages = tables[slots[:, None, None], kind.numbers[:, None], column.clamp(max=num_pages - 1)]
-    first = pages[..., None] // kind.layout.page_units * (2 * plan.page)
+    where = tables[slots[:, None, None], kind.numbers[:, None], column.clamp(max=num_pages - 1)]
+    first = where[..., None] // kind.layout.page_units * (2 * plan.page)
     valid = column.int()[:, None] * plan.page + row < lengths[..., None, None]
     index = torch.where(valid, first + row, first[..., :1, :])
     index, valid = (x.unflatten(2, (-1, CHUNK)).flatten(3) for x in (index, valid))

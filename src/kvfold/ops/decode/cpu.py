@@ -15,9 +15,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from kvfold.formats.integers import SCALES_IN, lowest, places, scale_of
-from kvfold.ops.common.pages import CHANNELS, METRICS, POSITIONS, SCALES, PageClass, Plan, words_of
-from kvfold.spec.layout import UNIT
+from kvfold.formats.integers import lowest, places, scale_of
+from kvfold.ops.common.pages import PageClass, Plan, words_of
+from kvfold.spec.layout import UNIT, Group
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class PageList:
         windows = arena.as_strided(((len(arena) - size) // UNIT + 1, size), (UNIT, 1))
         pages = windows.index_select(0, self.units)
         ends = pages[self.last]
-        for block in range(len(layout.block_sizes)):
-            if block - len(layout.block_sizes) != CHANNELS and layout.block_sizes[block]:
+        for block in layout.blocks.of_rows:
+            if block.size:
                 self.kind.block(ends, block, torch.uint8).masked_fill_(self.hidden[..., None], 0)
         pages[self.last] = ends
         return pages
@@ -105,6 +105,11 @@ class Codes:
         return lowest(self.scale, self.zero, self.bits)[..., 0]
 
 
+def supports(groups: Sequence[Group]) -> bool:
+    """Whether `attend_pages` reads these pages: floats, and integers with scales by row."""
+    return all(group.layout.known_to("decode") for group in groups)
+
+
 def list_pages(
     layers: Sequence[tuple[slice, Plan]], tables: Tensor, slots: Tensor, lengths: Tensor
 ) -> list[list[PageList]]:
@@ -155,15 +160,16 @@ def attend_pages(q: Tensor, data: Tensor, pages: PageList, scale: float) -> tupl
 def add_metrics(arena: Tensor, data: Tensor, pages: PageList, values: Tensor) -> None:
     """Add values fp32 [n, P] to the metrics of pages that were read as `data`. Rows beyond a length
     become anything."""
-    start = pages.units * (UNIT // 4) + pages.kind.layout.block_offsets[METRICS] // 4
+    metrics = pages.kind.layout.blocks.metrics
+    start = pages.units * (UNIT // 4) + metrics.offset // 4
     address = start[:, None] + torch.arange(values.shape[1])
-    new = pages.kind.block(data, METRICS, torch.float32)[..., 0] + values
+    new = pages.kind.block(data, metrics, torch.float32)[..., 0] + values
     words_of(arena, torch.float32).scatter_(0, address.flatten(), new.flatten())
 
 
 def positions_of(data: Tensor, pages: PageList) -> Tensor:
     """Positions int32 [n, P], 0 beyond a length."""
-    return pages.kind.block(data, POSITIONS, torch.int32)[..., 0]
+    return pages.kind.block(data, pages.kind.layout.blocks.positions, torch.int32)[..., 0]
 
 
 def _softmax(scores: Tensor, pages: PageList) -> Tensor:
@@ -188,16 +194,13 @@ def _segments(
     kind: PageClass, data: Tensor, side: str, dtype: torch.dtype
 ) -> Iterator[Codes | Floats]:
     """A side's numbers in pages uint8 [n, page_bytes], in the order of its columns."""
-    layout = kind.layout
-    stored = kind.block(data, SCALES, SCALES_IN[layout.scale])[:, None].unbind(-1)
-    scales = iter(stored)
-    zeros = iter(stored[len(stored) // 2 :] if layout.zeros else ())
-    for i, segment in enumerate(layout.segments):
-        mine, width, bits = side in segment.side, segment.width, segment.bits
+    for i, segment in enumerate(kind.layout.segments):
+        if side not in segment.side:
+            continue
         if segment.quantized:
-            scale, zero = next(scales), next(zeros) if layout.zeros else None
-            if mine:
-                packed = kind.block(data, i, torch.uint8)
-                yield Codes(packed, width, bits, scale_of(scale, bits), zero)
-        elif mine:
-            yield Floats(kind.block(data, i, dtype), width)
+            scale, *zero = (x[:, None] for x in kind.metadata(data, i))
+            steps = scale_of(scale, segment.bits)
+            low = zero[0] if zero else None
+            yield Codes(kind.codes(data, i), segment.width, segment.bits, steps, low)
+        else:
+            yield Floats(kind.block(data, kind.layout.blocks.codes[i], dtype), segment.width)

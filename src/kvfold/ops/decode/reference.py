@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvfold.ops.backend import use_triton
 from kvfold.ops.common.attention import attention
+from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.store.reference import gather
 from kvfold.spec.layout import Group, Segment
 
@@ -53,7 +54,7 @@ def supports(groups: Sequence[Group]) -> bool:
     return (
         all(len(bits) <= 1 and bits <= {16, 8, 4} for bits in found.values())
         and all(len(group.heads) == 1 and _plain(group) for group in groups)
-        and len({group.layout.zeros for group in groups}) == 1
+        and len({group.layout.zeros for group in groups if group.layout.scales_per_row}) <= 1
     )
 
 
@@ -68,7 +69,8 @@ def _plain(group: Group) -> bool:
     return (
         (layout.itemsize == 2 or whole)
         and sides in ([], ["k"], ["v"], ["k", "v"])
-        and not any(x.per_channel or x.width * min(x.bits, 16) % 16 for x in layout.segments)
+        and layout.known_to("decode")
+        and not any(x.width * min(x.bits, 16) % 16 for x in layout.segments)
         and (layout.scale == 2 or not any(x.quantized for x in layout.segments))
     )
 
@@ -82,8 +84,8 @@ def decode_groups(groups: tuple[Group, ...], queries: int, device: torch.device)
         blocks = dict(zip([s.side for s in layout.segments], layout.block_offsets, strict=False))
         sizes = {s.side: s for s in layout.segments}
         width = [sizes[side].width if side in sizes else 0 for side in ("k", "v")]
-        stride = [sizes[side].row_bytes(2) // 2 if side in sizes else 0 for side in ("k", "v")]
-        scales = layout.block_offsets[-3] // 2, layout.block_sizes[-3] // 2 // layout.page
+        stride = [sizes[side].row_bytes // 2 if side in sizes else 0 for side in ("k", "v")]
+        scales = layout.blocks.scales.offset // 2, layout.scales_per_row
         first = group.heads[0] * queries
         rows.append([*width, *stride, blocks.get("v", 0) // 2, *scales, first])
         widths.append(width)
@@ -96,7 +98,7 @@ def decode_groups(groups: tuple[Group, ...], queries: int, device: torch.device)
         table=torch.tensor(rows, dtype=torch.int32, device=device),
         widths=(max(k for k, _ in widths), max(v for _, v in widths)),
         bits=(bits[0], bits[1]),
-        zeros=groups[0].layout.zeros and min(bits) < 16,
+        zeros=any(group.layout.zeros for group in groups),
         page=groups[0].layout.page,
         align=align,
         narrowest=(min(k for k, _ in widths), min(v for _, v in widths)),
@@ -157,7 +159,8 @@ def decode_reference(
 ) -> Tensor:
     """`decode`, gathering all rows."""
     counts = lengths[slots]
-    stored = gather(arena, tables, groups, slots, counts, q.dtype)
+    pages = LayerPages(arena, tables, lengths, tuple(groups))
+    stored = gather(pages, slots, counts, q.dtype)
     k = _spread(stored.rows, groups, "k", q.shape[-1])
     v = _spread(stored.rows, groups, "v", None)
     order = torch.tensor([g.heads[0] for g in groups], device=q.device).argsort()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvfold.ops.common.attention import attention, rotate
+from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.store.reference import gather
 from kvfold.spec import Latent, LayerSpec
 from kvfold.spec.layout import Group, Segment
@@ -106,10 +107,8 @@ def _plain(group: Group) -> bool:
     layout = group.layout
     return (
         (layout.itemsize == 2 or all(x.quantized for x in layout.segments))
-        and not any(
-            x.per_channel or x.bits not in (16, 8, 4) or x.width * x.bits % 16
-            for x in layout.segments
-        )
+        and layout.known_to("latent_decode")
+        and not any(x.bits not in (16, 8, 4) or x.width * x.bits % 16 for x in layout.segments)
         and (layout.scale == 2 or not any(x.quantized for x in layout.segments))
     )
 
@@ -147,7 +146,7 @@ def rebuild_groups(
         widths=(max(widths[0]), max(widths[1])),
         narrowest=(min(widths[0]), min(widths[1])),
         bits=(_bits(key_segments), _bits(value_segments)),
-        zeros=layout.zeros,
+        zeros=any(group.layout.zeros for group in groups),
         tracked=layout.tracked,
         page=layout.page,
         align=next(n for n in (16, 8, 4, 2, 1) if all(stride % n == 0 for stride in strides)),
@@ -172,14 +171,14 @@ def _where(group: Group, segment: Segment | None) -> tuple[int, ...]:
     index = list(layout.segments).index(segment)
     scaled = [x for x in layout.segments if x.quantized]
     before = sum(x.quantized for x in layout.segments[:index])
-    scale = layout.block_offsets[-3] // 2 + before
+    scale = layout.blocks.scales.offset // 2 + before
     per_row = len(scaled) * (2 if layout.zeros else 1)
     words = segment.width * segment.bits // 16
     return words, segment.width, layout.block_offsets[index] // 2, scale, per_row, len(scaled)
 
 
 def _positions(group: Group) -> int:
-    return group.layout.block_offsets[-2] // 4
+    return group.layout.blocks.positions.offset // 4
 
 
 def decode_reference(
@@ -203,7 +202,8 @@ def decode_reference(
     without rows.
     """
     counts, of = lengths[slots], dtype or q.dtype
-    stored = gather(arena, tables, groups, slots, counts, q.dtype)
+    pages = LayerPages(arena, tables, lengths, tuple(groups))
+    stored = gather(pages, slots, counts, q.dtype)
     owner = torch.tensor([g for _, g in sorted(_owners(groups))], device=q.device)
     rows, up, mean = stored.rows.to(of), maps.up.to(of), maps.mean.to(of)
     z = _per_head(rows, layer, layer.key_latents, up.shape[-1])

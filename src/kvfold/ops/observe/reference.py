@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvfold.ops.backend import use_triton
 from kvfold.ops.common.attention import LOG2_E
+from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.decode import reference as decode
 from kvfold.ops.store.reference import add_metrics, gather
 from kvfold.spec.layout import Group
@@ -70,7 +71,8 @@ def observe_reference(
     exclude: int = 0,
 ) -> None:
     """`observe`, gathering all rows. Waits for the device to know the longest group."""
-    stored = gather(arena, tables, groups, slots, lengths[slots], q.dtype)
+    pages = LayerPages(arena, tables, lengths, tuple(groups))
+    stored = gather(pages, slots, lengths[slots], q.dtype)
     queries = q.shape[1] // len(groups)
     last = torch.where(positions < 0, -1, positions - exclude)
     mass = torch.zeros(stored.valid.shape, device=q.device)
@@ -82,7 +84,7 @@ def observe_reference(
         p = torch.exp2(power * (s * (scale * LOG2_E) - lse[:, heads, :, None]))
         seen = stored.positions[:, g, None] <= last[..., None]
         mass[:, g] = p.where(seen[:, None], 0.0).sum((1, 2))
-    add_metrics(arena, tables, groups, slots, mass, stored.valid)
+    add_metrics(pages, slots, mass, stored.valid)
 
 
 def _keys(rows: Tensor, group: Group) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""KIVI's residual: a sequence's last rows in 16 bits, earlier ones packed R at a time. In PyTorch.
+"""Tails: a sequence's last rows in 16 bits, earlier ones packed R at a time. In PyTorch.
 
 Shapes: S slots, G groups of the layer, C numbers of a row, P rows a page, R rows of the tail (whole
 pages), n pages of the longest sequence; N new tokens, M tails that are full, B sequences, T rows
@@ -24,14 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.ops.store import reference as store
+from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.store import reference
 from kvfold.ops.store.reference import StoredRows
 from kvfold.spec.layout import Group
 
 
 @dataclass(frozen=True)
 class Fill:
-    """Which tails are full as N new rows come: the same in all layers, and known on the host.
+    """Tails that are full as N new rows come: the same in all layers, and known on the host.
 
     slots, first int64 [M]: the tail of sequence `slots[m]` holds the R rows from `first[m]` on.
     """
@@ -53,59 +54,49 @@ class Fill:
 
 
 @lru_cache(maxsize=4096)
-def _tails(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+def _laid_out(groups: tuple[Group, ...]) -> tuple[Group, ...]:
     """Groups as their tails are laid out."""
     return tuple(replace(x, layout=x.layout.tail) for x in groups if x.layout.tail is not None)
 
 
-def append(
-    arena: Tensor,
-    tables: Tensor,
-    groups: Sequence[Group],
-    rows: Tensor,
-    slots: Tensor,
-    index: Tensor,
-    fill: Fill,
-) -> None:
+def _tails(pages: LayerPages) -> LayerPages:
+    """The tails as pages of their own, one a sequence and group."""
+    return pages._replace(tables=pages.tables[..., -1:], groups=_laid_out(pages.groups))
+
+
+def append(pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, fill: Fill) -> None:
     """Write token i's row as row index[i] of all groups of sequence slots[i].
 
-    arena uint8 [bytes]; tables int32 [S, G, n + 1]; rows float [N, C], of the storage dtype; slots,
-    index int64 [N]; fill: of these slots and rows. Full tails are packed, then written over.
+    rows float [N, C], of the storage dtype; slots, index int64 [N]; fill: of these slots and rows.
+    Full tails are packed, then written over.
     """
-    tails, last, g = _tails(tuple(groups)), tables[..., -1:], len(groups)
-    residual = tails[0].layout.page
+    tails, g, device = _tails(pages), len(pages.groups), rows.device
+    residual = tails.groups[0].layout.page
     if len(fill.slots):
-        whole = torch.full((len(fill.slots), g), residual, device=arena.device)
-        held = store.gather(arena, last, tails, fill.slots, whole, rows.dtype, residual).rows
-        where = (fill.first[:, None] + torch.arange(residual, device=arena.device)).view(-1, 1)
+        whole = torch.full((len(fill.slots), g), residual, device=device)
+        held = reference.gather(tails, fill.slots, whole, rows.dtype, residual).rows
+        where = (fill.first[:, None] + torch.arange(residual, device=device)).view(-1, 1)
         slot = fill.slots.repeat_interleave(residual)
-        store.append(arena, tables, groups, held.flatten(0, 1), slot, where.expand(-1, g))
-    store.append(arena, last, tails, rows, slots, (index % residual)[:, None].expand(-1, g))
+        reference.append(pages, held.flatten(0, 1), slot, where.expand(-1, g))
+    reference.append(tails, rows, slots, (index % residual)[:, None].expand(-1, g))
 
 
 def gather(
-    arena: Tensor,
-    tables: Tensor,
-    groups: Sequence[Group],
-    slots: Tensor,
-    lengths: Tensor,
-    dtype: torch.dtype,
-    size: int,
+    pages: LayerPages, slots: Tensor, lengths: Tensor, dtype: torch.dtype, size: int
 ) -> StoredRows:
     """Read the first lengths[b, g] rows, pages dequantised and the tail bit for bit.
 
-    Arguments and result as of `store.gather`, with tables int32 [S, G, n + 1].
+    Arguments and result as of `reference.gather`.
     """
-    tails = _tails(tuple(groups))
-    residual = tails[0].layout.page
+    tails = _tails(pages)
+    residual = tails.groups[0].layout.page
     packed = (lengths - 1).clamp(min=0) // residual * residual
     most = max(size - 1, 0) // residual * residual
-    found = store.gather(arena, tables, groups, slots, packed, dtype, most).rows
+    found = reference.gather(pages, slots, packed, dtype, most).rows
     found = F.pad(found, (0, 0, 0, residual))  # so that the tail has a place behind the pages
-    left = lengths - packed
-    tail = store.gather(arena, tables[..., -1:], tails, slots, left, dtype, residual).rows
-    place = packed[:, :1].long() + torch.arange(residual, device=arena.device)
+    tail = reference.gather(tails, slots, lengths - packed, dtype, residual).rows
+    place = packed[:, :1].long() + torch.arange(residual, device=found.device)
     found.scatter_(1, place[..., None].expand_as(tail), tail)
-    index = torch.arange(size, dtype=torch.int32, device=arena.device)
+    index = torch.arange(size, dtype=torch.int32, device=found.device)
     valid = index < lengths[..., None]
     return StoredRows(found[:, :size], valid, index.expand_as(valid))

@@ -1,4 +1,4 @@
-"""What the page store's kernels know of a layer: one row of numbers per (group, piece of columns).
+"""A layer as the page store's kernels know it: a row of numbers per (group, piece of columns).
 
 Shapes: G groups of the layer, D pieces: a group's segments, each cut into at most `limit` numbers,
 or one empty piece where a group stores none; K blocks of a page that `move` copies. Sizes are
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvfold.formats.integers import GAUSSIAN_STEP, PLANES
-from kvfold.ops.common.pages import CHANNELS, METRICS, POSITIONS, SCALES
 from kvfold.ops.common.plan import power_of_two
 from kvfold.spec.layout import Group, PageLayout, Segment
 
@@ -26,7 +25,7 @@ class Piece:
     """`width` numbers from column `start` of the layer's row, all of one segment of one group.
 
     Offsets are from the page's start to row 0; row r lies r * row (codes) or r * scales (scale and
-    zero) further on. low, high: the planes of `bits.PLANES`. positions, metrics: with a group's
+    zero) further on. low, high: the planes of `integers.PLANES`. positions, metrics: with a group's
     first piece only, so that one program writes them; first says whether it is.
     """
 
@@ -61,16 +60,21 @@ class Form:
 @dataclass(frozen=True)
 class Pieces:
     """table int32 [D, 13]; forms: of all bits that occur; width: the widest piece's, rounded up
-    to a power of two."""
+    to a power of two; row: numbers of the layer's row; whole: whether all of them are quantised;
+    scale: bytes of a scale; zeros: whether each has a zero."""
 
     table: Tensor
     forms: tuple[tuple[int | float, ...], ...]
     width: int
+    row: int
+    whole: bool
+    scale: int
+    zeros: bool
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """What a row is made of: table int32 [G, K, 2], (offset, bytes a row), 0 bytes where a group
+    """The parts of a row: table int32 [G, K, 2], (offset, bytes a row), 0 bytes where a group
     has fewer; word: bytes that divide them all; width: most words of a block's row, rounded up to a
     power of two; tracks int32 [2, G]: offsets of positions and of metrics."""
 
@@ -87,22 +91,28 @@ def plan_pieces(groups: tuple[Group, ...], limit: int, device: torch.device) -> 
     pieces = [x for g, group in enumerate(groups) for x in _pieces(g, group.layout, limit)]
     row = sum(x.width for x in pieces)
     forms = tuple(astuple(_form(bits, pieces, row)) for bits in sorted({x.bits for x in pieces}))
-    table = torch.tensor([astuple(x) for x in pieces], dtype=torch.int32, device=device)
-    return Pieces(table, forms, power_of_two(max(8, *(x.width for x in pieces))))
+    scaled = [x.layout for x in groups if x.layout.scales_per_row]
+    return Pieces(
+        table=torch.tensor([astuple(x) for x in pieces], dtype=torch.int32, device=device),
+        forms=forms,
+        width=power_of_two(max(8, *(x.width for x in pieces))),
+        row=row,
+        whole=all(x.quantized for group in groups for x in group.layout.segments),
+        scale=next((x.scale for x in scaled), 2),
+        zeros=any(x.zeros for x in scaled),
+    )
 
 
 @lru_cache(maxsize=4096)
 def plan_blocks(groups: tuple[Group, ...], device: torch.device) -> Blocks:
     """The blocks of one layer's groups."""
     layouts = [group.layout for group in groups]
-    rows = [
-        [(a, size // x.page) for a, size in zip(x.block_offsets, x.block_sizes, strict=True)]
-        for x in layouts
-    ]
+    rows = [[(offset, size // x.page) for offset, size in x.blocks.of_rows] for x in layouts]
     word = gcd(8, *(size for row in rows for _, size in row))
     most = max(len(row) for row in rows)
     table = torch.tensor([row + [(0, 0)] * (most - len(row)) for row in rows], dtype=torch.int32)
-    tracks = [[x.block_offsets[block] for x in layouts] for block in (POSITIONS, METRICS)]
+    blocks = [x.blocks for x in layouts]
+    tracks = [[x.positions.offset for x in blocks], [x.metrics.offset for x in blocks]]
     return Blocks(
         table=table.to(device),
         word=word,
@@ -112,24 +122,24 @@ def plan_blocks(groups: tuple[Group, ...], device: torch.device) -> Blocks:
 
 
 def _pieces(group: int, layout: PageLayout, limit: int) -> Iterator[Piece]:
-    scales = layout.block_sizes[SCALES] // layout.page
-    scale = layout.block_offsets[SCALES]
+    blocks, per_row = layout.blocks, layout.scales_per_row * layout.scale
     first = True
-    for segment, low in zip(layout.segments, layout.block_offsets, strict=False):
+    for segment, codes, places in zip(layout.segments, blocks.codes, layout.places, strict=True):
+        where = [blocks.scales.offset + place * layout.scale for place in places]
+        scale, zero, *_ = *where, NONE, NONE
         for begin in range(0, segment.width, limit):
             yield Piece(
                 group=group,
                 start=segment.start + begin,
                 width=min(limit, segment.width - begin),
                 bits=segment.bits,
-                scale=scale if segment.quantized else NONE,
-                zero=scale + scales // 2 if segment.quantized and layout.zeros else NONE,
-                scales=scales,
-                **_planes(layout, segment, low, begin),
+                scale=scale,
+                zero=zero,
+                scales=per_row,
+                **_planes(layout, segment, codes.offset, begin),
                 **_track(layout, first),
             )
             first = False
-        scale += layout.scale if segment.quantized else 0
     if first:
         nowhere = dict.fromkeys(("start", "width", "low", "high", "row", "scales"), 0)
         yield Piece(group=group, bits=16, scale=NONE, zero=NONE, **nowhere, **_track(layout, first))
@@ -137,22 +147,20 @@ def _pieces(group: int, layout: PageLayout, limit: int) -> Iterator[Piece]:
 
 def _planes(layout: PageLayout, segment: Segment, low: int, begin: int) -> dict[str, int]:
     """Where the planes of the numbers from `begin` on of a segment at `low` begin, and its row."""
-    if not segment.quantized:
-        return {"low": low + begin * layout.itemsize, "high": NONE} | {
-            "row": segment.width * layout.itemsize
-        }
-    widths = PLANES[segment.bits]
-    sizes = [-(-segment.width * bits // 8) for bits in widths]
-    high = low + sizes[0] + begin * widths[1] // 8 if len(widths) > 1 else NONE
-    return {"low": low + begin * widths[0] // 8, "high": high, "row": sum(sizes)}
+    first, *more = PLANES[segment.bits] if segment.quantized else (8 * layout.itemsize,)
+    high = low - (-segment.width * first // 8)
+    return {
+        "low": low + begin * first // 8,
+        "high": high + begin * more[0] // 8 if more else NONE,
+        "row": segment.row_bytes,
+    }
 
 
 def _track(layout: PageLayout, first: bool) -> dict[str, int]:
-    positions, metrics = layout.block_offsets[POSITIONS], layout.block_offsets[METRICS]
     here = first and layout.tracked
     return {
-        "positions": positions if here else NONE,
-        "metrics": metrics if here else NONE,
+        "positions": layout.blocks.positions.offset if here else NONE,
+        "metrics": layout.blocks.metrics.offset if here else NONE,
         "first": int(first),
     }
 
@@ -169,8 +177,3 @@ def _form(bits: int, pieces: Sequence[Piece], row: int) -> Form:
         bytes=gcd(16, *offsets),
         columns=gcd(16, row, *(y for x in mine for y in (x.start, x.width))),
     )
-
-
-def has_channels(layout: PageLayout) -> bool:
-    """Whether some of a page's numbers share scales along its rows (KIVI §3.2)."""
-    return layout.block_sizes[CHANNELS] > 0

@@ -1,21 +1,21 @@
 """Rows of one layer into and out of its pages. Triton kernels, one launch a call.
 
-Shapes and arguments as in `store`, whose functions these are; D pieces of columns (see `segments`).
-A program handles a tile of rows and all numbers of one piece, padded to a power of two. Per-channel
-segments (KIVI) are not supported: `supports` says so.
+Shapes and arguments as in `reference`, whose functions these are; D pieces of columns (see
+`segments`). A program handles a tile of rows and all numbers of one piece, padded to a power of 2.
 """
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
 from torch import Tensor
 
-from kvfold.ops.common.pages import INTS, words_of
+from kvfold.formats.base import INTS
+from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import power_of_two
 from kvfold.ops.store.kernels import append_rows, gather_rows, move_rows, track_rows
 from kvfold.ops.store.reference import StoredRows
-from kvfold.ops.store.segments import Blocks, has_channels, plan_blocks, plan_pieces
+from kvfold.ops.store.segments import Blocks, plan_blocks, plan_pieces
 from kvfold.spec.layout import Group, PageLayout
 
 WHOLE = 1 << 30  # no segment is cut where it is quantised: its numbers share a scale
@@ -24,9 +24,14 @@ TRACK = 256  # rows of a tile of metrics
 MOVED = 2048  # words of a tile of rows that move
 
 
-def supports(layout: PageLayout) -> bool:
-    """Whether these kernels read and write pages of `layout`: all but KIVI's per-channel ones."""
-    return not has_channels(layout)
+@lru_cache(maxsize=4096)
+def why_not(groups: tuple[Group, ...]) -> str | None:
+    """Why these kernels do not serve such pages; None where they do."""
+    if any(group.layout.residual for group in groups):
+        return "rows wait unquantised in a tail"
+    formats = {x.format for group in groups for x in group.layout.segments}
+    unknown = {x.name for x in formats if "store" not in x.kernels}
+    return f"no kernel stores format {', '.join(sorted(unknown))}" if unknown else None
 
 
 def tile(width: int) -> tuple[int, int]:
@@ -36,27 +41,21 @@ def tile(width: int) -> tuple[int, int]:
 
 
 def append(
-    arena: Tensor,
-    tables: Tensor,
-    groups: Sequence[Group],
-    rows: Tensor,
-    slots: Tensor,
-    index: Tensor,
-    positions: Tensor | None = None,
+    pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, positions: Tensor | None = None
 ) -> None:
     """Write token i's row of group g as row index[i, g] of sequence slots[i], metric 0.
 
-    As `store.append`, bytes included; where two scales are equally good to within fp32's rounding
-    the choice may differ. What a token stores does not depend on the tokens beside it.
+    As `reference.append`, bytes included; where two scales are equally good to within fp32's
+    rounding the choice may differ. What a token stores does not depend on the tokens beside it.
     """
-    layout, width = _layout(groups), _row_width(groups)
-    assert rows.shape[1] == width, f"rows of {rows.shape[1]} numbers, not {width}"
-    assert layout.itemsize == rows.dtype.itemsize or _quantized(groups), (
+    arena, tables, _, groups = pages
+    layout, pieces = _layout(groups), plan_pieces(groups, WHOLE, arena.device)
+    assert rows.shape[1] == pieces.row, f"rows of {rows.shape[1]} numbers, not {pieces.row}"
+    assert layout.itemsize == rows.dtype.itemsize or pieces.whole, (
         f"rows cannot be stored as {rows.dtype}"
     )
     assert not layout.tracked or positions is not None, "tracked rows need positions"
-    assert rows.stride(1) == 1 or width < 2, "rows must be contiguous along their numbers"
-    pieces = plan_pieces(tuple(groups), WHOLE, arena.device)
+    assert rows.stride(1) == 1 or pieces.row < 2, "rows must be contiguous along their numbers"
     num_rows, warps = tile(pieces.width)
     append_rows[(triton.cdiv(len(rows), num_rows), len(pieces.table))](
         arena,
@@ -72,8 +71,8 @@ def append(
         *index.stride(),
         FORMS=pieces.forms,
         PAGE=layout.page,
-        SCALE=layout.scale,
-        ZEROS=layout.zeros,
+        SCALE=pieces.scale,
+        ZEROS=pieces.zeros,
         TRACKED=layout.tracked,
         ROWS=num_rows,
         WIDTH=pieces.width,
@@ -82,27 +81,19 @@ def append(
 
 
 def gather(
-    arena: Tensor,
-    tables: Tensor,
-    groups: Sequence[Group],
-    slots: Tensor,
-    lengths: Tensor,
-    dtype: torch.dtype,
-    size: int | None = None,
+    pages: LayerPages, slots: Tensor, lengths: Tensor, dtype: torch.dtype, size: int | None = None
 ) -> StoredRows:
     """Read the first lengths[b, g] rows of every group of the sequences `slots`.
 
-    As `store.gather`, bit for bit. With `size` nothing waits for the device.
+    As `reference.gather`, bit for bit. With `size` nothing waits for the device.
     """
-    layout, width = _layout(groups), _row_width(groups)
-    assert layout.itemsize == dtype.itemsize or _quantized(groups), (
-        f"rows are not stored as {dtype}"
-    )
+    arena, tables, _, groups = pages
+    layout, pieces = _layout(groups), plan_pieces(groups, CHUNK, arena.device)
+    assert layout.itemsize == dtype.itemsize or pieces.whole, f"rows are not stored as {dtype}"
     size = int(lengths.max()) if size is None else size
-    pieces = plan_pieces(tuple(groups), CHUNK, arena.device)
     on, shape = arena.device, (len(slots), len(groups), size)
     found = StoredRows(
-        rows=torch.empty(len(slots), size, width, dtype=dtype, device=on),
+        rows=torch.empty(len(slots), size, pieces.row, dtype=dtype, device=on),
         valid=torch.empty(shape, dtype=torch.bool, device=on),
         positions=torch.empty(shape, dtype=torch.int32, device=on),
     )
@@ -116,15 +107,15 @@ def gather(
         found.valid,
         found.positions,
         size,
-        width,
+        pieces.row,
         len(groups),
         len(pieces.table),
         *tables.stride(),
         *lengths.stride(),
         FORMS=pieces.forms,
         PAGE=layout.page,
-        SCALE=layout.scale,
-        ZEROS=layout.zeros,
+        SCALE=pieces.scale,
+        ZEROS=pieces.zeros,
         TRACKED=layout.tracked,
         ROWS=power_of_two(layout.page),
         WIDTH=pieces.width,
@@ -132,18 +123,11 @@ def gather(
     return found
 
 
-def move(
-    arena: Tensor,
-    tables: Tensor,
-    groups: Sequence[Group],
-    slots: Tensor,
-    group: Tensor,
-    source: Tensor,
-    target: Tensor,
-) -> None:
-    """Copy row source[i] of (slots[i], group[i]) to row target[i] of the same. As `store.move`, but
-    it never waits for the device."""
-    blocks = plan_blocks(tuple(groups), arena.device)
+def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy row source[i] of (slots[i], group[i]) to row target[i] of the same. As `reference.move`,
+    but it never waits for the device."""
+    arena, tables, _, groups = pages
+    blocks = plan_blocks(groups, arena.device)
     number, rows = blocks.table.shape[1], max(1, MOVED // blocks.width)
     move_rows[(triton.cdiv(len(slots), rows), number)](
         words_of(arena, INTS[blocks.word]),
@@ -160,87 +144,54 @@ def move(
     )
 
 
-def add_metrics(
-    arena: Tensor,
-    tables: Tensor,
-    groups: Sequence[Group],
-    slots: Tensor,
-    values: Tensor,
-    valid: Tensor,
-) -> None:
-    """Add values fp32 [B, G, T] to the metrics of the valid (bool [B, G, T]) rows of `slots` [B].
-    As `store.add_metrics`."""
-    blocks, _ = _tracked(groups, arena)
-    _track(arena, tables, groups, slots, valid, blocks.tracks[1], values.float().contiguous(), True)
+def add_metrics(pages: LayerPages, slots: Tensor, values: Tensor, valid: Tensor) -> None:
+    """Add values [B, G, T] to the metrics of the valid (bool [B, G, T]) rows of `slots` [B]."""
+    metrics = _tracked(pages).tracks[1]
+    _track(pages, slots, valid, metrics, values.float().contiguous(), True)
 
 
-def read_metrics(
-    arena: Tensor, tables: Tensor, groups: Sequence[Group], slots: Tensor, valid: Tensor
-) -> Tensor:
+def read_metrics(pages: LayerPages, slots: Tensor, valid: Tensor) -> Tensor:
     """Metrics fp32 [B, G, T] of the rows of `slots` [B]; 0 where not valid (bool [B, G, T])."""
-    blocks, device = _tracked(groups, arena)
-    found = torch.empty(valid.shape, dtype=torch.float32, device=device)
-    _track(arena, tables, groups, slots, valid, blocks.tracks[1], found, False)
+    found = torch.empty(valid.shape, dtype=torch.float32, device=pages.arena.device)
+    _track(pages, slots, valid, _tracked(pages).tracks[1], found, False)
     return found
 
 
 def read_tracked(
-    arena: Tensor,
-    tables: Tensor,
-    groups: Sequence[Group],
-    slots: Tensor,
-    lengths: Tensor,
-    size: int,
+    pages: LayerPages, slots: Tensor, lengths: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(metrics fp32, positions int32, valid bool), each [B, G, T]. As `store.read_tracked`."""
-    blocks, device = _tracked(groups, arena)
-    valid = torch.arange(size, device=device) < lengths[..., None]
-    positions = torch.empty(valid.shape, dtype=torch.int32, device=device)
-    _track(arena, tables, groups, slots, valid, blocks.tracks[0], positions, False)
-    return read_metrics(arena, tables, groups, slots, valid), positions, valid
+    """(metrics fp32, positions int32, valid bool), each [B, G, T]. As `reference.read_tracked`."""
+    valid = torch.arange(size, device=pages.arena.device) < lengths[..., None]
+    positions = torch.empty(valid.shape, dtype=torch.int32, device=pages.arena.device)
+    _track(pages, slots, valid, _tracked(pages).tracks[0], positions, False)
+    return read_metrics(pages, slots, valid), positions, valid
 
 
 def _track(
-    arena: Tensor,
-    tables: Tensor,
-    groups: Sequence[Group],
-    slots: Tensor,
-    valid: Tensor,
-    offsets: Tensor,
-    values: Tensor,
-    add: bool,
+    pages: LayerPages, slots: Tensor, valid: Tensor, offsets: Tensor, values: Tensor, add: bool
 ) -> None:
     """Add values [B, G, T] to the block at `offsets` [G], or read it into them."""
     track_rows[(triton.cdiv(valid.shape[2], TRACK), *valid.shape[1::-1])](
-        words_of(arena, values.dtype),
-        tables,
+        words_of(pages.arena, values.dtype),
+        pages.tables,
         offsets,
         slots.contiguous(),
         valid.contiguous(),
         values,
         valid.shape[2],
-        *tables.stride(),
-        PAGE=_layout(groups).page,
+        *pages.tables.stride(),
+        PAGE=_layout(pages.groups).page,
         ADD=add,
         ROWS=TRACK,
     )
 
 
-def _tracked(groups: Sequence[Group], arena: Tensor) -> tuple[Blocks, torch.device]:
-    assert _layout(groups).tracked, "untracked rows have neither positions nor metrics"
-    return plan_blocks(tuple(groups), arena.device), arena.device
+def _tracked(pages: LayerPages) -> Blocks:
+    assert _layout(pages.groups).tracked, "untracked rows have neither positions nor metrics"
+    return plan_blocks(pages.groups, pages.arena.device)
 
 
-def _layout(groups: Sequence[Group]) -> PageLayout:
-    """What all groups of a layer agree in: everything but segments."""
-    layout = groups[0].layout
-    assert all(supports(group.layout) for group in groups), "per-channel segments need `kivi`"
-    return layout
-
-
-def _row_width(groups: Sequence[Group]) -> int:
-    return sum(x.width for group in groups for x in group.layout.segments)
-
-
-def _quantized(groups: Sequence[Group]) -> bool:
-    return all(x.quantized for group in groups for x in group.layout.segments)
+def _layout(groups: tuple[Group, ...]) -> PageLayout:
+    """The layout that all groups agree in, but for segments."""
+    assert why_not(groups) is None, why_not(groups)
+    return groups[0].layout
