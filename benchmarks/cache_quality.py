@@ -18,10 +18,9 @@ from typing import Any
 import quality
 
 from kvfold import recipes
-from kvfold.api import Job
 from kvfold.cache.eviction import policies
+from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.config import CacheConfig
-from kvfold.evaluation.comparison import folded_copy
 from kvfold.evaluation.measure import runner_for
 from kvfold.evaluation.needle import evaluate_needle
 from kvfold.evaluation.paged import PagedSession
@@ -83,7 +82,7 @@ def cases(section: str) -> Iterator[Case]:
 class Bench(quality.Bench):
     """Questions are the same for every case too."""
 
-    job: Job | None = None
+    prepared: Prepared | None = None
 
     def row(self, case: Case) -> dict[str, Any]:
         begin = time.perf_counter()
@@ -105,11 +104,11 @@ class Bench(quality.Bench):
     def _model(self, case: Case) -> Any:
         if case.factor is None:
             return self.model
-        if self.job is None:
-            most = self.arguments.calib_tokens
-            self.job = Job(self.model, recipes.get("small"), self.tokenizer, max_tokens=most)
-            self.job.prepare(self.arguments.stats)
-        return folded_copy(self.job, self.job.plan_factor(case.factor, 1))
+        if self.prepared is None:
+            small, most = recipes.get("small"), self.arguments.calib_tokens
+            compressor = Compressor(self.model, small, self.tokenizer, max_tokens=most)
+            self.prepared = compressor.prepare(self.arguments.stats)
+        return self.prepared.folded_copy(self.prepared.plan_factor(case.factor, 1))
 
     def _needle(self, runner: Any, agnostic: bool) -> dict[int, Any]:
         with closing(Reader(partial(PagedSession, runner), agnostic=agnostic)) as reader:

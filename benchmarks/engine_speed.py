@@ -28,11 +28,10 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from kvfold import recipes
-from kvfold.api import Job
 from kvfold.cli.common import versions
+from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
 from kvfold.engine.llm import LLM
 from kvfold.engine.request import SamplingParams
-from kvfold.evaluation.comparison import folded_copy, shared_statistics
 from kvfold.files import write_json
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.copies import shared_copy
@@ -130,7 +129,7 @@ class Bench:
         most = self.model.config.max_position_embeddings
         if len(self.prompts) < a.batch or self.limit > most:
             raise SystemExit(f"no {a.batch} prompts of {self.limit} of {most} positions")
-        self._jobs = cache(self._job)
+        self._prepared = cache(self._prepare)
         self._statistics = cache(self._shared_statistics)
 
     def make(self, name: str) -> Variant:
@@ -140,17 +139,16 @@ class Bench:
         return Engine(self, recipe or None, SETTINGS[extra and f" {extra}"])
 
     def folded(self, recipe: str) -> Any:
-        job = self._jobs(recipe)
-        return folded_copy(job, job.plan(self.arguments.keep))
+        prepared = self._prepared(recipe)
+        return prepared.folded_copy(prepared.plan(self.arguments.keep))
 
-    def _job(self, recipe: str) -> Job:
-        job = Job(self.model, recipes.get(recipe), self.tokenizer)
-        job.prepare(self.arguments.stats or self._statistics())
-        return job
+    def _prepare(self, recipe: str) -> Prepared:
+        compressor = Compressor(self.model, recipes.get(recipe), self.tokenizer)
+        return compressor.prepare(self.arguments.stats or self._statistics())
 
     def _shared_statistics(self) -> Any:
         return shared_statistics(
-            [Job(self.model, recipes.get(name), self.tokenizer) for name in RECIPES]
+            [Compressor(self.model, recipes.get(name), self.tokenizer) for name in RECIPES]
         )
 
 

@@ -11,7 +11,6 @@ as they are measured; those already in the file are kept.
 """
 
 import argparse
-import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -24,14 +23,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvfold import recipes
-from kvfold.api import Job, calibration_windows
 from kvfold.artifact import spec_of
-from kvfold.compression import build
 from kvfold.compression.calibrate import artifact_key
+from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
 from kvfold.compression.recover import QuantisedRows, StoredRows
 from kvfold.compression.statistics import Statistics
 from kvfold.config import CacheConfig
-from kvfold.evaluation.comparison import restricted, shared_statistics
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.measure import runner_for
 from kvfold.evaluation.perplexity import PerplexityResult, paged_perplexity, window_perplexity
@@ -91,31 +88,31 @@ class Bench(quality.Bench):
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__(arguments)
-        self.jobs: dict[str, Job] = {}
+        self.prepared: dict[str, Prepared] = {}
 
     def prepare(self, wanted: list[Case]) -> None:
         """One pass of calibration for all recipes of `wanted`."""
         names = dict.fromkeys(case.recipe for case in wanted if case.recipe)
         calib, most = self.arguments.calib or None, self.arguments.calib_tokens
-        for name in names:
-            recipe = recipes.get(name)
-            self.jobs[name] = Job(self.model, recipe, self.tokenizer, calib=calib, max_tokens=most)
-        if names:
-            statistics = self._statistics()
-            for job in self.jobs.values():
-                job.prepare(restricted(statistics, build.needs(job.recipe)))
+        made = [
+            Compressor(self.model, recipes.get(name), self.tokenizer, calib=calib, max_tokens=most)
+            for name in names
+        ]
+        if made:
+            statistics = self._statistics(made)
+            for name, compressor in zip(names, made, strict=True):
+                self.prepared[name] = compressor.prepare(statistics)
 
-    def _statistics(self) -> Statistics:
+    def _statistics(self, compressors: list[Compressor]) -> Statistics:
         """Of all recipes, from --stats where that holds them."""
-        jobs, path = list(self.jobs.values()), self.arguments.stats
+        path = self.arguments.stats
         if path is None or not path.exists():
-            made = shared_statistics(jobs)
+            made = shared_statistics(compressors)
             if path is not None:
                 made.save(path)
             return made
-        calib, most = self.arguments.calib or None, self.arguments.calib_tokens
-        rows = calibration_windows(self.tokenizer, self.model.config, calib, most)
-        return Statistics.load(path, artifact_key(self.model, rows)).to(self.model.device)
+        key = artifact_key(self.model, compressors[0].windows())
+        return Statistics.load(path, key).to(self.model.device)
 
     def row(self, case: Case) -> dict[str, Any]:
         begin = time.perf_counter()
@@ -150,14 +147,13 @@ class Bench(quality.Bench):
     def _model(self, case: Case) -> tuple[Any, dict[str, Any]]:
         if case.recipe is None:
             return shared_copy(self.model), {}
-        trial = copy.copy(self.jobs[case.recipe])
+        prepared, model = self.prepared[case.recipe], shared_copy(self.model)
         if case.factor is not None:
-            spec = trial.plan_factor(case.factor)
+            spec = prepared.plan_factor(case.factor)
         else:
-            spec = trial.plan(case.keep or 1.0, 1)
-        trial.model = shared_copy(self.model)
-        trial.fold(spec, {}, recover=case.steps)
-        return trial.model, trial.model.config.quantization_config.provenance
+            spec = prepared.plan(case.keep or 1.0, 1)
+        prepared.fold(spec, {}, model=model, recover=case.steps)
+        return model, model.config.quantization_config.provenance
 
 
 def rows_perplexity(model: Any, spec: CacheSpec, ids: Tensor) -> PerplexityResult:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvfold import compress, recipes
-from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
+from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig, Recipe
 from kvfold.engine.build import build_runner
 from kvfold.engine.request import Batch, Request, SamplingParams, ScheduledChunk
@@ -37,7 +37,7 @@ def folded(recipe: Recipe | None, align: int = 8, layers: int = 1):
     model = tiny("llama3-scaling")
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:layers], layers
     if recipe is not None:
-        wanted = build.needs(recipe)
+        wanted = Compressor(model, recipe).needs
         statistics = calibrate(model, family_of(model.config), tokens(8, 64), wanted)
         model = compress(model, recipe, statistics=statistics, keep=0.5, align=align)
     return torch.nn.Module.half(model).to(DEVICE)  # transformers refuses it for compressed models

@@ -1,34 +1,50 @@
 """Ranks: the budget rule, alignment and width classes, for every method."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.compression.allocate import MAX_CLASSES, METHODS, Candidate, allocate
+from kvfold.compression import ranks as methods
+from kvfold.compression.basis import Basis
+from kvfold.compression.ranks import METHODS, LatentCandidate
+from kvfold.compression.ranks.allocate import MAX_CLASSES
+from kvfold.config import Recipe
 
 
-def candidates(layers: int, heads: int, width: int, seed: int) -> list[Candidate]:
+def allocate(found: list[LatentCandidate], name: str, budget: int, align: int) -> list[int]:
+    if name == "condition":  # a layer's own, which falls with depth
+        found = [replace(c, score=float(-c.layer)) for c in found]
+    method = METHODS[name](Recipe(name="mine", basis="lorc", ranks=name))
+    return methods.allocate(found, method, budget, align)
+
+
+def basis(singular: torch.Tensor) -> Basis:
+    """A basis of this spectrum; its maps are not looked at."""
+    eye = torch.eye(len(singular)).double()
+    return Basis(down=eye, up=eye, mean=eye[0], singular=singular)
+
+
+def candidates(layers: int, heads: int, width: int, seed: int) -> list[LatentCandidate]:
     generator = torch.Generator().manual_seed(seed)
 
-    def one(layer: int, side: str, head: int) -> Candidate:
+    def one(layer: int, side: str, head: int) -> LatentCandidate:
         scale = 10 ** (3 * torch.rand((), generator=generator))
         singular = scale * torch.rand(width, generator=generator).sort(descending=True).values
-        return Candidate(
+        return LatentCandidate(
             layer=layer,
             side=side,
             heads=(head,),
-            singular=singular.double(),
-            loss=singular.double() ** 2 / 2,
-            fisher=float(torch.rand((), generator=generator)),
-            condition=float(layers - layer),
-            numbers=width,
+            basis=basis(singular.double()),
+            score=float(torch.rand((), generator=generator)),
         )
 
     return [one(i, s, h) for i in range(layers) for s in "kv" for h in range(heads)]
 
 
-def classes(found: list[Candidate], ranks: list[int], layer: int) -> int:
+def classes(found: list[LatentCandidate], ranks: list[int], layer: int) -> int:
     pairs: dict[int, list[int]] = {}
     for c, rank in zip(found, ranks, strict=True):
         if c.layer == layer:
@@ -78,18 +94,16 @@ def test_energy_is_one_removal_rate_for_all_heads() -> None:
     assert max(removed) <= min(next_removed) + 1e-12
 
 
-def latents(fishers: list[float], width: int, **extra) -> list[Candidate]:
+def latents(fishers: list[float], width: int, **extra) -> list[LatentCandidate]:
     """One key latent a layer with the given Fisher scores."""
     falling = torch.linspace(2, 1, width).double()
     return [
-        Candidate(
+        LatentCandidate(
             layer=i,
             side="k",
             heads=(0,),
-            singular=falling,
-            loss=falling,
-            fisher=f,
-            numbers=width,
+            basis=basis(falling),
+            score=f,
             **extra,
         )
         for i, f in enumerate(fishers)
@@ -120,8 +134,8 @@ def test_a_floor_is_no_more_than_an_even_share() -> None:
 def test_equal_scores_of_a_matrix_get_equal_ranks() -> None:
     """All groups of a matrix share a rank; only the last steps of the budget may part them."""
     found = candidates(3, 4, 64, seed=1)
-    scores = {(c.layer, c.side): c.fisher for c in found}
-    found = [Candidate(**{**vars(c), "fisher": scores[c.layer, c.side]}) for c in found]
+    scores = {(c.layer, c.side): c.score for c in found}
+    found = [replace(c, score=scores[c.layer, c.side]) for c in found]
     ranks = allocate(found, "fisher", 800, 8)
     spread = [
         {r for c, r in zip(found, ranks, strict=True) if (c.layer, c.side) == place}
@@ -144,14 +158,14 @@ def test_condition_gives_earlier_layers_more() -> None:
 
 def test_skipped_layers_stay_whole() -> None:
     found = candidates(2, 1, 8, seed=7)
-    found = [Candidate(**{**vars(c), "skip": c.layer == 0}) for c in found]
+    found = [replace(c, skip=c.layer == 0) for c in found]
     ranks = allocate(found, "condition", 20, 1)
     assert ranks[:2] == [8, 8] and sum(ranks) == 20
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_skipped_is_paid_for_first(method: str) -> None:
-    found = [Candidate(**{**vars(c), "skip": c.layer == 1}) for c in candidates(3, 2, 16, seed=9)]
+    found = [replace(c, skip=c.layer == 1) for c in candidates(3, 2, 16, seed=9)]
     ranks = allocate(found, method, 110, 4)
     assert sum(ranks) == 108
     assert [r for c, r in zip(found, ranks, strict=True) if c.layer == 1] == [16] * 4

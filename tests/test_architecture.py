@@ -25,11 +25,10 @@ LAYERS: dict[str, set[str]] = {
     "models": {"spec", "ops"},
     "cache": {"formats", "spec", "ops"},
     "artifact": {"spec", "models"},
-    "compression": {"formats", "spec", "ops", "models", "config"},
+    "compression": {"formats", "spec", "ops", "models", "config", "recipes", "artifact"}
+    | {"search", "text"},
     "loading": {"artifact", "models", "gguf", "smollm2"},
     "engine": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "loading"},
-    "api": {"spec", "models", "compression", "config", "recipes", "artifact", "loading"}
-    | {"files", "text"},
     "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"},
     "evaluation": {
         "spec",
@@ -38,10 +37,10 @@ LAYERS: dict[str, set[str]] = {
         "config",
         "recipes",
         "artifact",
-        "api",
         "engine",
     }
     | {"search", "text"},
+    "api": {"spec", "compression", "config", "recipes", "loading", "evaluation", "files"},
     "report": {"evaluation", "files", "text"},
 }
 # The programs, on top: they may use everything, and nothing may use them.

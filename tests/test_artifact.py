@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvfold
-from kvfold.api import Job, save
+from kvfold.api import save
 from kvfold.artifact import provenance_of, spec_of
-from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
+from kvfold.compression.compressor import Compressor
 from kvfold.evaluation.dense import cache_bytes
 from models import tiny, tokens
 
@@ -25,9 +25,10 @@ def folded():
 
 def fold(name: str, recipe: str, keep: float = 0.5):
     model = tiny(name)
-    job = Job(model, kvfold.recipes.get(recipe), None)
-    job.prepare(calibrate(model, job.family, tokens(6, 64), build.needs(job.recipe)))
-    job.fold(job.plan(keep, 1), {"model": name})
+    compressor = Compressor(model, kvfold.recipes.get(recipe))
+    made = calibrate(model, compressor.family, tokens(6, 64), compressor.needs)
+    prepared = compressor.prepare(made)
+    prepared.fold(prepared.plan(keep, 1), {"model": name})
     return model
 
 
@@ -142,7 +143,7 @@ def test_foreign_configs_are_refused(saved, tmp_path, change, message) -> None:
 
 def test_a_folded_model_is_not_folded_again(folded) -> None:
     with pytest.raises(ValueError, match="compressed already"):
-        Job(folded, kvfold.recipes.get("small"), None)
+        Compressor(folded, kvfold.recipes.get("small"))
 
 
 def test_bfloat16_stays_close() -> None:

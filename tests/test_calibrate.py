@@ -9,11 +9,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from kvfold import recipes
-from kvfold.api import Job
-from kvfold.compression import build, record
 from kvfold.compression.calibrate import artifact_key, calibrate
-from kvfold.compression.reduce import prune, window_topics
-from kvfold.compression.statistics import QUANTITIES, Statistics
+from kvfold.compression.compressor import Compressor
+from kvfold.compression.statistics import QUANTITIES, Statistics, record
+from kvfold.compression.statistics.reduce import prune, window_topics
 from kvfold.models.families import family_of
 from kvfold.ops.common.attention import attention, rotate
 from models import tiny, tokens
@@ -264,33 +263,33 @@ def test_artifact_round_trip_and_refusal(tmp_path) -> None:
 @pytest.mark.parametrize("recipe", ["lorc", "palu-m"])
 def test_skipped_layers_stay_plain(recipe: str) -> None:
     model = tiny("llama-gqa")
-    job = Job(model, replace(recipes.get(recipe), skip_layers=(1,)), None)
-    job.prepare(calibrate(model, job.family, WINDOWS, build.needs(job.recipe)))
-    spec = job.plan(0.6, 1)
+    compressor = Compressor(model, replace(recipes.get(recipe), skip_layers=(1,)))
+    prepared = compressor.prepare(calibrate(model, compressor.family, WINDOWS, compressor.needs))
+    spec = prepared.plan(0.6, 1)
     assert [layer.keys for layer in spec.layers] == ["pre", "plain"]
     assert 0.59 < spec.kept_fraction <= 0.6
-    job.fold(spec, {})
+    prepared.fold(spec, {})
     with pytest.raises(ValueError, match=r"names \[2\], but the model's layers are 0 to 1"):
-        Job(tiny("llama-gqa"), replace(recipes.get(recipe), skip_layers=(0, 2)), None)
+        Compressor(tiny("llama-gqa"), replace(recipes.get(recipe), skip_layers=(0, 2)))
 
 
 def test_skip_threshold_is_a_power_of_ten() -> None:
     """LoRC's product of condition numbers, on the scale of its published thresholds."""
     model = tiny("llama-gqa")
-    job = Job(model, recipes.get("lorc"), None)
-    job.prepare(Statistics({}))
-    first, second = (c.condition / math.log(10) for c in job.candidates[::2])
-    job = Job(model, replace(job.recipe, skip_threshold=(first + second) / 2), None)
-    job.prepare(Statistics({}))
-    assert [c.skip for c in job.candidates[::2]] == [True, False]
+    recipe = recipes.get("lorc")
+    prepared = Compressor(model, recipe).prepare()
+    first, second = (c.score / math.log(10) for c in prepared.candidates[::2])
+    between = replace(recipe, skip_threshold=(first + second) / 2)
+    prepared = Compressor(model, between).prepare()
+    assert [c.skip for c in prepared.candidates[::2]] == [True, False]
 
 
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("recipe", ["fast", "swift", "lean", "small"])
 def test_our_bases_work_with_and_without_gradients(recipe: str, gradients: bool) -> None:
     model = tiny("llama-gqa")
-    job = Job(model, replace(recipes.get(recipe), gradients=gradients), None)
-    job.prepare(calibrate(model, job.family, WINDOWS, build.needs(job.recipe)))
+    compressor = Compressor(model, replace(recipes.get(recipe), gradients=gradients))
+    prepared = compressor.prepare(calibrate(model, compressor.family, WINDOWS, compressor.needs))
     keep = 0.5
-    spec = job.plan(keep, 1)
+    spec = prepared.plan(keep, 1)
     assert keep - 0.01 < spec.kept_fraction <= keep

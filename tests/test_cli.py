@@ -315,12 +315,12 @@ def test_compare_pairs_recipes_on_the_same_text(plain, text, tmp_path, capsys):
 
 
 def test_an_interrupted_comparison_keeps_its_rows(plain, text, tmp_path, capsys, monkeypatch):
-    from kvfold.api import Job
+    from kvfold.compression.compressor import Prepared
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Job, "plan", interrupt)
+    monkeypatch.setattr(Prepared, "plan", interrupt)
     target = tmp_path / "rows.json"
     options = ["--recipes", "lorc", "--keep", ".5", "--text", str(text), "--json", str(target)]
     assert main(["compare", str(plain), *options]) == 130

@@ -7,9 +7,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from kvfold import recipes
-from kvfold.api import Job
-from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
+from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.ops.common.attention import attention, rotate
 from models import CONFIGS, tiny, tokens
 
@@ -17,16 +16,16 @@ LENGTH, PADDING = 40, 5
 PROJECTED = "kvfold_test_projected"
 
 
-def prepared(name: str, recipe: str) -> Job:
-    """A job on a tiny model whose bases are ready; skips pairs that are refused by design."""
+def prepared(name: str, recipe: str) -> Prepared:
+    """Bases of a recipe on a tiny model; skips pairs that are refused by design."""
     model = tiny(name)
     try:
-        job = Job(model, recipes.get(recipe), None)
+        compressor = Compressor(model, recipes.get(recipe))
     except ValueError as error:
         pytest.skip(str(error))
     windows, topics = tokens(8, 64), torch.arange(8) // 4
-    job.prepare(calibrate(model, job.family, windows, build.needs(job.recipe), topics=topics))
-    return job
+    wanted = compressor.needs
+    return compressor.prepare(calibrate(model, compressor.family, windows, wanted, topics=topics))
 
 
 def chunked(model, ids: Tensor, chunk: int, mask: Tensor | None = None) -> Tensor:
@@ -63,51 +62,52 @@ def close(got: Tensor, want: Tensor, mask: Tensor | None = None) -> None:
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_full_rank_equals_the_original(name: str, recipe: str) -> None:
-    job = prepared(name, recipe)
+    bases = prepared(name, recipe)
+    model = bases.compressor.model
     ids, (left, mask) = tokens(1, LENGTH), padded()
-    want, want_padded = chunked(job.model, ids, LENGTH), chunked(job.model, left, LENGTH, mask)
-    job.fold(job.plan(1.0, 1), {})
+    want, want_padded = chunked(model, ids, LENGTH), chunked(model, left, LENGTH, mask)
+    bases.fold(bases.plan(1.0, 1), {})
     for chunk in (7, LENGTH):
-        close(chunked(job.model, ids, chunk), want)
-        close(chunked(job.model, left, chunk, mask), want_padded, mask)
+        close(chunked(model, ids, chunk), want)
+        close(chunked(model, left, chunk, mask), want_padded, mask)
 
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_half_rank_equals_projected_keys_and_values(name: str, recipe: str) -> None:
-    job = prepared(name, recipe)
-    spec = job.plan(0.5, 1)
+    bases = prepared(name, recipe)
+    model, spec = bases.compressor.model, bases.plan(0.5, 1)
     ids, (left, mask) = tokens(1, LENGTH), padded()
-    with Projected(job, spec):
-        want, want_padded = chunked(job.model, ids, LENGTH), chunked(job.model, left, LENGTH, mask)
-    before = chunked(job.model, ids, LENGTH)
-    job.fold(spec, {})
-    lossless = spec.layers[0].latents[0].rank == job.layers[0][0].basis.width
+    with Projected(bases, spec):
+        want, want_padded = chunked(model, ids, LENGTH), chunked(model, left, LENGTH, mask)
+    before = chunked(model, ids, LENGTH)
+    bases.fold(spec, {})
+    lossless = spec.layers[0].latents[0].rank == bases.layers[0][0].width
     assert lossless or (want - before).abs().max() > 1e-3 * before.abs().max()
     for chunk in (1, 7, 64, LENGTH):
-        close(chunked(job.model, ids, chunk), want)
+        close(chunked(model, ids, chunk), want)
     for chunk in (7, LENGTH):
-        close(chunked(job.model, left, chunk, mask), want_padded, mask)
+        close(chunked(model, left, chunk, mask), want_padded, mask)
 
 
 class Projected:
     """The original model with keys and values replaced by mean + up down^T (. - mean)."""
 
-    def __init__(self, job: Job, spec) -> None:
-        self.job, self.spec = job, spec
+    def __init__(self, bases: Prepared, spec) -> None:
+        self.compressor, self.layers, self.spec = bases.compressor, bases.layers, spec
 
     def __enter__(self) -> None:
-        model = self.job.model
+        model = self.compressor.model
         AttentionInterface.register(PROJECTED, self.attention)
         AttentionMaskInterface.register(PROJECTED, sdpa_mask)
         self.before = model.config._attn_implementation
-        self.rotary = self.job.family.rotary(model)
+        self.rotary = self.compressor.family.rotary(model)
         if self.rotary is not None:
             self.hook = self.rotary.register_forward_hook(self._remember)
         model.set_attn_implementation(PROJECTED)
 
     def __exit__(self, *_: object) -> None:
-        self.job.model.set_attn_implementation(self.before)
+        self.compressor.model.set_attn_implementation(self.before)
         if self.rotary is not None:
             self.hook.remove()
 
@@ -123,14 +123,14 @@ class Projected:
         k, v = self._project(spec, module.layer_idx, k, v)
         if pre:
             k = rotate(k, self.cos, self.sin)
-        scaling = self.job.geometry.scaling if scaling is None else scaling
+        scaling = self.compressor.geometry.scaling if scaling is None else scaling
         out, _ = attention(q, k, v, mask, scaling)
         return out.transpose(1, 2).contiguous(), None
 
     def _project(self, spec, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         parts = {"k": k.double().clone(), "v": v.double().clone()}
-        for latent, prospect in zip(spec.latents, self.job.layers[layer], strict=True):
-            basis, heads = prospect.basis, list(latent.heads)
+        for latent, candidate in zip(spec.latents, self.layers[layer], strict=True):
+            basis, heads = candidate.basis, list(latent.heads)
             held = [parts[side][:, heads].transpose(1, 2).flatten(2) for side in latent.side]
             c = torch.cat(held, -1) - basis.mean
             c = c @ basis.down[:, : latent.rank] @ basis.up[:, : latent.rank].mT + basis.mean

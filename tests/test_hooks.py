@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from kvfold import recipes
-from kvfold.api import Job, calibration_windows
-from kvfold.compression import build
 from kvfold.compression.basis import Basis
 from kvfold.compression.calibrate import calibrate
+from kvfold.compression.calibration_text import calibration_windows
+from kvfold.compression.compressor import Compressor
 from kvfold.compression.statistics import Statistics
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.families import family_of
@@ -38,24 +38,24 @@ def read(request) -> Read:
     except ValueError as error:
         pytest.skip(str(error))
     rows = calibration_windows(load_tokenizer(request.param), model.config, None, 8192)[:, :128]
-    wanted = set().union(*(build.needs(recipes.get(name)) for name in recipes.RECIPES))
+    makers = recipes.RECIPES.values()
+    wanted = set().union(*(Compressor(model, made()).needs for made in makers))
     return model, calibrate(model, family_of(model.config), rows[:6], wanted), rows[6:8]
 
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_hooks_and_folded_model_lose_the_same(read: Read, recipe: str) -> None:
     model, statistics, windows = read
-    job = Job(copy.deepcopy(model), recipes.get(recipe), None)
-    job.prepare(statistics)
-    spec = job.plan(KEEP)
-    bases = [[prospect.basis for prospect in prospects] for prospects in job.layers]
+    prepared = Compressor(copy.deepcopy(model), recipes.get(recipe)).prepare(statistics)
+    spec = prepared.plan(KEEP)
+    bases = [[candidate.basis for candidate in own] for own in prepared.layers]
     whole = loss(model, windows)
     with hooked(model, spec, bases):
         wanted = loss(model, windows)
     with hooked(model, spec, bases, exact=SINKS):
         sinks = loss(model, windows)
-    job.fold(spec, {})
-    got = loss(job.model, windows)
+    prepared.fold(spec, {})
+    got = loss(prepared.compressor.model, windows)
     print(
         f"{recipe}: {whole:.4f} whole, hooks +{wanted - whole:.4f}, folded +{got - whole:.4f}, "
         f"first {SINKS} tokens exact +{sinks - whole:.4f}"

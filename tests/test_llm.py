@@ -7,10 +7,9 @@ import torch
 
 import kvfold
 from kvfold import LLM, CacheParams, SamplingParams, recipes
-from kvfold.api import Job
 from kvfold.cli.main import main
-from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
+from kvfold.compression.compressor import Compressor
 from models import greedy, tiny, tokens
 
 NEW = 8
@@ -44,11 +43,11 @@ def compressed(name: str, recipe: str, **size):
     """A tiny model folded in memory; skips pairs that are refused by design."""
     model = tiny(name)
     try:
-        job = Job(model, recipes.get(recipe), None)
+        compressor = Compressor(model, recipes.get(recipe))
     except ValueError as error:
         pytest.skip(str(error))
-    wanted = build.needs(job.recipe)
-    made = calibrate(model, job.family, tokens(8, 64), wanted, topics=torch.arange(8) // 4)
+    family, wanted = compressor.family, compressor.needs
+    made = calibrate(model, family, tokens(8, 64), wanted, topics=torch.arange(8) // 4)
     return kvfold.compress(model, recipe, statistics=made, align=1, **size)
 
 

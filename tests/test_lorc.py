@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.compression.basis import weight_svd
-from kvfold.compression.pipeline import log_conditions
+from kvfold.compression.ranks.condition import log_conditions
 from kvfold.loading import load
 from kvfold.models.families import family_of
 
@@ -128,6 +128,5 @@ def test_equation_19_is_the_share_of_the_dropped_singular_values(model) -> None:
 
 def test_cumulative_condition_numbers_fall_with_depth(model) -> None:
     """Eq. 12: what LoRC's threshold can skip is therefore always the first layers."""
-    family = family_of(model.config)
-    logs = log_conditions(model, family, family.geometry(model.config))
+    logs = log_conditions(projections(model))
     assert logs == sorted(logs, reverse=True)

@@ -5,8 +5,7 @@ import torch
 
 import kvfold
 from kvfold import smollm2
-from kvfold.api import Job
-from kvfold.evaluation.comparison import folded_copy
+from kvfold.compression.compressor import Compressor
 from kvfold.evaluation.perplexity import token_nll
 from kvfold.loading import load, load_tokenizer
 from kvfold.text import encode_chat, packaged, running, windows
@@ -74,9 +73,9 @@ def test_it_answers(model, tokenizer):
 
 @pytest.mark.parametrize("recipe", ["zack", "small"])
 def test_all_dimensions_kept_change_nothing(model, tokenizer, window, recipe):
-    job = Job(model, kvfold.recipes.get(recipe), tokenizer, max_tokens=4096)
-    job.prepare()
-    folded = folded_copy(job, job.plan(1.0))
+    compressor = Compressor(model, kvfold.recipes.get(recipe), tokenizer, max_tokens=4096)
+    prepared = compressor.prepare()
+    folded = prepared.folded_copy(prepared.plan(1.0))
     rows = window[:, :256]
     wanted, found = logits_of(model, rows), logits_of(folded, rows)
     assert (found - wanted).norm() <= 1e-4 * wanted.norm()
@@ -84,9 +83,9 @@ def test_all_dimensions_kept_change_nothing(model, tokenizer, window, recipe):
 
 def test_half_of_the_cache_loses_little(model, tokenizer):
     """4,096 tokens of calibration: 0.14 nats were measured."""
-    job = Job(model, kvfold.recipes.get("lean"), tokenizer, max_tokens=4096)
-    job.prepare()
-    folded = folded_copy(job, job.plan(0.5))
+    compressor = Compressor(model, kvfold.recipes.get("lean"), tokenizer, max_tokens=4096)
+    prepared = compressor.prepare()
+    folded = prepared.folded_copy(prepared.plan(0.5))
     rows = windows(tokenizer, running(packaged("filler.txt")), 512, 1024)
     losses = [
         float(token_nll(logits_of(x, rows)[:, :-1], rows[:, 1:]).mean()) for x in (model, folded)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor
 
 import kvfold
 from kvfold import recipes
-from kvfold.api import Job
 from kvfold.artifact import provenance_of, spec_of
-from kvfold.compression import build
+from kvfold.compression import calibration_text, compressor
 from kvfold.compression import recover as recovery
 from kvfold.compression.calibrate import calibrate
+from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.evaluation.perplexity import paged_perplexity, token_nll
@@ -30,10 +31,9 @@ STEPS = 10
 OURS = ["fast", "swift", "lean", "small"]
 
 
-def job_of(model, recipe: str, rows: Tensor) -> Job:
-    job = Job(model, recipes.get(recipe), None)
-    job.prepare(calibrate(model, job.family, rows, build.needs(job.recipe)))
-    return job
+def prepared(model, recipe: str, rows: Tensor) -> Prepared:
+    ready = Compressor(model, recipes.get(recipe))
+    return ready.prepare(calibrate(model, ready.family, rows, ready.needs))
 
 
 def losses_of(model, rows: Tensor, **extra) -> Tensor:
@@ -50,8 +50,8 @@ def losses_of(model, rows: Tensor, **extra) -> Tensor:
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3"])
 def test_rows_come_back_as_from_pages(name: str, recipe: str) -> None:
     model, rows = tiny(name), tokens(2, 60)
-    job = job_of(model, recipe, tokens(8, 64))
-    job.fold(job.plan_factor(6.0, 1), {})
+    bases = prepared(model, recipe, tokens(8, 64))
+    bases.fold(bases.plan_factor(6.0, 1), {})
     whole = losses_of(model, rows)
     ours = losses_of(model, rows, past_key_values=recovery.QuantisedRows(spec_of(model).layers))
     config = CacheConfig(kv_bytes=2**21, page=8)
@@ -63,8 +63,8 @@ def test_rows_come_back_as_from_pages(name: str, recipe: str) -> None:
 
 def test_kept_rows_serve_chunks() -> None:
     model, rows = tiny("llama-gqa"), tokens(2, 40)
-    job = job_of(model, "small", tokens(8, 64))
-    job.fold(job.plan_factor(6.0, 1), {})
+    bases = prepared(model, "small", tokens(8, 64))
+    bases.fold(bases.plan_factor(6.0, 1), {})
     layers = spec_of(model).layers
     cache = recovery.StoredRows(layers)
     with torch.no_grad():
@@ -116,17 +116,17 @@ def batch() -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def jobs(reference, batch) -> dict[str, Job]:
-    return {name: job_of(reference, name, batch) for name in ("lean", "swift")}
+def jobs(reference, batch) -> dict[str, Prepared]:
+    return {name: prepared(reference, name, batch) for name in ("lean", "swift")}
 
 
-def folded(jobs: dict[str, Job], recipe: str, dtype: torch.dtype = torch.float32, **size):
-    """(model, teacher, spec); the model is a copy, so that a job serves many tests."""
-    job = copy.copy(jobs[recipe])
-    teacher = copy.deepcopy(job.model).to(dtype)
-    job.model = shared_copy(teacher)
-    spec = job.plan_factor(size["factor"], 1) if "factor" in size else job.plan(size["keep"], 1)
-    job.fold(spec, {})
+def folded(jobs: dict[str, Prepared], recipe: str, dtype: torch.dtype = torch.float32, **size):
+    """(model and family, teacher, spec); the model is a copy, so that bases serve many tests."""
+    bases = jobs[recipe]
+    teacher = copy.deepcopy(bases.compressor.model).to(dtype)
+    job = SimpleNamespace(model=shared_copy(teacher), family=bases.compressor.family)
+    spec = bases.plan_factor(size["factor"], 1) if "factor" in size else bases.plan(size["keep"], 1)
+    bases.fold(spec, {}, model=job.model)
     return job, teacher, spec
 
 
@@ -137,7 +137,7 @@ def changed(before: dict[str, Tensor], model) -> set[str]:
     return {name.split(".self_attn.")[-1] for name in names}
 
 
-def recovered(job: Job, teacher, spec, batch: Tensor, steps: int = STEPS) -> tuple[float, float]:
+def recovered(job, teacher, spec, batch: Tensor, steps: int = STEPS) -> tuple[float, float]:
     return recovery.recover(job.model, teacher, job.family, spec, batch, steps)
 
 
@@ -219,9 +219,9 @@ def test_a_diverging_loss_is_refused(jobs, batch, monkeypatch) -> None:
 
 
 def test_what_was_learnt_is_saved(reference, jobs, tmp_path, monkeypatch) -> None:
-    for module in (recovery, kvfold.api):
+    for module in (recovery, compressor):
         monkeypatch.setattr(module, "BATCH", 2)
-    monkeypatch.setattr(kvfold.api, "CALIBRATION_WINDOW", 64)
+    monkeypatch.setattr(calibration_text, "CALIBRATION_WINDOW", 64)
     seen: list[tuple[str, int, int]] = []
     model = kvfold.compress(
         copy.deepcopy(reference),

@@ -5,9 +5,8 @@ import torch
 from transformers import DynamicCache
 
 from kvfold import recipes
-from kvfold.api import Job
-from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
+from kvfold.compression.compressor import Compressor
 from kvfold.models.rotate import rotate_rows
 from kvfold.ops.common.rotation import rotation
 from models import tiny, tokens
@@ -18,16 +17,17 @@ from models import tiny, tokens
 def test_rotation_is_absorbed(name: str, recipe: str) -> None:
     model = tiny(name)
     try:
-        job = Job(model, recipes.get(recipe), None)
+        compressor = Compressor(model, recipes.get(recipe))
     except ValueError as error:
         pytest.skip(str(error))
     windows, topics = tokens(8, 64), torch.arange(8) // 4
-    job.prepare(calibrate(model, job.family, windows, build.needs(job.recipe), topics=topics))
-    job.fold(job.plan(0.6, 1), {})
+    family, wanted = compressor.family, compressor.needs
+    prepared = compressor.prepare(calibrate(model, family, windows, wanted, topics=topics))
+    prepared.fold(prepared.plan(0.6, 1), {})
     ids, before, after = tokens(2, 20, seed=9), DynamicCache(), DynamicCache()
     with torch.no_grad():
         wanted = model(ids, past_key_values=before).logits
-        for layer in job.family.attentions(model):
+        for layer in family.attentions(model):
             turns = {x: rotation(x.rank, seed=x.rank) for x in layer.spec.latents if x.rank}
             rotate_rows(layer, turns)
         found = model(ids, past_key_values=after).logits

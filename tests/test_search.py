@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import transformers as hf
 
-from kvfold.api import calibration_windows
+from kvfold.compression.calibration_text import calibration_windows
 from kvfold.evaluation.budget import held_out
 from kvfold.loading import load_tokenizer
 from kvfold.search import LOWEST, parse_budget, search

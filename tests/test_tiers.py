@@ -12,11 +12,8 @@ from torch import Tensor
 
 import kvfold
 from kvfold import recipes
-from kvfold.api import Job
 from kvfold.artifact import spec_of
-from kvfold.compression import build
-from kvfold.compression.calibrate import calibrate
-from kvfold.compression.tiers import (
+from kvfold.compression.bit_allocation import (
     DISTORTION,
     SCALE_BITS,
     _merged,
@@ -24,6 +21,8 @@ from kvfold.compression.tiers import (
     plan_tiers,
     predicted_loss,
 )
+from kvfold.compression.calibrate import calibrate
+from kvfold.compression.compressor import Compressor
 from kvfold.config import Recipe
 from kvfold.formats.integers import Integers
 from kvfold.spec import CacheSpec
@@ -154,10 +153,9 @@ def test_a_plan_does_not_depend_on_the_scale_of_the_loss():
 
 
 def statistics_of(model, recipe: str):
-    job = kvfold.api.Job(model, kvfold.recipes.get(recipe), None)
-    windows = tokens(8, 64)
-    wanted = build.needs(job.recipe)
-    return calibrate(model, job.family, windows, wanted, topics=torch.arange(8) // 4)
+    compressor = Compressor(model, recipes.get(recipe))
+    family, wanted = compressor.family, compressor.needs
+    return calibrate(model, family, tokens(8, 64), wanted, topics=torch.arange(8) // 4)
 
 
 def planned_model(recipe: str = "small", factor: float = 6.0, **options):
@@ -180,19 +178,18 @@ def test_factor_is_met_in_bits_that_a_token_stores(recipe: str, factor: float):
 def test_a_basis_per_head_cannot_be_shared(basis: str, name: str):
     message = f"basis '{basis}' has {name} per head, got {name}='joint'"
     with pytest.raises(ValueError, match=message):
-        Recipe(name="mine", basis=basis, **{name: "joint"})
+        kvfold.compress(tiny("llama-gqa"), Recipe(name="mine", basis=basis, **{name: "joint"}))
 
 
 def test_a_skipped_layer_is_paid_for_and_moves_no_plan():
     model = tiny("llama-gqa")
     made = statistics_of(model, "small")
-    job = Job(model, replace(recipes.get("small"), skip_layers=(0,)), None)
-    job.prepare(made)
-    spec = job.plan_factor(1.5, 1)
+    prepared = Compressor(model, replace(recipes.get("small"), skip_layers=(0,))).prepare(made)
+    spec = prepared.plan_factor(1.5, 1)
     assert spec.layers[0].keys == "plain" and not any(x.tiers for x in spec.layers[0].latents)
     full = spec.geometry.full_numbers
     left = int(16 * full / 1.5) - 16 * full // spec.geometry.num_layers
-    wanted = plan_tiers([c.singular for c in job.candidates if c.layer > 0], left, 1)
+    wanted = plan_tiers([c.singular for c in prepared.candidates if c.layer > 0], left, 1)
     assert [x.tiers for layer in spec.layers[1:] for x in layer.latents] == wanted
     assert cache_layout(spec).bits_per_token <= 16 * full / 1.5
 

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from kvfold import recipes
-from kvfold.api import Job, calibration_windows
 from kvfold.cli.common import versions
-from kvfold.compression import build
 from kvfold.compression.calibrate import calibrate
+from kvfold.compression.calibration_text import calibration_windows
+from kvfold.compression.compressor import Compressor
 from kvfold.compression.statistics import Statistics
-from kvfold.evaluation.comparison import folded_copy, restricted
 from kvfold.evaluation.perplexity import paired_difference, perplexity
 from kvfold.files import write_json
 from kvfold.loading import load, load_tokenizer
@@ -34,20 +33,18 @@ TOKENS = (4096, 8192, 16384, 32768)
 
 def statistics_of(model: Any, tokenizer: Any, calib: Sequence[str] | None, tokens: int) -> Any:
     """Statistics for every recipe that is compared, from one text."""
-    jobs = {name: Job(model, recipes.get(name), tokenizer) for name in LOSS_RECIPES}
-    needs = set().union(*(build.needs(job.recipe) for job in jobs.values()))
+    made = {name: Compressor(model, recipes.get(name), tokenizer) for name in LOSS_RECIPES}
+    needs = set().union(*(one.needs for one in made.values()))
     rows = calibration_windows(tokenizer, model.config, list(calib) if calib else None, tokens)
-    family = next(iter(jobs.values())).family
-    return calibrate(model, family, rows, needs), jobs
+    family = next(iter(made.values())).family
+    return calibrate(model, family, rows, needs), made
 
 
-def rotations(job: Job, statistics: Statistics) -> dict[str, list[Tensor]]:
+def rotations(zack: Compressor, statistics: Statistics) -> dict[str, list[Tensor]]:
     """ZACK's R of every layer and head: `qk` and `vw`, each [d, d]."""
-    job.prepare(restricted(statistics, build.needs(job.recipe)))
     found: dict[str, list[Tensor]] = {"qk": [], "vw": []}
-    for layer in job.layers:
-        for prospect in layer:
-            found["qk" if prospect.side == "k" else "vw"].append(prospect.basis.down)
+    for one in zack.prepare(statistics).candidates:
+        found["qk" if one.side == "k" else "vw"].append(one.basis.down)
     return found
 
 
@@ -80,14 +77,15 @@ def main() -> None:
     for name, files in texts.items():
         measured[name] = {}
         for tokens in TOKENS if name == "packaged" else TOKENS[-1:]:
-            statistics, jobs = statistics_of(model, tokenizer, files, tokens)
-            measured[name][tokens] = rotations(jobs["zack"], statistics)
+            statistics, compressors = statistics_of(model, tokenizer, files, tokens)
+            measured[name][tokens] = rotations(compressors["zack"], statistics)
             if tokens != TOKENS[-1]:
                 continue
-            for recipe, job in jobs.items():
-                job.prepare(restricted(statistics, build.needs(job.recipe)))
+            for recipe, compressor in compressors.items():
+                prepared = compressor.prepare(statistics)
                 for keep in LOSS_KEEPS:
-                    result = perplexity(folded_copy(job, job.plan(keep, 1)), ids, batch=4)
+                    folded = prepared.folded_copy(prepared.plan(keep, 1))
+                    result = perplexity(folded, ids, batch=4)
                     loss, error = paired_difference(result, original)
                     row = {"text": name, "recipe": recipe, "keep": keep, "loss": loss, "se": error}
                     losses.append(row)

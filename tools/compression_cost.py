@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvfold import recipes
-from kvfold.api import Job
 from kvfold.cli.common import versions
+from kvfold.compression.compressor import Compressor
 from kvfold.files import write_json
 from kvfold.loading import default_device, load_tokenizer
 
@@ -87,13 +87,13 @@ def measure(config: LlamaConfig, recipe: str, keep: float, device: torch.device)
             stages.append(stage)
             meter.lap(stage)
 
-    job = Job(model, recipes.get(recipe), load_tokenizer("reference:gqa"))
+    compressor = Compressor(model, recipes.get(recipe), load_tokenizer("reference:gqa"))
     meter.lap("checks")
-    job.prepare(None, progress)
+    prepared = compressor.prepare(None, progress)
     meter.lap("candidates")
-    spec = job.plan(keep)
+    spec = prepared.plan(keep)
     meter.lap("ranks")
-    job.fold(spec, {})
+    prepared.fold(spec, {})
     meter.lap("fold")
     return {
         "recipe": recipe,

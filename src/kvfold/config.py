@@ -5,9 +5,7 @@ from typing import Literal
 
 from kvfold.formats import format_of
 
-BasisName = Literal["zack", "lorc", "palu", "latent", "post"]
 Share = Literal["head", "group", "joint", "kv"]
-RankName = Literal["uniform", "energy", "fisher", "condition", "greedy"]
 
 DEFAULT_KEEP = 0.5  # share of the cache that stays where no size is asked for
 
@@ -16,21 +14,21 @@ DEFAULT_KEEP = 0.5  # share of the cache that stays where no size is asked for
 class Recipe:
     """How a cache is compressed along its dimensions.
 
-    basis: which directions (see compression.basis). keys, values: how many heads share a latent:
+    basis: which directions (see compression.bases). keys, values: how many heads share a latent:
     one (`head`), `group_size` (`group`), all (`joint`), or all heads' keys and values together
-    (`kv`, set on both). ranks: how the budget is spent (see compression.allocate). equal_ranks: all
+    (`kv`, set on both). ranks: how the budget is spent (see compression.ranks). equal_ranks: all
     latents of W_K in a layer, and all of W_V, get one rank (ranks 'fisher', Palu §4.1). gradients:
     weigh errors by the loss's gradient. reduce: prune and cluster rows before the SVD (ZDC §5.1).
-    centroids: of its k-means, for each of q, k and v (None: see compression.reduce). skip_layers:
+    centroids: of its k-means, for each of q, k and v (None: see statistics.reduce). skip_layers:
     layers that stay whole, counted from 0. skip_threshold: so do those whose cumulative condition
     number has a log10 above it (ranks 'condition', LoRC §6.2).
     """
 
     name: str
-    basis: BasisName
+    basis: str
     keys: Share = "head"
     values: Share = "head"
-    ranks: RankName = "greedy"
+    ranks: str = "greedy"
     equal_ranks: bool = False
     group_size: int = 4
     gradients: bool = False
@@ -42,31 +40,12 @@ class Recipe:
     def __post_init__(self) -> None:
         if (self.keys == "kv") != (self.values == "kv"):
             raise ValueError("keys='kv' and values='kv' go together: one latent serves both")
-        if self.keys == "kv" and self.basis != "latent":
-            raise ValueError(f"only basis 'latent' shares keys and values, not {self.basis!r}")
         if self.group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
-        per_head = {"zack": ("keys", "values"), "post": ("keys",)}.get(self.basis, ())
-        for name in per_head:
-            if getattr(self, name) != "head":
-                raise ValueError(
-                    f"basis {self.basis!r} has {name} per head, got {name}={getattr(self, name)!r}:"
-                    " leave it out, or use basis 'latent' or 'palu'"
-                )
-        if self.equal_ranks and self.ranks != "fisher":
-            raise ValueError(
-                f"equal_ranks needs ranks='fisher', got ranks={self.ranks!r}: the others weigh "
-                "every latent by itself (uniform ones are equal anyway)"
-            )
         if self.centroids is not None and (not self.reduce or self.centroids < 1):
             raise ValueError(
                 f"centroids must be at least 1 and needs reduce=True, got {self.centroids} and "
                 f"reduce={self.reduce}"
-            )
-        if self.skip_threshold is not None and self.ranks != "condition":
-            raise ValueError(
-                f"skip_threshold needs ranks='condition', got ranks={self.ranks!r}: name the layers"
-                " in skip_layers instead"
             )
 
 

@@ -16,7 +16,7 @@ from kvfold.cli.options import Calibration, Place, Storage, Windows
 from kvfold.files import check_writable
 
 if TYPE_CHECKING:
-    from kvfold.api import Job
+    from kvfold.compression.compressor import Compressor
     from kvfold.config import CacheConfig
     from kvfold.evaluation.measure import Measurement
     from kvfold.evaluation.tasks.base import Task
@@ -194,14 +194,14 @@ def commit() -> str | None:
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "") or None
 
 
-def job(model: str, recipe: str, calibration: Calibration, place: Place) -> "Job":
-    """A recipe on a loaded model, with its calibration settings; bases are not built yet."""
+def compressor(model: str, recipe: str, calibration: Calibration, place: Place) -> "Compressor":
+    """A recipe on a loaded model, with its calibration settings."""
     from kvfold import recipes
-    from kvfold.api import Job
+    from kvfold.compression.compressor import Compressor
 
     settings = recipes.get(recipe)
     loaded, tokenizer = load(model, place)
-    return Job(
+    return Compressor(
         loaded,
         settings,
         tokenizer,

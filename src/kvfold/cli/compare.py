@@ -78,7 +78,7 @@ def compare(
     loaded, tokenizer = common.load(model, place)
     from kvfold.evaluation import comparison
 
-    jobs = comparison.jobs_of(
+    compressors = comparison.compressors_of(
         loaded, tokenizer, names, calib=list(calib) or None, max_tokens=calib_tokens, seed=seed
     )
     what = common.measurement(loaded, tokenizer, windows, storage.config(), texts, answers)
@@ -95,7 +95,9 @@ def compare(
 
     try:
         with common.progress() as progress:
-            comparison.compare(jobs, keeps, what, align=align, progress=progress, on_row=keep_row)
+            comparison.compare(
+                compressors, keeps, what, align=align, progress=progress, on_row=keep_row
+            )
     finally:
         print_rows(rows)
     if html is not None:

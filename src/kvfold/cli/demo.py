@@ -12,7 +12,7 @@ from kvfold.cli.compare import print_rows
 from kvfold.cli.options import PLACE
 
 if TYPE_CHECKING:
-    from kvfold.api import Job
+    from kvfold.compression.compressor import Prepared
     from kvfold.compression.statistics import Statistics
     from kvfold.evaluation.compare import Row
     from kvfold.spec import CacheSpec
@@ -50,13 +50,15 @@ def demo(
     print_rows(rows)
     examples = [("original", continuation(loaded, tokenizer))]
     for recipe, keep in SHOWN:
-        job, spec, folded = fold_one(loaded, tokenizer, statistics, recipe, keep)
+        prepared, spec, folded = fold_one(loaded, tokenizer, statistics, recipe, keep)
         examples.append((f"{recipe} at {keep:g}", continuation(folded, tokenizer)))
     asked, _ = prompt(tokenizer)
     for name, text in examples:
         print(f"\n{name}:\n{asked}{text}")
     print("\n" + reload_check(folded, tokenizer, examples[-1][1]))
-    write_html(output, model, rows, job, spec, [(name, asked + text) for name, text in examples])
+    write_html(
+        output, model, rows, prepared, spec, [(name, asked + text) for name, text in examples]
+    )
     print(f"wrote {output} in {time.perf_counter() - begin:.0f} seconds")
 
 
@@ -71,14 +73,15 @@ def measured(
     model: Any, tokenizer: Any, progress: common.Progress | None
 ) -> tuple[list["Row"], "Statistics"]:
     """The comparison's rows, and the statistics all recipes were made from."""
+    from kvfold.compression.compressor import shared_statistics
     from kvfold.evaluation import comparison
     from kvfold.evaluation.measure import Measurement, text_windows
     from kvfold.evaluation.perplexity import max_positions
     from kvfold.text import packaged
 
     names = applicable(model)
-    jobs = comparison.jobs_of(model, tokenizer, names, max_tokens=CALIBRATION_TOKENS)
-    statistics = comparison.shared_statistics(jobs, progress)
+    compressors = comparison.compressors_of(model, tokenizer, names, max_tokens=CALIBRATION_TOKENS)
+    statistics = shared_statistics(compressors, progress)
     limit = max_positions(model) or CTX
     texts, ctx = {"old books": packaged("filler.txt")}, min(CTX, limit)
     what = Measurement(
@@ -86,20 +89,20 @@ def measured(
         needle=NEEDLE_CONTEXTS if limit >= NEEDLE_LENGTH else 0,
         lengths=(NEEDLE_LENGTH,),
     )
-    rows = comparison.compare(jobs, KEEPS, what, statistics=statistics, progress=progress)
+    rows = comparison.compare(compressors, KEEPS, what, statistics=statistics, progress=progress)
     return rows, statistics
 
 
 def applicable(model: Any) -> list[str]:
     """Those of RECIPES that a model's family allows."""
     from kvfold import recipes
-    from kvfold.compression import build
+    from kvfold.compression.compressor import check
     from kvfold.models.families import family_of
 
     geometry, found = family_of(model.config).geometry(model.config), []
     for name in RECIPES:
         try:
-            build.check(recipes.get(name), geometry, model.config.model_type)
+            check(recipes.get(name), geometry, model.config.model_type)
         except ValueError:
             continue
         found.append(name)
@@ -108,17 +111,14 @@ def applicable(model: Any) -> list[str]:
 
 def fold_one(
     model: Any, tokenizer: Any, statistics: "Statistics", recipe: str, keep: float
-) -> tuple["Job", "CacheSpec", Any]:
-    """One recipe's job, spec and folded model, from statistics at hand."""
+) -> tuple["Prepared", "CacheSpec", Any]:
+    """One recipe's bases, spec and folded model, from statistics at hand."""
     from kvfold import recipes
-    from kvfold.api import Job
-    from kvfold.compression import build
-    from kvfold.evaluation.comparison import folded_copy, restricted
+    from kvfold.compression.compressor import Compressor
 
-    job = Job(model, recipes.get(recipe), tokenizer)
-    job.prepare(restricted(statistics, build.needs(job.recipe)))
-    spec = job.plan(keep)
-    return job, spec, folded_copy(job, spec)
+    prepared = Compressor(model, recipes.get(recipe), tokenizer).prepare(statistics)
+    spec = prepared.plan(keep)
+    return prepared, spec, prepared.folded_copy(spec)
 
 
 def prompt(tokenizer: Any) -> tuple[str, list[int]]:
@@ -170,7 +170,7 @@ def write_html(
     path: Path,
     model: str,
     rows: list["Row"],
-    job: "Job",
+    prepared: "Prepared",
     spec: "CacheSpec",
     examples: list[tuple[str, str]],
 ) -> None:
@@ -184,7 +184,7 @@ def write_html(
         summary=headlines(model, rows),
         rows=rows,
         ranks=rank_map(spec),
-        spectra=spectra_of(job),
+        spectra=spectra_of(prepared),
         examples=examples,
     )
 

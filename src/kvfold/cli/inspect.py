@@ -8,9 +8,10 @@ from rich.table import Table
 
 from kvfold.cli import common
 from kvfold.cli.options import CALIBRATION, PLACE, Calibration, Model, Place
+from kvfold.config import DEFAULT_KEEP
 
 if TYPE_CHECKING:
-    from kvfold.api import Job
+    from kvfold.compression.compressor import Prepared
     from kvfold.report import RankMap
     from kvfold.spec import CacheSpec, Geometry, LayerSpec
 
@@ -23,7 +24,7 @@ def inspect(
     /,
     *,
     recipe: str | None = None,
-    keep: float = 0.5,
+    keep: float = DEFAULT_KEEP,
     align: int | None = None,
     html: Path | None = None,
     calibration: Calibration = CALIBRATION,
@@ -58,8 +59,8 @@ def inspect(
         artifact = KVFoldConfig(**saved) if isinstance(saved, dict) else saved
         spec, provenance = artifact.spec, artifact.provenance
     elif recipe is not None:
-        job = prepared(model, recipe, keep, calibration, place)
-        spec, spectra = job.plan(keep, align), spectra_of(job)
+        found = prepared(model, recipe, keep, calibration, place)
+        spec, spectra = found.plan(keep, align), spectra_of(found)
     title = f"{model} ({config.model_type})"
     print_geometry(title, geometry)
     if spec is not None:
@@ -70,15 +71,16 @@ def inspect(
         write_html(html, title, spec or plain_spec(geometry), spectra)
 
 
-def prepared(model: str, recipe: str, keep: float, calibration: Calibration, place: Place) -> "Job":
-    """A job with bases, on the loaded model."""
-    from kvfold.compression.pipeline import check_keep
+def prepared(
+    model: str, recipe: str, keep: float, calibration: Calibration, place: Place
+) -> "Prepared":
+    """Bases of a recipe on the loaded model."""
+    from kvfold.compression.target import Target
 
-    check_keep(keep)
-    job = common.job(model, recipe, calibration, place)
+    Target(keep=keep)
+    compressor = common.compressor(model, recipe, calibration, place)
     with common.progress() as progress:
-        job.prepare(calibration.stats, progress)
-    return job
+        return compressor.prepare(calibration.stats, progress)
 
 
 def plain_spec(geometry: "Geometry") -> "CacheSpec":
@@ -87,13 +89,13 @@ def plain_spec(geometry: "Geometry") -> "CacheSpec":
     return CacheSpec(geometry=geometry, layers=(plain_layer(geometry),) * geometry.num_layers)
 
 
-def spectra_of(job: "Job") -> Spectra:
+def spectra_of(prepared: "Prepared") -> Spectra:
     """Singular values of every layer's bases, by part, descending."""
     spectra: Spectra = {}
-    for prospects in job.layers:
+    for candidates in prepared.layers:
         merged: dict[str, list[float]] = {}
-        for prospect in prospects:
-            merged.setdefault(PARTS[prospect.side], []).extend(prospect.basis.singular.tolist())
+        for one in candidates:
+            merged.setdefault(PARTS[one.side], []).extend(one.singular.tolist())
         for part, values in merged.items():
             spectra.setdefault(part, []).append(sorted(values, reverse=True))
     return spectra

@@ -6,20 +6,18 @@ Shapes: B windows, T tokens, Hq / Hk query / KV heads, G = Hq / Hk, d head dim, 
 """
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvfold.compression.positions import shifting
-from kvfold.compression.record import GRADIENTS, Recorder
-from kvfold.compression.reduce import prune, window_topics
-from kvfold.compression.statistics import Statistics, fingerprint
-from kvfold.compression.support import support
+from kvfold.compression.progress import Report
+from kvfold.compression.statistics import QUANTITIES, Statistics
+from kvfold.compression.statistics.artifact import fingerprint
+from kvfold.compression.statistics.record import Recorder
+from kvfold.compression.statistics.reduce import prune, window_topics
 from kvfold.models.adapter import Family
-
-Progress = Callable[[int, int], None]
 
 
 def calibrate(
@@ -31,9 +29,9 @@ def calibrate(
     topics: Tensor | None = None,
     centroids: int | None = None,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> Statistics:
-    """Collect the moments named in `needs` (see statistics.QUANTITIES).
+    """Collect the moments named in `needs` (see QUANTITIES).
 
     windows [n, T] token ids, no padding. For `rows_reduced`: topics [n] of the windows where they
     are known (None: by `reduce.window_topics`), and the number of k-means centroids.
@@ -42,33 +40,19 @@ def calibrate(
     dtype, accumulated in fp64 (squares of `fisher` in fp32); layers of a large model are recomputed
     in the backward pass one at a time. Leaves the model as it was.
     """
-    geometry = family.geometry(model.config)
-    statistics = Statistics(artifact_key(model, windows, centroids))
-    supports = [
-        support(family, attention, geometry) if "kv" in needs else None
-        for attention in family.attentions(model)
-    ]
-    recorder = Recorder(model, family, geometry, statistics, needs, supports)
+    recorder = Recorder(model, family, family.geometry(model.config), needs)
     generator = torch.Generator(device=model.device).manual_seed(seed)
-    kept = _kept(model, windows, topics, seed) if "rows_reduced" in needs else []
-    with (
-        recorder.installed(gradients=bool(needs & GRADIENTS)),
-        shifting(family, model) as shift,
-    ):
+    pruned = any(QUANTITIES[name].pruned for name in needs)
+    kept = _kept(model, windows, topics, seed) if pruned else []
+    with recorder.installed(), shifting(family, model) as shift:
         for done, window in enumerate(windows):
             ids = window[None].to(model.device)
             shift.draw(ids.shape[1])
-            recorder.start(ids.shape[1], generator, keeps_rows=done in kept)
-            if needs & GRADIENTS:
-                recorder.backward_from_sampled_labels(ids)
-            else:
-                with torch.no_grad():
-                    model.base_model(input_ids=ids, use_cache=False)
+            recorder.run(ids, generator, kept=done in kept)
             if progress is not None:
                 progress(done + 1, len(windows))
-    recorder.reduce_rows(centroids, seed)
-    recorder.reduce_fisher(len(windows))
-    return statistics
+    key = artifact_key(model, windows, centroids)
+    return Statistics(key, recorder.moments(centroids, seed))
 
 
 def artifact_key(model: nn.Module, windows: Tensor, centroids: int | None = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ numbers of a row, D width, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvfold.compression.positions import shifting
+from kvfold.compression.progress import Report
 from kvfold.formats.integers import SCALES_IN, dequantize, quantize, scale_of
 from kvfold.models.adapter import Family, HFAttention
 from kvfold.ops.common.rotation import rotation
@@ -29,7 +30,6 @@ WARMUP = 0.1  # of all steps; then half a cosine to zero
 _CHUNK = 2048  # positions whose logits exist at a time
 _STACKS = {"key_up": "key_latents", "key_down": "key_latents", "value_up": "value_latents"}
 
-Progress = Callable[[int, int], None]
 Map = tuple[torch.nn.Parameter, Tensor | None]  # and where a padded stack is used
 
 
@@ -42,7 +42,7 @@ def recover(
     steps: int,
     *,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> tuple[float, float]:
     """Train the maps of `model`, folded to `spec`, in place, for `steps` batches of `windows`.
 
@@ -83,6 +83,12 @@ def recover(
                 progress(step + 1, steps)
     last = losses[-max(1, steps // 10) :]
     return losses[0], sum(last) / len(last)
+
+
+def check_steps(steps: int) -> None:
+    """Raises ValueError for a number of steps that cannot be done."""
+    if steps < 0:
+        raise ValueError(f"recover must be at least 0 steps, got {steps}; 0 leaves the maps alone")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The smallest cache of a prepared job within a perplexity ratio, measured on held-out text.
+"""The smallest cache of a prepared model within a perplexity ratio, measured on held-out text.
 
 Shape legend: n windows of `ctx` tokens.
 """
@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.api import Job, Progress, calibration_windows
-from kvfold.evaluation.comparison import ORIGINAL, folded_copy
-from kvfold.evaluation.measure import stage
+from kvfold.compression.calibration_text import calibration_windows
+from kvfold.compression.compressor import Compressor, Prepared
+from kvfold.compression.progress import Progress, stage
+from kvfold.evaluation.comparison import ORIGINAL
 from kvfold.evaluation.perplexity import perplexity
 from kvfold.search import search
 from kvfold.text import documents, packaged, read_texts, windows
@@ -20,18 +21,20 @@ SEARCH_WINDOWS = 16
 RUN = 32
 
 
-def held_out(job: Job, ctx: int, num_windows: int = SEARCH_WINDOWS) -> Tensor:
+def held_out(compressor: Compressor, ctx: int, num_windows: int = SEARCH_WINDOWS) -> Tensor:
     """Windows [n, ctx] of the calibration text that calibration does not read, spread over it.
 
     They share no run of RUN tokens with what it reads. Raises ValueError if there are none.
     """
-    used = calibration_windows(job.tokenizer, job.model.config, job.calib, job.max_tokens)
+    used = calibration_windows(
+        compressor.tokenizer, compressor.model.config, compressor.calib, compressor.max_tokens
+    )
     taken = {run for row in used.tolist() for run in _runs(row)}
-    text = read_texts(job.calib) if job.calib else packaged("calibration.txt")
+    text = read_texts(compressor.calib) if compressor.calib else packaged("calibration.txt")
     found: list[list[int]] = []
     for document in documents(text):
         try:
-            found += windows(job.tokenizer, document, ctx).tolist()
+            found += windows(compressor.tokenizer, document, ctx).tolist()
         except ValueError:
             continue  # shorter than one window
     free = [row for row in found if taken.isdisjoint(_runs(row))]
@@ -49,7 +52,7 @@ def _runs(row: list[int]) -> set[tuple[int, ...]]:
 
 
 def search_keep(
-    job: Job,
+    prepared: Prepared,
     limit: float,
     *,
     align: int | None = None,
@@ -57,24 +60,24 @@ def search_keep(
     batch: int = 1,
     progress: Progress | None = None,
 ) -> tuple[float, float]:
-    """The smallest keep of a prepared job whose perplexity ratio to the original is <= `limit`.
+    """The smallest keep of a prepared model whose perplexity ratio to the original is <= `limit`.
 
     Returns (keep, ratio). Perplexity is that of calibration text which calibration did not read.
     """
-    used = calibration_windows(job.tokenizer, job.model.config, job.calib, job.max_tokens)
-    rows = held_out(job, used.shape[1])
+    compressor = prepared.compressor
+    rows = held_out(compressor, compressor.windows().shape[1])
 
     def at(model: Any, label: str) -> float:
         report = stage(progress, f"search {label}")
         return perplexity(model, rows, chunk=chunk, batch=batch, progress=report).perplexity
 
-    original = at(job.model, ORIGINAL)
+    original = at(compressor.model, ORIGINAL)
 
     def ratio_at(keep: float) -> float:
         try:
-            spec = job.plan(keep, align)
+            spec = prepared.plan(keep, align)
         except ValueError:
             return math.inf  # too small for a dimension in every layer
-        return at(folded_copy(job, spec), f"keep {keep:.3f}") / original
+        return at(prepared.folded_copy(spec), f"keep {keep:.3f}") / original
 
     return search(ratio_at, limit)

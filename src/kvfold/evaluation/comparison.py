@@ -1,28 +1,25 @@
 """Many folds of one model, measured on the same windows, questions and tasks."""
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvfold import recipes as named
-from kvfold.api import Job, Progress, calibration_windows
-from kvfold.compression import build, pipeline
-from kvfold.compression.calibrate import calibrate
+from kvfold.compression.compressor import Compressor, shared_statistics
+from kvfold.compression.progress import Progress
 from kvfold.compression.statistics import Statistics
+from kvfold.compression.target import check_keep
 from kvfold.config import CacheConfig
 from kvfold.evaluation.compare import Row
-from kvfold.evaluation.measure import Measured, Measurement, measure, stage, storage
+from kvfold.evaluation.measure import Measured, Measurement, measure, storage
 from kvfold.evaluation.perplexity import paired_difference
-from kvfold.models.copies import shared_copy
-from kvfold.spec import CacheSpec
 
 ORIGINAL = "original"
 
 
 def compare(
-    jobs: Sequence[Job],
+    compressors: Sequence[Compressor],
     keeps: Sequence[float],
     what: Measurement,
     *,
@@ -31,7 +28,7 @@ def compare(
     progress: Progress | None = None,
     on_row: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """The original model and every job's recipe at every keep; `jobs` share a model and its text.
+    """The original model and every recipe at every keep; compressors share a model and its text.
 
     All recipes read statistics of one pass over the same calibration text, or the ones given. On
     the paged cache the original is measured without bits or eviction but on the same tokens.
@@ -39,13 +36,13 @@ def compare(
     ValueError for settings that cannot work, before anything is measured.
     """
     for keep in keeps:
-        pipeline.check_keep(keep)
-    model, tokenizer, cache = jobs[0].model, jobs[0].tokenizer, what.cache
+        check_keep(keep)
+    model, tokenizer, cache = compressors[0].model, compressors[0].tokenizer, what.cache
     if cache is not None and cache.evict and what.windows:
         ctx = next(iter(what.windows.values())).shape[1]
         what = replace(what, scored_from=ctx // 2)
     if statistics is None:
-        statistics = shared_statistics(jobs, progress)
+        statistics = shared_statistics(compressors, progress)
     rows: list[Row] = []
 
     def add(row: Row) -> None:
@@ -56,63 +53,32 @@ def compare(
     whole = None if cache is None else CacheConfig(page=cache.page, kv_bytes=cache.kv_bytes)
     original = measure(model, tokenizer, replace(what, cache=whole), progress, ORIGINAL)
     add(result_row(model, ORIGINAL, 1.0, original))
-    for job in jobs:
+    for compressor in compressors:
         begin = time.perf_counter()
-        job.prepare(restricted(statistics, build.needs(job.recipe)), progress)
-        prepared = time.perf_counter() - begin
+        prepared = compressor.prepare(statistics, progress)
+        preparing = time.perf_counter() - begin
         for keep in keeps:
             begin = time.perf_counter()
-            folded = folded_copy(job, job.plan(keep, align))
-            seconds = prepared + time.perf_counter() - begin
-            name = job.recipe.name
+            folded = prepared.folded_copy(prepared.plan(keep, align))
+            seconds = preparing + time.perf_counter() - begin
+            name = compressor.recipe.name
             measured = measure(folded, tokenizer, what, progress, f"{name} {keep:g}")
             add(result_row(folded, name, keep, measured, original, seconds))
     return rows
 
 
-def jobs_of(model: Any, tokenizer: Any, recipes: Sequence[str], **settings: Any) -> list[Job]:
-    """A job a recipe. Raises ValueError naming the recipe that a model's family does not allow."""
-    jobs = []
+def compressors_of(
+    model: Any, tokenizer: Any, recipes: Sequence[str], **settings: Any
+) -> list[Compressor]:
+    """One a recipe. Raises ValueError naming a recipe that the model's family does not allow."""
+    found = []
     for name in recipes:
         recipe = named.get(name)
         try:
-            jobs.append(Job(model, recipe, tokenizer, **settings))
+            found.append(Compressor(model, recipe, tokenizer, **settings))
         except ValueError as error:
             raise ValueError(f"recipe {name}: {error}") from None
-    return jobs
-
-
-def shared_statistics(jobs: Sequence[Job], progress: Progress | None = None) -> Statistics:
-    """The statistics that any of `jobs` (of one model and text) reads, from one pass."""
-    wanted = set().union(*(build.needs(job.recipe) for job in jobs))
-    if not wanted:
-        return Statistics({})
-    job = jobs[0]
-    rows = calibration_windows(job.tokenizer, job.model.config, job.calib, job.max_tokens)
-    return calibrate(
-        job.model,
-        job.family,
-        rows,
-        wanted,
-        seed=job.seed,
-        progress=stage(progress, "calibrate"),
-    )
-
-
-def restricted(statistics: Statistics, names: set[str]) -> Statistics:
-    """A view of the named moments: a recipe sees what it would have collected alone."""
-    view = Statistics(statistics.key)
-    for layer, stored in statistics.layers.items():
-        view.layers[layer] = {name: stored[name] for name in names & stored.keys()}
-    return view
-
-
-def folded_copy(job: Job, spec: CacheSpec) -> Any:
-    """A folded model that shares all weights but the attentions' with `job.model`."""
-    trial = copy.copy(job)
-    trial.model = shared_copy(job.model)
-    trial.fold(spec, {})
-    return trial.model
+    return found
 
 
 def result_row(

@@ -3,7 +3,7 @@
 Shape legend: n windows, T = ctx.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfold.api import Progress
 from kvfold.artifact import spec_of
+from kvfold.compression.progress import Progress, stage
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.runner import ModelRunner
@@ -184,10 +184,3 @@ def storage(model: Any, held: Footprint | None = None) -> dict[str, float]:
         "bytes_per_token": size,
         "baseline_bytes_per_token": baseline,
     }
-
-
-def stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
-    """`progress` for one named piece of work."""
-    if progress is None:
-        return None
-    return lambda done, total: progress(name.strip(), done, total)

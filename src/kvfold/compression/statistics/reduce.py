@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.compression.statistics import Moment
+from kvfold.compression.statistics.moments import Moment
 
 KEEP_OF_TOPIC = 0.5  # ZDC §6.1: half of the sequences of every topic
 TOPICS = 22  # of The Pile, which ZDC prunes

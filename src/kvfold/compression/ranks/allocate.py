@@ -1,127 +1,26 @@
-"""Ranks: how many dimensions each latent keeps. Pure functions of spectra.
+"""Spending a budget of numbers by the priority of every dimension. Pure functions of spectra.
 
-Every method is a *priority* for each dimension of each latent, falling within a latent; one `fill`
-spends the budget on the highest priorities, in steps of `align`, and keeps its rule: never more
-than the target, and short of it by less than one step of one latent.
+One `_fill` spends the budget on the highest priorities, in steps of `align`, and keeps its rule:
+never more than the target, and short of it by less than one step of one latent.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
-from kvfold.spec import Side
+from kvfold.compression.ranks.base import Candidates, LatentCandidate, RankMethod
 
 MAX_CLASSES = 4  # (key rank, value rank) pairs a layer: the kernels compile one body for each
-FISHER_FLOOR = 32  # Palu's release: ranks in steps of 32, at least one
-_BEFORE_ALL = 1e12  # priority of what a latent never goes without; still below a layer's only step
+Step = tuple[float, int]  # (priority, numbers it costs)
+Steps = list[list[Step]]  # of every candidate, best first
 _BULK_CLASSES = 3  # the fourth class is left to spend the last steps of the budget
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One latent that can keep 0..width dimensions.
-
-    singular, loss [width] descending: the basis's spectrum and predicted losses. fisher: root mean
-    square gradient of the weights behind it. condition: log of the layer's cumulative condition
-    number. skip: never compressed, all its `numbers` stay.
-    """
-
-    layer: int
-    side: Side
-    heads: tuple[int, ...]
-    singular: Tensor
-    loss: Tensor
-    fisher: float = 1.0
-    condition: float = 0.0
-    skip: bool = False
-    numbers: int = 0
-
-    @property
-    def width(self) -> int:
-        return len(self.singular)
-
-
-def uniform(candidates: Sequence[Candidate], budget: int) -> list[Tensor]:
-    """The same share of every latent."""
-    return [-torch.arange(c.width).double() / c.width for c in candidates]
-
-
-def energy(candidates: Sequence[Candidate], budget: int) -> list[Tensor]:
-    """ZACK eq. 6: one rate r for all heads; a dimension goes when the tail from it is <= r of the
-    sum of singular values. Filling by that tail share is F_p, the bisection of r to a target."""
-    return [
-        c.singular.flip(0).cumsum(0).flip(0) / c.singular.sum().clamp(min=1e-300)
-        for c in candidates
-    ]
-
-
-def fisher(candidates: Sequence[Candidate], budget: int) -> list[Tensor]:
-    """Palu §3.3 and its release: ranks in proportion to Fisher information, from a floor to width.
-
-    A latent's ideal rank is budget f / sum f (f per element, times its width where widths differ).
-    What a full width leaves over goes to the others in equal parts, and what floors take is taken
-    from them alike, so that the rank is clamp(ideal + c, floor, width) with one c for all: the
-    priority of dimension j is ideal - j, and `allocate` finds c as it spends the budget. In steps
-    that is the release's rounding to the nearest multiple, repaired to the budget.
-    """
-    free = [c for c in candidates if not c.skip]
-    budget -= sum(c.numbers for c in candidates if c.skip)
-    share = budget / max(1, sum(c.width for c in free))
-    mean = sum(c.fisher * c.width for c in free) / max(1, sum(c.width for c in free))
-    widest = max(c.width for c in candidates)
-    found = []
-    for c in candidates:
-        ideal = share * c.width * (c.fisher / mean if mean > 0 else 1.0)
-        priority = widest + ideal - torch.arange(c.width).double()
-        priority[: _floor(c.width, share)] += _BEFORE_ALL
-        found.append(priority)
-    return found
-
-
-def _floor(width: int, share: float) -> int:
-    """Fewest dimensions of a latent: FISHER_FLOOR, or a quarter of a narrow one's, as far as the
-    budget pays for that everywhere."""
-    return int(min(FISHER_FLOOR, width / 4, width * share))
-
-
-def condition(candidates: Sequence[Candidate], budget: int) -> list[Tensor]:
-    """LoRC eq. 13: d_l = d_max (1 - u_l (1 - d_min / d_max)); d_min falls until the target is met.
-
-    u_l in [0, 1] is how far the layer's log cumulative condition number (eq. 12) lies below the
-    largest one, so dimension j of layer l goes when d_max - d_min exceeds (d_max - j) / u_l.
-    """
-    logs = torch.tensor([c.condition for c in candidates]).double()
-    span = (logs.max() - logs.min()).clamp(min=1e-12)
-    below = ((logs.max() - logs) / span).clamp(min=1e-12)
-    return [
-        (c.width - torch.arange(c.width).double()) / u
-        for c, u in zip(candidates, below, strict=True)
-    ]
-
-
-def greedy(candidates: Sequence[Candidate], budget: int) -> list[Tensor]:
-    """Ours: the largest predicted losses of all layers, heads, keys and values."""
-    return [c.loss for c in candidates]
-
-
-METHODS: dict[str, Callable[[Sequence[Candidate], int], list[Tensor]]] = {
-    "uniform": uniform,
-    "energy": energy,
-    "fisher": fisher,
-    "condition": condition,
-    "greedy": greedy,
-}
-
-
-def allocate(candidates: Sequence[Candidate], method: str, budget: int, align: int) -> list[int]:
+def allocate(candidates: Candidates, method: RankMethod, budget: int, align: int) -> list[int]:
     """Ranks for every candidate: at most `budget` numbers a token in all, multiples of `align`.
 
     A last step narrower than `align` completes a latent whose width is no multiple of it. Every
     layer keeps at least one step. Raises ValueError where the budget cannot pay for that.
     """
-    priorities = METHODS[method](candidates, budget)
+    priorities = method.priorities(candidates, budget)
     steps = [_steps(c, p, align) for c, p in zip(candidates, priorities, strict=True)]
     _protect(candidates, steps)
     ranks = _fill(steps, budget)
@@ -137,10 +36,7 @@ def allocate(candidates: Sequence[Candidate], method: str, budget: int, align: i
     return _limit_classes(candidates, steps, ranks, budget, align)
 
 
-Step = tuple[float, int]  # (priority, numbers it costs)
-
-
-def _steps(candidate: Candidate, priority: Tensor, align: int) -> list[Step]:
+def _steps(candidate: LatentCandidate, priority: Tensor, align: int) -> list[Step]:
     """The candidate's dimensions in blocks of `align`, best first."""
     if candidate.skip:
         return [(float("inf"), candidate.numbers)]
@@ -148,7 +44,7 @@ def _steps(candidate: Candidate, priority: Tensor, align: int) -> list[Step]:
     return [(float(block.mean()), len(block)) for block in blocks]
 
 
-def _protect(candidates: Sequence[Candidate], steps: list[list[Step]]) -> None:
+def _protect(candidates: Candidates, steps: Steps) -> None:
     """A layer that stores nothing would have no rows to count: its best first step comes first."""
     for layer in {c.layer for c in candidates}:
         best = max(
@@ -157,7 +53,7 @@ def _protect(candidates: Sequence[Candidate], steps: list[list[Step]]) -> None:
         steps[best][0] = (float("inf"), steps[best][0][1])
 
 
-def _fill(steps: list[list[Step]], budget: int) -> list[int]:
+def _fill(steps: Steps, budget: int) -> list[int]:
     """Take steps by priority (within a candidate in order) while the budget lasts."""
     ordered = sorted(
         (
@@ -176,11 +72,7 @@ def _fill(steps: list[list[Step]], budget: int) -> list[int]:
 
 
 def _limit_classes(
-    candidates: Sequence[Candidate],
-    steps: list[list[Step]],
-    ranks: list[int],
-    budget: int,
-    align: int,
+    candidates: Candidates, steps: Steps, ranks: list[int], budget: int, align: int
 ) -> list[int]:
     """At most MAX_CLASSES width classes a layer, at the least predicted cost, budget kept."""
     layers = {
@@ -202,7 +94,7 @@ def _limit_classes(
     return ranks
 
 
-def _by_head(candidates: Sequence[Candidate], members: list[int]) -> dict[int, list[int]]:
+def _by_head(candidates: Candidates, members: list[int]) -> dict[int, list[int]]:
     heads: dict[int, list[int]] = {}
     for i in members:
         for head in candidates[i].heads:
@@ -210,14 +102,12 @@ def _by_head(candidates: Sequence[Candidate], members: list[int]) -> dict[int, l
     return heads
 
 
-def _classes(candidates: Sequence[Candidate], members: list[int], ranks: list[int]) -> int:
+def _classes(candidates: Candidates, members: list[int], ranks: list[int]) -> int:
     heads = _by_head(candidates, members)
     return len({tuple(ranks[i] for i in own) for own in heads.values()})
 
 
-def _merge(
-    candidates: Sequence[Candidate], steps: list[list[Step]], members: list[int], ranks: list[int]
-) -> None:
+def _merge(candidates: Candidates, steps: Steps, members: list[int], ranks: list[int]) -> None:
     """Lower two classes to their common floor where that drops the least priority."""
     heads = _by_head(candidates, members)
     classes = sorted({tuple(ranks[i] for i in own) for own in heads.values()})
@@ -250,11 +140,7 @@ def _dropped(steps: list[Step], low: int, high: int) -> float:
 
 
 def _spend(
-    candidates: Sequence[Candidate],
-    steps: list[list[Step]],
-    layers: dict[int, list[int]],
-    ranks: list[int],
-    left: int,
+    candidates: Candidates, steps: Steps, layers: dict[int, list[int]], ranks: list[int], left: int
 ) -> int:
     """Give freed numbers to the best steps that keep every layer within MAX_CLASSES; what is left
     when no single step does."""
@@ -276,11 +162,7 @@ def _spend(
 
 
 def _top_up(
-    candidates: Sequence[Candidate],
-    steps: list[list[Step]],
-    members: list[int],
-    ranks: list[int],
-    left: int,
+    candidates: Candidates, steps: Steps, members: list[int], ranks: list[int], left: int
 ) -> int:
     """Spend `left` in one layer of at most _BULK_CLASSES: raise one class's heads one by one, so
     that a single transitional class exists at any time. Stops short of one step, or at the top."""

@@ -14,7 +14,7 @@ from kvfold.spec import Geometry
 
 
 @dataclass(frozen=True)
-class Support:
+class Subspace:
     """Where (keys before RoPE, values) of a layer live: origin [2K] + span(axes [2K, D])."""
 
     axes: Tensor
@@ -25,7 +25,7 @@ class Support:
         return (x.double() - self.origin) @ self.axes
 
 
-def support(family: type[Family], attention: Any, geometry: Geometry) -> Support | None:
+def subspace(family: type[Family], attention: Any, geometry: Geometry) -> Subspace | None:
     """What W_K and W_V can produce, where that is less than 2K dimensions.
 
     None where keys and values can be anything: 2K <= D, or a norm acts on the keys.
@@ -34,4 +34,4 @@ def support(family: type[Family], attention: Any, geometry: Geometry) -> Support
         return None
     w = family.projections(attention, geometry)
     axes = torch.linalg.svd(torch.cat((w.k, w.v)), full_matrices=False).U
-    return Support(axes, torch.cat((w.k_bias, w.v_bias)))
+    return Subspace(axes, torch.cat((w.k_bias, w.v_bias)))

@@ -1,0 +1,59 @@
+"""Bases: one file each, and a line here."""
+
+from collections.abc import Callable, Iterable
+
+from kvfold import recipes
+from kvfold.compression.bases.base import BasisBuilder, Source
+from kvfold.compression.bases.lorc import LoRC
+from kvfold.compression.bases.palu import Palu
+from kvfold.compression.bases.post_rope import PostRope
+from kvfold.compression.bases.pre_rope import PreRope
+from kvfold.compression.bases.zack import Zack
+from kvfold.config import Recipe
+from kvfold.spec import Geometry
+
+__all__ = ["BASES", "BasisBuilder", "Source", "builder_of", "check_model", "recipes_where"]
+
+# Names are those of recipes and of saved provenance.
+BASES: dict[str, type[BasisBuilder]] = {
+    "zack": Zack,
+    "lorc": LoRC,
+    "palu": Palu,
+    "post": PostRope,
+    "latent": PreRope,
+}
+
+
+def builder_of(recipe: Recipe) -> BasisBuilder:
+    """The builder a recipe names. Raises ValueError for an unknown one, or shares it has not."""
+    if recipe.basis not in BASES:
+        raise ValueError(f"unknown basis {recipe.basis!r}; bases: {', '.join(BASES)}")
+    found = BASES[recipe.basis]
+    for name, shares in (("keys", "key_shares"), ("values", "value_shares")):
+        share, legal = getattr(recipe, name), getattr(found, shares)
+        if share not in legal:
+            others = [repr(other) for other, x in BASES.items() if share in getattr(x, shares)]
+            raise ValueError(
+                f"basis {recipe.basis!r} has {name} per {_either(legal)}, got {name}={share!r}:"
+                f" leave it out, or use basis {_either(others)}"
+            )
+    return found(recipe)
+
+
+def check_model(recipe: Recipe, geometry: Geometry, model_type: str) -> None:
+    """Raises ValueError where a recipe's basis cannot apply to a model."""
+    if geometry.key_norm and builder_of(recipe).factors_weights:
+        raise ValueError(
+            f"recipe {recipe.name!r} factors W_K, but {model_type} normalises keys after W_K; use "
+            + recipes_where(lambda basis: not basis.factors_weights)
+        )
+
+
+def recipes_where(suits: Callable[[type[BasisBuilder]], bool]) -> str:
+    """Named recipes whose basis suits, such as "fast, swift, lean or small"."""
+    return _either(name for name, made in recipes.RECIPES.items() if suits(BASES[made().basis]))
+
+
+def _either(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,19 @@
+"""LoRC: truncated SVD of the projections themselves."""
+
+from kvfold.compression.bases.base import BasisBuilder, Source
+from kvfold.compression.basis import Basis, weight_svd
+from kvfold.spec import Side
+
+
+class LoRC(BasisBuilder):
+    """LoRC §4.1; reads no statistics."""
+
+    factors_weights = True
+
+    def needs(self) -> set[str]:
+        return set()
+
+    def build(self, source: Source, side: Side, heads: tuple[int, ...]) -> Basis:
+        where, w = source.span(heads), source.weights
+        weight, bias = (w.k, w.k_bias) if side == "k" else (w.v, w.v_bias)
+        return weight_svd(weight[where], bias[where])

@@ -1,0 +1,56 @@
+"""Calibration text as windows of tokens. Shapes: n windows, T tokens of a window."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.text import documents, encode, packaged, read_texts
+
+CALIBRATION_TOKENS = 32768
+CALIBRATION_WINDOW = 1024
+MIN_WINDOWS = 4
+
+
+def calibration_windows(
+    tokenizer: Any, config: Any, calib: list[str | Path] | None, max_tokens: int
+) -> Tensor:
+    """Token windows [n, T].
+
+    Documents follow each other with BOS between them. Where they hold more than `max_tokens`,
+    every document gives its beginning, long ones no more than an equal share of what is left.
+    """
+    if tokenizer is None:
+        raise ValueError("a tokenizer is needed to read calibration text; pass tokenizer=")
+    texts = documents(read_texts(calib) if calib else packaged("calibration.txt"))
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    encoded = [bos + encode(tokenizer, text) for text in texts]
+    shares = _shares([len(ids) for ids in encoded], max_tokens)
+    pairs = zip(encoded, shares, strict=True)
+    stream = [token for ids, share in pairs for token in ids[:share]]
+    length = window_length(config)
+    count = len(stream) // length
+    if count < MIN_WINDOWS:
+        raise ValueError(
+            f"the calibration text has {len(stream)} tokens, at least {MIN_WINDOWS * length} are "
+            "needed: give more text with --calib, or leave it out for the packaged text"
+        )
+    rows = torch.tensor(stream[: count * length]).view(count, length)
+    rows[:, : len(bos)] = torch.tensor(bos, dtype=rows.dtype)
+    return rows
+
+
+def window_length(config: Any) -> int:
+    """Tokens of a window for a model of this config."""
+    return min(CALIBRATION_WINDOW, config.max_position_embeddings)
+
+
+def _shares(sizes: list[int], total: int) -> list[int]:
+    """Split `total` evenly over documents of `sizes`; what short ones leave goes to longer ones."""
+    shares, left = [0] * len(sizes), total
+    order = sorted(range(len(sizes)), key=lambda i: sizes[i])
+    for position, i in enumerate(order):
+        shares[i] = min(sizes[i], left // (len(order) - position))
+        left -= shares[i]
+    return shares

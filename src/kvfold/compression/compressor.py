@@ -1,0 +1,285 @@
+"""The compressor: statistics -> bases -> a plan -> a folded model."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.artifact import mark, spec_of
+from kvfold.compression.bases import Source, builder_of, check_model, recipes_where
+from kvfold.compression.calibrate import artifact_key, calibrate
+from kvfold.compression.calibration_text import (
+    CALIBRATION_TOKENS,
+    calibration_windows,
+    window_length,
+)
+from kvfold.compression.plan import Size, by_layer, plan_bits, plan_ranks, planned_spec
+from kvfold.compression.progress import Progress, stage
+from kvfold.compression.ranks import LatentCandidate, method_of
+from kvfold.compression.recover import BATCH, check_steps
+from kvfold.compression.recover import recover as distil
+from kvfold.compression.statistics import Statistics
+from kvfold.compression.target import Target, check_keep
+from kvfold.config import Recipe
+from kvfold.models.adapter import Family
+from kvfold.models.copies import shared_copy
+from kvfold.models.families import family_of
+from kvfold.models.fold import LatentMaps, fold_model
+from kvfold.spec import CacheSpec, Geometry
+
+
+class Compressor:
+    """A model and a recipe that fit each other, and the text they are calibrated on.
+
+    Raises ValueError where they do not fit. `prepare` measures and builds; the model stays as it
+    is until a `Prepared` folds it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        recipe: Recipe,
+        tokenizer: Any = None,
+        *,
+        calib: list[str | Path] | None = None,
+        max_tokens: int = CALIBRATION_TOKENS,
+        seed: int = 0,
+    ) -> None:
+        if spec_of(model) is not None:
+            raise ValueError("this model is compressed already; start from the original checkpoint")
+        self.model, self.recipe, self.tokenizer = model, recipe, tokenizer
+        self.family: type[Family] = family_of(model.config)
+        self.geometry = self.family.geometry(model.config)
+        self.calib, self.max_tokens, self.seed = calib, max_tokens, seed
+        self.basis, self.ranks = builder_of(recipe), method_of(recipe)
+        check(recipe, self.geometry, model.config.model_type)
+        check_weights(model)
+
+    @property
+    def needs(self) -> set[str]:
+        """Names of the statistics (QUANTITIES) that the recipe reads."""
+        return self.basis.needs() | self.ranks.needs()
+
+    def factor_of(self, target: Target) -> float | None:
+        """How many times smaller bits are to make a token; None where only dimensions are planned.
+
+        Raises ValueError for a size that the recipe cannot plan, or the model already has.
+        """
+        factor, full = target.factor, 2 * self.geometry.full_numbers
+        if target.bytes_per_token is not None:
+            if target.bytes_per_token > full:
+                raise ValueError(
+                    f"bytes_per_token must be at most {full}, what the uncompressed cache takes at"
+                    f" 16 bits; got {target.bytes_per_token:g}"
+                )
+            factor = Target(factor=full / target.bytes_per_token).factor
+        if factor is not None and not self.basis.predicts_loss:
+            raise ValueError(
+                f"recipe {self.recipe.name!r} predicts no losses to weigh bits by; use "
+                + recipes_where(lambda basis: basis.predicts_loss)
+            )
+        return factor
+
+    def align(self, given: int | None) -> int:
+        """What ranks are multiples of: by default 16 for tensor-core tiles, 8 for narrow heads."""
+        if given is None:
+            return 16 if self.geometry.head_dim > 64 else 8
+        if given < 1:
+            raise ValueError(f"align must be at least 1, got {given}")
+        return given
+
+    def windows(self, max_tokens: int | None = None) -> Tensor:
+        """Windows [n, T] of the calibration text."""
+        most = self.max_tokens if max_tokens is None else max_tokens
+        return calibration_windows(self.tokenizer, self.model.config, self.calib, most)
+
+    def prepare(
+        self,
+        statistics: Path | str | Statistics | None = None,
+        progress: Progress | None = None,
+    ) -> "Prepared":
+        """Calibrate (or reuse statistics) and build every layer's bases at full width.
+
+        statistics: an artifact file, reused if it exists and fits, written if not.
+        """
+        measured = self._statistics(statistics, progress)
+        report = stage(progress, "bases")
+        candidates: list[LatentCandidate] = []
+        for source in self._sources(measured):
+            for side, heads in self.basis.head_sets(self.geometry):
+                basis = self.basis.build(source, side, heads)
+                candidates.append(
+                    LatentCandidate(layer=source.layer, side=side, heads=heads, basis=basis)
+                )
+            if report is not None:
+                report(source.layer + 1, self.geometry.num_layers)
+        scores = self.ranks.scores(candidates, self._sources(measured))
+        scored = [
+            replace(c, score=score, skip=self.ranks.stays_whole(c.layer, score))
+            for c, score in zip(candidates, scores, strict=True)
+        ]
+        return Prepared(compressor=self, statistics=measured, candidates=scored)
+
+    def _sources(self, statistics: Statistics) -> Iterator[Source]:
+        """One a layer; its weights in fp64 live as long as it does."""
+        for index, attention in enumerate(self.family.attentions(self.model)):
+            yield Source(
+                layer=index,
+                family=self.family,
+                attention=attention,
+                geometry=self.geometry,
+                statistics=statistics,
+            )
+
+    def _statistics(
+        self, given: Path | str | Statistics | None, progress: Progress | None
+    ) -> Statistics:
+        if isinstance(given, Statistics):
+            return given
+        if not self.needs:
+            return Statistics({})
+        rows = self.windows()
+        path = Path(given) if given is not None else None
+        if path is not None and path.exists():
+            key = artifact_key(self.model, rows, self.recipe.centroids)
+            found = Statistics.load(path, key)
+            if found.has(self.needs):
+                return found.to(self.model.device)
+        made = calibrate(
+            self.model,
+            self.family,
+            rows,
+            self.needs,
+            centroids=self.recipe.centroids,
+            seed=self.seed,
+            progress=stage(progress, "calibrate"),
+        )
+        if path is not None:
+            made.save(path)
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A compressor with the bases of every layer: any number of sizes planned, and folded."""
+
+    compressor: Compressor
+    statistics: Statistics
+    candidates: Sequence[LatentCandidate]
+
+    @property
+    def layers(self) -> list[list[LatentCandidate]]:
+        """Candidates of every layer."""
+        return by_layer(self.candidates)
+
+    def plan(self, keep: float, align: int | None = None) -> CacheSpec:
+        """The ranks that spend `keep` of the cache."""
+        check_keep(keep)
+        c = self.compressor
+        budget = int(keep * c.geometry.full_numbers + 1e-6)
+        return self._spec(plan_ranks(self.candidates, c.ranks, budget, c.align(align)))
+
+    def plan_factor(self, factor: float, align: int | None = None) -> CacheSpec:
+        """Ranks and bits that make a token `factor` times smaller than at 16 bits.
+
+        Needs a basis that predicts losses.
+        """
+        c = self.compressor
+        c.factor_of(Target(factor=factor))
+        bits = int(16 * c.geometry.full_numbers / factor)
+        return self._spec(plan_bits(self.candidates, bits, c.align(align)))
+
+    def _spec(self, sizes: Sequence[Size]) -> CacheSpec:
+        c = self.compressor
+        return planned_spec(self.candidates, sizes, c.geometry, c.basis.key_kind(c.geometry))
+
+    def fold(
+        self,
+        spec: CacheSpec,
+        provenance: dict[str, Any],
+        *,
+        model: Any = None,
+        recover: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        """Fold the model in place; `recover` steps of distillation follow.
+
+        model: a copy of the compressor's that is folded instead of it.
+        """
+        c = self.compressor
+        model = c.model if model is None else model
+        check_steps(recover)
+        provenance = {**provenance, "recipe": asdict(c.recipe), "statistics": self.statistics.key}
+        windows, teacher = None, None
+        if recover:  # what can fail, fails before the model changes
+            windows = c.windows(recover * BATCH * window_length(model.config))
+            teacher = shared_copy(model)
+        self._fold(model, spec)
+        mark(model, spec, provenance)
+        if windows is not None:
+            before, after = distil(
+                model,
+                teacher,
+                c.family,
+                spec,
+                windows,
+                recover,
+                seed=c.seed,
+                progress=stage(progress, "recover"),
+            )
+            made = {"steps": recover, "tokens": windows.numel()}
+            learnt = {**made, "before": before, "after": after}
+            mark(model, spec, {**provenance, "recovery": learnt})
+
+    def folded_copy(self, spec: CacheSpec) -> Any:
+        """A folded model that shares all weights but the attentions' with the original."""
+        copy = shared_copy(self.compressor.model)
+        self.fold(spec, {}, model=copy)
+        return copy
+
+    def _fold(self, model: Any, spec: CacheSpec) -> None:
+        maps: list[list[LatentMaps | None]] = [
+            [None] * len(layer.latents)
+            if layer.keys == "plain"
+            else [
+                LatentMaps(*c.basis.truncated(latent.rank), c.basis.mean)
+                for latent, c in zip(layer.latents, own, strict=True)
+            ]
+            for layer, own in zip(spec.layers, self.layers, strict=True)
+        ]
+        fold_model(model, self.compressor.family, spec, maps)
+
+
+def shared_statistics(
+    compressors: Sequence[Compressor], progress: Progress | None = None
+) -> Statistics:
+    """The statistics that any of `compressors` (of one model and text) reads, from one pass."""
+    wanted = set().union(*(one.needs for one in compressors))
+    if not wanted:
+        return Statistics({})
+    one = compressors[0]
+    report = stage(progress, "calibrate")
+    return calibrate(one.model, one.family, one.windows(), wanted, seed=one.seed, progress=report)
+
+
+def check(recipe: Recipe, geometry: Geometry, model_type: str) -> None:
+    """Raises ValueError where a recipe cannot apply to a model."""
+    check_model(recipe, geometry, model_type)
+    last = geometry.num_layers - 1
+    if wrong := [layer for layer in recipe.skip_layers if not 0 <= layer <= last]:
+        raise ValueError(
+            f"skip_layers names {wrong}, but the model's layers are 0 to {last}: leave those out"
+        )
+
+
+def check_weights(model: torch.nn.Module) -> None:
+    """Raises ValueError naming the first parameter that holds NaN or infinity."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter.detach().float().sum()):
+            raise ValueError(
+                f"parameter {name} holds NaN or infinite numbers; the checkpoint is damaged or was "
+                "saved from a diverged run: use another one"
+            )

@@ -1,0 +1,74 @@
+"""A plan: how many dimensions every latent keeps, and with how many bits, as a CacheSpec."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from kvfold.compression.bit_allocation import plan_tiers
+from kvfold.compression.ranks import Candidates, LatentCandidate, RankMethod, allocate
+from kvfold.spec import (
+    CacheSpec,
+    Geometry,
+    KeyKind,
+    Latent,
+    LayerSpec,
+    Tiers,
+    plain_layer,
+    value_kind,
+)
+
+Size = tuple[int, Tiers | None]  # a latent's rank, and its tiers where bits are planned
+
+
+def by_layer(candidates: Candidates) -> list[list[LatentCandidate]]:
+    """Candidates, which come in the order of their layers, layer by layer."""
+    return [list(own) for _, own in groupby(candidates, key=lambda c: c.layer)]
+
+
+def plan_ranks(candidates: Candidates, method: RankMethod, budget: int, align: int) -> list[Size]:
+    """Ranks that spend `budget` numbers a token. Raises ValueError as `allocate`."""
+    return [(rank, None) for rank in allocate(candidates, method, budget, align)]
+
+
+def plan_bits(candidates: Candidates, bits: int, align: int) -> list[Size]:
+    """Ranks and tiers that spend `bits` a token, scales included, for the least predicted loss.
+
+    Raises ValueError where skipped layers do not fit, or a layer would store nothing.
+    """
+    free = [c for c in candidates if not c.skip]
+    whole = 16 * sum(c.numbers for c in candidates if c.skip)
+    if whole > bits:
+        raise ValueError(
+            f"skipped layers, at 16 bits a number, take {whole} bits a token of the {bits} that"
+            " this factor allows; ask for a smaller factor, or skip fewer layers"
+        )
+    tiers_of = plan_tiers([c.singular for c in free], bits - whole, align)
+    planned = dict(zip(free, tiers_of, strict=True))
+    if empty := {c.layer for c in free} - {c.layer for c, tiers in planned.items() if tiers}:
+        raise ValueError(
+            f"{bits} bits a token leave layers {sorted(empty)} with nothing; ask for a smaller "
+            f"factor, or a smaller align than {align}"
+        )
+    return [
+        (c.numbers, None) if c.skip else (sum(width for width, _ in planned[c]), planned[c])
+        for c in candidates
+    ]
+
+
+def planned_spec(
+    candidates: Candidates, sizes: Sequence[Size], geometry: Geometry, keys: KeyKind
+) -> CacheSpec:
+    """Sizes of all latents as a spec; a layer of skipped ones is plain."""
+    size_of = dict(zip(candidates, sizes, strict=True))
+    specs = []
+    for own in by_layer(candidates):
+        if all(c.skip for c in own):
+            specs.append(plain_layer(geometry))
+            continue
+        latents = tuple(
+            Latent(side=c.side, heads=c.heads, rank=rank, tiers=tiers)
+            for c in own
+            for rank, tiers in (size_of[c],)
+        )
+        values = value_kind(geometry, [x for x in latents if "v" in x.side])
+        specs.append(LayerSpec(keys=keys, values=values, latents=latents))
+    return CacheSpec(geometry=geometry, layers=tuple(specs))

@@ -1,0 +1,56 @@
+"""LoRC's ranks."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from kvfold.compression.bases.base import Source
+from kvfold.compression.ranks.base import Candidates, RankMethod
+from kvfold.models.adapter import Projections
+
+
+class Condition(RankMethod):
+    """LoRC eq. 13: d_l = d_max (1 - u_l (1 - d_min / d_max)); d_min falls until the target is met.
+
+    u_l in [0, 1] is how far the layer's log cumulative condition number (eq. 12) lies below the
+    largest one, so dimension j of layer l goes when d_max - d_min exceeds (d_max - j) / u_l.
+    """
+
+    settings = frozenset({"skip_threshold"})
+
+    def scores(self, candidates: Candidates, sources: Iterable[Source]) -> list[float]:
+        logs = log_conditions(source.weights for source in sources)
+        return [logs[c.layer] for c in candidates]
+
+    def stays_whole(self, layer: int, score: float) -> bool:
+        """LoRC §6.2 sets thresholds of 30 and 90 on a product over tens of layers and names no
+        unit: log10 is the one that fits its Table 2 (docs/methods.md)."""
+        threshold = self.recipe.skip_threshold
+        above = threshold is not None and score / math.log(10) > threshold
+        return above or super().stays_whole(layer, score)
+
+    def priorities(self, candidates: Candidates, budget: int) -> list[Tensor]:
+        logs = torch.tensor([c.score for c in candidates]).double()
+        span = (logs.max() - logs.min()).clamp(min=1e-12)
+        below = ((logs.max() - logs) / span).clamp(min=1e-12)
+        return [
+            (c.width - torch.arange(c.width).double()) / u
+            for c, u in zip(candidates, below, strict=True)
+        ]
+
+
+def log_conditions(layers: Iterable[Projections]) -> list[float]:
+    """LoRC eq. 12: log of the product of condition numbers of W_K and W_V from a layer upwards."""
+    own = [[_log_condition(w) for w in (weights.k, weights.v)] for weights in layers]
+    total, logs = 0.0, []
+    for keys, values in reversed(own):
+        total = total + keys + values
+        logs.append(total)
+    return logs[::-1]
+
+
+def _log_condition(weight: Tensor) -> float:
+    s = torch.linalg.svdvals(weight)
+    return float((s[0] / s[-1].clamp(min=1e-12 * s[0])).log())

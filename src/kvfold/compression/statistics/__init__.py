@@ -1,0 +1,7 @@
+"""Statistics: what a calibration pass measures of every layer, and the file that keeps it."""
+
+from kvfold.compression.statistics.artifact import Statistics
+from kvfold.compression.statistics.moments import Moment
+from kvfold.compression.statistics.quantities import QUANTITIES
+
+__all__ = ["QUANTITIES", "Moment", "Statistics"]

@@ -1,0 +1,94 @@
+"""Statistics of every layer of a model, and the file that keeps them."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, safe_open, save_file
+
+from kvfold.compression.statistics.moments import Moment
+from kvfold.compression.statistics.quantities import QUANTITIES
+
+SCHEMA = 6
+
+
+class Statistics:
+    """Moments of every layer by name, with the key that says what they were measured on."""
+
+    def __init__(
+        self, key: dict[str, Any], layers: dict[int, dict[str, Moment]] | None = None
+    ) -> None:
+        self.key = key
+        self.layers = layers or {}
+
+    def __getitem__(self, place: tuple[int, str]) -> Moment:
+        layer, name = place
+        try:
+            return self.layers[layer][name]
+        except KeyError:
+            meaning = QUANTITIES[name].meaning if name in QUANTITIES else "unknown"
+            raise ValueError(
+                f"the calibration artifact has no {name!r} ({meaning}) for layer {layer}; calibrate"
+                " again for this recipe"
+            ) from None
+
+    def has(self, names: set[str]) -> bool:
+        return bool(self.layers) and all(names <= stored.keys() for stored in self.layers.values())
+
+    def to(self, device: torch.device | str) -> "Statistics":
+        """Move every moment to a device, in place."""
+        for stored in self.layers.values():
+            for moment in stored.values():
+                for part in ("second", "first", "weight"):
+                    setattr(moment, part, getattr(moment, part).to(device))
+        return self
+
+    def save(self, path: Path) -> None:
+        tensors = {
+            f"{layer}.{name}.{part}": getattr(moment, part).contiguous().cpu()
+            for layer, stored in self.layers.items()
+            for name, moment in stored.items()
+            for part in ("second", "first", "weight")
+        }
+        save_file(tensors, path, metadata={"kvfold": json.dumps({**self.key, "schema": SCHEMA})})
+
+    @classmethod
+    def load(cls, path: Path, key: dict[str, Any]) -> "Statistics":
+        """Read an artifact. Raises ValueError if it is not about `key`'s model and text."""
+        try:
+            with safe_open(path, "pt") as file:
+                found = json.loads((file.metadata() or {}).get("kvfold", "null"))
+            tensors = load_file(path)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ValueError(f"{path} is not a readable calibration artifact: {error}") from error
+        wanted = {**key, "schema": SCHEMA}
+        if found != wanted:
+            found = found or {}
+            differs = [k for k in wanted | found if found.get(k) != wanted.get(k)]
+            raise ValueError(
+                f"{path} was measured on something else: {', '.join(differs)} differ; delete it or "
+                "name another file, and calibrate again"
+            )
+        statistics = cls(key)
+        for place in sorted({name.rpartition(".")[0] for name in tensors}):
+            layer, name = place.split(".")
+            parts = {p: tensors[f"{place}.{p}"] for p in ("second", "first", "weight")}
+            statistics.layers.setdefault(int(layer), {})[name] = Moment(**parts)
+        return statistics
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """A digest of a model's parameter names, shapes and about a thousand numbers of each.
+
+    Numbers, not sums: those depend on how many threads add.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        numbers = parameter.detach().flatten()
+        sample = numbers[:: max(1, numbers.numel() // 1024)].float().cpu()
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()[:32]

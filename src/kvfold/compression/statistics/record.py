@@ -1,0 +1,235 @@
+"""A calibration pass: the model runs with this module's attention function, which is seen.
+
+Shapes: T tokens of the window, Hq / Hk query / KV heads, G = Hq / Hk, d head dim, D width.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from kvfold.compression.statistics.moments import Moment
+from kvfold.compression.statistics.quantities import (
+    QUANTITIES,
+    Attended,
+    KeyValueGradients,
+    OutputGradients,
+    Window,
+)
+from kvfold.compression.subspace import Subspace, subspace
+from kvfold.models.adapter import Family
+from kvfold.ops.common.attention import attention
+from kvfold.spec import Geometry
+
+_ATTENTION = "kvfold_calibration"
+RECOMPUTE_ABOVE = 10**9  # parameters; below, a window's activations fit and a third of it is saved
+
+
+def _attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return module.recorder.attention(module, *args, **kwargs)
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+AttentionMaskInterface.register(_ATTENTION, eager_mask)
+
+
+class _Tap(torch.autograd.Function):
+    """Identity on tensors whose gradients `record` wants to see together."""
+
+    @staticmethod
+    def forward(ctx: Any, record: Callable[..., None], *tensors: Tensor) -> Any:
+        ctx.record = record
+        views = tuple(tensor.view_as(tensor) for tensor in tensors)
+        return views if len(views) > 1 else views[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.record(*gradients)
+        return None, *gradients
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(torch.utils.checkpoint.checkpoint, forward, use_reentrant=False)
+
+
+class Recorder:
+    """The attention function of a calibration pass and what it writes down."""
+
+    window: Window  # the one that runs
+
+    def __init__(
+        self, model: Any, family: type[Family], geometry: Geometry, needs: set[str]
+    ) -> None:
+        self.model, self.family, self.geometry = model, family, geometry
+        self.quantities = {name: x for name, x in QUANTITIES.items() if name in needs}
+        self.needs_backward = any(x.needs_backward for x in self.quantities.values())
+        in_subspace = any(x.in_subspace for x in self.quantities.values())
+        self.subspaces: list[Subspace | None] = [
+            subspace(family, attention, geometry) if in_subspace else None
+            for attention in family.attentions(model)
+        ]
+        self.totals: list[dict[str, Any]] = [{} for _ in self.subspaces]
+        self.hidden: dict[int, Tensor] = {}
+        self.recomputing = False
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The model with this recorder as its attention; everything is put back at the end."""
+        model, before = self.model, self.model.config._attn_implementation
+        was_training, frozen = model.training, [p.requires_grad for p in model.parameters()]
+        hooks: list[Callable[[], None]] = []
+        attentions = list(self.family.attentions(model))
+        try:
+            model.eval().requires_grad_(False)
+            for attention in attentions:
+                attention.__dict__["recorder"] = self
+            model.set_attn_implementation(_ATTENTION)
+            if self.needs_backward:
+                hooks = self._prepare_layers()
+            yield
+        finally:
+            for undo in hooks:
+                undo()
+            model.set_attn_implementation(before)
+            for attention in attentions:
+                attention.__dict__.pop("recorder", None)
+            model.train(was_training)
+            for parameter, flag in zip(model.parameters(), frozen, strict=True):
+                parameter.requires_grad_(flag)
+            self.hidden.clear()
+
+    def _prepare_layers(self) -> list[Callable[[], None]]:
+        """Recompute a large model's layers in backward, and see each attention's input."""
+        undo: list[Callable[[], None]] = []
+        large = sum(p.numel() for p in self.model.parameters()) > RECOMPUTE_ABOVE
+        for index, layer in enumerate(self.family.layers(self.model)):
+            if large:
+                layer.forward = _recomputed(layer.forward)
+                undo.append(partial(layer.__dict__.pop, "forward", None))
+            if any(x.reads_hidden for x in self.quantities.values()):
+                attention = getattr(layer, self.family.attention_name)
+                hook = attention.register_forward_pre_hook(
+                    lambda _, args, kwargs, index=index: self._keep_hidden(index, args, kwargs),
+                    with_kwargs=True,
+                )
+                undo.append(hook.remove)
+        return undo
+
+    def _keep_hidden(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.hidden[index] = (args[0] if args else kwargs["hidden_states"]).detach()
+
+    def run(self, ids: Tensor, generator: torch.Generator, kept: bool) -> None:
+        """One window of token ids [1, T], forward and, where gradients are read, backward; kept:
+        by ZDC's topic pruning."""
+        self.recomputing = False
+        rotary, tables, scale = self.family.rotary(self.model), None, 1.0
+        if rotary is not None:
+            like = torch.empty(0, dtype=torch.float32, device=self.model.device)
+            tables = rotary(like, torch.arange(ids.shape[1], device=like.device)[None])
+            scale = float(getattr(rotary, "attention_scaling", 1.0)) ** 2
+        self.window = Window(
+            scaling=self.geometry.scaling,
+            tables=tables,
+            rope_scale=scale,
+            generator=generator,
+            kept=kept,
+        )
+        if self.needs_backward:
+            self._backward_from_sampled_labels(ids)
+        else:
+            with torch.no_grad():
+                self.model.base_model(input_ids=ids, use_cache=False)
+
+    def _backward_from_sampled_labels(self, ids: Tensor, chunk: int = 512) -> None:
+        """Back-propagate the summed loss of labels drawn from the model's own predictions.
+
+        The logits exist for `chunk` positions at a time: 128K of vocabulary would not fit else.
+        """
+        model = self.model
+        embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+        hidden = model.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+        head = model.get_output_embeddings()
+        gradient = torch.empty_like(hidden)
+        for part, out in zip(
+            hidden.detach().split(chunk, 1), gradient.split(chunk, 1), strict=True
+        ):
+            leaf = part.requires_grad_()
+            logits = head(leaf).float().flatten(0, 1)
+            likely = logits.detach().softmax(-1)
+            drawn = torch.multinomial(likely, 1, generator=self.window.generator)
+            loss = nn.functional.cross_entropy(logits, drawn[:, 0], reduction="sum")
+            out.copy_(torch.autograd.grad(loss, leaf)[0])
+        self.recomputing = True
+        hidden.backward(gradient)
+
+    # -- the attention function ---------------------------------------------------------------
+
+    def attention(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """q [1, Hq, T, d], k, v [1, Hk, T, d] after RoPE -> output [1, T, Hq, d]."""
+        g, index = self.geometry, module.layer_idx
+        scaling = g.scaling if scaling is None else scaling
+        query = query * (scaling / g.scaling)  # OPT scales queries itself: undo that
+        own: dict[str, Any] = {"window": self.window, "subspace": self.subspaces[index]}
+        if key.requires_grad and self._reads(KeyValueGradients):
+            seen = {**own, "k": key.detach()[0], "v": value.detach()[0]}
+            key, value = _Tap.apply(partial(self._saw_gradients, index, seen), key, value)
+        q = query.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
+        out = attention(query, key, value, attention_mask, g.scaling)[0]
+        out = out.unflatten(1, q.shape[1:3])
+        if not self.recomputing:
+            with torch.no_grad():
+                held = {"q": q[0], "k": key[0], "v": value[0], "out": out[0]}
+                self._record(index, Attended(**own, **held, mask=attention_mask))
+        if out.requires_grad and self._reads(OutputGradients):
+            out = _Tap.apply(partial(self._saw_output_gradient, index, out.detach()[0]), out)
+        return out.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+    def _saw_gradients(
+        self, index: int, seen: dict[str, Any], grad_key: Tensor, grad_value: Tensor
+    ) -> None:
+        """Gradients [1, Hk, T, d] with respect to keys after RoPE and values."""
+        seen = {**seen, "grad_key": grad_key[0], "grad_value": grad_value[0]}
+        self._record(index, KeyValueGradients(**seen, hidden=self.hidden.get(index)))
+
+    def _saw_output_gradient(self, index: int, out: Tensor, gradient: Tensor) -> None:
+        self._record(index, OutputGradients(out=out, gradient=gradient[0]))
+
+    def _reads(self, view: type) -> bool:
+        return any(x.view is view for x in self.quantities.values())
+
+    def _record(self, index: int, view: Attended | KeyValueGradients | OutputGradients) -> None:
+        """Add what quantities read of a view of layer `index` to their totals."""
+        totals = self.totals[index]
+        for name, quantity in self.quantities.items():
+            if not isinstance(view, quantity.view) or (quantity.pruned and not self.window.kept):
+                continue
+            found = quantity.read(view)
+            if name in totals:
+                totals[name] += found
+            else:
+                totals[name] = found
+
+    def moments(self, centroids: int | None, seed: int) -> dict[int, dict[str, Moment]]:
+        """Every layer's moments by name; centroids and seed are those of ZDC's k-means."""
+        return {
+            index: {
+                name: self.quantities[name].finish(total, centroids, seed)
+                for name, total in totals.items()
+            }
+            for index, totals in enumerate(self.totals)
+        }
