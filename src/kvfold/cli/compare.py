@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts import Parameter
 from rich.console import Console
 
 from kvfold.cli import common
@@ -16,23 +17,27 @@ from kvfold.cli.options import (
     Model,
     Place,
     Storage,
+    TaskFiles,
     Windows,
     parse_list,
 )
 from kvfold.files import write_json
+from kvfold.recipes import RECIPES
 
 if TYPE_CHECKING:
     from kvfold.evaluation.compare import Row
+
+NAMES = f"Separated by commas, of {', '.join(RECIPES)}."
 
 
 def compare(
     model: Model,
     /,
     *,
-    recipes: str = "zack,palu-j,fast,lean,small",
+    recipes: Annotated[str, Parameter(help=NAMES)] = "zack,palu-j,fast,lean,small",
     keep: str = "0.5,0.35,0.25",
     text: Files = (),
-    tasks: Files = (),
+    tasks: TaskFiles = (),
     calib: Files = (),
     calib_tokens: int = CALIBRATION.max_tokens,
     align: int | None = None,
@@ -49,14 +54,10 @@ def compare(
 
     Parameters
     ----------
-    recipes
-        Names, separated by commas.
     keep
         Shares of the cache, separated by commas.
     text
         Text files to measure on (.txt, .xz, .gz); without any, a packaged one.
-    tasks
-        Task files to answer, as in eval.
     calib
         Text files to calibrate on instead of ours.
     calib_tokens

@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import common
-from kvfold.cli.options import PLACE, STORAGE, WINDOWS, Files, Model, Place, Storage, Windows
+from kvfold.cli.options import (
+    PLACE,
+    STORAGE,
+    WINDOWS,
+    Files,
+    Model,
+    Place,
+    Storage,
+    TaskFiles,
+    Windows,
+)
 from kvfold.files import write_json
 
 if TYPE_CHECKING:
@@ -20,7 +30,7 @@ def evaluate(
     /,
     *,
     text: Files = (),
-    tasks: Files = (),
+    tasks: TaskFiles = (),
     json: Path | None = None,
     windows: Windows = WINDOWS,
     storage: Storage = STORAGE,
@@ -34,8 +44,6 @@ def evaluate(
     ----------
     text
         Text files (.txt, .xz, .gz).
-    tasks
-        Files of {"prompt", "answer"} or {"context", "choices", "label"} rows (.jsonl, .xz, .gz).
     json
         File for the results.
     """

@@ -3,7 +3,6 @@
 Other keys than its own, which many data sets carry along, are ignored.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,21 +55,6 @@ class Task(ABC):
     @abstractmethod
     def score(self, tokenizer: Any, answers: Sequence[Answer]) -> dict[str, float]:
         """Every one of `scores`, from the answers to `prompts`."""
-
-
-def parse(kinds: Sequence[type[Task]], line: str, where: str) -> Task:
-    """The row in `line`. Raises ValueError where no kind, or more than one, has its keys."""
-    legal = " or ".join(kind.legal for kind in kinds)
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        row = None
-    if not isinstance(row, dict):
-        raise ValueError(f"task {where}: not a JSON object; legal rows: {legal}")
-    fitting = [kind for kind in kinds if kind.fits(set(row))]
-    if len(fitting) != 1:
-        raise ValueError(f"task {where}: keys {', '.join(row) or 'none'}; legal rows: {legal}")
-    return fitting[0].parse(row, where)
 
 
 def require(ok: bool, where: str, key: str, value: Any, legal: str) -> None:
