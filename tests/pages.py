@@ -10,6 +10,7 @@ from math import e, log2
 import torch
 from torch import Tensor
 
+from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.store import reference as store
 from kvfold.spec.layout import CacheLayout, Group, Latent
 from test_store import DEVICE, Store, numbers, one_layer, stored
@@ -124,7 +125,8 @@ class Case:
         args = [x.to(DEVICE) for x in (q, arena, tables, all_lengths)]
         beyond = torch.cat((slots, torch.tensor([2**40]))).to(DEVICE)
         out, lse = written_out(q, whole, groups, counts, scale)
-        return cls((*args, groups, beyond[:-1], scale), out, lse)
+        q, *place = args
+        return cls((q, LayerPages(*place, groups), beyond[:-1], scale), out, lse)
 
 
 def queries_of(

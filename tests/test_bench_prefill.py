@@ -13,7 +13,7 @@ from kvfold.bench import prefill as bench
 from kvfold.bench.variants import SHAPES
 from kvfold.cli.main import main
 from kvfold.ops.backend import use_triton
-from kvfold.ops.prefill.reference import prefill_reference
+from kvfold.ops.prefill.reference import prefill as prefill_reference
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]

@@ -1,21 +1,21 @@
 """One token's attention over pages: the reference against the formula, and who runs it."""
 
 import logging
+import subprocess
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvfold.ops import backend
-from kvfold.ops.backend import use_triton
-from kvfold.ops.decode.reference import (
-    DecodeGroups,
-    decode,
-    decode_groups,
-    decode_reference,
-    supports,
-)
-from kvfold.ops.decode.tuning import FILE, Shape, Tuning, table, tuning_for
+from kvfold.ops.backend import Operation, use_triton
+from kvfold.ops.common.tuning import Tuning
+from kvfold.ops.decode import decode
+from kvfold.ops.decode.groups import DecodeGroups, decode_groups, unread
+from kvfold.ops.decode.reference import decode as decode_reference
+from kvfold.ops.decode.tuning import FILE, Shape, table, tuning_for
 from kvfold.spec.layout import Group, Latent
 from pages import Case, Ranks, error, mixed, per_head
 from test_store import one_layer
@@ -41,22 +41,25 @@ LAYOUTS = {
 def test_reference_is_the_formula(name: str, queries: int) -> None:
     layout = per_head(**{"page": 16, "itemsize": 4} | LAYOUTS[name])
     case = Case.of(layout, LENGTHS, queries, torch.float32)
-    found = decode_reference(*case.args)
+    found, lse = decode_reference(*case.args)
     assert found.shape == case.out.shape and found.dtype is torch.float32
     assert error(found, case.out) < 1e-5
     assert not found[2].any()  # no rows in any group
+    empty = case.lse.isinf()
+    assert lse.dtype is torch.float32 and torch.equal(lse.isinf(), empty)
+    assert ((lse - case.lse)[~empty].abs() < 1e-4).all()
 
 
 def test_reference_in_any_order_of_groups() -> None:
     layout = per_head([(8, 16), (24, 4), (0, 12)], page=8, itemsize=4)
     case = Case.of(replace(layout, groups=layout.groups[::-1]), LENGTHS, 2, torch.float32)
-    assert error(decode_reference(*case.args), case.out) < 1e-5
+    assert error(decode_reference(*case.args)[0], case.out) < 1e-5
 
 
 def test_reference_without_any_row() -> None:
     layout = per_head([(8, 16), (24, 4)], page=8)
     case = Case.of(layout, [[0, 0]], 2, torch.float16)
-    found = decode_reference(*case.args)
+    found, _ = decode_reference(*case.args)
     assert found.shape == (1, 4, 16) and found.dtype is torch.float16 and not found.any()
 
 
@@ -76,7 +79,7 @@ def test_reference_without_any_row() -> None:
     ],
 )
 def test_supported(options: dict) -> None:
-    assert supports(per_head(page=16, **options).groups)
+    assert not unread(per_head(page=16, **options).groups)
 
 
 @pytest.mark.parametrize(
@@ -91,15 +94,15 @@ def test_supported(options: dict) -> None:
     ],
 )
 def test_not_supported(options: dict) -> None:
-    assert not supports(per_head(page=16, **options).groups)
+    assert unread(per_head(page=16, **options).groups)
 
 
 def test_bits_are_one_number_a_side() -> None:
-    assert supports(mixed((8, 4), (8, 4), zeros=True).groups)
-    assert supports(mixed((16, 8), (16, 8), zeros=True).groups)
-    assert not supports(mixed((8, 4), (4, 4), zeros=True).groups)
-    assert not supports(mixed((8, 4), (8, 4)).groups)  # fp8 scales
-    assert not supports(mixed((16, 8), itemsize=4, zeros=True).groups)
+    assert not unread(mixed((8, 4), (8, 4), zeros=True).groups)
+    assert not unread(mixed((16, 8), (16, 8), zeros=True).groups)
+    assert unread(mixed((8, 4), (4, 4), zeros=True).groups)
+    assert unread(mixed((8, 4), (8, 4)).groups)  # fp8 scales
+    assert unread(mixed((16, 8), itemsize=4, zeros=True).groups)
 
 
 def test_shared_latents_are_not_supported() -> None:
@@ -107,7 +110,7 @@ def test_shared_latents_are_not_supported() -> None:
         Latent(side="kv", heads=(0,), rank=16),
         Latent(side="k", heads=(0, 1), rank=16),
     ):
-        assert not supports(one_layer([latent], page=16).groups)
+        assert unread(one_layer([latent], page=16).groups)
 
 
 def described(groups: tuple[Group, ...], queries: int = 4) -> DecodeGroups:
@@ -197,7 +200,58 @@ def test_triton_is_missing(choose, monkeypatch) -> None:
 def test_decode_is_the_reference_without_kernels(choose) -> None:
     choose("reference")
     case = Case.of(per_head([(8, 16), (24, 4)], page=8), [[3, 20]], 2, torch.float16)
-    assert torch.equal(decode(*case.args), decode_reference(*case.args))
+    assert torch.equal(decode(*case.args)[0], decode_reference(*case.args)[0])
+
+
+@pytest.mark.parametrize(
+    "options,reason",
+    [
+        ({"bits": 3}, "keys in 3 bits: the kernels read 16, 8 and 4"),
+        ({"itemsize": 4}, "numbers of 32 bits: the kernels read 16, and codes"),
+        (
+            {"bits": 4, "format": "kivi"},
+            "keys with a scale a channel: the kernels read a scale a row",
+        ),
+    ],
+)
+def test_a_reason_says_why_the_reference_runs(options, reason, choose) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    kernels = Operation("kvfold.ops.decode", ("triton", "reference"))
+    choose("triton")
+    assert kernels.why_not("cpu", per_head([(16, 16)], page=16).groups) is None
+    groups = per_head([(16, 16)], page=16, **options).groups
+    assert kernels.why_not("cpu", groups) == reason
+    choose(None)
+    assert kernels.why_not("cpu", groups) == "Triton's kernels run on cuda, not on cpu"
+    choose("reference")
+    assert kernels.why_not("cuda", groups) == "KVFOLD_BACKEND is reference"
+
+
+def test_the_first_that_serves_is_chosen_and_logged_once(choose, monkeypatch, caplog) -> None:
+    """Implementations are asked in order, behind their backend; the last serves all."""
+    choose(None)
+    backend._log.cache_clear()
+    asked = {
+        "other": SimpleNamespace(why_not=lambda n: "odd" if n % 2 else None),
+        "reference": SimpleNamespace(),
+    }
+    monkeypatch.setattr(backend, "import_module", lambda path: asked[path.rpartition(".")[2]])
+    operation = Operation("ops.sum", ("triton_split", "other", "reference"))
+    with caplog.at_level(logging.INFO, logger="kvfold.ops.backend"):
+        assert [operation.choose("cpu", n).name for n in (2, 3, 4, 5)] == ["other", "reference"] * 2
+    away = "Triton's kernels run on cuda, not on cpu"
+    assert operation.why_not("cpu", 2) is None and operation.why_not("cpu", 3) == f"{away}; odd"
+    lines = [x.getMessage() for x in caplog.records if "sum on" in x.getMessage()]
+    assert lines == [f"sum on cpu: other ({away})", f"sum on cpu: reference ({away}; odd)"]
+    choose("reference")
+    assert operation.choose("cpu", 2).name == "reference"
+
+
+def test_operations_are_imported_without_triton() -> None:
+    names = "decode", "latent_decode", "prefill", "observe"
+    lines = [f"import kvfold.ops.{name}" for name in names]
+    program = "; ".join((*lines, "import sys", "sys.exit('triton' in sys.modules)"))
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 # -- tuning -------------------------------------------------------------------------------------

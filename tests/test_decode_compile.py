@@ -21,15 +21,15 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from hopper import need_compiler, run_alone  # noqa: E402
 from kvfold.ops.common import plan_triton  # noqa: E402
+from kvfold.ops.common.pages import LayerPages  # noqa: E402
 from kvfold.ops.common.plan import padded_queries  # noqa: E402
+from kvfold.ops.common.tuning import Tuning  # noqa: E402
 from kvfold.ops.decode import triton as decode_triton  # noqa: E402
 from kvfold.ops.decode.triton import plan_layers  # noqa: E402
-from kvfold.ops.decode.tuning import Shape, Tuning, table  # noqa: E402
-from kvfold.ops.latent_decode import plan as rebuild_plan  # noqa: E402
-from kvfold.ops.latent_decode import scores_gluon as rebuild_scores_gluon  # noqa: E402
-from kvfold.ops.latent_decode import triton as rebuild_triton  # noqa: E402
-from kvfold.ops.latent_decode.plan import rope_table  # noqa: E402
-from kvfold.ops.latent_decode.reference import KeyMaps  # noqa: E402
+from kvfold.ops.decode.tuning import Shape, table  # noqa: E402
+from kvfold.ops.latent_decode import KeyMaps, rope_table, scores_gluon  # noqa: E402
+from kvfold.ops.latent_decode import plan as latent_plan  # noqa: E402
+from kvfold.ops.latent_decode import triton as latent_triton  # noqa: E402
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
 from kvfold.spec.layout import Group, cache_layout  # noqa: E402
 from pages import per_head  # noqa: E402
@@ -91,14 +91,17 @@ def recorders(module: ModuleType, *kernels: str) -> dict[str, Recorder]:
     return {name: Recorder(getattr(module, name)) for name in kernels}
 
 
-def one_sequence(groups: tuple[Group, ...], queries: int, width: int) -> tuple[torch.Tensor, ...]:
-    """q, arena, tables, lengths of a row in every group, as `decode` takes them."""
+def one_sequence(groups: tuple[Group, ...], queries: int, width: int) -> tuple[Any, ...]:
+    """q and pages of a row in every group, as `decode` takes them."""
     size = max(group.layout.page_units for group in groups) * 64
     return (
         torch.zeros(1, queries, width, dtype=torch.bfloat16),
-        torch.zeros(size, dtype=torch.uint8),
-        torch.zeros(1, len(groups), 1, dtype=torch.int32),
-        torch.ones(1, len(groups), dtype=torch.int32),
+        LayerPages(
+            torch.zeros(size, dtype=torch.uint8),
+            torch.zeros(1, len(groups), 1, dtype=torch.int32),
+            torch.ones(1, len(groups), dtype=torch.int32),
+            groups,
+        ),
     )
 
 
@@ -108,7 +111,7 @@ def direct(known: Shape, tuning: Tuning, queries: int, hard: bool) -> dict[str, 
     narrow = (known.widths[0] // 2, known.widths[1] // 4) if hard else known.widths
     ranks = [known.widths, narrow] * 4
     groups = per_head(ranks, page=known.page, bits=bits, zeros=hard).groups
-    place = one_sequence(groups, queries * len(groups), known.widths[0])
+    q, pages = one_sequence(groups, queries * len(groups), known.widths[0])
     slots = torch.zeros(1, dtype=torch.int64)
     kernels = recorders(decode_triton, "decode_kernel", "combine_kernel")
     planned = recorders(plan_triton, "plan_kernel")
@@ -117,8 +120,8 @@ def direct(known: Shape, tuning: Tuning, queries: int, hard: bool) -> dict[str, 
         mock.patch.multiple(decode_triton, **kernels, **early),
         mock.patch.multiple(plan_triton, **planned),
     ):
-        plan = plan_layers([groups], place[-1], queries, tuning, 1, slots=slots)[0]
-        decode_triton.decode(*place, groups, slots, 0.1, plan)
+        plan = plan_layers([groups], pages.lengths, queries, tuning, 1, slots=slots)[0]
+        decode_triton.decode(q, pages, slots, 0.1, plan)
     return kernels | planned
 
 
@@ -138,18 +141,19 @@ def rebuilt(
     spec = CacheSpec(geometry=geometry, layers=(layer,))
     groups = cache_layout(spec, page=64, bits=bits).groups
     angles = 5e5 ** (-torch.arange(64) / 64)
-    maps = KeyMaps(torch.zeros(8, 128, keys or values), torch.zeros(8, 128), angles)
-    place = (*one_sequence(groups, 32, 128), layer, groups, torch.zeros(1, dtype=torch.int64))
+    rope = rope_table(angles, 64, 128)
+    maps = KeyMaps(layer, torch.zeros(8, 128, keys or values), torch.zeros(8, 128), angles, rope)
+    place = (*one_sequence(groups, 32, 128), torch.zeros(1, dtype=torch.int64))
     names = "fold_kernel", "score_kernel", "value_kernel", "combine_kernel"
-    kernels, planned = recorders(rebuild_triton, *names), recorders(plan_triton, "plan_kernel")
-    hopper = recorders(rebuild_scores_gluon, "score_kernel")
+    kernels, planned = recorders(latent_triton, *names), recorders(plan_triton, "plan_kernel")
+    hopper = recorders(scores_gluon, "score_kernel")
     with (
-        mock.patch.multiple(rebuild_triton, **kernels),
-        mock.patch.multiple(rebuild_scores_gluon, **hopper),
+        mock.patch.multiple(latent_triton, **kernels),
+        mock.patch.multiple(scores_gluon, **hopper),
         mock.patch.multiple(plan_triton, **planned),
-        mock.patch.object(rebuild_plan, "hopper_heads", lambda *_: heads),
+        mock.patch.object(latent_plan, "hopper_heads", lambda *_: heads),
     ):
-        rebuild_triton.decode(*place, 0.1, maps, rope_table(maps.inv_freq, 64, 128))
+        latent_triton.latent_decode(*place, 0.1, maps)
     return (hopper if heads else kernels)["score_kernel"], kernels["value_kernel"]
 
 

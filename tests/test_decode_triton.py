@@ -29,10 +29,10 @@ if not GPU and not isinstance(tl.sum, interpreter.InterpretedFunction):
 
 from kvfold.ops.backend import use_triton  # noqa: E402
 from kvfold.ops.common.plan import longest_first, stream_k  # noqa: E402
+from kvfold.ops.common.tuning import Tuning  # noqa: E402
+from kvfold.ops.decode import decode  # noqa: E402
 from kvfold.ops.decode import triton as decode_triton  # noqa: E402
-from kvfold.ops.decode.reference import decode  # noqa: E402
 from kvfold.ops.decode.triton import DecodePlan, combine_options, plan_layers  # noqa: E402
-from kvfold.ops.decode.tuning import Tuning  # noqa: E402
 from pages import Case, error, mixed, per_head  # noqa: E402
 from test_store import DEVICE  # noqa: E402
 
@@ -79,8 +79,9 @@ pytestmark = [
 
 def cut(case: Case, tuning: Tuning, num_slices: int) -> DecodePlan:
     """A plan of exactly so many slices, down to one tile each."""
-    q, _, _, lengths, groups, slots, _ = case.args
-    counts, queries = lengths[slots], q.shape[1] // len(groups)
+    q, pages, slots, _ = case.args
+    groups, counts = pages.groups, pages.lengths[slots]
+    queries = q.shape[1] // len(groups)
     plan = plan_layers([groups], counts, queries, tuning, num_slices)[0]
     tiles = -(-counts.flatten() // tuning.block)
     cost = torch.arange(1, len(groups) + 1, device=q.device).repeat(len(counts))
@@ -264,7 +265,8 @@ def test_longest_first(num_slices: int) -> None:
     """ZACK's order computes the same, also with more slices than items."""
     case, tuning = ragged(), Tuning(block=16)
     plan = cut(case, tuning, num_slices)
-    lengths, slots = case.args[3], case.args[5]
+    _, pages, slots, _ = case.args
+    lengths = pages.lengths
     tiles = (-(-lengths[slots] // tuning.block)).flatten().tolist()
     slices = longest_first(tiles, [3, 2, 1] * len(slots), num_slices)
     assert slices.order.tolist() != sorted(slices.order.tolist()) or num_slices > 1
@@ -276,16 +278,17 @@ def test_longest_first(num_slices: int) -> None:
 def test_layers_planned_together() -> None:
     """Two layers of unlike groups in one arena's tables; q a part of more; lengths of slots."""
     cases = [ragged(seed=1), ragged(seed=2)]
-    counts = torch.cat([case.args[3][case.args[5]] for case in cases], 1)
+    counts = torch.cat([case.args[1].lengths[case.args[2]] for case in cases], 1)
     lengths, slots = counts.new_full((3, counts.shape[1]), 999), counts.new_tensor([2, 0]).long()
     lengths[slots] = counts
-    layers = [case.args[4] for case in cases]
+    layers = [case.args[1].groups for case in cases]
     plans = plan_layers(layers, lengths, 2, Tuning(block=16), 5, slots=slots)
     for case, plan in zip(cases, plans, strict=True):
-        q, arena, tables, lengths, *rest = case.args
+        q, pages, *rest = case.args
         q = torch.cat((q, q), 1)[:, : q.shape[1]]
-        tables, lengths = (torch.cat((x, x), 1)[:, : x.shape[1]] for x in (tables, lengths))
-        check(case, *decode_triton.decode(q, arena, tables, lengths, *rest, plan=plan))
+        tables, lengths = (torch.cat((x, x), 1)[:, : x.shape[1]] for x in pages[1:3])
+        pages = pages._replace(tables=tables, lengths=lengths)
+        check(case, *decode_triton.decode(q, pages, *rest, plan=plan))
 
 
 def test_decode_takes_the_kernel_where_there_is_one(monkeypatch) -> None:
@@ -293,8 +296,8 @@ def test_decode_takes_the_kernel_where_there_is_one(monkeypatch) -> None:
     use_triton.cache_clear()
     case = ragged()
     q, *rest = case.args
-    check(case, decode(q, *rest), decode_triton.decode(q, *rest)[1])
+    check(case, decode(q, *rest)[0], decode_triton.decode(q, *rest)[1])
     monkeypatch.setattr(decode_triton, "decode", lambda *_: pytest.fail("no kernel for 3 bits"))
     case = Case.of(per_head([(16, 16)], page=16, bits=3), [[9]], 2, torch.float16)
-    assert error(decode(*case.args), case.out) <= LIMITS[torch.float16]
+    assert error(decode(*case.args)[0], case.out) <= LIMITS[torch.float16]
     use_triton.cache_clear()

@@ -72,7 +72,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> tuple[Observer, list[dict[int, list
     runner, calls = runner_of(folded(None), evict="kv-compress", keep_tokens=0.9), []
     module = runner.model.model.layers[0].self_attn
 
-    def observe(q, lse, positions, arena, tables, lengths, groups, slots, scale, **_) -> None:
+    def observe(q, lse, positions, pages, slots, scale, **_) -> None:
         calls.append({})
         for slot, row, total, at in zip(slots.tolist(), q, lse, positions, strict=True):
             counts = at >= 0

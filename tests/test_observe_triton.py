@@ -21,8 +21,9 @@ from kvfold.cache.eviction.policies import Policy  # noqa: E402
 from kvfold.cache.eviction.select import attention_mass  # noqa: E402
 from kvfold.ops.backend import use_triton  # noqa: E402
 from kvfold.ops.common.pages import LayerPages  # noqa: E402
+from kvfold.ops.observe import observe, why_not  # noqa: E402
 from kvfold.ops.observe import triton as observe_triton  # noqa: E402
-from kvfold.ops.observe.reference import observe, observe_reference, supports  # noqa: E402
+from kvfold.ops.observe.reference import observe as observe_reference  # noqa: E402
 from kvfold.ops.store import reference as store  # noqa: E402
 from kvfold.spec.layout import CacheLayout  # noqa: E402
 from pages import heads_of, mixed, per_head, queries_of  # noqa: E402
@@ -77,20 +78,22 @@ class Case:
         skipped = (positions < 0)[:, None]
         q[skipped.expand(lse.shape)] = torch.nan
         lse = lse.masked_fill(skipped, torch.nan).float()
-        found = [x.to(DEVICE) for x in (q, lse, positions, on.arena, on.tables, all_lengths)]
-        case = cls((*found, groups, slots.to(DEVICE), SCALE), weights, where[:, None], valid)
+        found = [x.to(DEVICE) for x in (q, lse, positions)]
+        place = [x.to(DEVICE) for x in (on.arena, on.tables, all_lengths)]
+        args = *found, LayerPages(*place, groups), slots.to(DEVICE), SCALE
+        case = cls(args, weights, where[:, None], valid)
         one = torch.ones(valid.shape, device=DEVICE)
         store.add_metrics(*case.owner, one, valid.to(DEVICE))
         return case
 
     @property
     def arena(self) -> Tensor:
-        return self.args[3]
+        return self.args[3].arena
 
     @property
     def owner(self) -> tuple:
         """Pages and slots."""
-        return LayerPages(*self.args[3:7]), self.args[7]
+        return self.args[3:5]
 
     def metrics(self) -> Tensor:
         return store.read_metrics(*self.owner, self.valid.to(DEVICE)).cpu()
@@ -99,8 +102,8 @@ class Case:
         """float64 [B, G, T] of groups in the order of their heads, the 1 of the start included."""
         positions = self.args[2].cpu()[..., None]
         counts = (positions >= 0) & (self.where <= positions - exclude)
-        mass = (self.weights**power * counts[:, None]).unflatten(1, (len(self.args[6]), -1))
-        order = [group.heads[0] for group in self.args[6]]
+        mass = (self.weights**power * counts[:, None]).unflatten(1, (len(self.args[3].groups), -1))
+        order = [group.heads[0] for group in self.args[3].groups]
         return torch.where(self.valid, 1 + mass.sum((2, 3))[:, order], 0)
 
     def check(self, run, power: int, exclude: int = 0) -> None:
@@ -196,7 +199,7 @@ def test_agrees_with_explicit_weights(power: int, exclude: int) -> None:
     policy = Policy(name="all", power=power, exclude=exclude, continual=True)
     where = case.where.expand(-1, len(RAGGED), -1)
     lengths = torch.full((len(LENGTHS),), 9)
-    heads = [group.heads for group in case.args[6]]
+    heads = [group.heads for group in case.args[3].groups]
     mass = attention_mass(case.weights, where, case.args[2].cpu(), lengths, policy, heads)
     torch.testing.assert_close(case.metrics(), (1 + mass) * case.valid, rtol=2e-3, atol=1e-6)
 
@@ -209,11 +212,11 @@ def test_what_runs_where(monkeypatch) -> None:
     monkeypatch.setattr(observe_triton, "observe", lambda *_, **how: calls.append(how))
     case = Case.of(per_head(ranks, page=16, tracked=True), [[9]], 2, 2)
     observe(*case.args, power=2, exclude=3)
-    assert calls == [{"power": 2, "exclude": 3}] and supports(case.args[6])
+    assert calls == [{"power": 2, "exclude": 3}] and not why_not(case.args[3].groups, "cpu")
     case = Case.of(per_head(ranks, page=16, bits=3, tracked=True), [[40]], 2, 2)
     case.check(observe, power=2)
-    assert len(calls) == 1 and not supports(case.args[6])
-    assert not supports(per_head(ranks, page=16).groups)
+    assert len(calls) == 1 and why_not(case.args[3].groups, "cpu")
+    assert why_not(per_head(ranks, page=16).groups, "cpu")
     use_triton.cache_clear()
 
 
@@ -228,10 +231,10 @@ def compile_all() -> None:
 
     for bits, (rank, kept) in COMPILED:
         layout = per_head([(rank, rank), (rank // 2, 16)] * 4, page=32, bits=bits, tracked=True)
-        q, arena, tables, lengths = one_sequence(layout.groups, 32, rank)
+        q, pages = one_sequence(layout.groups, 32, rank)
         q = q[:, :, None].expand(-1, -1, kept, -1)
         positions = torch.zeros(1, kept, dtype=torch.int32)
-        place = arena, tables, lengths, layout.groups, torch.zeros(1, dtype=torch.int64)
+        place = pages, torch.zeros(1, dtype=torch.int64)
         kernels = recorders(observe_triton, "observe_kernel")
         with mock.patch.multiple(observe_triton, **kernels):
             observe_triton.observe(q, torch.zeros(q.shape[:3]), positions, *place, 0.1, power=2)

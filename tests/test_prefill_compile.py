@@ -14,9 +14,9 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from hopper import need_compiler, run_alone  # noqa: E402
+from kvfold.ops.prefill import KVView, Seen  # noqa: E402
 from kvfold.ops.prefill import triton as prefill_triton  # noqa: E402
 from kvfold.ops.prefill.plan import cut_for, widths_of  # noqa: E402
-from kvfold.ops.prefill.reference import KVView  # noqa: E402
 from test_decode_compile import SHARED, Recorder, operations  # noqa: E402
 
 # Key and value rank of the benchmark's variants, and the widest that there are.
@@ -47,9 +47,11 @@ def recorded(ranks: tuple[int, int], few: bool, positions: bool, window: int | N
         prefill_triton.prefill(
             torch.zeros(1, size, 4 * heads, ranks[0], dtype=torch.bfloat16).transpose(1, 2),
             keys, values,
-            counts=torch.full((1, heads), size), owner=tuple(range(heads)), positions=where,
-            queries=torch.arange(size)[None], scale=0.1, window=window,
-            cut=lambda widths: cut_for(widths, few),
+            Seen(
+                counts=torch.full((1, heads), size), owner=tuple(range(heads)), positions=where,
+                queries=torch.arange(size)[None], window=window,
+            ),
+            0.1, cut=lambda widths: cut_for(widths, few),
         )  # fmt: skip
     return recorder
 

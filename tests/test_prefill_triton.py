@@ -29,9 +29,10 @@ if not GPU and not isinstance(tl.sum, interpreter.InterpretedFunction):
     )
 
 from kvfold.ops.backend import use_triton  # noqa: E402
+from kvfold.ops.prefill import KVView, Seen, prefill, why_not  # noqa: E402
 from kvfold.ops.prefill import triton as prefill_triton  # noqa: E402
 from kvfold.ops.prefill.plan import Cut, classes_of, longest_first, parts, widths_of  # noqa: E402
-from kvfold.ops.prefill.reference import KVView, prefill, prefill_reference, supports  # noqa: E402
+from kvfold.ops.prefill.reference import prefill as prefill_reference  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 LIMIT, LSE = 1e-3, 1e-3
@@ -60,7 +61,8 @@ class Case:
     q: Tensor
     keys: KVView
     values: KVView
-    options: dict
+    seen: Seen
+    scale: float = 0.3
 
     @classmethod
     def of(
@@ -99,16 +101,16 @@ class Case:
             spread = [torch.randperm(2 * size)[:size] for _ in range(counts.numel())]
             where = torch.stack(spread).view(*counts.shape, size).int().to(DEVICE)
         queries = first + torch.arange(num_queries, device=DEVICE).repeat(batch, 1)
-        options = {"counts": counts, "owner": owner, "positions": where, "queries": queries}
-        return cls(q.half(), keys, values, options | {"scale": 0.3, "window": window})
+        seen = Seen(counts=counts, owner=owner, positions=where, queries=queries, window=window)
+        return cls(q.half(), keys, values, seen)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         sides = (replace(side, data=side.data.double()) for side in (self.keys, self.values))
-        return prefill_reference(self.q.double(), *sides, **self.options)
+        return prefill_reference(self.q.double(), *sides, self.seen, self.scale)
 
     def check(self, cut: Cut = CUT) -> tuple[Tensor, Tensor]:
-        options = self.options | {"cut": lambda _: cut}
-        launch = partial(prefill_triton.prefill, self.q, self.keys, self.values, **options)
+        place = self.q, self.keys, self.values, self.seen, self.scale
+        launch = partial(prefill_triton.prefill, *place, cut=lambda _: cut)
         if GPU:
             compile_ahead(launch)
         out, lse = launch()
@@ -147,18 +149,18 @@ def compile_ahead(launch: Callable) -> None:
 def brute(case: Case) -> Tensor:
     """Outputs, query by query, row by row: what the reference itself must be."""
     out = torch.zeros(*case.q.shape[:3], max(case.values.ranks), dtype=torch.float64)
-    o, group = case.options, case.q.shape[1] // len(case.options["owner"])
+    o, group = case.seen, case.q.shape[1] // len(case.seen.owner)
     for b, h, t in torch.cartesian_prod(*map(torch.arange, case.q.shape[:3])).tolist():
         head = h // group
-        g, at = o["owner"][head], int(o["queries"][b, t])
+        g, at = o.owner[head], int(o.queries[b, t])
         seen = []
-        for s in range(int(o["counts"][b, g])):
-            position = s if o["positions"] is None else int(o["positions"][b, g, s])
-            if position <= at and (o["window"] is None or position > at - o["window"]):
+        for s in range(int(o.counts[b, g])):
+            position = s if o.positions is None else int(o.positions[b, g, s])
+            if position <= at and (o.window is None or position > at - o.window):
                 seen.append(s)
         if seen:
             k, v = (side.head(head)[b, seen].double() for side in (case.keys, case.values))
-            weights = (k @ case.q[b, h, t, : k.shape[-1]].double() * o["scale"]).softmax(0)
+            weights = (k @ case.q[b, h, t, : k.shape[-1]].double() * case.scale).softmax(0)
             out[b, h, t, : v.shape[-1]] = weights @ v
     return out
 
@@ -228,7 +230,8 @@ def test_joint_values_serve_all_heads(rank: int) -> None:
 def test_many_sequences_and_groups_of_heads() -> None:
     counts = ((16, 3), (40, 40), (0, 0), (33, 1), (1, 17))
     case = Case.of(RAGGED, counts, 11, first=13, owner=(1, 0, 0, 1))
-    case.options["queries"] = case.options["queries"] + torch.arange(5, device=DEVICE)[:, None] * 9
+    queries = case.seen.queries + torch.arange(5, device=DEVICE)[:, None] * 9
+    case.seen = replace(case.seen, queries=queries)
     case.check(WIDE)
 
 
@@ -244,7 +247,7 @@ def test_rebuilt_keys_and_strided_queries(window: int | None) -> None:
     case.q = case.q.transpose(1, 2).contiguous().transpose(1, 2)
     out, _ = case.check()
     q = case.q.double()
-    row, query = torch.arange(45, device=DEVICE), case.options["queries"][0, :, None]
+    row, query = torch.arange(45, device=DEVICE), case.seen.queries[0, :, None]
     seen = (row <= query) & (row > query - (window or 99)) & (row < 40)
     want = torch.nn.functional.scaled_dot_product_attention(
         q[:1], k[:1].double(), v[:1].double(), seen, scale=0.3, enable_gqa=True
@@ -356,13 +359,13 @@ def test_prefill_takes_the_kernel_where_there_is_one(monkeypatch) -> None:
     use_triton.cache_clear()
     case = Case.of(((16, 16),), ((20,),), 5, first=15)
     want, _ = case.expected()
-    found, _ = prefill(case.q, case.keys, case.values, **case.options)
+    found, _ = prefill(case.q, case.keys, case.values, case.seen, case.scale)
     torch.testing.assert_close(found.double(), want, atol=2e-3, rtol=2e-3)
     monkeypatch.setattr(prefill_triton, "prefill", lambda *_, **__: pytest.fail("no kernel"))
     single = [replace(side, data=side.data.float()) for side in (case.keys, case.values)]
-    found, _ = prefill(case.q.float(), *single, **case.options)
+    found, _ = prefill(case.q.float(), *single, case.seen, case.scale)
     torch.testing.assert_close(found.double(), want, atol=1e-5, rtol=1e-5)
     for keys, values, there in ((256, 512, True), (257, 16, False), (16, 513, False)):
         sides = (replace(case.keys, ranks=(keys,)), replace(case.values, ranks=(values,)))
-        assert supports(case.q, *sides) is there
+        assert (why_not(case.q, *sides) is None) is there
     use_triton.cache_clear()

@@ -11,12 +11,20 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
+from kvfold.ops.backend import use_triton  # noqa: E402
 from kvfold.ops.common.pages import LayerPages  # noqa: E402
-from kvfold.ops.decode.tuning import Tuning  # noqa: E402
-from kvfold.ops.latent_decode import reference as rebuild  # noqa: E402
-from kvfold.ops.latent_decode import triton as rebuild_triton  # noqa: E402
-from kvfold.ops.latent_decode.plan import Passes, find_drift, plan_layers, rope_table  # noqa: E402
-from kvfold.ops.latent_decode.reference import KeyMaps, supports  # noqa: E402
+from kvfold.ops.common.tuning import Tuning  # noqa: E402
+from kvfold.ops.latent_decode import (  # noqa: E402
+    KeyMaps,
+    latent_decode,
+    plan_layers,
+    reference,
+    rope_table,
+)
+from kvfold.ops.latent_decode import triton as latent_triton  # noqa: E402
+from kvfold.ops.latent_decode.groups import unread  # noqa: E402
+from kvfold.ops.latent_decode.maps import find_drift  # noqa: E402
+from kvfold.ops.latent_decode.plan import HOPPER_BLOCK, Passes, table  # noqa: E402
 from kvfold.ops.store import reference as store  # noqa: E402
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
 from kvfold.spec.layout import cache_layout  # noqa: E402
@@ -74,10 +82,9 @@ class Case:
         for h, rank in enumerate(keys if kind != "small" else []):
             up[h, :, rank:] = 0
         inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
-        self.maps = KeyMaps(
-            up.half().to(DEVICE), random(heads, d).half().to(DEVICE), inv_freq.to(DEVICE), scaling
-        )
-        self.rope = rope_table(self.maps.inv_freq, 512, d)
+        inv_freq = inv_freq.to(DEVICE)
+        given = up.half().to(DEVICE), random(heads, d).half().to(DEVICE), inv_freq
+        self.maps = KeyMaps(self.layer, *given, rope_table(inv_freq, 512, d), scaling)
         self.q = random(batch, heads * queries, d).half().to(DEVICE)
 
     def _fill(self, page: int, batch: int, longest: int, chance: torch.Generator) -> None:
@@ -102,13 +109,10 @@ class Case:
 
     @property
     def pages(self) -> LayerPages:
-        return LayerPages(self.arena, self.tables, self.lengths, self.groups)
+        return LayerPages(self.arena, self.tables, self.lengths.to(DEVICE), self.groups)
 
     def run(self, function, **options) -> Tensor:
-        return function(
-            self.q, self.arena, self.tables, self.lengths.to(DEVICE), self.layer, self.groups,
-            self.slots, 0.1, self.maps, **options,
-        )  # fmt: skip
+        return function(self.q, self.pages, self.slots, 0.1, self.maps, **options)
 
 
 def explicit(case: Case) -> Tensor:
@@ -140,9 +144,9 @@ def explicit(case: Case) -> Tensor:
 
 def error(case: Case, passes: Passes | None = SMALL) -> float:
     """Of the kernels, relative to float64; passes None: as they come."""
-    assert supports(case.layer, case.groups)
+    assert not unread(case.layer, case.groups)
     want = explicit(case).float()
-    out, _ = case.run(rebuild_triton.decode, rope=case.rope, passes=passes)
+    out, _ = case.run(latent_triton.latent_decode, passes=passes)
     return float((out.float() - want).norm() / want.norm())
 
 
@@ -152,7 +156,7 @@ KINDS = [("lean", [16, 48], 64), ("palu", [48, 48], 64), ("small", [0, 0], 48)]
 @pytest.mark.parametrize("kind,keys,values", KINDS)
 def test_reference(kind: str, keys: list[int], values: int) -> None:
     case = Case(kind, keys, values, [37, 0, 16, 2], tracked=True, rotary=16, scaling=1.2)
-    found = case.run(rebuild.decode_reference, dtype=torch.float64)
+    found, _ = case.run(reference.latent_decode, dtype=torch.float64)
     torch.testing.assert_close(found.double(), explicit(case), rtol=2e-3, atol=1e-3)
 
 
@@ -181,7 +185,7 @@ def test_codes(kind: str, bits: int, zeros: bool) -> None:
 def test_slow_pairs(kind: str, keys: list[int], values: int, options: dict) -> None:
     """Half of the pairs are not rebuilt; rows are in two stretches, of 64, but for one query."""
     case = Case(kind, keys, values, [70, 17], d=64, **options)
-    case.run(rebuild_triton.decode, rope=case.rope, passes=SMALL)
+    case.run(latent_triton.latent_decode, passes=SMALL)
     (packed,) = case.maps.packed.values()
     assert packed.drift.fast == 16
     assert error(case) < 1e-3
@@ -220,8 +224,9 @@ def test_hopper(kind: str, keys: list[int], values: int, options: dict) -> None:
     case = Case(
         kind, keys, values, [600, 0, 64, 70, 1], **({"d": 128, "queries": 4, "page": 64} | options)
     )
-    case.maps = replace(case.maps, inv_freq=_angles(base, case.maps.rotary))
-    case.rope = rope_table(case.maps.inv_freq, 1024, case.maps.up.shape[1])
+    angles = _angles(base, case.maps.rotary)
+    rope = rope_table(angles, 1024, case.maps.up.shape[1])
+    case.maps = replace(case.maps, inv_freq=angles, rope=rope)
     assert error(case, None) < 1.5e-3
 
 
@@ -247,7 +252,7 @@ def test_slices_and_tiles_do_not_matter() -> None:
             scores=Tuning(block=score_block, warps=4, slices=slices),
             values=Tuning(block=value_block, warps=4, slices=slices),
         )
-        run = lambda: case.run(rebuild_triton.decode, rope=case.rope, passes=passes)  # noqa: B023, E731
+        run = lambda: case.run(latent_triton.latent_decode, passes=passes)  # noqa: B023, E731
         out, lse = run()
         assert torch.equal(out, run()[0])
         found.append((out, lse))
@@ -264,8 +269,8 @@ def test_parts_have_room(batch: int) -> None:
     """Whatever the number of sequences: the last item's part in the last slice is one of them."""
     case = Case("lean", [16] * 4, 32, [40])
     lengths = torch.full((batch, 1), 40, dtype=torch.int32, device=DEVICE)
-    options = [case.layer], [case.groups], lengths, 2, 32, torch.float16, 40 * batch
-    plan = plan_layers(*options)[0]
+    q = case.q.expand(batch, -1, -1)
+    plan = latent_triton.plan_layers(q, [(case.layer, case.groups)], lengths, 40 * batch)[0]
     items, slices = len(plan.values.counts), len(plan.values.starts) - 1
     assert items == batch and len(plan.room.part) >= slices + items
     assert len(plan.room.part_ml) == len(plan.room.part)
@@ -278,15 +283,42 @@ def test_large_scores_and_means() -> None:
     assert error(case) < 5e-3
 
 
+def test_reference_and_kernels_give_the_same_log_sum_exps(monkeypatch) -> None:
+    """By the public function, with a plan made before, and none where the reference runs."""
+    case, found = Case("lean", [16, 48], 64, [33, 0, 1]), []
+    lengths = case.lengths.to(DEVICE)[case.slots]
+    for name in ("reference", "triton"):
+        monkeypatch.setenv("KVFOLD_BACKEND", name)
+        use_triton.cache_clear()
+        (plan,) = plan_layers(case.q, [(case.layer, case.groups)], lengths, 34)
+        assert (plan is None) is (name == "reference")
+        found.append(case.run(latent_decode, plan=plan))
+    use_triton.cache_clear()
+    (want, lse), (out, own) = found
+    torch.testing.assert_close(out, want, rtol=1e-2, atol=2e-3)
+    torch.testing.assert_close(own, lse, rtol=0, atol=5e-3)
+    assert lse[case.slots == 1].isinf().all()
+
+
+def test_every_measured_cut_can_be_launched() -> None:
+    """Each kernel has one for all sizes, and the one for Hopper has tiles of a warp group."""
+    last = {x["kernel"]: x for x, _ in table()}
+    assert {name: x["most"] for name, x in last.items()} == dict.fromkeys(
+        ("scores_triton", "scores_gluon", "values_triton")
+    )
+    assert not any(x["exact"] or x["bits"] for x in last.values())
+    assert all(x.block == HOPPER_BLOCK for how, x in table() if how["kernel"] == "scores_gluon")
+
+
 def test_supports() -> None:
     case = Case("lean", [16, 16], 32, [1])
-    assert supports(case.layer, case.groups)
+    assert not unread(case.layer, case.groups)
     post = LayerSpec(keys="post", values="fused", latents=case.layer.latents)
-    assert not supports(post, case.groups)
-    assert not supports(*layer_and_groups(bits=2))
-    assert not supports(*layer_and_groups(bits=4, sub_group=16))
-    assert not supports(*layer_and_groups(bits=4, format="kivi"))
-    assert not supports(*layer_and_groups(ranks=[16, 0]))
+    assert unread(post, case.groups)
+    assert unread(*layer_and_groups(bits=2))
+    assert unread(*layer_and_groups(bits=4, sub_group=16))
+    assert unread(*layer_and_groups(bits=4, format="kivi"))
+    assert unread(*layer_and_groups(ranks=[16, 0]))
 
 
 def layer_and_groups(ranks: tuple[int, ...] | list[int] = (32, 32), **options):

@@ -12,8 +12,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvfold.bench import timing
 from kvfold.bench.workload import SHAPES, Variant
+from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.decode import tuning as tuning_table
-from kvfold.ops.decode.tuning import Shape, Tuning, table
+from kvfold.ops.decode.tuning import Shape, table
 from test_store import DEVICE
 
 TOOL = Path(__file__).parents[1] / "tools" / "tune_decode.py"

@@ -1,4 +1,4 @@
-"""Find how the decode kernel is best cut on this GPU: src/kvfold/ops/tuning.json anew.
+"""Find how the decode kernel is best cut on this GPU: src/kvfold/ops/decode/tuning.json anew.
 
     python tools/tune_decode.py
 
@@ -26,9 +26,10 @@ from kvfold.bench.workload import SHAPES, Variant, Workload, build_workload
 from kvfold.cli.common import versions
 from kvfold.files import check_writable, write_json
 from kvfold.ops.common.plan import power_of_two
+from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.decode import triton as decode_triton
 from kvfold.ops.decode.triton import plan_layers
-from kvfold.ops.decode.tuning import FILE, Shape, Tuning
+from kvfold.ops.decode.tuning import FILE, Shape
 from kvfold.spec import Geometry
 
 SEED, LAYERS = 0, 2
@@ -78,23 +79,21 @@ def candidates(shape: Shape) -> list[Tuning]:
 def step_of(work: Workload, tuning: Tuning) -> Step:
     """The kernel and its merge, layer after layer; plans are made once."""
     geometry = work.layout.spec.geometry
-    layers = [work.layer(number) for number in range(LAYERS)]
+    layers = [work.pages(number) for number in range(LAYERS)]
     plans = [
-        plan_layers([groups], lengths[work.slots], geometry.queries_per_kv, tuning)[0]
-        for _, lengths, groups in layers
+        plan_layers([x.groups], x.lengths[work.slots], geometry.queries_per_kv, tuning)[0]
+        for x in layers
     ]
 
     def run(number: int) -> torch.Tensor:
-        place = work.arena, *layers[number % LAYERS], work.slots
-        plan = plans[number % LAYERS]
-        return decode_triton.decode(work.q, *place, geometry.scaling, plan=plan)[0]
+        pages, plan = layers[number % LAYERS], plans[number % LAYERS]
+        return decode_triton.decode(work.q, pages, work.slots, geometry.scaling, plan)[0]
 
     return run
 
 
 def verify(work: Workload, step: Step) -> None:
-    tables, lengths, groups = work.layer(0)
-    place = work.arena, tables, lengths, groups, 0, work.layout.spec.geometry.scaling
+    place = *work.pages(0), 0, work.layout.spec.geometry.scaling
     out = step(0)
     assert isinstance(out, torch.Tensor)
     check("decode", out[0], decode_one(work.q[0], *place, work.dv))

@@ -19,11 +19,12 @@ from kvfold.bench.baselines import Unavailable
 from kvfold.bench.reference import check
 from kvfold.bench.timing import Step
 from kvfold.bench.variants import DTYPE
-from kvfold.ops.prefill.reference import KVView, prefill, prefill_reference, supports
+from kvfold.ops.prefill import KVView, Seen, prefill, why_not
+from kvfold.ops.prefill.reference import prefill as prefill_reference
 from kvfold.spec import Geometry
 
 CHECKED = 128  # queries of the first sequence that are compared with the reference
-Run = Callable[..., tuple[Tensor, Tensor]]  # of kvfold.ops.prefill.reference.prefill
+Run = Callable[..., tuple[Tensor, Tensor]]  # of kvfold.ops.prefill.prefill
 CUT = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(?:r(\d+))?")
 
 # What is kept of keys and of values, in turn over the KV heads.
@@ -54,16 +55,13 @@ class Work:
 
     def attend(self, run: Run, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = self.sides[layer % len(self.sides)]
-        return run(
-            self.q,
-            keys,
-            values,
+        seen = Seen(
             counts=self.counts,
             owner=tuple(range(len(keys.ranks))),
             positions=None,
             queries=self.queries,
-            scale=self.scale,
         )
+        return run(self.q, keys, values, seen, self.scale)
 
     def check(self, name: str, out: Tensor) -> None:
         """Raises RuntimeError where `out` [B, Hq, T, >= dv] of layer 0 is wrong."""
@@ -162,7 +160,7 @@ def variant_step(name: str, work: Work) -> Step:
     how = name.partition("@")[2]
     if not how:
         return work.step()
-    if not supports(work.q, *work.sides[0]):
+    if why_not(work.q, *work.sides[0]):
         raise Unavailable("there is no kernel to cut here")
     from kvfold.ops.prefill import triton as prefill_triton
 
@@ -179,6 +177,4 @@ def variant_step(name: str, work: Work) -> Step:
         times = 2 ** min(round(log2((most + 1) / (sum(widths) + 1))), 2)
         return prefill_triton.Cut(pairs=64 * times, warps=4 * min(times, 2))
 
-    return work.step(
-        lambda *sides, **options: prefill_triton.prefill(*sides, **options, cut=cut_for)
-    )
+    return work.step(lambda *place: prefill_triton.prefill(*place, cut=cut_for))

@@ -17,6 +17,7 @@ from kvfold.bench.decode import WARM, release, unfit
 from kvfold.bench.variants import SHAPES, VARIANTS, Variant, variant_layout
 from kvfold.engine.engine import Engine
 from kvfold.engine.request import CacheParams
+from kvfold.ops.common import launch
 
 POLICY = "kv-compress"
 RUNS = 3  # compressions that are timed, after one that is not
@@ -179,13 +180,11 @@ def _eager(engine: Engine) -> Iterator[None]:
     if graphs is None:
         yield
         return
-    from kvfold.ops.decode import triton as decode_triton
-
-    early, decode_triton.PDL = decode_triton.PDL, False
+    early, launch.PDL = launch.PDL, False
     try:
         yield
     finally:
-        runner.graphs, decode_triton.PDL = graphs, early
+        runner.graphs, launch.PDL = graphs, early
 
 
 def _compressions(

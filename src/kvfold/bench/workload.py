@@ -16,18 +16,18 @@ from kvfold.bench.reference import decode_one
 from kvfold.bench.synthetic_cache import build_pages, draw_lengths
 from kvfold.bench.timing import Step
 from kvfold.bench.variants import DTYPE, SHAPES, VARIANTS, Variant, variant_layout
-from kvfold.ops.backend import use_triton
-from kvfold.ops.decode.reference import has_kernel, plan_layers
-from kvfold.ops.latent_decode import plan as rebuild_plan
-from kvfold.ops.latent_decode import reference as rebuild
-from kvfold.ops.latent_decode.reference import KeyMaps
+from kvfold.ops import decode as score_space
+from kvfold.ops import latent_decode
+from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.latent_decode import KeyMaps
+from kvfold.ops.latent_decode.reference import latent_decode as decode_latents
 from kvfold.spec import Geometry
 from kvfold.spec.layout import CacheLayout, Group
 
 __all__ = ["DTYPE", "SHAPES", "VARIANTS", "Variant", "Workload", "build_workload", "layer_bytes"]
 
 
-Decode = Callable[..., Tensor]  # of kvfold.ops.decode.reference.decode
+Decode = Callable[..., tuple[Tensor, Tensor]]  # of kvfold.ops.decode.decode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Workload:
     """q [B, Hq, dk], or [B, Hq, d] where keys are rebuilt, in DTYPE, zero beyond a head's rank;
     arena uint8; tables int32 [B, N G, n]; lengths int32 [B, N G], rows their copy on the host;
     slots int64 [B]; row_bytes: what attention must read of a layer, numbers and scales of all rows,
-    averaged over layers; dv: widest value rank; maps, rope: what rebuilds keys, a map a layer."""
+    averaged over layers; dv: widest value rank; maps: what rebuilds keys, of every layer."""
 
     variant: Variant
     layout: CacheLayout
@@ -48,12 +48,15 @@ class Workload:
     row_bytes: float
     dv: int
     maps: tuple[KeyMaps, ...] = ()
-    rope: Tensor | None = None
 
     def layer(self, number: int) -> tuple[Tensor, Tensor, tuple[Group, ...]]:
         """(tables, lengths, groups) of a layer; numbers go round."""
         where = self.layout.layer_groups[number % self.num_layers]
         return self.tables[:, where], self.lengths[:, where], self.layout.groups[where]
+
+    def pages(self, number: int) -> LayerPages:
+        """Of a layer, as ops take them."""
+        return LayerPages(self.arena, *self.layer(number))
 
     @property
     def num_layers(self) -> int:
@@ -80,13 +83,11 @@ class Workload:
 
     def expected(self) -> Tensor:
         """What layer 0 gives for the first sequence, fp32 [Hq, dv], written out."""
-        tables, lengths, groups = self.layer(0)
-        scale = self.layout.spec.geometry.scaling
+        pages, scale = self.pages(0), self.layout.spec.geometry.scaling
         if not self.maps:
-            return decode_one(self.q[0], self.arena, tables, lengths, groups, 0, scale, self.dv)
-        layer, slots = self.layout.spec.layers[0], self.slots[:1]
-        place = self.arena, tables, lengths, layer, groups, slots, scale, self.maps[0]
-        return rebuild.decode_reference(self.q[:1], *place, dtype=torch.float32)[0].float()
+            return decode_one(self.q[0], *pages, 0, scale, self.dv)
+        place = pages, self.slots[:1], scale, self.maps[0]
+        return decode_latents(self.q[:1], *place, dtype=torch.float32)[0][0].float()
 
     def step(self, decode: Decode) -> Step:
         """`decode` over layer after layer. The first plans for all, as the engine does."""
@@ -101,12 +102,11 @@ class Workload:
 
         def run(number: int) -> Tensor:
             if planned and (plans[0] is None or (number == 0 and not fixed)):
-                queries = geometry.queries_per_kv
-                plans[:] = plan_layers(self.groups, self.lengths[self.slots], queries)
+                place = self.groups, self.lengths[self.slots], geometry.queries_per_kv
+                plans[:] = score_space.plan_layers(*place)
                 plans[:] = self._recut(plans) if fixed else plans
-            tables, lengths, groups = self.layer(number)
-            place = self.arena, tables, lengths, groups, self.slots
-            return decode(self.q, *place, geometry.scaling, plan=plans[number % len(plans)])
+            plan = plans[number % len(plans)]
+            return decode(self.q, self.pages(number), self.slots, geometry.scaling, plan=plan)[0]
 
         return run
 
@@ -117,24 +117,17 @@ class Workload:
         return [recut(plan, own, cost, self.variant.how) for plan, own, cost in each]
 
     def _rebuilt_step(self) -> Step:
-        spec, planned = self.layout.spec, self.has_kernel
-        geometry = spec.geometry
-        size = geometry.queries_per_kv, geometry.head_dim, self.q.dtype, self._most_rows()
+        spec, most = self.layout.spec, self._most_rows()
         plans: list[Any] = [None] * self.num_layers
 
         def run(number: int) -> Tensor:
-            at, (tables, lengths, groups) = number % len(plans), self.layer(number)
-            place = self.arena, tables, lengths, spec.layers[at], groups, self.slots
-            maps = spec.geometry.scaling, self.maps[at]
-            if not planned:
-                return rebuild.decode_reference(self.q, *place, *maps)
-            from kvfold.ops.latent_decode import triton as rebuild_triton
-
             if number == 0 or plans[0] is None:
+                layers = list(zip(spec.layers, self.groups, strict=True))
                 counts = self.lengths[self.slots]
-                plans[:] = rebuild_plan.plan_layers(spec.layers, self.groups, counts, *size)
-            assert self.rope is not None
-            return rebuild_triton.decode(self.q, *place, *maps, self.rope, plans[at])[0]
+                plans[:] = latent_decode.plan_layers(self.q, layers, counts, most)
+            at, pages = number % len(plans), self.pages(number)
+            maps = spec.geometry.scaling, self.maps[at], plans[at]
+            return latent_decode.latent_decode(self.q, pages, self.slots, *maps)[0]
 
         return run
 
@@ -147,9 +140,9 @@ class Workload:
         """Whether what is timed are kernels, not PyTorch."""
         device = self.q.device.type
         if not self.maps:
-            return has_kernel(self.groups, device)
+            return not any(score_space.why_not(groups, device) for groups in self.groups)
         each = zip(self.layout.spec.layers, self.groups, strict=True)
-        return use_triton(device) and all(rebuild.supports(*x) for x in each)
+        return not any(latent_decode.why_not(*x, device) for x in each)
 
 
 def layer_bytes(geometry: Geometry, variant: Variant, batch: int, tokens: int) -> int:
@@ -178,7 +171,9 @@ def build_workload(
     arena, tables = build_pages(layout, rows, generator, device)
     sizes = torch.tensor([_row_bytes(group) for group in layout.groups])
     rebuilt = layout.spec.layers[0].keys == "pre"
-    maps = _maps(layout, rope_base, generator, device) if rebuilt else ()
+    # The table is for all rows, and a tile more.
+    positions = int(rows.max()) + 256
+    maps = _maps(layout, rope_base, positions, generator, device) if rebuilt else ()
     return Workload(
         variant=variant,
         layout=layout,
@@ -191,30 +186,30 @@ def build_workload(
         row_bytes=float((rows * sizes).sum()) / num_layers,
         dv=_widest(layout, "v"),
         maps=maps,
-        rope=_rope(maps[0], int(rows.max())) if maps else None,
     )
 
 
 def _maps(
-    layout: CacheLayout, rope_base: float, generator: torch.Generator, device: torch.device
+    layout: CacheLayout,
+    rope_base: float,
+    positions: int,
+    generator: torch.Generator,
+    device: torch.device,
 ) -> tuple[KeyMaps, ...]:
     """Maps of every layer, of which a key's numbers are about as large as a latent's."""
     spec, geometry, found = layout.spec.layers[0], layout.spec.geometry, []
     ranks = {head: x.rank for x in spec.key_latents for head in x.heads}
     pairs = torch.arange(0, geometry.head_dim, 2, device=device) / geometry.head_dim
+    angles = rope_base**-pairs
+    rope = latent_decode.rope_table(angles, positions, geometry.head_dim)
     for _ in layout.spec.layers:
         size = geometry.num_kv_heads, geometry.head_dim, max(ranks.values())
         up = torch.zeros(size, dtype=DTYPE, device=device)
         for head, rank in ranks.items():
             up[head, :, :rank].normal_(std=rank**-0.5, generator=generator)
         mean = torch.empty(size[:2], dtype=DTYPE, device=device).normal_(generator=generator)
-        found.append(KeyMaps(up=up, mean=mean, inv_freq=rope_base**-pairs))
+        found.append(KeyMaps(layer=spec, up=up, mean=mean, inv_freq=angles, rope=rope))
     return tuple(found)
-
-
-def _rope(maps: KeyMaps, rows: int) -> Tensor:
-    """The table for `rows` positions, and a tile more."""
-    return rebuild_plan.rope_table(maps.inv_freq, rows + 256, maps.up.shape[1])
 
 
 def _row_bytes(group: Group) -> int:

@@ -73,7 +73,7 @@ def attention(
         rounds=rounds,
         cases=tuple(cases),
     )
-    from kvfold.ops.decode.reference import decode
+    from kvfold.ops.decode import decode
 
     device = torch.device(default_device())
     ceiling = measure_ceiling(device, rounds)

@@ -7,7 +7,7 @@ Nothing here waits for the device, so that a step can be captured as a CUDA grap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +15,10 @@ from torch import Tensor
 from kvfold.engine.backends import AttentionContext, AttentionMetadata
 from kvfold.engine.observer import Observer
 from kvfold.models.adapter import LONG_ROPE, HFAttention
+from kvfold.ops import decode, latent_decode
 from kvfold.ops.backend import use_triton
-from kvfold.ops.decode import reference as decode
-from kvfold.ops.latent_decode import reference as rebuild
-from kvfold.ops.latent_decode.reference import KeyMaps
+from kvfold.ops.latent_decode import KeyMaps
 from kvfold.spec.layout import Group
-
-if TYPE_CHECKING:
-    from kvfold.ops.decode.triton import DecodePlan
-    from kvfold.ops.latent_decode.plan import RebuildPlan
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ class DirectDecode:
         self, setup: AttentionContext, layers: list[LayerBatch], observer: Observer | None
     ) -> None:
         self.setup, self.layers, self.observer = setup, layers, observer
-        self.plans: dict[int, DecodePlan] = {}
+        self.plans: dict[int, Any] = {}
         self.kept: Tensor | None = None  # where the observer keeps the part's queries
 
     def takes(self, module: HFAttention, part: AttentionMetadata) -> bool:
@@ -76,16 +71,14 @@ class DirectDecode:
 
     def attend(self, module: HFAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, 1, r] -> [B, 1, D]."""
-        from kvfold.ops.decode import triton as decode_triton
-
         if not self.plans:
             for x in self.layers:
                 counts, queries = x.lengths(self.setup, part), module.num_key_value_groups
-                plans = decode_triton.plan_layers(x.groups, counts, queries)
+                plans = decode.plan_layers(x.groups, counts, queries)
                 self.plans.update(zip(x.layers, plans, strict=True))
         layer, q = module.layer_idx, q[:, :, 0]
-        place = *self.setup.pages[layer], part.slots
-        out, lse = decode_triton.decode(q, *place, module.scaling, self.plans[layer])
+        place = self.setup.pages[layer], part.slots
+        out, lse = decode.decode(q, *place, module.scaling, self.plans[layer])
         if self.observer is not None and part.prompt_lengths is not None:
             if self.kept is None:
                 self.kept = self.observer.rows_of(part)
@@ -95,20 +88,19 @@ class DirectDecode:
 
 @dataclass(frozen=True)
 class Rebuilder:
-    """What rebuilds the keys of layers, made once: their maps by layer, and one table of angles."""
+    """What rebuilds the keys of layers, made once: their maps by layer."""
 
     layers: list[LayerBatch]
     maps: Mapping[int, KeyMaps]
-    rope: Tensor
 
 
 class RebuiltDecode:
-    """Keys rebuilt from latents before RoPE, by `ops.rebuild`'s kernels, where they are not
+    """Keys rebuilt from latents before RoPE, by `ops.latent_decode`'s kernels, where they are not
     observed. A step has one decoding part."""
 
     def __init__(self, setup: AttentionContext, rebuilder: Rebuilder) -> None:
         self.setup, self.rebuilder = setup, rebuilder
-        self.plans: dict[int, RebuildPlan] = {}
+        self.plans: dict[int, Any] = {}
 
     def takes(self, module: HFAttention, part: AttentionMetadata) -> bool:
         mine = module.layer_idx in self.rebuilder.maps
@@ -116,44 +108,31 @@ class RebuiltDecode:
 
     def attend(self, module: HFAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, 1, d], rotated -> [B, 1, D]."""
-        from kvfold.ops.latent_decode import triton as rebuild_triton
-
+        q = q[:, :, 0].contiguous()
         if not self.plans:
-            self._plan(part, module.num_key_value_groups, q.dtype)
-        layer, q = module.layer_idx, q[:, :, 0].contiguous()
-        arena, tables, lengths, groups = self.setup.pages[layer]
-        out, _ = rebuild_triton.decode(
-            q,
-            arena,
-            tables,
-            lengths,
-            module.spec,
-            groups,
-            part.slots,
-            module.scaling,
-            self.rebuilder.maps[layer],
-            self.rebuilder.rope,
-            self.plans[layer],
-        )
+            self._plan(part, q)
+        layer = module.layer_idx
+        place = self.setup.pages[layer], part.slots, module.scaling
+        maps, plan = self.rebuilder.maps[layer], self.plans[layer]
+        out, _ = latent_decode.latent_decode(q, *place, maps, plan)
         return module.output(out[:, :, None])
 
-    def _plan(self, part: AttentionMetadata, queries: int, dtype: torch.dtype) -> None:
-        from kvfold.ops.latent_decode.plan import plan_layers
-
+    def _plan(self, part: AttentionMetadata, q: Tensor) -> None:
         spec = self.setup.pool.layout.spec
         for x in self.rebuilder.layers:
-            layers, counts = [spec.layers[i] for i in x.layers], x.lengths(self.setup, part)
-            size = queries, spec.geometry.head_dim, dtype, part.rows
-            plans = plan_layers(layers, x.groups, counts, *size)
+            each, counts = zip(x.layers, x.groups, strict=True), x.lengths(self.setup, part)
+            layers = [(spec.layers[i], groups) for i, groups in each]
+            plans = latent_decode.plan_layers(q, layers, counts, part.rows)
             self.plans.update(zip(x.layers, plans, strict=True))
 
 
 def direct_layers(setup: AttentionContext) -> list[int]:
     """Layers that `DirectDecode` does: a query sees all rows, which its kernel reads."""
+    spec, device = setup.pool.layout.spec, setup.pool.device.type
     return [
         i
         for i in _unwindowed(setup)
-        if setup.pool.layout.spec.layers[i].keys != "pre" and decode.supports(setup.pages[i].groups)
+        if spec.layers[i].keys != "pre" and not decode.why_not(setup.pages[i].groups, device)
     ]
 
 
@@ -164,25 +143,24 @@ def rebuilder_of(setup: AttentionContext, modules: Sequence[Any]) -> Rebuilder |
     layers = [
         i
         for i in _unwindowed(setup)
-        if rebuild.supports(spec.layers[i], setup.pages[i].groups)
+        if not latent_decode.why_not(spec.layers[i], setup.pages[i].groups, setup.pool.device.type)
         and modules[i].rotary is not None
         and modules[i].rotary.rope_type not in LONG_ROPE
     ]
     if not layers:
         return None
-    from kvfold.ops.latent_decode.plan import rope_table
-
-    maps = {i: _key_maps(modules[i]) for i in layers}
-    angles = maps[layers[0]].inv_freq
-    rope = rope_table(angles, setup.pool.max_tokens, spec.geometry.head_dim)
-    return Rebuilder(bunches(setup, layers), maps, rope)
+    angles = modules[layers[0]].rotary.rotary.inv_freq.float()
+    rope = latent_decode.rope_table(angles, setup.pool.max_tokens, spec.geometry.head_dim)
+    maps = {i: _key_maps(modules[i], rope) for i in layers}
+    return Rebuilder(bunches(setup, layers), maps)
 
 
-def _key_maps(module: HFAttention) -> KeyMaps:
+def _key_maps(module: HFAttention, rope: Tensor) -> KeyMaps:
     assert module.rotary is not None
     rotary: Any = module.rotary.rotary
     up = module.key_columns.per_head(module.key_up, module.geometry.head_dim).detach()
-    return KeyMaps(up, module.key_mean.detach(), rotary.inv_freq.float(), rotary.attention_scaling)
+    mean, angles = module.key_mean.detach(), rotary.inv_freq.float()
+    return KeyMaps(module.spec, up, mean, angles, rope, rotary.attention_scaling)
 
 
 def _unwindowed(setup: AttentionContext) -> list[int]:

@@ -14,10 +14,10 @@ from kvfold.engine.backends import AttentionContext, AttentionMetadata
 from kvfold.models.adapter import HFAttention
 from kvfold.models.folded import Columns, RowView
 from kvfold.ops.common.attention import Tables
-from kvfold.ops.observe.reference import observe
-from kvfold.ops.observe.reference import supports as can_observe
-from kvfold.ops.prefill.reference import KVView, prefill
-from kvfold.ops.prefill.reference import supports as can_prefill
+from kvfold.ops.observe import observe
+from kvfold.ops.observe import why_not as why_not_observed
+from kvfold.ops.prefill import KVView, Seen, prefill
+from kvfold.ops.prefill import why_not as why_not_prefilled
 from kvfold.ops.store import StoredRows, add_metrics, gather
 from kvfold.spec.layout import Group
 
@@ -42,17 +42,15 @@ class Gathered:
         if self._may_use_kernels(module, part):
             early = module.rebuilds_values_first(q.shape[2], size)
             sides = _keys(module, stored.rows, rope), _values(module, stored.rows, early)
-            if can_prefill(q, *sides):
-                out, lse = prefill(
-                    q,
-                    *sides,
+            if not why_not_prefilled(q, *sides):
+                seen = Seen(
                     counts=counts,
                     owner=_owner(groups),
                     positions=stored.positions if groups[0].layout.tracked else None,
                     queries=part.positions,
-                    scale=module.scaling,
                     window=self.setup.windows[layer],
                 )
+                out, lse = prefill(q, *sides, seen, module.scaling)
                 self._observe(module, part, q, lse)
                 return module.output(out, early)
         return self._by_torch(module, part, q, stored, rope)
@@ -60,9 +58,10 @@ class Gathered:
     def _may_use_kernels(self, module: HFAttention, part: AttentionMetadata) -> bool:
         """One query a sequence is not worth a tile; metrics have a kernel, or need weights."""
         groups = self.setup.pages[module.layer_idx].groups
-        return not part.decode and (
-            part.prompt_lengths is None or (module.spec.keys != "pre" and can_observe(groups))
-        )
+        observed = part.prompt_lengths is not None
+        if part.decode or (observed and module.spec.keys == "pre"):
+            return False
+        return not observed or not why_not_observed(groups, self.setup.pool.device.type)
 
     def _observe(
         self, module: HFAttention, part: AttentionMetadata, q: Tensor, lse: Tensor
@@ -73,7 +72,7 @@ class Gathered:
             return
         counted = observed(part.positions, part.prompt_lengths, policy)
         positions = part.positions.masked_fill(~counted, -1)
-        place = *self.setup.pages[module.layer_idx], part.slots, module.scaling
+        place = self.setup.pages[module.layer_idx], part.slots, module.scaling
         observe(q, lse, positions, *place, power=policy.power, exclude=policy.exclude)
 
     def _by_torch(

@@ -17,7 +17,7 @@ from kvfold.cache.slabs import upload
 from kvfold.engine.backends import AttentionContext, AttentionMetadata
 from kvfold.engine.request import Request, ScheduledChunk
 from kvfold.models.adapter import HFAttention
-from kvfold.ops.observe.reference import observe
+from kvfold.ops.observe import observe
 
 WINDOW = 8  # queries of a sequence that are kept: reading keys then costs a decode step 6 %
 
@@ -103,7 +103,7 @@ class Observer:
                 q,
                 lse,
                 positions,
-                *self.setup.pages[layer],
+                self.setup.pages[layer],
                 slots,
                 module.scaling,
                 power=policy.power,

@@ -21,7 +21,7 @@ from kvfold.models.adapter import HFAttention, PagedRows
 from kvfold.models.families import attention_windows, family_of
 from kvfold.ops import store
 from kvfold.ops.common.attention import Tables
-from kvfold.ops.observe.reference import supports as can_observe
+from kvfold.ops.observe import why_not as why_not_observed
 
 
 class Attention:
@@ -40,7 +40,8 @@ class Attention:
         decoded = {*direct, *(rebuilder.maps if rebuilder else ())}
         self.setup, self.observer = setup, None
         if setup.watches_decodes:
-            decoded = {i for i in direct if can_observe(setup.pages[i].groups)}
+            groups, device = [x.groups for x in setup.pages], pool.device.type
+            decoded = {i for i in direct if not why_not_observed(groups[i], device)}
             seen = {i: modules[i] for i in decoded}
             self.observer = Observer(setup, seen) if seen else None
         self.captures = pool.device.type == "cuda" and len(decoded) == len(modules)

@@ -1,22 +1,103 @@
-"""Which implementation the functions of `ops` use: chosen once a process, logged, never switched.
+"""Which implementation an operation uses: a function of the device, KVFOLD_BACKEND and the data
+alone, remembered, logged once and never switched.
 
 KVFOLD_BACKEND: `auto` (Triton on a CUDA device, where it is installed), `triton` or `reference`.
 """
 
 import logging
 import os
+from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 
 BACKENDS = ("auto", "triton", "reference")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation for some data: `module`'s function of the operation's name. refused:
+    why those that come before it do not."""
+
+    name: str
+    module: ModuleType
+    refused: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation's package, and its modules that implement it, in order of preference.
+
+    Each has the functions that the package names, and `why_not(*data)`: None where it serves these
+    data, else the reason, a short phrase for a user. It is imported when it is asked. A name's
+    first word is the backend that it needs (`triton`, `triton_split`). The last, `reference`, is
+    plain PyTorch, serves all data and is not asked.
+    """
+
+    package: str
+    implementations: tuple[str, ...]
+
+    def choose(self, device_type: str, *data: Hashable) -> Choice:
+        """The first implementation that runs on this type of device and serves these data."""
+        return _choose(self, _wanted(), use_triton(device_type), device_type, data)
+
+    def why_not(self, device_type: str, *data: Hashable) -> str | None:
+        """Why the reference runs on these data; None where another implementation does."""
+        found = self.choose(device_type, *data)
+        last = found.name == self.implementations[-1]
+        return "; ".join(found.refused) if last else None
+
+
+def _wanted() -> str:
+    return os.environ.get("KVFOLD_BACKEND", "auto")
+
+
+@lru_cache(maxsize=4096)
+def _choose(
+    operation: Operation, wanted: str, triton: bool, device_type: str, data: tuple[Hashable, ...]
+) -> Choice:
+    refused: list[str] = []
+    *others, last = operation.implementations
+    for name in others:
+        reason = _away(name.partition("_")[0], wanted, triton, device_type)
+        if reason is None:
+            module = import_module(f"{operation.package}.{name}")
+            if (reason := module.why_not(*data)) is None:
+                break
+        refused.append(reason)
+    else:
+        name, module = last, import_module(f"{operation.package}.{last}")
+    _log(operation.package.rpartition(".")[2], device_type, name, *refused)
+    return Choice(name, module, tuple(refused))
+
+
+def _away(backend: str, wanted: str, triton: bool, device_type: str) -> str | None:
+    """Why a backend does not run on this type of device, whatever the data."""
+    if wanted not in ("auto", backend):
+        return f"KVFOLD_BACKEND is {wanted}"
+    if backend != "triton" or triton:
+        return None
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    return f"Triton's kernels run on cuda, not on {device_type}"
+
+
+@lru_cache
+def _log(operation: str, device_type: str, name: str, *refused: str) -> None:
+    """Once for every choice and its reasons, which many layers share."""
+    reasons = f" ({'; '.join(refused)})" if refused else ""
+    log.info("%s on %s: %s%s", operation, device_type, name, reasons)
 
 
 @lru_cache
 def use_triton(device_type: str) -> bool:
     """Whether kernels run on this type of device. Raises ValueError for an unknown backend."""
-    wanted = os.environ.get("KVFOLD_BACKEND", "auto")
+    wanted = _wanted()
     if wanted not in BACKENDS:
         raise ValueError(f"KVFOLD_BACKEND must be one of {', '.join(BACKENDS)}; got {wanted!r}")
     installed = find_spec("triton") is not None
@@ -25,7 +106,7 @@ def use_triton(device_type: str) -> bool:
     chosen = wanted == "triton" or (wanted == "auto" and installed and device_type == "cuda")
     version = f"torch {torch.__version__}"
     name = "triton" if chosen else "reference"
-    logging.getLogger(__name__).info("backend on %s: %s (%s)", device_type, name, version)
+    log.info("backend on %s: %s (%s)", device_type, name, version)
     return chosen
 
 

@@ -1,1 +1,1 @@
-"""What several operations share: attention written out, pages, angles, and how work is cut."""
+"""Common to several operations: attention written out, pages, angles, and how work is cut."""

@@ -37,6 +37,27 @@ def attention(
     return out[..., :width], None
 
 
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query a sequence to the rows that are valid.
+
+    q [B, Hq, dk]; k [B, Hk, S, dk]; v [B, Hk, S, dv]; valid bool [B, Hk, S]. Returns [B, Hq, dv],
+    and the log2-sum-exp2 of the scaled scores, fp32 [B, Hq]. A head without a valid row attends to
+    all, which is 0 where these are, and has -inf.
+    """
+    group, empty = q.shape[1] // k.shape[1], ~valid.any(-1, keepdim=True)
+    if not valid.shape[-1]:
+        nothing = torch.full(q.shape[:2], -torch.inf, device=q.device)
+        return q.new_zeros(*q.shape[:2], v.shape[-1]), nothing
+    mask = (valid | empty)[:, :, None].repeat_interleave(group, 1)
+    out, _ = attention(q[:, :, None], k, v, mask, scale)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide).unflatten(1, (-1, group)) @ k.to(wide).mT * scale
+    lse = scores.masked_fill(~valid[:, :, None], -torch.inf).logsumexp(-1).flatten(1)
+    return out[:, :, 0], (lse * LOG2_E).float()
+
+
 def attention_in_place(
     q: Tensor, table: Tensor, index: Tensor, valid: Tensor, shift: int, scale: float
 ) -> Tensor:

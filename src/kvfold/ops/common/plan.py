@@ -27,6 +27,10 @@ class Slices:
     counts: Tensor
     order: Tensor | None = None
 
+    def layer(self, number: int) -> "Slices":
+        """Of one of the leading dimension."""
+        return Slices(self.starts[number], self.firsts[number], self.counts[number])
+
 
 def stream_k(
     tiles: Tensor, cost: Tensor, overhead: int, num_slices: int, smallest: int = 1

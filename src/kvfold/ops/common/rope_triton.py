@@ -1,7 +1,7 @@
 """Rotations by RoPE's angles, and what they are of, inside Triton kernels.
 
 A *pair* is two dims that turn together; its halves are kept apart. Angles come as cos and sin, two
-fp16s of an int32 (see `rebuild_plan.rope_table`).
+fp16s of an int32 (see `latent_decode.rope_table`).
 """
 # mypy: allow-untyped-defs
 

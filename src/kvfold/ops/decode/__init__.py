@@ -1,1 +1,50 @@
-"""Attention of one new token a sequence over rows in score space."""
+"""Attention of one new token a sequence over its pages: the decode step's hot loop.
+
+Shapes: B sequences, G groups of the layer, Hq query heads, S slots, n pages of the longest group.
+Rows in score space only: what is stored is what scores are taken of (`plain`, `post` and `absorbed`
+keys), and a group is one KV head. Keys that are made from latents first: `ops.latent_decode`. CPUs
+attend to pages of all layers listed at once, by the functions of `ops.decode.cpu`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvfold.ops.backend import Operation
+from kvfold.ops.common.pages import LayerPages
+from kvfold.spec.layout import Group
+
+# Each has `why_not(groups)`, `plan_layers` and `decode`, which are called as those below.
+DECODE = Operation(__name__, ("triton", "reference"))
+
+
+def why_not(groups: Sequence[Group], device_type: str) -> str | None:
+    """Why `decode` gathers all rows of such pages, in plain PyTorch; None where it does not."""
+    return DECODE.why_not(device_type, tuple(groups))
+
+
+def plan_layers(layers: Sequence[Sequence[Group]], lengths: Tensor, queries: int) -> list[Any]:
+    """How a step's work is cut, of layers with equally many groups at once: what `decode` takes of
+    each, or None where nothing is planned. No host sync.
+
+    lengths int [B, groups of all layers], of the sequences `decode` is given, the step's own rows
+    included; queries: query heads of a KV head.
+    """
+    chosen = {DECODE.choose(lengths.device.type, tuple(groups)).module for groups in layers}
+    module, *others = chosen
+    return [None] * len(layers) if others else module.plan_layers(layers, lengths, queries)
+
+
+def decode(
+    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: Any = None
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T * scale) v over the rows of every group.
+
+    q [B, Hq, widest key rank], zeros beyond a head's own rank; slots int64 [B]; plan: of
+    `plan_layers`, else made here. Returns [B, Hq, widest value rank], 0 beyond a head's own rank
+    and for a group without rows, and the log2-sum-exp2 of the scaled scores, fp32 [B, Hq], -inf
+    for a group without rows.
+    """
+    module = DECODE.choose(q.device.type, pages.groups).module
+    return module.decode(q, pages, slots, scale, plan)

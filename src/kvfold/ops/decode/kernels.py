@@ -1,4 +1,4 @@
-"""The direct body of decode attention: rows are in score space. Triton kernels.
+"""Decode attention over rows in score space. Triton kernels.
 
 Shapes: B sequences, G groups (KV heads) of a layer, N query heads of each, padded to GP; I = B * G
 items, S slices (see `plan`); DK, DV the layer's widest key and value, rounded up. Tokens lie on the

@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 
 from kvfold.ops.common.attention import LOG2_E
-from kvfold.ops.common.pages import words_of
+from kvfold.ops.common.launch import launch_options, multiprocessors
+from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import Slices, padded_queries, padded_width, power_of_two
 from kvfold.ops.common.plan_triton import plan_slices
+from kvfold.ops.common.tuning import Tuning
+from kvfold.ops.decode.groups import DecodeGroups, decode_groups, unread
 from kvfold.ops.decode.kernels import combine_kernel, decode_kernel
-from kvfold.ops.decode.reference import DecodeGroups, decode_groups
-from kvfold.ops.decode.tuning import Tuning, tuning_for
+from kvfold.ops.decode.tuning import tuning_for
 from kvfold.spec.layout import Group
 
 OVERHEAD = 512  # cost of beginning an item, in bits of a row
 SMALLEST = 4  # tiles of a slice
-PDL = True  # programmatic dependent launch, where the device has it
+why_not = unread
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,11 @@ def plan_layers(
     *,
     slots: Tensor | None = None,
 ) -> list[DecodePlan]:
-    """Plans of layers with equally many groups, made together. No host sync.
-
-    lengths int [B, groups of all layers], after the step's own rows, or, where slots int [B] are
-    given, [S, groups of all layers]; queries: query heads of a KV head; num_slices: of every layer,
-    by default as many as run at once.
-    """
+    """As `ops.decode.plan_layers`. lengths: where slots int [B] are given, [S, groups of all
+    layers]; num_slices: of every layer, by default as many as run at once."""
     device = lengths.device
-    about, cost, width = _about(tuple(map(tuple, layers)), queries, device)
-    tuning = tuning or tuning_for(about, queries)
+    groups, cost, width = _costs(tuple(map(tuple, layers)), queries, device)
+    tuning = tuning or tuning_for(groups, queries)
     num_slices = num_slices or tuning.slices * multiprocessors(device)
     cut = tuning.block, OVERHEAD, num_slices, SMALLEST
     slices, counted = plan_slices(lengths, slots, cost, *cut, launch_options(device))
@@ -66,32 +64,19 @@ def plan_layers(
 
 
 @lru_cache
-def _about(
+def _costs(
     layers: tuple[tuple[Group, ...], ...], queries: int, device: torch.device
 ) -> tuple[DecodeGroups, Tensor, int]:
     """The first layer's groups, int32 [L, G] cost of a tile of all, and the widest value."""
-    abouts = [decode_groups(groups, queries, device) for groups in layers]
-    cost = torch.stack([_tile_cost(about) for about in abouts])
-    return abouts[0], cost, padded_width(max(about.widths[1] for about in abouts))
+    each = [decode_groups(groups, queries, device) for groups in layers]
+    cost = torch.stack([_tile_cost(groups) for groups in each])
+    return each[0], cost, padded_width(max(groups.widths[1] for groups in each))
 
 
-def _tile_cost(about: DecodeGroups) -> Tensor:
+def _tile_cost(groups: DecodeGroups) -> Tensor:
     """[G], in bits of a row, of which some are for what does not depend on its width."""
-    keys, values = about.bits
-    return about.table[:, 0] * keys + about.table[:, 1] * values + 256
-
-
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    cuda = device.type == "cuda"
-    return torch.cuda.get_device_properties(device).multi_processor_count if cuda else 3
-
-
-def launch_options(device: torch.device) -> dict[str, bool]:
-    """Of kernels that wait by themselves for what they read: where it can be, they are launched
-    before the kernel in front has ended."""
-    early = PDL and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"PDL": True, "launch_pdl": True} if early else {}
+    keys, values = groups.bits
+    return groups.table[:, 0] * keys + groups.table[:, 1] * values + 256
 
 
 def combine_options(parts: int, items: int, width: int) -> dict[str, int]:
@@ -102,29 +87,23 @@ def combine_options(parts: int, items: int, width: int) -> dict[str, int]:
 
 
 def decode(
-    q: Tensor,
-    arena: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    groups: Sequence[Group],
-    slots: Tensor,
-    scale: float,
-    plan: DecodePlan | None = None,
+    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: DecodePlan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`decode.decode_reference` on the device. Returns the outputs and the log2-sum-exp2 of the
-    scores, fp32 [B, Hq]."""
-    q, queries = q.contiguous(), q.shape[1] // len(groups)
-    about = decode_groups(tuple(groups), queries, q.device)
-    plan = plan or plan_layers([groups], lengths, queries, slots=slots)[0]
+    """As `ops.decode.decode`."""
+    arena, tables, lengths, _ = pages
+    num_groups = len(pages.groups)
+    q, queries = q.contiguous(), q.shape[1] // num_groups
+    groups = decode_groups(pages.groups, queries, q.device)
+    plan = plan or plan_layers([pages.groups], lengths, queries, slots=slots)[0]
     slices, tuning = plan.slices, plan.tuning
-    out = q.new_empty(*q.shape[:2], about.widths[1])
+    out = q.new_empty(*q.shape[:2], groups.widths[1])
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    words = [words_of(arena, q.dtype if bits == 16 else torch.uint16) for bits in about.bits]
+    words = [words_of(arena, q.dtype if bits == 16 else torch.uint16) for bits in groups.bits]
     order = slices.firsts if slices.order is None else slices.order
-    keys = max(padded_width(about.widths[0]), 16 * (16 // min(about.bits)))
-    values = padded_width(about.widths[1])
+    keys = max(padded_width(groups.widths[0]), 16 * (16 // min(groups.bits)))
+    values = padded_width(groups.widths[1])
     widths = {
-        "G": len(groups),
+        "G": num_groups,
         "N": queries,
         "GP": padded_queries(queries),
         "DO": out.shape[-1],
@@ -132,22 +111,22 @@ def decode(
         "ORDER": slices.order is not None,
     }
     widths |= launch_options(q.device)
-    scales = words_of(arena, torch.int32 if about.paired else torch.float16)
+    scales = words_of(arena, torch.int32 if groups.paired else torch.float16)
     decode_kernel[(slices.starts.shape[0] - 1,)](
         q, q.stride(0), out, lse, plan.part, plan.part_ml,
         *words, scales, tables, tables.stride(0), tables.stride(1),
-        plan.lengths, slots, about.table, slices.starts, slices.counts, order,
+        plan.lengths, slots, groups.table, slices.starts, slices.counts, order,
         scale * LOG2_E,
         DQ=q.shape[-1], DK=keys,
-        KEY_BITS=about.bits[0], VALUE_BITS=about.bits[1], ZEROS=about.zeros, PAIRED=about.paired,
-        PAGE=about.page, ALIGN=about.align,
-        EXACT=about.exact(keys, values),
+        KEY_BITS=groups.bits[0], VALUE_BITS=groups.bits[1], ZEROS=groups.zeros,
+        PAIRED=groups.paired, PAGE=groups.page, ALIGN=groups.align,
+        EXACT=groups.exact(keys, values),
         BLOCK=tuning.block, STAGES=tuning.stages, num_warps=tuning.warps,
         maxnreg=tuning.registers, **widths,
     )  # fmt: skip
     parts, items = plan.part.shape[0], slices.counts.shape[0]
     combine_kernel[(items, queries)](
-        out, lse, plan.part, plan.part_ml, about.table, slices.firsts, slices.counts, order,
+        out, lse, plan.part, plan.part_ml, groups.table, slices.firsts, slices.counts, order,
         **combine_options(parts, items, values), **widths,
     )  # fmt: skip
     return out, lse

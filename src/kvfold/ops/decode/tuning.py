@@ -1,36 +1,24 @@
 """How the decode kernels are cut, from what was measured: tuning.json.
 
-`python tools/tune_decode.py` writes that file anew on a GPU. Nothing is tried out at run time.
+`python tools/tune_decode.py` writes that file anew on a GPU.
 """
 
-import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log2
 from pathlib import Path
 
 from kvfold.ops.common.plan import padded_queries, power_of_two
-from kvfold.ops.decode.reference import DecodeGroups
+from kvfold.ops.common.tuning import Tuning, load
+from kvfold.ops.decode.groups import DecodeGroups
 
 FILE = Path(__file__).with_name("tuning.json")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """How a kernel is cut: rows a tile, tiles in flight, warps, slices a multiprocessor, and most
-    registers a thread."""
-
-    block: int = 32
-    stages: int = 3
-    warps: int = 1
-    slices: int = 8
-    registers: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a measurement holds for. bits and widths of keys and of values, widths rounded up to
-    powers of two; page: rows; queries: of a KV head, rounded up to a power of two."""
+    """Groups that a measurement holds for. bits and widths of keys and of values, widths rounded up
+    to powers of two; page: rows; queries: of a KV head, rounded up to a power of two."""
 
     bits: tuple[int, int]
     widths: tuple[int, int]
@@ -38,7 +26,7 @@ class Shape:
     queries: int
 
     def distance(self, other: "Shape") -> tuple[float, ...]:
-        """What decides first comes first: how codes become numbers, bytes of a row, the page."""
+        """Most decisive first: how codes become numbers, bytes of a row, the page."""
         mine = (self.row_bits, self.page, self.queries)
         others = (other.row_bits, other.page, other.queries)
         bits = sum(abs(log2(a / b)) for a, b in zip(self.bits, other.bits, strict=True))
@@ -46,7 +34,7 @@ class Shape:
 
     @property
     def compiled(self) -> tuple[object, ...]:
-        """What registers depend on."""
+        """All that registers depend on."""
         return self.bits, self.widths, self.page, padded_queries(self.queries)
 
     @property
@@ -54,16 +42,14 @@ class Shape:
         return sum(n * bits for n, bits in zip(self.widths, self.bits, strict=True))
 
 
-def tuning_for(about: DecodeGroups, queries: int) -> Tuning:
+def tuning_for(groups: DecodeGroups, queries: int) -> Tuning:
     """The cut for a layer's groups; queries: query heads of a KV head.
 
     A shape that was not measured takes the nearest one's, without its limit on registers, which
     might spill, and with no more slices than then run at once.
     """
-    widths = about.widths
-    return _nearest(
-        about.bits, (power_of_two(widths[0]), power_of_two(widths[1])), about.page, queries
-    )
+    widths = power_of_two(groups.widths[0]), power_of_two(groups.widths[1])
+    return _nearest(groups.bits, widths, groups.page, queries)
 
 
 @lru_cache(maxsize=4096)
@@ -79,13 +65,12 @@ def _nearest(bits: tuple[int, int], widths: tuple[int, int], page: int, queries:
 @lru_cache
 def table() -> dict[Shape, Tuning]:
     """All that was measured."""
-    entries = json.loads(FILE.read_text("utf-8"))["entries"]
     return {
         Shape(
             bits=tuple(x["bits"]),
             widths=tuple(x["widths"]),
             page=x["page"],
             queries=x["queries"],
-        ): Tuning(**x["tuning"])
-        for x in entries
+        ): tuning
+        for x, tuning in load(FILE)
     }

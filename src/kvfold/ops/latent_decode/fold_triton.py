@@ -1,6 +1,6 @@
 """Queries in the space of rebuilt keys' latents, for pairs that turn slowly. A Triton kernel.
 
-Shapes as in `rebuild_scores_triton`.
+Shapes as in `scores_triton`.
 """
 # mypy: allow-untyped-defs
 

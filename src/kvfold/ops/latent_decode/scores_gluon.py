@@ -1,6 +1,6 @@
 """The first pass of attention over rebuilt keys, for Hopper's tensor cores. A Gluon kernel.
 
-Shapes as in `rebuild_scores_triton`, whose kernel computes the same and says why; rows do not carry
+Shapes as in `scores_triton`, whose kernel computes the same and says why; rows do not carry
 positions here, and their codes become numbers before they are multiplied. A program is a warp group
 and takes HEADS KV heads of LATENTS latents, head beside head: maps stay in shared memory, rows go
 through registers, and one asynchronous product makes both halves of all pairs, which Triton has no

@@ -1,7 +1,7 @@
 """The first pass of attention over rebuilt keys: weights of every tile of rows. Triton kernels.
 
-Shapes as in `rebuild`; W 16-bit words of a key row in a tile, in pieces W0 + W1, of C codes; F
-pairs that are rebuilt of PAIRS.
+Shapes as in `latent_decode`; W 16-bit words of a key row in a tile, in pieces W0 + W1, of C codes;
+F pairs that are rebuilt of PAIRS.
 
 Keys are not rotated to where they are: score = (R_a^T q) . (R_o u) for u = A z + mu at position
 a + o, so that a tile rotates its N queries by its first row's angles a, and its rows by o < BLOCK,
@@ -9,7 +9,7 @@ whose table stays on chip. Rows that carry positions look their angles up instea
 
 Half of the pairs turn so slowly that they are not rebuilt: within a stretch of REACH rows R_o is a
 polynomial in o, of K powers, and A^T times its coefficients' queries is K * N vectors in the
-latent's space (`fold_kernel`), which rows are multiplied by directly (see `rebuild_plan.Drift`).
+latent's space (`fold_kernel`), which rows are multiplied by directly (see `maps.Drift`).
 NP: N to a power of 2; GP = K * NP columns, of which power k has NP from k * NP on.
 """
 # mypy: allow-untyped-defs

@@ -1,6 +1,6 @@
 """Latents of a tile of rows on their way to Hopper's tensor cores. Gluon functions.
 
-Shapes as in `rebuild_scores_gluon`. A latent is in one or two pieces of W0 and W1 words, since a
+Shapes as in `scores_gluon`. A latent is in one or two pieces of W0 and W1 words, since a
 width is a power of two, of C codes each (1: numbers).
 """
 # mypy: ignore-errors

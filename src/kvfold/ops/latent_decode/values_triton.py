@@ -1,7 +1,7 @@
 """The second pass of attention over rebuilt keys: values under given weights. Triton kernels.
 
-Shapes as in `rebuild`; GP query heads of a value latent, padded; I items, S slices of them (see
-`plan`); WV 16-bit words of a value row, of C codes; SPAN rows share a top.
+Shapes as in `latent_decode`; GP query heads of a value latent, padded; I items, S slices of them
+(see `plan`); WV 16-bit words of a value row, of C codes; SPAN rows share a top.
 """
 # mypy: allow-untyped-defs
 

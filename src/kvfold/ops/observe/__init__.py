@@ -1,1 +1,45 @@
-"""What rows were attended to: eviction metrics from queries that were kept."""
+"""Eviction metrics from queries that were kept: what rows were attended to, without weights.
+
+Shapes: B sequences, Hq query heads, W kept queries of each, G groups of the layer, S slots, n pages
+of the longest group, T rows. Rows in score space only, as in `ops.decode`.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvfold.ops.backend import Operation
+from kvfold.ops.common.pages import LayerPages
+from kvfold.spec.layout import Group
+
+# Each has `why_not(groups)`, and `observe`, which is called as the one below.
+OBSERVE = Operation(__name__, ("triton", "reference"))
+
+
+def why_not(groups: Sequence[Group], device_type: str) -> str | None:
+    """Why `observe` gathers all rows of such pages, in plain PyTorch; None where it does not."""
+    return OBSERVE.why_not(device_type, tuple(groups))
+
+
+def observe(
+    q: Tensor,
+    lse: Tensor,
+    positions: Tensor,
+    pages: LayerPages,
+    slots: Tensor,
+    scale: float,
+    *,
+    power: int,
+    exclude: int = 0,
+) -> None:
+    """Add sum p^power of these queries to the metrics of the rows they see, p = exp2(s - lse).
+
+    q [B, Hq, W, widest key rank] in score space, zeros beyond a head's own rank; lse fp32
+    [B, Hq, W]: log2-sum-exp2 of the scaled scores over what the query attended to; positions int
+    [B, W], negative: not counted; pages: tracked; slots int64 [B], distinct. Summed over the query
+    heads of a group (KV-Compress §4.1, eq. 9-11, 19, 20). A row at position j counts for a query at
+    i where j <= i - exclude: rows stored after a query have larger positions, so that a late call
+    sees what the query saw. The reference waits for the device, to know the longest group.
+    """
+    module = OBSERVE.choose(q.device.type, pages.groups).module
+    module.observe(q, lse, positions, pages, slots, scale, power=power, exclude=exclude)

@@ -14,9 +14,9 @@ from torch import Tensor, float16, float32, int32, uint16
 
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.codes_triton import UNIT, load_query, load_scales, unpack
-from kvfold.ops.common.pages import words_of
+from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import padded_width, power_of_two
-from kvfold.ops.decode.reference import DecodeGroups, decode_groups
+from kvfold.ops.decode.groups import DecodeGroups, decode_groups, unread
 from kvfold.ops.store.segments import plan_blocks
 from kvfold.spec.layout import Group
 
@@ -157,47 +157,46 @@ def observe_kernel(
             tl.store(floats + (there + metric), old + mass, inside)
 
 
+def why_not(groups: Sequence[Group]) -> str | None:
+    """As of the decode kernels, whose pages these are, with metrics."""
+    if not all(group.layout.tracked for group in groups):
+        return "rows without metrics: they are not tracked"
+    return unread(groups)
+
+
 def observe(
-    q: Tensor,
-    lse: Tensor,
-    positions: Tensor,
-    arena: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    groups: Sequence[Group],
-    slots: Tensor,
-    scale: float,
-    *,
-    power: int,
-    exclude: int = 0,
-) -> None:
-    """`observe.observe_reference` on the device. The launch depends on shapes alone."""
-    queries, num_kept = q.shape[1] // len(groups), q.shape[2]
+    q: Tensor, lse: Tensor, positions: Tensor, pages: LayerPages, slots: Tensor, scale: float,
+    *, power: int, exclude: int = 0,
+) -> None:  # fmt: skip
+    """As `ops.observe.observe`. The launch depends on shapes alone: never waits for the device."""
+    arena, tables, lengths, _ = pages
+    num_groups, num_kept = len(pages.groups), q.shape[2]
+    queries = q.shape[1] // num_groups
     assert lse.shape == q.shape[:3] and lse.dtype is float32, "a log-sum-exp of every query"
     assert positions.shape == (len(q), num_kept) and tables.stride(2) == 1
-    about = decode_groups(tuple(groups), queries, q.device)
-    bits, columns = about.bits[0], queries * num_kept
-    block, stages = _cut(about)
-    tiles = triton.cdiv(tables.shape[2] * about.page, block)
-    programs = min(tiles, triton.cdiv(PROGRAMS, len(groups) * len(slots)))
+    groups = decode_groups(pages.groups, queries, q.device)
+    bits, columns = groups.bits[0], queries * num_kept
+    block, stages = _cut(groups)
+    tiles = triton.cdiv(tables.shape[2] * groups.page, block)
+    programs = min(tiles, triton.cdiv(PROGRAMS, num_groups * len(slots)))
     at_once = min(64, max(8, power_of_two(columns)))
-    kinds = q.dtype if bits == 16 else uint16, int32 if about.paired else float16, int32, float32
-    observe_kernel[(programs, len(groups), len(slots))](
+    kinds = q.dtype if bits == 16 else uint16, int32 if groups.paired else float16, int32, float32
+    observe_kernel[(programs, num_groups, len(slots))](
         q.contiguous(), lse.contiguous(), positions.contiguous(),
         *(words_of(arena, kind) for kind in kinds),
         tables, tables.stride(0), tables.stride(1), lengths, lengths.stride(0), slots.contiguous(),
-        about.table, plan_blocks(tuple(groups), q.device).tracks,
+        groups.table, plan_blocks(pages.groups, q.device).tracks,
         num_kept, exclude, scale * LOG2_E * power,
-        G=len(groups), N=queries, QB=at_once, DQ=q.shape[-1],
-        DK=max(padded_width(about.widths[0]), 16 * (16 // bits)),
-        BITS=bits, ZEROS=about.zeros, PAIRED=about.paired, POWER=power,
-        ONCE=columns <= at_once, PAGE=about.page, ALIGN=about.align,
+        G=num_groups, N=queries, QB=at_once, DQ=q.shape[-1],
+        DK=max(padded_width(groups.widths[0]), 16 * (16 // bits)),
+        BITS=bits, ZEROS=groups.zeros, PAIRED=groups.paired, POWER=power,
+        ONCE=columns <= at_once, PAGE=groups.page, ALIGN=groups.align,
         BLOCK=block, STAGES=stages, num_warps=WARPS,
     )  # fmt: skip
 
 
-def _cut(about: DecodeGroups) -> tuple[int, int]:
+def _cut(groups: DecodeGroups) -> tuple[int, int]:
     """Rows a tile and stages, of which every second one is a tile's keys in flight: its pages have
     to be looked up first. 32 KB and more a multiprocessor."""
-    wide = about.widths[0] * about.bits[0] > 1024
-    return 64 if wide else 128, 3 if about.bits[0] == 16 else 5
+    wide = groups.widths[0] * groups.bits[0] > 1024
+    return 64 if wide else 128, 3 if groups.bits[0] == 16 else 5

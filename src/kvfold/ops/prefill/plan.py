@@ -43,8 +43,8 @@ class Class:
 
 
 def cut_for(widths: Widths, few: bool) -> Cut:
-    """What keeps a class's tiles in registers: two programs a multiprocessor where they are narrow,
-    more and smaller ones where they are narrowest. few: tiles of 128 pairs would leave
+    """The cut that keeps a class's tiles in registers: two programs a multiprocessor where they are
+    narrow, more and smaller ones where they are narrowest. few: tiles of 128 pairs would leave
     multiprocessors idle."""
     keys, values = sum(widths[:2]), widths[2]
     rows = 64 if values <= 128 else 32

@@ -22,7 +22,10 @@ from kvfold.ops.prefill.plan import (
     latest_positions,
     longest_first,
 )
-from kvfold.ops.prefill.reference import KVView
+from kvfold.ops.prefill.rows import KVView, Seen
+
+WIDEST = (256, 512)  # key and value rank
+DTYPES = {torch.float16, torch.bfloat16}
 
 
 @triton.jit
@@ -182,21 +185,30 @@ def prefill_kernel(
         tl.store(lse + (b * H + head + which) * T + t, top + tl.log2(mass), live)
 
 
+def why_not(
+    dtypes: frozenset[torch.dtype], key_ranks: tuple[int, ...], value_ranks: tuple[int, ...]
+) -> str | None:
+    """None for 16-bit numbers, keys of at most 256 and values of at most 512."""
+    if len(dtypes) > 1 or not dtypes <= DTYPES:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return f"numbers in {names}: the kernel reads float16 or bfloat16"
+    for side, widest, most in (
+        ("keys", max(key_ranks), WIDEST[0]),
+        ("values", max(value_ranks), WIDEST[1]),
+    ):
+        if widest > most:
+            return f"{side} of {widest} numbers: the kernel reads at most {most}"
+    return None
+
+
 def prefill(
-    q: Tensor,
-    keys: KVView,
-    values: KVView,
-    *,
-    counts: Tensor,
-    owner: tuple[int, ...],
-    positions: Tensor | None,
-    queries: Tensor,
-    scale: float,
-    window: int | None = None,
-    cut: Callable[[Widths], Cut] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`prefill.prefill` on the device: a launch for every class. cut: of every class,
-    by default `cut_for`."""
+    q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float,
+    *, cut: Callable[[Widths], Cut] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `ops.prefill.prefill`: a launch for every class. cut: of every class, by default
+    `cut_for`."""
+    counts, owner, window = seen.counts, seen.owner, seen.window
+    positions, queries = seen.positions, seen.queries
     assert q.stride(-1) == 1 and queries.stride(-1) == 1 and scale > 0
     assert positions is None or (positions.stride(-1) == 1 and positions.dtype is torch.int32)
     (batch, heads, num_queries, _), group = q.shape, q.shape[1] // len(owner)

@@ -11,12 +11,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kvfold.ops.backend import use_triton
+from kvfold.ops.backend import Operation
 from kvfold.ops.common.pages import LayerPages
-from kvfold.ops.store import reference, residual
+from kvfold.ops.store import residual
 from kvfold.ops.store.reference import StoredRows
 from kvfold.ops.store.residual import Fill
-from kvfold.spec.layout import CacheLayout, Group
+from kvfold.spec.layout import CacheLayout
 
 __all__ = [
     "Fill",
@@ -31,19 +31,13 @@ __all__ = [
 ]
 
 
-def implementation(groups: tuple[Group, ...], device_type: str) -> ModuleType:
-    """The kernels, where they serve pages of `groups`; else the reference, which serves all."""
-    if use_triton(device_type):
-        from kvfold.ops.store import triton
-
-        if triton.why_not(groups) is None:
-            return triton
-    return reference
+# Each has the functions below and `why_not(groups)`.
+STORE = Operation(__name__, ("triton", "reference"))
 
 
 def spans(layout: CacheLayout, device_type: str) -> Sequence[slice]:
     """Groups that are best read or moved at once: all of them by kernels, else a layer's."""
-    if implementation(layout.groups, device_type) is reference:
+    if STORE.why_not(device_type, layout.groups):
         return layout.layer_groups
     return (slice(0, len(layout.groups)),)
 
@@ -99,4 +93,4 @@ def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target
 
 
 def _of(pages: LayerPages) -> ModuleType:
-    return implementation(pages.groups, pages.arena.device.type)
+    return STORE.choose(pages.arena.device.type, pages.groups).module

@@ -1,0 +1,20 @@
+"""How the kernels of a decode step are launched."""
+
+from functools import lru_cache
+
+import torch
+
+PDL = True  # programmatic dependent launch, where the device has it
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    cuda = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if cuda else 3
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Of kernels that wait by themselves for what they read: where it can be, they are launched
+    before the kernel in front has ended."""
+    early = PDL and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if early else {}

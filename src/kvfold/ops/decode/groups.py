@@ -1,0 +1,88 @@
+"""A layer's groups of rows in score space as the decode kernels read them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvfold.ops.common import support
+from kvfold.spec.layout import Group, Segment
+
+
+@dataclass(frozen=True)
+class DecodeGroups:
+    """A layer's groups as the kernel reads them.
+
+    table int32 [G, 8]: key and value width, words from row to row of keys and of values, words to
+    the first value, fp16s to the first scale and from row to row of scales, first query head.
+    widths: the widest key and value; bits: of keys and of values; align: words that divide all of
+    the rows' lengths.
+    """
+
+    table: Tensor
+    widths: tuple[int, int]
+    bits: tuple[int, int]
+    zeros: bool
+    page: int
+    align: int
+    paired: bool
+    narrowest: tuple[int, int]
+
+    def exact(self, keys: int, values: int) -> bool:
+        """Whether all groups are as wide as that."""
+        return self.narrowest == self.widths == (keys, values)
+
+
+def unread(groups: Sequence[Group]) -> str | None:
+    """Why the kernels do not read these groups' rows; None where they do: rows of a KV head each,
+    of 16, 8 or 4 bits a side, with a scale a side, in whole 16-bit words."""
+    for group in groups:
+        if len(group.heads) > 1:
+            return "rows that KV heads share: the kernels read rows of one"
+        sides = [segment.side for segment in group.layout.segments]
+        if "kv" in sides:
+            return "keys and values in one latent: the kernels read either by itself"
+        if sides not in ([], ["k"], ["v"], ["k", "v"]):
+            return "several scales or widths of bits a side: the kernels read one"
+    if len({group.layout.zeros for group in groups if group.layout.scales_per_row}) > 1:
+        return "zeros in some groups: the kernels read them in all or in none"
+    each = {side: [x for group in groups for x in segments_of(group, side)] for side in ("k", "v")}
+    return support.unread("decode", groups, each)
+
+
+def segments_of(group: Group, side: str) -> list[Segment]:
+    return [segment for segment in group.layout.segments if segment.side == side]
+
+
+@lru_cache(maxsize=4096)
+def decode_groups(groups: tuple[Group, ...], queries: int, device: torch.device) -> DecodeGroups:
+    """queries: query heads of a KV head."""
+    rows, widths, strides = [], [], []
+    for group in groups:
+        layout = group.layout
+        blocks = dict(zip([s.side for s in layout.segments], layout.block_offsets, strict=False))
+        sizes = {s.side: s for s in layout.segments}
+        width = [sizes[side].width if side in sizes else 0 for side in ("k", "v")]
+        stride = [sizes[side].row_bytes // 2 if side in sizes else 0 for side in ("k", "v")]
+        scales = layout.blocks.scales.offset // 2, layout.scales_per_row
+        first = group.heads[0] * queries
+        rows.append([*width, *stride, blocks.get("v", 0) // 2, *scales, first])
+        widths.append(width)
+        strides += stride
+    align = next(n for n in (16, 8, 4, 2, 1) if all(stride % n == 0 for stride in strides))
+    bits = [
+        max([s.bits for group in groups for s in segments_of(group, side)], default=16)
+        for side in ("k", "v")
+    ]
+    return DecodeGroups(
+        table=torch.tensor(rows, dtype=torch.int32, device=device),
+        widths=(max(k for k, _ in widths), max(v for _, v in widths)),
+        bits=(bits[0], bits[1]),
+        zeros=any(group.layout.zeros for group in groups),
+        page=groups[0].layout.page,
+        align=align,
+        narrowest=(min(k for k, _ in widths), min(v for _, v in widths)),
+        paired=max(bits) < 16 and all(len(g.layout.segments) == 2 for g in groups),
+    )

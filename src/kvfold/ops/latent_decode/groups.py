@@ -1,0 +1,140 @@
+"""A layer's latents as the kernels read them. Shapes as in `latent_decode`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kvfold.ops.common import support
+from kvfold.ops.common.plan import padded_width
+from kvfold.spec import LayerSpec
+from kvfold.spec.layout import Group, Segment
+
+Layer = tuple[LayerSpec, tuple[Group, ...]]
+WIDEST = 512  # numbers of a latent that kernels hold on chip
+
+
+@dataclass(frozen=True, eq=False)
+class LatentGroups:
+    """A layer's latents as the kernels read them.
+
+    Rows of both tables, int32 [., 8]: words from row to row, width, words to the first row, fp16s
+    to its scale, from row to row of scales and from a scale to its zero; then of keys [Hk, 8]
+    int32s to the positions and the group, of values [V, 8] the group and the first query head.
+    narrowest: key and value; heads: KV heads of a group, of a value latent and of a key latent
+    (consecutive ones; else 1); align: words that divide all of the rows' lengths.
+    """
+
+    keys: Tensor
+    values: Tensor
+    widths: tuple[int, int]
+    narrowest: tuple[int, int]
+    bits: tuple[int, int]
+    zeros: bool
+    tracked: bool
+    page: int
+    align: int
+    heads: tuple[int, int, int]
+
+    @property
+    def pieces(self) -> tuple[int, int]:
+        """Words of a key row as two powers of 2, the second 0 where one is as good."""
+        words = max(16, self.widths[0] * self.bits[0] // 16)
+        first = 1 << (words.bit_length() - 1)
+        second = padded_width(words - first) if words > first else 0
+        return (first, second) if second < first else (first + second, 0)
+
+
+def unread(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
+    """Why the kernels do not read these pages; None where they do: keys rebuilt before RoPE;
+    latents of 16, 8 or 4 bits a side, at most WIDEST wide, one scale each, in whole 16-bit words;
+    groups and value latents of consecutive heads, as many each."""
+    if layer.keys != "pre":
+        return f"keys are stored {layer.keys}: nothing is rebuilt"
+    if not _alike([group.heads for group in groups]):
+        return "groups of unequal or scattered heads: the kernels read as many in a row of each"
+    if not _alike([latent.heads for latent in layer.value_latents]):
+        return "value latents of unequal or scattered heads: the kernels read as many of each"
+    found = {side: _segments(layer, groups, side) for side in ("k", "v")}
+    if any(x is None for each in found.values() for x in each):
+        return "latents of several scales or widths of bits: the kernels read one a latent"
+    if (widest := max(latent.rank for latent in layer.latents)) > WIDEST:
+        return f"latents of {widest} numbers: the kernels read at most {WIDEST}"
+    return support.unread("latent_decode", groups, found)
+
+
+def _alike(served: Sequence[tuple[int, ...]]) -> bool:
+    """Whether all serve equally many consecutive heads."""
+    return len({len(heads) for heads in served}) == 1 and all(map(_consecutive, served))
+
+
+def _consecutive(heads: tuple[int, ...]) -> bool:
+    return all(b == a + 1 for a, b in pairwise(heads))
+
+
+def _segments(layer: LayerSpec, groups: Sequence[Group], side: str) -> list[Segment | None]:
+    """The segment of every latent of a side; None where it is not exactly one."""
+    whole = {(x.start, x.width): x for group in groups for x in group.layout.segments}
+    latents = layer.key_latents if side == "k" else layer.value_latents
+    return [whole.get((layer.columns(latent).start, latent.rank)) for latent in latents]
+
+
+@lru_cache(maxsize=4096)
+def latent_groups(
+    layer: LayerSpec, groups: tuple[Group, ...], queries: int, device: torch.device
+) -> LatentGroups:
+    """queries: query heads of a KV head."""
+    key_segments, value_segments = (_segments(layer, groups, side) for side in ("k", "v"))
+    owner = {head: g for g, group in enumerate(groups) for head in group.heads}
+    keys = {
+        head: (
+            *_where(groups[owner[head]], segment),
+            groups[owner[head]].layout.blocks.positions.offset // 4,
+            owner[head],
+        )
+        for latent, segment in zip(layer.key_latents, key_segments, strict=True)
+        for head in latent.heads
+    }
+    values = [
+        (*_where(groups[owner[x.heads[0]]], segment), owner[x.heads[0]], x.heads[0] * queries)
+        for x, segment in zip(layer.value_latents, value_segments, strict=True)
+    ]
+    rows = [keys[head] for head in sorted(keys)], sorted(values, key=lambda row: row[-1])
+    strides = [row[0] for side in rows for row in side]
+    widths = [[row[1] for row in side] for side in rows]
+    layout, served = groups[0].layout, [latent.heads for latent in layer.key_latents]
+    return LatentGroups(
+        keys=torch.tensor(rows[0], dtype=torch.int32, device=device),
+        values=torch.tensor(rows[1], dtype=torch.int32, device=device),
+        widths=(max(widths[0]), max(widths[1])),
+        narrowest=(min(widths[0]), min(widths[1])),
+        bits=(_bits(key_segments), _bits(value_segments)),
+        zeros=any(group.layout.zeros for group in groups),
+        tracked=layout.tracked,
+        page=layout.page,
+        align=next(n for n in (16, 8, 4, 2, 1) if all(stride % n == 0 for stride in strides)),
+        heads=(
+            len(groups[0].heads),
+            len(layer.value_latents[0].heads),
+            len(served[0]) if _alike(served) else 1,
+        ),
+    )
+
+
+def _bits(segments: Sequence[Segment | None]) -> int:
+    return max(x.bits for x in segments if x)
+
+
+def _where(group: Group, segment: Segment | None) -> tuple[int, ...]:
+    """The first six numbers of a row of `LatentGroups`."""
+    assert segment is not None, "the kernels do not read this layer: see `unread`"
+    layout = group.layout
+    index = list(layout.segments).index(segment)
+    coded = [x.quantized for x in layout.segments]
+    scale = layout.blocks.scales.offset // 2 + sum(coded[:index])
+    words = segment.width * segment.bits // 16
+    start = layout.block_offsets[index] // 2
+    return words, segment.width, start, scale, layout.scales_per_row, sum(coded)

@@ -1,0 +1,50 @@
+"""Rows of a prompt's chunk, and which of them a query sees. Shapes as in `prefill`."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVView:
+    """Keys or values of every KV head inside one tensor.
+
+    Row s of head h of sequence b begins at element b * data.stride(0) + s * data.stride(1) +
+    starts[h] of `data` [B, S, ...] and has ranks[h] numbers. Heads may share rows.
+    """
+
+    data: Tensor
+    starts: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def head(self, number: int) -> Tensor:
+        """Rows of one head, [B, S, rank]: a view."""
+        size = (*self.data.shape[:2], self.ranks[number])
+        first = self.data.storage_offset() + self.starts[number]
+        return self.data.as_strided(size, (*self.data.stride()[:2], 1), first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """The rows that queries see: s of head h, where s < counts[b, owner[h]] and query - window <
+    position <= query.
+
+    counts int [B, G]: rows of every group; owner: group of every KV head; positions int32
+    [B, G, S] of the rows, or None: their index; queries int [B, T]: positions, ascending; window:
+    sliding window.
+    """
+
+    counts: Tensor
+    owner: tuple[int, ...]
+    positions: Tensor | None
+    queries: Tensor
+    window: int | None = None
+
+    def of(self, group: int, size: int) -> Tensor:
+        """Of `size` rows of a group, those that every query sees: bool [B, T, S]."""
+        row = torch.arange(size, device=self.queries.device)
+        position = (row if self.positions is None else self.positions[:, group])[..., None, :]
+        there, queries = row < self.counts[:, group, None], self.queries[..., None]
+        seen = there[:, None] & (position <= queries)
+        return seen if self.window is None else seen & (position > queries - self.window)
