@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvfold.engine import observer
-from kvfold.engine.observer import WINDOW, Observer
-from kvfold.engine.request import CacheParams, Request, SamplingParams, ScheduledChunk
+from kvfold.engine.observer import WINDOW, Observer, Turn
+from kvfold.engine.request import CacheParams, Request, SamplingParams
 from kvfold.engine.runner import ModelRunner
 from steps import backends, folded, runner_of, sequences_of, step
 
@@ -81,22 +81,20 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> tuple[Observer, list[dict[int, list
             calls[-1][slot] = sorted(at[counts].tolist())
 
     monkeypatch.setattr(observer, "observe", observe)
-    return Observer(runner.attention.setup, {0: module}), calls
+    for slot in range(runner.pool.num_slots):
+        runner.pool.open()
+        runner.pool.extend([slot], [1])
+    return Observer(runner.attention.setup, runner.policy, {0: module}), calls
 
 
 def decode(on: Observer, *sequences: Request) -> None:
     """A step whose queries are their own positions."""
-    pieces = [
-        ScheduledChunk(sequence=x, start=x.num_computed, tokens=(5,), wants_logits=True)
-        for x in sequences
-    ]
-    on.begin(pieces)
-    device = on.queries[0].device
-    slots = torch.tensor([x.open_slot for x in sequences], device=device)
-    positions = torch.tensor([x.num_computed for x in sequences], device=device)
-    q = on.queries[0].new_ones(len(slots), *on.queries[0].shape[1:]) * positions[:, None, None]
-    on.keep(0, slots * WINDOW + positions % WINDOW, q, q[..., 0].float())
-    on.end(pieces)
+    with on.around([Turn(x.open_slot, x, x.num_computed) for x in sequences], len(sequences)):
+        device = on.queries[0].device
+        slots = torch.tensor([x.open_slot for x in sequences], device=device)
+        positions = torch.tensor([x.num_computed for x in sequences], device=device)
+        q = on.queries[0].new_ones(len(slots), *on.queries[0].shape[1:]) * positions[:, None, None]
+        on.keep(0, slots * WINDOW + positions % WINDOW, q, q[..., 0].float())
     for x in sequences:
         x.num_computed += 1
 
@@ -127,14 +125,10 @@ def test_what_belongs_to_others_is_dropped(kept) -> None:
     on, calls = kept
     ended, replaced, restarted = (sequence(slot, 9) for slot in range(3))
     decode(on, ended, replaced, restarted)
-    ended.slot = None
+    on.setup.pool.close(ended.open_slot)
     restarted.num_computed = 0
-    on.begin(
-        [
-            ScheduledChunk(sequence=x, start=x.num_computed, tokens=(5, 6), wants_logits=False)
-            for x in (sequence(1, 10), restarted)
-        ]
-    )
+    with on.around([Turn(x.open_slot, x, x.num_computed) for x in (sequence(1, 10), restarted)], 0):
+        pass
     on.flush()
     assert not calls
 

@@ -1,6 +1,6 @@
 """Eviction: metrics, budgets and moves, for every policy, against plain loops."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,14 +9,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvfold.cache.eviction import compact
 from kvfold.cache.eviction import select as evict
-from kvfold.cache.eviction.policies import POLICIES, Budget, Policy, get
-from kvfold.cache.eviction.select import attention_mass, capped
+from kvfold.cache.eviction.attention import AttentionPolicy, attention_mass, observing
+from kvfold.cache.eviction.base import Policy, RowsView
+from kvfold.cache.eviction.budget import Budget
+from kvfold.cache.eviction.compact import capped
+from kvfold.cache.eviction.policies import POLICIES, get
 from kvfold.spec.layout import UNIT
 
 INF = float("inf")
-ALL = Policy(name="all", scope="all")
-PLAIN = Policy(name="plain")
+ALL = AttentionPolicy(name="all", scope="all")
+PLAIN = AttentionPolicy(name="plain")
 
 
 def rows(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -34,6 +38,52 @@ def rows(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Ten
     return metrics, positions, valid, held
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Keys, values and queries of one layer, a head a group, which follow from the metrics; as a
+    pool's, they are zero where no row is valid."""
+
+    metrics: Tensor
+    valid: Tensor
+    window: int
+
+    def keys(self, layer: int) -> Tensor:
+        assert layer == 0
+        found = torch.stack((self.metrics, self.metrics.cos(), 1 - self.metrics), -1)
+        return found.where(self.valid[..., None], 0.0)
+
+    def values(self, layer: int) -> Tensor:
+        return 1 - self.keys(layer)
+
+    def queries(self, layer: int) -> tuple[Tensor, Tensor]:
+        assert layer == 0
+        batch, groups, _ = self.metrics.shape
+        where = torch.arange(self.window).expand(batch, -1)
+        return torch.ones(batch, 2 * groups, self.window, 3), where
+
+
+def view_of(
+    policy: Policy,
+    metrics: Tensor,
+    positions: Tensor,
+    valid: Tensor,
+    sizes: list[int],
+    generator: torch.Generator | None = None,
+    in_order: bool = False,
+) -> RowsView:
+    return RowsView(
+        positions=positions,
+        valid=valid,
+        mass=metrics,
+        sizes=sizes,
+        in_order=in_order,
+        layers=[tuple((head,) for head in range(metrics.shape[1]))],
+        needs=policy.needs,
+        source=Stored(metrics, valid, policy.window or 1),
+        generator=generator,
+    )
+
+
 # -- one sequence through what takes several ------------------------------------------------------
 
 
@@ -46,9 +96,9 @@ def scores(
     in_order: bool = False,
     tokens: int = 0,
 ) -> Tensor:
-    each = metrics[None], positions[None], valid[None]
-    recent, sizes = torch.tensor([policy.protected_recent(tokens)]), [metrics.shape[1]]
-    return evict.scores(*each, policy, recent, sizes, generator, in_order)[0]
+    each = metrics[None], positions[None], valid[None], [metrics.shape[1]]
+    recent = torch.tensor([policy.protected_recent(tokens)])
+    return evict.scores(policy, view_of(policy, *each, generator, in_order), recent)[0]
 
 
 def select(
@@ -66,7 +116,7 @@ def select(
 
 
 def compaction(evicted: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (sequence, *moves), lengths = evict.compaction(evicted[None], held[None])
+    (sequence, *moves), lengths = compact.compaction(evicted[None], held[None])
     assert not sequence.any()
     return *moves, lengths[0]
 
@@ -219,18 +269,12 @@ def test_sequences_are_compressed_as_if_alone(name: str) -> None:
     each, generators = [], [torch.Generator().manual_seed(0) for _ in range(2)]
     policies = [replace(policy, recent=x) for x in recents]
     sizes = [len(x[0][0]) for x in alone]
-    together = evict.scores(
-        metrics,
-        positions,
-        valid,
-        policy,
-        torch.tensor([x.protected_recent(0) for x in policies]),
-        sizes,
-        generators[0],
-    )
+    view = view_of(policy, metrics, positions, valid, sizes, generators[0])
+    recent = torch.tensor([x.protected_recent(0) for x in policies])
+    together = evict.scores(policy, view, recent)
     about = 4, plain_units(3), layers
     evicted, kept = evict.select(together, held, *about, policy, budgets)
-    moves, left = evict.compaction(evicted, held)
+    moves, left = compact.compaction(evicted, held)
     for i, (own, one, budget) in enumerate(zip(alone, policies, budgets, strict=True)):
         metric = scores(*own[:3], one, generators[1])
         assert torch.equal(together[i, :, : sizes[i]], metric)
@@ -389,7 +433,7 @@ def naive_mass(
 def test_attention_mass(groups, continual, window, exclude, power) -> None:
     """Against loops; rows are not in order, the second sequence's queries are partly padding."""
     generator = torch.Generator().manual_seed(0)
-    policy = Policy(name="x", window=window, exclude=exclude, power=power, continual=continual)
+    policy = replace(PLAIN, window=window, exclude=exclude, power=power, continual=continual)
     weights = torch.rand(2, 8, 9, 12, generator=generator)
     keys = torch.stack([torch.randperm(12, generator=generator) for _ in range(8)]).view(2, 4, 12)
     queries = torch.stack([torch.arange(3, 12), torch.arange(-2, 7)])
@@ -515,6 +559,7 @@ def test_published_settings() -> None:
     found = {
         name: (x.window, x.pool, x.power, x.scope, x.page, x.protected_recent(128), x.floor)
         for name, x in ((name, get(name)) for name in POLICIES)
+        if isinstance(x, AttentionPolicy)
     }
     assert found["kvc-w8"] == (8, 7, 2, "all", 16, 8, 0)
     assert found["kvc-w32"] == (32, 7, 2, "all", 16, 32, 0)
@@ -548,6 +593,38 @@ def test_user_facing_budgets() -> None:
     assert Budget.keep_tokens(0.07, [3200], 32) == Budget(pages=7)
 
 
+class Blind(Policy):
+    """Reads what it did not declare."""
+
+    def score(self, view: RowsView) -> Tensor:
+        return getattr(view, self.name)
+
+    needs = frozenset()
+
+
+class Norms(Blind):
+    needs = frozenset({"norm"})
+
+
+class Queries(Blind):
+    needs = frozenset({"queries"})
+
+
+class Claimed(Blind):
+    needs = frozenset({"attention"})
+
+
+def test_what_is_not_declared_is_not_there() -> None:
+    metrics, positions, valid, _ = rows([4])
+    view = view_of(Claimed(name="claimed"), metrics, positions, valid, [4])
+    assert view.metrics is metrics
+    for read in (view.keys, view.values, view.queries):
+        with pytest.raises(AssertionError, match=r"reads \w+, but its needs are {'attention'}"):
+            read(0)
+    with pytest.raises(AssertionError, match="reads attention, but its needs are"):
+        scores(metrics, positions, valid, Blind(name="metrics"))
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
@@ -555,7 +632,9 @@ def test_user_facing_budgets() -> None:
         (lambda: replace(PLAIN, power=3), "power .* got 3"),
         (lambda: replace(PLAIN, pool=4), "pool must be odd .* got 4"),
         (lambda: replace(PLAIN, scope="head"), "group, layer, pyramid, all; got 'head'"),
-        (lambda: replace(PLAIN, score="norm"), "attention, recency, random; got 'norm'"),
+        (lambda: Norms(name="norms"), "attention, keys, queries, values; got 'norm'"),
+        (lambda: Queries(name="queries"), "'queries' needs queries, so window .* got None"),
+        (lambda: observing(Claimed(name="mass")), "'mass' needs attention.* a Claimed: derive"),
         (lambda: replace(PLAIN, exclude=-1), "exclude .* got -1"),
         (lambda: replace(PLAIN, sinks=-1), "sinks .* got -1"),
         (lambda: replace(PLAIN, recent=-1), "recent .* got -1"),

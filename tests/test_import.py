@@ -19,6 +19,8 @@ def run(code: str, *arguments: str | Path) -> str:
 def test_torch_and_transformers_wait() -> None:
     heavy = "{'torch', 'transformers', 'numpy'}"
     assert run(f"import sys, kvfold; print({heavy} & set(sys.modules))").strip() == "set()"
+    names = "import sys; from kvfold.cache.eviction.policies import POLICIES"
+    assert run(f"{names}; print({heavy} & set(sys.modules))").strip() == "set()"
     command = "import sys, kvfold.cli.main; kvfold.cli.main.main(['--help'])"
     assert run(f"{command}; print({heavy} & set(sys.modules))").strip().endswith("set()")
 

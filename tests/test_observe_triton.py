@@ -17,8 +17,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from hopper import need_compiler, run_alone  # noqa: E402
-from kvfold.cache.eviction.policies import Policy  # noqa: E402
-from kvfold.cache.eviction.select import attention_mass  # noqa: E402
+from kvfold.cache.eviction.attention import AttentionPolicy, attention_mass  # noqa: E402
 from kvfold.ops.backend import use_triton  # noqa: E402
 from kvfold.ops.common.pages import LayerPages  # noqa: E402
 from kvfold.ops.observe import observe, why_not  # noqa: E402
@@ -196,7 +195,7 @@ def test_any_number_of_programs(kept: int, monkeypatch) -> None:
 def test_agrees_with_explicit_weights(power: int, exclude: int) -> None:
     case = Case.of(per_head(RAGGED, page=32, tracked=True), LENGTHS, 2, 5)
     observe_triton.observe(*case.args, power=power, exclude=exclude)
-    policy = Policy(name="all", power=power, exclude=exclude, continual=True)
+    policy = AttentionPolicy(name="all", power=power, exclude=exclude, continual=True)
     where = case.where.expand(-1, len(RAGGED), -1)
     lengths = torch.full((len(LENGTHS),), 9)
     heads = [group.heads for group in case.args[3].groups]

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvfold.cache.eviction.policies import Policy
+from kvfold.cache.eviction.attention import AttentionPolicy, observing
+from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import Pool
 from kvfold.models.adapter import HFAttention
 from kvfold.ops.common.pages import LayerPages
@@ -60,13 +61,14 @@ class AttentionContext:
         return tuple(map(self.pool.pages, self.pool.layout.layer_groups))
 
     @property
-    def observer(self) -> Policy | None:
+    def attention_policy(self) -> AttentionPolicy | None:
         """The policy, if it looks at attention."""
-        return self.policy if self.policy and self.policy.score == "attention" else None
+        return observing(self.policy)
 
     @property
     def watches_decodes(self) -> bool:
-        return self.observer is not None and self.observer.continual
+        policy = self.attention_policy
+        return policy is not None and policy.continual
 
 
 class AttentionBackend(Protocol):

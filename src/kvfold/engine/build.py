@@ -9,6 +9,7 @@ import torch
 
 from kvfold.artifact import spec_of
 from kvfold.cache.eviction import policies
+from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
 from kvfold.engine.request import CacheParams
@@ -49,7 +50,7 @@ def build_runner(
     return ModelRunner(model, pool, policy=policy, cache=limits, seed=seed)
 
 
-def _check(model: Any, policy: policies.Policy | None, config: CacheConfig) -> None:
+def _check(model: Any, policy: Policy | None, config: CacheConfig) -> None:
     kind = rope_type(model.config)
     if kind in LONG_ROPE:
         raise ValueError(
@@ -70,7 +71,7 @@ def _check(model: Any, policy: policies.Policy | None, config: CacheConfig) -> N
         )
 
 
-def prepare(model: Any, config: CacheConfig, policy: policies.Policy | None = None) -> CacheLayout:
+def prepare(model: Any, config: CacheConfig, policy: Policy | None = None) -> CacheLayout:
     """Fold a plain model to rows, turn rows for their bits, and lay pages out."""
     spec, quantized = spec_of(model), (config.bits or 16) < 16
     family, chosen = family_of(model.config), format_of(config.format)
@@ -102,7 +103,7 @@ def prepare(model: Any, config: CacheConfig, policy: policies.Policy | None = No
     )
 
 
-def _page(config: CacheConfig, policy: policies.Policy | None) -> int:
+def _page(config: CacheConfig, policy: Policy | None) -> int:
     """Rows a page: as configured, else as the policy was published with."""
     published = policy.page if policy else None
     return next(x for x in (config.page, published, PAGE) if x is not None)

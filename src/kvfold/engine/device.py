@@ -66,7 +66,7 @@ class DirectDecode:
     def takes(self, module: HFAttention, part: AttentionMetadata) -> bool:
         mine = any(module.layer_idx in x.layers for x in self.layers)
         watched = part.prompt_lengths is not None
-        seen = self.observer is not None and module.layer_idx in self.observer.modules
+        seen = self.observer is not None and module.layer_idx in self.observer.queries
         return part.decode and mine and (seen or not watched)
 
     def attend(self, module: HFAttention, part: AttentionMetadata, q: Tensor) -> Tensor:

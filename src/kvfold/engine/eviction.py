@@ -6,22 +6,40 @@ Shapes: B sequences, G groups of all layers, T rows of the longest, P rows a pag
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.cache.eviction import select as evict
-from kvfold.cache.eviction.policies import Budget, Policy
+from kvfold.cache.eviction.base import Policy, RowsView
+from kvfold.cache.eviction.budget import Budget
+from kvfold.cache.eviction.compact import compaction
+from kvfold.cache.eviction.select import scores, select
 from kvfold.cache.slabs import upload
 from kvfold.engine.paged import Attention
 from kvfold.engine.request import CacheParams, Request
+from kvfold.engine.rows import PoolRows
 from kvfold.ops.store import move, read_tracked
 
 ROWS = 10_000_000  # of all groups that are compressed at once, with some 40 B each of temporaries
 
-Evicted = tuple[Request, Budget]
+
+@dataclass(frozen=True)
+class Held:
+    """A sequence to compress: its slot, the tokens it computed, what it may keep, and how many of
+    its last tokens stay whatever the policy says (None: as that says)."""
+
+    slot: int
+    computed: int
+    budget: Budget
+    protected: int | None
+
+    def recent(self, policy: Policy, page: int, num_groups: int) -> int:
+        """Last tokens that are never evicted."""
+        if self.protected is not None:
+            policy = replace(policy, recent=self.protected, recent_share=0.0)
+        return policy.protected_recent(self.budget.limit // num_groups * page)
 
 
 class Eviction:
@@ -41,6 +59,7 @@ class Eviction:
         self.device = self.pool.device
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         groups = self.pool.layout.groups
+        self.heads = [tuple(x.heads for x in groups[at]) for at in self.pool.layout.layer_groups]
         self.page_units = self._tensor([group.layout.page_units for group in groups])
         self.layer_of_group = self._tensor([group.layer for group in groups])
 
@@ -71,17 +90,21 @@ class Eviction:
 
     def compress(self, sequences: list[Request]) -> None:
         """Evict to each one's budget and give the pages back to the pool."""
-        work = [(x, budget) for x in sequences if (budget := self.budget(x)) is not None]
+        work = [
+            Held(x.open_slot, x.num_computed, budget, x.cache.protected)
+            for x in sequences
+            if (budget := self.budget(x)) is not None
+        ]
         kept = [self._evict(chunk) for chunk in self._chunks(work)]
         if kept:
-            self.pool.shrink([x.open_slot for x, _ in work], torch.cat(kept))
+            self.pool.shrink([x.slot for x in work], torch.cat(kept))
 
-    def _chunks(self, work: list[Evicted]) -> Iterator[list[Evicted]]:
-        """What is compressed at once: at most ROWS rows, padding included, or one sequence."""
-        chunk: list[Evicted] = []
+    def _chunks(self, work: list[Held]) -> Iterator[list[Held]]:
+        """Sequences to compress at once: at most ROWS rows, padding included, or one sequence."""
+        chunk: list[Held] = []
         widest = 0
         for item in work:
-            rows = self.pool.host_lengths[item[0].open_slot]
+            rows = self.pool.host_lengths[item.slot]
             widest = max(widest, int(rows.max()) * len(rows))
             if chunk and widest * (len(chunk) + 1) > ROWS:
                 yield chunk
@@ -90,39 +113,41 @@ class Eviction:
         if chunk:
             yield chunk
 
-    def _evict(self, chunk: list[Evicted]) -> Tensor:
+    def _evict(self, chunk: list[Held]) -> Tensor:
         """Move what is kept together; rows kept, int32 [B, G]."""
-        pool, policy, sequences = self.pool, self.policy, [x for x, _ in chunk]
+        pool, policy = self.pool, self.policy
         assert policy is not None
-        slots = upload(np.array([x.open_slot for x in sequences]), self.device)
-        evicted, _ = evict.select(
-            self._scores(chunk, policy),
+        page, groups = pool.layout.page, len(self.page_units)
+        slots = upload(np.array([x.slot for x in chunk]), self.device)
+        recent = np.array([x.recent(policy, page, groups) for x in chunk])
+        evicted, _ = select(
+            scores(policy, self._view(chunk, policy), upload(recent, self.device)),
             pool.lengths[slots],
-            pool.layout.page,
+            page,
             self.page_units,
             self.layer_of_group,
             policy,
-            [budget for _, budget in chunk],
+            [x.budget for x in chunk],
         )
         return self._move(slots, evicted)
 
-    def _scores(self, chunk: list[Evicted], policy: Policy) -> Tensor:
-        """What their rows are worth, fp32 [B, G, T]."""
-        sequences, page = [x for x, _ in chunk], self.pool.layout.page
-        tokens = [budget.limit // len(self.page_units) * page for _, budget in chunk]
-        slots = [x.open_slot for x in sequences]
-        lengths = self.pool.host_lengths[slots]
-        computed = np.array([[x.num_computed] for x in sequences])
-        pairs = zip(sequences, tokens, strict=True)
-        recent = np.array([_recent(x, policy, most) for x, most in pairs])
-        return evict.scores(
-            *self.tracked(*slots),
-            policy,
-            upload(recent, self.device),
-            lengths.max(1).tolist(),
-            self.generator,
+    def _view(self, chunk: list[Held], policy: Policy) -> RowsView:
+        """The rows of sequences, for the policy to score."""
+        slots = [x.slot for x in chunk]
+        metrics, positions, valid = self.tracked(*slots)
+        lengths, computed = self.pool.host_lengths[slots], [x.computed for x in chunk]
+        index = upload(np.array(slots), self.device)
+        return RowsView(
+            positions=positions,
+            valid=valid,
+            mass=metrics,
+            sizes=lengths.max(1).tolist(),
             # Rows leave their order where others go, never before.
-            in_order=bool((lengths == computed).all()),
+            in_order=bool((lengths == np.array(computed)[:, None]).all()),
+            layers=self.heads,
+            needs=policy.needs,
+            source=PoolRows(self.attention, index, valid.shape[2], computed),
+            generator=self.generator,
         )
 
     def tracked(self, *slots: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,16 +191,8 @@ class Eviction:
         pool, setup, kept = self.pool, self.setup, []
         lengths = pool.lengths[slots]
         for where in setup.spans:
-            moves, left = evict.compaction(evicted[:, where], lengths[:, where])
+            moves, left = compaction(evicted[:, where], lengths[:, where])
             sequence, *rows = moves
             move(pool.pages(where), slots[sequence], *rows)
             kept.append(left)
         return torch.cat(kept, 1)
-
-
-def _recent(sequence: Request, policy: Policy, tokens: int) -> int:
-    """Last tokens that are never evicted of a sequence that may keep `tokens` rows a group."""
-    own = sequence.cache.protected
-    if own is not None:
-        policy = replace(policy, recent=own, recent_share=0.0)
-    return policy.protected_recent(tokens)

@@ -6,7 +6,7 @@ Shapes: B sequences, L layers, Hq query heads, Hk KV heads, G = Hq / Hk; n pages
 import torch
 from torch import Tensor
 
-from kvfold.cache.eviction.select import attention_mass
+from kvfold.cache.eviction.attention import attention_mass
 from kvfold.engine.backends import AttentionContext, AttentionMetadata
 from kvfold.models.adapter import HFAttention
 from kvfold.ops.backend import use_triton
@@ -86,7 +86,7 @@ class FlatDecode:
         self, part: AttentionMetadata, weights: Tensor, data: Tensor, pages: PageList
     ) -> None:
         """Add weights [n, G, P] to the metrics, as if a page were a sequence of one KV head."""
-        policy = self.setup.policy
+        policy = self.setup.attention_policy
         assert policy is not None and part.prompt_lengths is not None
         sequence = pages.item % len(part.slots)
         queries = part.positions[sequence], part.prompt_lengths[sequence]

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvfold.cache.eviction.select import attention_mass, observed
+from kvfold.cache.eviction.attention import attention_mass, observed
 from kvfold.engine.backends import AttentionContext, AttentionMetadata
 from kvfold.models.adapter import HFAttention
 from kvfold.models.folded import Columns, RowView
@@ -38,14 +38,14 @@ class Gathered:
         pages, dtype = self.setup.pages[layer], module.o_proj.weight.dtype
         counts, size, groups = pages.lengths[part.slots], part.sizes[layer], pages.groups
         stored = gather(pages, part.slots, counts, dtype, size)
-        rope = _tables(module, stored, groups, part.stop)
+        rope = rope_tables(module, stored, groups, part.stop)
         if self._may_use_kernels(module, part):
             early = module.rebuilds_values_first(q.shape[2], size)
             sides = _keys(module, stored.rows, rope), _values(module, stored.rows, early)
             if not why_not_prefilled(q, *sides):
                 seen = Seen(
                     counts=counts,
-                    owner=_owner(groups),
+                    owner=owner_of(groups),
                     positions=stored.positions if groups[0].layout.tracked else None,
                     queries=part.positions,
                     window=self.setup.windows[layer],
@@ -67,7 +67,7 @@ class Gathered:
         self, module: HFAttention, part: AttentionMetadata, q: Tensor, lse: Tensor
     ) -> None:
         """Add what q [B, Hq, T, .] attended to, to the metrics: lse fp32 [B, Hq, T]."""
-        policy = self.setup.policy
+        policy = self.setup.attention_policy
         if policy is None or part.prompt_lengths is None:
             return
         counted = observed(part.positions, part.prompt_lengths, policy)
@@ -87,7 +87,7 @@ class Gathered:
         layer = module.layer_idx
         pages = self.setup.pages[layer]
         groups = pages.groups
-        member = _member(_owner(groups), q.device)
+        member = member_of(owner_of(groups), q.device)
         positions = stored.positions[:, member]  # [B, 1 or Hk, S]
         queries = part.positions[:, None, :, None]
         mask = stored.valid[:, member, None] & (positions[:, :, None] <= queries)
@@ -96,7 +96,7 @@ class Gathered:
         mask = _per_query_head(mask, module.num_key_value_groups)
         view = RowView(rows=stored.rows, tables=rope, mask=mask)
         out, weights = module.attend(q, view, need_weights=part.prompt_lengths is not None)
-        if (policy := self.setup.policy) is not None and part.prompt_lengths is not None:
+        if (policy := self.setup.attention_policy) is not None and part.prompt_lengths is not None:
             assert weights is not None
             heads = [group.heads for group in groups]
             each = positions.expand(-1, sum(map(len, heads)), -1)
@@ -137,25 +137,25 @@ def _heads(x: Tensor) -> KVView:
     return KVView(x, tuple(h * x.stride(2) for h in heads), (x.shape[3],) * len(heads))
 
 
-def _tables(
+def rope_tables(
     module: HFAttention, stored: StoredRows, groups: tuple[Group, ...], stop: int
 ) -> Tables | None:
     """Of the rows' positions, where keys are rebuilt."""
     if module.spec.keys != "pre" or module.rotary is None:
         return None
-    positions = stored.positions[:, _member(_owner(groups), stored.positions.device)]
+    positions = stored.positions[:, member_of(owner_of(groups), stored.positions.device)]
     return module.rotary(module.o_proj.weight, positions.long(), stop)
 
 
 @lru_cache
-def _owner(groups: tuple[Group, ...]) -> tuple[int, ...]:
+def owner_of(groups: tuple[Group, ...]) -> tuple[int, ...]:
     """Group number of every KV head."""
     owner = {head: number for number, group in enumerate(groups) for head in group.heads}
     return tuple(owner[head] for head in sorted(owner))
 
 
 @lru_cache
-def _member(owner: tuple[int, ...], device: torch.device) -> Tensor:
+def member_of(owner: tuple[int, ...], device: torch.device) -> Tensor:
     """The same as a tensor [Hk]; [1] where there is one group."""
     return torch.tensor(owner if any(owner) else owner[:1], device=device)
 

@@ -1,4 +1,4 @@
-"""What decoding sequences attend to, added to the metrics of their rows every few steps.
+"""Attention of decoding sequences, added to the metrics of their rows every few steps.
 
 A decode kernel gives no attention weights, so the last queries and their log-sum-exps are kept, and
 pages are read once for WINDOW of them. Rows stored after a query have larger positions than it, so
@@ -6,97 +6,114 @@ that a late reading sees what the query saw, as long as no row was moved or drop
 Shapes: B sequences, Hq query heads, S slots, W = WINDOW; dk widest key rank of a layer.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvfold.cache.eviction.attention import AttentionPolicy
 from kvfold.cache.slabs import upload
 from kvfold.engine.backends import AttentionContext, AttentionMetadata
-from kvfold.engine.request import Request, ScheduledChunk
+from kvfold.engine.queries import QueryRing
 from kvfold.models.adapter import HFAttention
 from kvfold.ops.observe import observe
 
 WINDOW = 8  # queries of a sequence that are kept: reading keys then costs a decode step 6 %
 
 
+class Turn(NamedTuple):
+    """A sequence's part of a step: its slot, whose that is, and its first token's position."""
+
+    slot: int
+    owner: object
+    start: int
+
+
 @dataclass
 class _Pending:
-    """Queries at `positions` of a sequence are kept and not yet added."""
+    """Queries of `owner` at `positions` are kept and not yet added."""
 
-    sequence: Request
+    owner: object
     positions: range
 
 
-class Observer:
-    """Queries of `modules`, by layer, that are kept until `flush`.
+class Observer(QueryRing):
+    """Queries of `modules`, by layer, that are kept until `flush`, and what to add them by.
 
-    The query at position p lies in row slot * W + p % W of the buffers, which a step finds without
-    the host; which rows count is known on the host alone, by `begin` and `end` around every step.
+    Which rows of the ring count is known on the host alone, by `around` every step.
     """
 
-    def __init__(self, setup: AttentionContext, modules: Mapping[int, HFAttention]) -> None:
-        self.setup, self.modules = setup, modules
+    def __init__(
+        self,
+        setup: AttentionContext,
+        policy: AttentionPolicy,
+        modules: Mapping[int, HFAttention],
+    ) -> None:
+        super().__init__(WINDOW, setup.pool, modules)
+        self.setup, self.policy = setup, policy
         self.pending: dict[int, _Pending] = {}  # by slot
-        device, rows = setup.pool.device, setup.pool.num_slots * WINDOW
-        self.queries: dict[int, Tensor] = {}
-        self.lse: dict[int, Tensor] = {}
-        for layer, module in modules.items():
-            like, heads = module.o_proj.weight, module.geometry.num_query_heads
-            self.queries[layer] = like.new_zeros(rows, heads, module.key_columns.widest)
-            self.lse[layer] = torch.zeros(rows, heads, device=device)
+        self.lse = {
+            layer: torch.zeros(q.shape[:2], device=self.device) for layer, q in self.queries.items()
+        }
 
     def rows_of(self, part: AttentionMetadata) -> Tensor:
         """Where the queries of a decoding part go, int64 [B]."""
-        return part.slots * WINDOW + part.positions[:, 0] % WINDOW
+        return self._rows(part.slots, part.positions[:, 0])
 
     def keep(self, layer: int, rows: Tensor, q: Tensor, lse: Tensor) -> None:
         """Keep q [B, Hq, dk] and log2-sum-exp2s fp32 [B, Hq] of a decode step in a layer."""
         self.queries[layer].index_copy_(0, rows, q)
         self.lse[layer].index_copy_(0, rows, lse)
 
-    def begin(self, pieces: Iterable[ScheduledChunk]) -> None:
-        """Before a step: forget what belongs to others who had the slots, and add what is kept of
-        sequences that do not simply go on. The step's rows may have pages, but nothing in them:
-        what is added to them is overwritten."""
+    @contextmanager
+    def around(self, turns: Sequence[Turn], num_decode: int) -> Iterator[None]:
+        """A step, of which the first `num_decode` turns are a decoding sequence's one token."""
+        self._begin(turns)
+        yield
+        self._end(turns[:num_decode])
+
+    def _begin(self, turns: Sequence[Turn]) -> None:
+        """Forget what belongs to others who had the slots, and add what is kept of sequences that
+        do not simply go on. The step's rows may have pages, but nothing in them: what is added to
+        them is overwritten."""
         late = False
-        for piece in pieces:
-            slot = piece.sequence.open_slot
+        for slot, owner, start in turns:
             if (kept := self.pending.get(slot)) is None:
                 continue
-            if kept.sequence is not piece.sequence or piece.start == 0:
+            if kept.owner is not owner or start == 0:
                 del self.pending[slot]
-            elif piece.start != kept.positions.stop:
+            elif start != kept.positions.stop:
                 late = True
         if late:
             self.flush()
 
-    def end(self, decodes: Iterable[ScheduledChunk]) -> None:
-        """After a step: its decoding sequences have one more query each."""
+    def _end(self, decodes: Sequence[Turn]) -> None:
+        """Decoding sequences have one more query each."""
         full = False
-        for piece in decodes:
-            slot, start = piece.sequence.open_slot, piece.start
+        for slot, owner, start in decodes:
             kept = self.pending.get(slot)
             first = start if kept is None else kept.positions.start
-            self.pending[slot] = _Pending(piece.sequence, range(first, start + 1))
-            full |= start + 1 - first == WINDOW
+            self.pending[slot] = _Pending(owner, range(first, start + 1))
+            full |= start + 1 - first == self.width
         if full:
             self.flush()
 
     def flush(self) -> None:
         """Add all that is kept to the metrics; a sequence that gave its slot back has no rows."""
-        kept = [(slot, x) for slot, x in self.pending.items() if x.sequence.slot == slot]
+        rows = self.setup.pool.host_lengths
+        kept = [(slot, x.positions) for slot, x in self.pending.items() if rows[slot].any()]
         self.pending = {}
-        policy = self.setup.policy
-        if not kept or policy is None:
+        if not kept:
             return
-        slots = upload(np.array([slot for slot, _ in kept]), self.setup.pool.device)
-        positions = self._positions([x.positions for _, x in kept])
+        slots = upload(np.array([slot for slot, _ in kept]), self.device)
+        positions = self._positions([x for _, x in kept])
         for layer, module in self.modules.items():
             q, lse = (
-                x[layer].unflatten(0, (-1, WINDOW))[slots].transpose(1, 2).contiguous()
+                x[layer].unflatten(0, (-1, self.width))[slots].transpose(1, 2).contiguous()
                 for x in (self.queries, self.lse)
             )
             observe(
@@ -106,14 +123,14 @@ class Observer:
                 self.setup.pages[layer],
                 slots,
                 module.scaling,
-                power=policy.power,
-                exclude=policy.exclude,
+                power=self.policy.power,
+                exclude=self.policy.exclude,
             )
 
     def _positions(self, kept: list[range]) -> Tensor:
-        """Of the buffers' rows of sequences, int32 [B, W]; -1 where none is kept."""
+        """Of the ring's rows of sequences, int32 [B, W]; -1 where none is kept."""
         start = np.array([x.start for x in kept])[:, None]
         stop = np.array([x.stop for x in kept])[:, None]
-        found = start + (np.arange(WINDOW) - start) % WINDOW
+        found = start + (np.arange(self.width) - start) % self.width
         found = np.where(found < stop, found, -1).astype(np.int32)
-        return upload(found, self.setup.pool.device)
+        return upload(found, self.device)

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.cache.eviction.policies import Policy
+from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import Pool
 from kvfold.engine.backends import AttentionBackend, AttentionContext, AttentionMetadata
 from kvfold.engine.device import DirectDecode, RebuiltDecode, bunches, direct_layers, rebuilder_of
 from kvfold.engine.flat import FlatDecode, flat_layers
 from kvfold.engine.gathered import Gathered
 from kvfold.engine.observer import Observer
+from kvfold.engine.queries import RecentQueries
 from kvfold.models.adapter import HFAttention, PagedRows
 from kvfold.models.families import attention_windows, family_of
 from kvfold.ops import store
@@ -28,22 +29,26 @@ class Attention:
     """How the layers of a model attend over a pool, chosen once. policy: what is observed.
 
     ways: makers of the ways to attend, in the order in which a step asks them. observer: keeps
-    decoding queries until their attention is added to metrics; None where nothing is kept.
+    decoding queries until their attention is added to metrics; recent: keeps the last queries for
+    the policy; None where nothing is kept.
     captures: whether a decode step needs nothing from the host, so that a graph can hold it.
     """
 
     def __init__(self, model: Any, pool: Pool, policy: Policy | None) -> None:
-        modules = list(family_of(model.config).attentions(model))
+        modules: list[Any] = list(family_of(model.config).attentions(model))
         spans = store.spans(pool.layout, pool.device.type)
         setup = AttentionContext(pool, policy, attention_windows(model.config), spans)
         direct, rebuilder = direct_layers(setup), rebuilder_of(setup, modules)
         decoded = {*direct, *(rebuilder.maps if rebuilder else ())}
-        self.setup, self.observer = setup, None
-        if setup.watches_decodes:
+        self.setup, self.modules, self.observer, self.recent = setup, modules, None, None
+        if (watching := setup.attention_policy) is not None and watching.continual:
             groups, device = [x.groups for x in setup.pages], pool.device.type
             decoded = {i for i in direct if not why_not_observed(groups[i], device)}
             seen = {i: modules[i] for i in decoded}
-            self.observer = Observer(setup, seen) if seen else None
+            self.observer = Observer(setup, watching, seen) if seen else None
+        if policy is not None and "queries" in policy.needs:
+            assert policy.window is not None
+            self.recent = RecentQueries(policy.window, pool, dict(enumerate(modules)))
         self.captures = pool.device.type == "cuda" and len(decoded) == len(modules)
         self.ways: list[Callable[[], AttentionBackend]] = [
             partial(DirectDecode, setup, bunches(setup, direct), self.observer),
@@ -75,6 +80,8 @@ class PagedStep(PagedRows):
         self.slots, self.positions = slots, positions
         self.index = self.setup.pool.lengths[slots] + index[:, None]  # int64 [N, all groups]
         self.ways = [make() for make in attention.ways]
+        self.recent = attention.recent
+        self.kept = self.recent.begin(parts) if self.recent is not None else ()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Models ask before they make positions and masks, which come from the runner here."""
@@ -83,6 +90,8 @@ class PagedStep(PagedRows):
     def attend(self, module: HFAttention, x: Tensor, tables: Tables | None) -> Tensor:
         q, rows = module.project(x, tables)
         self._store(module.layer_idx, rows[0])
+        if self.recent is not None:
+            self.recent.keep(module.layer_idx, self.kept, q)
         outputs = [self._way(module, x).attend(module, x, x.of(q)) for x in self.parts]
         flat = [out.flatten(0, 1) for out in outputs]
         return (torch.cat(flat) if len(flat) > 1 else flat[0])[None]

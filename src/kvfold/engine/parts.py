@@ -66,10 +66,9 @@ def _most_rows(setup: AttentionContext, batch: int) -> int:
 
 def _unobserved(setup: AttentionContext, piece: ScheduledChunk) -> int:
     """How many of a prefill chunk's first queries add to no metric."""
-    if setup.observer is None:
+    if (policy := setup.attention_policy) is None:
         return len(piece.tokens)
-    window = setup.observer.window
-    first = 0 if window is None else piece.sequence.num_prefill - window
+    first = 0 if policy.window is None else piece.sequence.num_prefill - policy.window
     return min(max(first - piece.start, 0), len(piece.tokens))
 
 

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.cache.eviction.policies import Policy
+from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import Pool
 from kvfold.engine.compiled import Compiled, wanted
 from kvfold.engine.eviction import Eviction
 from kvfold.engine.graphs import DecodeGraphs
+from kvfold.engine.observer import Turn
 from kvfold.engine.paged import Attention, PagedStep
 from kvfold.engine.parts import decodes, decoding, split
 from kvfold.engine.request import Batch, CacheParams, Request
@@ -107,9 +108,9 @@ class ModelRunner:
         if (observer := self.attention.observer) is None:
             yield
             return
-        observer.begin(batch.pieces)
-        yield
-        observer.end(decodes(batch))
+        turns = [Turn(x.sequence.open_slot, x.sequence, x.start) for x in batch.pieces]
+        with observer.around(turns, len(decodes(batch))):
+            yield
 
     def _forward(self, tokens: Tensor, positions: Tensor, step: PagedRows) -> Tensor:
         """tokens, positions int64 [N] -> last hidden states [N, D]."""

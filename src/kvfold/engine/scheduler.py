@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvfold.cache.eviction.select import capped
+from kvfold.cache.eviction.compact import capped
 from kvfold.cache.pool import Pool
 from kvfold.engine.request import Batch, FinishReason, Request, Runner, ScheduledChunk, Status
 

@@ -1,133 +1,45 @@
-"""Which rows to evict, and how survivors move together so that whole pages come free.
+"""Rows that go, from what they are worth.
 
-Pure functions of tensors. Shapes: B sequences, Hq query heads, Hk KV heads, n queries, G groups of
-one sequence (all layers; of one layer in `attention_mass`), T row slots, padded to the longest
-group of all sequences, P rows of a page, E = ceil(T / P) blocks of a group, N = G * E. Rows of a
-group fill slots 0..length-1 in any order of positions. A *block* is what must go for one more page
-to come free.
+Pure functions of tensors. Shapes: B sequences, G groups of one sequence (all layers), T row slots,
+padded to the longest group of all sequences, P rows of a page, E = ceil(T / P) blocks of a group,
+N = G * E. Rows of a group fill slots 0..length-1 in any order of positions. A *block* is what must
+go for one more page to come free.
 
 The order of eviction does not depend on the budget: a smaller budget evicts the same blocks and
 more; with a policy's `floor` it does, since what groups have for sure is a part of it. Sequences
 are compressed together, and each as if it were alone. `select` waits for the device once a call,
-`compaction` twice, the others never.
+the others never.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import accumulate
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvfold.cache.eviction.policies import Budget, Policy
+from kvfold.cache.eviction.base import Policy, RowsView
+from kvfold.cache.eviction.budget import Budget
 from kvfold.cache.slabs import upload
 from kvfold.spec.layout import UNIT
 
 PYRAMID = 20  # beta of PyramidKV: the last layer keeps 1 / beta of the average
 INF = float("inf")
 
-Id = TypeVar("Id")
 
+def scores(policy: Policy, view: RowsView, recent: Tensor) -> Tensor:
+    """The policy's scores fp32 [B, G, T], +inf where a row must stay and where there is none.
 
-def attention_mass(
-    weights: Tensor,
-    key_positions: Tensor,
-    query_positions: Tensor,
-    prompt_lengths: Tensor,
-    policy: Policy,
-    groups: Sequence[tuple[int, ...]],
-) -> Tensor:
-    """What these queries add to the metrics of one layer's rows: fp32 [B, G, T].
-
-    weights [B, Hq, n, T]: attention probabilities, zero where nothing is attended; key_positions
-    int [B, Hk, T]; query_positions int [B, n], negative for padding; prompt_lengths int [B];
-    groups: the KV heads of each of the layer's groups. Summed over the counted queries and over
-    all query heads of the group's KV heads: the cache is not repeated (KV-Compress §4.1, eq. 9-11,
-    19, 20). Prompts may come in chunks, whose masses add up. Never waits for the device.
-    """
-    heads = key_positions.shape[1]
-    counted = observed(query_positions, prompt_lengths, policy)[:, None, :, None]
-    if policy.exclude:
-        distance = query_positions[:, None, :, None] - key_positions[:, :, None]
-        counted = counted & (distance >= policy.exclude)
-    powers = weights.detach().float() ** policy.power
-    by_head = powers.reshape(len(weights), heads, -1, *weights.shape[2:]).sum(2)
-    mass = by_head.where(counted, 0.0).sum(2)
-    return F.pad(mass, (0, 0, 0, 1))[:, _members(tuple(groups), heads, mass.device)].sum(2)
-
-
-def observed(query_positions: Tensor, prompt_lengths: Tensor, policy: Policy) -> Tensor:
-    """bool [B, n]: queries in the prompt's observation window, and generated ones if continual."""
-    window = prompt_lengths if policy.window is None else policy.window
-    first = (prompt_lengths - window).clamp(min=0)
-    seen = query_positions >= first[:, None]
-    return seen if policy.continual else seen & (query_positions < prompt_lengths[:, None])
-
-
-@lru_cache
-def _members(groups: tuple[tuple[int, ...], ...], heads: int, device: torch.device) -> Tensor:
-    """int64 [G, most heads of a group], padded with `heads`. Cached, as the copy waits."""
-    widest = max(map(len, groups))
-    padded = [[*group, *[heads] * (widest - len(group))] for group in groups]
-    return torch.tensor(padded, device=device)
-
-
-def scores(
-    metrics: Tensor,
-    positions: Tensor,
-    valid: Tensor,
-    policy: Policy,
-    recent: Tensor,
-    sizes: Sequence[int],
-    generator: torch.Generator | None = None,
-    in_order: bool = False,
-) -> Tensor:
-    """What each row is worth: fp32 [B, G, T], +inf where it must stay and where there is no row.
-
-    metrics fp32 [B, G, T] (summed `attention_mass`); positions int [B, G, T]; valid bool [B, G, T];
     recent int [B]: last tokens of every sequence that stay, `protected_recent` of its policy: the
-    observation window slides on while tokens are generated; sizes: T of every sequence alone, by
-    which `random` draws; generator: for `random`, on the metrics' device; in_order: positions
-    ascend. Sinks stay too.
-    Pooling (KV-Compress eq. 8) is done here, over all that was observed so far, so that metrics
-    stay sums; eq. 20 adds generated queries after it.
+    observation window slides on while tokens are generated. Sinks stay too.
     """
-    if policy.score == "attention":
-        worth = _max_pool(metrics, positions, valid, policy.pool, in_order)
-    elif policy.score == "recency":
-        worth = positions.float()
-    else:
-        worth = _draw(metrics, sizes, generator)
+    worth, valid, positions = policy.score(view), view.valid, view.positions
+    assert worth.shape == valid.shape, f"{policy.name}: {worth.shape} scores, {valid.shape} rows"
     last = positions.where(valid, -1).amax((1, 2))
     may_go = valid & (positions <= (last - recent)[:, None, None])
     if policy.sinks:
         may_go &= positions >= policy.sinks
     return worth.where(may_go, INF)
-
-
-def _draw(like: Tensor, sizes: Sequence[int], generator: torch.Generator | None) -> Tensor:
-    """Random fp32 [B, G, T]. A sequence's do not depend on how long those beside it are."""
-    num_groups, most = like.shape[1:]
-    draws = (torch.rand(num_groups, x, generator=generator, device=like.device) for x in sizes)
-    return torch.stack([F.pad(x, (0, most - x.shape[1])) for x in draws])
-
-
-def _max_pool(
-    metrics: Tensor, positions: Tensor, valid: Tensor, width: int, in_order: bool
-) -> Tensor:
-    """Largest metric of the `width` rows around each, in order of position, gaps closed."""
-    if width == 1:
-        return metrics
-    known = metrics.where(valid, -INF)
-    if in_order:
-        return F.max_pool1d(known, width, stride=1, padding=width // 2)
-    behind = torch.iinfo(positions.dtype).max  # slots without a row are nobody's neighbours
-    order = positions.where(valid, behind).argsort(dim=-1)
-    pooled = F.max_pool1d(known.gather(-1, order), width, stride=1, padding=width // 2)
-    return torch.empty_like(metrics).scatter_(-1, order, pooled)
 
 
 def select(
@@ -280,33 +192,3 @@ def _checked(
                 f" {most} of them evictable"
             )
     return columns[1]
-
-
-def compaction(
-    evicted: Tensor, lengths: Tensor
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Moves that close the holes, (sequence, group, source slot, target slot), int64 [M] each; new
-    lengths [B, G].
-
-    evicted bool [B, G, T]; lengths int [B, G]. KV-Compress Algorithm 1 in parallel: survivors
-    beyond the new length take the evicted slots before it, so sources and targets never meet and
-    the moves can be made at once, in any order.
-    """
-    slots = torch.arange(evicted.shape[2], device=evicted.device, dtype=torch.int32)
-    survives = ~evicted & (slots < lengths[..., None])
-    new_lengths = survives.sum(2, dtype=torch.int32)
-    inside = slots < new_lengths[..., None]
-    sequence, group, source = (survives & ~inside).nonzero(as_tuple=True)
-    *_, target = (inside & ~survives).nonzero(as_tuple=True)
-    return (sequence, group, source, target), new_lengths.to(lengths.dtype)
-
-
-def capped(order: Sequence[tuple[Id, int]], limit: int) -> list[Id]:
-    """Sequences to compress in this round: the first whose rows stay within `limit` together.
-
-    order: (sequence id, rows in all groups), never compressed first, then by the time of the last
-    compression. Stops at the first that would exceed the limit (KV-Compress §4.2.3): one with more
-    rows than `limit` is never compressed, nor are those behind it.
-    """
-    totals = accumulate(num_rows for _, num_rows in order)
-    return [name for (name, _), total in zip(order, totals, strict=True) if total <= limit]

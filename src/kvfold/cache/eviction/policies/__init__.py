@@ -1,0 +1,40 @@
+"""Every eviction policy by name. Importing this imports none of them, nor torch: names are for the
+command line's help.
+
+A policy has the name of a method where it does what its authors published, to the differences that
+docs/methods.md lists; other settings of it have a suffix.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvfold.cache.eviction.base import Policy
+
+# Name -> file of this folder, and its function without arguments that returns the policy.
+POLICIES: dict[str, str] = {
+    "kv-compress": "attention.kv_compress",
+    "kv-compress-full": "attention.kv_compress_full",
+    "kvc-w8": "attention.kvc_w8",
+    "kvc-w32": "attention.kvc_w32",
+    "kvc-w32-l1": "attention.kvc_w32_l1",
+    "kvc-full": "attention.kvc_full",
+    "snapkv": "attention.snapkv",
+    "snapkv-w8": "attention.snapkv_w8",
+    "h2o": "attention.h2o",
+    "h2o-r32": "attention.h2o_r32",
+    "pyramidkv": "attention.pyramidkv",
+    "ada-snapkv": "attention.ada_snapkv",
+    "ada-snapkv-w8": "attention.ada_snapkv_w8",
+    "streaming": "streaming.streaming",
+    "random": "random.random",
+}
+
+
+def get(name: str) -> "Policy":
+    """The policy called `name`. Raises ValueError for an unknown one."""
+    if name not in POLICIES:
+        raise ValueError(f"unknown eviction policy {name!r}; policies: {', '.join(POLICIES)}")
+    file, function = POLICIES[name].split(".")
+    policy: Policy = getattr(import_module(f"{__name__}.{file}"), function)()
+    return policy

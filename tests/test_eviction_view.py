@@ -1,0 +1,167 @@
+"""A policy's view of stored rows: the keys, values and queries that the model computed."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvfold import compress, recipes
+from kvfold.cache.eviction import policies
+from kvfold.cache.eviction.attention import AttentionPolicy
+from kvfold.cache.eviction.base import Policy, RowsView
+from kvfold.compression import build
+from kvfold.compression.calibrate import calibrate
+from kvfold.config import CacheConfig
+from kvfold.engine.build import build_runner
+from kvfold.engine.runner import ModelRunner
+from kvfold.evaluation.session import Session
+from kvfold.models.families import family_of
+from models import tiny, tokens
+
+PROMPT, WINDOW, PAGE = 45, 7, 4
+CASES = [
+    *((name, None) for name in ("llama-gqa", "qwen3", "opt")),
+    *(("llama3-scaling", name) for name in ("zack", "palu-g", "palu-j", "fast", "lean", "small")),
+    ("opt", "lean"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curious(AttentionPolicy):
+    """Looks at everything, and scores as its base does."""
+
+    needs = frozenset({"attention", "keys", "values", "queries"})
+    views: list[RowsView] = field(default_factory=list)
+    seen: list[list[tuple[Tensor, ...]]] = field(default_factory=list)  # by round and layer
+
+    def score(self, view: RowsView) -> Tensor:
+        layers = range(len(view.layers))
+        self.views.append(view)
+        self.seen.append([(view.keys(i), view.values(i), *view.queries(i)) for i in layers])
+        return super().score(view)
+
+
+def folded(name: str, recipe: str | None, keep: float):
+    model = tiny(name)
+    if recipe is None:
+        return model
+    found = recipes.get(recipe)
+    statistics = calibrate(model, family_of(model.config), tokens(8, 64), build.needs(found))
+    return compress(model, found, statistics=statistics, keep=keep, align=1)
+
+
+def runner_of(model, policy: Policy) -> ModelRunner:
+    config = CacheConfig(evict="snapkv", page=PAGE, keep_tokens=0.5, kv_bytes=2**22)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policies, "get", {"snapkv": policy}.__getitem__)
+        return build_runner(model, config, num_slots=3, max_tokens=96)
+
+
+def curious(model, **settings) -> tuple[ModelRunner, Curious]:
+    policy = Curious(name="curious", window=WINDOW, continual=True, **settings)
+    return runner_of(model, policy), policy
+
+
+def fed(runner: ModelRunner, prompts: list[int]) -> list[Session]:
+    """Sequences, prefilled in chunks that are no multiple of the window."""
+    sessions = [Session(runner).__enter__() for _ in prompts]
+    for i, (session, length) in enumerate(zip(sessions, prompts, strict=True)):
+        session.feed(tokens(1, length, seed=i)[0].tolist(), prompt=length, chunk=10)
+    return sessions
+
+
+@pytest.mark.parametrize("name, recipe", CASES)
+def test_queries_and_keys_make_the_metrics(name: str, recipe: str | None) -> None:
+    """Attention of the window's queries to the keys, in whatever space they are stored."""
+    runner, policy = curious(folded(name, recipe, 0.5))
+    runner.compress([x.sequence for x in fed(runner, [PROMPT, PROMPT - 8])])
+    (view,), (seen,) = policy.views, policy.seen
+    group_of = [(i, heads) for i, groups in enumerate(view.layers) for heads in groups]
+    for g, (layer, heads) in enumerate(group_of):
+        k, _, q, where = seen[layer]
+        assert where.tolist() == [list(range(n - WINDOW, n)) for n in (PROMPT, PROMPT - 8)]
+        module = runner.attention.modules[layer]
+        k = k.repeat_interleave(module.num_key_value_groups, 1)
+        causal = view.positions[:, g, None] <= where[..., None]
+        visible = (causal & view.valid[:, g, None])[:, None]
+        weights = (q @ k.mT * module.scaling).masked_fill(~visible, -torch.inf).softmax(-1).sum(2)
+        mine = weights.unflatten(1, (-1, module.num_key_value_groups))[:, list(heads)].sum((1, 2))
+        torch.testing.assert_close(mine, view.metrics[:, g] * view.valid[:, g])
+
+
+@pytest.mark.parametrize("name, recipe", CASES)
+def test_values_are_the_model_s(name: str, recipe: str | None) -> None:
+    """At full rank, where they are not left to W_O, but for what its bias adds to all of them; and
+    so are keys, where they are not stored in another space."""
+    ids = tokens(1, PROMPT, seed=0)
+    with torch.no_grad():
+        wanted = tiny(name)(ids, use_cache=True).past_key_values.layers
+    runner, policy = curious(folded(name, recipe, 1.0))
+    runner.compress([x.sequence for x in fed(runner, [PROMPT])])
+    for layer, (k, v, *_) in enumerate(policy.seen[0]):
+        spec = runner.attention.modules[layer].spec
+        if spec.values != "fused":
+            off = wanted[layer].values - v
+            always = off[:, :, :1] if spec.values == "rebuilt" else torch.zeros_like(off)
+            torch.testing.assert_close(off, always.expand_as(off), rtol=1e-3, atol=1e-4)
+        if spec.keys in ("plain", "pre"):
+            torch.testing.assert_close(k, wanted[layer].keys, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["zack", "fast"])
+def test_nothing_lies_beyond_a_head_s_rank(recipe: str) -> None:
+    """Where heads differ in rank, others' numbers fill up what is gathered."""
+    runner, policy = curious(folded("llama3-scaling", recipe, 0.5))
+    runner.compress([x.sequence for x in fed(runner, [PROMPT])])
+    ragged = False
+    for layer, (k, v, *_) in enumerate(policy.seen[0]):
+        module = runner.attention.modules[layer]
+        stored = [(v, module.value_columns)] if module.spec.values == "fused" else []
+        stored += [(k, module.key_columns)] if module.spec.keys != "pre" else []
+        for x, columns in stored:
+            ragged |= not columns.uniform
+            for head, latent in enumerate(columns.heads):
+                assert not x[:, head, :, columns.ranks[latent] :].any()
+    assert ragged
+
+
+@pytest.mark.parametrize("recipe", [None, "zack", "lean"])
+def test_rows_that_moved_are_the_same_rows(recipe: str | None) -> None:
+    """A second round sees the survivors' keys and values at their positions, zeros where no row
+    is, and the queries since."""
+    runner, policy = curious(folded("llama3-scaling", recipe, 0.5), scope="all")
+    (session,) = fed(runner, [PROMPT])
+    session.compress()
+    session.feed([5, 6, 7])
+    session.compress()
+    (first, second), (before, after) = policy.views, policy.seen
+    g = 0
+    for layer, groups in enumerate(second.layers):
+        assert after[layer][3].tolist() == [list(range(PROMPT - 4, PROMPT + 3))]
+        for heads in groups:
+            for x, y in zip(before[layer][:2], after[layer][:2], strict=True):
+                x, y = x[0, list(heads)], y[0, list(heads)]
+                assert not y[:, ~second.valid[0, g]].any()
+                old = second.valid[0, g] & (second.positions[0, g] < PROMPT)
+                assert torch.equal(y[:, old], x[:, second.positions[0, g, old].long()])
+            g += 1
+    assert not torch.equal(first.positions, second.positions)
+
+
+def test_a_sequence_that_went_back_has_fewer_queries() -> None:
+    """Later queries lie in the rows of the earliest, which are gone."""
+    runner, policy = curious(tiny("llama-gqa"))
+    (session,) = fed(runner, [PROMPT])
+    mark = session.mark()
+    session.feed([5, 6])
+    session.rewind(mark)
+    session.compress()
+    q, where = policy.seen[0][0][2:]
+    assert where.tolist() == [[-1, -1, *range(PROMPT - WINDOW + 2, PROMPT)]]
+    assert not q[:, :, :2].any() and q[:, :, 2:].all()
+
+
+def test_nobody_keeps_queries_that_nobody_needs() -> None:
+    policy = AttentionPolicy(name="plain", window=WINDOW)
+    assert runner_of(tiny("llama-gqa"), policy).attention.recent is None
