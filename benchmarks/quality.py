@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 from kvfold.api import CALIBRATION_TOKENS
 from kvfold.cli.common import named_texts, versions
-from kvfold.cli.evaluate import finite
 from kvfold.evaluation.measure import text_windows
-from kvfold.files import write_json
+from kvfold.files import finite, write_json
 from kvfold.loading import load, load_tokenizer
 
 

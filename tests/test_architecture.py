@@ -39,7 +39,7 @@ LAYERS: dict[str, set[str]] = {
         "artifact",
         "engine",
     }
-    | {"search", "text"},
+    | {"files", "search", "text"},
     "api": {"spec", "compression", "config", "recipes", "loading", "evaluation", "files"},
     "report": {"evaluation", "files", "text"},
 }

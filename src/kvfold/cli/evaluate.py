@@ -18,7 +18,7 @@ from kvfold.cli.options import (
     TaskFiles,
     Windows,
 )
-from kvfold.files import write_json
+from kvfold.files import finite, write_json
 
 if TYPE_CHECKING:
     from kvfold.evaluation.measure import Measured
@@ -91,15 +91,6 @@ def pooled_texts(measured: "Measured") -> dict[str, Any]:
     values = (value, value * nll_se, nll, nll_se)
     tokens = sum(result.tokens for result in measured.texts.values())
     return {**dict(zip(keys, values, strict=True)), "tokens": tokens}
-
-
-def finite(value: Any) -> Any:
-    """`value` for JSON: numbers that are not finite become null."""
-    if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_record(record: dict[str, Any], tasks: "Mapping[str, TaskResult]") -> None:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from kvfold.evaluation.perplexity import mean_and_se
 from kvfold.evaluation.tasks import HEADLINES
+from kvfold.files import finite
 
 NOT_MEASURED = "–"
 
@@ -185,15 +186,7 @@ def _loss(row: Row, name: str) -> str:
 
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows as plain values for `json.dumps`; a standard error that is not defined becomes null."""
-    return [_plain(dataclasses.asdict(row)) for row in rows]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return [finite(dataclasses.asdict(row)) for row in rows]
 
 
 def from_json(rows: Sequence[Mapping[str, Any]]) -> list[Row]:

@@ -32,25 +32,20 @@ class DenseSession(Session):
     def __exit__(self, *error: object) -> None:
         del self.cache
 
-    def chunks(
-        self,
-        ids: Tensor,
-        *,
-        prompt: int | None = None,
-        chunk: int | None = None,
-        last: bool = False,
-    ) -> Iterator[Tensor]:
-        self.batch, step = len(ids), chunk or self.chunk
-        for start in range(0, ids.shape[1], step):
-            piece = ids[:, start : start + step].to(self.model.device)
-            with torch.no_grad():
-                out = self.model(
-                    input_ids=piece,
-                    past_key_values=self.cache,
-                    use_cache=True,
-                    logits_to_keep=int(last),  # 0: all
-                )
-            yield out.logits
+    def _append(self, ids: Tensor, last: bool) -> Tensor:
+        self.batch = len(ids)
+        with torch.no_grad():
+            out = self.model(
+                input_ids=ids.to(self.model.device),
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=int(last),  # 0: all
+            )
+        logits: Tensor = out.logits
+        return logits
+
+    def _end_prompt(self, position: int) -> None:
+        """Nothing: no token goes."""
 
     def compress(self) -> None:
         """Nothing: what a folded model stores is small already."""

@@ -4,7 +4,6 @@ What evaluation needs and serving does not: logits of every token, a compression
 and several continuations of one context. Shapes as in `session`, B = 1.
 """
 
-from collections.abc import Iterator
 from typing import Self
 
 import torch
@@ -33,28 +32,24 @@ class PagedSession(Session):
     def __exit__(self, *error: object) -> None:
         self.runner.pool.close(self.sequence.open_slot)
 
-    def chunks(
-        self,
-        ids: Tensor,
-        *,
-        prompt: int | None = None,
-        chunk: int | None = None,
-        last: bool = False,
-    ) -> Iterator[Tensor]:
+    def _append(self, ids: Tensor, last: bool) -> Tensor:
         (tokens,), sequence = ids.tolist(), self.sequence
-        if prompt is not None:
-            sequence.num_prefill = prompt
-        while tokens:
-            most = self.runner.pool.layout.most_at(sequence.num_computed)
-            step = min(chunk or self.chunk, most)
-            part, tokens = tuple(tokens[:step]), tokens[step:]
-            self._extend(len(part))
-            piece = ScheduledChunk(
-                sequence=sequence, start=sequence.num_computed, tokens=part, wants_logits=True
-            )
-            logits = self.runner.run_all(Batch(pieces=(piece,)))
-            sequence.num_computed += len(part)
-            yield logits[None]
+        self._extend(len(tokens))
+        piece = ScheduledChunk(
+            sequence=sequence,
+            start=sequence.num_computed,
+            tokens=tuple(tokens),
+            wants_logits=True,
+        )
+        logits = self.runner.run_all(Batch(pieces=(piece,)))
+        sequence.num_computed += len(tokens)
+        return logits[None]
+
+    def _end_prompt(self, position: int) -> None:
+        self.sequence.num_prefill = position
+
+    def _most(self) -> int:
+        return self.runner.pool.layout.most_at(self.sequence.num_computed)
 
     def _extend(self, count: int) -> None:
         pool, slots = self.runner.pool, [self.sequence.open_slot]

@@ -5,6 +5,7 @@ cache and `PagedSession` the engine's pages.
 Shapes: B sequences, T tokens fed, c tokens of a chunk, V vocabulary.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,6 @@ class Session(ABC):
     @abstractmethod
     def __exit__(self, *error: object) -> None: ...
 
-    @abstractmethod
     def chunks(
         self,
         ids: Tensor,
@@ -63,6 +63,24 @@ class Session(ABC):
         those that a window policy observes. None: as it was. last: only those of a chunk's last
         token are asked for. Raises ValueError if a cache is full.
         """
+        if prompt is not None:
+            self._end_prompt(prompt)
+        while ids.shape[1]:
+            step = min(chunk or self.chunk, self._most())
+            yield self._append(ids[:, :step], last)
+            ids = ids[:, step:]
+
+    @abstractmethod
+    def _append(self, ids: Tensor, last: bool) -> Tensor:
+        """One chunk of `chunks`."""
+
+    @abstractmethod
+    def _end_prompt(self, position: int) -> None:
+        """The prompt ends there."""
+
+    def _most(self) -> int:
+        """Tokens that may be appended at once."""
+        return sys.maxsize
 
     def feed(
         self, ids: Sequence[int], *, prompt: int | None = None, chunk: int | None = None
