@@ -61,12 +61,10 @@ class Setting:
 @lru_cache
 def settings_of(config: type) -> dict[str, tuple[Any, Setting]]:
     """Type and setting of every field of a config class that has one."""
-    hints = get_type_hints(config, include_extras=True)
-    found = {name: (hint, getattr(hint, "__metadata__", ())) for name, hint in hints.items()}
     return {
         name: (hint.__origin__, setting)
-        for name, (hint, extras) in found.items()
-        for setting in extras
+        for name, hint in get_type_hints(config, include_extras=True).items()
+        for setting in getattr(hint, "__metadata__", ())
         if isinstance(setting, Setting)
     }
 
@@ -123,13 +121,13 @@ class Recipe:
 class CacheConfig:
     """How a running engine stores tokens: bits, pages, and what it evicts.
 
-    bits None: what the checkpoint plans (16 where it plans nothing); kv_bytes None: a share of what
-    is free. residual: the last 1 to `residual` tokens wait, until that many are packed at once; a
-    multiple of page. Raises ValueError for what a field may not hold, and for fields that exclude
-    each other.
+    Raises ValueError for what a field may not hold, and for fields that exclude each other.
     """
 
-    kv_bytes: Annotated[int | None, Setting(help="Bytes of the page pool.", least=1)] = None
+    kv_bytes: Annotated[
+        int | None,
+        Setting(help="Bytes of the page pool; by default a share of what is free.", least=1),
+    ] = None
     page: Annotated[
         int | None,
         Setting(
@@ -138,11 +136,18 @@ class CacheConfig:
             unit="row",
         ),
     ] = None
-    bits: Annotated[int | None, Setting(help="Of every stored number.", choices=BITS)] = None
+    bits: Annotated[
+        int | None,
+        Setting(help="Of every number; by default what a checkpoint plans, or 16.", choices=BITS),
+    ] = None
     zeros: Annotated[bool, Setting(help="Store a zero beside every scale.")] = False
     sub_group: Annotated[
         int | None,
-        Setting(help="Most numbers that share a scale; 32 with kivi.", least=8, unit="numbers"),
+        Setting(
+            help="Most numbers that share a scale; by default a whole latent, 32 with kivi.",
+            least=8,
+            unit="numbers",
+        ),
     ] = None
     rotate: Annotated[
         bool,
@@ -151,9 +156,20 @@ class CacheConfig:
             off=("no_rotation", "Quantise numbers as they are."),
         ),
     ] = True
-    format: Annotated[str, Setting(help="How numbers are packed.", choices=FORMATS)] = "integers"
+    format: Annotated[
+        str,
+        Setting(
+            help="How numbers are packed; kivi: keys per channel of a page, values per token, with "
+            "zeros, not turned.",
+            choices=FORMATS,
+        ),
+    ] = "integers"
     residual: Annotated[
-        int | None, Setting(help="Tokens that wait in 16 bits to be packed; 128 with kivi.")
+        int | None,
+        Setting(
+            help="The last 1 to so many tokens wait in 16 bits, until all are packed at once; whole"
+            " pages, 128 with kivi.",
+        ),
     ] = None
     evict: Annotated[str | None, Setting(help="A policy.", names=POLICIES)] = None
     keep_tokens: Annotated[

@@ -8,11 +8,12 @@ what a compressed cache has lost shows.
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+from kvfold.compression.progress import Report
 from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.haystack import build_sample, load_filler
 from kvfold.evaluation.perplexity import max_positions
@@ -60,7 +61,7 @@ def evaluate_needle(
     chunk: int = 512,
     seed: int = 0,
     reader: Reader | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Report | None = None,
 ) -> list[NeedleResult]:
     """Exact-match retrieval by greedy decoding, one result for each of `lengths` (tokens).
 

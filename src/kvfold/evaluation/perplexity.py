@@ -10,7 +10,7 @@ the cache stores and not from keys and values that one long forward kept in full
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvfold.compression.progress import Report
 from kvfold.engine.runner import ModelRunner
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.session import Footprint, Session, Sessions
-
-Progress = Callable[[int, int], None]
 
 AFTER = 64  # tokens fed at a time after a compression
 _SLICE_NUMBERS = 2**25  # fp32 logits taken to log-probabilities at once: 128 MiB
@@ -72,7 +71,7 @@ def perplexity(
     *,
     chunk: int = 512,
     batch: int = 1,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> PerplexityResult:
     """Loss of `model` on windows `ids` int64 [n, T], each fed through a fresh cache in chunks.
 
@@ -92,7 +91,7 @@ def paged_perplexity(
     *,
     chunk: int = 512,
     scored_from: int | None = None,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> tuple[PerplexityResult, Footprint]:
     """The same through the engine's pages, one window at a time; as `window_perplexity`."""
     sessions = partial(PagedSession, runner, chunk)
@@ -105,7 +104,7 @@ def window_perplexity(
     *,
     batch: int = 1,
     scored_from: int | None = None,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> tuple[PerplexityResult, Footprint]:
     """Loss on windows ids int64 [n, T], `batch` of them in one session.
 

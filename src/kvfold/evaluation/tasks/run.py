@@ -8,8 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvfold.compression.progress import Report
 from kvfold.evaluation.dense import DenseSession, inference
-from kvfold.evaluation.perplexity import Progress, max_positions, mean_and_se
+from kvfold.evaluation.perplexity import max_positions, mean_and_se
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks import SCORES
 from kvfold.evaluation.tasks.base import Answer, Prompt, Task, decode
@@ -72,7 +73,7 @@ def run_tasks(
     *,
     chunk: int = 512,
     reader: Reader | None = None,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> TaskResult:
     """Answer all `tasks`; a prompt is read in chunks, and compressed before its answer.
 
