@@ -8,28 +8,24 @@ bits together, then eviction on top). Rows are written as they are measured; tho
 file are kept.
 """
 
-import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import closing
+from functools import partial
 from typing import Any
+
+import quality
 
 from kvfold import recipes
 from kvfold.cache.eviction import policies
-from kvfold.cli.common import named_texts, versions
-from kvfold.cli.evaluate import finite
-from kvfold.compression.calibration_text import CALIBRATION_TOKENS
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
+from kvfold.evaluation.measure import runner_for
 from kvfold.evaluation.needle import evaluate_needle
-from kvfold.evaluation.paged import PagedReader, paged_perplexity
-from kvfold.evaluation.run import QUESTION_ROOM, text_windows
-from kvfold.files import write_json
-from kvfold.loading import load, load_tokenizer
-from kvfold.models.copies import shared_copy
+from kvfold.evaluation.paged import PagedSession
+from kvfold.evaluation.perplexity import paged_perplexity
+from kvfold.evaluation.reader import Reader
 
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
 METRIC = {  # edits of kv-compress
@@ -83,26 +79,15 @@ def cases(section: str) -> Iterator[Case]:
                 yield Case(name=name, cache=cache, factor=factor, edit={"window": window})
 
 
-class Bench:
-    """A model, its texts and questions; the same for every case."""
+class Bench(quality.Bench):
+    """Questions are the same for every case too."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.model = load(arguments.model, dtype="float32")
-        self.tokenizer = load_tokenizer(arguments.model)
-        self.contexts, self.lengths = arguments.contexts, arguments.lengths
-        most = arguments.windows * arguments.ctx
-        texts = named_texts([Path(path) for path in arguments.text])
-        self.texts = text_windows(
-            self.model, self.tokenizer, texts, ctx=arguments.ctx, max_tokens=most
-        )
-        self.prepared: Prepared | None = None
-        self.stats, self.calib_tokens = arguments.stats, arguments.calib_tokens
+    prepared: Prepared | None = None
 
     def row(self, case: Case) -> dict[str, Any]:
         begin = time.perf_counter()
-        longest = max([*self.lengths, *(ids.shape[1] for ids in self.texts.values())])
-        limit = min(longest + QUESTION_ROOM, self.model.config.max_position_embeddings)
-        runner = build_runner(self._model(case), case.cache, num_slots=1, max_tokens=limit)
+        longest = max([*self.arguments.lengths, *(ids.shape[1] for ids in self.texts.values())])
+        runner = runner_for(self._model(case), case.cache, longest)
         if case.edit:
             runner.policy = dataclasses.replace(runner.policy, **case.edit)
         found: dict[str, Any] = {"name": case.name, "cache": dataclasses.asdict(case.cache)}
@@ -118,53 +103,36 @@ class Bench:
 
     def _model(self, case: Case) -> Any:
         if case.factor is None:
-            return shared_copy(self.model)
+            return self.model
         if self.prepared is None:
-            small, most = recipes.get("small"), self.calib_tokens
+            small, most = recipes.get("small"), self.arguments.calib_tokens
             compressor = Compressor(self.model, small, self.tokenizer, max_tokens=most)
-            self.prepared = compressor.prepare(self.stats)
+            self.prepared = compressor.prepare(self.arguments.stats)
         return self.prepared.folded_copy(self.prepared.plan_factor(case.factor, 1))
 
     def _needle(self, runner: Any, agnostic: bool) -> dict[int, Any]:
-        reader = PagedReader(runner, agnostic=agnostic)
-        results = evaluate_needle(
-            self.model,
-            self.tokenizer,
-            lengths=self.lengths,
-            num_contexts=self.contexts,
-            reader=reader,
-        )
-        reader.close()
+        with closing(Reader(partial(PagedSession, runner), agnostic=agnostic)) as reader:
+            results = evaluate_needle(
+                self.model,
+                self.tokenizer,
+                lengths=self.arguments.lengths,
+                num_contexts=self.arguments.contexts,
+                reader=reader,
+            )
         return {result.length: dataclasses.asdict(result) for result in results}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = quality.parser(__doc__, model="reference:gqa", ctx=1024, windows=24)
     sections = ("policies", "metric", "bits", "factor")
     parser.add_argument("--section", choices=sections, required=True)
-    parser.add_argument("--model", default="reference:gqa")
-    parser.add_argument("--text", nargs="+", required=True, metavar="FILE")
-    parser.add_argument("--ctx", type=int, default=1024)
-    parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--contexts", type=int, default=25)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--stats", type=Path, metavar="FILE")
-    parser.add_argument("--calib-tokens", type=int, default=CALIBRATION_TOKENS)
-    parser.add_argument("--only", nargs="+", help="cases whose names begin with one of these")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     arguments = parser.parse_args()
     bench = Bench(arguments)
-    known = json.loads(arguments.json.read_text())["rows"] if arguments.json.exists() else []
-    rows = {row["name"]: row for row in known}
-    plain = Case(name="original", cache=CacheConfig())
-    only = tuple(arguments.only or ("",))
-    for case in (plain, *cases(arguments.section)):
-        if case.name.startswith(only) and case.name not in rows:
-            rows[case.name] = bench.row(case)
-            settings = {key: str(value) for key, value in vars(arguments).items()}
-            report = {"settings": settings, "versions": versions(bench.model.device)}
-            write_json(arguments.json, finite({**report, "rows": list(rows.values())}))
-            print(case.name, f"{rows[case.name]['seconds']:.0f} s", flush=True)
+    original = Case(name="original", cache=CacheConfig())
+    for row in bench.run(bench.wanted([original, *cases(arguments.section)]), bench.row):
+        print(row["name"], f"{row['seconds']:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

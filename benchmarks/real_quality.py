@@ -12,32 +12,29 @@ as they are measured; those already in the file are kept.
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import quality
 from torch import Tensor
 from transformers import DynamicCache
 
 from kvfold import recipes
 from kvfold.artifact import spec_of
-from kvfold.cli.common import named_texts, versions
-from kvfold.cli.evaluate import finite
 from kvfold.compression.calibrate import artifact_key
-from kvfold.compression.calibration_text import CALIBRATION_TOKENS
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
 from kvfold.compression.recover import QuantisedRows, StoredRows
 from kvfold.compression.statistics import Statistics
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
-from kvfold.evaluation.paged import paged_perplexity
-from kvfold.evaluation.perplexity import PerplexityResult, inference, summarize, token_nll
-from kvfold.evaluation.run import QUESTION_ROOM, text_windows
-from kvfold.evaluation.tasks import read_tasks, run_tasks
-from kvfold.files import write_json
-from kvfold.loading import load, load_tokenizer
+from kvfold.evaluation.dense import DenseSession, inference
+from kvfold.evaluation.measure import runner_for
+from kvfold.evaluation.perplexity import PerplexityResult, paged_perplexity, window_perplexity
+from kvfold.evaluation.reader import Reader
+from kvfold.evaluation.tasks import read_tasks
+from kvfold.evaluation.tasks.run import run_tasks
 from kvfold.models.copies import shared_copy
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import cache_layout
@@ -86,18 +83,11 @@ def cases(section: str, steps: int) -> Iterator[Case]:
             yield Case(name=name, recipe=recipe, factor=factor, steps=count)
 
 
-class Bench:
-    """A model and its texts; statistics and bases are made once a recipe."""
+class Bench(quality.Bench):
+    """Statistics and bases are made once a recipe."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.model = load(arguments.model, dtype=arguments.dtype)
-        self.tokenizer = load_tokenizer(arguments.model)
-        self.ctx, self.arguments = arguments.ctx, arguments
-        most = arguments.windows * arguments.ctx
-        texts = named_texts(arguments.text)
-        self.texts = text_windows(
-            self.model, self.tokenizer, texts, ctx=arguments.ctx, max_tokens=most
-        )
+        super().__init__(arguments)
         self.prepared: dict[str, Prepared] = {}
 
     def prepare(self, wanted: list[Case]) -> None:
@@ -137,10 +127,9 @@ class Bench:
                 found["texts"][name] = dataclasses.asdict(rows_perplexity(model, spec, ids))
             found["tasks"] = self._tasks(model, lambda: StoredRows(spec.layers))
             return found
-        most = self.ctx + QUESTION_ROOM
         if case.recipe is None and case.cache == CacheConfig():
             found["tasks"] = self._tasks(model, None)
-        runner = build_runner(model, case.cache, num_slots=1, max_tokens=most)
+        runner = runner_for(model, case.cache, self.arguments.ctx)
         for name, ids in self.texts.items():
             result, held = paged_perplexity(runner, ids)
             found["texts"][name] = dataclasses.asdict(result)
@@ -148,11 +137,11 @@ class Bench:
         return found
 
     def _tasks(self, model: Any, new_cache: Callable[[], DynamicCache] | None) -> dict[str, Any]:
-        found = {}
+        reader, found = Reader(partial(DenseSession, model, new_cache=new_cache)), {}
         for path in self.arguments.tasks:
             questions = read_tasks(path)[: self.arguments.questions]
-            result = run_tasks(model, self.tokenizer, questions, new_cache=new_cache)
-            found[path.stem] = dataclasses.asdict(result)
+            result = run_tasks(model, self.tokenizer, questions, reader=reader)
+            found[path.stem] = result.record()
         return found
 
     def _model(self, case: Case) -> tuple[Any, dict[str, Any]]:
@@ -169,57 +158,34 @@ class Bench:
 
 def rows_perplexity(model: Any, spec: CacheSpec, ids: Tensor) -> PerplexityResult:
     """Loss on windows ids [n, T] where every token sees rows as pages would give them back."""
-    losses = []
+
+    def session() -> DenseSession:
+        return DenseSession(model, ids.shape[1], lambda: QuantisedRows(spec.layers))
+
     with inference(model):
-        for window in ids[:, None].to(model.device):
-            cache = QuantisedRows(spec.layers)
-            logits = model(input_ids=window, past_key_values=cache, use_cache=True).logits
-            losses.append(float(token_nll(logits[:, :-1], window[:, 1:].cpu()).mean()))
-    return summarize(losses, ids.numel() - len(ids), 0, 0)
+        return window_perplexity(session, ids)[0]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = quality.parser(__doc__, model="reference:smollm2", ctx=2048, windows=12)
     sections = ("bits", "published", "ours", "recovered")
     parser.add_argument("--sections", nargs="+", choices=sections, default=sections)
-    parser.add_argument("--model", default="reference:smollm2")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE")
     parser.add_argument("--calib", nargs="*", metavar="FILE")
-    parser.add_argument("--calib-tokens", type=int, default=CALIBRATION_TOKENS)
     parser.add_argument("--recover", type=int, default=100, metavar="STEPS")
-    parser.add_argument("--ctx", type=int, default=2048)
-    parser.add_argument("--stats", type=Path, metavar="FILE", help="read or written")
     parser.add_argument("--tasks", nargs="*", type=Path, default=[], metavar="FILE")
     parser.add_argument("--questions", type=int, default=100, help="of each file of --tasks")
-    parser.add_argument("--windows", type=int, default=12)
-    parser.add_argument("--only", nargs="+", help="cases whose names begin with one of these")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     arguments = parser.parse_args()
     bench = Bench(arguments)
-    known = json.loads(arguments.json.read_text())["rows"] if arguments.json.exists() else []
-    rows = {row["name"]: row for row in known}
-    only = tuple(arguments.only or ("",))
     every = [case for name in arguments.sections for case in cases(name, arguments.recover)]
-    wanted = [case for case in every if case.name.startswith(only) and case.name not in rows]
+    wanted = bench.wanted(every)
     begin = time.perf_counter()
     bench.prepare(wanted)
     prepared = time.perf_counter() - begin
     print(f"calibrated in {prepared:.1f} s", flush=True)
-    settings = {key: plain(value) for key, value in vars(arguments).items()}
-    report = {"settings": settings, "versions": versions(bench.model.device), "prepared": prepared}
-    for case in (Case(name="original"), *wanted):
-        if case.name not in rows:
-            rows[case.name] = bench.row(case)
-            write_json(arguments.json, finite({**report, "rows": list(rows.values())}))
-            print(summary(rows[case.name], rows["original"]), flush=True)
-
-
-def plain(value: Any) -> Any:
-    """A setting for the record; files by their names."""
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    return Path(value).name if isinstance(value, str | Path) else value
+    if "original" not in bench.rows:
+        wanted = [Case(name="original"), *wanted]
+    for row in bench.run(wanted, bench.row, prepared=prepared):
+        print(summary(row, bench.rows["original"]), flush=True)
 
 
 def summary(row: dict[str, Any], original: dict[str, Any]) -> str:

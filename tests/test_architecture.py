@@ -16,15 +16,15 @@ LAYERS: dict[str, set[str]] = {
     "text": set(),
     "search": set(),
     "formats": set(),
-    "config": {"formats"},
     "spec": {"formats"},
     "ops": {"formats", "spec"},
-    "recipes": {"config"},
     "gguf": {"files"},
     "smollm2": {"gguf"},
     "cache": {"formats", "spec", "ops"},
     "attention": {"spec", "ops", "cache"},
     "models": {"formats", "spec", "ops", "attention"},
+    "config": {"formats", "cache"},
+    "recipes": {"config"},
     "artifact": {"spec", "models"},
     "compression": {"formats", "spec", "ops", "models", "config", "recipes", "artifact"}
     | {"search", "text"},
@@ -41,7 +41,7 @@ LAYERS: dict[str, set[str]] = {
         "artifact",
         "engine",
     }
-    | {"search", "text"},
+    | {"files", "search", "text"},
     "api": {"spec", "compression", "config", "recipes", "loading", "evaluation", "files"},
     "report": {"evaluation", "files", "text"},
 }

@@ -14,7 +14,7 @@ from kvfold.api import save
 from kvfold.artifact import provenance_of, spec_of
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
-from kvfold.evaluation.perplexity import cache_bytes
+from kvfold.evaluation.dense import cache_bytes
 from models import tiny, tokens
 
 

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from dataclasses import dataclass, fields
+from typing import Annotated
 
 import pytest
 import torch
@@ -9,8 +11,14 @@ import transformers as hf
 
 from commands import refused
 from kvfold import versions
+from kvfold.cache.eviction.policies import POLICIES
 from kvfold.cli.main import main
+from kvfold.cli.options import Storage
+from kvfold.config import BITS, CacheConfig, Setting, check, settings_of
+from kvfold.evaluation.tasks import TASKS
+from kvfold.formats import FORMATS, format_of
 from kvfold.loading import load_tokenizer
+from kvfold.recipes import RECIPES
 
 TINY = {
     "vocab_size": 4096,
@@ -339,3 +347,57 @@ def test_generate_streams_the_same_text_for_a_seed(folded, tmp_path, capsys, sam
     assert one.strip() and one == printed(
         capsys, "generate", folded, "--prompt-file", prompt, *options
     )
+
+
+# -- flags --------------------------------------------------------------------------------------
+
+
+def helped(capsys, command: str) -> str:
+    """A command's help as one line, without its frame."""
+    return " ".join(printed(capsys, command, "--help").replace("│", " ").split())
+
+
+def test_every_setting_of_the_cache_is_a_flag_with_its_legal_values(capsys):
+    known = settings_of(CacheConfig)
+    assert known.keys() == {field.name for field in fields(CacheConfig)}
+    for command in ("eval", "compare", "generate"):
+        shown = helped(capsys, command)
+        for name, (_, setting) in known.items():
+            flag, text = setting.off or (name, setting.text)
+            assert f"--{flag.replace('_', '-')}" in shown and text in shown
+        assert f"One of {', '.join(POLICIES)}." in shown and ", 6, 4" in shown
+    assert set(BITS) == {16}.union(*(format_of(name).widths for name in FORMATS))
+
+
+def test_flags_become_the_config():
+    assert Storage().config() is None and Storage().config(planned=True) == CacheConfig()
+    assert Storage(paged=True).config() == CacheConfig()
+    asked = Storage(bits=4, no_rotation=True, zeros=True, page=16).config()
+    assert asked == CacheConfig(bits=4, rotate=False, zeros=True, page=16)
+
+
+def test_names_of_recipes_and_rows_are_listed(capsys):
+    for command in ("compress", "compare"):
+        assert f"{', '.join(RECIPES)}." in helped(capsys, command)
+    for command in ("eval", "compare"):
+        assert all(kind.legal in helped(capsys, command) for kind in TASKS.values())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"least": 8, "unit": "numbers"}, "size must be at least 8 numbers, got 7; ask for more"),
+        ({"above": 7}, "size must be above 7, got 7; ask for more"),
+        ({"above": 0, "most": 1}, r"size must be in \(0, 1\], got 7; ask for more"),
+        ({"choices": (8, 16)}, "size must be one of 8, 16; got 7; ask for more"),
+    ],
+)
+def test_a_setting_is_checked(values, message):
+    @dataclass
+    class Config:
+        size: Annotated[float | None, Setting(help="Size.", hint="ask for more", **values)] = 8
+
+    check(Config(size=None if "most" in values else 8))
+    for wrong in (7, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=message.replace("got 7", f"got {wrong}")):
+            check(Config(size=wrong))

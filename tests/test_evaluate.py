@@ -18,8 +18,13 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
 from kvfold.evaluation.compare import Row, from_json, paired, table, to_json
-from kvfold.evaluation.perplexity import cache_bytes, mean_and_se, paired_difference, perplexity
-from kvfold.evaluation.tasks import ChoiceTask, GenerationTask, read_tasks, run_tasks, split_choices
+from kvfold.evaluation.dense import DenseSession, cache_bytes
+from kvfold.evaluation.perplexity import mean_and_se, paired_difference, perplexity
+from kvfold.evaluation.reader import Reader
+from kvfold.evaluation.tasks import read_tasks
+from kvfold.evaluation.tasks.choice import ChoiceTask, split_choices
+from kvfold.evaluation.tasks.generation import GenerationTask
+from kvfold.evaluation.tasks.run import run_tasks
 from kvfold.text import documents, read_texts, running, windows
 
 LETTERS = [chr(code) for code in range(32, 127)]
@@ -257,14 +262,11 @@ def test_choices_score_as_dense_forwards_do(name, task):
 
 
 def test_choice_scores_do_not_leak_between_choices():
-    from kvfold.evaluation.tasks import _choice_scores, _Run
-
     for name in ("llama", "opt", "sliding"):
         model, tokenizer, task = tiny(name), letters(), CHOICES[0]
-        cache = partial(hf.DynamicCache, config=model.config)
-        run = _Run(model=model, tokenizer=tokenizer, chunk=5, new_cache=cache)
-        with torch.no_grad():
-            scores, _ = _choice_scores(run, task.contexts[0], list(task.choices))
+        reader, (prompt,) = Reader(partial(DenseSession, model, 5)), task.prompts(tokenizer)
+        reader.prefill(prompt.context)
+        scores = [reader.log_likelihood(ending) for ending in prompt.endings]
         assert scores == pytest.approx(brute_scores(model, tokenizer, task), abs=1e-4)
 
 
@@ -332,7 +334,8 @@ def test_tasks_are_answered_through_the_cache_that_is_given() -> None:
         made.append(hf.DynamicCache(config=model.config))
         return made[-1]
 
-    result = run_tasks(model, letters(), [CHOICES[0]], new_cache=new_cache)
+    reader = Reader(partial(DenseSession, model, new_cache=new_cache))
+    result = run_tasks(model, letters(), [CHOICES[0]], reader=reader)
     assert result == run_tasks(model, letters(), [CHOICES[0]])
     assert len(made) == len(set(CHOICES[0].contexts)) and made[0].get_seq_length() > 0
 
@@ -428,6 +431,15 @@ def test_rows_survive_json():
     assert first == ROW and math.isnan(second.delta_nll["wiki"][1])
     with pytest.raises(ValueError, match="unknown keys color"):
         from_json([{**plain[0], "color": 1}])
+
+
+def test_rows_from_before_tasks_are_read() -> None:
+    (row,) = to_json([ROW])
+    del row["tasks"]
+    assert from_json([row]) == [ROW]
+    del row["keep"]
+    with pytest.raises(ValueError, match="missing or unknown keys keep"):
+        from_json([row])
 
 
 def test_any_two_rows_are_paired_by_window():

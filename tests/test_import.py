@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 import kvfold
+from kvfold.cli.bench import BENCHMARKS
+from kvfold.cli.main import COMMANDS
 
+HEAVY = "{'torch', 'transformers', 'numpy'}"
 KNOWN = "from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as known"
 
 
@@ -17,12 +20,18 @@ def run(code: str, *arguments: str | Path) -> str:
 
 
 def test_torch_and_transformers_wait() -> None:
-    heavy = "{'torch', 'transformers', 'numpy'}"
-    assert run(f"import sys, kvfold; print({heavy} & set(sys.modules))").strip() == "set()"
+    assert run(f"import sys, kvfold; print({HEAVY} & set(sys.modules))").strip() == "set()"
     names = "import sys; from kvfold.cache.eviction.policies import POLICIES"
-    assert run(f"{names}; print({heavy} & set(sys.modules))").strip() == "set()"
+    assert run(f"{names}; print({HEAVY} & set(sys.modules))").strip() == "set()"
     command = "import sys, kvfold.cli.main; kvfold.cli.main.main(['--help'])"
-    assert run(f"{command}; print({heavy} & set(sys.modules))").strip().endswith("set()")
+    assert run(f"{command}; print({HEAVY} & set(sys.modules))").strip().endswith("set()")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "bench", *(f"bench {x}" for x in BENCHMARKS)])
+def test_help_of_a_command_waits_for_neither(command: str) -> None:
+    call = f"import sys, kvfold.cli.main as cli; cli.main({[*command.split(), '--help']})"
+    out = run(f"{call}; print({HEAVY} & set(sys.modules))")
+    assert "Usage: kvfold" in out and out.strip().endswith("set()")
 
 
 @pytest.mark.parametrize("first", ["import kvfold", "import transformers.quantizers.auto"])

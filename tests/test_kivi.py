@@ -14,8 +14,7 @@ from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.engine import Engine
 from kvfold.engine.request import SamplingParams
-from kvfold.evaluation.paged import footprint
-from kvfold.evaluation.session import Session
+from kvfold.evaluation.paged import PagedSession
 from kvfold.formats.integers import unpack
 from kvfold.ops.store import residual as kivi
 from kvfold.spec import CacheSpec, LayerSpec
@@ -273,7 +272,7 @@ def logits(name: str, chunk: int, **settings) -> Tensor:
     config = CacheConfig(**{"kv_bytes": 2**21, "page": 8, **settings})
     runner = build_runner(tiny(name), config, num_slots=2, max_tokens=100)
     ids = tokens(1, 61)[0].tolist()
-    with Session(runner, chunk) as session:
+    with PagedSession(runner, chunk) as session:
         found = [session.feed(ids[:50], prompt=50), *(session.feed([x]) for x in ids[50:])]
         runner.pool.check_integrity()
     assert runner.pool.used_bytes == 0
@@ -323,9 +322,9 @@ def test_reported_bytes_are_held_bytes() -> None:
     config = CacheConfig(kv_bytes=2**20, page=8, bits=4, format="kivi", residual=24)
     runner = build_runner(tiny("llama-gqa"), config, num_slots=2, max_tokens=100)
     layout = runner.pool.layout
-    with Session(runner) as session:
+    with PagedSession(runner) as session:
         session.feed(tokens(1, 61)[0].tolist())
-        held = footprint(session)
+        held = session.footprint()
         assert held.cache_bytes == runner.pool.used_bytes
         assert held.cache_bytes == 6 * layout.page_bytes + layout.tail_bytes
         full = 48 / 61 * layout.kept_fraction + 13 / 61  # 13 rows wait in 16-bit tails

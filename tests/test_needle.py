@@ -4,6 +4,7 @@ import copy
 import math
 import random
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.haystack import FACT, INTRO, QUESTION, build_sample, load_filler, load_words
-from kvfold.evaluation.needle import _Reader, _summarise, evaluate_needle
+from kvfold.evaluation.needle import _summarise, evaluate_needle
+from kvfold.evaluation.reader import Reader
 
 
 def count_pieces(text: str) -> int:
@@ -183,14 +186,15 @@ def test_questions_do_not_change_the_cache(sliding: bool) -> None:
     ).eval()
     context, question = torch.randint(0, 256, (50,)).tolist(), [1, 2, 3]
     with torch.no_grad():
-        reader = _Reader(model, chunk=7)
+        reader = Reader(partial(DenseSession, model, chunk=7))
         reader.prefill(context)
-        keys = [layer.keys.clone() for layer in reader.cache.layers]
+        keys = [layer.keys.clone() for layer in reader.session.cache.layers]
         first = reader.answer(question, 6)
         reader.answer([9, 8, 7, 6, 5], 6)
         assert reader.answer(question, 6) == first
         assert all(
-            torch.equal(k, layer.keys) for k, layer in zip(keys, reader.cache.layers, strict=True)
+            torch.equal(k, layer.keys)
+            for k, layer in zip(keys, reader.session.cache.layers, strict=True)
         )
         whole = model(torch.tensor([context + question])).logits[0, -1].argmax()
     assert first[0] == int(whole)

@@ -1,6 +1,7 @@
 """Perplexity and retrieval on pages: the same numbers as transformers' cache, and honest bytes."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from commands import refused
 from kvfold.cli.main import main
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
-from kvfold.evaluation.needle import _Reader, evaluate_needle
-from kvfold.evaluation.paged import PagedReader, paged_perplexity
-from kvfold.evaluation.perplexity import perplexity, token_nll
+from kvfold.evaluation.compare import from_json
+from kvfold.evaluation.dense import DenseSession
+from kvfold.evaluation.needle import evaluate_needle
+from kvfold.evaluation.paged import PagedSession
+from kvfold.evaluation.perplexity import paged_perplexity, perplexity, token_nll
+from kvfold.evaluation.reader import Reader
 from kvfold.loading import load_tokenizer
 from models import CONFIGS, tiny, tokens
 
@@ -144,8 +148,8 @@ def small_llama(**overrides) -> hf.LlamaForCausalLM:
 @pytest.mark.parametrize("agnostic", [True, False])
 def test_needle_answers_equal_transformers(agnostic: bool) -> None:
     runner = runner_of(small_llama(), max_tokens=512)
-    paged = PagedReader(runner, 100, agnostic=agnostic)
-    both = Both(_Reader(small_llama(), 512), paged)
+    paged = Reader(partial(PagedSession, runner, 100), agnostic=agnostic)
+    both = Both(Reader(partial(DenseSession, small_llama())), paged)
     tokenizer = load_tokenizer("reference:gqa")
     (result,) = evaluate_needle(
         small_llama(), tokenizer, lengths=[400], num_contexts=2, reader=both
@@ -160,7 +164,8 @@ def test_needle_answers_equal_transformers(agnostic: bool) -> None:
 def test_a_compressed_context_answers_each_question_alike(agnostic: bool) -> None:
     """A question leaves no trace, so its answer does not depend on those before it."""
     runner = runner_of(tiny("llama-gqa"), evict="snapkv-w8", keep_tokens=0.5)
-    reader, questions = PagedReader(runner, agnostic=agnostic), [[5, 6, 7], [50, 8], [9]]
+    reader = Reader(partial(PagedSession, runner), agnostic=agnostic)
+    questions = [[5, 6, 7], [50, 8], [9]]
     reader.prefill(tokens(1, 64)[0].tolist())
     first = [reader.answer(question, 4) for question in questions]
     again = [reader.answer(question, 4) for question in reversed(questions)]
@@ -231,7 +236,7 @@ def test_eval_at_four_bits(plain, text, tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize("question", [[], ["--see-question"]])
 def test_eval_with_eviction_and_needle(plain, tmp_path, monkeypatch, question) -> None:
-    monkeypatch.setattr("kvfold.evaluation.run.NEEDLE_LENGTHS", (512,))
+    monkeypatch.setattr("kvfold.evaluation.measure.NEEDLE_LENGTHS", (512,))
     options = ["--evict", "snapkv", "--keep-tokens", ".5", "--needle", "--needle-contexts", 1]
     found = measured(tmp_path, "eval", plain, *options, *question)
     assert found["needle"]["512"]["num_questions"] == 4
@@ -292,8 +297,68 @@ def test_eviction_beside_a_sliding_window_is_refused(sliding, text, capsys) -> N
     assert "sliding window already drops" in refused(capsys, "eval", sliding, *options)
 
 
-def test_tasks_on_pages_are_refused(plain, tmp_path, capsys) -> None:
+@pytest.fixture
+def rows(tmp_path):
+    """Five rows of both kinds."""
+    found = [{"prompt": text, "answer": "three"} for text in ("one two", "The ship went")]
+    choices = {"choices": [" two", " three four", " out to sea"], "label": 2}
+    found += [{"context": text, **choices} for text in ("one", "The ship went")]
+    found += [{"contexts": ["one", "The ship"], "choices": [" went", " went"], "label": 1}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, found)), encoding="utf-8")
+    return path
+
+
+def test_tasks_on_pages_equal_transformers(plain, rows, tmp_path) -> None:
+    """At 16 bits: outputs and scores, and what a model answers where a cache may drop tokens."""
+    (dense,) = measured(tmp_path, "eval", plain, "--tasks", rows)["tasks"].values()
+    assert dense["rows"] == 5 and len(dense["outputs"]) == 2
+    evict = ["--evict", "snapkv", "--keep-tokens", 1]
+    for options in (["--paged"], ["--page", 8, "--chunk", 3], [*evict], [*evict, "--see-question"]):
+        (paged,) = measured(tmp_path, "eval", plain, "--tasks", rows, *options)["tasks"].values()
+        assert paged == dense
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-sliding"])
+@pytest.mark.parametrize("settings", [{}, {"bits": 4, "residual": 16}], ids=["", "residual"])
+def test_endings_weigh_on_pages_what_they_do_alone(name: str, settings: dict) -> None:
+    """Where pages cannot go back too: behind a sliding window, or packed together."""
+    if settings and name == "mistral-sliding":
+        pytest.skip("a residual beside a sliding window is refused")
+    context, endings = tokens(1, 40)[0].tolist(), [[5], [6, 7], [5, 8, 9]]
+    runner = runner_of(tiny(name), **settings)
+    reader = Reader(partial(PagedSession, runner, 16))
+    reader.prefill(context)
+    found = [reader.log_likelihood(ending) for ending in endings]
+    assert found == [reader.log_likelihood(ending) for ending in endings]  # nothing is left behind
+    assert reader.session is None or runner.can_rewind
+    reader.close()
+    assert runner.pool.stats().used_bytes == 0
+    if not settings:
+        dense = Reader(partial(DenseSession, tiny(name)))
+        dense.prefill(context)
+        wanted = [dense.log_likelihood(ending) for ending in endings]
+        assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def test_tasks_are_answered_from_what_eviction_leaves(plain, tmp_path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "one two", "answer": "three"}), encoding="utf-8")
-    line = refused(capsys, "eval", plain, "--tasks", rows, "--bits", 4)
-    assert "--tasks are answered through transformers' cache" in line
+    rows.write_text(json.dumps({"prompt": "one two three " * 60, "answer": "four"}))
+    options = ["--tasks", rows, "--bits", 4, "--evict", "snapkv", "--keep-tokens", ".5"]
+    found = measured(tmp_path, "eval", plain, *options)
+    assert found["exact_match"] == 0
+    assert found["kept_fraction"] == pytest.approx(0.5 * 0.375, rel=0.2)  # half, at 4 bits
+
+
+def test_compare_answers_tasks(plain, rows, text, tmp_path, capsys) -> None:
+    options = ["--recipes", "small", "--keep", ".5", "--text", text, "--ctx", 128, "--tasks", rows]
+    options += ["--calib-tokens", 4096, "--bits", 4, "--html", tmp_path / "out.html"]
+    found = measured(tmp_path, "compare", plain, *options)
+    assert "rows: accuracy, %." in " ".join(capsys.readouterr().out.split())
+    assert "rows, exact_match" in (tmp_path / "out.html").read_text()
+    alone = measured(tmp_path, "eval", plain, "--tasks", rows)
+    original, small = found["rows"]
+    ((name, scores),) = original["tasks"].items()
+    assert name == str(rows) and scores["accuracy"] == alone["accuracy"]
+    assert small["tasks"][name].keys() == scores.keys()
+    assert from_json(found["rows"])[0].tasks == original["tasks"]

@@ -14,8 +14,7 @@ from kvfold.engine import eviction
 from kvfold.engine.build import build_runner
 from kvfold.engine.request import CacheParams
 from kvfold.engine.runner import ModelRunner
-from kvfold.evaluation.paged import footprint
-from kvfold.evaluation.session import Session
+from kvfold.evaluation.paged import PagedSession
 from kvfold.ops.common.attention import attention
 from models import CONFIGS, tiny, tokens
 
@@ -40,7 +39,7 @@ def runner_of(model, evict: str, keep: float, **settings):
     return build_runner(model, config, num_slots=4, max_tokens=128)
 
 
-def survivors(session: Session) -> list[list[int]]:
+def survivors(session: PagedSession) -> list[list[int]]:
     """Positions that every group still holds."""
     runner = session.runner
     _, positions, valid = runner.eviction.tracked(session.sequence.slot)
@@ -83,7 +82,7 @@ def _num_kv_heads(model) -> int:
 def test_logits_equal_a_masked_dense_model(name: str, evict: str) -> None:
     ids = tokens(1, PROMPT + MORE)
     runner = runner_of(tiny(name), evict, 0.5)
-    with Session(runner) as session:
+    with PagedSession(runner) as session:
         session.feed(ids[0, :PROMPT].tolist(), prompt=PROMPT, chunk=17)
         session.compress()
         runner.pool.check_integrity()
@@ -101,7 +100,7 @@ def test_budgets_are_exact_for_every_sequence(evict: str, count: int) -> None:
     model = tiny("llama-gqa")
     config = CacheConfig(kv_bytes=2**23, page=PAGE, evict=evict, keep_tokens=0.5)
     runner = build_runner(model, config, num_slots=count, max_tokens=160)
-    sessions, budgets = [Session(runner).__enter__() for _ in range(count)], []
+    sessions, budgets = [PagedSession(runner).__enter__() for _ in range(count)], []
     for i, session in enumerate(sessions):
         length = LONG + 30 + 4 * i
         session.feed(tokens(1, length, seed=i)[0].tolist(), prompt=length)
@@ -114,11 +113,11 @@ def test_budgets_are_exact_for_every_sequence(evict: str, count: int) -> None:
         assert (-(-rows // PAGE)).sum() == budget
 
 
-def filled(evict: str, lengths: list[int]) -> tuple[ModelRunner, list[Session]]:
+def filled(evict: str, lengths: list[int]) -> tuple[ModelRunner, list[PagedSession]]:
     """Sequences of so many tokens, with budgets and protected tokens of their own."""
     config = CacheConfig(kv_bytes=2**23, page=PAGE, evict=evict, keep_tokens=0.5)
     runner = build_runner(tiny("llama-gqa"), config, num_slots=len(lengths), max_tokens=160)
-    sessions = [Session(runner).__enter__() for _ in lengths]
+    sessions = [PagedSession(runner).__enter__() for _ in lengths]
     for i, (session, length) in enumerate(zip(sessions, lengths, strict=True)):
         session.feed(tokens(1, length, seed=i)[0].tolist(), prompt=length)
         session.sequence.cache = CacheParams(max_cache_tokens=LONG - 4 * i, protected=4 * i)
@@ -173,11 +172,11 @@ def test_sequences_share_every_operation() -> None:
 
 def test_bytes_that_are_reported_are_bytes_that_are_held() -> None:
     runner = runner_of(tiny("llama-gqa"), "kv-compress", 0.5, bits=4)
-    with Session(runner) as session:
+    with PagedSession(runner) as session:
         session.feed(tokens(1, 64)[0].tolist(), prompt=64)
-        assert footprint(session).kept_fraction == pytest.approx(runner.pool.layout.kept_fraction)
+        assert session.footprint().kept_fraction == pytest.approx(runner.pool.layout.kept_fraction)
         session.compress()
-        held = footprint(session)
+        held = session.footprint()
         assert held.cache_bytes == runner.pool.stats().used_bytes
         assert held.kept_fraction == pytest.approx(0.5 * runner.pool.layout.kept_fraction)
         assert held.kept_fraction < held.pool_fraction
@@ -196,7 +195,7 @@ def test_pages_are_as_published_unless_told_otherwise() -> None:
 def test_half_of_the_budget_is_recent_by_h2o() -> None:
     """60 tokens, of which 28 may stay (in pages of 4): the last 14 do, in every group."""
     runner = runner_of(tiny("llama-gqa"), "h2o", 28 / PROMPT)
-    with Session(runner) as session:
+    with PagedSession(runner) as session:
         session.feed(tokens(1, PROMPT)[0].tolist(), prompt=PROMPT)
         session.compress()
         for positions in survivors(session):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +18,10 @@ from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
-from kvfold.evaluation.paged import paged_perplexity
-from kvfold.evaluation.perplexity import token_nll
+from kvfold.evaluation.dense import DenseSession
+from kvfold.evaluation.paged import PagedSession
+from kvfold.evaluation.perplexity import paged_perplexity, token_nll
+from kvfold.evaluation.reader import Reader
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.copies import shared_copy
 from kvfold.spec import Latent, LayerSpec
@@ -60,6 +63,26 @@ def test_rows_come_back_as_from_pages(name: str, recipe: str) -> None:
     paged, _ = paged_perplexity(runner, rows)
     assert float(ours.mean()) == pytest.approx(paged.nll, abs=1e-3)
     assert (ours - whole).abs().max() > 1e-2  # bits change something
+
+
+def test_planned_tasks_weigh_the_same_on_pages() -> None:
+    """Both ways of answering tasks with planned bits: on pages, and from rows kept as there."""
+    model, context = tiny("llama-gqa"), tokens(1, 40)[0].tolist()
+    bases = prepared(model, "small", tokens(8, 64))
+    bases.fold(bases.plan_factor(6.0, 1), {})
+    layers, found = spec_of(model).layers, []
+    dense = partial(DenseSession, model, 16)
+    runner = build_runner(
+        copy.deepcopy(model), CacheConfig(kv_bytes=2**21, page=8), num_slots=1, max_tokens=64
+    )
+    stored = partial(dense, new_cache=partial(recovery.StoredRows, layers))
+    for sessions in (partial(PagedSession, runner, 16), stored, dense):
+        reader = Reader(sessions)
+        reader.prefill(context)
+        found.append([reader.log_likelihood(ending) for ending in ([5, 6], [7], [5, 8, 9])])
+    paged, kept, whole = map(torch.tensor, found)
+    assert (paged - kept).abs().max() < 3e-3  # summed over three tokens
+    assert (whole - kept).abs().max() > 1e-2  # bits change something
 
 
 def test_kept_rows_serve_chunks() -> None:

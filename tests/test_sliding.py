@@ -10,7 +10,7 @@ from kvfold.engine.build import build_runner
 from kvfold.engine.engine import Engine
 from kvfold.engine.request import SamplingParams
 from kvfold.engine.runner import ModelRunner
-from kvfold.evaluation.session import Session
+from kvfold.evaluation.paged import PagedSession
 from kvfold.models.folded import attention_windows
 from models import ROTARY, tiny, tokens
 from test_engine import greedy, same_up_to_ties
@@ -57,7 +57,7 @@ def test_logits_equal_transformers_in_bounded_memory(name: str, chunk: int) -> N
     move = runner.eviction._move
     runner.eviction._move = lambda *args: (freed.append(1), move(*args))[1]
     found = []
-    with Session(runner, chunk) as session:
+    with PagedSession(runner, chunk) as session:
         for start in range(0, 110, chunk):
             found.append(session.feed(ids[0, start : start + chunk].tolist()))
             runner.pool.check_integrity()
@@ -99,7 +99,7 @@ def test_only_sliding_layers_carry_positions() -> None:
 
 def test_bits_go_with_windows() -> None:
     ids = tokens(1, 60)
-    with Session(runner_of("mixed", bits=8), 9) as session:
+    with PagedSession(runner_of("mixed", bits=8), 9) as session:
         found = session.feed(ids[0].tolist())
     error = (found - dense("mixed", ids)).norm() / dense("mixed", ids).norm()
     assert 0 < error < 0.02

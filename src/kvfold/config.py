@@ -1,13 +1,82 @@
-"""Recipes and run settings as frozen dataclasses; the CLI is generated from them."""
+"""Recipes and run settings as frozen dataclasses, each field with its help and what it may hold.
 
+The command line makes its flags of them. Importing this imports no torch.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from math import inf
+from typing import Annotated, Any, Literal, get_type_hints
 
-from kvfold.formats import format_of
+from kvfold.cache.eviction.policies import POLICIES
+from kvfold.formats import FORMATS, format_of
 
+BITS = (16, 8, 6, 4, 3, 2, 1)  # of all formats; a test compares
 Share = Literal["head", "group", "joint", "kv"]
 
 DEFAULT_KEEP = 0.5  # share of the cache that stays where no size is asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a field is for and may hold: `page: Annotated[int, Setting(help="Rows.", least=1)]`.
+
+    least, most: bounds, of `unit`; above: one that is not legal itself. choices: legal values.
+    names: values to list, whose check is a look-up elsewhere. hint: the way out of an error. off:
+    the flag that turns a default of True off, and its help. None is legal where it is the default.
+    """
+
+    help: str
+    least: float = -inf
+    above: float = -inf
+    most: float = inf
+    unit: str = ""
+    choices: Iterable[Any] = ()
+    names: Iterable[str] = ()
+    hint: str = ""
+    off: tuple[str, str] | None = None
+
+    @property
+    def legal(self) -> str:
+        """The legal values in words; nothing if all are."""
+        if self.choices:
+            return "one of " + ", ".join(map(str, self.choices))
+        if self.above > -inf:
+            return f"above {self.above}" if self.most == inf else f"in ({self.above}, {self.most}]"
+        return f"at least {self.least}{self.unit and ' '}{self.unit}" if self.least > -inf else ""
+
+    @property
+    def text(self) -> str:
+        """Help with the legal values."""
+        legal = f"one of {', '.join(self.names)}" if self.names else self.legal
+        return f"{self.help} {legal[0].upper()}{legal[1:]}." if legal else self.help
+
+    def allows(self, value: Any) -> bool:
+        if self.choices or not self.legal:
+            return not self.choices or value in self.choices
+        return self.above < value < inf and self.least <= value <= self.most
+
+
+@lru_cache
+def settings_of(config: type) -> dict[str, tuple[Any, Setting]]:
+    """Type and setting of every field of a config class that has one."""
+    return {
+        name: (hint.__origin__, setting)
+        for name, hint in get_type_hints(config, include_extras=True).items()
+        for setting in getattr(hint, "__metadata__", ())
+        if isinstance(setting, Setting)
+    }
+
+
+def check(config: Any, label: Callable[[str], str] = str) -> None:
+    """Raises ValueError for a field that holds what its setting does not allow."""
+    for name, (_, setting) in settings_of(config.__class__).items():
+        value = getattr(config, name)
+        if value is not None and not setting.allows(value):
+            got = f"{';' if setting.choices else ','} got {value!r}"
+            hint = setting.hint and f"; {setting.hint}"
+            raise ValueError(f"{label(name)} must be {setting.legal}{got}{hint}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +99,7 @@ class Recipe:
     values: Share = "head"
     ranks: str = "greedy"
     equal_ranks: bool = False
-    group_size: int = 4
+    group_size: Annotated[int, Setting(help="Heads of a group.", least=1)] = 4
     gradients: bool = False
     reduce: bool = False
     centroids: int | None = None
@@ -38,10 +107,9 @@ class Recipe:
     skip_threshold: float | None = None
 
     def __post_init__(self) -> None:
+        check(self)
         if (self.keys == "kv") != (self.values == "kv"):
             raise ValueError("keys='kv' and values='kv' go together: one latent serves both")
-        if self.group_size < 1:
-            raise ValueError(f"group_size must be at least 1, got {self.group_size}")
         if self.centroids is not None and (not self.reduce or self.centroids < 1):
             raise ValueError(
                 f"centroids must be at least 1 and needs reduce=True, got {self.centroids} and "
@@ -53,30 +121,66 @@ class Recipe:
 class CacheConfig:
     """How a running engine stores tokens: bits, pages, and what it evicts.
 
-    kv_bytes: size of the pool (None: a share of what is free). page: rows a page (None: 32, or what
-    the policy was published with). bits: of every stored number, or None for what the checkpoint
-    plans (16 where it plans nothing). zeros: store a zero beside the scale (asymmetric). sub_group:
-    most numbers that share a scale (None: all of a latent, with kivi 32). rotate: turn numbers that
-    share a scale first, so that they are alike. format: a name of formats.FORMATS; kivi: keys per
-    channel of a page, values per token, with zeros and not turned. residual: the last 1 to
-    `residual` tokens wait in 16 bits, until that many are packed at once (None: none, with kivi
-    128); a multiple of page. evict: name of a policy; keep_tokens or max_cache_tokens: what each
-    sequence may keep.
+    Raises ValueError for what a field may not hold, and for fields that exclude each other.
     """
 
-    kv_bytes: int | None = None
-    page: int | None = None
-    bits: int | None = None
-    zeros: bool = False
-    sub_group: int | None = None
-    rotate: bool = True
-    format: str = "integers"
-    residual: int | None = None
-    evict: str | None = None
-    keep_tokens: float | None = None
-    max_cache_tokens: int | None = None
+    kv_bytes: Annotated[
+        int | None,
+        Setting(help="Bytes of the page pool; by default a share of what is free.", least=1),
+    ] = None
+    page: Annotated[
+        int | None,
+        Setting(
+            help="Rows a page; by default 32, or what the policy was published with.",
+            least=1,
+            unit="row",
+        ),
+    ] = None
+    bits: Annotated[
+        int | None,
+        Setting(help="Of every number; by default what a checkpoint plans, or 16.", choices=BITS),
+    ] = None
+    zeros: Annotated[bool, Setting(help="Store a zero beside every scale.")] = False
+    sub_group: Annotated[
+        int | None,
+        Setting(
+            help="Most numbers that share a scale; by default a whole latent, 32 with kivi.",
+            least=8,
+            unit="numbers",
+        ),
+    ] = None
+    rotate: Annotated[
+        bool,
+        Setting(
+            help="Turn numbers that share a scale first, so that they are alike.",
+            off=("no_rotation", "Quantise numbers as they are."),
+        ),
+    ] = True
+    format: Annotated[
+        str,
+        Setting(
+            help="How numbers are packed; kivi: keys per channel of a page, values per token, with "
+            "zeros, not turned.",
+            choices=FORMATS,
+        ),
+    ] = "integers"
+    residual: Annotated[
+        int | None,
+        Setting(
+            help="The last 1 to so many tokens wait in 16 bits, until all are packed at once; whole"
+            " pages, 128 with kivi.",
+        ),
+    ] = None
+    evict: Annotated[str | None, Setting(help="A policy.", names=POLICIES)] = None
+    keep_tokens: Annotated[
+        float | None, Setting(help="Share of the prompt's tokens to keep.", above=0, most=1)
+    ] = None
+    max_cache_tokens: Annotated[
+        int | None, Setting(help="Tokens to keep of a request, averaged over heads.", least=1)
+    ] = None
 
     def __post_init__(self) -> None:
+        check(self)
         limited = self.keep_tokens is not None or self.max_cache_tokens is not None
         if limited and self.evict is None:
             raise ValueError(
@@ -97,8 +201,6 @@ class CacheConfig:
                 f"{what} and evict={self.evict!r} exclude each other: tokens are packed together "
                 "in their order, so they cannot move to other pages. Leave one of them out"
             )
-        if self.kv_bytes is not None and self.kv_bytes < 1:
-            raise ValueError(f"kv_bytes must be at least 1, got {self.kv_bytes}")
 
     @property
     def packs_pages(self) -> bool:

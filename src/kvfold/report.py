@@ -90,6 +90,7 @@ def write_report(
         compare=compare,
         texts=compare.texts(rows),
         lengths=compare.needle_lengths(rows),
+        scores=compare.task_scores(rows),
         losses=[_loss_figure(rows, name) for name in compare.texts(rows) if _points(rows, name)],
         ranks=_rank_figures(ranks) if ranks else [],
         spectra=[_spectrum_figure(name, curves) for name, curves in (spectra or {}).items()],

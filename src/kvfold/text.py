@@ -8,10 +8,10 @@ import lzma
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SEPARATOR = "<|endoftext|>"
 _CHARACTERS_PER_TOKEN = 6  # first guess of how much text fills a number of tokens
@@ -92,7 +92,7 @@ def encode_chat(tokenizer: Any, question: str) -> list[int]:
     return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
 
 
-def windows(tokenizer: Any, text: str, ctx: int, max_tokens: int | None = None) -> Tensor:
+def windows(tokenizer: Any, text: str, ctx: int, max_tokens: int | None = None) -> "Tensor":
     """Cut `text` into int64 windows [n, ctx] that do not overlap; the remainder is dropped.
 
     With a BOS token each window is BOS and `ctx - 1` tokens of text, else `ctx` tokens of text.
@@ -113,6 +113,8 @@ def windows(tokenizer: Any, text: str, ctx: int, max_tokens: int | None = None) 
             f"text: {len(ids)} tokens are available but one window of ctx={ctx} needs {stride};"
             " give more text or a smaller ctx"
         )
+    import torch  # here, as the command line's help needs texts but no tensors
+
     rows = torch.tensor(ids[: num_windows * stride], dtype=torch.long).view(num_windows, stride)
     return rows if bos is None else torch.cat([torch.full((num_windows, 1), bos), rows], dim=1)
 

@@ -2,16 +2,15 @@
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from kvfold.cli import bench_common as shared
 from kvfold.cli import common
-from kvfold.cli.bench_common import empty_table, installed, names, versions
 from kvfold.cli.options import parse_list
-from kvfold.files import write_json
 
 if TYPE_CHECKING:
     from kvfold.bench.attention import Job, Row, Skipped
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
 
 def attention(
     *,
-    shape: str = "llama-3.1-8b",
-    batch: str = "1,16,64",
-    tokens: str = "1024,8192,32768",
+    shape: shared.Shape = "llama-3.1-8b",
+    batch: shared.Batches = "1,16,64",
+    tokens: shared.Lengths = "1024,8192,32768",
     variants: str | None = None,
     baselines: str | None = None,
     layers: int = 32,
-    rounds: int = 30,
-    json: Path | None = None,
+    rounds: shared.Rounds = 30,
+    json: shared.Output = None,
 ) -> None:
     """Time one decode step's attention on random paged caches, beside the fastest bf16 baseline.
 
@@ -36,28 +35,14 @@ def attention(
 
     Parameters
     ----------
-    shape
-        llama-3.1-8b, llama-2-7b, llama-2-7b-norope or tiny.
-    batch
-        Numbers of sequences, separated by commas.
-    tokens
-        Tokens of a sequence, separated by commas; every batch is timed with every one.
     variants
         Names separated by commas, such as bf16-half,lean-35; by default those without rebuilt keys.
     baselines
         Names separated by commas, such as sdpa-cudnn,flashinfer; by default all.
     layers
         Layers a call, each with its own cache where memory allows.
-    rounds
-        Calls of each, then as many again.
-    json
-        File for the results; written after every batch and number of tokens.
     """
-    cases = [
-        (b, t)
-        for b in parse_list(batch, "--batch", int)
-        for t in parse_list(tokens, "--tokens", int)
-    ]
+    cases = product(parse_list(batch, "--batch", int), parse_list(tokens, "--tokens", int))
     common.check_outputs(json=json)
     import torch
 
@@ -67,8 +52,8 @@ def attention(
 
     job = bench.Job(
         shape=shape,
-        variants=names(variants, "--variants", bench.DEFAULT),
-        baselines=names(baselines, "--baselines", bench.BASELINES),
+        variants=shared.names(variants, "--variants", bench.DEFAULT),
+        baselines=shared.names(baselines, "--baselines", bench.BASELINES),
         layers=layers,
         rounds=rounds,
         cases=tuple(cases),
@@ -77,20 +62,14 @@ def attention(
 
     device = torch.device(default_device())
     ceiling = measure_ceiling(device, rounds)
-    rows: list[Row] = []
-    skipped: list[Skipped] = []
-    try:
-        with common.progress() as progress:
-            for done, case in enumerate(job.cases, start=1):
-                found = bench.measure_case(job, *case, decode, ceiling, device)
-                rows += found[0]
-                skipped += found[1]
-                if json is not None:
-                    write_json(json, record(job, ceiling, rows, skipped, device))
-                if progress is not None:
-                    progress(f"{shape}, B x T", done, len(job.cases))
-    finally:
-        print_rows(rows, skipped, ceiling)
+    shared.measure_cases(
+        job.cases,
+        lambda case: bench.measure_case(job, case[0], case[1], decode, ceiling, device),
+        lambda rows, skipped: record(job, ceiling, rows, skipped, device),
+        lambda rows, skipped: print_rows(rows, skipped, ceiling),
+        json=json,
+        label=f"{shape}, B x T",
+    )
 
 
 def record(
@@ -100,7 +79,10 @@ def record(
     return {
         "benchmark": "attention",
         "settings": dataclasses.asdict(job),
-        "versions": {**versions(device), "flashinfer": installed("flashinfer-python")},
+        "versions": {
+            **shared.versions(device),
+            "flashinfer": shared.installed("flashinfer-python"),
+        },
         "ceiling": dataclasses.asdict(ceiling),
         "rows": [dataclasses.asdict(row) for row in rows],
         "skipped": [dataclasses.asdict(item) for item in skipped],
@@ -126,7 +108,7 @@ def print_rows(rows: "Sequence[Row]", skipped: "Sequence[Skipped]", ceiling: "Ce
 def table(rows: "Sequence[Row]") -> Table:
     """One line a row of one case; times in microseconds a layer, speed-up in times."""
     columns = "us", "p10-p90", "again", "MB", "TB/s", "ceiling", "times"
-    found = empty_table("cache", *columns)
+    found = shared.empty_table("cache", *columns)
     for row in rows:
         speedup = row.speedup_vs_fastest
         found.add_row(

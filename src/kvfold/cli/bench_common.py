@@ -1,13 +1,27 @@
 """What the commands of `kvfold bench` have in common."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+from cyclopts import Parameter
 from rich.table import Table
 
 from kvfold.cli import common
 from kvfold.cli.options import parse_list
+from kvfold.files import write_json
+
+Shape = Annotated[str, Parameter(help="llama-3.1-8b, llama-2-7b, llama-2-7b-norope or tiny.")]
+Batches = Annotated[str, Parameter(help="Numbers of sequences, separated by commas.")]
+Lengths = Annotated[
+    str,
+    Parameter(
+        help="Tokens of a sequence, separated by commas; every batch is timed with every one."
+    ),
+]
+Rounds = Annotated[int, Parameter(help="Calls of each, then as many again.")]
+Output = Annotated[Path | None, Parameter(help="File for the results; written after every case.")]
 
 
 def names(text: str | None, option: str, default: Iterable[str]) -> tuple[str, ...]:
@@ -41,3 +55,29 @@ def empty_table(first: str, *rest: str) -> Table:
     for name in rest:
         found.add_column(name, justify="right", no_wrap=True)
     return found
+
+
+def measure_cases(
+    cases: Sequence[Any],
+    measure: Callable[[Any], tuple[list[Any], list[Any]]],
+    record: Callable[[list[Any], list[Any]], dict[str, Any]],
+    show: Callable[[list[Any], list[Any]], None],
+    *,
+    json: Path | None,
+    label: str,
+) -> None:
+    """Rows and what was skipped of every case, written after each and shown in the end."""
+    rows: list[Any] = []
+    skipped: list[Any] = []
+    try:
+        with common.progress() as progress:
+            for done, case in enumerate(cases, start=1):
+                found = measure(case)
+                rows += found[0]
+                skipped += found[1]
+                if json is not None:
+                    write_json(json, record(rows, skipped))
+                if progress is not None:
+                    progress(label, done, len(cases))
+    finally:
+        show(rows, skipped)

@@ -3,16 +3,14 @@
 import dataclasses
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from kvfold.cli import bench_common as shared
 from kvfold.cli import common
-from kvfold.cli.bench_common import empty_table, names, versions
 from kvfold.cli.options import parse_list
-from kvfold.files import write_json
 
 if TYPE_CHECKING:
     from kvfold.bench.prefill import Job, Row, Skipped
@@ -20,15 +18,15 @@ if TYPE_CHECKING:
 
 def prefill(
     *,
-    shape: str = "llama-3.1-8b",
-    batch: str = "1",
-    tokens: str = "2048,8192,32768",
+    shape: shared.Shape = "llama-3.1-8b",
+    batch: shared.Batches = "1",
+    tokens: shared.Lengths = "2048,8192,32768",
     chunk: str | None = None,
     variants: str | None = None,
     baselines: str | None = None,
     layers: int = 4,
-    rounds: int = 20,
-    json: Path | None = None,
+    rounds: shared.Rounds = 20,
+    json: shared.Output = None,
 ) -> None:
     """Time attention of a prompt's last tokens over all of it, beside the fastest bf16 baseline.
 
@@ -37,12 +35,6 @@ def prefill(
 
     Parameters
     ----------
-    shape
-        llama-3.1-8b, llama-2-7b, llama-2-7b-norope or tiny.
-    batch
-        Numbers of sequences, separated by commas.
-    tokens
-        Tokens of a sequence, separated by commas; every batch is timed with every one.
     chunk
         How many of them are queries, the last ones, separated by commas; by default all.
     variants
@@ -52,10 +44,6 @@ def prefill(
         sdpa-flash or sdpa-cudnn, separated by commas; by default both.
     layers
         Layers a call, each with its own rows.
-    rounds
-        Calls of each, then as many again.
-    json
-        File for the results; written after every case.
     """
     common.check_outputs(json=json)
     import torch
@@ -68,26 +56,20 @@ def prefill(
     job = bench.Job(
         shape=shape,
         cases=tuple((b, s, t) for b, s in product(batches, sizes) for t in chunks or [s]),
-        variants=names(variants, "--variants", bench.KEPT),
-        baselines=names(baselines, "--baselines", bench.BASELINES),
+        variants=shared.names(variants, "--variants", bench.KEPT),
+        baselines=shared.names(baselines, "--baselines", bench.BASELINES),
         layers=layers,
         rounds=rounds,
     )
     device = torch.device(default_device())
-    rows: list[Row] = []
-    skipped: list[Skipped] = []
-    try:
-        with common.progress() as progress:
-            for done, case in enumerate(job.cases, start=1):
-                found = bench.measure_case(job, case, device)
-                rows += found[0]
-                skipped += found[1]
-                if json is not None:
-                    write_json(json, record(job, rows, skipped, device))
-                if progress is not None:
-                    progress(f"{shape}, B x S x T", done, len(job.cases))
-    finally:
-        print_rows(rows, skipped)
+    shared.measure_cases(
+        job.cases,
+        lambda case: bench.measure_case(job, case, device),
+        lambda rows, skipped: record(job, rows, skipped, device),
+        print_rows,
+        json=json,
+        label=f"{shape}, B x S x T",
+    )
 
 
 def record(
@@ -97,7 +79,7 @@ def record(
     return {
         "benchmark": "prefill",
         "settings": dataclasses.asdict(job),
-        "versions": versions(device),
+        "versions": shared.versions(device),
         "rows": [dataclasses.asdict(row) for row in rows],
         "skipped": [dataclasses.asdict(item) for item in skipped],
     }
@@ -117,7 +99,7 @@ def print_rows(rows: "Sequence[Row]", skipped: "Sequence[Skipped]") -> None:
 
 def table(rows: "Sequence[Row]") -> Table:
     """One line a row of one case; times in microseconds a layer, speed-up in times."""
-    found = empty_table("kept", "us", "p10-p90", "again", "TFLOP/s", "times")
+    found = shared.empty_table("kept", "us", "p10-p90", "again", "TFLOP/s", "times")
     for row in rows:
         speedup = row.speedup_vs_fastest
         found.add_row(

@@ -18,6 +18,8 @@ from kvfold.files import check_writable
 if TYPE_CHECKING:
     from kvfold.compression.compressor import Compressor
     from kvfold.config import CacheConfig
+    from kvfold.evaluation.measure import Measurement
+    from kvfold.evaluation.tasks.base import Task
 
 Progress = Callable[[str, int, int], None]
 DEFAULT_CTX = 1024
@@ -90,20 +92,33 @@ def named_texts(paths: Sequence[Path]) -> dict[str, str]:
 
 
 def measurement(
-    model: Any, tokenizer: Any, texts: dict[str, str], windows: Windows, storage: Storage
-) -> Any:
-    """What `kvfold.evaluation.run.measure` is to measure."""
-    from kvfold.evaluation import run
+    model: Any,
+    tokenizer: Any,
+    windows: Windows,
+    cache: "CacheConfig | None",
+    texts: dict[str, str],
+    tasks: "dict[str, list[Task]]",
+) -> "Measurement":
+    """What is to be measured, and through which cache."""
+    from kvfold.evaluation.measure import Measurement, text_windows
 
     ctx = context(model, windows)
-    return run.Measurement(
-        windows=run.text_windows(model, tokenizer, texts, ctx=ctx, max_tokens=windows.max_tokens),
+    return Measurement(
+        windows=text_windows(model, tokenizer, texts, ctx=ctx, max_tokens=windows.max_tokens),
+        tasks=tasks,
+        needle=windows.needle_contexts * windows.needle,
         chunk=windows.chunk,
         batch=windows.batch,
-        needle=windows.needle_contexts * windows.needle,
-        cache=cache_config(model, storage),
+        cache=cache,
         agnostic=windows.agnostic,
     )
+
+
+def read_tasks(paths: Sequence[Path]) -> "dict[str, list[Task]]":
+    """The rows of every file."""
+    from kvfold.evaluation import tasks
+
+    return {str(path): tasks.read_tasks(path) for path in paths}
 
 
 def cache_config(model: Any, storage: Storage) -> "CacheConfig | None":
@@ -114,10 +129,10 @@ def cache_config(model: Any, storage: Storage) -> "CacheConfig | None":
     return storage.config(planned=spec is not None and spec.planned)
 
 
-def settings(model: Any, windows: Windows) -> dict[str, Any]:
+def settings(model: Any, windows: Windows, storage: Storage) -> dict[str, Any]:
     """The settings of a measurement, for its record."""
     resolved = {"ctx": context(model, windows), "dtype": str(model.dtype).removeprefix("torch.")}
-    return {**dataclasses.asdict(windows), **resolved}
+    return {**dataclasses.asdict(windows), **resolved, "cache": dataclasses.asdict(storage)}
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """kvfold compare: recipes and sizes of one model, on the same text."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts import Parameter
 from rich.console import Console
 
 from kvfold.cli import common
@@ -17,22 +17,27 @@ from kvfold.cli.options import (
     Model,
     Place,
     Storage,
+    TaskFiles,
     Windows,
     parse_list,
 )
 from kvfold.files import write_json
+from kvfold.recipes import RECIPES
 
 if TYPE_CHECKING:
     from kvfold.evaluation.compare import Row
+
+NAMES = f"Separated by commas, of {', '.join(RECIPES)}."
 
 
 def compare(
     model: Model,
     /,
     *,
-    recipes: str = "zack,palu-j,fast,lean,small",
+    recipes: Annotated[str, Parameter(help=NAMES)] = "zack,palu-j,fast,lean,small",
     keep: str = "0.5,0.35,0.25",
     text: Files = (),
+    tasks: TaskFiles = (),
     calib: Files = (),
     calib_tokens: int = CALIBRATION.max_tokens,
     align: int | None = None,
@@ -49,8 +54,6 @@ def compare(
 
     Parameters
     ----------
-    recipes
-        Names, separated by commas.
     keep
         Shares of the cache, separated by commas.
     text
@@ -72,13 +75,18 @@ def compare(
     keeps = parse_list(keep, "--keep", float)
     common.check_outputs(html=html, json=json)
     texts = common.named_texts(text)
+    answers = common.read_tasks(tasks)
     loaded, tokenizer = common.load(model, place)
-    from kvfold.evaluation import run
+    from kvfold.evaluation import comparison
 
-    settings = common.settings(loaded, windows)
+    compressors = comparison.compressors_of(
+        loaded, tokenizer, names, calib=list(calib) or None, max_tokens=calib_tokens, seed=seed
+    )
+    what = common.measurement(loaded, tokenizer, windows, storage.config(), texts, answers)
+    settings = common.settings(loaded, windows, storage)
     settings |= {"align": align, "seed": seed, "calib_tokens": calib_tokens}
-    settings |= {"cache": dataclasses.asdict(storage)}
-    settings |= {"text": list(map(str, text)), "calib": list(map(str, calib))}
+    files = {"text": text, "tasks": tasks, "calib": calib}
+    settings |= {name: list(map(str, paths)) for name, paths in files.items()}
     rows: list[Row] = []
 
     def keep_row(row: "Row") -> None:
@@ -88,25 +96,8 @@ def compare(
 
     try:
         with common.progress() as progress:
-            run.compare(
-                loaded,
-                tokenizer,
-                names,
-                keeps,
-                texts,
-                align=align,
-                ctx=settings["ctx"],
-                chunk=windows.chunk,
-                max_tokens=windows.max_tokens,
-                batch=windows.batch,
-                needle=windows.needle_contexts * windows.needle,
-                cache=storage.config(),
-                agnostic=windows.agnostic,
-                calib=list(calib) or None,
-                calibration_tokens=calib_tokens,
-                seed=seed,
-                progress=progress,
-                on_row=keep_row,
+            comparison.compare(
+                compressors, keeps, what, align=align, progress=progress, on_row=keep_row
             )
     finally:
         print_rows(rows)

@@ -2,19 +2,14 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import common
-from kvfold.cli.options import CALIBRATION, PLACE, Calibration, Model, Place
-from kvfold.recipes import RECIPES
+from kvfold.cli.options import CALIBRATION, PLACE, Calibration, Model, Place, RecipeName
 
 if TYPE_CHECKING:
     from kvfold.compression.compressor import Compressor
     from kvfold.spec import CacheSpec
-
-RecipeName = Annotated[str, Parameter(help=f"One of {', '.join(RECIPES)}.")]
 
 
 def compress(

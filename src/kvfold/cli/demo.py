@@ -73,32 +73,23 @@ def measured(
     model: Any, tokenizer: Any, progress: common.Progress | None
 ) -> tuple[list["Row"], "Statistics"]:
     """The comparison's rows, and the statistics all recipes were made from."""
-    from kvfold import recipes
-    from kvfold.compression.compressor import Compressor, shared_statistics
-    from kvfold.evaluation import run
+    from kvfold.compression.compressor import shared_statistics
+    from kvfold.evaluation import comparison
+    from kvfold.evaluation.measure import Measurement, text_windows
     from kvfold.evaluation.perplexity import max_positions
     from kvfold.text import packaged
 
     names = applicable(model)
-    compressors = [
-        Compressor(model, recipes.get(name), tokenizer, max_tokens=CALIBRATION_TOKENS)
-        for name in names
-    ]
+    compressors = comparison.compressors_of(model, tokenizer, names, max_tokens=CALIBRATION_TOKENS)
     statistics = shared_statistics(compressors, progress)
     limit = max_positions(model) or CTX
-    rows = run.compare(
-        model,
-        tokenizer,
-        names,
-        KEEPS,
-        {"old books": packaged("filler.txt")},
-        ctx=min(CTX, limit),
-        max_tokens=TEXT_TOKENS,
+    texts, ctx = {"old books": packaged("filler.txt")}, min(CTX, limit)
+    what = Measurement(
+        windows=text_windows(model, tokenizer, texts, ctx=ctx, max_tokens=TEXT_TOKENS),
         needle=NEEDLE_CONTEXTS if limit >= NEEDLE_LENGTH else 0,
         lengths=(NEEDLE_LENGTH,),
-        statistics=statistics,
-        progress=progress,
     )
+    rows = comparison.compare(compressors, KEEPS, what, statistics=statistics, progress=progress)
     return rows, statistics
 
 

@@ -2,18 +2,27 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import common
-from kvfold.cli.options import PLACE, STORAGE, WINDOWS, Files, Model, Place, Storage, Windows
-from kvfold.files import check_writable, write_json
+from kvfold.cli.options import (
+    PLACE,
+    STORAGE,
+    WINDOWS,
+    Files,
+    Model,
+    Place,
+    Storage,
+    TaskFiles,
+    Windows,
+)
+from kvfold.files import finite, write_json
 
 if TYPE_CHECKING:
-    from kvfold.config import CacheConfig
-    from kvfold.evaluation.run import Measured
-    from kvfold.evaluation.tasks import TaskResult
+    from kvfold.evaluation.measure import Measured
+    from kvfold.evaluation.tasks.run import TaskResult
 
 
 def evaluate(
@@ -21,7 +30,7 @@ def evaluate(
     /,
     *,
     text: Files = (),
-    tasks: Files = (),
+    tasks: TaskFiles = (),
     json: Path | None = None,
     windows: Windows = WINDOWS,
     storage: Storage = STORAGE,
@@ -35,50 +44,38 @@ def evaluate(
     ----------
     text
         Text files (.txt, .xz, .gz).
-    tasks
-        Files of {"prompt", "answer"} or {"context", "choices", "label"} rows (.jsonl, .xz, .gz).
     json
         File for the results.
     """
-    if json is not None:
-        check_writable(json)
-    from kvfold.evaluation.tasks import read_tasks
-
-    rows = {str(path): read_tasks(path) for path in tasks}
+    common.check_outputs(json=json)
+    rows = common.read_tasks(tasks)
     texts = common.named_texts(text) if text or not (tasks or windows.needle) else {}
     loaded, tokenizer = common.load(model, place)
-    check_tasks(tasks, common.cache_config(loaded, storage))
-    what = common.measurement(loaded, tokenizer, texts, windows, storage)
-    with common.progress() as progress:
-        from kvfold.evaluation import run
+    cache = common.cache_config(loaded, storage)
+    what = common.measurement(loaded, tokenizer, windows, cache, texts, rows)
+    from kvfold.evaluation.measure import measure
+    from kvfold.evaluation.measure import storage as stored
+    from kvfold.evaluation.tasks.run import pooled
 
-        measured = run.measure(loaded, tokenizer, what, progress)
-        answered = run.answer(loaded, tokenizer, rows, chunk=windows.chunk, progress=progress)
+    with common.progress() as progress:
+        measured = measure(loaded, tokenizer, what, progress)
+    held = measured.footprint
     record = {
         "model": model,
         **pooled_texts(measured),
-        **pooled_tasks(list(answered.values())),
-        **run.storage(loaded, measured.footprint),
-        "pool_fraction": measured.footprint.pool_fraction if measured.footprint else None,
+        **pooled(list(measured.tasks.values())),
+        **stored(loaded, held),
+        "pool_fraction": held.pool_fraction if held else None,
         "cache_bytes_allocated": measured.cache_bytes,
         "texts": {name: dataclasses.asdict(result) for name, result in measured.texts.items()},
-        "tasks": {name: dataclasses.asdict(result) for name, result in answered.items()},
+        "tasks": {name: result.record() for name, result in measured.tasks.items()},
         "needle": {str(n): dataclasses.asdict(item) for n, item in measured.needle.items()},
-        "settings": common.settings(loaded, windows) | {"cache": dataclasses.asdict(storage)},
+        "settings": common.settings(loaded, windows, storage),
         "versions": common.versions(loaded.device),
     }
-    print_record(record)
+    print_record(record, measured.tasks)
     if json is not None:
         write_json(json, finite(record))
-
-
-def check_tasks(tasks: "Sequence[Path]", cache: "CacheConfig | None") -> None:
-    """Raises ValueError for tasks on a paged cache, whose bits and eviction they would not see."""
-    if tasks and cache is not None:
-        raise ValueError(
-            "--tasks are answered through transformers' cache, without bits or eviction: "
-            "leave out the options of the paged cache, and give a checkpoint without planned bits"
-        )
 
 
 def pooled_texts(measured: "Measured") -> dict[str, Any]:
@@ -96,42 +93,14 @@ def pooled_texts(measured: "Measured") -> dict[str, Any]:
     return {**dict(zip(keys, values, strict=True)), "tokens": tokens}
 
 
-def pooled_tasks(results: "Sequence[TaskResult]") -> dict[str, Any]:
-    """Fractions over the rows of all files; null where no row is of that kind."""
-    generated = [len(result.outputs) for result in results]
-    chosen = [result.rows - len(result.outputs) for result in results]
-    return {
-        "exact_match": _pooled([result.exact_match for result in results], generated),
-        "contains": _pooled([result.contains for result in results], generated),
-        "accuracy": _pooled([result.accuracy for result in results], chosen),
-        "accuracy_per_byte": _pooled([result.accuracy_per_byte for result in results], chosen),
-    }
-
-
-def _pooled(means: Sequence[float | None], counts: Sequence[int]) -> float | None:
-    if not sum(counts):
-        return None
-    return sum((mean or 0) * n for mean, n in zip(means, counts, strict=True)) / sum(counts)
-
-
-def finite(value: Any) -> Any:
-    """`value` for JSON: numbers that are not finite become null."""
-    if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def print_record(record: dict[str, Any]) -> None:
+def print_record(record: dict[str, Any], tasks: "Mapping[str, TaskResult]") -> None:
     """The results for people."""
     for name, result in record["texts"].items():
         error = "" if math.isnan(result["perplexity_se"]) else f" ±{result['perplexity_se']:.2f}"
         print(f"{name}: perplexity {result['perplexity']:.3f}{error}, {result['tokens']} tokens")
-    for name, result in record["tasks"].items():
-        kinds = ("exact_match", "contains", "accuracy", "accuracy_per_byte")
-        scores = [f"{kind} {result[kind]:.3f}" for kind in kinds if result[kind] is not None]
-        print(f"{name}: {', '.join(scores)} of {result['rows']} rows")
+    for name, answered in tasks.items():
+        scores = [f"{score} {found.mean:.3f}" for score, found in answered.scores.items()]
+        print(f"{name}: {', '.join(scores)} of {answered.rows} rows")
     for length, result in record["needle"].items():
         print(f"needle {length}: {100 * result['exact']:.1f} % of {result['num_questions']}")
     pages = record["pool_fraction"]

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import common
-from kvfold.cli.options import PLACE, STORAGE, Model, Place, Storage
+from kvfold.cli.options import PLACE, SAMPLING, STORAGE, Model, Place, Sampling, Storage
 
 if TYPE_CHECKING:
     from kvfold.config import CacheConfig
@@ -16,11 +16,7 @@ def generate(
     *,
     prompt: str | None = None,
     prompt_file: Path | None = None,
-    max_new_tokens: int = 128,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
+    sampling: Sampling = SAMPLING,
     storage: Storage = STORAGE,
     place: Place = PLACE,
 ) -> None:
@@ -32,27 +28,14 @@ def generate(
         Text to continue.
     prompt_file
         A file with that text.
-    max_new_tokens
-        Most tokens to add.
-    temperature
-        Sample at this temperature; greedy without it.
-    top_k
-        Sample from the K likeliest tokens only.
-    top_p
-        Sample from the likeliest tokens that hold this probability only.
-    seed
-        Of the sampling.
     """
     text = read_prompt(prompt, prompt_file)
-    sampling = parse_sampling(temperature, top_k, top_p)
-    if max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
     loaded, tokenizer = common.load(model, place)
     cache = common.cache_config(loaded, storage)
     if cache is None:
-        stream(loaded, tokenizer, text, max_new_tokens, sampling, seed)
+        stream(loaded, tokenizer, text, sampling)
     else:
-        stream_paged(loaded, tokenizer, text, max_new_tokens, sampling, seed, cache)
+        stream_paged(loaded, tokenizer, text, sampling, cache)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -65,53 +48,28 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     return read_text(prompt_file)
 
 
-def parse_sampling(
-    temperature: float | None, top_k: int | None, top_p: float | None
-) -> dict[str, Any]:
-    """Arguments of `model.generate`."""
-    if temperature is None:
-        if top_k is not None or top_p is not None:
-            raise ValueError("--top-k and --top-p choose what is sampled; give --temperature too")
-        return {"do_sample": False}
-    if not 0 < temperature < float("inf"):
-        raise ValueError(
-            f"--temperature must be above 0, got {temperature}; leave it out for greedy"
-        )
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"--top-k must be at least 1, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"--top-p must be in (0, 1], got {top_p}")
-    return {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1}
-
-
-def stream(
-    model: Any, tokenizer: Any, text: str, max_new_tokens: int, sampling: dict[str, Any], seed: int
-) -> None:
+def stream(model: Any, tokenizer: Any, text: str, sampling: Sampling) -> None:
     """Print the continuation of `text`. Raises ValueError if it does not fit the model."""
     import torch
     from transformers import TextStreamer
 
-    ids = encode(model, tokenizer, text, max_new_tokens)
-    torch.manual_seed(seed)
+    ids = encode(model, tokenizer, text, sampling.max_new_tokens)
+    torch.manual_seed(sampling.seed)
     prompt = torch.tensor([ids], device=model.device)
+    limits = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1}
+    drawn = {"do_sample": True, "temperature": sampling.temperature, **limits}
     model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=sampling.max_new_tokens,
         pad_token_id=tokenizer.eos_token_id,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **sampling,
+        **({"do_sample": False} if sampling.temperature is None else drawn),
     )
 
 
 def stream_paged(
-    model: Any,
-    tokenizer: Any,
-    text: str,
-    max_new_tokens: int,
-    sampling: dict[str, Any],
-    seed: int,
-    cache: "CacheConfig",
+    model: Any, tokenizer: Any, text: str, sampling: Sampling, cache: "CacheConfig"
 ) -> None:
     """The same through the engine's paged cache; what it fits goes to stderr."""
     import dataclasses
@@ -120,18 +78,18 @@ def stream_paged(
     from kvfold.engine.llm import LLM
     from kvfold.engine.request import SamplingParams
 
-    ids = encode(model, tokenizer, text, max_new_tokens)
+    ids = encode(model, tokenizer, text, sampling.max_new_tokens)
     settings = dataclasses.asdict(cache)
-    total = len(ids) + max_new_tokens
+    total = len(ids) + sampling.max_new_tokens
     llm = LLM(model, tokenizer=tokenizer, max_sequences=1, max_tokens=total, **settings)
     for name, value in llm.summary():
         print(f"{name}: {value}", file=sys.stderr)
     wanted = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=sampling.get("temperature", 0.0),
-        top_k=sampling.get("top_k") or None,
-        top_p=sampling.get("top_p") or 1.0,
-        seed=seed,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature or 0.0,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p or 1.0,
+        seed=sampling.seed,
     )
     for output in llm.stream(ids, wanted):
         print(output.text, end="", flush=True)

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
-if TYPE_CHECKING:
-    from kvfold.config import CacheConfig
+from kvfold.config import CacheConfig, Setting, check, settings_of
+from kvfold.evaluation.tasks import LEGAL_ROWS
+from kvfold.recipes import RECIPES
 
 T = TypeVar("T")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -16,7 +17,35 @@ Model = Annotated[str, Parameter(help="A directory, a GGUF file, a hub id or ref
 Files = Annotated[
     tuple[Path, ...], Parameter(consume_multiple=True, negative="", show_default=False)
 ]
+TaskFiles = Annotated[Files, Parameter(help=f"Files of {LEGAL_ROWS} rows (.jsonl, .xz, .gz).")]
+RecipeName = Annotated[str, Parameter(help=f"One of {', '.join(RECIPES)}.")]
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
+
+
+def flags_of(config: type) -> Callable[[type[T]], type[T]]:
+    """Gives a class a flag for every setting of `config`, of its default and with its help."""
+
+    def add(options: type[T]) -> type[T]:
+        for name, (kind, setting) in settings_of(config).items():
+            default, text = getattr(config, name), setting.text
+            if setting.off is not None:
+                (name, text), default = setting.off, not default
+            shown = Flag if kind is bool else kind
+            options.__annotations__[name] = Annotated[shown, setting, Parameter(help=text)]
+            setattr(options, name, default)
+        return options
+
+    return add
+
+
+def own_flags(options: type[T]) -> type[T]:
+    """Makes flags of the settings that a class itself has."""
+    return flags_of(options)(options)
+
+
+def flag(name: str) -> str:
+    """max_tokens -> --max-tokens."""
+    return f"--{name.replace('_', '-')}"
 
 
 @Parameter(name="*")
@@ -47,21 +76,27 @@ class Calibration:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+@own_flags
 class Windows:
     """How texts are read."""
 
     ctx: Annotated[
         int | None,
-        Parameter(help="Tokens a window; by default 1024, or all that the model has."),
+        Setting(help="Tokens a window; by default 1024, or all there are.", least=1),
     ] = None
-    chunk: Annotated[int, Parameter(help="Tokens fed through the cache at a time.")] = 512
-    max_tokens: Annotated[int | None, Parameter(help="Most tokens to read of each text.")] = None
-    batch: Annotated[int, Parameter(help="Windows run together.")] = 1
-    needle: Annotated[Flag, Parameter(help="Ask for facts hidden in 512 to 4K tokens.")] = False
-    needle_contexts: Annotated[int, Parameter(help="Contexts a length, four questions each.")] = 25
-
+    chunk: Annotated[int, Setting(help="Tokens fed through the cache at a time.", least=1)] = 512
+    max_tokens: Annotated[
+        int | None, Setting(help="Most tokens to read of each text.", least=1)
+    ] = None
+    batch: Annotated[
+        int, Setting(help="Windows run together, on transformers' cache.", least=1)
+    ] = 1
+    needle: Annotated[bool, Setting(help="Ask for facts hidden in 512 to 4K tokens.")] = False
+    needle_contexts: Annotated[
+        int, Setting(help="Contexts a length, four questions each.", least=1)
+    ] = 25
     see_question: Annotated[
-        Flag, Parameter(help="Evict after the needle's question, not before it.")
+        bool, Setting(help="Evict after the needle's question, not before it.")
     ] = False
 
     @property
@@ -69,72 +104,69 @@ class Windows:
         return not self.see_question
 
     def __post_init__(self) -> None:
-        for name in ("ctx", "chunk", "max_tokens", "batch", "needle_contexts"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        check(self, flag)
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+@own_flags
+class Sampling:
+    """How a continuation is chosen."""
+
+    max_new_tokens: Annotated[int, Setting(help="Most tokens to add.", least=1)] = 128
+    temperature: Annotated[
+        float | None,
+        Setting(
+            help="Sample at this temperature; greedy without it.",
+            above=0,
+            hint="leave it out for greedy",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None, Setting(help="Sample from the K likeliest tokens only.", least=1)
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Setting(
+            help="Sample from the likeliest tokens that hold this probability only.",
+            above=0,
+            most=1,
+        ),
+    ] = None
+    seed: Annotated[int, Setting(help="Of the sampling.")] = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature is None and (self.top_k is not None or self.top_p is not None):
+            raise ValueError("--top-k and --top-p choose what is sampled; give --temperature too")
+        check(self, flag)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+@flags_of(CacheConfig)
 class Storage:
-    """How the paged cache stores tokens. Any of these runs the model on it."""
+    """How the paged cache stores tokens, a `CacheConfig`. Any of these runs the model on it."""
 
     paged: Annotated[Flag, Parameter(help="Use the paged cache even without the rest.")] = False
-    kv_bytes: Annotated[int | None, Parameter(help="Bytes of the page pool.")] = None
-    page: Annotated[int | None, Parameter(help="Rows a page; 32 by default, 16 for kvc-*.")] = None
-    bits: Annotated[int | None, Parameter(help="Of every stored number: 16, 8, 4, 3, 2 or 1.")] = (
-        None
-    )
-    zeros: Annotated[Flag, Parameter(help="Store a zero beside every scale.")] = False
-    sub_group: Annotated[
-        int | None, Parameter(help="Most numbers that share a scale; 32 with kivi.")
-    ] = None
-    no_rotation: Annotated[Flag, Parameter(help="Quantise numbers as they are.")] = False
-    format: Annotated[
-        str, Parameter(help="integers, or kivi: keys per channel, groups of 32, residual 128.")
-    ] = "integers"
-    residual: Annotated[
-        int | None, Parameter(help="Tokens that wait in 16 bits to be packed; 128 with kivi.")
-    ] = None
-    evict: Annotated[
-        str | None,
-        Parameter(help="A policy: kv-compress, kvc-w32, snapkv, ada-snapkv, h2o, pyramidkv, ..."),
-    ] = None
-    keep_tokens: Annotated[
-        float | None, Parameter(help="Share of the prompt's tokens to keep, in (0, 1].")
-    ] = None
-    max_cache_tokens: Annotated[
-        int | None, Parameter(help="Tokens to keep of a request, averaged over heads.")
-    ] = None
 
-    def config(self, planned: bool = False) -> "CacheConfig | None":
+    def config(self, planned: bool = False) -> CacheConfig | None:
         """The engine's configuration; None where nothing asks for pages (`planned`: bits do)."""
         if self == Storage() and not planned:
             return None
-        if self.evict and self.keep_tokens is None and self.max_cache_tokens is None:
+        given: dict[str, Any] = {
+            name: not getattr(self, setting.off[0]) if setting.off else getattr(self, name)
+            for name, (_, setting) in settings_of(CacheConfig).items()
+        }
+        if given["evict"] and given["keep_tokens"] is None and given["max_cache_tokens"] is None:
             raise ValueError(
-                f"--evict {self.evict} evicts down to a budget: give --keep-tokens, such as 0.5, "
-                "or --max-cache-tokens"
+                f"--evict {given['evict']} evicts down to a budget: give --keep-tokens, such as "
+                "0.5, or --max-cache-tokens"
             )
-        from kvfold.config import CacheConfig
-
-        return CacheConfig(
-            kv_bytes=self.kv_bytes,
-            page=self.page,
-            bits=self.bits,
-            zeros=self.zeros,
-            sub_group=self.sub_group,
-            rotate=not self.no_rotation,
-            format=self.format,
-            residual=self.residual,
-            evict=self.evict,
-            keep_tokens=self.keep_tokens,
-            max_cache_tokens=self.max_cache_tokens,
-        )
+        return CacheConfig(**given)
 
 
-PLACE, CALIBRATION, WINDOWS, STORAGE = Place(), Calibration(), Windows(), Storage()
+PLACE, CALIBRATION, WINDOWS = Place(), Calibration(), Windows()
+SAMPLING, STORAGE = Sampling(), Storage()
 
 
 def parse_list(text: str, option: str, item: Callable[[str], T]) -> list[T]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvfold.compression.calibration_text import calibration_windows
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.compression.progress import Progress, stage
+from kvfold.evaluation.comparison import ORIGINAL
 from kvfold.evaluation.perplexity import perplexity
-from kvfold.evaluation.run import ORIGINAL
 from kvfold.search import search
 from kvfold.text import documents, packaged, read_texts, windows
 

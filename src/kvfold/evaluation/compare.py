@@ -10,11 +10,14 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from kvfold.evaluation.perplexity import mean_and_se
+from kvfold.evaluation.tasks import HEADLINES
+from kvfold.files import finite
 
 NOT_MEASURED = "–"
 
@@ -28,10 +31,11 @@ class Row:
     the same way; `cache_bytes_allocated` is what the cache of this run took, in its own dtype.
     `delta_nll` is (mean, standard error) of the loss less the original's, paired by window, in nats
     per token. `perplexity` and `delta_nll` are keyed by text, `needle` (fractions of questions
-    answered exactly) by context length in tokens. `seconds` is the time that bases, ranks and fold
-    took; calibration, which the rows share, is not in it. `window_nll` holds the loss of every
-    window of a text, so that any two rows can be paired. `pool_fraction`: bytes of pages and page
-    tables over the uncompressed 16-bit cache, where the cache was paged.
+    answered exactly) by context length in tokens, `tasks` (scores and standard errors by name) by
+    file. `seconds` is the time that bases, ranks and fold took; calibration, which the rows share,
+    is not in it. `window_nll` holds the loss of every window of a text, so that any two rows can be
+    paired. `pool_fraction`: bytes of pages and page tables over the uncompressed 16-bit cache,
+    where the cache was paged.
     """
 
     recipe: str
@@ -46,6 +50,7 @@ class Row:
     seconds: float | None = None
     window_nll: Mapping[str, Sequence[float]] = field(default_factory=dict)
     pool_fraction: float | None = None
+    tasks: Mapping[str, Mapping[str, float]] | None = None
 
 
 def paired(a: Row, b: Row, text: str) -> tuple[float, float]:
@@ -62,6 +67,13 @@ def texts(rows: Sequence[Row]) -> list[str]:
 def needle_lengths(rows: Sequence[Row]) -> list[int]:
     """Needle context lengths in tokens that any row was measured at, ascending."""
     return sorted({length for row in rows for length in row.needle or ()})
+
+
+def task_scores(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Task files and the main scores of their kinds, of which any row has a value."""
+    tasks = [pair for row in rows for pair in (row.tasks or {}).items()]
+    found = [(name, score) for name, scores in tasks for score in HEADLINES if score in scores]
+    return list(dict.fromkeys(found))
 
 
 def format_length(tokens: int) -> str:
@@ -101,6 +113,17 @@ def format_needle(row: Row, length: int) -> str:
     return NOT_MEASURED if accuracy is None else f"{100 * accuracy:.0f}"
 
 
+def format_task(row: Row, name: str, score: str) -> str:
+    """A task file's score in per cent; a dash if it was not measured."""
+    value = (row.tasks or {}).get(name, {}).get(score)
+    return NOT_MEASURED if value is None else f"{100 * value:.1f}"
+
+
+def short_name(path: str) -> str:
+    """ "data/arc.jsonl.xz" -> "arc"."""
+    return Path(path).name.split(".")[0] or path
+
+
 def format_storage(row: Row) -> tuple[str, str, str, str, str]:
     """Keep asked, kept fraction, compression factor, bytes a token, bytes the cache took."""
     factor = f"{1 / row.kept_fraction:.1f}×" if row.kept_fraction else "∞"
@@ -118,12 +141,14 @@ def format_seconds(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> Table:
     """Rows as a rich table; perplexity and loss increase share a column per text and wrap there."""
-    lengths = needle_lengths(rows)
+    lengths, scores = needle_lengths(rows), task_scores(rows)
     result = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
     result.caption_justify = "left"
     result.caption = (
         "kept: bits stored over bits of the 16-bit cache. Texts: perplexity and loss increase in"
-        " nats per token, paired ± one standard error." + _needle_caption(lengths)
+        " nats per token, paired ± one standard error."
+        + _needle_caption(lengths)
+        + "".join(f" {short_name(name)}: {score}, %." for name, score in scores)
     )
     result.add_column("recipe", no_wrap=True)
     for name in ("keep", "kept", "less", "B/tok", "cache"):
@@ -132,9 +157,11 @@ def table(rows: Sequence[Row]) -> Table:
         result.add_column(name, justify="right", min_width=7)
     for length in lengths:
         result.add_column(format_length(length), justify="right", no_wrap=True)
+    for name, _ in scores:
+        result.add_column(short_name(name), justify="right", no_wrap=True)
     result.add_column("s", justify="right", no_wrap=True)
     for row in rows:
-        result.add_row(*_cells(row, texts(rows), lengths))
+        result.add_row(*_cells(row, texts(rows), lengths, scores))
     return result
 
 
@@ -143,10 +170,13 @@ def _needle_caption(lengths: Sequence[int]) -> str:
     return f" {columns}: % of needle questions answered." if lengths else ""
 
 
-def _cells(row: Row, names: Sequence[str], lengths: Sequence[int]) -> list[str]:
+def _cells(
+    row: Row, names: Sequence[str], lengths: Sequence[int], scores: Sequence[tuple[str, str]]
+) -> list[str]:
     losses = [_loss(row, name) for name in names]
     needles = [format_needle(row, length) for length in lengths]
-    return [row.recipe, *format_storage(row), *losses, *needles, format_seconds(row)]
+    tasks = [format_task(row, *score) for score in scores]
+    return [row.recipe, *format_storage(row), *losses, *needles, *tasks, format_seconds(row)]
 
 
 def _loss(row: Row, name: str) -> str:
@@ -156,33 +186,40 @@ def _loss(row: Row, name: str) -> str:
 
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows as plain values for `json.dumps`; a standard error that is not defined becomes null."""
-    return [_plain(dataclasses.asdict(row)) for row in rows]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return [finite(dataclasses.asdict(row)) for row in rows]
 
 
 def from_json(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Rows as `to_json` wrote them. Raises ValueError naming missing or unknown keys."""
+    """Rows as `to_json` wrote them, of this version or one with fewer measurements.
+
+    Raises ValueError naming missing or unknown keys.
+    """
     return [_row(dict(values)) for values in rows]
 
 
 def _row(values: dict[str, Any]) -> Row:
-    names = {field.name for field in dataclasses.fields(Row)}
-    if values.keys() != names:
-        wrong = ", ".join(sorted(values.keys() ^ names))
-        raise ValueError(f"row: missing or unknown keys {wrong}; legal keys: {sorted(names)}")
+    fields = {field.name: field for field in dataclasses.fields(Row)}
+    missing = [
+        name
+        for name in fields.keys() - values.keys()
+        if fields[name].default is dataclasses.MISSING
+    ]
+    if wrong := {*missing, *(values.keys() - fields.keys())}:
+        raise ValueError(
+            f"row: missing or unknown keys {', '.join(sorted(wrong))}; legal keys: {sorted(fields)}"
+        )
     values["delta_nll"] = {name: _pair(pair) for name, pair in values["delta_nll"].items()}
-    values["perplexity"] = {name: _number(item) for name, item in values["perplexity"].items()}
-    if values["needle"] is not None:
+    values["perplexity"] = _numbers(values["perplexity"])
+    if values.get("needle") is not None:
         values["needle"] = {int(length): item for length, item in values["needle"].items()}
+    if values.get("tasks") is not None:
+        values["tasks"] = {name: _numbers(scores) for name, scores in values["tasks"].items()}
     values["window_nll"] = {name: tuple(items) for name, items in values["window_nll"].items()}
     return Row(**values)
+
+
+def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: _number(item) for name, item in values.items()}
 
 
 def _pair(pair: Sequence[float | None]) -> tuple[float, float]:

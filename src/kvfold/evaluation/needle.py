@@ -6,18 +6,18 @@ through the model's KV cache once, in chunks; each question then continues from 
 what a compressed cache has lost shows.
 """
 
-import copy
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Any
 
-import torch
-from transformers import DynamicCache
-
+from kvfold.compression.progress import Report
+from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.haystack import build_sample, load_filler
+from kvfold.evaluation.perplexity import max_positions
+from kvfold.evaluation.reader import Reader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,52 +30,8 @@ class NeedleResult:
     num_questions: int
 
 
-class Reader(Protocol):
-    """What puts a context into a cache and continues it, any number of times."""
-
-    def prefill(self, ids: list[int]) -> None:
-        """Read the context."""
-        ...
-
-    def answer(self, question: list[int], num_tokens: int) -> list[int]:
-        """Greedy continuation of the context and `question`."""
-        ...
-
-
-class _Reader:
-    """Greedy reading of one context through a KV cache, batch of one, on the model's device."""
-
-    def __init__(self, model: Any, chunk: int) -> None:
-        self.model, self.chunk = model, chunk
-        self.cache: Any = None
-
-    def _forward(self, ids: list[int], cache: Any) -> int:
-        """Append `ids` to `cache`; returns the most likely next token."""
-        tokens = torch.tensor([ids], device=self.model.device)
-        out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return int(out.logits[0, -1].argmax())
-
-    def prefill(self, ids: list[int]) -> None:
-        """Read the context in chunks into a new cache."""
-        self.cache = DynamicCache(config=self.model.config)
-        for begin in range(0, len(ids), self.chunk):
-            self._forward(ids[begin : begin + self.chunk], self.cache)
-
-    def answer(self, question: list[int], num_tokens: int) -> list[int]:
-        """Greedy continuation of the context and `question`; the cache is left as it was."""
-        # A full sliding window has already dropped what a crop would have to bring back.
-        sliding = any(getattr(layer, "is_sliding", False) for layer in self.cache.layers)
-        cache = copy.deepcopy(self.cache) if sliding else self.cache
-        generated = [self._forward(question, cache)]
-        while len(generated) < num_tokens:
-            generated.append(self._forward(generated[-1:], cache))
-        if not sliding:
-            cache.crop(-(len(question) + num_tokens - 1))
-        return generated
-
-
 def _check_lengths(model: Any, lengths: Sequence[int]) -> None:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = max_positions(model)
     if limit is not None and max(lengths) > limit:
         raise ValueError(
             f"lengths asks for {max(lengths)} tokens, but the model's max_position_embeddings is "
@@ -95,7 +51,6 @@ def _summarise(length: int, hits: list[list[bool]]) -> NeedleResult:
     )
 
 
-@torch.no_grad()
 def evaluate_needle(
     model: Any,
     tokenizer: Any,
@@ -106,7 +61,7 @@ def evaluate_needle(
     chunk: int = 512,
     seed: int = 0,
     reader: Reader | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Report | None = None,
 ) -> list[NeedleResult]:
     """Exact-match retrieval by greedy decoding, one result for each of `lengths` (tokens).
 
@@ -116,7 +71,7 @@ def evaluate_needle(
     Raises ValueError for a length beyond the model's positions or too short for the facts.
     """
     _check_lengths(model, lengths)
-    filler, reader = load_filler(), reader or _Reader(model, chunk)
+    filler, reader = load_filler(), reader or Reader(partial(DenseSession, model, chunk))
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
     def encode(text: str) -> list[int]:

@@ -3,24 +3,29 @@
 Shape legend: n windows, B windows of one batch, T tokens of a window (`ctx`), c tokens of a chunk,
 V vocabulary.
 
-Every window starts from an empty `DynamicCache` and is fed in chunks, so that a token is predicted
-from what the cache stores and not from keys and values that one long forward kept in full.
+Every window starts from an empty cache and is fed in chunks, so that a token is predicted from what
+the cache stores and not from keys and values that one long forward kept in full.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-Progress = Callable[[int, int], None]
+from kvfold.compression.progress import Report
+from kvfold.engine.runner import ModelRunner
+from kvfold.evaluation.dense import DenseSession, inference
+from kvfold.evaluation.paged import PagedSession
+from kvfold.evaluation.session import Footprint, Session, Sessions
 
+AFTER = 64  # tokens fed at a time after a compression
 _SLICE_NUMBERS = 2**25  # fp32 logits taken to log-probabilities at once: 128 MiB
 
 
@@ -41,52 +46,6 @@ class PerplexityResult:
     window_nll: tuple[float, ...]
     cache_bytes_allocated: int
     cached_tokens: int
-
-
-def cache_bytes(cache: Any) -> int:
-    """Bytes of memory behind all tensors of a transformers cache.
-
-    Whole storages count, each once: a small view that keeps a large tensor alive costs the latter.
-    """
-    storages = {}
-    for layer in cache.layers:
-        for tensor in _tensors(vars(layer)):
-            storage = tensor.untyped_storage()
-            storages[tensor.device, storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-@contextmanager
-def inference(model: PreTrainedModel) -> Iterator[None]:
-    """Without gradients or dropout; the model's training mode is put back afterwards."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
-
-
-def forward_chunks(
-    model: PreTrainedModel, ids: Tensor, cache: DynamicCache, chunk: int
-) -> Iterator[tuple[int, Tensor]]:
-    """Append `ids` [B, T] to `cache` by chunks; yields (first position, logits [B, c, V])."""
-    if chunk < 1:
-        raise ValueError(f"chunk: {chunk} is not positive; feed at least 1 token at a time")
-    for start in range(0, ids.shape[1], chunk):
-        piece = ids[:, start : start + chunk].to(model.device)
-        yield start, model(input_ids=piece, past_key_values=cache, use_cache=True).logits
 
 
 def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
@@ -112,7 +71,7 @@ def perplexity(
     *,
     chunk: int = 512,
     batch: int = 1,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> PerplexityResult:
     """Loss of `model` on windows `ids` int64 [n, T], each fed through a fresh cache in chunks.
 
@@ -120,48 +79,96 @@ def perplexity(
     windows longer than the model's positions, logits that are not finite, and a model that
     stores nothing in the cache.
     """
+    check_length(model, ids.shape[-1])
+    with inference(model):
+        sessions = partial(DenseSession, model, chunk)
+        return window_perplexity(sessions, ids, batch=batch, progress=progress)[0]
+
+
+def paged_perplexity(
+    runner: ModelRunner,
+    ids: Tensor,
+    *,
+    chunk: int = 512,
+    scored_from: int | None = None,
+    progress: Report | None = None,
+) -> tuple[PerplexityResult, Footprint]:
+    """The same through the engine's pages, one window at a time; as `window_perplexity`."""
+    sessions = partial(PagedSession, runner, chunk)
+    return window_perplexity(sessions, ids, scored_from=scored_from, progress=progress)
+
+
+def window_perplexity(
+    sessions: Sessions,
+    ids: Tensor,
+    *,
+    batch: int = 1,
+    scored_from: int | None = None,
+    progress: Report | None = None,
+) -> tuple[PerplexityResult, Footprint]:
+    """Loss on windows ids int64 [n, T], `batch` of them in one session.
+
+    scored_from: tokens of a window that are only read, then compressed where the session evicts;
+    the rest is fed AFTER tokens at a time and scored. None: half where the session evicts, else all
+    is scored. Footprint of the last of the largest batches. Raises ValueError for too short windows
+    and logits that are not finite.
+    """
     if ids.ndim != 2 or len(ids) == 0 or ids.shape[1] < 2:
         raise ValueError(f"ids: shape {tuple(ids.shape)}; give [n, ctx] with n >= 1 and ctx >= 2")
-    check_length(model, ids.shape[1])
     if batch < 1:
         raise ValueError(f"batch: {batch} is not positive; run at least 1 window at a time")
-    window_nll: list[float] = []
-    allocated = 0
-    with inference(model):
-        for start in range(0, len(ids), batch):
-            rows = ids[start : start + batch]
-            cache = DynamicCache(config=model.config)
-            window_nll += _window_losses(model, rows, cache, chunk)
-            allocated = max(allocated, _stored_bytes(cache, model))
-            if progress:
-                progress(len(window_nll), len(ids))
-    tokens = ids.shape[0] * (ids.shape[1] - 1)
-    return summarize(window_nll, tokens, allocated, min(batch, len(ids)) * ids.shape[1])
+    if scored_from is None:
+        scored_from = ids.shape[1] // 2 if sessions().evicts else 0
+    if not 0 <= scored_from <= ids.shape[1] - 2:
+        raise ValueError(
+            f"scored_from must leave 2 of a window's {ids.shape[1]} tokens, got {scored_from}; use "
+            "longer windows"
+        )
+    losses: list[float] = []
+    held: list[Footprint] = []
+    for start in range(0, len(ids), batch):
+        with sessions() as session:
+            nll, footprint = _window_losses(session, ids[start : start + batch], scored_from)
+        losses += nll
+        held.append(footprint)
+        if progress is not None:
+            progress(len(losses), len(ids))
+    tokens = len(ids) * (ids.shape[1] - max(scored_from, 1))
+    largest = max(reversed(held), key=lambda footprint: footprint.tokens)
+    return summarize(losses, tokens, largest.cache_bytes, largest.tokens), largest
 
 
 def _window_losses(
-    model: PreTrainedModel, rows: Tensor, cache: DynamicCache, chunk: int
-) -> list[float]:
-    """Mean loss of each window of `rows` [B, T]."""
-    total = torch.zeros(len(rows), dtype=torch.float64)
-    for start, logits in forward_chunks(model, rows, cache, chunk):
-        end = start + logits.shape[1]
-        targets = rows[:, start + 1 : end + 1]
-        if targets.shape[1]:
-            total += token_nll(logits[:, : targets.shape[1]], targets).sum(1)
-    if not total.isfinite().all():
+    session: Session, rows: Tensor, scored_from: int
+) -> tuple[list[float], Footprint]:
+    """Mean loss of each row of rows [B, T] from `scored_from` on, or from its second token."""
+    fed = rows if session.whole_windows else rows[:, :-1]
+    if scored_from:
+        for logits in session.chunks(rows[:, :scored_from], prompt=scored_from, last=True):
+            last = logits[:, -1:]
+        session.compress()
+        held = session.footprint()
+        rest = session.chunks(fed[:, scored_from:], chunk=AFTER)
+        nll = _nll(chain([last], rest), rows[:, scored_from:])
+    else:
+        nll = _nll(session.chunks(fed, prompt=rows.shape[1]), rows[:, 1:])
+        held = session.footprint()
+    if not nll.isfinite().all():
         raise ValueError(
             "model: its logits are not finite; check its weights for NaN or load it in float32"
         )
-    return (total / (rows.shape[1] - 1)).tolist()
+    return nll.mean(1).tolist(), held
 
 
-def _stored_bytes(cache: Any, model: PreTrainedModel) -> int:
-    size = cache_bytes(cache)
-    if size == 0:
-        kind = type(model).__name__
-        raise ValueError(f"model: {kind} stored nothing in its DynamicCache, so it has no KV cache")
-    return size
+def _nll(parts: Iterable[Tensor], targets: Tensor) -> Tensor:
+    """Nats of targets [B, T] under logits [B, c, V] of consecutive chunks; more logits are idle."""
+    found, start = [], 0
+    for logits in parts:
+        wanted = targets[:, start : start + logits.shape[1]]
+        if wanted.shape[1]:
+            found.append(token_nll(logits[:, : wanted.shape[1]], wanted))
+        start += logits.shape[1]
+    return torch.cat(found, 1)
 
 
 def check_length(model: PreTrainedModel, ctx: int) -> None:

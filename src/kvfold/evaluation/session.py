@@ -1,89 +1,130 @@
-"""One sequence on a paged cache, driven by hand: feed, compress, go back.
+"""One session over any cache: tokens go in, logits come out, and what they took is counted.
 
-What evaluation needs and serving does not: logits of every token, a compression at a stated point,
-and several continuations of one context.
+Perplexity, needle and tasks are written against `Session` alone; `DenseSession` is transformers'
+cache and `PagedSession` the engine's pages.
+Shapes: B sequences, T tokens fed, c tokens of a chunk, V vocabulary.
 """
 
-from collections.abc import Sequence as Tokens
-from types import TracebackType
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from kvfold.engine.request import Batch, Request, SamplingParams, ScheduledChunk
-from kvfold.engine.runner import ModelRunner
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What a session's sequences hold: `tokens` fed to them, `cache_bytes` their rows take.
+
+    Of pages, one sequence's after its prompt was compressed, without tables; and kept_fraction:
+    bits of stored numbers and quantiser metadata over those of the uncompressed 16-bit cache;
+    pool_fraction: bytes of pages, with rounding, positions and metrics, and of the sequence's page
+    table, over the same. None for transformers' cache.
+    """
+
+    tokens: int
+    cache_bytes: int
+    kept_fraction: float | None = None
+    pool_fraction: float | None = None
 
 
-class Session:
-    """Tokens go in with `feed`; the sequence's pages are free again after `with`."""
+class Session(ABC):
+    """Sequences in a cache, empty from `with` on; the cache is free again after it."""
 
-    def __init__(self, runner: ModelRunner, chunk: int = 512) -> None:
-        self.runner, self.chunk = runner, chunk
+    evicts: bool = False
+    can_rewind: bool = True
+    whole_windows: ClassVar[bool]  # feed a window's last token too, which predicts nothing
 
-    def __enter__(self) -> "Session":
-        self.sequence = Request(id=0, token_ids=[], num_prompt=0, sampling=SamplingParams())
-        self.sequence.slot = self.runner.pool.open()
-        return self
+    def __init__(self, chunk: int) -> None:
+        if chunk < 1:
+            raise ValueError(f"chunk: {chunk} is not positive; feed at least 1 token at a time")
+        self.chunk = chunk
 
-    def __exit__(
+    @abstractmethod
+    def __enter__(self) -> Self: ...
+
+    @abstractmethod
+    def __exit__(self, *error: object) -> None: ...
+
+    def chunks(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.runner.pool.close(self.sequence.open_slot)
-
-    def feed(
-        self, ids: Tokens[int], *, prompt: int | None = None, chunk: int | None = None
-    ) -> Tensor:
-        """Append tokens; logits fp32 [len(ids), V] of each.
+        ids: Tensor,
+        *,
+        prompt: int | None = None,
+        chunk: int | None = None,
+        last: bool = False,
+    ) -> Iterator[Tensor]:
+        """Append tokens ids int64 [B, T], `chunk` at a time; logits [B, c, V] of each chunk.
 
         prompt: where the prompt ends, in tokens from the sequence's start; its last queries are
-        those that a window policy observes. None: as it was. Raises ValueError if the pool is full.
+        those that a window policy observes. None: as it was. last: only those of a chunk's last
+        token are asked for. Raises ValueError if a cache is full.
         """
-        found, sequence, rest = [], self.sequence, tuple(ids)
         if prompt is not None:
-            sequence.num_prefill = prompt
-        while rest:
-            most = self.runner.pool.layout.most_at(sequence.num_computed)
-            step = min(chunk or self.chunk, most)
-            part, rest = rest[:step], rest[step:]
-            self._extend(len(part))
-            piece = ScheduledChunk(
-                request=sequence, start=sequence.num_computed, tokens=part, wants_logits=True
-            )
-            found.append(self.runner.run_all(Batch(chunks=(piece,))))
-            sequence.num_computed += len(part)
-        return torch.cat(found)
+            self._end_prompt(prompt)
+        while ids.shape[1]:
+            step = min(chunk or self.chunk, self._most())
+            yield self._append(ids[:, :step], last)
+            ids = ids[:, step:]
 
-    def _extend(self, count: int) -> None:
-        pool, slots = self.runner.pool, [self.sequence.open_slot]
-        if not pool.can_extend(slots, [count]):
-            raise ValueError(
-                f"kv_bytes: a pool of {pool.arena.numel()} bytes has no room for "
-                f"{self.sequence.num_computed + count} tokens; uncompressed it holds "
-                f"{pool.capacity()}: give it more, or read shorter contexts"
-            )
-        pool.extend(slots, [count])
+    @abstractmethod
+    def _append(self, ids: Tensor, last: bool) -> Tensor:
+        """One chunk of `chunks`."""
 
-    def compress(self) -> None:
-        """Evict to the runner's budget, if there is one."""
-        if self.runner.needs_compression(self.sequence):
-            self.runner.compress([self.sequence])
+    @abstractmethod
+    def _end_prompt(self, position: int) -> None:
+        """The prompt ends there."""
 
-    def mark(self) -> tuple[int, Tensor]:
-        """Where the sequence stands, for `rewind`; a compression in between makes it void."""
-        lengths = torch.from_numpy(self.runner.pool.host_lengths[self.sequence.slot].copy())
-        return self.sequence.num_computed, lengths
+    def _most(self) -> int:
+        """Tokens that may be appended at once."""
+        return sys.maxsize
 
-    def rewind(self, mark: tuple[int, Tensor]) -> None:
-        """Forget the tokens fed since `mark`."""
-        self.sequence.num_computed, lengths = mark
-        self.runner.pool.shrink(self.sequence.open_slot, lengths)
+    def feed(
+        self, ids: Sequence[int], *, prompt: int | None = None, chunk: int | None = None
+    ) -> Tensor:
+        """Append tokens to a sequence of its own; logits [T, V]."""
+        parts = self.chunks(torch.tensor([ids]), prompt=prompt, chunk=chunk)
+        return torch.cat(list(parts), 1)[0]
 
-    def greedy(self, logits: Tensor, num_tokens: int) -> list[int]:
-        """Greedy continuation after the token whose logits [V] are given."""
-        found = [int(logits.argmax())]
-        while len(found) < num_tokens:
-            found.append(int(self.feed(found[-1:])[-1].argmax()))
+    def read(self, ids: Sequence[int], *, prompt: int | None = None) -> Tensor:
+        """Append tokens to a sequence of its own; logits [V] of the last one."""
+        for logits in self.chunks(torch.tensor([ids]), prompt=prompt, last=True):
+            last = logits[0, -1]
+        return last
+
+    def greedy(
+        self, logits: Tensor, num_tokens: int, stops: Collection[int | None] = ()
+    ) -> list[int]:
+        """Up to `num_tokens` likeliest tokens after the one whose logits [V] are given.
+
+        Ends before a token of `stops`.
+        """
+        found: list[int] = []
+        while (token := int(logits.argmax())) not in stops:
+            found.append(token)
+            if len(found) == num_tokens:
+                break
+            logits = self.read([token])
         return found
+
+    @abstractmethod
+    def compress(self) -> None:
+        """Evict to the budget, if there is one."""
+
+    @abstractmethod
+    def footprint(self) -> Footprint:
+        """Counted now."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """Where the sequences stand, for `rewind`; a compression in between makes it void."""
+
+    @abstractmethod
+    def rewind(self, mark: Any) -> None:
+        """Forget the tokens fed since `mark`. Only where `can_rewind`."""
+
+
+Sessions = Callable[[], Session]

@@ -1,0 +1,108 @@
+"""Sessions over transformers' caches. Shapes as in `session`."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, DynamicLayer, PreTrainedModel
+
+from kvfold.evaluation.session import Footprint, Session
+
+
+class DenseSession(Session):
+    """B sequences of one length in a `DynamicCache`, or in one of `new_cache`."""
+
+    whole_windows = True
+
+    def __init__(
+        self, model: Any, chunk: int = 512, new_cache: Callable[[], DynamicCache] | None = None
+    ) -> None:
+        super().__init__(chunk)
+        self.model, self.new_cache = model, new_cache
+
+    def __enter__(self) -> Self:
+        new = self.new_cache
+        self.cache = DynamicCache(config=self.model.config) if new is None else new()
+        self.batch = 0
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        del self.cache
+
+    def _append(self, ids: Tensor, last: bool) -> Tensor:
+        self.batch = len(ids)
+        with torch.no_grad():
+            out = self.model(
+                input_ids=ids.to(self.model.device),
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=int(last),  # 0: all
+            )
+        logits: Tensor = out.logits
+        return logits
+
+    def _end_prompt(self, position: int) -> None:
+        """Nothing: no token goes."""
+
+    def compress(self) -> None:
+        """Nothing: what a folded model stores is small already."""
+
+    def footprint(self) -> Footprint:
+        size = cache_bytes(self.cache)
+        if size == 0 and self.new_cache is None:
+            kind = type(self.model).__name__
+            raise ValueError(
+                f"model: {kind} stored nothing in its DynamicCache, so it has no KV cache"
+            )
+        return Footprint(tokens=self.batch * self.cache.get_seq_length(), cache_bytes=size)
+
+    def mark(self) -> Any:
+        if all(type(layer) is DynamicLayer for layer in self.cache.layers):
+            return self.cache.get_seq_length()
+        # A sliding window has dropped tokens that a crop would need back.
+        before, self.cache = self.cache, copy.deepcopy(self.cache)
+        return before
+
+    def rewind(self, mark: Any) -> None:
+        if isinstance(mark, int):
+            self.cache.crop(mark - self.cache.get_seq_length())
+        else:
+            self.cache = mark
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of memory behind all tensors of a transformers cache.
+
+    Whole storages count, each once: a small view that keeps a large tensor alive costs the latter.
+    """
+    storages = {}
+    for layer in cache.layers:
+        for tensor in _tensors(vars(layer)):
+            storage = tensor.untyped_storage()
+            storages[tensor.device, storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+@contextmanager
+def inference(model: PreTrainedModel) -> Iterator[None]:
+    """Without gradients or dropout; the model's training mode is put back afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

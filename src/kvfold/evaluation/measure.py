@@ -1,0 +1,186 @@
+"""One model on texts, hidden facts and tasks, through the cache that is asked for.
+
+Shape legend: n windows, T = ctx.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from kvfold.artifact import spec_of
+from kvfold.compression.progress import Progress, stage
+from kvfold.config import CacheConfig
+from kvfold.engine.build import build_runner
+from kvfold.engine.runner import ModelRunner
+from kvfold.evaluation.dense import DenseSession, inference
+from kvfold.evaluation.needle import NeedleResult, evaluate_needle
+from kvfold.evaluation.paged import PagedSession
+from kvfold.evaluation.perplexity import (
+    PerplexityResult,
+    check_length,
+    max_positions,
+    window_perplexity,
+)
+from kvfold.evaluation.reader import Reader
+from kvfold.evaluation.session import Footprint, Sessions
+from kvfold.evaluation.tasks.base import Task
+from kvfold.evaluation.tasks.run import TaskResult, run_tasks
+from kvfold.models.copies import shared_copy
+from kvfold.models.families import family_of
+from kvfold.text import running, windows
+
+QUESTION_ROOM = 64  # tokens of a question and its answer beyond the context
+NEEDLE_LENGTHS = (512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a model is measured on: windows int64 [n, T] and rows of tasks by name of their file,
+    `needle` contexts a length.
+
+    `chunk` tokens are fed at a time and `batch` windows together; `lengths` None means those of
+    NEEDLE_LENGTHS that the model has positions for. `cache`: measure on the paged cache, as it
+    says, instead of transformers'; then `agnostic` needle contexts are compressed before their
+    question is seen, and `scored_from` as in `window_perplexity`.
+    """
+
+    windows: Mapping[str, Tensor] = field(default_factory=dict)
+    tasks: Mapping[str, Sequence[Task]] = field(default_factory=dict)
+    needle: int = 0
+    lengths: Sequence[int] | None = None
+    chunk: int = 512
+    batch: int = 1
+    cache: CacheConfig | None = None
+    agnostic: bool = True
+    scored_from: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Results by text and task file and by context length in tokens, and what the cache held."""
+
+    texts: dict[str, PerplexityResult]
+    needle: dict[int, NeedleResult]
+    tasks: dict[str, TaskResult]
+    footprint: Footprint | None
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Bytes of the largest cache that measuring a text took."""
+        return max((result.cache_bytes_allocated for result in self.texts.values()), default=None)
+
+
+def measure(
+    model: Any,
+    tokenizer: Any,
+    what: Measurement,
+    progress: Progress | None = None,
+    label: str = "",
+) -> Measured:
+    """Perplexity on every text, retrieval at every length, scores on every task file.
+
+    The model itself stays as it is.
+    """
+    lengths = (what.lengths or needle_lengths(model)) if what.needle else ()
+    sessions = _sessions(model, tokenizer, what, lengths)
+    texts, held = {}, None
+    needle: list[NeedleResult] = []
+    with inference(model):
+        for name, rows in what.windows.items():
+            texts[name], held = window_perplexity(
+                sessions,
+                rows,
+                batch=what.batch if what.cache is None else 1,
+                scored_from=what.scored_from,
+                progress=stage(progress, f"{label} {name}"),
+            )
+        with closing(Reader(sessions, agnostic=what.agnostic)) as reader:
+            if lengths:
+                needle = evaluate_needle(
+                    model,
+                    tokenizer,
+                    lengths=lengths,
+                    num_contexts=what.needle,
+                    reader=reader,
+                    progress=stage(progress, f"{label} needle"),
+                )
+                held = held or reader.footprint
+            tasks = {}
+            for name, questions in what.tasks.items():
+                report = stage(progress, f"{label} {name}")
+                tasks[name] = run_tasks(model, tokenizer, questions, reader=reader, progress=report)
+            held = held or reader.footprint
+    by_length = {result.length: result for result in needle}
+    return Measured(texts=texts, needle=by_length, tasks=tasks, footprint=held)
+
+
+def _sessions(model: Any, tokenizer: Any, what: Measurement, lengths: Sequence[int]) -> Sessions:
+    """What opens sessions of the cache that is asked for, long enough for all of it."""
+    if what.cache is None:
+        return partial(DenseSession, model, what.chunk)
+    rows = [row for rows in what.tasks.values() for row in rows]
+    asked = [prompt for row in rows for prompt in row.prompts(tokenizer)]
+    sizes = [len(prompt.context) + prompt.room for prompt in asked]
+    longest = max([*lengths, *sizes, *(ids.shape[1] for ids in what.windows.values())])
+    runner = runner_for(model, what.cache, longest)
+    return partial(PagedSession, runner, what.chunk)
+
+
+def runner_for(model: Any, cache: CacheConfig, longest: int) -> ModelRunner:
+    """A runner of one sequence of a copy of `model`: `longest` tokens, a question and an answer."""
+    most = min(longest + QUESTION_ROOM, max_positions(model) or longest + QUESTION_ROOM)
+    return build_runner(shared_copy(model), cache, num_slots=1, max_tokens=most)
+
+
+def text_windows(
+    model: Any,
+    tokenizer: Any,
+    texts: Mapping[str, str],
+    *,
+    ctx: int,
+    max_tokens: int | None = None,
+) -> dict[str, Tensor]:
+    """Windows of every text. Raises ValueError naming a text that does not fill one."""
+    check_length(model, ctx)
+    found = {}
+    for name, text in texts.items():
+        try:
+            found[name] = windows(tokenizer, running(text), ctx, max_tokens)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return found
+
+
+def needle_lengths(model: Any) -> tuple[int, ...]:
+    """Those of NEEDLE_LENGTHS that the model has positions for."""
+    limit = max_positions(model) or max(NEEDLE_LENGTHS)
+    lengths = tuple(length for length in NEEDLE_LENGTHS if length <= limit)
+    if not lengths:
+        raise ValueError(
+            f"needle: the model has {limit} positions, the shortest context takes"
+            f" {NEEDLE_LENGTHS[0]}; leave needle out"
+        )
+    return lengths
+
+
+def storage(model: Any, held: Footprint | None = None) -> dict[str, float]:
+    """kept_fraction, and bytes per token of this cache and of the full one at 16 bits.
+
+    Of what pages hold of a sequence after its prompt, where that was measured; else by the spec.
+    """
+    spec, geometry = spec_of(model), family_of(model.config).geometry(model.config)
+    baseline = 2 * geometry.full_numbers
+    if held is not None and held.kept_fraction is not None:
+        kept, size = held.kept_fraction, held.kept_fraction * baseline
+    else:
+        kept = spec.kept_fraction if spec else 1.0
+        size = spec.bytes_per_token() if spec else baseline
+    return {
+        "kept_fraction": kept,
+        "bytes_per_token": size,
+        "baseline_bytes_per_token": baseline,
+    }

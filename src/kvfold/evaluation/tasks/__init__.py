@@ -1,0 +1,41 @@
+"""Downstream tasks from JSONL files. A kind of row is a class in one file, and a line in TASKS."""
+
+import json
+from pathlib import Path
+
+from kvfold.evaluation.tasks.base import Task
+from kvfold.evaluation.tasks.choice import ChoiceTask
+from kvfold.evaluation.tasks.generation import GenerationTask
+from kvfold.text import read_text
+
+TASKS: dict[str, type[Task]] = {
+    "generation": GenerationTask,
+    "choice": ChoiceTask,
+}
+LEGAL_ROWS = " or ".join(kind.legal for kind in TASKS.values())
+SCORES = tuple(dict.fromkeys(score for kind in TASKS.values() for score in kind.scores))
+HEADLINES = tuple(dict.fromkeys(kind.scores[0] for kind in TASKS.values()))
+
+
+def read_tasks(path: str | Path) -> list[Task]:
+    """Rows of a .jsonl, .jsonl.gz or .jsonl.xz file; blank lines are skipped.
+
+    Raises ValueError naming file, line, the keys received and the legal sets of keys.
+    """
+    lines = enumerate(read_text(path).split("\n"), start=1)
+    return [_parse(line, f"{path} line {i}") for i, line in lines if line.strip()]
+
+
+def _parse(line: str, where: str) -> Task:
+    """The row in `line`. Raises ValueError where no kind, or more than one, has its keys."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        row = None
+    if not isinstance(row, dict):
+        raise ValueError(f"task {where}: not a JSON object; legal rows: {LEGAL_ROWS}")
+    kinds = [kind for kind in TASKS.values() if kind.fits(set(row))]
+    if len(kinds) != 1:
+        keys = ", ".join(row) or "none"
+        raise ValueError(f"task {where}: keys {keys}; legal rows: {LEGAL_ROWS}")
+    return kinds[0].parse(row, where)

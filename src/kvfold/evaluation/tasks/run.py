@@ -1,0 +1,131 @@
+"""Tasks through a cache: prompts to greedy tokens and log-likelihoods, and their scores."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvfold.compression.progress import Report
+from kvfold.evaluation.dense import DenseSession, inference
+from kvfold.evaluation.perplexity import max_positions, mean_and_se
+from kvfold.evaluation.reader import Reader
+from kvfold.evaluation.tasks import SCORES
+from kvfold.evaluation.tasks.base import Answer, Prompt, Task, decode
+
+_NAMES = tuple(name for score in SCORES for name in (score, f"{score}_se"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Mean over the `rows` that have the score, and its standard error."""
+
+    mean: float
+    error: float
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskResult:
+    """`result.accuracy` and `result.accuracy_se` are None where no row has that score.
+
+    `truncated` counts rows whose context lost tokens on its left; `outputs` holds the generated
+    texts.
+    """
+
+    rows: int
+    truncated: int
+    outputs: tuple[str, ...]
+    scores: Mapping[str, Score]
+
+    def __getattr__(self, name: str) -> float | None:
+        if name not in _NAMES:
+            raise AttributeError(f"no score is called {name!r}; scores: {', '.join(SCORES)}")
+        return self.flat().get(name)
+
+    def flat(self) -> dict[str, float]:
+        """Means by name of the score, and standard errors by that name and `_se`."""
+        means = {name: score.mean for name, score in self.scores.items()}
+        return means | {f"{name}_se": score.error for name, score in self.scores.items()}
+
+    def record(self) -> dict[str, Any]:
+        """Plain values: rows, truncated, outputs and every known score, else None."""
+        counts = {"rows": self.rows, "truncated": self.truncated, "outputs": self.outputs}
+        return {**counts, **dict.fromkeys(_NAMES), **self.flat()}
+
+
+def pooled(results: Sequence[TaskResult]) -> dict[str, float | None]:
+    """Every known score over the rows of all results; None where no row has it."""
+    means: dict[str, float | None] = {}
+    for name in SCORES:
+        found = [result.scores[name] for result in results if name in result.scores]
+        rows = sum(score.rows for score in found)
+        means[name] = sum(score.mean * score.rows for score in found) / rows if rows else None
+    return means
+
+
+def run_tasks(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    *,
+    chunk: int = 512,
+    reader: Reader | None = None,
+    progress: Report | None = None,
+) -> TaskResult:
+    """Answer all `tasks`; a prompt is read in chunks, and compressed before its answer.
+
+    reader: another cache than transformers'. A context that does not fit the model's positions
+    loses tokens on its left, after BOS. `progress(done, total)` counts rows. Raises ValueError for
+    an answer that alone does not fit.
+    """
+    reader = reader or Reader(partial(DenseSession, model, chunk))
+    stops, limit = _stop_ids(model, tokenizer), max_positions(model)
+    values = defaultdict[str, list[float]](list)
+    outputs: list[str] = []
+    truncated = 0
+    with inference(model):
+        for index, task in enumerate(tasks):
+            asked = task.prompts(tokenizer)
+            prompts = [_fit(prompt, limit, tokenizer.bos_token_id) for prompt in asked]
+            answers = [_answer(reader, prompt, stops) for prompt in prompts]
+            written = zip(prompts, answers, strict=True)
+            outputs += [decode(tokenizer, answer.tokens) for x, answer in written if x.num_new]
+            for name, value in task.score(tokenizer, answers).items():
+                values[name].append(value)
+            truncated += prompts != asked
+            if progress:
+                progress(index + 1, len(tasks))
+    scores = {}
+    for name in SCORES:
+        if own := values[name]:
+            mean, error = mean_and_se(own)
+            scores[name] = Score(mean=mean, error=error, rows=len(own))
+    return TaskResult(rows=len(tasks), truncated=truncated, outputs=tuple(outputs), scores=scores)
+
+
+def _answer(reader: Reader, prompt: Prompt, stops: Collection[int | None]) -> Answer:
+    reader.prefill(prompt.context)
+    weighed = [reader.log_likelihood(ending) for ending in prompt.endings]
+    tokens = reader.answer((), prompt.num_new, stops) if prompt.num_new else []
+    return Answer(log_likelihoods=weighed, tokens=tokens)
+
+
+def _fit(prompt: Prompt, limit: int | None, bos: int | None) -> Prompt:
+    """The prompt with as many last tokens of its context as leave room within `limit`, BOS kept."""
+    ids, room = prompt.context, prompt.room
+    if not ids:
+        raise ValueError("task: empty context and no BOS token to start from; give a context")
+    if limit is None or len(ids) + room <= limit:
+        return prompt
+    left = limit - room
+    if left < 2:
+        raise ValueError(f"task: an answer of {room} tokens leaves no context in {limit}")
+    return replace(prompt, context=ids[:1] + ids[1 - left :] if ids[0] == bos else ids[-left:])
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int | None]:
+    stops = model.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
