@@ -15,7 +15,7 @@ from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.runner import ModelRunner
-from kvfold.evaluation.session import Session
+from kvfold.evaluation.paged import PagedSession
 from kvfold.models.families import family_of
 from models import tiny, tokens
 
@@ -64,9 +64,9 @@ def curious(model, **settings) -> tuple[ModelRunner, Curious]:
     return runner_of(model, policy), policy
 
 
-def fed(runner: ModelRunner, prompts: list[int]) -> list[Session]:
+def fed(runner: ModelRunner, prompts: list[int]) -> list[PagedSession]:
     """Sequences, prefilled in chunks that are no multiple of the window."""
-    sessions = [Session(runner).__enter__() for _ in prompts]
+    sessions = [PagedSession(runner).__enter__() for _ in prompts]
     for i, (session, length) in enumerate(zip(sessions, prompts, strict=True)):
         session.feed(tokens(1, length, seed=i)[0].tolist(), prompt=length, chunk=10)
     return sessions

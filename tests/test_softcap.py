@@ -14,7 +14,7 @@ from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
-from kvfold.evaluation.session import Session
+from kvfold.evaluation.paged import PagedSession
 from kvfold.models.families import family_of
 from kvfold.models.llama import LlamaFamily
 from kvfold.spec import CacheSpec
@@ -73,7 +73,7 @@ def test_folded_and_paged_models_cap_their_scores(recipe: str | None) -> None:
             with torch.no_grad():
                 close(model(ids).logits[0], whole)
     config = CacheConfig(kv_bytes=2**21, page=8, evict="snapkv", keep_tokens=1.0)
-    with Session(build_runner(model, config, num_slots=1, max_tokens=64), 7) as session:
+    with PagedSession(build_runner(model, config, num_slots=1, max_tokens=64), 7) as session:
         paged = [session.feed(ids[0, :30].tolist(), prompt=30)]
         paged += [session.feed([token]) for token in ids[0, 30:].tolist()]
     close(torch.cat(paged), FINAL * torch.tanh(whole / FINAL))
