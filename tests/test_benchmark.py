@@ -207,7 +207,7 @@ def test_queries_are_zero_beyond_a_heads_rank():
 def test_recipes_keep_what_they_are_named_for(name, keys, values, most):
     spec = variants.variant_layout(variants.SHAPES["llama-3.1-8b"], variants.VARIANTS[name], 2).spec
     layer = spec.layers[0]
-    assert layer.keys == "pre" and most - 0.01 < spec.kept_fraction <= most
+    assert layer.keys == "pre_rope" and most - 0.01 < spec.kept_fraction <= most
     assert {x.rank for x in layer.key_latents} == {keys}
     assert {x.rank for x in layer.value_latents} == {values}
     assert len(layer.groups()) == 1
@@ -219,7 +219,7 @@ def test_palu_keeps_a_quarter_of_keys_and_the_rest_of_values(name, share):
     shape, variant = variants.SHAPES["llama-2-7b"], variants.VARIANTS[name]
     spec = variants.variant_layout(shape, variant, 1).spec
     layer = spec.layers[0]
-    assert spec.kept_fraction == 0.5 and layer.keys == "pre"
+    assert spec.kept_fraction == 0.5 and layer.keys == "pre_rope"
     assert [len(x.heads) for x in layer.latents] == [share] * 2 * (32 // share)
     assert {x.rank for x in layer.key_latents} == {32 * share}
     assert layer.values == ("fused" if share == 1 else "rebuilt")

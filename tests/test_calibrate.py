@@ -266,7 +266,7 @@ def test_skipped_layers_stay_plain(recipe: str) -> None:
     compressor = Compressor(model, replace(recipes.get(recipe), skip_layers=(1,)))
     prepared = compressor.prepare(calibrate(model, compressor.family, WINDOWS, compressor.needs))
     spec = prepared.plan(0.6, 1)
-    assert [layer.keys for layer in spec.layers] == ["pre", "plain"]
+    assert [layer.keys for layer in spec.layers] == ["pre_rope", "plain"]
     assert 0.59 < spec.kept_fraction <= 0.6
     prepared.fold(spec, {})
     with pytest.raises(ValueError, match=r"names \[2\], but the model's layers are 0 to 1"):

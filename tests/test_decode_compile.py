@@ -133,7 +133,7 @@ def rebuilt(
     every = tuple(range(8))
     latents = tuple(Latent(side="k", heads=(head,), rank=keys) for head in every if keys)
     latents += (Latent(side="v" if keys else "kv", heads=every, rank=values),)
-    layer = LayerSpec(keys="pre", values="fused", latents=latents)
+    layer = LayerSpec(keys="pre_rope", values="fused", latents=latents)
     geometry = Geometry(
         hidden_size=8, num_query_heads=32, num_kv_heads=8, head_dim=128, num_layers=1, rope=True,
         key_norm=False, scaling=0.1,

@@ -107,7 +107,7 @@ def test_values_are_the_model_s(name: str, recipe: str | None) -> None:
             off = wanted[layer].values - v
             always = off[:, :, :1] if spec.values == "rebuilt" else torch.zeros_like(off)
             torch.testing.assert_close(off, always.expand_as(off), rtol=1e-3, atol=1e-4)
-        if spec.keys in ("plain", "pre"):
+        if spec.keys in ("plain", "pre_rope"):
             torch.testing.assert_close(k, wanted[layer].keys, rtol=1e-3, atol=1e-4)
 
 
@@ -120,7 +120,7 @@ def test_nothing_lies_beyond_a_head_s_rank(recipe: str) -> None:
     for layer, (k, v, *_) in enumerate(policy.seen[0]):
         maps = runner.attention.layers[layer]
         stored = [(v, maps.value_columns)] if maps.spec.values == "fused" else []
-        stored += [(k, maps.key_columns)] if maps.spec.keys != "pre" else []
+        stored += [(k, maps.key_columns)] if maps.spec.keys != "pre_rope" else []
         for x, columns in stored:
             ragged |= not columns.uniform
             for head, latent in enumerate(columns.heads):

@@ -116,7 +116,7 @@ class Projected:
 
     def attention(self, module, q, k, v, mask, scaling=None, softcap=None, **_):
         spec = self.spec.layers[module.layer_idx]
-        pre = spec.keys == "pre"
+        pre = spec.keys == "pre_rope"
         if pre:
             scale = self.cos[..., :1] ** 2 + self.sin[..., :1] ** 2
             k = rotate(k, self.cos / scale, self.sin / scale, sign=-1)

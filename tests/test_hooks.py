@@ -83,7 +83,9 @@ def hooked(
             attention = layer.self_attn
             project = projection(planned.latents, own, spec.geometry)
             turn = (
-                turning(model.model.rotary_emb, spec.geometry) if planned.keys == "post" else None
+                turning(model.model.rotary_emb, spec.geometry)
+                if planned.keys == "post_rope"
+                else None
             )
             for linear, keys in ((attention.k_proj, True), (attention.v_proj, False)):
                 hook = replacing(attention, project, turn, keys, exact)

@@ -218,9 +218,9 @@ def test_only_the_tail_can_be_taken_back() -> None:
 @pytest.mark.parametrize(
     ("keys", "latent", "message"),
     [
-        ("pre", Latent(side="kv", heads=(0, 1), rank=8), "recipe small"),
+        ("pre_rope", Latent(side="kv", heads=(0, 1), rank=8), "recipe small"),
         ("absorbed", Latent(side="kv", heads=(0, 1), rank=8), "recipe small"),
-        ("pre", Latent(side="k", heads=(0, 1), rank=8), "lorc, palu-g, palu-j"),
+        ("pre_rope", Latent(side="k", heads=(0, 1), rank=8), "lorc, palu-g, palu-j"),
     ],
 )
 def test_rows_that_kivi_cannot_quantize_are_refused(keys, latent: Latent, message: str) -> None:

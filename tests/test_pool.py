@@ -40,7 +40,9 @@ def layout(*widths: int, page: int = 4) -> CacheLayout:
         scaling=1.0,
     )
     layers = tuple(
-        LayerSpec(keys="pre", values="fused", latents=(Latent(side="kv", heads=(0,), rank=width),))
+        LayerSpec(
+            keys="pre_rope", values="fused", latents=(Latent(side="kv", heads=(0,), rank=width),)
+        )
         for width in widths
     )
     return cache_layout(CacheSpec(geometry=geometry, layers=layers), page=page)

@@ -67,7 +67,7 @@ class Case:
             hidden_size=8, num_query_heads=heads * queries, num_kv_heads=heads, head_dim=d,
             num_layers=1, rope=True, key_norm=False, scaling=0.1,
         )  # fmt: skip
-        self.layer = LayerSpec(keys="pre", values="fused", latents=latents(kind, keys, values))
+        self.layer = LayerSpec(keys="pre_rope", values="fused", latents=latents(kind, keys, values))
         layout = cache_layout(
             CacheSpec(geometry=geometry, layers=(self.layer,)),
             page=page, bits=bits, zeros=zeros, tracked=tracked,
@@ -313,7 +313,7 @@ def test_every_measured_cut_can_be_launched() -> None:
 def test_supports() -> None:
     case = Case("lean", [16, 16], 32, [1])
     assert not unread(case.layer, case.groups)
-    post = LayerSpec(keys="post", values="fused", latents=case.layer.latents)
+    post = LayerSpec(keys="post_rope", values="fused", latents=case.layer.latents)
     assert unread(post, case.groups)
     assert unread(*layer_and_groups(bits=2))
     assert unread(*layer_and_groups(bits=4, sub_group=16))
@@ -323,7 +323,7 @@ def test_supports() -> None:
 
 def layer_and_groups(ranks: tuple[int, ...] | list[int] = (32, 32), **options):
     """A lean layer laid out with `options`."""
-    layer = LayerSpec(keys="pre", values="fused", latents=latents("lean", list(ranks), 32))
+    layer = LayerSpec(keys="pre_rope", values="fused", latents=latents("lean", list(ranks), 32))
     geometry = Geometry(
         hidden_size=8, num_query_heads=2, num_kv_heads=2, head_dim=32, num_layers=1, rope=True,
         key_norm=False, scaling=0.1,

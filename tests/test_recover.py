@@ -104,7 +104,7 @@ def planned_row(*tiers: tuple[tuple[int, int], ...] | None) -> LayerSpec:
         Latent(side=side, heads=(0,), rank=sum(w for w, _ in x) if x is not None else 8, tiers=x)
         for side, x in zip("kv", tiers, strict=True)
     )
-    return LayerSpec(keys="post", values="fused", latents=latents)
+    return LayerSpec(keys="post_rope", values="fused", latents=latents)
 
 
 def test_the_gradient_passes_the_quantiser() -> None:

@@ -39,7 +39,7 @@ def backend(monkeypatch: pytest.MonkeyPatch):
 
 
 def layer_of(
-    keys: KeyKind = "post",
+    keys: KeyKind = "post_rope",
     values: ValueKind = "fused",
     *,
     shared: bool = False,
@@ -66,10 +66,10 @@ def layer_of(
         window=window,
         key_columns=Columns.of(spec, spec.key_latents),
         value_columns=Columns.of(spec, spec.value_latents),
-        key_up=up if keys == "pre" else None,
-        key_mean=torch.zeros(2, 16) if keys == "pre" else None,
+        key_up=up if keys == "pre_rope" else None,
+        key_mean=torch.zeros(2, 16) if keys == "pre_rope" else None,
         value_up=up if values == "rebuilt" else None,
-        rope=rope if keys == "pre" else None,
+        rope=rope if keys == "pre_rope" else None,
     )
     return maps, found.groups
 
@@ -98,8 +98,8 @@ def warned(layer: Layer, choice: Choice, task: Task) -> str:
         (layer_of("plain", "plain"), False, "TritonDecode"),
         (layer_of(bits=4), False, "TritonDecode"),
         (layer_of(bits=8, tracked=True), True, "TritonDecode"),
-        (layer_of("pre"), False, "LatentDecode"),
-        (layer_of("pre", shared=True, bits=4), False, "LatentDecode"),
+        (layer_of("pre_rope"), False, "LatentDecode"),
+        (layer_of("pre_rope", shared=True, bits=4), False, "LatentDecode"),
     ],
 )
 def test_kernels_decode_on_a_gpu(layer: Layer, observed: bool, wanted: str) -> None:
@@ -115,7 +115,7 @@ def test_kernels_decode_on_a_gpu(layer: Layer, observed: bool, wanted: str) -> N
     ("layer", "observed", "reason", "setting"),
     [
         (layer_of(tiers=((8, 4), (8, 2))), False, "", "bits=4 or bits=8 has kernels"),
-        (layer_of("pre", tiers=((8, 8), (8, 4))), False, "", "bits=4 or bits=8 has kernels"),
+        (layer_of("pre_rope", tiers=((8, 8), (8, 4))), False, "", "bits=4 or bits=8 has kernels"),
         (layer_of(bits=3), False, "", "bits=4 or bits=8 has kernels"),
         (layer_of(bits=4, residual=32), False, "residual", "leave residual and KIVI out"),
         (layer_of(bits=4, sub_group=8), False, "", "leave sub_group out"),
@@ -123,7 +123,12 @@ def test_kernels_decode_on_a_gpu(layer: Layer, observed: bool, wanted: str) -> N
         (layer_of(shared=True), False, "", "a recipe that keeps"),
         (layer_of(window=64, tracked=True), False, "window of 64 tokens", "no setting avoids it"),
         (layer_of(softcap=30.0), False, "scores are capped", "no setting avoids it"),
-        (layer_of("pre", tracked=True), True, "adds to no metric", "does not observe decoding"),
+        (
+            layer_of("pre_rope", tracked=True),
+            True,
+            "adds to no metric",
+            "does not observe decoding",
+        ),
     ],
 )
 def test_a_fallback_on_a_gpu_says_why_and_what_to_set(
@@ -159,9 +164,9 @@ def test_without_triton_a_gpu_is_told_so(backend: Callable[[str], None]) -> None
     ("layer", "observed", "wanted"),
     [
         (layer_of(window=64), False, "TritonPrefill"),
-        (layer_of("pre", "rebuilt", shared=True), False, "TritonPrefill"),
+        (layer_of("pre_rope", "rebuilt", shared=True), False, "TritonPrefill"),
         (layer_of(tracked=True), True, "TritonPrefill"),
-        (layer_of("pre", tracked=True), True, "Fallback"),
+        (layer_of("pre_rope", tracked=True), True, "Fallback"),
         (layer_of(softcap=30.0), False, "Fallback"),
     ],
 )
@@ -171,7 +176,7 @@ def test_prefill_has_its_own(layer: Layer, observed: bool, wanted: str) -> None:
 
 
 def test_angles_that_depend_on_lengths_have_no_kernel() -> None:
-    choice = select(*layer_of("pre", fixed=False), task_of())
+    choice = select(*layer_of("pre_rope", fixed=False), task_of())
     assert choice.backend is DECODE[-1] and "length" in choice.passed["LatentDecode"]
 
 

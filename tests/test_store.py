@@ -44,7 +44,7 @@ def one_layer(latents: list[Latent], **options) -> CacheLayout:
         key_norm=False,
         scaling=1.0,
     )
-    layer = LayerSpec(keys="post", values="fused", latents=tuple(latents))
+    layer = LayerSpec(keys="post_rope", values="fused", latents=tuple(latents))
     return cache_layout(CacheSpec(geometry=geometry, layers=(layer,)), **options)
 
 

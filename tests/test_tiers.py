@@ -214,6 +214,13 @@ def test_artifacts_without_tiers_still_load():
     assert not CacheSpec.from_dict(data).planned
 
 
+def test_artifacts_with_earlier_names_of_keys_still_load():
+    spec = spec_of(planned_model())
+    assert {layer.keys for layer in spec.layers} == {"pre_rope"}
+    data = json.loads(json.dumps(spec.to_dict()).replace("pre_rope", "pre"))
+    assert CacheSpec.from_dict(data) == spec
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -130,9 +130,9 @@ def variant_layout(geometry: Geometry, variant: Variant, num_layers: int) -> Cac
     layer = LayerSpec(
         keys="plain"
         if variant.whole
-        else "pre"
+        else "pre_rope"
         if rebuilt
-        else "post"
+        else "post_rope"
         if geometry.rope
         else "absorbed",
         values=_value_kind(geometry, variant, found),

@@ -170,7 +170,7 @@ def build_workload(
     generator = torch.Generator(device).manual_seed(seed)
     arena, tables = build_pages(layout, rows, generator, device)
     sizes = torch.tensor([_row_bytes(group) for group in layout.groups])
-    rebuilt = layout.spec.layers[0].keys == "pre"
+    rebuilt = layout.spec.layers[0].keys == "pre_rope"
     # The table is for all rows, and a tile more.
     positions = int(rows.max()) + 256
     maps = _maps(layout, rope_base, positions, generator, device) if rebuilt else ()
@@ -229,7 +229,7 @@ def _queries(
     """Normal numbers, zero beyond what a query head's score is taken of."""
     geometry, spec = layout.spec.geometry, layout.spec.layers[0]
     width = {head: x.rank for x in spec.key_latents for head in x.heads}
-    if spec.keys == "pre":
+    if spec.keys == "pre_rope":
         width = dict.fromkeys(width, geometry.head_dim)
     ranks = torch.tensor([width[head] for head in sorted(width)], device=device)
     ranks = ranks.repeat_interleave(geometry.queries_per_kv)[:, None]

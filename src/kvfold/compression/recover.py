@@ -55,7 +55,7 @@ def recover(
     """
     folded = [x for x in family.attentions(model) if isinstance(x, HFAttention)]
     attentions = [x for x in folded if x.spec.keys != "plain"]  # a skipped layer has no maps
-    turned = any(layer.keys == "post" for layer in spec.layers)
+    turned = any(layer.keys == "post_rope" for layer in spec.layers)
     losses: list[float] = []
     with (
         _learning(model, teacher, attentions) as maps,

@@ -46,7 +46,7 @@ class Kivi(Integers):
     def refusal(cls, side: str, keys: str, num_heads: int) -> str | None:
         if side == "kv":
             what = "one latent for keys and values (recipe small)"
-        elif side == "k" and keys == "pre" and num_heads > 1:
+        elif side == "k" and keys == "pre_rope" and num_heads > 1:
             what = "key latents of several heads before RoPE (recipes lorc, palu-g, palu-j)"
         else:
             return None

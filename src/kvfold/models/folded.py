@@ -82,7 +82,7 @@ class FoldedAttention(nn.Module):
     @property
     def keys_online(self) -> bool:
         """Key maps act on computed keys (after a norm or RoPE) instead of sitting in W_K."""
-        return self.spec.keys in ("plain", "post") or self.geometry.key_norm
+        return self.spec.keys in ("plain", "post_rope") or self.geometry.key_norm
 
     @property
     def query_folded(self) -> bool:
@@ -96,7 +96,7 @@ class FoldedAttention(nn.Module):
     @property
     def query_mapped(self) -> bool:
         """Queries go through the key map on their way to the space of scores."""
-        return self.spec.keys in ("post", "absorbed") and not self.query_folded
+        return self.spec.keys in ("post_rope", "absorbed") and not self.query_folded
 
     @property
     def keys_mapped(self) -> bool:
@@ -106,7 +106,7 @@ class FoldedAttention(nn.Module):
     @property
     def keys_rebuilt(self) -> bool:
         """Rows go through the key map, then RoPE, for every score."""
-        return self.spec.keys == "pre"
+        return self.spec.keys == "pre_rope"
 
     @property
     def values_rebuilt(self) -> bool:
@@ -166,7 +166,7 @@ class FoldedAttention(nn.Module):
         """Rows [B, T, R] from x [B, T, D] and what is mapped from it already, rest [B, T, .]."""
         g, spec = self.geometry, self.spec
         k = self.normalize_keys(self.k_proj(x).unflatten(-1, (g.num_kv_heads, g.head_dim)))
-        tables = tables if g.rope and spec.keys in ("post", "plain") else None
+        tables = tables if g.rope and spec.keys in ("post_rope", "plain") else None
         if spec.keys == "plain":
             return self.pieces.rows(k, tables, None, rest)
         k = self.pieces.turn(k, tables).flatten(-2).unflatten(-1, (len(spec.key_latents), -1))

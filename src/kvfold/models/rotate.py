@@ -21,7 +21,7 @@ from kvfold.spec.layout import tiers
 
 def turned(spec: CacheSpec) -> CacheSpec:
     """Full keys and values as latents of full rank, whose maps can hold a rotation."""
-    keys: KeyKind = "post" if spec.geometry.rope else "absorbed"
+    keys: KeyKind = "post_rope" if spec.geometry.rope else "absorbed"
     layers = tuple(replace(x, keys=keys, values="fused") for x in spec.layers)
     return replace(spec, layers=layers)
 
@@ -50,7 +50,8 @@ def rotate_rows(attention: FoldedAttention, rotations: Mapping[Latent, Tensor]) 
     """Rotate the latents of one layer. rotations: orthogonal [r, r], fp64, by latent. Parameters
     that change are replaced, so that another model that shares them keeps its own.
 
-    Full rotated keys (`plain`) have no map to absorb a rotation: fold them as `post` keys instead.
+    Full rotated keys (`plain`) have no map to absorb a rotation: fold them as `post_rope` keys
+    instead.
     """
     spec = attention.spec
     assert spec.keys != "plain", "plain keys cannot absorb a rotation"

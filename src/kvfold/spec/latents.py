@@ -14,9 +14,10 @@ from kvfold.spec.geometry import Geometry
 
 Side = Literal["k", "v", "kv"]
 SIDES: tuple[Side, Side] = ("k", "v")
-KeyKind = Literal["plain", "absorbed", "post", "pre"]
+KeyKind = Literal["plain", "absorbed", "post_rope", "pre_rope"]
 ValueKind = Literal["plain", "fused", "rebuilt"]
 Tiers = tuple[tuple[int, int], ...]
+EARLIER_KINDS: dict[str, KeyKind] = {"pre": "pre_rope", "post": "post_rope"}  # in saved specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,9 @@ class Latent:
 class LayerSpec:
     """One layer's row: key latents first, then value latents; or joint key-value latents.
 
-    keys: `plain` rotated and stored whole; `post` rotated, then mapped; `pre` mapped before RoPE,
-        rebuilt for every score; `absorbed` mapped, the model has no RoPE, the map sits in W_Q.
+    keys: `plain` rotated and stored whole; `post_rope` rotated, then mapped; `pre_rope` mapped
+        before RoPE, rebuilt for every score; `absorbed` mapped, the model has no RoPE, the map
+        sits in W_Q.
     values: `fused` maps sit in W_O; `rebuilt` attention outputs are mapped back before W_O.
     """
 
@@ -107,7 +109,7 @@ class CacheSpec:
         try:
             layers = tuple(
                 LayerSpec(
-                    keys=layer["keys"],
+                    keys=EARLIER_KINDS.get(layer["keys"], layer["keys"]),
                     values=layer["values"],
                     latents=tuple(
                         Latent(

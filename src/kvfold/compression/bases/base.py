@@ -82,7 +82,7 @@ class BasisBuilder(ABC):
     def key_kind(self, geometry: Geometry) -> KeyKind:
         if not geometry.rope:
             return "absorbed"
-        return "post" if self.after_rope else "pre"
+        return "post_rope" if self.after_rope else "pre_rope"
 
     def head_sets(self, geometry: Geometry) -> list[tuple[Side, tuple[int, ...]]]:
         """Sets of heads that share a latent: key latents first, then value latents."""

@@ -1,9 +1,10 @@
 """Attention of one new token a sequence over its pages: the decode step's hot loop.
 
 Shapes: B sequences, G groups of the layer, Hq query heads, S slots, n pages of the longest group.
-Rows in score space only: what is stored is what scores are taken of (`plain`, `post` and `absorbed`
-keys), and a group is one KV head. Keys that are made from latents first: `ops.latent_decode`. CPUs
-attend to pages of all layers listed at once, by the functions of `ops.decode.cpu`.
+Rows in score space only: what is stored is what scores are taken of (`plain`, `post_rope` and
+`absorbed` keys), and a group is one KV head. Keys that are made from latents first:
+`ops.latent_decode`. CPUs attend to pages of all layers listed at once, by the functions of
+`ops.decode.cpu`.
 """
 
 from collections.abc import Sequence

@@ -3,9 +3,9 @@
 Shapes: B sequences, G groups of the layer, H KV heads of a group, Hk = G * H, N query heads of a KV
 head, Hq = Hk * N; d head dim, w rotary dims, F their pairs (d / 2, to a power of two), r widest key
 rank; S slots, n pages of the longest group, M positions.
-Keys are `pre`: the key of head h at position p is R_p (A_h z + mu_h), z the latent that serves h.
-Values are latents, attended to as they are. A latent may serve one head, some or all, and may be
-both key and value.
+Keys are `pre_rope`: the key of head h at position p is R_p (A_h z + mu_h), z the latent that serves
+it. Values are latents, attended to as they are. A latent may serve one head, some or all, and may
+be both key and value.
 """
 
 from collections.abc import Sequence

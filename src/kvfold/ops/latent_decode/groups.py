@@ -52,7 +52,7 @@ def unread(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
     """Why the kernels do not read these pages; None where they do: keys rebuilt before RoPE;
     latents of 16, 8 or 4 bits a side, at most WIDEST wide, one scale each, in whole 16-bit words;
     groups and value latents of consecutive heads, as many each."""
-    if layer.keys != "pre":
+    if layer.keys != "pre_rope":
         return f"keys are stored {layer.keys}: nothing is rebuilt"
     if not _alike([group.heads for group in groups]):
         return "groups of unequal or scattered heads: the kernels read as many in a row of each"
