@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from kvfold.bench import attention, baselines, timing, variants, workload
+from kvfold.bench import attention, baselines, common, timing, variants, workload
 from kvfold.bench import synthetic_cache as filling
 from kvfold.bench.ceiling import Ceiling, measure_ceiling
 from kvfold.bench.reference import TOLERANCE, attend, check, decode_one
@@ -22,7 +22,7 @@ from kvfold.ops.store.reference import gather, read_tracked
 from kvfold.spec import value_kind
 
 CPU = torch.device("cpu")
-TINY = workload.SHAPES["tiny"]
+TINY = variants.SHAPES["tiny"]
 CEILING = Ceiling(read_tb_per_s=2.0, read_by="int64 amax", copy_tb_per_s=1.5, num_bytes=1 << 20)
 
 
@@ -36,7 +36,7 @@ def decode(q, pages, slots, scale, plan=None):
 def build(name, *, batch=3, tokens=90, num_layers=2, seed=0):
     return workload.build_workload(
         TINY,
-        workload.VARIANTS[name],
+        variants.VARIANTS[name],
         batch=batch,
         tokens=tokens,
         num_layers=num_layers,
@@ -123,7 +123,7 @@ def test_the_reading_kernel_reads_all(monkeypatch):
 # -- workload -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", workload.VARIANTS)
+@pytest.mark.parametrize("name", variants.VARIANTS)
 def test_pages_have_one_owner_and_lie_in_the_arena(name):
     work = build(name)
     owned = -(-work.lengths.long() // work.layout.page)
@@ -137,7 +137,7 @@ def test_pages_have_one_owner_and_lie_in_the_arena(name):
     assert starts[-1][1] * 64 == work.arena.numel()
 
 
-@pytest.mark.parametrize("name", workload.VARIANTS)
+@pytest.mark.parametrize("name", variants.VARIANTS)
 def test_numbers_are_sane_and_layers_differ(name):
     work = build(name)
     seen = []
@@ -158,9 +158,9 @@ def test_pages_are_shuffled():
     assert (steps < 0).any() and steps.unique().numel() > 3
 
 
-@pytest.mark.parametrize("name", workload.VARIANTS)
+@pytest.mark.parametrize("name", variants.VARIANTS)
 def test_lengths_are_as_asked(name):
-    variant = workload.VARIANTS[name]
+    variant = variants.VARIANTS[name]
     lengths = build(name, batch=8, tokens=200).lengths.double()
     assert lengths.mean() == pytest.approx(200 / variant.evict, rel=0.02)
     by_sequence, by_group = (lengths.std(i).max() > 10 for i in (0, 1))
@@ -295,7 +295,7 @@ def expected_in(work, number):
 
 
 def test_a_layer_takes_about_the_bytes_that_it_is_thought_to():
-    for name, variant in workload.VARIANTS.items():
+    for name, variant in variants.VARIANTS.items():
         bytes_per_layer = build(name, batch=4, tokens=640).arena.numel() / 2
         guess = workload.layer_bytes(TINY, variant, 4, 640)
         assert bytes_per_layer <= guess <= 2 * bytes_per_layer, name
@@ -435,7 +435,7 @@ def test_a_case_that_cannot_be_timed_is_named(monkeypatch):
     def fails(*_, **__):
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(attention, "time_steps", fails)
+    monkeypatch.setattr(common, "time_steps", fails)
     rows, skipped = attention.measure_case(job(), 2, 64, decode, CEILING, CPU)
     reasons = {x.name: x.reason for x in skipped}
     assert not rows and reasons["int4-half"] == "with all others: none left"

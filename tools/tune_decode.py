@@ -22,7 +22,8 @@ from rich.table import Table
 
 from kvfold.bench.reference import check, decode_one
 from kvfold.bench.timing import Step, time_steps
-from kvfold.bench.workload import SHAPES, Variant, Workload, build_workload
+from kvfold.bench.variants import SHAPES, Variant
+from kvfold.bench.workload import Workload, build_workload
 from kvfold.cli.common import versions
 from kvfold.files import check_writable, write_json
 from kvfold.ops.common.plan import power_of_two

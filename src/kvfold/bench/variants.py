@@ -119,8 +119,11 @@ VARIANTS = {
 }
 
 
-def variant_layout(geometry: Geometry, variant: Variant, num_layers: int) -> CacheLayout:
-    """The pages of `num_layers` equal layers. Rows that are evicted are tracked."""
+def variant_layout(
+    geometry: Geometry, variant: Variant, num_layers: int | None = None
+) -> CacheLayout:
+    """The pages of `num_layers` equal layers, or the geometry's. Evicted rows are tracked."""
+    num_layers = num_layers or geometry.num_layers
     if variant.values is None:
         found = _latents(geometry, "kv", variant.keys, variant.shares[0])
     else:
