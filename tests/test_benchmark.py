@@ -29,7 +29,7 @@ CEILING = Ceiling(read_tb_per_s=2.0, read_by="int64 amax", copy_tb_per_s=1.5, nu
 def decode(q, pages, slots, scale, plan=None):
     """The reference, sequence by sequence, without log-sum-exps."""
     dv = max(sum(x.width for x in g.layout.segments if x.side == "v") for g in pages.groups)
-    found = [decode_one(q[s], *pages, s, scale, dv) for s in slots.tolist()]
+    found = [decode_one(q[s], pages, s, scale, dv) for s in slots.tolist()]
     return torch.stack(found).to(q.dtype), None
 
 
@@ -243,8 +243,7 @@ def test_rebuilt_attention_is_right_and_counted(name):
 def test_decompressed_attention_is_that_of_the_latents():
     work = build("bf16-half-decompressed")
     for layer in (0, 1):
-        tables, lengths, groups = work.layer(layer)
-        place = work.arena, tables, lengths, groups, 0, TINY.scaling, work.dv
+        place = work.pages(layer), 0, TINY.scaling, work.dv
         check("decompressed", work.step(None)(layer)[0], decode_one(work.q[0], *place))
 
 
@@ -290,8 +289,7 @@ def test_kernels_rebuild_keys(kernels):
 
 
 def expected_in(work, number):
-    tables, lengths, groups = work.layer(number)
-    return decode_one(work.q[0], work.arena, tables, lengths, groups, 0, TINY.scaling, work.dv)
+    return decode_one(work.q[0], work.pages(number), 0, TINY.scaling, work.dv)
 
 
 def test_a_layer_takes_about_the_bytes_that_it_is_thought_to():

@@ -94,10 +94,8 @@ def step_of(work: Workload, tuning: Tuning) -> Step:
 
 
 def verify(work: Workload, step: Step) -> None:
-    place = *work.pages(0), 0, work.layout.spec.geometry.scaling
-    out = step(0)
-    assert isinstance(out, torch.Tensor)
-    check("decode", out[0], decode_one(work.q[0], *place, work.dv))
+    scale = work.layout.spec.geometry.scaling
+    check("decode", step(0)[0], decode_one(work.q[0], work.pages(0), 0, scale, work.dv))
 
 
 def sweep(

@@ -82,7 +82,7 @@ class Workload:
         """What layer 0 gives for the first sequence, fp32 [Hq, dv], written out."""
         pages, scale = self.pages(0), self.layout.spec.geometry.scaling
         if not self.maps:
-            return decode_one(self.q[0], *pages, 0, scale, self.dv)
+            return decode_one(self.q[0], pages, 0, scale, self.dv)
         place = pages, self.slots[:1], scale, self.maps[0]
         return decode_latents(self.q[:1], *place, dtype=torch.float32)[0][0].float()
 
