@@ -17,6 +17,7 @@ class FoldedGemma2(RotaryForward, Gemma2Attention):
 class Gemma2Family(LlamaFamily):
     model_types = ("gemma2",)
     folded: ClassVar = {"gemma2": FoldedGemma2}
+    not_in_gguf = "how scores are scaled and capped"
 
     @classmethod
     def scaling(cls, config: Any, head_dim: int) -> float:
