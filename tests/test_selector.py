@@ -123,6 +123,7 @@ def test_kernels_decode_on_a_gpu(layer: Layer, observed: bool, wanted: str) -> N
         (layer_of(shared=True), False, "", "a recipe that keeps"),
         (layer_of(window=64, tracked=True), False, "window of 64 tokens", "no setting avoids it"),
         (layer_of(softcap=30.0), False, "scores are capped", "no setting avoids it"),
+        (layer_of(softcap=30.0, window=64), False, "scores are capped", "no setting avoids it"),
         (
             layer_of("pre_rope", tracked=True),
             True,
