@@ -17,6 +17,7 @@ from kvfold.attention.metadata import PoolView
 from kvfold.attention.queries import RecentQueries
 from kvfold.cache.slabs import upload
 from kvfold.ops.common.attention import Tables
+from kvfold.ops.common.pages import owner_of
 from kvfold.ops.store import StoredRows, gather
 from kvfold.spec.layout import Group
 
@@ -38,15 +39,8 @@ def rope_of(
 
 
 @lru_cache
-def owner_of(groups: tuple[Group, ...]) -> tuple[int, ...]:
-    """Group number of every KV head."""
-    owner = {head: number for number, group in enumerate(groups) for head in group.heads}
-    return tuple(owner[head] for head in sorted(owner))
-
-
-@lru_cache
 def member_of(groups: tuple[Group, ...], device: torch.device) -> Tensor:
-    """The same as a tensor [Hk]; [1] where there is one group."""
+    """`owner_of` as a tensor [Hk]; [1] where there is one group."""
     owner = owner_of(groups)
     return torch.tensor(owner if any(owner) else owner[:1], device=device)
 

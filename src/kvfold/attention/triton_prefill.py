@@ -12,10 +12,11 @@ from torch import Tensor
 from kvfold.attention.backend import AttentionBackend, Task
 from kvfold.attention.base import Columns, LayerMaps
 from kvfold.attention.metadata import AttentionMetadata
-from kvfold.attention.rows import gather_rows, owner_of, rope_of
+from kvfold.attention.rows import gather_rows, rope_of
 from kvfold.cache.eviction.attention import observed
 from kvfold.ops import observe
 from kvfold.ops.common.attention import Tables
+from kvfold.ops.common.pages import owner_of
 from kvfold.ops.prefill import PREFILL, KVView, Seen, prefill, why_not
 from kvfold.spec.layout import Group
 

@@ -141,10 +141,6 @@ class PageLayout:
                     ends[x.per_channel] += x.width if x.per_channel else 1
         return tuple(found)
 
-    def known_to(self, op: str) -> bool:
-        """Whether the kernels of an operation, a folder of `ops`, read every format of the page."""
-        return all(op in x.format.kernels for x in self.segments)
-
     @cached_property
     def scales_per_row(self) -> int:
         """Metadata numbers a row stores beside its codes."""
@@ -165,16 +161,6 @@ class PageLayout:
         offsets = accumulate((_round_up(size, BLOCK) for size in sizes), initial=0)
         found = [Block(*pair) for pair in zip(offsets, sizes, strict=False)]
         return PageBlocks(tuple(found[: len(codes)]), *found[len(codes) :])
-
-    @cached_property
-    def block_sizes(self) -> tuple[int, ...]:
-        """Bytes of every block: one per segment, then channels, scales, positions, metrics."""
-        return tuple(x.size for x in (*self.blocks.codes, *self.blocks[1:]))
-
-    @cached_property
-    def block_offsets(self) -> tuple[int, ...]:
-        """Where every block begins, in bytes from the page's start."""
-        return tuple(x.offset for x in (*self.blocks.codes, *self.blocks[1:]))
 
     @cached_property
     def page_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Rows of one layer into and out of its pages. Reference implementation, plain PyTorch.
 
-Shapes as in `store`; g groups of a class of pages, W words of its rows (see `common.pages`), n
-pages of the longest group. Addresses are int64.
+Shapes as in `store`; g groups of a kind, W words of its rows (see `common.pages`), n pages of the
+longest group. Addresses are int64.
 """
 
 from dataclasses import dataclass
@@ -102,8 +102,7 @@ def read_tracked(
 
 
 def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target: Tensor) -> None:
-    """As `ops.store.move`. Where groups' pages are of several classes this waits for the device
-    once a class."""
+    """As `ops.store.move`. Where groups differ in kind this waits for the device once a kind."""
     arena, tables, _, groups = pages
     moves = torch.stack((slots, group, source, target))
     for kind in plan_pages(groups, arena.device).kinds:
