@@ -79,16 +79,13 @@ class CpuPaged(AttentionBackend):
         place = locate(pages, part.slots, counts, size)
         return attention_in_place(q, *place, page, layer.scale)
 
-    def _list_pages(self, part: AttentionMetadata) -> None:
-        pool, slots = self.view.pool, part.slots
-        places = [pool.layout.layer_groups[i] for i in self.layers]
-        plans = [(at, plan_pages(pool.layout.groups[at], pool.device)) for at in places]
-        found = list_pages(plans, pool.tables, slots, pool.lengths[slots])
-        self.lists = dict(zip(self.layers, found, strict=True))
-
     def _page_by_page(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         if not self.lists:
-            self._list_pages(part)
+            pool, slots = self.view.pool, part.slots
+            places = [pool.layout.layer_groups[i] for i in self.layers]
+            plans = [(at, plan_pages(pool.layout.groups[at], pool.device)) for at in places]
+            listed = list_pages(plans, pool.tables, slots, pool.lengths[slots])
+            self.lists = dict(zip(self.layers, listed, strict=True))
         out = torch.zeros(*q.shape[:3], layer.value_columns.widest)  # fp32
         for pages in self.lists[layer.index]:
             data = pages.read(self.view.pool.arena)

@@ -84,7 +84,9 @@ class PagedContext(AttentionContext):
 
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
         """q [1, Hq, N, .] and rows [1, N, R] of the step's tokens: [1, N, W]."""
-        self._store(layer.index, rows[0])
+        index = self.index[:, self.view.pool.layout.layer_groups[layer.index]]
+        place = self.slots, index, self.positions, self.fill
+        store.append(self.view.pages[layer.index], rows[0], *place)
         if self.recent is not None:
             self.recent.keep(layer.index, self.kept, q)
         outputs = [
@@ -92,9 +94,3 @@ class PagedContext(AttentionContext):
             for part, chosen in zip(self.parts, self.chosen, strict=True)
         ]
         return (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[None]
-
-    def _store(self, layer: int, rows: Tensor) -> None:
-        """rows [N, R] of the step's tokens into their pages."""
-        index = self.index[:, self.view.pool.layout.layer_groups[layer]]
-        place = self.slots, index, self.positions, self.fill
-        store.append(self.view.pages[layer], rows, *place)

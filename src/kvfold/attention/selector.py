@@ -19,16 +19,8 @@ from kvfold.ops.backend import use_triton
 from kvfold.spec.layout import Group
 
 # In order of preference; the last serves everything.
-DECODE: tuple[type[AttentionBackend], ...] = (
-    TritonDecode,
-    LatentDecode,
-    CpuPaged,
-    Fallback,
-)
-PREFILL: tuple[type[AttentionBackend], ...] = (
-    TritonPrefill,
-    Fallback,
-)
+DECODE: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, CpuPaged, Fallback)
+PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
 
 logger = logging.getLogger(__name__)
 

@@ -41,8 +41,8 @@ class TritonPrefill(AttentionBackend):
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, T, .] -> [B, T, W]."""
-        groups = self.view.pages[layer.index].groups
-        size = part.sizes[layer.index]
+        pages, size = self.view.pages[layer.index], part.sizes[layer.index]
+        groups = pages.groups
         stored = gather_rows(self.view, layer, part.slots, size)
         rope = rope_of(layer, stored, groups, part.stop)
         first = layer.maps_values_first(q.shape[2], size)
@@ -50,7 +50,7 @@ class TritonPrefill(AttentionBackend):
         if layer.value_up is not None and why_not(q, keys, values):  # too wide for the kernel
             first, values = True, _values(layer, stored.rows, True)
         seen = Seen(
-            counts=self.view.pages[layer.index].lengths[part.slots],
+            counts=pages.lengths[part.slots],
             owner=owner_of(groups),
             positions=stored.positions if groups[0].layout.tracked else None,
             queries=part.positions,

@@ -10,9 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvfold.spec.layout import UNIT
-
-Ints = npt.NDArray[np.int64]
+from kvfold.spec.layout import UNIT, Ints
 
 LOST = 0.01  # share of the arena that the choice of a slab size may lose
 USUAL, MOST = 16, 128  # a slab holds that many of the largest pages; fewer in a small arena
