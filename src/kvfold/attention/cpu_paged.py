@@ -19,14 +19,7 @@ from kvfold.cache.eviction.attention import attention_mass
 from kvfold.ops.backend import use_triton
 from kvfold.ops.common.attention import attention_in_place
 from kvfold.ops.common.pages import locate, plan_pages
-from kvfold.ops.decode.cpu import (
-    PageList,
-    add_metrics,
-    attend_pages,
-    list_pages,
-    positions_of,
-    supports,
-)
+from kvfold.ops.decode import cpu
 from kvfold.spec.layout import Group
 
 
@@ -40,7 +33,7 @@ class CpuPaged(AttentionBackend):
     def __init__(self, view: PoolView, layers: Sequence[LayerMaps]) -> None:
         super().__init__(view)
         self.layers = [layer.index for layer in layers]
-        self.lists: dict[int, list[PageList]] = {}  # of every layer, page class by page class
+        self.lists: dict[int, list[cpu.PageList]] = {}  # of every layer, page class by page class
         sizes = {group.layout.page_units for group in view.pool.layout.groups}
         self.one_table = len(sizes) == 1  # all pages of the arena are rows of one table
 
@@ -52,7 +45,7 @@ class CpuPaged(AttentionBackend):
             return "keys are rebuilt before RoPE"
         if len(groups) != layer.geometry.num_kv_heads:
             return "heads share latents"
-        if not supports(groups):
+        if not cpu.supports(groups):
             return "numbers of another format, or with scales by channel"
         return reads_unevenly(layer, groups)
 
@@ -84,25 +77,25 @@ class CpuPaged(AttentionBackend):
             pool, slots = self.view.pool, part.slots
             places = [pool.layout.layer_groups[i] for i in self.layers]
             plans = [(at, plan_pages(pool.layout.groups[at], pool.device)) for at in places]
-            listed = list_pages(plans, pool.tables, slots, pool.lengths[slots])
+            listed = cpu.list_pages(plans, pool.tables, slots, pool.lengths[slots])
             self.lists = dict(zip(self.layers, listed, strict=True))
         out = torch.zeros(*q.shape[:3], layer.value_columns.widest)  # fp32
         for pages in self.lists[layer.index]:
             data = pages.read(self.view.pool.arena)
-            found, weights = attend_pages(q, data, pages, layer.scale)
+            found, weights = cpu.attend_pages(q, data, pages, layer.scale)
             out[:, pages.kind.numbers, :, : found.shape[-1]] = found
             if part.prompt_lengths is not None:
                 self._observe(part, weights, data, pages)
         return out
 
     def _observe(
-        self, part: AttentionMetadata, weights: Tensor, data: Tensor, pages: PageList
+        self, part: AttentionMetadata, weights: Tensor, data: Tensor, pages: cpu.PageList
     ) -> None:
         """Add weights [n, G, P] to the metrics, as if a page were a sequence of one KV head."""
         policy = self.view.observing
         assert policy is not None and part.prompt_lengths is not None
         sequence = pages.item % len(part.slots)
         queries = part.positions[sequence], part.prompt_lengths[sequence]
-        positions = positions_of(data, pages)[:, None]
+        positions = cpu.positions_of(data, pages)[:, None]
         mass = attention_mass(weights[:, :, None], positions, *queries, policy, [(0,)])
-        add_metrics(self.view.pool.arena, data, pages, mass[:, 0])
+        cpu.add_metrics(self.view.pool.arena, data, pages, mass[:, 0])

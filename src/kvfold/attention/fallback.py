@@ -28,7 +28,6 @@ class Fallback(AttentionBackend):
         return None
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
-        """q [B, Hq, T, .] -> [B, T, W]."""
         pages = self.view.pages[layer.index]
         stored = gather_rows(self.view, layer, part.slots, part.sizes[layer.index])
         rope = rope_of(layer, stored, pages.groups, part.stop)

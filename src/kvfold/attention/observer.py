@@ -19,7 +19,7 @@ from kvfold.attention.base import LayerMaps
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.attention.queries import QueryRing
 from kvfold.cache.eviction.attention import AttentionPolicy
-from kvfold.cache.slabs import upload
+from kvfold.ops.common.launch import upload
 from kvfold.ops.observe import observe
 
 WINDOW = 8  # queries of a sequence that are kept: reading keys then costs a decode step 6 %

@@ -40,7 +40,6 @@ class TritonPrefill(AttentionBackend):
         )
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
-        """q [B, Hq, T, .] -> [B, T, W]."""
         pages, size = self.view.pages[layer.index], part.sizes[layer.index]
         groups = pages.groups
         stored = gather_rows(self.view, layer, part.slots, size)

@@ -59,8 +59,8 @@ def plan_layers(
     number = num_slices + counted.shape[1]
     part = torch.empty(number, padded_queries(queries), width, device=device)
     part_ml = torch.empty(number, 2, part.shape[1], device=device)
-    each = zip(slices.starts, slices.firsts, slices.counts, counted, strict=True)
-    return [DecodePlan(Slices(*one), own, tuning, part, part_ml) for *one, own in each]
+    room = tuning, part, part_ml
+    return [DecodePlan(slices.layer(i), own, *room) for i, own in enumerate(counted)]
 
 
 @lru_cache
