@@ -31,16 +31,16 @@ class PagedAttention:
         self, layers: Sequence[LayerMaps], pool: Pool, policy: Policy | None, dtype: torch.dtype
     ) -> None:
         self.layers, self.view = layers, PoolView(pool, policy, dtype)
-        self.selected = Selected.of(layers, self.view)
+        self.selected = chosen = Selected.of(layers, self.view)
         self.observer, self.recent = None, None
         watching = self.view.observing if self.view.observes_decodes else None
-        if watching is not None and (kept := self.selected.keeping()):
-            self.observer = Observer(self.view, watching, {i: layers[i] for i in kept})
+        kept = {x.index: x for x in layers if chosen.decode[x.index].keeps}
+        if watching is not None and kept:
+            self.observer = Observer(self.view, watching, kept)
         if policy is not None and "queries" in policy.needs:
             assert policy.window is not None
             self.recent = RecentQueries(policy.window, self.view, dict(enumerate(layers)))
         self.makers: dict[type[AttentionBackend], Callable[[], AttentionBackend]] = {}
-        chosen = self.selected
         for backend in {*chosen.decode, *chosen.prefill, *chosen.observed}:
             decoded = [x for x in layers if chosen.decode[x.index] is backend]
             self.makers[backend] = backend.prepare(self.view, decoded, self.observer)

@@ -69,10 +69,6 @@ class Selected:
             found.append(tuple(choice.backend for choice in choices))
         return cls(*found)
 
-    def keeping(self) -> tuple[int, ...]:
-        """Layers whose decoding queries are kept, where they are observed."""
-        return tuple(i for i, backend in enumerate(self.decode) if backend.keeps)
-
     def of_part(self, part: AttentionMetadata) -> tuple[type[AttentionBackend], ...]:
         if part.decode:
             return self.decode

@@ -147,17 +147,12 @@ class PageLayout:
         return sum(x.format.num_metadata for x in self.segments if not x.per_channel)
 
     @cached_property
-    def channels_bytes(self) -> int:
-        """Bytes of a page's scales, then zeros, of every per-channel number."""
-        counts = (x.format.num_metadata * x.width for x in self.segments if x.per_channel)
-        return self.scale * sum(counts)
-
-    @cached_property
     def blocks(self) -> PageBlocks:
         codes = [self.page * x.row_bytes for x in self.segments]
         track = (POSITION, METRIC) if self.tracked else (0, 0)
         rows = [self.page * size for size in (self.scales_per_row * self.scale, *track)]
-        sizes = [*codes, self.channels_bytes, *rows]
+        channels = (x.format.num_metadata * x.width for x in self.segments if x.per_channel)
+        sizes = [*codes, self.scale * sum(channels), *rows]
         offsets = accumulate((_round_up(size, BLOCK) for size in sizes), initial=0)
         found = [Block(*pair) for pair in zip(offsets, sizes, strict=False)]
         return PageBlocks(tuple(found[: len(codes)]), *found[len(codes) :])
@@ -176,7 +171,8 @@ class PageLayout:
         """Bits that count as stored: numbers (unquantised ones as 16) and quantiser metadata, a
         page's being shared by its rows."""
         codes = sum(x.width * x.bits for x in self.segments)
-        return codes + 8 * (self.scale * self.scales_per_row + self.channels_bytes / self.page)
+        channels = self.blocks.channels.size / self.page
+        return codes + 8 * (self.scale * self.scales_per_row + channels)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ def plan_layers(
     tuning = tuning or tuning_for(groups, queries)
     num_slices = num_slices or tuning.slices * multiprocessors(device)
     cut = tuning.block, OVERHEAD, num_slices, SMALLEST
-    slices, counted = plan_slices(lengths, slots, cost, *cut, launch_options(device))
+    slices, counted = plan_slices(lengths, slots, cost, *cut)
     number = num_slices + counted.shape[1]
     part = torch.empty(number, padded_queries(queries), width, device=device)
     part_ml = torch.empty(number, 2, part.shape[1], device=device)

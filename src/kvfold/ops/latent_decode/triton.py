@@ -64,8 +64,7 @@ def _cut(lengths: Tensor, tuning: Tuning, num_layers: int) -> Slices:
     device = lengths.device
     cost = torch.ones(num_layers, lengths.shape[1] // num_layers, dtype=torch.int32, device=device)
     number = tuning.slices * multiprocessors(device)
-    options = launch_options(device)
-    return plan_slices(lengths, None, cost, tuning.block, 1, number, 1, options)[0]
+    return plan_slices(lengths, None, cost, tuning.block, 1, number, 1)[0]
 
 
 def latent_decode(
