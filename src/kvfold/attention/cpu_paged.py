@@ -58,21 +58,18 @@ class CpuPaged(AttentionBackend):
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, 1, .] -> [B, 1, W]."""
         q_BHGd = q.unflatten(1, (layer.geometry.num_kv_heads, -1))[..., 0, :]
-        plan = plan_pages(self.view.pages[layer.index].groups, self.view.pool.device)
+        pages = self.view.pages[layer.index]
+        plan = plan_pages(pages.groups, self.view.pool.device)
         if self.one_table and part.prompt_lengths is None and plan.in_place:
-            out = self._in_place(layer, part, q_BHGd)
+            counts, size = pages.lengths[part.slots], part.sizes[layer.index]
+            place = locate(pages, part.slots, counts, size)
+            out = attention_in_place(q_BHGd, *place, plan.page, layer.scale)
         else:
             out = self._page_by_page(layer, part, q_BHGd)
         return layer.joined(out.flatten(1, 2)[:, :, None].to(q.dtype))
 
-    def _in_place(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
-        """q [B, Hk, G, d]: rows can be read where they lie."""
-        pages, page = self.view.pages[layer.index], self.view.pool.layout.page
-        counts, size = pages.lengths[part.slots], part.sizes[layer.index]
-        place = locate(pages, part.slots, counts, size)
-        return attention_in_place(q, *place, page, layer.scale)
-
     def _page_by_page(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+        """q [B, Hk, G, d] -> fp32 [B, Hk, G, r]."""
         if not self.lists:
             pool, slots = self.view.pool, part.slots
             places = [pool.layout.layer_groups[i] for i in self.layers]

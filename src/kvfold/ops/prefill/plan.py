@@ -129,7 +129,5 @@ def latest_positions(positions: Tensor, counts: Tensor, rows: int) -> Tensor:
     """Of every tile of `rows` rows, NEVER where one does not exist: positions int32 [B, G, S],
     counts int [B, G] -> int32 [B, G, tiles]."""
     there = torch.arange(positions.shape[-1], device=positions.device) < counts[..., None]
-    known = positions.masked_fill(~there, NEVER)
-    return (
-        F.pad(known, (0, -known.shape[-1] % rows), value=NEVER).unflatten(-1, (-1, rows)).amax(-1)
-    )
+    known = F.pad(positions.masked_fill(~there, NEVER), (0, -there.shape[-1] % rows), value=NEVER)
+    return known.unflatten(-1, (-1, rows)).amax(-1)
