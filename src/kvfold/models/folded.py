@@ -74,8 +74,8 @@ class FoldedAttention(nn.Module):
 
     def _build_indices(self) -> None:
         """Column numbers as plain lists: buffers on the meta device would not survive loading."""
-        self.key_columns = Columns.of(self.spec, self.spec.key_latents)
-        self.value_columns = Columns.of(self.spec, self.spec.value_latents)
+        self.key_columns = Columns(self.spec, self.spec.key_latents)
+        self.value_columns = Columns(self.spec, self.spec.value_latents)
 
     # -- mode: which maps sit in weights, and which act at run time -----------------------------
 
