@@ -21,6 +21,20 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+
+def _gemma2(layer_types: list[str]) -> hf.Gemma2Config:
+    """A scale and caps that scores and logits of so small a model feel."""
+    return hf.Gemma2Config(
+        **ROTARY,
+        head_dim=20,
+        query_pre_attn_scalar=10,
+        attn_logit_softcapping=0.7,
+        final_logit_softcapping=2.0,
+        sliding_window=16,
+        layer_types=layer_types,
+    )
+
+
 CONFIGS = {
     "llama-gqa": lambda: hf.LlamaConfig(**ROTARY),
     "llama-mha": lambda: hf.LlamaConfig(**{**ROTARY, "num_key_value_heads": 4}),
@@ -40,6 +54,8 @@ CONFIGS = {
             "partial_rotary_factor": 0.5,
         },
     ),
+    "gemma2": lambda: _gemma2(["full_attention"] * 2),
+    "gemma2-sliding": lambda: _gemma2(["sliding_attention", "full_attention"]),
     "opt": lambda: hf.OPTConfig(
         **COMMON, ffn_dim=64, word_embed_proj_dim=48, dropout=0.0, pad_token_id=0
     ),

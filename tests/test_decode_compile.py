@@ -118,7 +118,7 @@ def direct(known: Shape, tuning: Tuning, queries: int, hard: bool) -> dict[str, 
     early = {"launch_options": lambda _: {"PDL": True, "launch_pdl": True}}
     with (
         mock.patch.multiple(decode_triton, **kernels, **early),
-        mock.patch.multiple(plan_triton, **planned),
+        mock.patch.multiple(plan_triton, **planned, **early),
     ):
         plan = plan_layers([groups], pages.lengths, queries, tuning, 1, slots=slots)[0]
         decode_triton.decode(q, pages, slots, 0.1, plan)

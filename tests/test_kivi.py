@@ -131,7 +131,7 @@ def full_pages(pool: Pool, slot: int) -> list[bytes]:
         form = group.layout
         for i in range(int(pool.layout.packed(pool.host_lengths[slot, g])) // form.page):
             page = int(pool.tables[slot, g, i]) * 64
-            for offset, size in zip(form.block_offsets, form.block_sizes, strict=True):
+            for offset, size in (*form.blocks.codes, *form.blocks[1:]):
                 found.append(data[page + offset : page + offset + size])
     return found
 
@@ -157,13 +157,14 @@ def test_bytes_are_where_the_layout_says() -> None:
     latents = [Latent(side=side, heads=(0,), rank=rank) for side, rank in (("k", 8), ("v", 16))]
     layout = one_layer(latents, page=4, bits=4, format="kivi", residual=8)
     form = layout.groups[0].layout
-    assert form.block_sizes == (4 * 4, 4 * 8, 2 * 2 * 8, 4 * 2 * 2, 0, 0)
+    places = (*form.blocks.codes, *form.blocks[1:])
+    assert tuple(x.size for x in places) == (4 * 4, 4 * 8, 2 * 2 * 8, 4 * 2 * 2, 0, 0)
     assert form.row_bits == 24 * 4 + 2 * 16 + 8 * 2 * 16 / 4
     assert form.tail is not None and form.tail.page_bytes == 8 * 24 * 2
     pool, rows = pool_of(layout), numbers(0, torch.float16, 9, 24)
     feed(pool, [pool.open()], [9], [rows])
     page = pool.arena.cpu()[int(pool.tables[0, 0, 0]) * 64 :]
-    blocks = [page[a : a + n] for a, n in zip(form.block_offsets, form.block_sizes, strict=True)]
+    blocks = [page[a : a + n] for a, n in places]
     scale, zero = blocks[2].view(torch.float16).float().view(2, 8)
     keys = unpack(blocks[0].view(4, 4), 8, 4) * scale + zero
     torch.testing.assert_close(keys, slow_kivi(rows, layout)[:4, :8].float(), atol=2e-3, rtol=0)

@@ -55,7 +55,9 @@ def compressed(name: str, recipe: str, **size):
 
 
 @pytest.mark.parametrize("recipe", ["zack", "lorc", "palu-g", "fast", "swift", "lean", "small"])
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "phi3", "opt", "gpt-neox"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "qwen3", "phi3", "gemma2-sliding", "opt", "gpt-neox"]
+)
 def test_the_engine_equals_transformers_on_compressed_models(name: str, recipe: str) -> None:
     model = compressed(name, recipe, keep=0.6)
     wanted = [greedy(model, prompt, NEW) for prompt in PROMPTS]

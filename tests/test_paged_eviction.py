@@ -15,13 +15,14 @@ from kvfold.engine.build import build_runner
 from kvfold.engine.request import CacheParams
 from kvfold.engine.runner import ModelRunner
 from kvfold.evaluation.paged import PagedSession
+from kvfold.models.folded import attention_windows
 from kvfold.ops.common.attention import attention
 from models import CONFIGS, tiny, tokens
 
 PROMPT, MORE, PAGE = 60, 12, 4
 LONG = 40  # above the 32 recent tokens that some policies protect
 MASKED = "kvfold_test_masked"
-FAMILIES = [name for name in CONFIGS if name != "mistral-sliding"]
+FAMILIES = [name for name, of in CONFIGS.items() if not any(attention_windows(of()))]
 
 
 def _masked(module, query, key, value, attention_mask, scaling=None, softcap=None, **_):

@@ -64,8 +64,8 @@ def layer_of(
         spec=spec,
         geometry=geometry,
         window=window,
-        key_columns=Columns.of(spec, spec.key_latents),
-        value_columns=Columns.of(spec, spec.value_latents),
+        key_columns=Columns(spec, spec.key_latents),
+        value_columns=Columns(spec, spec.value_latents),
         key_up=up if keys == "pre_rope" else None,
         key_mean=torch.zeros(2, 16) if keys == "pre_rope" else None,
         value_up=up if values == "rebuilt" else None,
@@ -123,6 +123,7 @@ def test_kernels_decode_on_a_gpu(layer: Layer, observed: bool, wanted: str) -> N
         (layer_of(shared=True), False, "", "a recipe that keeps"),
         (layer_of(window=64, tracked=True), False, "window of 64 tokens", "no setting avoids it"),
         (layer_of(softcap=30.0), False, "scores are capped", "no setting avoids it"),
+        (layer_of(softcap=30.0, window=64), False, "scores are capped", "no setting avoids it"),
         (
             layer_of("pre_rope", tracked=True),
             True,

@@ -268,7 +268,7 @@ def test_bytes_are_where_the_layout_says(layout: CacheLayout, seed: int) -> None
         number, row = divmod(int(index[0, g]), form.page)
         page = int(store.tables[0, g, number]) * 64
         starts = []
-        for offset, size in zip(form.block_offsets, form.block_sizes, strict=True):
+        for offset, size in (*form.blocks.codes, *form.blocks[1:]):
             step = size // form.page
             starts.append(page + offset + row * step)
             touched |= set(range(starts[-1], starts[-1] + step))

@@ -61,10 +61,17 @@ def load(
 
 
 def load_config(name: str) -> Any:
-    """The transformers config of a model of a supported family. Raises ValueError for another."""
+    """The transformers config of a model of a supported family. Raises ValueError for another, and
+    for a GGUF file of a family that needs more than is read from one."""
     path = resolve(str(name))
-    config = gguf.load_config(path) if gguf.is_gguf(path) else _directory_config(str(name), path)
-    family_of(config)
+    packed = gguf.is_gguf(path)
+    config = gguf.load_config(path) if packed else _directory_config(str(name), path)
+    family = family_of(config)
+    if packed and family.not_in_gguf is not None:
+        raise ValueError(
+            f"{path} is a {config.model_type} model, and transformers does not read from GGUF files"
+            f" {family.not_in_gguf}; use the original checkpoint"
+        )
     return config
 
 

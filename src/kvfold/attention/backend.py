@@ -63,8 +63,10 @@ class AttentionBackend(ABC):
 
 def reads_unevenly(layer: LayerMaps, groups: Sequence[Group]) -> str | None:
     """Why what reads all of a layer's pages in one way does not serve it."""
+    if layer.softcap is not None:
+        return "scores are capped"
     if groups[0].layout.residual:
         return "a residual keeps rows in two places"
     if layer.window is not None:
         return f"a sliding window of {layer.window} tokens hides rows of a page"
-    return None if layer.softcap is None else "scores are capped"
+    return None

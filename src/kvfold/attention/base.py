@@ -21,16 +21,13 @@ from kvfold.spec import Geometry, Latent, LayerSpec
 class Columns:
     """Where one side's latents sit in a row, and how KV heads map to them."""
 
-    def __init__(self, starts: list[int], ranks: list[int], heads: list[int]) -> None:
-        self.starts, self.ranks, self.heads = starts, ranks, heads
-        self.widest = max(ranks, default=0)
-        self.uniform = all(r == self.widest for r in ranks)
-
-    @classmethod
-    def of(cls, spec: LayerSpec, latents: tuple[Latent, ...]) -> "Columns":
-        starts = [spec.columns(latent).start for latent in latents]
+    def __init__(self, spec: LayerSpec, latents: tuple[Latent, ...]) -> None:
         pairs = sorted((head, i) for i, latent in enumerate(latents) for head in latent.heads)
-        return cls(starts, [latent.rank for latent in latents], [i for _, i in pairs])
+        self.starts = [spec.columns(latent).start for latent in latents]
+        self.ranks = [latent.rank for latent in latents]
+        self.heads = [i for _, i in pairs]
+        self.widest = max(self.ranks, default=0)
+        self.uniform = all(rank == self.widest for rank in self.ranks)
 
     def head_ranks(self, queries: int) -> list[int]:
         """Ranks of the latents that serve the query heads, `queries` of them a KV head."""
@@ -171,8 +168,9 @@ class LayerMaps:
         """Attention outputs [B, Hq, T, d or r] as what W_O takes [B, T, W]. mapped: values were
         mapped before attention already."""
         g = self.geometry
-        if self.spec.values == "fused":
-            return _join_ragged(out, self.value_columns.head_ranks(g.queries_per_kv))
+        if self.spec.values == "fused" and not self.value_columns.uniform:
+            ranks = self.value_columns.head_ranks(g.queries_per_kv)
+            return torch.cat([out[:, head, :, :rank] for head, rank in enumerate(ranks)], dim=-1)
         if self.value_up is not None and not mapped:
             up = self.value_columns.per_head(self.value_up, g.head_dim)
             out = out.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
@@ -203,10 +201,3 @@ class AttentionContext(ABC):
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
         """Store rows [B, T, R] of new tokens, and attend with q [B, Hq, T, .] in score space to all
         that they see: what W_O takes [B, T, W]."""
-
-
-def _join_ragged(x: Tensor, widths: list[int]) -> Tensor:
-    """[B, H, T, widest] -> [B, T, sum], padding dropped."""
-    if all(width == x.shape[-1] for width in widths):
-        return x.transpose(1, 2).flatten(-2)
-    return torch.cat([x[:, head, :, :width] for head, width in enumerate(widths)], dim=-1)

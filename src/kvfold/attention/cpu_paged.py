@@ -19,14 +19,7 @@ from kvfold.cache.eviction.attention import attention_mass
 from kvfold.ops.backend import use_triton
 from kvfold.ops.common.attention import attention_in_place
 from kvfold.ops.common.pages import locate, plan_pages
-from kvfold.ops.decode.cpu import (
-    PageList,
-    add_metrics,
-    attend_pages,
-    list_pages,
-    positions_of,
-    supports,
-)
+from kvfold.ops.decode import cpu
 from kvfold.spec.layout import Group
 
 
@@ -40,7 +33,7 @@ class CpuPaged(AttentionBackend):
     def __init__(self, view: PoolView, layers: Sequence[LayerMaps]) -> None:
         super().__init__(view)
         self.layers = [layer.index for layer in layers]
-        self.lists: dict[int, list[PageList]] = {}  # of every layer, page class by page class
+        self.lists: dict[int, list[cpu.PageList]] = {}  # of every layer, page class by page class
         sizes = {group.layout.page_units for group in view.pool.layout.groups}
         self.one_table = len(sizes) == 1  # all pages of the arena are rows of one table
 
@@ -52,7 +45,7 @@ class CpuPaged(AttentionBackend):
             return "keys are rebuilt before RoPE"
         if len(groups) != layer.geometry.num_kv_heads:
             return "heads share latents"
-        if not supports(groups):
+        if not cpu.supports(groups):
             return "numbers of another format, or with scales by channel"
         return reads_unevenly(layer, groups)
 
@@ -65,47 +58,41 @@ class CpuPaged(AttentionBackend):
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, 1, .] -> [B, 1, W]."""
         q_BHGd = q.unflatten(1, (layer.geometry.num_kv_heads, -1))[..., 0, :]
-        plan = plan_pages(self.view.pages[layer.index].groups, self.view.pool.device)
+        pages = self.view.pages[layer.index]
+        plan = plan_pages(pages.groups, self.view.pool.device)
         if self.one_table and part.prompt_lengths is None and plan.in_place:
-            out = self._in_place(layer, part, q_BHGd)
+            counts, size = pages.lengths[part.slots], part.sizes[layer.index]
+            place = locate(pages, part.slots, counts, size)
+            out = attention_in_place(q_BHGd, *place, plan.page, layer.scale)
         else:
             out = self._page_by_page(layer, part, q_BHGd)
         return layer.joined(out.flatten(1, 2)[:, :, None].to(q.dtype))
 
-    def _in_place(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
-        """q [B, Hk, G, d]: rows can be read where they lie."""
-        pages, page = self.view.pages[layer.index], self.view.pool.layout.page
-        counts, size = pages.lengths[part.slots], part.sizes[layer.index]
-        place = locate(pages, part.slots, counts, size)
-        return attention_in_place(q, *place, page, layer.scale)
-
-    def _list_pages(self, part: AttentionMetadata) -> None:
-        pool, slots = self.view.pool, part.slots
-        places = [pool.layout.layer_groups[i] for i in self.layers]
-        plans = [(at, plan_pages(pool.layout.groups[at], pool.device)) for at in places]
-        found = list_pages(plans, pool.tables, slots, pool.lengths[slots])
-        self.lists = dict(zip(self.layers, found, strict=True))
-
     def _page_by_page(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+        """q [B, Hk, G, d] -> fp32 [B, Hk, G, r]."""
         if not self.lists:
-            self._list_pages(part)
+            pool, slots = self.view.pool, part.slots
+            places = [pool.layout.layer_groups[i] for i in self.layers]
+            plans = [(at, plan_pages(pool.layout.groups[at], pool.device)) for at in places]
+            listed = cpu.list_pages(plans, pool.tables, slots, pool.lengths[slots])
+            self.lists = dict(zip(self.layers, listed, strict=True))
         out = torch.zeros(*q.shape[:3], layer.value_columns.widest)  # fp32
         for pages in self.lists[layer.index]:
             data = pages.read(self.view.pool.arena)
-            found, weights = attend_pages(q, data, pages, layer.scale)
+            found, weights = cpu.attend_pages(q, data, pages, layer.scale)
             out[:, pages.kind.numbers, :, : found.shape[-1]] = found
             if part.prompt_lengths is not None:
                 self._observe(part, weights, data, pages)
         return out
 
     def _observe(
-        self, part: AttentionMetadata, weights: Tensor, data: Tensor, pages: PageList
+        self, part: AttentionMetadata, weights: Tensor, data: Tensor, pages: cpu.PageList
     ) -> None:
         """Add weights [n, G, P] to the metrics, as if a page were a sequence of one KV head."""
         policy = self.view.observing
         assert policy is not None and part.prompt_lengths is not None
         sequence = pages.item % len(part.slots)
         queries = part.positions[sequence], part.prompt_lengths[sequence]
-        positions = positions_of(data, pages)[:, None]
+        positions = cpu.positions_of(data, pages)[:, None]
         mass = attention_mass(weights[:, :, None], positions, *queries, policy, [(0,)])
-        add_metrics(self.view.pool.arena, data, pages, mass[:, 0])
+        cpu.add_metrics(self.view.pool.arena, data, pages, mass[:, 0])

@@ -19,7 +19,7 @@ from kvfold.attention.base import LayerMaps
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.attention.queries import QueryRing
 from kvfold.cache.eviction.attention import AttentionPolicy
-from kvfold.cache.slabs import upload
+from kvfold.ops.common.launch import upload
 from kvfold.ops.observe import observe
 
 WINDOW = 8  # queries of a sequence that are kept: reading keys then costs a decode step 6 %
@@ -48,10 +48,7 @@ class Observer(QueryRing):
     """
 
     def __init__(
-        self,
-        view: PoolView,
-        policy: AttentionPolicy,
-        layers: Mapping[int, LayerMaps],
+        self, view: PoolView, policy: AttentionPolicy, layers: Mapping[int, LayerMaps]
     ) -> None:
         super().__init__(WINDOW, view, layers)
         self.view, self.policy = view, policy
@@ -116,16 +113,8 @@ class Observer(QueryRing):
                 x[index].unflatten(0, (-1, self.width))[slots].transpose(1, 2).contiguous()
                 for x in (self.queries, self.lse)
             )
-            observe(
-                q,
-                lse,
-                positions,
-                self.view.pages[index],
-                slots,
-                layer.scale,
-                power=self.policy.power,
-                exclude=self.policy.exclude,
-            )
+            place, policy = (self.view.pages[index], slots, layer.scale), self.policy
+            observe(q, lse, positions, *place, power=policy.power, exclude=policy.exclude)
 
     def _positions(self, kept: list[range]) -> Tensor:
         """Of the ring's rows of sequences, int32 [B, W]; -1 where none is kept."""

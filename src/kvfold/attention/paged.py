@@ -31,16 +31,16 @@ class PagedAttention:
         self, layers: Sequence[LayerMaps], pool: Pool, policy: Policy | None, dtype: torch.dtype
     ) -> None:
         self.layers, self.view = layers, PoolView(pool, policy, dtype)
-        self.selected = Selected.of(layers, self.view)
+        self.selected = chosen = Selected.of(layers, self.view)
         self.observer, self.recent = None, None
         watching = self.view.observing if self.view.observes_decodes else None
-        if watching is not None and (kept := self.selected.keeping()):
-            self.observer = Observer(self.view, watching, {i: layers[i] for i in kept})
+        kept = {x.index: x for x in layers if chosen.decode[x.index].keeps}
+        if watching is not None and kept:
+            self.observer = Observer(self.view, watching, kept)
         if policy is not None and "queries" in policy.needs:
             assert policy.window is not None
             self.recent = RecentQueries(policy.window, self.view, dict(enumerate(layers)))
         self.makers: dict[type[AttentionBackend], Callable[[], AttentionBackend]] = {}
-        chosen = self.selected
         for backend in {*chosen.decode, *chosen.prefill, *chosen.observed}:
             decoded = [x for x in layers if chosen.decode[x.index] is backend]
             self.makers[backend] = backend.prepare(self.view, decoded, self.observer)
@@ -84,7 +84,9 @@ class PagedContext(AttentionContext):
 
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
         """q [1, Hq, N, .] and rows [1, N, R] of the step's tokens: [1, N, W]."""
-        self._store(layer.index, rows[0])
+        index = self.index[:, self.view.pool.layout.layer_groups[layer.index]]
+        place = self.slots, index, self.positions, self.fill
+        store.append(self.view.pages[layer.index], rows[0], *place)
         if self.recent is not None:
             self.recent.keep(layer.index, self.kept, q)
         outputs = [
@@ -92,9 +94,3 @@ class PagedContext(AttentionContext):
             for part, chosen in zip(self.parts, self.chosen, strict=True)
         ]
         return (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[None]
-
-    def _store(self, layer: int, rows: Tensor) -> None:
-        """rows [N, R] of the step's tokens into their pages."""
-        index = self.index[:, self.view.pool.layout.layer_groups[layer]]
-        place = self.slots, index, self.positions, self.fill
-        store.append(self.view.pages[layer], rows, *place)

@@ -6,6 +6,7 @@ Hk KV heads, d head dim, r the widest rank of a side.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -15,8 +16,9 @@ from torch import Tensor
 from kvfold.attention.base import Columns, LayerMaps
 from kvfold.attention.metadata import PoolView
 from kvfold.attention.queries import RecentQueries
-from kvfold.cache.slabs import upload
 from kvfold.ops.common.attention import Tables
+from kvfold.ops.common.launch import upload
+from kvfold.ops.common.pages import owner_of
 from kvfold.ops.store import StoredRows, gather
 from kvfold.spec.layout import Group
 
@@ -38,19 +40,13 @@ def rope_of(
 
 
 @lru_cache
-def owner_of(groups: tuple[Group, ...]) -> tuple[int, ...]:
-    """Group number of every KV head."""
-    owner = {head: number for number, group in enumerate(groups) for head in group.heads}
-    return tuple(owner[head] for head in sorted(owner))
-
-
-@lru_cache
 def member_of(groups: tuple[Group, ...], device: torch.device) -> Tensor:
-    """The same as a tensor [Hk]; [1] where there is one group."""
+    """`owner_of` as a tensor [Hk]; [1] where there is one group."""
     owner = owner_of(groups)
     return torch.tensor(owner if any(owner) else owner[:1], device=device)
 
 
+@dataclass(frozen=True)
 class PoolRows:
     """The stored rows of sequences as eviction policies see them, read a layer at a time.
 
@@ -58,17 +54,12 @@ class PoolRows:
     they are kept.
     """
 
-    def __init__(
-        self,
-        view: PoolView,
-        layers: Sequence[LayerMaps],
-        recent: RecentQueries | None,
-        slots: Tensor,
-        size: int,
-        computed: list[int],
-    ) -> None:
-        self.view, self.layers, self.recent = view, layers, recent
-        self.slots, self.size, self.computed = slots, size, computed
+    view: PoolView
+    layers: Sequence[LayerMaps]
+    recent: RecentQueries | None
+    slots: Tensor
+    size: int
+    computed: list[int]
 
     def keys(self, layer: int) -> Tensor:
         """Keys in score space [B, Hk, S, d or r]."""

@@ -19,16 +19,8 @@ from kvfold.ops.backend import use_triton
 from kvfold.spec.layout import Group
 
 # In order of preference; the last serves everything.
-DECODE: tuple[type[AttentionBackend], ...] = (
-    TritonDecode,
-    LatentDecode,
-    CpuPaged,
-    Fallback,
-)
-PREFILL: tuple[type[AttentionBackend], ...] = (
-    TritonPrefill,
-    Fallback,
-)
+DECODE: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, CpuPaged, Fallback)
+PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +68,6 @@ class Selected:
                 warn_of_fallback(layers, groups, choices, task)
             found.append(tuple(choice.backend for choice in choices))
         return cls(*found)
-
-    def keeping(self) -> tuple[int, ...]:
-        """Layers whose decoding queries are kept, where they are observed."""
-        return tuple(i for i, backend in enumerate(self.decode) if backend.keeps)
 
     def of_part(self, part: AttentionMetadata) -> tuple[type[AttentionBackend], ...]:
         if part.decode:

@@ -42,14 +42,14 @@ def batches(view: PoolView, layers: Sequence[LayerMaps]) -> list[LayerBatch]:
     for layer in layers:
         counts = len(layer.spec.key_latents), len(layer.spec.value_latents)
         alike[len(view.pages[layer.index].groups), counts].append(layer.index)
-    return [_batch(view, tuple(found)) for found in alike.values()]
-
-
-def _batch(view: PoolView, layers: tuple[int, ...]) -> LayerBatch:
-    places = [view.pool.layout.layer_groups[i] for i in layers]
-    columns = [number for x in places for number in range(x.start, x.stop)]
-    groups = tuple(view.pages[i].groups for i in layers)
-    return LayerBatch(layers, groups, torch.tensor(columns, device=view.pool.device))
+    found = []
+    for own in alike.values():
+        groups = tuple(view.pages[i].groups for i in own)
+        places = [view.pool.layout.layer_groups[i] for i in own]
+        numbers = [number for x in places for number in range(x.start, x.stop)]
+        columns = torch.tensor(numbers, device=view.pool.device)
+        found.append(LayerBatch(tuple(own), groups, columns))
+    return found
 
 
 class TritonDecode(AttentionBackend):

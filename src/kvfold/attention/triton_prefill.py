@@ -12,10 +12,11 @@ from torch import Tensor
 from kvfold.attention.backend import AttentionBackend, Task
 from kvfold.attention.base import Columns, LayerMaps
 from kvfold.attention.metadata import AttentionMetadata
-from kvfold.attention.rows import gather_rows, owner_of, rope_of
+from kvfold.attention.rows import gather_rows, rope_of
 from kvfold.cache.eviction.attention import observed
 from kvfold.ops import observe
 from kvfold.ops.common.attention import Tables
+from kvfold.ops.common.pages import owner_of
 from kvfold.ops.prefill import PREFILL, KVView, Seen, prefill, why_not
 from kvfold.spec.layout import Group
 
@@ -39,9 +40,8 @@ class TritonPrefill(AttentionBackend):
         )
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
-        """q [B, Hq, T, .] -> [B, T, W]."""
-        groups = self.view.pages[layer.index].groups
-        size = part.sizes[layer.index]
+        pages, size = self.view.pages[layer.index], part.sizes[layer.index]
+        groups = pages.groups
         stored = gather_rows(self.view, layer, part.slots, size)
         rope = rope_of(layer, stored, groups, part.stop)
         first = layer.maps_values_first(q.shape[2], size)
@@ -49,7 +49,7 @@ class TritonPrefill(AttentionBackend):
         if layer.value_up is not None and why_not(q, keys, values):  # too wide for the kernel
             first, values = True, _values(layer, stored.rows, True)
         seen = Seen(
-            counts=self.view.pages[layer.index].lengths[part.slots],
+            counts=pages.lengths[part.slots],
             owner=owner_of(groups),
             positions=stored.positions if groups[0].layout.tracked else None,
             queries=part.positions,

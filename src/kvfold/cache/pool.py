@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.cache.slabs import Ints, Slabs, ceil_div, upload
+from kvfold.cache.slabs import Slabs, ceil_div
+from kvfold.ops.common.launch import upload
 from kvfold.ops.common.pages import LayerPages
-from kvfold.spec.layout import UNIT, CacheLayout
+from kvfold.spec.layout import UNIT, CacheLayout, Ints
 
 
 class PoolFull(RuntimeError):

@@ -6,13 +6,11 @@ Shapes: C byte classes (distinct page sizes), M pages of one call. Offsets count
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvfold.spec.layout import UNIT
-
-Ints = npt.NDArray[np.int64]
+from kvfold.ops.common.launch import upload
+from kvfold.spec.layout import UNIT, Ints
 
 LOST = 0.01  # share of the arena that the choice of a slab size may lose
 USUAL, MOST = 16, 128  # a slab holds that many of the largest pages; fewer in a small arena
@@ -120,14 +118,6 @@ class Slabs:
 
 def ceil_div(x: Ints, y: Ints | int) -> Ints:
     return -(-x // y)
-
-
-def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """To the device without waiting: a copy from pinned memory queues like a kernel."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def slab_units(num_bytes: int, units: Ints, groups: Ints) -> int:

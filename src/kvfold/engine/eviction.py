@@ -17,8 +17,8 @@ from kvfold.cache.eviction.base import Policy, RowsView
 from kvfold.cache.eviction.budget import Budget
 from kvfold.cache.eviction.compact import compaction
 from kvfold.cache.eviction.select import scores, select
-from kvfold.cache.slabs import upload
 from kvfold.engine.request import CacheParams, Request
+from kvfold.ops.common.launch import upload
 from kvfold.ops.store import move, read_tracked
 
 ROWS = 10_000_000  # of all groups that are compressed at once, with some 40 B each of temporaries

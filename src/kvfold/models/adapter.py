@@ -114,7 +114,10 @@ class HFAttention(FoldedAttention):
 
 
 class Family:
-    """A model family, by its differences. Subclasses fill in the class variables and methods."""
+    """A model family, by its differences. Subclasses fill in the class variables and methods.
+
+    not_in_gguf: what of the model transformers does not read from a GGUF file, for users.
+    """
 
     model_types: ClassVar[tuple[str, ...]]
     folded: ClassVar[dict[str, type[HFAttention]]]  # model type -> folded attention class
@@ -122,6 +125,7 @@ class Family:
     output_name: ClassVar[str] = "o_proj"
     rope: ClassVar[bool] = True
     key_norm: ClassVar[bool] = False
+    not_in_gguf: ClassVar[str | None] = None
 
     @classmethod
     def geometry(cls, config: Any) -> Geometry:

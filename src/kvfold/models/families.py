@@ -3,6 +3,7 @@
 from typing import Any
 
 from kvfold.models.adapter import Family
+from kvfold.models.gemma2 import Gemma2Family
 from kvfold.models.gpt_neox import GPTNeoXFamily
 from kvfold.models.llama import LlamaFamily
 from kvfold.models.opt import OPTFamily
@@ -13,6 +14,7 @@ FAMILIES: tuple[type[Family], ...] = (
     LlamaFamily,
     Qwen3Family,
     Phi3Family,
+    Gemma2Family,
     OPTFamily,
     GPTNeoXFamily,
 )

@@ -56,8 +56,8 @@ class FoldedAttention(nn.Module):
         fused = self._query_numbers(spec.value_latents) if spec.values == "fused" else whole
         self.o_proj = _linear(fused, g.hidden_size)
         # Column numbers as plain lists: buffers on the meta device would not survive loading.
-        self.key_columns = Columns.of(spec, spec.key_latents)
-        self.value_columns = Columns.of(spec, spec.value_latents)
+        self.key_columns = Columns(spec, spec.key_latents)
+        self.value_columns = Columns(spec, spec.value_latents)
 
     def _stack(self, latents: tuple[Latent, ...]) -> Tensor:
         widest = max(latent.rank for latent in latents)

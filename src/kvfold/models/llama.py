@@ -12,7 +12,7 @@ from kvfold.ops.common.attention import Tables
 
 
 class RotaryForward(HFAttention):
-    """The forward signature that Llama, Mistral, Qwen and Phi-3 share."""
+    """The forward signature that Llama, Mistral, Qwen, Phi-3 and Gemma 2 share."""
 
     def forward(
         self,

@@ -141,40 +141,21 @@ class PageLayout:
                     ends[x.per_channel] += x.width if x.per_channel else 1
         return tuple(found)
 
-    def known_to(self, op: str) -> bool:
-        """Whether the kernels of an operation, a folder of `ops`, read every format of the page."""
-        return all(op in x.format.kernels for x in self.segments)
-
     @cached_property
     def scales_per_row(self) -> int:
         """Metadata numbers a row stores beside its codes."""
         return sum(x.format.num_metadata for x in self.segments if not x.per_channel)
 
     @cached_property
-    def channels_bytes(self) -> int:
-        """Bytes of a page's scales, then zeros, of every per-channel number."""
-        counts = (x.format.num_metadata * x.width for x in self.segments if x.per_channel)
-        return self.scale * sum(counts)
-
-    @cached_property
     def blocks(self) -> PageBlocks:
         codes = [self.page * x.row_bytes for x in self.segments]
         track = (POSITION, METRIC) if self.tracked else (0, 0)
         rows = [self.page * size for size in (self.scales_per_row * self.scale, *track)]
-        sizes = [*codes, self.channels_bytes, *rows]
+        channels = (x.format.num_metadata * x.width for x in self.segments if x.per_channel)
+        sizes = [*codes, self.scale * sum(channels), *rows]
         offsets = accumulate((_round_up(size, BLOCK) for size in sizes), initial=0)
         found = [Block(*pair) for pair in zip(offsets, sizes, strict=False)]
         return PageBlocks(tuple(found[: len(codes)]), *found[len(codes) :])
-
-    @cached_property
-    def block_sizes(self) -> tuple[int, ...]:
-        """Bytes of every block: one per segment, then channels, scales, positions, metrics."""
-        return tuple(x.size for x in (*self.blocks.codes, *self.blocks[1:]))
-
-    @cached_property
-    def block_offsets(self) -> tuple[int, ...]:
-        """Where every block begins, in bytes from the page's start."""
-        return tuple(x.offset for x in (*self.blocks.codes, *self.blocks[1:]))
 
     @cached_property
     def page_bytes(self) -> int:
@@ -190,7 +171,8 @@ class PageLayout:
         """Bits that count as stored: numbers (unquantised ones as 16) and quantiser metadata, a
         page's being shared by its rows."""
         codes = sum(x.width * x.bits for x in self.segments)
-        return codes + 8 * (self.scale * self.scales_per_row + self.channels_bytes / self.page)
+        channels = self.blocks.channels.size / self.page
+        return codes + 8 * (self.scale * self.scales_per_row + channels)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ slots, padded to the longest group of all sequences, W the policy's window, d nu
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal, Protocol, get_args
@@ -133,13 +133,14 @@ class Policy(ABC):
 
     def __post_init__(self) -> None:
         for need in self.needs.difference(get_args(Need)):
-            raise ValueError(f"needs must be among {listed(get_args(Need))}; got {need!r}")
+            raise ValueError(f"needs must be among {', '.join(get_args(Need))}; got {need!r}")
         if "queries" in self.needs and self.window is None:
             raise ValueError(f"{self.name!r} needs queries, so window must say how many, got None")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1 query, got {self.window}; None is all")
         if self.scope not in get_args(Scope):
-            raise ValueError(f"scope must be one of {listed(get_args(Scope))}; got {self.scope!r}")
+            legal = ", ".join(get_args(Scope))
+            raise ValueError(f"scope must be one of {legal}; got {self.scope!r}")
         self._check_tokens("sinks", "recent")
         if not 0 <= self.recent_share < 1:
             raise ValueError(f"recent_share must be in [0, 1), got {self.recent_share}; 0 is off")
@@ -161,8 +162,3 @@ class Policy(ABC):
         """Last tokens that are never evicted where a group may keep `tokens` on average: `recent`,
         its share of them, and those too young for a fair score."""
         return max(self.recent, int(tokens * self.recent_share), self.window or 0)
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names for a message."""
-    return ", ".join(names)

@@ -1,4 +1,4 @@
-"""Few-bit integers inside Triton kernels: the same numbers, codes and bytes as `bits`.
+"""Few-bit integers inside Triton kernels: the same numbers, codes and bytes as `formats.integers`.
 
 Shapes: a tile of ROWS rows by WIDTH numbers, of which the first `width` of a row are there
 (`inside` [ROWS, WIDTH]) and share its scale. Divisions and roots are rounded as IEEE says, as
@@ -17,16 +17,11 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest (ev
 
 @triton.jit
 def quantize(
-    x,
-    inside,
-    width,
-    BITS: tl.constexpr,
-    GAUSSIAN: tl.constexpr,
-    SCALE: tl.constexpr,
-    ZEROS: tl.constexpr,
-):
+    x, inside, width,
+    BITS: tl.constexpr, GAUSSIAN: tl.constexpr, SCALE: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
     """x fp32 [ROWS, WIDTH], 0 outside -> codes int32, 0 outside, stored scale (fp16 or fp8) and
-    zero fp16 [ROWS] (meaningless without ZEROS). `bits.quantize`."""
+    zero fp16 [ROWS] (meaningless without ZEROS). `integers.quantize`."""
     levels = (1 << BITS) - 1
     if ZEROS:
         low = tl.min(tl.where(inside, x, float("inf")), 1)
@@ -50,7 +45,7 @@ def quantize(
 def symmetric_scale(
     x, inside, width, BITS: tl.constexpr, GAUSSIAN: tl.constexpr, SCALE: tl.constexpr
 ):
-    """The scale fp32 [ROWS] of least squared error among five. `bits._symmetric_scale`."""
+    """The scale fp32 [ROWS] of least squared error among five. `integers._symmetric_scale`."""
     half: tl.constexpr = 1 << (BITS - 1)
     peak = tl.max(tl.abs(x), 1)
     wide = tl.div_rn(peak, tl.full(peak.shape, half - 0.5, tl.float32))
@@ -87,7 +82,7 @@ def store_scale(scale, BITS: tl.constexpr, SCALE: tl.constexpr):
 
 @triton.jit
 def load_scale(stored, BITS: tl.constexpr, SCALE: tl.constexpr):
-    """The scale fp32 that a stored one stands for. `bits.scale_of`."""
+    """The scale fp32 that a stored one stands for. `integers.scale_of`."""
     scale = stored.to(tl.float32)
     if SCALE == 1:
         scale = scale * (1 / (1 << BITS))
@@ -115,7 +110,7 @@ def write_plane(
     at, codes, width, here, BITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Codes int32 [ROWS, WIDTH] below 2^BITS to the bytes from `at` [ROWS] on, where `here` [ROWS].
-    `bits.pack` of one plane."""
+    `integers.pack` of one plane."""
     PER: tl.constexpr = 8 // BITS
     shifts = tl.arange(0, PER) * BITS
     packed = tl.sum(tl.reshape(codes, [ROWS, WIDTH // PER, PER]) << shifts[None, None, :], 2)
@@ -126,14 +121,9 @@ def write_plane(
 
 @triton.jit
 def read_plane(
-    at,
-    width,
-    here,
-    BITS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    at, width, here,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Inverse of `write_plane`: codes int32 [ROWS, WIDTH], 0 where not `here`. NUMBERS, a power of
     two, divides width."""
     PER: tl.constexpr = 8 // BITS

@@ -1,8 +1,11 @@
-"""How the kernels of a decode step are launched."""
+"""How kernels are launched, and given what the host knows."""
 
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 PDL = True  # programmatic dependent launch, where the device has it
 
@@ -18,3 +21,11 @@ def launch_options(device: torch.device) -> dict[str, bool]:
     before the kernel in front has ended."""
     early = PDL and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"PDL": True, "launch_pdl": True} if early else {}
+
+
+def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """To the device without waiting: a copy from pinned memory queues like a kernel."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

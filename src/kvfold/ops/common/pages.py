@@ -21,6 +21,13 @@ from kvfold.spec.layout import UNIT, Block, Group, PageLayout, Segment
 CHUNK = 8  # pages that `locate` keeps together: their keys or values fit a core's cache
 
 
+@lru_cache
+def owner_of(groups: tuple[Group, ...]) -> tuple[int, ...]:
+    """Group number of every KV head."""
+    owner = {head: number for number, group in enumerate(groups) for head in group.heads}
+    return tuple(owner[head] for head in sorted(owner))
+
+
 class LayerPages(NamedTuple):
     """Groups of the pool, a layer's mostly, as ops take them: arena uint8; tables int32 [S, G, n],
     offsets of pages in units; lengths int32 [S, G]."""
@@ -152,7 +159,8 @@ def plan_pages(groups: tuple[Group, ...], device: torch.device) -> Plan:
     for numbers in members.values():
         layouts = [groups[number].layout for number in numbers]
         alike = list(zip(*(x.segments for x in layouts), strict=True))
-        if any(layouts[0].block_sizes):  # a group of rank 0 stores nothing unless it is tracked
+        # A group of rank 0 stores nothing unless it is tracked.
+        if any(block.size for block in layouts[0].blocks.of_rows):
             spots = _spots([[x.start for x in same] for same in alike])
             first = sum(x.width for x in segments)
             kinds.append(_kind(layouts[0], numbers, first, spots, device))

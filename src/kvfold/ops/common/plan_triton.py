@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.ops.common.launch import launch_options
 from kvfold.ops.common.plan import Slices, power_of_two
 from kvfold.ops.decode.kernels import after_launch
 
@@ -23,12 +24,11 @@ def plan_slices(
     overhead: int,
     num_slices: int,
     smallest: int,
-    launch: dict[str, bool] | None = None,
 ) -> tuple[Slices, Tensor]:
     """`stream_k` of tiles of `rows` rows, for every layer, and the items' lengths int32 [L, I].
 
     lengths int [S, L * G], of which `slots` int [B] names the rows, or None: all, in order; cost
-    int32 [L, G] of a tile of every group. launch: options of the launch. No host sync.
+    int32 [L, G] of a tile of every group. No host sync.
     """
     assert lengths.stride(1) == 1 and cost.is_contiguous(), "rows of lengths are one block"
     layers, groups = cost.shape
@@ -42,7 +42,7 @@ def plan_slices(
         ends, counted, slices.starts, slices.firsts, slices.counts,
         items, power_of_two(items), num_slices,
         G=groups, ROWS=rows, OVERHEAD=overhead, SMALLEST=smallest, SLOTS=slots is not None,
-        BLOCK=BLOCK, num_warps=16, **(launch or {}),
+        BLOCK=BLOCK, num_warps=16, **launch_options(cost.device),
     )  # fmt: skip
     return slices, counted
 

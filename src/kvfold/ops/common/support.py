@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from kvfold.spec import Side
 from kvfold.spec.layout import Group, Segment
 
 BITS = (16, 8, 4)
@@ -9,7 +10,7 @@ SIDES = {"k": "keys", "v": "values", "kv": "keys and values"}
 
 
 def unread(
-    op: str, groups: Iterable[Group], sides: Mapping[str, Iterable[Segment | None]]
+    op: str, groups: Iterable[Group], sides: Mapping[Side, Iterable[Segment | None]]
 ) -> str | None:
     """Why kernels of an operation do not read the pages of these groups; None where they do:
     formats that name it, of 16 bits, or codes of 8 or 4 bits with an fp16 scale a row, in whole

@@ -107,7 +107,7 @@ class Codes:
 
 def supports(groups: Sequence[Group]) -> bool:
     """Whether `attend_pages` reads these pages: floats, and integers with scales by row."""
-    return all(group.layout.known_to("decode") for group in groups)
+    return all("decode" in x.format.kernels for group in groups for x in group.layout.segments)
 
 
 def list_pages(

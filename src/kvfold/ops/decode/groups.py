@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
+from math import gcd
 
 import torch
 from torch import Tensor
 
 from kvfold.ops.common import support
+from kvfold.spec import SIDES
 from kvfold.spec.layout import Group, Segment
 
 
@@ -48,7 +51,7 @@ def unread(groups: Sequence[Group]) -> str | None:
             return "several scales or widths of bits a side: the kernels read one"
     if len({group.layout.zeros for group in groups if group.layout.scales_per_row}) > 1:
         return "zeros in some groups: the kernels read them in all or in none"
-    each = {side: [x for group in groups for x in segments_of(group, side)] for side in ("k", "v")}
+    each = {side: [x for group in groups for x in segments_of(group, side)] for side in SIDES}
     return support.unread("decode", groups, each)
 
 
@@ -59,30 +62,28 @@ def segments_of(group: Group, side: str) -> list[Segment]:
 @lru_cache(maxsize=4096)
 def decode_groups(groups: tuple[Group, ...], queries: int, device: torch.device) -> DecodeGroups:
     """queries: query heads of a KV head."""
-    rows, widths, strides = [], [], []
+    rows = []
     for group in groups:
         layout = group.layout
-        blocks = dict(zip([s.side for s in layout.segments], layout.block_offsets, strict=False))
-        sizes = {s.side: s for s in layout.segments}
-        width = [sizes[side].width if side in sizes else 0 for side in ("k", "v")]
-        stride = [sizes[side].row_bytes // 2 if side in sizes else 0 for side in ("k", "v")]
+        found = {
+            x.side: (x.width, x.row_bytes // 2, block.offset // 2)
+            for x, block in zip(layout.segments, layout.blocks.codes, strict=True)
+        }
+        (key, key_row, _), (value, value_row, start) = (found.get(x, (0, 0, 0)) for x in SIDES)
         scales = layout.blocks.scales.offset // 2, layout.scales_per_row
-        first = group.heads[0] * queries
-        rows.append([*width, *stride, blocks.get("v", 0) // 2, *scales, first])
-        widths.append(width)
-        strides += stride
-    align = next(n for n in (16, 8, 4, 2, 1) if all(stride % n == 0 for stride in strides))
-    bits = [
+        rows.append((key, value, key_row, value_row, start, *scales, group.heads[0] * queries))
+    keys, values, *strides = list(zip(*rows, strict=True))[:4]
+    key_bits, value_bits = (
         max([s.bits for group in groups for s in segments_of(group, side)], default=16)
-        for side in ("k", "v")
-    ]
+        for side in SIDES
+    )
     return DecodeGroups(
         table=torch.tensor(rows, dtype=torch.int32, device=device),
-        widths=(max(k for k, _ in widths), max(v for _, v in widths)),
-        bits=(bits[0], bits[1]),
+        widths=(max(keys), max(values)),
+        bits=(key_bits, value_bits),
         zeros=any(group.layout.zeros for group in groups),
         page=groups[0].layout.page,
-        align=align,
-        narrowest=(min(k for k, _ in widths), min(v for _, v in widths)),
-        paired=max(bits) < 16 and all(len(g.layout.segments) == 2 for g in groups),
+        align=gcd(16, *chain(*strides)),
+        narrowest=(min(keys), min(values)),
+        paired=max(key_bits, value_bits) < 16 and all(len(g.layout.segments) == 2 for g in groups),
     )

@@ -55,12 +55,12 @@ def plan_layers(
     tuning = tuning or tuning_for(groups, queries)
     num_slices = num_slices or tuning.slices * multiprocessors(device)
     cut = tuning.block, OVERHEAD, num_slices, SMALLEST
-    slices, counted = plan_slices(lengths, slots, cost, *cut, launch_options(device))
+    slices, counted = plan_slices(lengths, slots, cost, *cut)
     number = num_slices + counted.shape[1]
     part = torch.empty(number, padded_queries(queries), width, device=device)
     part_ml = torch.empty(number, 2, part.shape[1], device=device)
-    each = zip(slices.starts, slices.firsts, slices.counts, counted, strict=True)
-    return [DecodePlan(Slices(*one), own, tuning, part, part_ml) for *one, own in each]
+    room = tuning, part, part_ml
+    return [DecodePlan(slices.layer(i), own, *room) for i, own in enumerate(counted)]
 
 
 @lru_cache
@@ -69,14 +69,9 @@ def _costs(
 ) -> tuple[DecodeGroups, Tensor, int]:
     """The first layer's groups, int32 [L, G] cost of a tile of all, and the widest value."""
     each = [decode_groups(groups, queries, device) for groups in layers]
-    cost = torch.stack([_tile_cost(groups) for groups in each])
+    # In bits of a row, of which some are for what does not depend on its width.
+    cost = torch.stack([x.table[:, 0] * x.bits[0] + x.table[:, 1] * x.bits[1] + 256 for x in each])
     return each[0], cost, padded_width(max(groups.widths[1] for groups in each))
-
-
-def _tile_cost(groups: DecodeGroups) -> Tensor:
-    """[G], in bits of a row, of which some are for what does not depend on its width."""
-    keys, values = groups.bits
-    return groups.table[:, 0] * keys + groups.table[:, 1] * values + 256
 
 
 def combine_options(parts: int, items: int, width: int) -> dict[str, int]:
@@ -103,14 +98,9 @@ def decode(
     keys = max(padded_width(groups.widths[0]), 16 * (16 // min(groups.bits)))
     values = padded_width(groups.widths[1])
     widths = {
-        "G": num_groups,
-        "N": queries,
-        "GP": padded_queries(queries),
-        "DO": out.shape[-1],
-        "DV": values,
-        "ORDER": slices.order is not None,
-    }
-    widths |= launch_options(q.device)
+        "G": num_groups, "N": queries, "GP": padded_queries(queries), "DO": out.shape[-1],
+        "DV": values, "ORDER": slices.order is not None, **launch_options(q.device),
+    }  # fmt: skip
     scales = words_of(arena, torch.int32 if groups.paired else torch.float16)
     decode_kernel[(slices.starts.shape[0] - 1,)](
         q, q.stride(0), out, lse, plan.part, plan.part_ml,

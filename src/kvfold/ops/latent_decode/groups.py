@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from math import gcd
 
 import torch
 from torch import Tensor
 
 from kvfold.ops.common import support
+from kvfold.ops.common.pages import owner_of
 from kvfold.ops.common.plan import padded_width
-from kvfold.spec import LayerSpec
+from kvfold.spec import SIDES, LayerSpec, Side
 from kvfold.spec.layout import Group, Segment
 
 Layer = tuple[LayerSpec, tuple[Group, ...]]
@@ -58,7 +60,7 @@ def unread(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
         return "groups of unequal or scattered heads: the kernels read as many in a row of each"
     if not _alike([latent.heads for latent in layer.value_latents]):
         return "value latents of unequal or scattered heads: the kernels read as many of each"
-    found = {side: _segments(layer, groups, side) for side in ("k", "v")}
+    found = {side: _segments(layer, groups, side) for side in SIDES}
     if any(x is None for each in found.values() for x in each):
         return "latents of several scales or widths of bits: the kernels read one a latent"
     if (widest := max(latent.rank for latent in layer.latents)) > WIDEST:
@@ -68,14 +70,11 @@ def unread(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
 
 def _alike(served: Sequence[tuple[int, ...]]) -> bool:
     """Whether all serve equally many consecutive heads."""
-    return len({len(heads) for heads in served}) == 1 and all(map(_consecutive, served))
+    consecutive = all(b == a + 1 for heads in served for a, b in pairwise(heads))
+    return consecutive and len({len(heads) for heads in served}) == 1
 
 
-def _consecutive(heads: tuple[int, ...]) -> bool:
-    return all(b == a + 1 for a, b in pairwise(heads))
-
-
-def _segments(layer: LayerSpec, groups: Sequence[Group], side: str) -> list[Segment | None]:
+def _segments(layer: LayerSpec, groups: Sequence[Group], side: Side) -> list[Segment | None]:
     """The segment of every latent of a side; None where it is not exactly one."""
     whole = {(x.start, x.width): x for group in groups for x in group.layout.segments}
     latents = layer.key_latents if side == "k" else layer.value_latents
@@ -87,8 +86,8 @@ def latent_groups(
     layer: LayerSpec, groups: tuple[Group, ...], queries: int, device: torch.device
 ) -> LatentGroups:
     """queries: query heads of a KV head."""
-    key_segments, value_segments = (_segments(layer, groups, side) for side in ("k", "v"))
-    owner = {head: g for g, group in enumerate(groups) for head in group.heads}
+    key_segments, value_segments = (_segments(layer, groups, side) for side in SIDES)
+    owner = owner_of(groups)
     keys = {
         head: (
             *_where(groups[owner[head]], segment),
@@ -115,7 +114,7 @@ def latent_groups(
         zeros=any(group.layout.zeros for group in groups),
         tracked=layout.tracked,
         page=layout.page,
-        align=next(n for n in (16, 8, 4, 2, 1) if all(stride % n == 0 for stride in strides)),
+        align=gcd(16, *strides),
         heads=(
             len(groups[0].heads),
             len(layer.value_latents[0].heads),
@@ -136,5 +135,5 @@ def _where(group: Group, segment: Segment | None) -> tuple[int, ...]:
     coded = [x.quantized for x in layout.segments]
     scale = layout.blocks.scales.offset // 2 + sum(coded[:index])
     words = segment.width * segment.bits // 16
-    start = layout.block_offsets[index] // 2
+    start = layout.blocks.codes[index].offset // 2
     return words, segment.width, start, scale, layout.scales_per_row, sum(coded)

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from kvfold.ops.common.attention import attend_rows, rotate
-from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.common.pages import LayerPages, owner_of
 from kvfold.ops.latent_decode.groups import Layer
 from kvfold.ops.latent_decode.maps import KeyMaps
 from kvfold.ops.store.reference import gather
 from kvfold.spec import Latent, LayerSpec
-from kvfold.spec.layout import Group
 
 
 def plan_layers(q: Tensor, layers: Sequence[Layer], lengths: Tensor, rows: int) -> list[None]:
@@ -26,7 +25,7 @@ def latent_decode(
     """As `ops.latent_decode.latent_decode`. dtype: of the sums, q's if None."""
     layer, of = maps.layer, dtype or q.dtype
     stored = gather(pages, slots, pages.lengths[slots], q.dtype)
-    owner = torch.tensor([g for _, g in sorted(_owners(pages.groups))], device=q.device)
+    owner = torch.tensor(owner_of(pages.groups), device=q.device)
     rows, up, mean = stored.rows.to(of), maps.up.to(of), maps.mean.to(of)
     z = _per_head(rows, layer, layer.key_latents, up.shape[-1])
     k = torch.einsum("bhtr,hdr->bhtd", z, up) + mean[:, None]
@@ -34,11 +33,6 @@ def latent_decode(
     v = _per_head(rows, layer, layer.value_latents, max(x.rank for x in layer.value_latents))
     out, lse = attend_rows(q.to(of), rotate(k, cos, sin), v, stored.valid[:, owner], scale)
     return out.to(q.dtype), lse
-
-
-def _owners(groups: Sequence[Group]) -> list[tuple[int, int]]:
-    """(KV head, its group)."""
-    return [(head, g) for g, group in enumerate(groups) for head in group.heads]
 
 
 def _per_head(rows: Tensor, layer: LayerSpec, latents: Sequence[Latent], width: int) -> Tensor:

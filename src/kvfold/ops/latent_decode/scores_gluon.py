@@ -44,7 +44,7 @@ _ROTATE = gl.constexpr(
 
 @gluon.jit
 def _after_launch(PDL: gl.constexpr):
-    """As `direct_triton.after_launch`."""
+    """As `decode.kernels.after_launch`."""
     if PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [],
@@ -252,7 +252,7 @@ def score_kernel(
     A^T, of every head both halves of the pairs that are rebuilt; folded [stretches, HG / SHARE, C,
     W, SHARE * GP]; means fp32 [Hk, 6, PAIRS]: `Packed.sums`; keys, scales: the arena as 16-bit
     words and as fp16; WIDTH: words of a row, 0: they differ; VECTOR: words that divide all rows;
-    the rest as in `rebuild_scores_triton.score_kernel`.
+    the rest as in `scores_triton.score_kernel`.
     """
     C: gl.constexpr = 16 // BITS
     W: gl.constexpr = W0 + W1

@@ -209,10 +209,10 @@ def score_kernel(
 ):  # fmt: skip
     """Weights of every tile of a slice; items are (sequence, KV head).
 
-    q [B, Hq, D]; up [Hk, C, 2, W, PAIRS] and sums fp32 [Hk, 6, PAIRS]: see `rebuild_plan.Packed`;
+    q [B, Hq, D]; up [Hk, C, 2, W, PAIRS] and sums fp32 [Hk, 6, PAIRS]: see `maps.Packed`;
     folded, extra: see `fold_kernel`; rope int32 [M, PAIRS], turns the same as fp16s. weights
     [spans, HG * N, SPAN], tops fp32 [spans, HG * N] in log2, spans of (b, g) from bases int32
-    [B * G] on. keys: the arena as 16-bit words, arena: as int32. heads: see `RebuildGroups`. HALF:
+    [B * G] on. keys: the arena as 16-bit words, arena: as int32. heads: see `LatentGroups`. HALF:
     half of the rotated dims.
     """
     C: tl.constexpr = 16 // BITS

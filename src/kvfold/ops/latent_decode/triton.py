@@ -64,8 +64,7 @@ def _cut(lengths: Tensor, tuning: Tuning, num_layers: int) -> Slices:
     device = lengths.device
     cost = torch.ones(num_layers, lengths.shape[1] // num_layers, dtype=torch.int32, device=device)
     number = tuning.slices * multiprocessors(device)
-    options = launch_options(device)
-    return plan_slices(lengths, None, cost, tuning.block, 1, number, 1, options)[0]
+    return plan_slices(lengths, None, cost, tuning.block, 1, number, 1)[0]
 
 
 def latent_decode(
@@ -85,9 +84,8 @@ def latent_decode(
         maps.packed[key] = pack_maps(maps, groups, queries, q.dtype, share)
     packed = maps.packed[key]
     assert maps.rope.shape[1] == packed.up.shape[-1], "the table is of another head dim"
-    step = _Step(q, pages, slots, queries, groups, plan)
-    folded = step.fold(packed, maps.rotary, maps.rope)
-    step.score(packed, maps.rotary, maps.rope, folded, scale)
+    step = _Step(q, pages, slots, maps, packed, queries, groups, plan)
+    step.score(*step.fold(), scale)
     return step.attend_values()
 
 
@@ -98,6 +96,8 @@ class _Step:
     q: Tensor
     pages: LayerPages
     slots: Tensor
+    maps: KeyMaps
+    packed: Packed
     queries: int
     groups: LatentGroups
     plan: LatentPlan
@@ -116,57 +116,49 @@ class _Step:
             "ALIGN": groups.align, "SPAN": SPAN, **launch_options(self.q.device),
         }  # fmt: skip
 
-    def _heads(self, packed: Packed, rotary: int) -> dict[str, int]:
-        drift = packed.drift
+    @property
+    def _heads(self) -> dict[str, int]:
+        drift = self.packed.drift
         return {
             "HG": self.groups.heads[0], "N": self.queries, "NP": power_of_two(self.queries),
-            "K": len(drift.powers), "D": self.q.shape[-1], "HALF": rotary // 2, "F": drift.fast,
-            "PAIRS": packed.up.shape[-1], "BITS": self.groups.bits[0], "REACH": drift.reach,
+            "K": len(drift.powers), "D": self.q.shape[-1], "HALF": self.maps.rotary // 2,
+            "F": drift.fast, "PAIRS": self.packed.up.shape[-1], "BITS": self.groups.bits[0],
+            "REACH": drift.reach,
         }  # fmt: skip
 
-    def fold(self, packed: Packed, rotary: int, rope: Tensor) -> tuple[Tensor, Tensor]:
+    def fold(self) -> tuple[Tensor, Tensor]:
         """The queries in latents' space, where pairs turn slowly."""
-        groups, drift, (batch, _, _) = self.groups, packed.drift, self.q.shape
-        runs = batch * len(self.pages.groups)
+        groups, packed, device = self.groups, self.packed, self.q.device
+        drift, group_heads = packed.drift, groups.heads[0]
+        runs = len(self.q) * len(self.pages.groups)
         stretches = self.plan.room.rows // drift.reach + 2 * runs if drift.powers.numel() else 1
         codes, words = packed.up.shape[1], packed.up.shape[3]
         columns = len(drift.powers) * power_of_two(self.queries)
-        device, group_heads = self.q.device, groups.heads[0]
-        sizes = (
-            (stretches, group_heads, codes, words, columns),
-            (stretches, group_heads, 3, columns),
-        )
-        folded = torch.empty(sizes[0], dtype=packed.up.dtype, device=device)
-        extra = torch.empty(sizes[1], dtype=torch.float32, device=device)
+        folded = packed.up.new_empty(stretches, group_heads, codes, words, columns)
+        extra = folded.new_empty(stretches, group_heads, 3, columns, dtype=torch.float32)
         if drift.powers.numel():
             items = runs * group_heads
             longest = -(-self.pages.tables.shape[2] * groups.page // drift.reach)
             fold_kernel[(max(1, min(longest, FOLDING // items)), items)](
-                self.q, self.q.stride(0), packed.up, packed.sums, rope, drift.powers, folded, extra,
-                *self._where[3:], self.plan.bases, G=len(self.pages.groups), SPAN=SPAN, WORDS=words,
-                WP=padded_width(words), SHARE=packed.share, ZEROS=groups.zeros,
-                num_warps=1 if words <= 64 else 4, **self._heads(packed, rotary),
+                self.q, self.q.stride(0), packed.up, packed.sums, self.maps.rope, drift.powers,
+                folded, extra, *self._where[3:], self.plan.bases, G=len(self.pages.groups),
+                SPAN=SPAN, WORDS=words, WP=padded_width(words), SHARE=packed.share,
+                ZEROS=groups.zeros, num_warps=1 if words <= 64 else 4, **self._heads,
                 **launch_options(device),
             )  # fmt: skip
         return folded, extra
 
-    def score(
-        self,
-        packed: Packed,
-        rotary: int,
-        rope: Tensor,
-        folded: tuple[Tensor, Tensor],
-        scale: float,
-    ) -> None:
+    def score(self, folded: Tensor, extra: Tensor, scale: float) -> None:
         """The first pass."""
         groups, plan, tuning = self.groups, self.plan, self.plan.passes.scores
-        bits, (first, second), heads = groups.bits[0], groups.pieces, self._heads(packed, rotary)
-        arena = self.pages.arena
+        packed, rope, arena = self.packed, self.maps.rope, self.pages.arena
+        bits, (first, second) = groups.bits[0], groups.pieces
         assert rope.shape[0] >= tuning.block, "the table is shorter than a tile"
         grid = (plan.scores.starts.shape[0] - 1,)
         inputs = (
-            packed.sums, rope, rope.view(torch.float16), *folded, plan.room.weights,
-            plan.room.tops, words_of(arena, self.q.dtype if bits == 16 else torch.uint16),
+            packed.sums, rope, rope.view(torch.float16), folded, extra,
+            plan.room.weights, plan.room.tops,
+            words_of(arena, self.q.dtype if bits == 16 else torch.uint16),
         )  # fmt: skip
         place = *self._where, groups.keys, plan.bases, plan.scores.starts, scale * LOG2_E
         cut = {"W0": first, "W1": second, "num_warps": tuning.warps, "maxnreg": tuning.registers}
@@ -179,7 +171,7 @@ class _Step:
                 words_of(arena, torch.float16), *place, G=len(self.pages.groups),
                 HEADS=plan.passes.heads, LATENTS=plan.passes.heads // packed.share,
                 WIDTH=groups.widths[0] * bits // 16 if alike else 0, VECTOR=min(8, groups.align),
-                ZEROS=groups.zeros, PAGE=groups.page, SPAN=SPAN, **cut, **heads,
+                ZEROS=groups.zeros, PAGE=groups.page, SPAN=SPAN, **cut, **self._heads,
                 **launch_options(self.q.device),
             )  # fmt: skip
             return
@@ -187,7 +179,7 @@ class _Step:
             self.q, self.q.stride(0), packed.up, *inputs, words_of(arena, torch.int32),
             *place, TRACKED=groups.tracked,
             EXACT=groups.narrowest[0] * bits == 16 * (first + second), BLOCK=tuning.block,
-            STAGES=tuning.stages, **cut, **heads, **self._same,
+            STAGES=tuning.stages, **cut, **self._heads, **self._same,
         )  # fmt: skip
 
     def attend_values(self) -> tuple[Tensor, Tensor]:
@@ -198,11 +190,8 @@ class _Step:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         heads = groups.heads[1] * self.queries
         widths = {
-            "N": heads,
-            "GP": padded_queries(heads),
-            "DO": out.shape[-1],
-            "DV": room.part.shape[-1],
-        }
+            "N": heads, "GP": padded_queries(heads), "DO": out.shape[-1], "DV": room.part.shape[-1],
+        }  # fmt: skip
         value_kernel[(slices.starts.shape[0] - 1,)](
             out, lse, room.part, room.part_ml, room.weights, room.tops,
             words_of(self.pages.arena, q.dtype if bits == 16 else torch.uint16),

@@ -22,16 +22,9 @@ def why_not(groups: Sequence[Group], device_type: str) -> str | None:
 
 
 def observe(
-    q: Tensor,
-    lse: Tensor,
-    positions: Tensor,
-    pages: LayerPages,
-    slots: Tensor,
-    scale: float,
-    *,
-    power: int,
-    exclude: int = 0,
-) -> None:
+    q: Tensor, lse: Tensor, positions: Tensor, pages: LayerPages, slots: Tensor, scale: float,
+    *, power: int, exclude: int = 0,
+) -> None:  # fmt: skip
     """Add sum p^power of these queries to the metrics of the rows they see, p = exp2(s - lse).
 
     q [B, Hq, W, widest key rank] in score space, zeros beyond a head's own rank; lse fp32

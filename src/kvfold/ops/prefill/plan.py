@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.ops.common.launch import upload
 from kvfold.ops.common.plan import padded_width
 
 WIDEST = 256  # value columns of a unit
@@ -98,7 +100,7 @@ def classes_of(
     return tuple(
         Class(
             widths,
-            _upload(found[widths], device),
+            upload(np.array(found[widths]), device),
             all((u[3], u[5]) == (sum(widths[:2]), widths[2]) for u in found[widths]),
             gcd(8, *(n for u in found[widths] for n in u[2:6])),
         )
@@ -123,17 +125,9 @@ def parts(rank: int) -> tuple[int, int]:
     return (half, rest) if half >= 16 and half + rest < whole else (whole, 0)
 
 
-def _upload(rows: list[list[int]], device: torch.device) -> Tensor:
-    """int64, without waiting for the device."""
-    host = torch.tensor(rows)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
 def latest_positions(positions: Tensor, counts: Tensor, rows: int) -> Tensor:
     """Of every tile of `rows` rows, NEVER where one does not exist: positions int32 [B, G, S],
     counts int [B, G] -> int32 [B, G, tiles]."""
     there = torch.arange(positions.shape[-1], device=positions.device) < counts[..., None]
-    known = positions.masked_fill(~there, NEVER)
-    return (
-        F.pad(known, (0, -known.shape[-1] % rows), value=NEVER).unflatten(-1, (-1, rows)).amax(-1)
-    )
+    known = F.pad(positions.masked_fill(~there, NEVER), (0, -there.shape[-1] % rows), value=NEVER)
+    return known.unflatten(-1, (-1, rows)).amax(-1)

@@ -1,6 +1,6 @@
 """Attention of many new tokens over rows laid out in one tensor: Triton kernel and its launches.
 
-Shapes as in `prefill`, units and classes as in `prefill_plan`; N = Hq / Hk query heads of a KV
+Shapes as in `prefill`, units and classes as in `prefill.plan`; N = Hq / Hk query heads of a KV
 head; BM (query, head) pairs of a tile: pair m is query m // N of head m % N; BN rows of a tile.
 """
 # mypy: allow-untyped-defs
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.common.attention import LOG2_E
+from kvfold.ops.common.launch import multiprocessors
 from kvfold.ops.prefill.plan import (
     Cut,
     Widths,
@@ -244,6 +245,5 @@ def prefill(
 
 def _idle(items: int, pairs: int, device: torch.device) -> bool:
     """Whether tiles of 128 of the `pairs` of so many items are fewer than multiprocessors."""
-    cuda = device.type == "cuda"
-    number = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 132
+    number = multiprocessors(device) if device.type == "cuda" else 132
     return items * triton.cdiv(pairs, 128) < number

@@ -1,8 +1,8 @@
 """Rows in and out of pages: the public functions, and who serves them.
 
-Shapes: S slots (sequences at once), G groups, R numbers of a row; N new tokens, B sequences, T rows
-read, M rows moved. Arguments and results are those of `reference`, whose docstrings say more.
-`lengths` are those of a call's sequences, since a call may read fewer rows than there are.
+Shapes: S slots (sequences at once), G groups, R numbers of a row, P rows a page; N new tokens, B
+sequences, T rows read, M rows moved. Offsets in `tables` are int32 counts of 64 bytes. `lengths`
+are those of a call's sequences, since a call may read fewer rows than there are.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,7 @@ from kvfold.ops.store.reference import StoredRows
 from kvfold.ops.store.residual import Fill
 from kvfold.spec.layout import CacheLayout
 
-__all__ = [
-    "Fill",
-    "StoredRows",
-    "add_metrics",
-    "append",
-    "gather",
-    "move",
-    "read_metrics",
-    "read_tracked",
-    "spans",
-]
-
+__all__ = ["Fill", "StoredRows", "add_metrics", "append", "gather", "move", "read_tracked", "spans"]
 
 # Each has the functions below and `why_not(groups)`.
 STORE = Operation(__name__, ("triton", "reference"))
@@ -50,8 +39,12 @@ def append(
     positions: Tensor | None = None,
     fill: Fill | None = None,
 ) -> None:
-    """Write row i of rows [N, R] as row index[i, g] of every group of sequence slots[i], metric 0.
-    positions [N]: where rows are tracked; fill: where sequences have tails."""
+    """Write token i's row of group g as row index[i, g] of sequence slots[i], metric 0.
+
+    rows float [N, R], whose dtype unquantised numbers keep; slots int64 [N]; index int64 [N, G];
+    positions int32 [N], needed where tracked; fill: of these slots and rows, where sequences have
+    tails. What a token stores does not depend on the tokens beside it.
+    """
     if fill is not None:
         residual.append(pages, rows, slots, index[:, 0], fill)
     else:
@@ -61,34 +54,38 @@ def append(
 def gather(
     pages: LayerPages, slots: Tensor, lengths: Tensor, dtype: torch.dtype, size: int
 ) -> StoredRows:
-    """The first lengths[b, g] (at most `size`) rows of the sequences slots [B], in `dtype`."""
+    """Read the first lengths[b, g] rows of every group of the sequences `slots`.
+
+    slots int64 [B]; lengths int [B, G]; dtype: of the result, and that of the unquantised numbers
+    at `append`; size: T, at least the longest length. Unquantised numbers come back bit for bit,
+    others as their format decodes them. Never waits for the device.
+    """
     if pages.groups[0].layout.residual:
         return residual.gather(pages, slots, lengths, dtype, size)
-    found: StoredRows = _of(pages).gather(pages, slots, lengths, dtype, size)
-    return found
+    return _of(pages).gather(pages, slots, lengths, dtype, size)
 
 
 def add_metrics(pages: LayerPages, slots: Tensor, values: Tensor, valid: Tensor) -> None:
-    """Add values [B, G, T] to the metrics of valid rows of the sequences slots [B], distinct."""
+    """Add values [B, G, T] to the metrics of the valid (bool [B, G, T]) rows of `slots` [B].
+
+    `slots` are distinct. Rows that are not valid are left alone, whatever their value.
+    """
     _of(pages).add_metrics(pages, slots, values, valid)
-
-
-def read_metrics(pages: LayerPages, slots: Tensor, valid: Tensor) -> Tensor:
-    """Metrics [B, G, T] of valid rows of the sequences slots [B], 0 elsewhere."""
-    found: Tensor = _of(pages).read_metrics(pages, slots, valid)
-    return found
 
 
 def read_tracked(
     pages: LayerPages, slots: Tensor, lengths: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Metrics, positions and validity [B, G, T] of the sequences' first lengths[b, g] rows."""
-    found: tuple[Tensor, Tensor, Tensor] = _of(pages).read_tracked(pages, slots, lengths, size)
-    return found
+    """(metrics fp32, positions int32, valid bool), each [B, G, T], of tracked rows.
+
+    slots int64 [B]; lengths int [B, G]; size: T. 0 beyond a group's length.
+    """
+    return _of(pages).read_tracked(pages, slots, lengths, size)
 
 
 def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy row source[i] of (slots[i], group[i]) to row target[i] of the same, all int64 [M]."""
+    """Copy row source[i] of (slots[i], group[i]) to row target[i] of the same: codes, scales,
+    position and metric. All int64 [M]; no row is the target of two, or both source and target."""
     _of(pages).move(pages, slots, group, source, target)
 
 

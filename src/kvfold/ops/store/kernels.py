@@ -1,4 +1,4 @@
-"""The kernels of `store_triton`: tiles of rows between a layer's row and its pages.
+"""The kernels of `store.triton`: tiles of rows between a layer's row and its pages.
 
 Names in capitals are known when a kernel is compiled: FORMS, (bits, bits of the low and of the high
 plane, Gaussian step, bytes that divide offsets, numbers that divide columns) of every bit width of
@@ -30,28 +30,11 @@ def _piece(pieces, number):
 # A token count of 1 or a multiple of 16 must not compile to another order of sums.
 @triton.jit(do_not_specialize=["num_tokens"])
 def append_rows(
-    arena,
-    tables,
-    pieces,
-    rows,
-    slots,
-    index,
-    positions,
-    num_tokens,
-    slot_step,
-    group_step,
-    page_step,
-    row_step,
-    token_step,
-    number_step,
-    FORMS: tl.constexpr,
-    PAGE: tl.constexpr,
-    SCALE: tl.constexpr,
-    ZEROS: tl.constexpr,
-    TRACKED: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    arena, tables, pieces, rows, slots, index, positions, num_tokens,
+    slot_step, group_step, page_step, row_step, token_step, number_step,
+    FORMS: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, ZEROS: tl.constexpr,
+    TRACKED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Program (i, d): piece d of ROWS tokens."""
     piece = _piece(pieces, tl.program_id(1))
     group, start, width, bits, low, high, row, scale_at, zero_at, scales, where, metrics, _ = piece
@@ -96,31 +79,12 @@ def append_rows(
 
 @triton.jit
 def gather_rows(
-    arena,
-    tables,
-    pieces,
-    slots,
-    lengths,
-    rows,
-    valid,
-    positions,
-    size,
-    row_width,
-    num_groups,
-    num_pieces,
-    slot_step,
-    group_step,
-    page_step,
-    sequence_step,
-    number_step,
-    FORMS: tl.constexpr,
-    PAGE: tl.constexpr,
-    SCALE: tl.constexpr,
-    ZEROS: tl.constexpr,
-    TRACKED: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    arena, tables, pieces, slots, lengths, rows, valid, positions,
+    size, row_width, num_groups, num_pieces,
+    slot_step, group_step, page_step, sequence_step, number_step,
+    FORMS: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, ZEROS: tl.constexpr,
+    TRACKED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Program (i, b): one piece of one page of sequence b. Pieces of a page run side by side, so
     that their parts of a row meet in the L2 cache."""
     piece = _piece(pieces, tl.program_id(0) % num_pieces)
@@ -171,23 +135,10 @@ def gather_rows(
 
 @triton.jit(do_not_specialize=["num_moves"])
 def move_rows(
-    words,
-    tables,
-    blocks,
-    slots,
-    groups,
-    sources,
-    targets,
-    num_moves,
-    num_blocks,
-    slot_step,
-    group_step,
-    page_step,
-    PAGE: tl.constexpr,
-    WORD: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    words, tables, blocks, slots, groups, sources, targets, num_moves, num_blocks,
+    slot_step, group_step, page_step,
+    PAGE: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Program (i, k): block k of ROWS moved rows, in words of WORD bytes."""
     k = tl.program_id(1)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -209,20 +160,9 @@ def move_rows(
 
 @triton.jit
 def track_rows(
-    words,
-    tables,
-    offsets,
-    slots,
-    valid,
-    values,
-    size,
-    slot_step,
-    group_step,
-    page_step,
-    PAGE: tl.constexpr,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    words, tables, offsets, slots, valid, values, size, slot_step, group_step, page_step,
+    PAGE: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Program (i, g, b): ROWS positions or metrics of group g, 4-byte words; added to, or read."""
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

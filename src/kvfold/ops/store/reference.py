@@ -1,9 +1,7 @@
 """Rows of one layer into and out of its pages. Reference implementation, plain PyTorch.
 
-Shapes: S slots (sequences at once), G groups of the layer, R numbers of a row, P rows a page,
-n pages of the longest group; N new tokens, B sequences, T rows read, M rows moved; g groups of a
-kind, W words of its rows (see `pages`). Offsets in `tables` are int32 counts of 64 bytes; addresses
-are int64.
+Shapes as in `store`; g groups of a kind, W words of its rows (see `common.pages`), n pages of the
+longest group. Addresses are int64.
 """
 
 from dataclasses import dataclass
@@ -32,12 +30,8 @@ class StoredRows:
 def append(
     pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, positions: Tensor | None = None
 ) -> None:
-    """Write token i's row of group g as row index[i, g] of sequence slots[i], metric 0.
-
-    rows float [N, R], whose dtype unquantised numbers keep; slots int64 [N]; index int64 [N, G];
-    positions int32 [N], needed where tracked. Formats per channel take whole pages: P rows in
-    order, after one another (see `residual`).
-    """
+    """As `ops.store.append`. Formats per channel take whole pages: P rows in order, after one
+    another (see `residual`)."""
     arena, tables, _, groups = pages
     plan = plan_pages(groups, arena.device)
     assert rows.shape[1] == plan.width, f"rows of {rows.shape[1]} numbers, not {plan.width}"
@@ -56,13 +50,8 @@ def append(
 def gather(
     pages: LayerPages, slots: Tensor, lengths: Tensor, dtype: torch.dtype, size: int | None = None
 ) -> StoredRows:
-    """Read the first lengths[b, g] rows of every group of the sequences `slots`.
-
-    slots int64 [B]; lengths int [B, G], of these sequences; dtype: of the result, and that of the
-    unquantised numbers at `append`; size: T, at least the longest length. Without it the longest is
-    asked for, which waits for the device. Unquantised numbers come back bit for bit, others as
-    their format decodes them.
-    """
+    """As `ops.store.gather`. Without a size the longest length is asked for, which waits for the
+    device."""
     arena, tables, _, groups = pages
     plan = plan_pages(groups, arena.device)
     assert plan.itemsize in (None, dtype.itemsize), f"rows are not stored as {dtype}"
@@ -86,10 +75,7 @@ def gather(
 
 
 def add_metrics(pages: LayerPages, slots: Tensor, values: Tensor, valid: Tensor) -> None:
-    """Add values fp32 [B, G, T] to the metrics of the valid (bool [B, G, T]) rows of `slots` [B].
-
-    `slots` are distinct. Rows that are not valid are left alone, whatever their value.
-    """
+    """As `ops.store.add_metrics`, of values fp32."""
     words = words_of(pages.arena, torch.int32)
     for kind in plan_pages(pages.groups, pages.arena.device).kinds:
         keep = valid[:, kind.numbers]
@@ -109,22 +95,14 @@ def read_metrics(pages: LayerPages, slots: Tensor, valid: Tensor) -> Tensor:
 def read_tracked(
     pages: LayerPages, slots: Tensor, lengths: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(metrics fp32, positions int32, valid bool), each [B, G, T], of tracked rows.
-
-    slots int64 [B]; lengths int [B, G], of these sequences; size: T. 0 beyond a group's length.
-    """
+    """As `ops.store.read_tracked`."""
     valid = torch.arange(size, device=pages.arena.device) < lengths[..., None]
     positions = _read_track(pages, "positions", slots, valid)
     return read_metrics(pages, slots, valid), positions, valid
 
 
 def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy row source[i] of (slots[i], group[i]) to row target[i] of the same: codes, scales,
-    position and metric.
-
-    All int64 [M]; no row is the target of two, or both source and target. Where groups differ in
-    kind this waits for the device once a kind.
-    """
+    """As `ops.store.move`. Where groups differ in kind this waits for the device once a kind."""
     arena, tables, _, groups = pages
     moves = torch.stack((slots, group, source, target))
     for kind in plan_pages(groups, arena.device).kinds:

@@ -5,8 +5,8 @@ or one empty piece where a group stores none; K blocks of a page that `move` cop
 bytes. A piece's fields are the columns of an int32 tensor [D, 13], in the order of `Piece`.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from math import gcd
 
@@ -30,18 +30,18 @@ class Piece:
     """
 
     group: int
-    start: int
-    width: int
-    bits: int
-    low: int
-    high: int
-    row: int
-    scale: int
-    zero: int
-    scales: int
-    positions: int
-    metrics: int
-    first: int
+    start: int = 0
+    width: int = 0
+    bits: int = 16
+    low: int = 0
+    high: int = 0
+    row: int = 0
+    scale: int = NONE
+    zero: int = NONE
+    scales: int = 0
+    positions: int = NONE
+    metrics: int = NONE
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,28 +121,26 @@ def plan_blocks(groups: tuple[Group, ...], device: torch.device) -> Blocks:
     )
 
 
-def _pieces(group: int, layout: PageLayout, limit: int) -> Iterator[Piece]:
-    blocks, per_row = layout.blocks, layout.scales_per_row * layout.scale
-    first = True
+def _pieces(group: int, layout: PageLayout, limit: int) -> list[Piece]:
+    blocks, found = layout.blocks, []
     for segment, codes, places in zip(layout.segments, blocks.codes, layout.places, strict=True):
         where = [blocks.scales.offset + place * layout.scale for place in places]
         scale, zero, *_ = *where, NONE, NONE
         for begin in range(0, segment.width, limit):
-            yield Piece(
+            piece = Piece(
                 group=group,
                 start=segment.start + begin,
                 width=min(limit, segment.width - begin),
                 bits=segment.bits,
                 scale=scale,
                 zero=zero,
-                scales=per_row,
+                scales=layout.scales_per_row * layout.scale,
                 **_planes(layout, segment, codes.offset, begin),
-                **_track(layout, first),
             )
-            first = False
-    if first:
-        nowhere = dict.fromkeys(("start", "width", "low", "high", "row", "scales"), 0)
-        yield Piece(group=group, bits=16, scale=NONE, zero=NONE, **nowhere, **_track(layout, first))
+            found.append(piece)
+    first, *others = found or [Piece(group=group)]
+    track = {"positions": blocks.positions.offset, "metrics": blocks.metrics.offset}
+    return [replace(first, first=1, **(track if layout.tracked else {})), *others]
 
 
 def _planes(layout: PageLayout, segment: Segment, low: int, begin: int) -> dict[str, int]:
@@ -153,15 +151,6 @@ def _planes(layout: PageLayout, segment: Segment, low: int, begin: int) -> dict[
         "low": low + begin * first // 8,
         "high": high + begin * more[0] // 8 if more else NONE,
         "row": segment.row_bytes,
-    }
-
-
-def _track(layout: PageLayout, first: bool) -> dict[str, int]:
-    here = first and layout.tracked
-    return {
-        "positions": layout.blocks.positions.offset if here else NONE,
-        "metrics": layout.blocks.metrics.offset if here else NONE,
-        "first": int(first),
     }
 
 

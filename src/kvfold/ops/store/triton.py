@@ -1,6 +1,6 @@
 """Rows of one layer into and out of its pages. Triton kernels, one launch a call.
 
-Shapes and arguments as in `reference`, whose functions these are; D pieces of columns (see
+Shapes and arguments as in `store`, whose functions these are; D pieces of columns (see
 `segments`). A program handles a tile of rows and all numbers of one piece, padded to a power of 2.
 """
 
@@ -15,7 +15,7 @@ from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import power_of_two
 from kvfold.ops.store.kernels import append_rows, gather_rows, move_rows, track_rows
 from kvfold.ops.store.reference import StoredRows
-from kvfold.ops.store.segments import Blocks, plan_blocks, plan_pieces
+from kvfold.ops.store.segments import plan_blocks, plan_pieces
 from kvfold.spec.layout import Group, PageLayout
 
 WHOLE = 1 << 30  # no segment is cut where it is quantised: its numbers share a scale
@@ -43,11 +43,8 @@ def tile(width: int) -> tuple[int, int]:
 def append(
     pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, positions: Tensor | None = None
 ) -> None:
-    """Write token i's row of group g as row index[i, g] of sequence slots[i], metric 0.
-
-    As `reference.append`, bytes included; where two scales are equally good to within fp32's
-    rounding the choice may differ. What a token stores does not depend on the tokens beside it.
-    """
+    """As `reference.append`, bytes included; where two scales are equally good to within fp32's
+    rounding the choice may differ."""
     arena, tables, _, groups = pages
     layout, pieces = _layout(groups), plan_pieces(groups, WHOLE, arena.device)
     assert rows.shape[1] == pieces.row, f"rows of {rows.shape[1]} numbers, not {pieces.row}"
@@ -58,35 +55,18 @@ def append(
     assert rows.stride(1) == 1 or pieces.row < 2, "rows must be contiguous along their numbers"
     num_rows, warps = tile(pieces.width)
     append_rows[(triton.cdiv(len(rows), num_rows), len(pieces.table))](
-        arena,
-        tables,
-        pieces.table,
-        rows.detach(),
-        slots.contiguous(),
-        index,
-        positions.contiguous() if positions is not None and layout.tracked else None,
-        len(rows),
-        *tables.stride(),
-        rows.stride(0),
-        *index.stride(),
-        FORMS=pieces.forms,
-        PAGE=layout.page,
-        SCALE=pieces.scale,
-        ZEROS=pieces.zeros,
-        TRACKED=layout.tracked,
-        ROWS=num_rows,
-        WIDTH=pieces.width,
-        num_warps=warps,
-    )
+        arena, tables, pieces.table, rows.detach(), slots.contiguous(), index,
+        positions.contiguous() if positions is not None and layout.tracked else None, len(rows),
+        *tables.stride(), rows.stride(0), *index.stride(),
+        FORMS=pieces.forms, PAGE=layout.page, SCALE=pieces.scale, ZEROS=pieces.zeros,
+        TRACKED=layout.tracked, ROWS=num_rows, WIDTH=pieces.width, num_warps=warps,
+    )  # fmt: skip
 
 
 def gather(
     pages: LayerPages, slots: Tensor, lengths: Tensor, dtype: torch.dtype, size: int | None = None
 ) -> StoredRows:
-    """Read the first lengths[b, g] rows of every group of the sequences `slots`.
-
-    As `reference.gather`, bit for bit. With `size` nothing waits for the device.
-    """
+    """As `reference.gather`, bit for bit."""
     arena, tables, _, groups = pages
     layout, pieces = _layout(groups), plan_pieces(groups, CHUNK, arena.device)
     assert layout.itemsize == dtype.itemsize or pieces.whole, f"rows are not stored as {dtype}"
@@ -98,73 +78,43 @@ def gather(
         positions=torch.empty(shape, dtype=torch.int32, device=on),
     )
     gather_rows[(len(pieces.table) * triton.cdiv(size, layout.page), len(slots))](
-        arena,
-        tables,
-        pieces.table,
-        slots.contiguous(),
-        lengths,
-        found.rows,
-        found.valid,
-        found.positions,
-        size,
-        pieces.row,
-        len(groups),
-        len(pieces.table),
-        *tables.stride(),
-        *lengths.stride(),
-        FORMS=pieces.forms,
-        PAGE=layout.page,
-        SCALE=pieces.scale,
-        ZEROS=pieces.zeros,
-        TRACKED=layout.tracked,
-        ROWS=power_of_two(layout.page),
-        WIDTH=pieces.width,
-    )
+        arena, tables, pieces.table, slots.contiguous(), lengths,
+        found.rows, found.valid, found.positions, size, pieces.row, len(groups), len(pieces.table),
+        *tables.stride(), *lengths.stride(),
+        FORMS=pieces.forms, PAGE=layout.page, SCALE=pieces.scale, ZEROS=pieces.zeros,
+        TRACKED=layout.tracked, ROWS=power_of_two(layout.page), WIDTH=pieces.width,
+    )  # fmt: skip
     return found
 
 
 def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy row source[i] of (slots[i], group[i]) to row target[i] of the same. As `reference.move`,
-    but it never waits for the device."""
+    """As `ops.store.move`. Never waits for the device."""
     arena, tables, _, groups = pages
     blocks = plan_blocks(groups, arena.device)
     number, rows = blocks.table.shape[1], max(1, MOVED // blocks.width)
     move_rows[(triton.cdiv(len(slots), rows), number)](
-        words_of(arena, INTS[blocks.word]),
-        tables,
-        blocks.table,
-        *(x.contiguous() for x in (slots, group, source, target)),
-        len(slots),
-        number,
+        words_of(arena, INTS[blocks.word]), tables, blocks.table,
+        *(x.contiguous() for x in (slots, group, source, target)), len(slots), number,
         *tables.stride(),
-        PAGE=_layout(groups).page,
-        WORD=blocks.word,
-        ROWS=rows,
-        WIDTH=blocks.width,
-    )
+        PAGE=_layout(groups).page, WORD=blocks.word, ROWS=rows, WIDTH=blocks.width,
+    )  # fmt: skip
 
 
 def add_metrics(pages: LayerPages, slots: Tensor, values: Tensor, valid: Tensor) -> None:
-    """Add values [B, G, T] to the metrics of the valid (bool [B, G, T]) rows of `slots` [B]."""
-    metrics = _tracked(pages).tracks[1]
-    _track(pages, slots, valid, metrics, values.float().contiguous(), True)
-
-
-def read_metrics(pages: LayerPages, slots: Tensor, valid: Tensor) -> Tensor:
-    """Metrics fp32 [B, G, T] of the rows of `slots` [B]; 0 where not valid (bool [B, G, T])."""
-    found = torch.empty(valid.shape, dtype=torch.float32, device=pages.arena.device)
-    _track(pages, slots, valid, _tracked(pages).tracks[1], found, False)
-    return found
+    """As `ops.store.add_metrics`."""
+    _track(pages, slots, valid, _tracks(pages)[1], values.float().contiguous(), True)
 
 
 def read_tracked(
     pages: LayerPages, slots: Tensor, lengths: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(metrics fp32, positions int32, valid bool), each [B, G, T]. As `reference.read_tracked`."""
+    """As `ops.store.read_tracked`."""
     valid = torch.arange(size, device=pages.arena.device) < lengths[..., None]
-    positions = torch.empty(valid.shape, dtype=torch.int32, device=pages.arena.device)
-    _track(pages, slots, valid, _tracked(pages).tracks[0], positions, False)
-    return read_metrics(pages, slots, valid), positions, valid
+    found = [torch.empty_like(valid, dtype=dtype) for dtype in (torch.int32, torch.float32)]
+    for offsets, values in zip(_tracks(pages), found, strict=True):
+        _track(pages, slots, valid, offsets, values, False)
+    positions, metrics = found
+    return metrics, positions, valid
 
 
 def _track(
@@ -172,23 +122,16 @@ def _track(
 ) -> None:
     """Add values [B, G, T] to the block at `offsets` [G], or read it into them."""
     track_rows[(triton.cdiv(valid.shape[2], TRACK), *valid.shape[1::-1])](
-        words_of(pages.arena, values.dtype),
-        pages.tables,
-        offsets,
-        slots.contiguous(),
-        valid.contiguous(),
-        values,
-        valid.shape[2],
-        *pages.tables.stride(),
-        PAGE=_layout(pages.groups).page,
-        ADD=add,
-        ROWS=TRACK,
-    )
+        words_of(pages.arena, values.dtype), pages.tables, offsets,
+        slots.contiguous(), valid.contiguous(), values, valid.shape[2], *pages.tables.stride(),
+        PAGE=_layout(pages.groups).page, ADD=add, ROWS=TRACK,
+    )  # fmt: skip
 
 
-def _tracked(pages: LayerPages) -> Blocks:
+def _tracks(pages: LayerPages) -> Tensor:
+    """Offsets int32 [2, G] of positions and of metrics."""
     assert _layout(pages.groups).tracked, "untracked rows have neither positions nor metrics"
-    return plan_blocks(pages.groups, pages.arena.device)
+    return plan_blocks(pages.groups, pages.arena.device).tracks
 
 
 def _layout(groups: tuple[Group, ...]) -> PageLayout:

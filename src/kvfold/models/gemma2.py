@@ -1,0 +1,33 @@
+"""Gemma 2: scores capped and scaled by a number of their own, every other layer behind a window,
+logits capped too."""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
+
+from kvfold.models.llama import LlamaFamily, RotaryForward
+from kvfold.ops.common.attention import capped
+
+
+class FoldedGemma2(RotaryForward, Gemma2Attention):
+    pass
+
+
+class Gemma2Family(LlamaFamily):
+    model_types = ("gemma2",)
+    folded: ClassVar = {"gemma2": FoldedGemma2}
+    not_in_gguf = "how scores are scaled and capped"
+
+    @classmethod
+    def scaling(cls, config: Any, head_dim: int) -> float:
+        return float(config.query_pre_attn_scalar**-0.5)
+
+    @classmethod
+    def softcap(cls, config: Any) -> float | None:
+        bound: float | None = config.attn_logit_softcapping
+        return bound
+
+    @classmethod
+    def logits(cls, model: Any, hidden: Tensor) -> Tensor:
+        return capped(super().logits(model, hidden), model.config.final_logit_softcapping)
