@@ -92,8 +92,9 @@ class Engine(Variant):
     """The engine whole: schedule, forward, sampling, bookkeeping."""
 
     def __init__(self, bench: "Bench", recipe: str | None, settings: dict[str, Any]) -> None:
-        model = bench.folded(recipe) if recipe else shared_copy(bench.model)
-        self.llm = LLM(model, max_sequences=len(bench.prompts), max_tokens=bench.limit, **settings)
+        model = bench.folded(recipe) if recipe else bench.model
+        sizes = {"max_sequences": len(bench.prompts), "max_tokens": bench.limit}
+        self.llm = LLM(model, owned=recipe is not None, **sizes, **settings)
         sampling = SamplingParams(max_new_tokens=bench.limit, ignore_eos=True)
         ids = [self.llm.add(prompt, sampling) for prompt in bench.prompts.tolist()]
         started: set[int] = set()

@@ -146,7 +146,7 @@ class Bench(quality.Bench):
 
     def _model(self, case: Case) -> tuple[Any, dict[str, Any]]:
         if case.recipe is None:
-            return shared_copy(self.model), {}
+            return self.model, {}
         prepared, model = self.prepared[case.recipe], shared_copy(self.model)
         if case.factor is not None:
             spec = prepared.plan_factor(case.factor)

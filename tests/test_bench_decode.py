@@ -25,7 +25,7 @@ def run(tmp_path, *options):
 
 @pytest.fixture
 def free(monkeypatch):
-    monkeypatch.setattr(served, "free_bytes", lambda device: decode.SPARE + 17_000_000)
+    monkeypatch.setattr(decode, "free_bytes", lambda device: decode.SPARE + 17_000_000)
 
 
 def test_all_cases_of_every_cache(tmp_path, capsys):
@@ -98,7 +98,7 @@ def test_code_compiled_for_one_contender_is_not_the_next_ones():
 
 def test_rows_are_numbered_where_they_are_tracked():
     variant = replace(VARIANTS["int4-half"], evict=2)
-    model = served.folded_model("tiny", variant, CPU)
+    model = served.random_model("tiny", variant, CPU)
     engine = served.build_engine(model, "tiny", variant, batch=2, longest=80, evict="h2o")
     served.fill(engine, 2, 70, 5, CacheParams(keep_tokens=0.5))
     runner = served.runner_of(engine)

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from kvfold.bench import attention, baselines, timing, variants, workload
+from kvfold.bench import attention, baselines, common, timing, variants, workload
 from kvfold.bench import synthetic_cache as filling
 from kvfold.bench.ceiling import Ceiling, measure_ceiling
 from kvfold.bench.reference import TOLERANCE, attend, check, decode_one
@@ -22,21 +22,21 @@ from kvfold.ops.store.reference import gather, read_tracked
 from kvfold.spec import value_kind
 
 CPU = torch.device("cpu")
-TINY = workload.SHAPES["tiny"]
+TINY = variants.SHAPES["tiny"]
 CEILING = Ceiling(read_tb_per_s=2.0, read_by="int64 amax", copy_tb_per_s=1.5, num_bytes=1 << 20)
 
 
 def decode(q, pages, slots, scale, plan=None):
     """The reference, sequence by sequence, without log-sum-exps."""
     dv = max(sum(x.width for x in g.layout.segments if x.side == "v") for g in pages.groups)
-    found = [decode_one(q[s], *pages, s, scale, dv) for s in slots.tolist()]
+    found = [decode_one(q[s], pages, s, scale, dv) for s in slots.tolist()]
     return torch.stack(found).to(q.dtype), None
 
 
 def build(name, *, batch=3, tokens=90, num_layers=2, seed=0):
     return workload.build_workload(
         TINY,
-        workload.VARIANTS[name],
+        variants.VARIANTS[name],
         batch=batch,
         tokens=tokens,
         num_layers=num_layers,
@@ -123,7 +123,7 @@ def test_the_reading_kernel_reads_all(monkeypatch):
 # -- workload -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", workload.VARIANTS)
+@pytest.mark.parametrize("name", variants.VARIANTS)
 def test_pages_have_one_owner_and_lie_in_the_arena(name):
     work = build(name)
     owned = -(-work.lengths.long() // work.layout.page)
@@ -137,7 +137,7 @@ def test_pages_have_one_owner_and_lie_in_the_arena(name):
     assert starts[-1][1] * 64 == work.arena.numel()
 
 
-@pytest.mark.parametrize("name", workload.VARIANTS)
+@pytest.mark.parametrize("name", variants.VARIANTS)
 def test_numbers_are_sane_and_layers_differ(name):
     work = build(name)
     seen = []
@@ -158,9 +158,9 @@ def test_pages_are_shuffled():
     assert (steps < 0).any() and steps.unique().numel() > 3
 
 
-@pytest.mark.parametrize("name", workload.VARIANTS)
+@pytest.mark.parametrize("name", variants.VARIANTS)
 def test_lengths_are_as_asked(name):
-    variant = workload.VARIANTS[name]
+    variant = variants.VARIANTS[name]
     lengths = build(name, batch=8, tokens=200).lengths.double()
     assert lengths.mean() == pytest.approx(200 / variant.evict, rel=0.02)
     by_sequence, by_group = (lengths.std(i).max() > 10 for i in (0, 1))
@@ -243,8 +243,7 @@ def test_rebuilt_attention_is_right_and_counted(name):
 def test_decompressed_attention_is_that_of_the_latents():
     work = build("bf16-half-decompressed")
     for layer in (0, 1):
-        tables, lengths, groups = work.layer(layer)
-        place = work.arena, tables, lengths, groups, 0, TINY.scaling, work.dv
+        place = work.pages(layer), 0, TINY.scaling, work.dv
         check("decompressed", work.step(None)(layer)[0], decode_one(work.q[0], *place))
 
 
@@ -290,12 +289,11 @@ def test_kernels_rebuild_keys(kernels):
 
 
 def expected_in(work, number):
-    tables, lengths, groups = work.layer(number)
-    return decode_one(work.q[0], work.arena, tables, lengths, groups, 0, TINY.scaling, work.dv)
+    return decode_one(work.q[0], work.pages(number), 0, TINY.scaling, work.dv)
 
 
 def test_a_layer_takes_about_the_bytes_that_it_is_thought_to():
-    for name, variant in workload.VARIANTS.items():
+    for name, variant in variants.VARIANTS.items():
         bytes_per_layer = build(name, batch=4, tokens=640).arena.numel() / 2
         guess = workload.layer_bytes(TINY, variant, 4, 640)
         assert bytes_per_layer <= guess <= 2 * bytes_per_layer, name
@@ -435,7 +433,7 @@ def test_a_case_that_cannot_be_timed_is_named(monkeypatch):
     def fails(*_, **__):
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(attention, "time_steps", fails)
+    monkeypatch.setattr(common, "time_steps", fails)
     rows, skipped = attention.measure_case(job(), 2, 64, decode, CEILING, CPU)
     reasons = {x.name: x.reason for x in skipped}
     assert not rows and reasons["int4-half"] == "with all others: none left"

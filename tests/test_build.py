@@ -63,6 +63,12 @@ def test_an_llm_leaves_the_model(name: str, settings) -> None:
     assert torch.equal(model(ids).logits, wanted)
 
 
+def test_a_model_that_is_given_away_is_not_copied() -> None:
+    model = tiny("llama-gqa")
+    assert LLM(model, **SETTINGS).model is not model
+    assert LLM(model, owned=True, **SETTINGS).model is model
+
+
 def test_what_is_not_turned_is_shared() -> None:
     """A compressed model's maps alone are copied, and those only where bits turn them."""
     model = model_of(COMPRESSED)

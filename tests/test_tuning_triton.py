@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvfold.bench import timing
-from kvfold.bench.workload import SHAPES, Variant
+from kvfold.bench.variants import SHAPES, Variant
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.decode import tuning as tuning_table
 from kvfold.ops.decode.tuning import Shape, table

@@ -22,7 +22,8 @@ from rich.table import Table
 
 from kvfold.bench.reference import check, decode_one
 from kvfold.bench.timing import Step, time_steps
-from kvfold.bench.workload import SHAPES, Variant, Workload, build_workload
+from kvfold.bench.variants import SHAPES, Variant
+from kvfold.bench.workload import Workload, build_workload
 from kvfold.cli.common import versions
 from kvfold.files import check_writable, write_json
 from kvfold.ops.common.plan import power_of_two
@@ -93,10 +94,8 @@ def step_of(work: Workload, tuning: Tuning) -> Step:
 
 
 def verify(work: Workload, step: Step) -> None:
-    place = *work.pages(0), 0, work.layout.spec.geometry.scaling
-    out = step(0)
-    assert isinstance(out, torch.Tensor)
-    check("decode", out[0], decode_one(work.q[0], *place, work.dv))
+    scale = work.layout.spec.geometry.scaling
+    check("decode", step(0)[0], decode_one(work.q[0], work.pages(0), 0, scale, work.dv))
 
 
 def sweep(

@@ -40,12 +40,12 @@ def load_config(path: str) -> Any:
     try:
         metadata, tensors = read_gguf_metadata(path)
     except _UNREADABLE as error:
-        raise ValueError(f"{path} is not a readable GGUF file: {_words(error)}") from error
+        raise ValueError(f"{path} is not a readable GGUF file: {first_line(error)}") from error
     _check_rope(path, metadata, tensors)
     try:
         config = AutoConfig.from_pretrained(**_place(path))
     except _UNLOADABLE as error:
-        raise ValueError(f"cannot load a model from {path!r}: {_words(error)}") from error
+        raise ValueError(f"cannot load a model from {path!r}: {first_line(error)}") from error
     window = metadata.get(f"{metadata['general.architecture']}.attention.sliding_window")
     if window and getattr(config, "sliding_window", 0) is None:  # Phi-3's, which is left out
         config.sliding_window = window
@@ -71,7 +71,7 @@ def load_model(path: str, *, dtype: str | torch.dtype = "auto", **options: Any) 
                 **options,
             )
     except _UNLOADABLE as error:
-        raise ValueError(f"cannot load a model from {path!r}: {_words(error)}") from error
+        raise ValueError(f"cannot load a model from {path!r}: {first_line(error)}") from error
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
             f"{path} has no weights for {missing[0]} and {len(missing) - 1} others: the file is one"
@@ -89,7 +89,7 @@ def load_tokenizer(path: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(**_place(path))
         metadata, _ = read_gguf_metadata(path)
     except _UNLOADABLE as error:
-        raise ValueError(f"cannot load a tokenizer from {path!r}: {_words(error)}") from error
+        raise ValueError(f"cannot load a tokenizer from {path!r}: {first_line(error)}") from error
     for name, key in _SPECIAL.items():  # transformers 5.17 takes the first token for the last
         if (number := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
@@ -144,6 +144,7 @@ def _quiet() -> AbstractContextManager[Any]:
     return nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO())
 
 
-def _words(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says first, or its type."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import kvfold.artifact  # noqa: F401  (registers the checkpoint format with transformers)
 from kvfold import gguf, smollm2
+from kvfold.gguf import first_line
 from kvfold.models.families import family_of
 
 PACKAGED = ("gqa", "mha")
@@ -53,9 +54,9 @@ def load(
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     except SafetensorError as error:
-        raise ValueError(f"the weights in {name!r} are damaged: {_first_line(error)}") from error
+        raise ValueError(f"the weights in {name!r} are damaged: {first_line(error)}") from error
     except (OSError, KeyError, RuntimeError, json.JSONDecodeError) as error:
-        raise ValueError(f"cannot load a model from {name!r}: {_first_line(error)}") from error
+        raise ValueError(f"cannot load a model from {name!r}: {first_line(error)}") from error
     return model.eval().to(device or default_device())
 
 
@@ -81,9 +82,9 @@ def _directory_config(name: str, path: str) -> Any:
         return AutoConfig.from_pretrained(path)
     except (OSError, KeyError, json.JSONDecodeError) as error:
         if path == smollm2.HUB:
-            raise ValueError(f"{smollm2.advice()} ({_first_line(error)})") from error
+            raise ValueError(f"{smollm2.advice()} ({first_line(error)})") from error
         hub = "" if Path(path).exists() else "there is no such directory, and as a hub id: "
-        raise ValueError(f"cannot load a model from {name!r}: {hub}{_first_line(error)}") from error
+        raise ValueError(f"cannot load a model from {name!r}: {hub}{first_line(error)}") from error
 
 
 def load_tokenizer(name: str) -> Any:
@@ -95,8 +96,8 @@ def load_tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         if path == smollm2.HUB:
-            raise ValueError(f"{smollm2.advice()} ({_first_line(error)})") from error
-        raise ValueError(f"cannot load a tokenizer from {name!r}: {_first_line(error)}") from error
+            raise ValueError(f"{smollm2.advice()} ({first_line(error)})") from error
+        raise ValueError(f"cannot load a tokenizer from {name!r}: {first_line(error)}") from error
 
 
 def default_device() -> str:
@@ -118,7 +119,3 @@ def _check_directory(path: str) -> None:
         raise ValueError(f"{path} is not a model directory: it has no config.json")
     if not any((folder / name).exists() for name in _WEIGHTS):
         raise ValueError(f"{path} has no weights ({' or '.join(_WEIGHTS)}): the copy is incomplete")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -229,7 +229,8 @@ def _rank_figure(ranks: RankMap, part: str, members: Sequence[int]) -> dict[str,
     from numpy import array
 
     num_layers = len(ranks.ranks[0])
-    shares = array([[_share(kept, ranks.widths[i]) for kept in ranks.ranks[i]] for i in members])
+    kept = array([ranks.ranks[i] for i in members], dtype=float)  # None becomes NaN
+    shares = kept / array([[ranks.widths[i]] for i in members])
     figure, axes = _figure(max(3.6, 1.0 + 0.4 * num_layers), 0.75 + 0.34 * len(members))
     cells = axes.pcolormesh(shares, cmap=ListedColormap(_STEPS), vmin=0, vmax=1)
     cells.set(edgecolor=_PAPER, linewidth=1.2)
@@ -241,15 +242,11 @@ def _rank_figure(ranks: RankMap, part: str, members: Sequence[int]) -> dict[str,
     axes.set_xlabel("layer")
     if shares.size <= _MAX_LABELLED_CELLS:
         for y, row in enumerate(members):
-            for x, kept in enumerate(ranks.ranks[row]):
+            for x, rank in enumerate(ranks.ranks[row]):
                 color = _PAPER if shares[y, x] >= 0.5 else _INK
-                label = "" if kept is None else str(kept)
+                label = "" if rank is None else str(rank)
                 axes.text(x + 0.5, y + 0.5, label, color=color, size=9, ha="center", va="center")
     return _svg(figure, part)
-
-
-def _share(kept: int | None, width: int) -> float:
-    return math.nan if kept is None else kept / width
 
 
 def _spectrum_figure(part: str, curves: Sequence[Sequence[float]]) -> dict[str, Any]:

@@ -34,15 +34,14 @@ def local() -> Path | None:
     Raises ValueError for a damaged wheel, or where the packages that read GGUF files are missing.
     """
     folder = cache_folder() / "smollm2"
-    if (folder / "config.json").exists():
-        return folder
-    if (file := _installed()) is not None:
-        convert(str(file), folder)
-        return folder
-    if (wheel := _downloaded()) is not None:
-        _convert_wheel(wheel, folder)
-        return folder
-    return None
+    if not (folder / "config.json").exists():
+        if (file := _installed()) is not None:
+            convert(str(file), folder)
+        elif (wheel := _downloaded()) is not None:
+            _convert_wheel(wheel, folder)
+        else:
+            return None
+    return folder
 
 
 def advice() -> str:

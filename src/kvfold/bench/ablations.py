@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import Slices, longest_first
 from kvfold.ops.store import gather
 
@@ -49,11 +48,10 @@ def decompressed(work: "Workload") -> "Step":
     size = int(work.rows.max())
 
     def step(number: int) -> Tensor:
-        tables, lengths, groups = work.layer(number)
-        pages = LayerPages(work.arena, tables, lengths, groups)
-        stored = gather(pages, work.slots, lengths, dtype, size)
+        pages = work.pages(number)
+        stored = gather(pages, work.slots, pages.lengths, dtype, size)
         rows = stored.rows.unflatten(-1, (-1, work.dv))
-        k, v = rows.transpose(1, 2).split(len(groups), 1)
+        k, v = rows.transpose(1, 2).split(len(pages.groups), 1)
         k, v = k @ keys.T, v @ values.T
         out = F.scaled_dot_product_attention(q, k, v, scale=geometry.scaling, enable_gqa=grouped)
         return (out @ values)[:, :, 0]

@@ -5,16 +5,17 @@ turns. Baselines always have sequences of equal length, which is their best case
 """
 
 import gc
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
-from kvfold.bench.baselines import BASELINES, build_contiguous, full_bytes
+from kvfold.bench import common
+from kvfold.bench.baselines import BASELINES, Unavailable, build_contiguous, full_bytes
 from kvfold.bench.ceiling import Ceiling
-from kvfold.bench.common import check_names, fastest, reason
+from kvfold.bench.common import Candidate, Found, check_names, measure, reason
 from kvfold.bench.reference import attend, check
-from kvfold.bench.timing import Step, Timing, cold_bytes, record, time_steps
+from kvfold.bench.timing import cold_bytes, record
 from kvfold.bench.variants import ROPE_BASES, SHAPES, VARIANTS
 from kvfold.bench.workload import Decode, build_workload, layer_bytes
 
@@ -24,25 +25,12 @@ DEFAULT = tuple(name for name, x in VARIANTS.items() if not (x.rebuilt or x.abla
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is timed: names of a shape, of variants and of baselines, (B, T) of every case; `layers`
-    a call; rounds. Raises ValueError for names that do not exist and numbers below 1."""
-
-    shape: str
-    cases: tuple[tuple[int, int], ...]
-    variants: tuple[str, ...]
-    baselines: tuple[str, ...]
-    layers: int
-    rounds: int
+class Job(common.Job):
+    """(B, T) of every case. Raises ValueError for names that do not exist and numbers below 1."""
 
     def __post_init__(self) -> None:
-        check_names("shape", [self.shape], SHAPES)
         check_names("variants", self.variants, VARIANTS)
-        check_names("baselines", self.baselines, BASELINES)
-        _check_least("batch", *(batch for batch, _ in self.cases))
-        _check_least("tokens", *(tokens for _, tokens in self.cases))
-        _check_least("layers", self.layers)
-        _check_least("rounds", self.rounds)
+        self.check(("batch", "tokens"), BASELINES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,51 +74,36 @@ class Skipped:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Candidate:
-    kind: str
-    step: Step
-    bytes: float
-    distinct_layers: int
-    rank: int | None = None
-    flops: float | None = None
-
-
 def measure_case(
     job: Job, batch: int, tokens: int, decode: Decode, ceiling: Ceiling, device: torch.device
 ) -> tuple[list[Row], list[Skipped]]:
     """Rows of one case. `decode` is called as `ops.decode.decode`. What does not run, does
     not fit or is wrong is not timed, but named."""
-    candidates: dict[str, _Candidate] = {}
-    skipped: list[Skipped] = []
-
-    def skip(name: str, why: str) -> Skipped:
-        return Skipped(name=name, shape=job.shape, batch=batch, tokens=tokens, reason=why)
-
     budget = _budget(device) // (len(job.variants) + 1)
-    found = [
-        *_baselines(job, batch, tokens, budget, device),
-        *_variants(job, batch, tokens, budget, decode, device),
-    ]
-    for name, made in found:
-        if isinstance(made, str):
-            skipped.append(skip(name, made))
-        else:
-            candidates[name] = made
-    steps = {name: x.step for name, x in candidates.items()}
-    times: dict[str, Timing] = {}
-    try:
-        if steps:
-            times = time_steps(steps, layers=job.layers, rounds=job.rounds, device=device)
-    except Exception as error:  # of the whole case: the next one runs on
-        skipped += [skip(name, f"with all others: {reason(error)}") for name in candidates]
-        candidates = {}
-    return _rows(job, batch, tokens, candidates, times, ceiling), skipped
+    found = chain(
+        _baselines(job, batch, tokens, budget, device),
+        _variants(job, batch, tokens, budget, decode, device),
+    )
+    place = {"batch": batch, "tokens": tokens}
+    timed, skipped = measure(job, place, found, device)
+    rows = []
+    for x, row in timed:
+        rate = x.bytes / row["us"] / 1e6
+        rows.append(
+            Row(
+                **row,
+                distinct_layers=x.distinct_layers,
+                bytes=x.bytes,
+                tb_per_s=rate,
+                ceiling_fraction=rate / ceiling.read_tb_per_s,
+                rank=x.rank,
+                tflops=x.flops / row["us"] / 1e6 if x.flops else None,
+            )
+        )
+    return rows, [Skipped(name=x, shape=job.shape, **place, reason=why) for x, why in skipped]
 
 
-def _baselines(
-    job: Job, batch: int, tokens: int, budget: int, device: torch.device
-) -> Iterator[tuple[str, _Candidate | str]]:
+def _baselines(job: Job, batch: int, tokens: int, budget: int, device: torch.device) -> Found:
     """Every baseline that runs and is right, or why it does not."""
     geometry = SHAPES[job.shape]
     size = full_bytes(geometry, batch, tokens)
@@ -148,114 +121,59 @@ def _baselines(
     for name in job.baselines:
         try:
             built = BASELINES[name](at)
-            out = built.step(0)
-            assert isinstance(out, torch.Tensor), f"{name} returned {type(out)}"
             q = at.q[0].unflatten(0, (-1, at.per_kv))
             heads = zip(q, built.k, built.v, strict=True)
             expected = torch.cat([attend(*head, at.scale) for head in heads])
-            check(name, out[0].reshape(expected.shape), expected)
+            check(name, built.step(0)[0].reshape(expected.shape), expected)
             record(built.step, 1, device)  # not all that runs can be captured
+            yield (
+                name,
+                Candidate(kind="baseline", step=built.step, bytes=size, distinct_layers=num_layers),
+            )
         except Exception as error:  # whatever it is, the others run on
             yield name, reason(error)
-            continue
-        yield (
-            name,
-            _Candidate(kind="baseline", step=built.step, bytes=size, distinct_layers=num_layers),
-        )
 
 
 def _variants(
     job: Job, batch: int, tokens: int, budget: int, decode: Decode, device: torch.device
-) -> Iterator[tuple[str, _Candidate | str]]:
+) -> Found:
     """Every variant that fits, runs and is right, or why it does not."""
     geometry = SHAPES[job.shape]
     for name in job.variants:
-        size = layer_bytes(geometry, VARIANTS[name], batch, tokens)
+        variant = VARIANTS[name]
+        size = layer_bytes(geometry, variant, batch, tokens)
         num_layers = _distinct(size, job.layers, budget, device)
         if not num_layers:
             yield name, _too_large(size, budget)
             continue
         try:
-            found = _variant(job, name, batch, tokens, num_layers, decode, device)
-        except Exception as error:  # as above
-            yield name, reason(error)
-            continue
-        yield name, found
-
-
-def _variant(
-    job: Job,
-    name: str,
-    batch: int,
-    tokens: int,
-    num_layers: int,
-    decode: Decode,
-    device: torch.device,
-) -> _Candidate | str:
-    """A variant that is right and has been captured. Raises what goes wrong."""
-    work = build_workload(
-        SHAPES[job.shape],
-        VARIANTS[name],
-        batch=batch,
-        tokens=tokens,
-        num_layers=num_layers,
-        device=device,
-        rope_base=ROPE_BASES[job.shape],
-    )
-    if device.type == "cuda" and not work.has_kernel:
-        return "there is no kernel for these rows"
-    step = work.step(decode)
-    out = step(0)
-    assert isinstance(out, torch.Tensor), f"decode returned {type(out)}"
-    check(name, out[0], work.expected())
-    record(step, 1, device)  # not all that runs can be captured
-    return _Candidate(
-        kind="variant",
-        step=step,
-        bytes=work.row_bytes,
-        distinct_layers=num_layers,
-        rank=work.rank,
-        flops=work.flops,
-    )
-
-
-def _rows(
-    job: Job,
-    batch: int,
-    tokens: int,
-    candidates: dict[str, _Candidate],
-    times: dict[str, Timing],
-    ceiling: Ceiling,
-) -> list[Row]:
-    """What was timed, with the fastest baseline beside each."""
-    best, bar = fastest({name: x.kind for name, x in candidates.items()}, times)
-    rows = []
-    for name, x in candidates.items():
-        time = times[name]
-        rate = x.bytes / time.us / 1e6
-        rows.append(
-            Row(
-                variant=name,
-                kind=x.kind,
-                shape=job.shape,
+            work = build_workload(
+                geometry,
+                variant,
                 batch=batch,
                 tokens=tokens,
-                distinct_layers=x.distinct_layers,
-                us=time.us,
-                us_p10=time.us_p10,
-                us_p90=time.us_p90,
-                repeat_us=time.repeat_us,
-                bytes=x.bytes,
-                tb_per_s=rate,
-                ceiling_fraction=rate / ceiling.read_tb_per_s,
-                fastest_baseline=best,
-                fastest_baseline_us=bar or None,
-                speedup_vs_fastest=bar / time.us if bar else None,
-                rank=x.rank,
-                tflops=x.flops / time.us / 1e6 if x.flops else None,
+                num_layers=num_layers,
+                device=device,
+                rope_base=ROPE_BASES[job.shape],
             )
-        )
-    return rows
+            if device.type == "cuda" and not work.has_kernel:
+                raise Unavailable("there is no kernel for these rows")
+            step = work.step(decode)
+            check(name, step(0)[0], work.expected())
+            record(step, 1, device)  # not all that runs can be captured
+            yield (
+                name,
+                Candidate(
+                    kind="variant",
+                    step=step,
+                    bytes=work.row_bytes,
+                    distinct_layers=num_layers,
+                    rank=work.rank,
+                    flops=work.flops,
+                ),
+            )
+        except Exception as error:  # as above
+            yield name, reason(error)
 
 
 def _budget(device: torch.device) -> int:
@@ -276,8 +194,3 @@ def _distinct(size: int, layers: int, budget: int, device: torch.device) -> int:
 
 def _too_large(size: int, budget: int) -> str:
     return f"a layer takes {size} bytes, its share of the memory is {budget}: name fewer variants"
-
-
-def _check_least(field: str, *values: int) -> None:
-    if min(values) < 1:
-        raise ValueError(f"{field} must be at least 1, got {min(values)}")

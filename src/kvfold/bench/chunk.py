@@ -81,7 +81,7 @@ class Work:
 def build_work(
     geometry: Geometry,
     kept: tuple[tuple[float, ...], tuple[float, ...]],
-    case: tuple[int, int, int],
+    case: tuple[int, ...],
     num_layers: int,
     device: torch.device,
 ) -> Work:

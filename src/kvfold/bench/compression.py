@@ -88,9 +88,8 @@ def measure(
     Raises what goes wrong on the way."""
     plain, tracked = VARIANTS[name], replace(VARIANTS[name], evict=2)
     room = WARM + steps + PROFILED + 2
-    geometry = SHAPES[shape]
-    layout = variant_layout(geometry, tracked, geometry.num_layers)
-    model = served.folded_model(shape, plain, device)
+    layout = variant_layout(SHAPES[shape], tracked)
+    model = served.random_model(shape, plain, device)
     if reason := unfit(served.pool_bytes(layout, batch, tokens + room), device):
         yield reason
         return

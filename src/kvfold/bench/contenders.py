@@ -3,9 +3,10 @@
 A contender is a model, built once for all batches and contexts. Shapes: B sequences of T tokens.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from transformers import DynamicCache, StaticCache
 from kvfold.bench import synthetic_engine as served
 from kvfold.bench.timing import record
 from kvfold.bench.variants import DTYPE, SHAPES, VARIANTS, variant_layout
+from kvfold.engine.engine import Engine
 from kvfold.engine.request import CacheParams, SamplingParams
 
 SPARE = 2 << 30  # bytes beside weights and cache: activations, logits, work space of kernels
@@ -30,41 +32,41 @@ class Decoding:
     graph: bool
 
 
-class Contender(Protocol):
+class Contender(ABC):
     """chunk: tokens of a prompt in a forward pass, None: all."""
 
     model: Any
-    chunk: int | None
+    chunk: int | None = None
 
+    @abstractmethod
     def cache_bytes(self, batch: int, tokens: int) -> int:
         """Bytes that are taken for B sequences of T tokens."""
-        ...
 
+    @abstractmethod
     def decoding(self, batch: int, tokens: int, steps: int) -> Decoding:
         """B sequences that have read T tokens each, and have room for `steps` more."""
-        ...
 
+    @abstractmethod
     def first_token(self, tokens: int) -> Run:
         """What reads a prompt of T tokens and returns once its first output is on the host."""
-        ...
 
 
-class Ours:
+class Ours(Contender):
     """The engine, on a model that stores what a variant keeps."""
 
     def __init__(self, shape: str, name: str, device: torch.device) -> None:
-        self.shape, self.variant, self.device = shape, VARIANTS[name], device
-        self.model = served.folded_model(shape, self.variant, device)
-        self.chunk: int | None = None
+        self.shape, self.variant = shape, VARIANTS[name]
+        self.model = served.random_model(shape, self.variant, device)
 
     def cache_bytes(self, batch: int, tokens: int) -> int:
-        geometry = SHAPES[self.shape]
-        layout = variant_layout(geometry, self.variant, geometry.num_layers)
-        return served.pool_bytes(layout, batch, tokens)
+        return served.pool_bytes(variant_layout(SHAPES[self.shape], self.variant), batch, tokens)
+
+    def _engine(self, batch: int, longest: int) -> Engine:
+        place = self.model, self.shape, self.variant
+        return served.build_engine(*place, batch=batch, longest=longest)
 
     def decoding(self, batch: int, tokens: int, steps: int) -> Decoding:
-        place = self.model, self.shape, self.variant
-        engine = served.build_engine(*place, batch=batch, longest=tokens + steps + 1)
+        engine = self._engine(batch, tokens + steps + 1)
         served.fill(engine, batch, tokens, steps + 1, CacheParams())
         runner = served.runner_of(engine)
         return Decoding(
@@ -74,8 +76,7 @@ class Ours:
         )
 
     def first_token(self, tokens: int) -> Run:
-        place = self.model, self.shape, self.variant
-        engine = served.build_engine(*place, batch=1, longest=tokens + 1)
+        engine = self._engine(1, tokens + 1)
         self.chunk = engine.scheduler.chunk
         one = SamplingParams(max_new_tokens=1, ignore_eos=True)
 
@@ -87,10 +88,8 @@ class Ours:
         return run
 
 
-class Theirs:
+class Theirs(Contender):
     """transformers with SDPA, greedy: its dynamic cache, or its static one and a CUDA graph."""
-
-    chunk: int | None = None
 
     def __init__(self, shape: str, static: bool, device: torch.device) -> None:
         self.shape, self.static, self.device = shape, static, device
@@ -105,8 +104,8 @@ class Theirs:
     def decoding(self, batch: int, tokens: int, steps: int) -> Decoding:
         cache = self._cache(tokens + steps + 2)
         geometry = SHAPES[self.shape]
+        size = (batch, geometry.num_kv_heads, tokens, geometry.head_dim)
         for layer in range(geometry.num_layers):
-            size = (batch, geometry.num_kv_heads, tokens, geometry.head_dim)
             keys = torch.randn(size, dtype=DTYPE, device=self.device)
             cache.update(keys, torch.randn_like(keys), layer)
         held = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
@@ -116,10 +115,10 @@ class Theirs:
         def forward(_: int = 0) -> None:
             last.copy_(self._next(last, cache))
 
-        run = forward
+        run: Run = forward
         graph = self.static and self.device.type == "cuda"
         if graph:
-            run = record(forward, 1, self.device)  # type: ignore[assignment]
+            run = record(forward, 1, self.device)
 
         def step() -> None:
             run()

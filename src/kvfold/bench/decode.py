@@ -5,15 +5,14 @@ Shapes: B sequences of T tokens each.
 
 import gc
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 import torch
 
-from kvfold.bench import synthetic_engine as served
 from kvfold.bench.contenders import SPARE, Contender, Run
+from kvfold.engine.build import free_bytes
 
 WARM = 4  # steps that are not timed: they compile, and capture graphs
 RUNS, LONG = 5, 1.0  # prompts that are timed; two of them where one takes so many seconds
@@ -72,7 +71,7 @@ def measure_step(
     _times(decoding.step, WARM)
     first, again = (_times(decoding.step, steps) for _ in range(2))
     low, middle, high = np.percentile(first, (10, 50, 90)).tolist()
-    weights = served.weight_bytes(of.model)
+    weights = sum(x.nbytes for x in of.model.parameters())
     return Row(
         shape=shape,
         variant=name,
@@ -124,7 +123,7 @@ def release(device: torch.device) -> None:
 
 def unfit(size: int, device: torch.device) -> str | None:
     """Why a cache of `size` bytes cannot be measured, if so."""
-    free = served.free_bytes(device)
+    free = free_bytes(device)
     if size + SPARE <= free:
         return None
     return (
@@ -135,13 +134,12 @@ def unfit(size: int, device: torch.device) -> str | None:
 
 def _times(run: Run, count: int) -> list[float]:
     """Milliseconds of every call. Each ends by reading tokens, so the device is done."""
-    return [_time(run) for _ in range(count)]
-
-
-def _time(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    run()
-    return 1e3 * (time.perf_counter() - begin)
+    times = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return times
 
 
 def _peak(device: torch.device) -> int:

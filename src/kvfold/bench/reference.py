@@ -4,8 +4,6 @@ Shapes: Hq query heads, Hk KV heads, d head dim, dk, dv widest key and value ran
 of the layer, R numbers of a row.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -17,25 +15,16 @@ from kvfold.spec.layout import Group
 TOLERANCE = 0.02  # of the outputs' norm, for 16-bit products and sums
 
 
-def decode_one(
-    q: Tensor,
-    arena: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    groups: Sequence[Group],
-    slot: int,
-    scale: float,
-    width: int,
-) -> Tensor:
+def decode_one(q: Tensor, pages: LayerPages, slot: int, scale: float, width: int) -> Tensor:
     """Outputs of one sequence, fp32 [Hq, width], zero beyond a head's value rank.
 
-    q [Hq, dk] zero-padded; arena, tables, lengths, groups as of `ops.store`; one KV head a
-    group, in order, with segments of keys, then of values.
+    q [Hq, dk] zero-padded; pages: one KV head a group, in order, with segments of keys, then of
+    values.
     """
+    groups, lengths = pages.groups, pages.lengths
     slots = torch.tensor([slot], device=q.device)
     quantized = all(x.quantized for group in groups for x in group.layout.segments)
     dtype = torch.float32 if quantized else q.dtype  # else rounding decides between close scores
-    pages = LayerPages(arena, tables, lengths, tuple(groups))
     rows = gather(pages, slots, lengths[slots], dtype).rows[0]
     out = torch.zeros(q.shape[0], width, device=q.device)
     per_group = q.shape[0] // len(groups)

@@ -34,9 +34,10 @@ def draw_lengths(
 
 
 def build_pages(
-    layout: CacheLayout, rows: Tensor, generator: torch.Generator, device: torch.device
+    layout: CacheLayout, rows: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """The arena, filled, and tables that take its pages in random order."""
+    device = generator.device
     owned_pages = -(-rows // layout.page)
     units = torch.tensor([group.layout.page_units for group in layout.groups])
     total = int((owned_pages * units).sum())

@@ -4,7 +4,6 @@ trained model.
 Shapes: B sequences of T tokens each; G groups of all layers, n pages of the longest, P rows a page.
 """
 
-import os
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from kvfold.engine.runner import ModelRunner
 from kvfold.engine.scheduler import Schedule
 from kvfold.models.families import family_of
 from kvfold.ops.common.pages import plan_pages
-from kvfold.spec import CacheSpec
 from kvfold.spec.layout import CacheLayout
 
 WIDTHS = {  # hidden size, MLP, vocabulary
@@ -32,10 +30,12 @@ WIDTHS = {  # hidden size, MLP, vocabulary
 NEVER = Schedule(after_prefill=False, before_preempt=False)
 
 
-def random_model(shape: str, spec: CacheSpec | None, device: torch.device) -> Any:
-    """A Llama of that shape with random weights in DTYPE, folded as `spec` says."""
+def random_model(shape: str, variant: Variant | None, device: torch.device) -> Any:
+    """A Llama of that shape with random weights in DTYPE, plain, or folded to store what `variant`
+    keeps."""
     width, mlp, vocabulary = WIDTHS[shape]
     geometry = SHAPES[shape]
+    spec = variant_layout(geometry, variant).spec if variant else None
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=mlp,
@@ -65,17 +65,6 @@ def random_model(shape: str, spec: CacheSpec | None, device: torch.device) -> An
     return model.eval()
 
 
-def folded_model(shape: str, variant: Variant, device: torch.device) -> Any:
-    """A model that stores what `variant` keeps."""
-    geometry = SHAPES[shape]
-    spec = variant_layout(geometry, variant, geometry.num_layers).spec
-    return random_model(shape, spec, device)
-
-
-def weight_bytes(model: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in model.parameters())
-
-
 def pool_bytes(layout: CacheLayout, batch: int, tokens: int) -> int:
     """Bytes of a pool for B sequences of T tokens, ends of slabs included."""
     size = layout.page_bytes * -(-tokens // layout.page) * batch
@@ -87,7 +76,7 @@ def build_engine(
 ) -> Engine:
     """An engine for `batch` sequences of `longest` tokens, that compresses none by itself; `evict`:
     a policy, for a variant with rows that are evicted."""
-    layout = variant_layout(SHAPES[shape], variant, SHAPES[shape].num_layers)
+    layout = variant_layout(SHAPES[shape], variant)
     config = CacheConfig(
         bits=variant.bits if variant.bits < 16 else None,
         rotate=False,
@@ -97,8 +86,7 @@ def build_engine(
     )
     runner = build_runner(model, config, num_slots=batch, max_tokens=longest)
     assert runner.pool.layout.page_bytes == layout.page_bytes, "pages are not as predicted"
-    most = max(2048, batch)
-    return Engine(runner, runner.pool, max_batch_tokens=most, schedule=NEVER)
+    return Engine(runner, runner.pool, max_batch_tokens=max(2048, batch), schedule=NEVER)
 
 
 def fill(engine: Engine, batch: int, tokens: int, new: int, cache: CacheParams) -> None:
@@ -141,9 +129,3 @@ def runner_of(engine: Engine) -> ModelRunner:
     runner = engine.runner
     assert isinstance(runner, ModelRunner)
     return runner
-
-
-def free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -7,12 +7,13 @@ replay of a graph, so that the host's own time is not in it. Times are microseco
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Step = Callable[[int], object]
+Step = Callable[[int], Any]
 Call = Callable[[], object]
 
 COLD = 5  # caches' worth of bytes that lie between two reads of the same ones

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side, ValueKind, value_kind
+from kvfold.spec import CacheSpec, Geometry, KeyKind, Latent, LayerSpec, Side, ValueKind, value_kind
 from kvfold.spec.layout import CacheLayout, cache_layout
 
 DTYPE = torch.bfloat16
@@ -119,25 +119,23 @@ VARIANTS = {
 }
 
 
-def variant_layout(geometry: Geometry, variant: Variant, num_layers: int) -> CacheLayout:
-    """The pages of `num_layers` equal layers. Rows that are evicted are tracked."""
+def variant_layout(
+    geometry: Geometry, variant: Variant, num_layers: int | None = None
+) -> CacheLayout:
+    """The pages of `num_layers` equal layers, or the geometry's. Evicted rows are tracked."""
+    num_layers = num_layers or geometry.num_layers
     if variant.values is None:
         found = _latents(geometry, "kv", variant.keys, variant.shares[0])
     else:
         found = _latents(geometry, "k", variant.keys, variant.shares[0])
         found += _latents(geometry, "v", variant.values, variant.shares[1])
-    rebuilt = variant.rebuilt and geometry.rope
-    layer = LayerSpec(
-        keys="plain"
-        if variant.whole
-        else "pre_rope"
-        if rebuilt
-        else "post_rope"
-        if geometry.rope
-        else "absorbed",
-        values=_value_kind(geometry, variant, found),
-        latents=tuple(found),
-    )
+    keys: KeyKind = "plain"
+    values: ValueKind = "plain"
+    if not variant.whole:
+        keys = ("pre_rope" if variant.rebuilt else "post_rope") if geometry.rope else "absorbed"
+        own = [x for x in found if "v" in x.side]
+        values = "rebuilt" if variant.online else value_kind(geometry, own)
+    layer = LayerSpec(keys=keys, values=values, latents=tuple(found))
     spec = CacheSpec(
         geometry=replace(geometry, num_layers=num_layers), layers=(layer,) * num_layers
     )
@@ -158,11 +156,3 @@ def _latents(geometry: Geometry, side: Side, kept: tuple[float, ...], share: int
         Latent(side=side, heads=group, rank=int(kept[i % len(kept)] * geometry.head_dim * share))
         for i, group in enumerate(groups)
     ]
-
-
-def _value_kind(geometry: Geometry, variant: Variant, latents: list[Latent]) -> ValueKind:
-    if variant.whole:
-        return "plain"
-    if variant.online:
-        return "rebuilt"
-    return value_kind(geometry, [x for x in latents if "v" in x.side])

@@ -15,7 +15,7 @@ from kvfold.bench.ablations import decompressed, recut
 from kvfold.bench.reference import decode_one
 from kvfold.bench.synthetic_cache import build_pages, draw_lengths
 from kvfold.bench.timing import Step
-from kvfold.bench.variants import DTYPE, SHAPES, VARIANTS, Variant, variant_layout
+from kvfold.bench.variants import DTYPE, Variant, variant_layout
 from kvfold.ops import decode as score_space
 from kvfold.ops import latent_decode
 from kvfold.ops.common.pages import LayerPages
@@ -23,9 +23,6 @@ from kvfold.ops.latent_decode import KeyMaps
 from kvfold.ops.latent_decode.reference import latent_decode as decode_latents
 from kvfold.spec import Geometry
 from kvfold.spec.layout import CacheLayout, Group
-
-__all__ = ["DTYPE", "SHAPES", "VARIANTS", "Variant", "Workload", "build_workload", "layer_bytes"]
-
 
 Decode = Callable[..., tuple[Tensor, Tensor]]  # of kvfold.ops.decode.decode
 
@@ -72,10 +69,10 @@ class Workload:
         return _widest(self.layout, "k") if self.maps else None
 
     @property
-    def flops(self) -> float | None:
-        """Arithmetic that rebuilds a layer's keys: 2 d r a row and KV head."""
+    def flops(self) -> float:
+        """Arithmetic that rebuilds a layer's keys: 2 d r a row and KV head; 0 where none are."""
         if not self.maps:
-            return None
+            return 0.0
         spec = self.layout.spec
         heads = sum(x.rank * len(x.heads) for x in spec.layers[0].key_latents)
         rows = float(self.rows.sum()) / len(self.layout.groups)
@@ -85,7 +82,7 @@ class Workload:
         """What layer 0 gives for the first sequence, fp32 [Hq, dv], written out."""
         pages, scale = self.pages(0), self.layout.spec.geometry.scaling
         if not self.maps:
-            return decode_one(self.q[0], *pages, 0, scale, self.dv)
+            return decode_one(self.q[0], pages, 0, scale, self.dv)
         place = pages, self.slots[:1], scale, self.maps[0]
         return decode_latents(self.q[:1], *place, dtype=torch.float32)[0][0].float()
 
@@ -117,7 +114,9 @@ class Workload:
         return [recut(plan, own, cost, self.variant.how) for plan, own, cost in each]
 
     def _rebuilt_step(self) -> Step:
-        spec, most = self.layout.spec, self._most_rows()
+        spec = self.layout.spec
+        # Rows of the layer with most, over its groups.
+        most = max(int(self.rows[:, where].sum()) for where in self.layout.layer_groups)
         plans: list[Any] = [None] * self.num_layers
 
         def run(number: int) -> Tensor:
@@ -130,10 +129,6 @@ class Workload:
             return latent_decode.latent_decode(self.q, pages, self.slots, *maps)[0]
 
         return run
-
-    def _most_rows(self) -> int:
-        """Rows of the layer with most, over its groups."""
-        return max(int(self.rows[:, where].sum()) for where in self.layout.layer_groups)
 
     @property
     def has_kernel(self) -> bool:
@@ -168,16 +163,16 @@ def build_workload(
     layout = variant_layout(geometry, variant, num_layers)
     rows = draw_lengths(variant, batch, tokens, layout, seed)
     generator = torch.Generator(device).manual_seed(seed)
-    arena, tables = build_pages(layout, rows, generator, device)
+    arena, tables = build_pages(layout, rows, generator)
     sizes = torch.tensor([_row_bytes(group) for group in layout.groups])
     rebuilt = layout.spec.layers[0].keys == "pre_rope"
     # The table is for all rows, and a tile more.
     positions = int(rows.max()) + 256
-    maps = _maps(layout, rope_base, positions, generator, device) if rebuilt else ()
+    maps = _maps(layout, rope_base, positions, generator) if rebuilt else ()
     return Workload(
         variant=variant,
         layout=layout,
-        q=_queries(layout, batch, generator, device),
+        q=_queries(layout, batch, generator),
         arena=arena,
         tables=tables,
         lengths=rows.to(device, torch.int32),
@@ -190,14 +185,11 @@ def build_workload(
 
 
 def _maps(
-    layout: CacheLayout,
-    rope_base: float,
-    positions: int,
-    generator: torch.Generator,
-    device: torch.device,
+    layout: CacheLayout, rope_base: float, positions: int, generator: torch.Generator
 ) -> tuple[KeyMaps, ...]:
     """Maps of every layer, of which a key's numbers are about as large as a latent's."""
     spec, geometry, found = layout.spec.layers[0], layout.spec.geometry, []
+    device = generator.device
     ranks = {head: x.rank for x in spec.key_latents for head in x.heads}
     pairs = torch.arange(0, geometry.head_dim, 2, device=device) / geometry.head_dim
     angles = rope_base**-pairs
@@ -223,11 +215,9 @@ def _widest(layout: CacheLayout, side: str) -> int:
     return max(x.rank for x in layout.spec.layers[0].latents if side in x.side)
 
 
-def _queries(
-    layout: CacheLayout, batch: int, generator: torch.Generator, device: torch.device
-) -> Tensor:
+def _queries(layout: CacheLayout, batch: int, generator: torch.Generator) -> Tensor:
     """Normal numbers, zero beyond what a query head's score is taken of."""
-    geometry, spec = layout.spec.geometry, layout.spec.layers[0]
+    geometry, spec, device = layout.spec.geometry, layout.spec.layers[0], generator.device
     width = {head: x.rank for x in spec.key_latents for head in x.heads}
     if spec.keys == "pre_rope":
         width = dict.fromkeys(width, geometry.head_dim)

@@ -81,7 +81,8 @@ def stream_paged(
     ids = encode(model, tokenizer, text, sampling.max_new_tokens)
     settings = dataclasses.asdict(cache)
     total = len(ids) + sampling.max_new_tokens
-    llm = LLM(model, tokenizer=tokenizer, max_sequences=1, max_tokens=total, **settings)
+    settings |= {"max_sequences": 1, "max_tokens": total}
+    llm = LLM(model, tokenizer=tokenizer, owned=True, **settings)
     for name, value in llm.summary():
         print(f"{name}: {value}", file=sys.stderr)
     wanted = SamplingParams(

@@ -110,8 +110,11 @@ def default_bytes(
     """Bytes for all slots at full length, or SHARE of the free memory if that is less."""
     pages = -(-max_tokens // layout.page)
     wanted = int((layout.page_bytes * pages + layout.tail_bytes) * num_slots * 1.05)
+    return max(min(wanted + 2**20, int(free_bytes(device) * SHARE)), 1)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of the memory that a device computes in."""
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(min(wanted + 2**20, int(free * SHARE)), 1)
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -38,9 +38,11 @@ class Compiled:
     """Stand-ins for parts of a model, once installed. backend: of torch.compile."""
 
     def __init__(self, model: Any, backend: str = "inductor") -> None:
-        layers, attentions = _parts(model)
+        family = family_of(model.config)
+        layers, attentions = family.layers(model), set(family.attentions(model))
         inner = {type(x) for layer in layers for x in layer.children() if x not in attentions}
-        forwards = {kind: _piece(kind.forward, backend) for kind in inner if _is_theirs(kind)}
+        theirs = [kind for kind in inner if kind.__module__.startswith("transformers.")]
+        forwards = {kind: _piece(kind.forward, backend) for kind in theirs}  # PyTorch's: one launch
         # A module with a forward of its own is someone's, as with transformers' other devices.
         self.swaps: list[tuple[nn.Module, str, Any]] = [
             (x, "forward", partial(forwards[type(x)], x))
@@ -85,16 +87,6 @@ class _DryContext(AttentionContext):
 
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
         return layer.joined(q.new_zeros(*q.shape[:3], layer.value_columns.widest))
-
-
-def _parts(model: Any) -> tuple[list[Any], set[nn.Module]]:
-    family = family_of(model.config)
-    return list(family.layers(model)), set(family.attentions(model))
-
-
-def _is_theirs(kind: type[nn.Module]) -> bool:
-    """PyTorch's own modules are one launch each."""
-    return kind.__module__.startswith("transformers.")
 
 
 def _piece(function: Callable[..., Any], backend: str) -> Callable[..., Any]:

@@ -165,7 +165,7 @@ class Engine:
 
     def _advance(self, batch: Batch) -> None:
         for chunk in batch.chunks:
-            chunk.request.num_computed += len(chunk.tokens)
+            chunk.request.advance(len(chunk.tokens))
         decodes, prefills = batch.chunks[: batch.num_decode], batch.chunks[batch.num_decode :]
         if prefills:
             self.hooks.on_context_step_end(prefills)

@@ -60,11 +60,8 @@ class Eviction:
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         groups = self.pool.layout.groups
         self.heads = [tuple(x.heads for x in groups[at]) for at in self.pool.layout.layer_groups]
-        self.page_units = self._tensor([group.layout.page_units for group in groups])
-        self.layer_of_group = self._tensor([group.layer for group in groups])
-
-    def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        self.page_units = torch.tensor([x.layout.page_units for x in groups], device=self.device)
+        self.layer_of_group = torch.tensor([x.layer for x in groups], device=self.device)
 
     def budget(self, request: Request) -> Budget | None:
         """The most that a request may keep; None: everything."""

@@ -31,13 +31,14 @@ class LLM:
     """Generation over one paged cache.
 
     model: a name (directory, GGUF file, hub id, `reference:gqa`) or a loaded causal LM, folded or
-    plain, which stays as it was; by its name, attentions take no memory twice. tokenizer: needed
-    with a loaded model for text prompts. max_sequences: most requests at once. max_tokens: longest
-    request, prompt and outputs (default: the model's positions). chunk: most prompt tokens of a
-    request in one step (default: 2048 on CUDA, else 512). seed: of what policies draw; a request's
-    tokens are drawn with its own. settings: fields of `CacheConfig`: kv_bytes, bits, evict,
-    keep_tokens, page and so on. With `evict` every request needs a budget, these settings' or its
-    own; keep_tokens=1 evicts nothing. Raises ValueError for what cannot work.
+    plain, which stays as it was, unless it is `owned`: nobody else needs it, and attentions take no
+    memory twice, as by its name. tokenizer: needed with a loaded model for text prompts.
+    max_sequences: most requests at once. max_tokens: longest request, prompt and outputs (default:
+    the model's positions). chunk: most prompt tokens of a request in one step (default: 2048 on
+    CUDA, else 512). seed: of what policies draw; a request's tokens are drawn with its own.
+    settings: fields of `CacheConfig`: kv_bytes, bits, evict, keep_tokens, page and so on. With
+    `evict` every request needs a budget, these settings' or its own; keep_tokens=1 evicts nothing.
+    Raises ValueError for what cannot work.
     """
 
     def __init__(
@@ -52,12 +53,12 @@ class LLM:
         chunk: int | None = None,
         schedule: Schedule | None = None,
         seed: int = 0,
+        owned: bool = False,
         **settings: Any,
     ) -> None:
-        named = isinstance(model, str | Path)
-        if named:
+        if isinstance(model, str | Path):
             tokenizer = tokenizer or load_tokenizer(str(model))
-            model = load(str(model), dtype=dtype, device=device)
+            model, owned = load(str(model), dtype=dtype, device=device), True
         self.tokenizer = tokenizer
         self.cache = CacheConfig(**settings)
         limit = model.config.max_position_embeddings
@@ -71,7 +72,7 @@ class LLM:
             num_slots=max_sequences,
             max_tokens=max_tokens or limit,
             seed=seed,
-            owned=named,
+            owned=owned,
         )
         self.model = self.runner.model
         chunk = default_chunk(self.runner.pool.device.type) if chunk is None else chunk

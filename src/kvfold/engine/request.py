@@ -144,10 +144,6 @@ class Request:
         return self.slot
 
     @property
-    def output_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt :]
-
-    @property
     def num_outputs(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
@@ -169,12 +165,48 @@ class Request:
         """Rows it writes until `headroom` more tokens are out; the last token needs none."""
         return self.num_pending + min(headroom, self.sampling.max_new_tokens - self.num_outputs - 1)
 
+    # Status, slot and progress are written by these alone; the pool's slots by who calls them.
+
+    @classmethod
+    def by_hand(cls, slot: int) -> "Request":
+        """An empty one that runs without a scheduler: who holds it appends to `token_ids`."""
+        request = cls(id=0, token_ids=[], num_prompt=0, sampling=SamplingParams())
+        request.run(slot)
+        return request
+
+    def run(self, slot: int) -> None:
+        self.status, self.slot = Status.RUNNING, slot
+
+    def prefill_until(self, position: int) -> None:
+        """Tokens from `position` on are decoded."""
+        self.num_prefill = position
+
+    def next_chunk(self, count: int) -> "ScheduledChunk":
+        """The next `count` tokens; logits are wanted after the last one known."""
+        start, end = self.num_computed, self.num_computed + count
+        tokens = tuple(self.token_ids[start:end])
+        ends = end == len(self.token_ids)
+        return ScheduledChunk(request=self, start=start, tokens=tokens, wants_logits=ends)
+
+    def advance(self, count: int) -> None:
+        """The next `count` tokens went through the model."""
+        self.num_computed += count
+
+    def rewind(self, position: int) -> None:
+        """Forget the tokens from `position` on."""
+        self.num_computed = position
+        del self.token_ids[position:]
+
     def restart(self) -> None:
         """Back to waiting, to prefill everything known so far."""
         self.status, self.slot = Status.WAITING, None
         self.num_computed = self.num_compressed = 0
         self.last_compressed = None
         self.num_prefill = len(self.token_ids)
+
+    def finish(self, reason: FinishReason, error: str | None) -> None:
+        self.status, self.slot = Status.FINISHED, None
+        self.finish_reason, self.error = reason, error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvfold.cache.eviction.compact import capped
 from kvfold.cache.pool import Pool
-from kvfold.engine.request import Batch, FinishReason, Request, Runner, ScheduledChunk, Status
+from kvfold.engine.request import Batch, FinishReason, Request, Runner, Status
 
 logger = logging.getLogger(__name__)
 Plan = dict[Request, int]  # tokens each request computes in the coming step, in order
@@ -99,15 +99,16 @@ class Scheduler:
         self._continue_prefills(plan)
         self._admit(plan)
         self.pool.extend([request.open_slot for request in plan], list(plan.values()))
-        return Batch(chunks=tuple(_chunk_of(request, tokens) for request, tokens in plan.items()))
+        return Batch(chunks=tuple(request.next_chunk(tokens) for request, tokens in plan.items()))
 
     def adopt(self, request: Request, computed: int) -> None:
         """Run a waiting request as if its first `computed` tokens had been computed: their rows get
         pages, which others fill."""
         self.waiting.remove(request)
-        request.slot, request.status = self.pool.open(), Status.RUNNING
-        self.pool.extend([request.slot], [computed])
-        request.num_computed = request.num_prefill = computed
+        request.run(self.pool.open())
+        self.pool.extend([request.open_slot], [computed])
+        request.prefill_until(computed)
+        request.advance(computed)
         self.running.append(request)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
@@ -116,8 +117,7 @@ class Scheduler:
             self._release(request)
         else:
             self.waiting.remove(request)
-        request.status, request.slot = Status.FINISHED, None
-        request.finish_reason, request.error = reason, error
+        request.finish(reason, error)
         self.finished.append(request)
 
     @contextmanager
@@ -207,15 +207,14 @@ class Scheduler:
 
     def _open(self, request: Request) -> bool:
         """A slot, if all pending tokens of all that run and the headroom fit beside it."""
-        request.slot = self.pool.open()
+        request.run(self.pool.open())
         ahead = {s: s.rows_ahead(self.headroom) for s in (*self.running, request)}
         need = ahead if self.running else {request: request.num_pending}
         if self._can_extend(need):
-            request.status = Status.RUNNING
             return True
         assert self.running, f"an empty pool has no room for {need[request]} tokens"
-        self.pool.close(request.slot)
-        request.slot = None
+        self.pool.close(request.open_slot)
+        request.restart()
         return False
 
     # Compression --------------------------------------------------------------------------------
@@ -268,14 +267,3 @@ class Scheduler:
             return order
         rows = self.pool.host_lengths[[request.open_slot for request in order]].sum(1)
         return capped(list(zip(order, rows.tolist(), strict=True)), limit) or order[:1]
-
-
-def _chunk_of(request: Request, count: int) -> ScheduledChunk:
-    start = request.num_computed
-    tokens = tuple(request.token_ids[start : start + count])
-    return ScheduledChunk(
-        request=request,
-        start=start,
-        tokens=tokens,
-        wants_logits=start + count == len(request.token_ids),
-    )

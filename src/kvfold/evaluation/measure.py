@@ -29,7 +29,6 @@ from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.session import Footprint, Sessions
 from kvfold.evaluation.tasks.base import Task
 from kvfold.evaluation.tasks.run import TaskResult, run_tasks
-from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
 from kvfold.text import running, windows
 
@@ -133,7 +132,7 @@ def _sessions(model: Any, tokenizer: Any, what: Measurement, lengths: Sequence[i
 def runner_for(model: Any, cache: CacheConfig, longest: int) -> ModelRunner:
     """A runner of one sequence of a copy of `model`: `longest` tokens, a question and an answer."""
     most = min(longest + QUESTION_ROOM, max_positions(model) or longest + QUESTION_ROOM)
-    return build_runner(shared_copy(model), cache, num_slots=1, max_tokens=most)
+    return build_runner(model, cache, num_slots=1, max_tokens=most)
 
 
 def text_windows(

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvfold.engine.request import Batch, Request, SamplingParams, ScheduledChunk
+from kvfold.engine.request import Batch, Request
 from kvfold.engine.runner import ModelRunner
 from kvfold.evaluation.session import Footprint, Session
 
@@ -25,8 +25,7 @@ class PagedSession(Session):
         self.evicts, self.can_rewind = runner.policy is not None, runner.can_rewind
 
     def __enter__(self) -> Self:
-        self.sequence = Request(id=0, token_ids=[], num_prompt=0, sampling=SamplingParams())
-        self.sequence.slot = self.runner.pool.open()
+        self.sequence = Request.by_hand(self.runner.pool.open())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -35,18 +34,13 @@ class PagedSession(Session):
     def _append(self, ids: Tensor, last: bool) -> Tensor:
         (tokens,), sequence = ids.tolist(), self.sequence
         self._extend(len(tokens))
-        piece = ScheduledChunk(
-            request=sequence,
-            start=sequence.num_computed,
-            tokens=tuple(tokens),
-            wants_logits=True,
-        )
-        logits = self.runner.run_all(Batch(chunks=(piece,)))
-        sequence.num_computed += len(tokens)
+        sequence.token_ids += tokens
+        logits = self.runner.run_all(Batch(chunks=(sequence.next_chunk(len(tokens)),)))
+        sequence.advance(len(tokens))
         return logits[None]
 
     def _end_prompt(self, position: int) -> None:
-        self.sequence.num_prefill = position
+        self.sequence.prefill_until(position)
 
     def _most(self) -> int:
         return self.runner.pool.layout.most_at(self.sequence.num_computed)
@@ -89,5 +83,6 @@ class PagedSession(Session):
         return self.sequence.num_computed, lengths
 
     def rewind(self, mark: tuple[int, Tensor]) -> None:
-        self.sequence.num_computed, lengths = mark
+        position, lengths = mark
+        self.sequence.rewind(position)
         self.runner.pool.shrink(self.sequence.open_slot, lengths)

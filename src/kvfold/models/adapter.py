@@ -109,7 +109,7 @@ class HFAttention(FoldedAttention):
             eager = self.config._attn_implementation == "eager"
             context = CacheContext(past, mask, extra.get("position_ids"), x, eager)
         q, rows = self.project(x, tables)
-        out = self.output(context.attend(self.maps, q, rows))
+        out = self.o_proj(context.attend(self.maps, q, rows))
         return out, context.weights
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvfold.models.adapter import Family, HFAttention, Projections
 from kvfold.models.families import family_of
 from kvfold.ops.common.rotation import rotation
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
+from kvfold.spec import CacheSpec, Latent
 
 
 class LatentMaps(NamedTuple):
@@ -24,67 +24,47 @@ class LatentMaps(NamedTuple):
     mean: Tensor
 
 
-def fold_layer(
-    attention: Any,
-    weights: Projections,
-    folded: HFAttention,
-    maps: Sequence[LatentMaps | None],
-) -> None:
-    """Fill `folded` from the original `attention` and its latents' maps (in the spec's order);
-    None stores a latent as it is."""
-    made = Maps(weights, folded.geometry, folded.spec, maps)
-    tensors = {
-        **made.query(folded),
-        **made.rows(folded),
-        **made.keys(folded),
-        **made.outputs(folded),
-    }
-    own = dict(folded.named_parameters())
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            own[name].copy_(tensor)
-
-
 class Maps:
-    """The folded tensors of one layer, by parameter name."""
+    """The tensors of `folded` by parameter name, from the projections of the layer it replaces and
+    its latents' maps (in the spec's order; None stores a latent as it is)."""
 
     def __init__(
-        self,
-        weights: Projections,
-        geometry: Geometry,
-        spec: LayerSpec,
-        maps: Sequence[LatentMaps | None],
+        self, weights: Projections, folded: HFAttention, maps: Sequence[LatentMaps | None]
     ) -> None:
-        self.weights, self.geometry, self.spec = weights, geometry, spec
+        self.weights, self.folded = weights, folded
+        self.geometry, self.spec = folded.geometry, folded.spec
         self.down: dict[Latent, Tensor] = {}
         self.up: dict[Latent, Tensor] = {}
         self.mean: dict[Latent, Tensor] = {}
-        for latent, own in zip(spec.latents, maps, strict=True):
+        for latent, own in zip(self.spec.latents, maps, strict=True):
             if own is None:
                 eye = torch.eye(latent.rank, dtype=weights.k.dtype, device=weights.k.device)
                 own = LatentMaps(eye, eye, eye.new_zeros(latent.rank))
             self.down[latent], self.up[latent], self.mean[latent] = own
 
-    def query(self, folded: HFAttention) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self._query(), **self._rows(), **self._keys(), **self._outputs()}
+
+    def _query(self) -> dict[str, Tensor]:
         w, g = self.weights, self.geometry
-        if not folded.query_folded:
+        if not self.folded.query_folded:
             return {"q_proj.weight": w.q, "q_proj.bias": w.q_bias}
-        parts, biases = [], []
-        q = w.q.unflatten(0, (g.num_kv_heads, g.queries_per_kv, g.head_dim))
-        b = w.q_bias.unflatten(0, (g.num_kv_heads, g.queries_per_kv, g.head_dim))
-        for head, up in enumerate(self._head_ups("k")):
-            parts.append(torch.einsum("gdx,dr->grx", q[head], up).flatten(0, 1))
-            biases.append((b[head] @ up).flatten())
+        heads = (g.num_kv_heads, g.queries_per_kv, g.head_dim)
+        q, b = w.q.unflatten(0, heads), w.q_bias.unflatten(0, heads)
+        ups = list(enumerate(self._head_ups("k")))
+        parts = [torch.einsum("gdx,dr->grx", q[head], up).flatten(0, 1) for head, up in ups]
+        biases = [(b[head] @ up).flatten() for head, up in ups]
         return {"q_proj.weight": torch.cat(parts), "q_proj.bias": torch.cat(biases)}
 
-    def rows(self, folded: HFAttention) -> dict[str, Tensor]:
+    def _rows(self) -> dict[str, Tensor]:
         """Rows that W_K and W_V produce directly: down^T (W x + b - mean)."""
+        w, folded, d = self.weights, self.folded, self.geometry.head_dim
         if not folded.linear_width:
             return {}
-        w, blocks, biases = self.weights, [], []
+        blocks, biases = [], []
         for latent in folded.linear_latents:
             down, mean = self.down[latent], self.mean[latent]
-            span = self._span(latent)
+            span = slice(latent.heads[0] * d, (latent.heads[-1] + 1) * d)
             sources = {"k": (w.k, w.k_bias), "v": (w.v, w.v_bias)}
             if folded.keys_online:
                 sources["k"] = (torch.zeros_like(w.k), torch.zeros_like(w.k_bias))
@@ -94,11 +74,10 @@ class Maps:
             biases.append(down.mT @ (bias - mean))
         return {"down_proj.weight": torch.cat(blocks), "down_proj.bias": torch.cat(biases)}
 
-    def keys(self, folded: HFAttention) -> dict[str, Tensor]:
+    def _keys(self) -> dict[str, Tensor]:
         """Key maps that act at run time."""
-        w, spec = self.weights, self.spec
+        w, folded, latents = self.weights, self.folded, self.spec.key_latents
         tensors: dict[str, Tensor] = {}
-        latents = spec.key_latents
         if folded.keys_online:
             tensors |= {"k_proj.weight": w.k, "k_proj.bias": w.k_bias}
         if folded.query_mapped or folded.keys_rebuilt:
@@ -114,19 +93,19 @@ class Maps:
             ]
             tensors["key_shift"] = torch.cat(shifts)
         if folded.keys_rebuilt:
-            means = [self._part_mean(x, "k") for x in latents]
+            means = [self._part(x, "k", self.mean) for x in latents]
             tensors["key_mean"] = torch.cat(means).unflatten(0, (self.geometry.num_kv_heads, -1))
         return tensors
 
-    def outputs(self, folded: HFAttention) -> dict[str, Tensor]:
+    def _outputs(self) -> dict[str, Tensor]:
         """W_O with the value maps and the value mean in it: probabilities sum to one."""
         w, g, spec = self.weights, self.geometry, self.spec
         latents = spec.value_latents
-        mean = torch.cat([self._part_mean(x, "v") for x in latents])
+        mean = torch.cat([self._part(x, "v", self.mean) for x in latents])
         per_query = mean.unflatten(0, (g.num_kv_heads, 1, g.head_dim))
         per_query = per_query.expand(-1, g.queries_per_kv, -1).flatten()
         tensors = {"o_proj.weight": w.o, "o_proj.bias": w.o_bias + w.o @ per_query}
-        if folded.values_rebuilt:
+        if self.folded.values_rebuilt:
             tensors["value_up"] = self._stack([self._part(x, "v", self.up) for x in latents])
         if spec.values == "fused":
             o = w.o.unflatten(1, (g.num_kv_heads, g.queries_per_kv, g.head_dim))
@@ -137,20 +116,10 @@ class Maps:
             tensors["o_proj.weight"] = torch.cat(parts, dim=1)
         return tensors
 
-    def _span(self, latent: Latent) -> slice:
-        d = self.geometry.head_dim
-        return slice(latent.heads[0] * d, (latent.heads[-1] + 1) * d)
-
     def _part(self, latent: Latent, side: str, maps: dict[Latent, Tensor]) -> Tensor:
-        """The key or value rows of a latent's map [heads * d, r]."""
+        """The key or value rows of a latent's map [heads * d, r], or of its mean [heads * d]."""
         whole = maps[latent]
-        if latent.side != "kv":
-            return whole
-        return whole.chunk(2)[0 if side == "k" else 1]
-
-    def _part_mean(self, latent: Latent, side: str) -> Tensor:
-        mean = self.mean[latent]
-        return mean if latent.side != "kv" else mean.chunk(2)[0 if side == "k" else 1]
+        return whole if latent.side != "kv" else whole.chunk(2)[0 if side == "k" else 1]
 
     def _head_ups(self, side: str) -> list[Tensor]:
         """One map [d, r] per KV head, in head order."""
@@ -175,8 +144,8 @@ def fold_model(
         with torch.device(weights.q.device):
             folded = family.swap(model, spec, index)
         folded.to(next(attention.parameters()).dtype).requires_grad_(False)
-        fold_layer(attention, weights, folded, maps[index])
-        for name, tensor in family.norms(attention).items():
+        tensors = Maps(weights, folded, maps[index]).tensors() | family.norms(attention)
+        for name, tensor in tensors.items():
             folded.get_parameter(name).data.copy_(tensor.data)
     family.connect(model)
 

@@ -18,7 +18,7 @@ from kvfold.spec import Geometry, Latent, LayerSpec
 
 
 class FoldedAttention(nn.Module):
-    """The family-independent part: `project` makes queries and rows, `output` is W_O; what lies
+    """The family-independent part: `project` makes queries and rows, `o_proj` is W_O; what lies
     between belongs to a context, which is told of the layer by `maps`.
 
     A family subclass inherits its own attention class too, and adapts `forward`.
@@ -30,17 +30,16 @@ class FoldedAttention(nn.Module):
     def __init__(self, config: Any, geometry: Geometry, spec: LayerSpec, layer_idx: int) -> None:
         nn.Module.__init__(self)
         self.config, self.geometry, self.spec, self.layer_idx = config, geometry, spec, layer_idx
-        self.is_causal, self.scaling = True, geometry.scaling
         self.window = attention_windows(config)[layer_idx]
-        self.num_key_value_groups = geometry.queries_per_kv
         self._build_maps()
 
     # -- parameters ---------------------------------------------------------------------------
 
     def _build_maps(self) -> None:
         g, spec = self.geometry, self.spec
-        width = g.num_query_heads * g.head_dim
-        self.q_proj = _linear(g.hidden_size, self._query_width())
+        whole = g.num_query_heads * g.head_dim
+        folded = self._query_numbers(spec.key_latents) if self.query_folded else whole
+        self.q_proj = _linear(g.hidden_size, folded)
         if self.keys_online:
             self.k_proj = _linear(g.hidden_size, g.kv_width)
         if self.linear_width:
@@ -54,28 +53,19 @@ class FoldedAttention(nn.Module):
             self.key_mean = nn.Parameter(torch.zeros(g.num_kv_heads, g.head_dim))
         if self.values_rebuilt:
             self.value_up = nn.Parameter(self._stack(spec.value_latents))
-        fused = spec.values == "fused"
-        self.o_proj = _linear(self._fused_width() if fused else width, g.hidden_size)
-        self._build_indices()
+        fused = self._query_numbers(spec.value_latents) if spec.values == "fused" else whole
+        self.o_proj = _linear(fused, g.hidden_size)
+        # Column numbers as plain lists: buffers on the meta device would not survive loading.
+        self.key_columns = Columns(spec, spec.key_latents)
+        self.value_columns = Columns(spec, spec.value_latents)
 
     def _stack(self, latents: tuple[Latent, ...]) -> Tensor:
         widest = max(latent.rank for latent in latents)
         return torch.zeros(len(latents), len(latents[0].heads) * self.geometry.head_dim, widest)
 
-    def _query_width(self) -> int:
-        g = self.geometry
-        if not self.query_folded:
-            return g.num_query_heads * g.head_dim
-        return g.queries_per_kv * sum(x.rank * len(x.heads) for x in self.spec.key_latents)
-
-    def _fused_width(self) -> int:
-        latents = self.spec.value_latents
+    def _query_numbers(self, latents: tuple[Latent, ...]) -> int:
+        """Of all query heads, each with the rank of its latent."""
         return self.geometry.queries_per_kv * sum(x.rank * len(x.heads) for x in latents)
-
-    def _build_indices(self) -> None:
-        """Column numbers as plain lists: buffers on the meta device would not survive loading."""
-        self.key_columns = Columns(self.spec, self.spec.key_latents)
-        self.value_columns = Columns(self.spec, self.spec.value_latents)
 
     # -- mode: which maps sit in weights, and which act at run time -----------------------------
 
@@ -144,14 +134,21 @@ class FoldedAttention(nn.Module):
             return q, rows
         return q, self._online_rows(x, tables, rows)
 
-    def output(self, out: Tensor) -> Tensor:
-        """Attention's result [B, T, W] through W_O: [B, T, D]."""
-        return self.o_proj(out)
-
     @property
     def maps(self) -> LayerMaps:
         """The layer as attention sees it, by the tensors that it has now."""
-        return layer_maps(self)
+        return LayerMaps(
+            index=self.layer_idx,
+            spec=self.spec,
+            geometry=self.geometry,
+            window=self.window,
+            key_columns=self.key_columns,
+            value_columns=self.value_columns,
+            key_up=self.key_up if self.keys_rebuilt else None,
+            key_mean=self.key_mean if self.keys_rebuilt else None,
+            value_up=self.value_up if self.values_rebuilt else None,
+            rope=self.rotary if self.keys_rebuilt else None,
+        )
 
     def _queries(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         g = self.geometry
@@ -175,22 +172,6 @@ class FoldedAttention(nn.Module):
         if spec.latents[0].side == "kv":
             return rest + self.pieces.rows(z, None, self.key_shift, rest[..., :0])
         return self.pieces.rows(z, None, self.key_shift, rest)
-
-
-def layer_maps(module: FoldedAttention) -> LayerMaps:
-    """A layer as attention sees it, by the tensors of its module."""
-    return LayerMaps(
-        index=module.layer_idx,
-        spec=module.spec,
-        geometry=module.geometry,
-        window=module.window,
-        key_columns=module.key_columns,
-        value_columns=module.value_columns,
-        key_up=module.key_up if module.keys_rebuilt else None,
-        key_mean=module.key_mean if module.keys_rebuilt else None,
-        value_up=module.value_up if module.values_rebuilt else None,
-        rope=module.rotary if module.keys_rebuilt else None,
-    )
 
 
 def attention_windows(config: Any) -> list[int | None]:

@@ -37,13 +37,11 @@ class GPTNeoXFamily(Family):
 
     @classmethod
     def projections(cls, attention: Any, geometry: Geometry) -> Projections:
+        def split(x: Tensor) -> list[Tensor]:
+            per_head = x.unflatten(0, (geometry.num_kv_heads, 3, geometry.head_dim))
+            return [part.flatten(0, 1) for part in per_head.unbind(1)]
+
         weight, bias = linear(attention.query_key_value)
-        per_head = weight.unflatten(0, (geometry.num_kv_heads, 3, geometry.head_dim))
-        q, k, v = (part.flatten(0, 1) for part in per_head.unbind(1))
-        biases: tuple[Tensor | None, ...] = (None, None, None)
-        if bias is not None:
-            split = bias.unflatten(0, (geometry.num_kv_heads, 3, geometry.head_dim))
-            biases = tuple(part.flatten() for part in split.unbind(1))
-        return Projections.of(
-            q=(q, biases[0]), k=(k, biases[1]), v=(v, biases[2]), o=linear(attention.dense)
-        )
+        biases = [None] * 3 if bias is None else split(bias)
+        q, k, v = zip(split(weight), biases, strict=True)
+        return Projections.of(q=q, k=k, v=v, o=linear(attention.dense))

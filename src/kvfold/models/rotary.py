@@ -37,14 +37,10 @@ class RotaryTable:
         if not self.fixed:
             found: Tables = self.rotary(like, positions)
             return found
-        cos = self.grid[0] if self.grid else None
-        if (
-            cos is None
-            or cos.shape[0] < stop
-            or (cos.dtype, cos.device) != (like.dtype, like.device)
-        ):
+        kind = like.dtype, like.device
+        grid = self.grid
+        if grid is None or len(grid[0]) < stop or (grid[0].dtype, grid[0].device) != kind:
             length = 1 << (stop - 1).bit_length()
             cos, sin = self.rotary(like, torch.arange(length, device=like.device)[None])
-            self.grid = cos[0], sin[0]
-        assert self.grid is not None
-        return self.grid[0][positions], self.grid[1][positions]
+            self.grid = grid = cos[0], sin[0]
+        return grid[0][positions], grid[1][positions]
