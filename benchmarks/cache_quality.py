@@ -87,9 +87,10 @@ class Bench(quality.Bench):
     def row(self, case: Case) -> dict[str, Any]:
         begin = time.perf_counter()
         longest = max([*self.arguments.lengths, *(ids.shape[1] for ids in self.texts.values())])
-        runner = runner_for(self._model(case), case.cache, longest)
+        policy = policies.get(case.cache.evict) if case.cache.evict else None
         if case.edit:
-            runner.policy = dataclasses.replace(runner.policy, **case.edit)
+            policy = dataclasses.replace(policy, **case.edit)
+        runner = runner_for(self._model(case), case.cache, longest, policy=policy)
         found: dict[str, Any] = {"name": case.name, "cache": dataclasses.asdict(case.cache)}
         found["texts"] = {}
         for name, ids in self.texts.items():

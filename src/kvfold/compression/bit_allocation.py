@@ -43,16 +43,6 @@ def cost(tiers: Tiers) -> int:
     return sum(width * bits + SCALE_BITS for width, bits in tiers)
 
 
-def predicted_loss(spectrum: Tensor, tiers: Tiers) -> float:
-    """Nats a token: what a tier's rotation spreads over its dimensions, and what is dropped."""
-    total, start = 0.0, 0
-    for width, bits in tiers:
-        part = spectrum[start : start + width]
-        total += DISTORTION[bits] * float(part.sum() ** 2) / width / 2
-        start += width
-    return total + float(spectrum[start:].square().sum()) / 2
-
-
 def _tiers(spectrum: Tensor, price: float, align: int) -> Tiers:
     """Bits of every dimension at `price` nats a bit, in runs rounded to `align`."""
     levels, loss = sorted(DISTORTION), spectrum.square() / 2

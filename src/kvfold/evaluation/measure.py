@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from kvfold.artifact import spec_of
+from kvfold.cache.eviction.base import Policy
 from kvfold.compression.progress import Progress, stage
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
@@ -29,7 +30,6 @@ from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.session import Footprint, Sessions
 from kvfold.evaluation.tasks.base import Task
 from kvfold.evaluation.tasks.run import TaskResult, run_tasks
-from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
 from kvfold.text import running, windows
 
@@ -130,10 +130,12 @@ def _sessions(model: Any, tokenizer: Any, what: Measurement, lengths: Sequence[i
     return partial(PagedSession, runner, what.chunk)
 
 
-def runner_for(model: Any, cache: CacheConfig, longest: int) -> ModelRunner:
-    """A runner of one sequence of a copy of `model`: `longest` tokens, a question and an answer."""
+def runner_for(
+    model: Any, cache: CacheConfig, longest: int, policy: Policy | None = None
+) -> ModelRunner:
+    """A runner of one sequence, `longest` tokens, a question and an answer; as `build_runner`."""
     most = min(longest + QUESTION_ROOM, max_positions(model) or longest + QUESTION_ROOM)
-    return build_runner(shared_copy(model), cache, num_slots=1, max_tokens=most)
+    return build_runner(model, cache, num_slots=1, max_tokens=most, policy=policy)
 
 
 def text_windows(
