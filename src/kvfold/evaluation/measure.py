@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from kvfold.artifact import spec_of
-from kvfold.cache.eviction.base import Policy
 from kvfold.compression.progress import Progress, stage
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
@@ -130,9 +129,7 @@ def _sessions(model: Any, tokenizer: Any, what: Measurement, lengths: Sequence[i
     return partial(PagedSession, runner, what.chunk)
 
 
-def runner_for(
-    model: Any, cache: CacheConfig, longest: int, policy: Policy | None = None
-) -> ModelRunner:
+def runner_for(model: Any, cache: CacheConfig, longest: int, policy: Any = None) -> ModelRunner:
     """A runner of one sequence, `longest` tokens, a question and an answer; as `build_runner`."""
     most = min(longest + QUESTION_ROOM, max_positions(model) or longest + QUESTION_ROOM)
     return build_runner(model, cache, num_slots=1, max_tokens=most, policy=policy)
