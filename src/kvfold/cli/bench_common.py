@@ -1,6 +1,7 @@
 """What the commands of `kvfold bench` have in common."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from kvfold.cli.options import parse_list
 from kvfold.files import write_json
 
 Shape = Annotated[str, Parameter(help="llama-3.1-8b, llama-2-7b, llama-2-7b-norope or tiny.")]
+ServedShape = Annotated[str, Parameter(help="llama-3.1-8b, llama-2-7b or tiny.")]
 Batches = Annotated[str, Parameter(help="Numbers of sequences, separated by commas.")]
 Lengths = Annotated[
     str,
@@ -21,7 +23,7 @@ Lengths = Annotated[
     ),
 ]
 Rounds = Annotated[int, Parameter(help="Calls of each, then as many again.")]
-Output = Annotated[Path | None, Parameter(help="File for the results; written after every case.")]
+Output = Annotated[Path | None, Parameter(help="File for the results; written as they come.")]
 
 
 def names(text: str | None, option: str, default: Iterable[str]) -> tuple[str, ...]:
@@ -58,26 +60,33 @@ def empty_table(first: str, *rest: str) -> Table:
 
 
 def measure_cases(
-    cases: Sequence[Any],
+    benchmark: str,
+    job: Any,
     measure: Callable[[Any], tuple[list[Any], list[Any]]],
-    record: Callable[[list[Any], list[Any]], dict[str, Any]],
     show: Callable[[list[Any], list[Any]], None],
     *,
     json: Path | None,
     label: str,
+    **about: Any,
 ) -> None:
-    """Rows and what was skipped of every case, written after each and shown in the end."""
+    """Rows and what was skipped of a job's cases, written after each and shown in the end.
+
+    about: what the record has beside them and the job's settings.
+    """
     rows: list[Any] = []
     skipped: list[Any] = []
     try:
         with common.progress() as progress:
-            for done, case in enumerate(cases, start=1):
+            for done, case in enumerate(job.cases, start=1):
                 found = measure(case)
                 rows += found[0]
                 skipped += found[1]
                 if json is not None:
-                    write_json(json, record(rows, skipped))
+                    record = {"benchmark": benchmark, "settings": asdict(job), **about}
+                    record["rows"] = [asdict(row) for row in rows]
+                    record["skipped"] = [asdict(item) for item in skipped]
+                    write_json(json, record)
                 if progress is not None:
-                    progress(label, done, len(cases))
+                    progress(label, done, len(job.cases))
     finally:
         show(rows, skipped)

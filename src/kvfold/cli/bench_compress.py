@@ -2,31 +2,28 @@
 
 import dataclasses
 import sys
-from pathlib import Path
 from typing import Any
 
 from kvfold.cli import common
-from kvfold.cli.bench_common import check_names, versions
+from kvfold.cli.bench_common import Output, ServedShape, check_names, versions
 from kvfold.cli.options import parse_list
 from kvfold.files import write_json
 
 
 def compress(
     *,
-    shape: str = "llama-3.1-8b",
+    shape: ServedShape = "llama-3.1-8b",
     batch: int = 64,
     tokens: int = 8192,
     variants: str = "bf16-half,int4-half",
     keep: str = ".5,.125",
     steps: int = 10,
-    json: Path | None = None,
+    json: Output = None,
 ) -> None:
     """Time a compression of all sequences beside a decode step, and what that step consists of.
 
     Parameters
     ----------
-    shape
-        llama-3.1-8b, llama-2-7b or tiny.
     batch
         Number of sequences.
     tokens
@@ -37,8 +34,6 @@ def compress(
         Shares of the tokens that are kept, separated by commas; policy kv-compress.
     steps
         Decode steps that are timed.
-    json
-        File for the results; written after every row.
     """
     common.check_outputs(json=json)
     import torch

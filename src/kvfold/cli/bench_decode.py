@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from kvfold.cli import bench_common as shared
 from kvfold.cli import common
 from kvfold.cli.bench_common import check_names, empty_table, versions
 from kvfold.cli.options import parse_list
@@ -24,13 +25,13 @@ GB = ("cache GB", "peak GB", "predicted GB")
 
 def decode(
     *,
-    shape: str = "llama-3.1-8b",
-    batch: str = "1,8,64",
-    tokens: str = "8192",
+    shape: shared.ServedShape = "llama-3.1-8b",
+    batch: shared.Batches = "1,8,64",
+    tokens: shared.Lengths = "8192",
     variants: str = "transformers,bf16-full,bf16-half,int8-half,int4-half",
     steps: int = 20,
     prefill: bool = False,
-    json: Path | None = None,
+    json: shared.Output = None,
 ) -> None:
     """Time an engine's steps on random weights, its cache filled as if prompts had been read.
 
@@ -38,12 +39,6 @@ def decode(
 
     Parameters
     ----------
-    shape
-        llama-3.1-8b, llama-2-7b or tiny.
-    batch
-        Numbers of sequences, separated by commas.
-    tokens
-        Tokens of a sequence, separated by commas; every batch is timed with every one.
     variants
         Names separated by commas: transformers (its dynamic cache, SDPA), transformers-static (its
         static one, as a CUDA graph), or as in bench attention.
@@ -51,8 +46,6 @@ def decode(
         Steps that are timed, and as many again, after four that are not.
     prefill
         Time the first token of one prompt of every length too.
-    json
-        File for the results; written after every row.
     """
     common.check_outputs(json=json)
     import torch

@@ -194,38 +194,26 @@ def from_json(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 
     Raises ValueError naming missing or unknown keys.
     """
-    return [_row(dict(values)) for values in rows]
+    return [_row(values) for values in rows]
 
 
-def _row(values: dict[str, Any]) -> Row:
-    fields = {field.name: field for field in dataclasses.fields(Row)}
-    missing = [
-        name
-        for name in fields.keys() - values.keys()
-        if fields[name].default is dataclasses.MISSING
-    ]
-    if wrong := {*missing, *(values.keys() - fields.keys())}:
+def _row(values: Mapping[str, Any]) -> Row:
+    fields = {field.name: field.default for field in dataclasses.fields(Row)}
+    needed = {name for name, default in fields.items() if default is dataclasses.MISSING}
+    if wrong := (needed - values.keys()) | (values.keys() - fields.keys()):
         raise ValueError(
             f"row: missing or unknown keys {', '.join(sorted(wrong))}; legal keys: {sorted(fields)}"
         )
-    values["delta_nll"] = {name: _pair(pair) for name, pair in values["delta_nll"].items()}
-    values["perplexity"] = _numbers(values["perplexity"])
-    if values.get("needle") is not None:
-        values["needle"] = {int(length): item for length, item in values["needle"].items()}
-    if values.get("tasks") is not None:
-        values["tasks"] = {name: _numbers(scores) for name, scores in values["tasks"].items()}
-    values["window_nll"] = {name: tuple(items) for name, items in values["window_nll"].items()}
-    return Row(**values)
+    found: dict[str, Any] = {name: x if x is None else _numbers(x) for name, x in values.items()}
+    if found.get("needle"):
+        found["needle"] = {int(length): share for length, share in found["needle"].items()}
+    return Row(**found)
 
 
-def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: _number(item) for name, item in values.items()}
-
-
-def _pair(pair: Sequence[float | None]) -> tuple[float, float]:
-    mean, se = map(_number, pair)
-    return mean, se
-
-
-def _number(value: float | None) -> float:
+def _numbers(value: Any) -> Any:
+    """A measurement read from JSON, where null is a number that is not defined."""
+    if isinstance(value, Mapping):
+        return {name: _numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return tuple(map(_numbers, value))
     return math.nan if value is None else value

@@ -128,14 +128,25 @@ def window_perplexity(
     held: list[Footprint] = []
     for start in range(0, len(ids), batch):
         with sessions() as session:
-            nll, footprint = _window_losses(session, ids[start : start + batch], scored_from)
-        losses += nll
+            found, footprint = _window_losses(session, ids[start : start + batch], scored_from)
+        losses += found
         held.append(footprint)
         if progress is not None:
             progress(len(losses), len(ids))
-    tokens = len(ids) * (ids.shape[1] - max(scored_from, 1))
     largest = max(reversed(held), key=lambda footprint: footprint.tokens)
-    return summarize(losses, tokens, largest.cache_bytes, largest.tokens), largest
+    nll, nll_se = mean_and_se(losses)
+    value = math.exp(nll) if nll < 700 else math.inf
+    result = PerplexityResult(
+        nll=nll,
+        nll_se=nll_se,
+        perplexity=value,
+        perplexity_se=value * nll_se,  # delta method: d exp(x) = exp(x) dx
+        tokens=len(ids) * (ids.shape[1] - max(scored_from, 1)),
+        window_nll=tuple(losses),
+        cache_bytes_allocated=largest.cache_bytes,
+        cached_tokens=largest.tokens,
+    )
+    return result, largest
 
 
 def _window_losses(
@@ -195,24 +206,6 @@ def mean_and_se(values: Sequence[float]) -> tuple[float, float]:
         return mean, math.nan
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
     return mean, math.sqrt(variance / len(values))
-
-
-def summarize(
-    window_nll: list[float], tokens: int, allocated: int, cached_tokens: int
-) -> PerplexityResult:
-    """The result over windows of equal length; `tokens` predicted in all."""
-    nll, nll_se = mean_and_se(window_nll)
-    value = math.exp(nll) if nll < 700 else math.inf
-    return PerplexityResult(
-        nll=nll,
-        nll_se=nll_se,
-        perplexity=value,
-        perplexity_se=value * nll_se,  # delta method: d exp(x) = exp(x) dx
-        tokens=tokens,
-        window_nll=tuple(window_nll),
-        cache_bytes_allocated=allocated,
-        cached_tokens=cached_tokens,
-    )
 
 
 def paired_difference(a: PerplexityResult, b: PerplexityResult) -> tuple[float, float]:
