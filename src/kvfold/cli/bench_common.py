@@ -1,5 +1,6 @@
 """What the commands of `kvfold bench` have in common."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -59,6 +60,37 @@ def empty_table(first: str, *rest: str) -> Table:
     return found
 
 
+def say(line: str) -> None:
+    """Progress, for a log."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Results:
+    """What a benchmark has found, by kind; its file, if there is one, is written after each."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        benchmark: str,
+        settings: dict[str, Any],
+        versions: dict[str, str | None],
+        kinds: Sequence[str],
+        **more: Any,
+    ) -> None:
+        self.path, self.found = path, {kind: list[Any]() for kind in kinds}
+        self.about = {"benchmark": benchmark, "settings": settings, "versions": versions, **more}
+
+    def add(self, kind: str, *found: Any) -> None:
+        """found: dictionaries or dataclasses."""
+        self.found[kind] += found
+        if self.path is not None:
+            plain = {
+                kind: [x if isinstance(x, dict) else asdict(x) for x in items]
+                for kind, items in self.found.items()
+            }
+            write_json(self.path, self.about | plain)
+
+
 def measure_cases(
     benchmark: str,
     job: Any,
@@ -67,26 +99,18 @@ def measure_cases(
     *,
     json: Path | None,
     label: str,
-    **about: Any,
+    versions: dict[str, str | None],
+    **more: Any,
 ) -> None:
-    """Rows and what was skipped of a job's cases, written after each and shown in the end.
-
-    about: what the record has beside them and the job's settings.
-    """
-    rows: list[Any] = []
-    skipped: list[Any] = []
+    """Rows and what was skipped of a job's cases, written after each and shown in the end."""
+    kinds = ("rows", "skipped")
+    results = Results(json, benchmark, asdict(job), versions, kinds, **more)
     try:
         with common.progress() as progress:
             for done, case in enumerate(job.cases, start=1):
-                found = measure(case)
-                rows += found[0]
-                skipped += found[1]
-                if json is not None:
-                    record = {"benchmark": benchmark, "settings": asdict(job), **about}
-                    record["rows"] = [asdict(row) for row in rows]
-                    record["skipped"] = [asdict(item) for item in skipped]
-                    write_json(json, record)
+                for kind, found in zip(kinds, measure(case), strict=True):
+                    results.add(kind, *found)
                 if progress is not None:
                     progress(label, done, len(job.cases))
     finally:
-        show(rows, skipped)
+        show(*results.found.values())

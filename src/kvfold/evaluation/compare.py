@@ -141,42 +141,30 @@ def format_seconds(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> Table:
     """Rows as a rich table; perplexity and loss increase share a column per text and wrap there."""
-    lengths, scores = needle_lengths(rows), task_scores(rows)
+    names, lengths, scores = texts(rows), needle_lengths(rows), task_scores(rows)
+    sizes = [format_length(length) for length in lengths]
     result = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
     result.caption_justify = "left"
     result.caption = (
         "kept: bits stored over bits of the 16-bit cache. Texts: perplexity and loss increase in"
         " nats per token, paired ± one standard error."
-        + _needle_caption(lengths)
+        + (f" {', '.join(sizes)}: % of needle questions answered." if sizes else "")
         + "".join(f" {short_name(name)}: {score}, %." for name, score in scores)
     )
     result.add_column("recipe", no_wrap=True)
     for name in ("keep", "kept", "less", "B/tok", "cache"):
         result.add_column(name, justify="right", no_wrap=True)
-    for name in texts(rows):
+    for name in names:
         result.add_column(name, justify="right", min_width=7)
-    for length in lengths:
-        result.add_column(format_length(length), justify="right", no_wrap=True)
-    for name, _ in scores:
-        result.add_column(short_name(name), justify="right", no_wrap=True)
-    result.add_column("s", justify="right", no_wrap=True)
+    for name in [*sizes, *(short_name(name) for name, _ in scores), "s"]:
+        result.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        result.add_row(*_cells(row, texts(rows), lengths, scores))
+        losses = [_loss(row, name) for name in names]
+        needles = [format_needle(row, length) for length in lengths]
+        tasks = [format_task(row, *score) for score in scores]
+        measured = (*losses, *needles, *tasks, format_seconds(row))
+        result.add_row(row.recipe, *format_storage(row), *measured)
     return result
-
-
-def _needle_caption(lengths: Sequence[int]) -> str:
-    columns = ", ".join(map(format_length, lengths))
-    return f" {columns}: % of needle questions answered." if lengths else ""
-
-
-def _cells(
-    row: Row, names: Sequence[str], lengths: Sequence[int], scores: Sequence[tuple[str, str]]
-) -> list[str]:
-    losses = [_loss(row, name) for name in names]
-    needles = [format_needle(row, length) for length in lengths]
-    tasks = [format_task(row, *score) for score in scores]
-    return [row.recipe, *format_storage(row), *losses, *needles, *tasks, format_seconds(row)]
 
 
 def _loss(row: Row, name: str) -> str:
