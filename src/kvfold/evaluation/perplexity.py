@@ -20,9 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.compression.progress import Report
-from kvfold.engine.runner import ModelRunner
 from kvfold.evaluation.dense import DenseSession, inference
-from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.session import Footprint, Session, Sessions
 
 AFTER = 64  # tokens fed at a time after a compression
@@ -83,19 +81,6 @@ def perplexity(
     with inference(model):
         sessions = partial(DenseSession, model, chunk)
         return window_perplexity(sessions, ids, batch=batch, progress=progress)[0]
-
-
-def paged_perplexity(
-    runner: ModelRunner,
-    ids: Tensor,
-    *,
-    chunk: int = 512,
-    scored_from: int | None = None,
-    progress: Report | None = None,
-) -> tuple[PerplexityResult, Footprint]:
-    """The same through the engine's pages, one window at a time; as `window_perplexity`."""
-    sessions = partial(PagedSession, runner, chunk)
-    return window_perplexity(sessions, ids, scored_from=scored_from, progress=progress)
 
 
 def window_perplexity(
