@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvfold.spec import Tiers
 
-# Squared error that `ops.bits.quantize` leaves of a unit Gaussian, 128 numbers to a scale, which
-# rotated numbers resemble; 0 bits: the dimension is dropped.
+# Squared error that `formats.integers.quantize` leaves of a unit Gaussian, 128 numbers to a scale,
+# which rotated numbers resemble; 0 bits: the dimension is dropped.
 DISTORTION = {0: 1.0, 1: 0.361, 2: 0.117, 3: 0.0359, 4: 0.0102, 6: 0.00073, 8: 0.000042}
 SCALE_BITS = 8  # one fp8 scale a token and tier
 
