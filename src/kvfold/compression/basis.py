@@ -17,8 +17,8 @@ class Basis:
     """down, up [n, w]; mean [n]; singular [w], descending, in the basis's own currency.
 
     For loss-weighted bases singular^2 / 2 is the predicted loss (nats per token) of dropping a
-    direction; for the published ones it is their own singular value. variance [w]: of
-    z, if measured.
+    direction; for the published ones it is their own singular value. variance [w]: of z, where
+    measured.
     """
 
     down: Tensor
