@@ -24,8 +24,9 @@ from kvfold.config import CacheConfig
 from kvfold.evaluation.measure import runner_for
 from kvfold.evaluation.needle import evaluate_needle
 from kvfold.evaluation.paged import PagedSession
-from kvfold.evaluation.perplexity import paged_perplexity
+from kvfold.evaluation.perplexity import window_perplexity
 from kvfold.evaluation.reader import Reader
+from kvfold.evaluation.session import Sessions
 
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
 METRIC = {  # edits of kv-compress
@@ -87,18 +88,19 @@ class Bench(quality.Bench):
     def row(self, case: Case) -> dict[str, Any]:
         begin = time.perf_counter()
         longest = max([*self.arguments.lengths, *(ids.shape[1] for ids in self.texts.values())])
-        runner = runner_for(self._model(case), case.cache, longest)
+        policy = policies.get(case.cache.evict) if case.cache.evict else None
         if case.edit:
-            runner.policy = dataclasses.replace(runner.policy, **case.edit)
+            policy = dataclasses.replace(policy, **case.edit)
+        runner = runner_for(self._model(case), case.cache, longest, policy=policy)
         found: dict[str, Any] = {"name": case.name, "cache": dataclasses.asdict(case.cache)}
-        found["texts"] = {}
+        found["texts"], sessions = {}, partial(PagedSession, runner)
         for name, ids in self.texts.items():
-            result, held = paged_perplexity(runner, ids, scored_from=ids.shape[1] // 2)
+            result, held = window_perplexity(sessions, ids, scored_from=ids.shape[1] // 2)
             found["texts"][name] = dataclasses.asdict(result)
             found |= dataclasses.asdict(held)
         for asked, agnostic in (("after", True), ("before", False)):
             if agnostic or case.cache.evict:
-                found[f"needle_{asked}"] = self._needle(runner, agnostic)
+                found[f"needle_{asked}"] = self._needle(sessions, agnostic)
         return found | {"seconds": time.perf_counter() - begin}
 
     def _model(self, case: Case) -> Any:
@@ -110,8 +112,8 @@ class Bench(quality.Bench):
             self.prepared = compressor.prepare(self.arguments.stats)
         return self.prepared.folded_copy(self.prepared.plan_factor(case.factor, 1))
 
-    def _needle(self, runner: Any, agnostic: bool) -> dict[int, Any]:
-        with closing(Reader(partial(PagedSession, runner), agnostic=agnostic)) as reader:
+    def _needle(self, sessions: Sessions, agnostic: bool) -> dict[int, Any]:
+        with closing(Reader(sessions, agnostic=agnostic)) as reader:
             results = evaluate_needle(
                 self.model,
                 self.tokenizer,

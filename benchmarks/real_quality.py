@@ -31,7 +31,8 @@ from kvfold.compression.statistics import Statistics
 from kvfold.config import CacheConfig
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.measure import runner_for
-from kvfold.evaluation.perplexity import PerplexityResult, paged_perplexity, window_perplexity
+from kvfold.evaluation.paged import PagedSession
+from kvfold.evaluation.perplexity import PerplexityResult, window_perplexity
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks import read_tasks
 from kvfold.evaluation.tasks.run import run_tasks
@@ -131,7 +132,7 @@ class Bench(quality.Bench):
             found["tasks"] = self._tasks(model, None)
         runner = runner_for(model, case.cache, self.arguments.ctx)
         for name, ids in self.texts.items():
-            result, held = paged_perplexity(runner, ids)
+            result, held = window_perplexity(partial(PagedSession, runner), ids)
             found["texts"][name] = dataclasses.asdict(result)
             found |= dataclasses.asdict(held)
         return found

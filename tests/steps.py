@@ -14,6 +14,7 @@ from kvfold.config import CacheConfig, Recipe
 from kvfold.engine.build import build_runner
 from kvfold.engine.request import Batch, Request, SamplingParams, ScheduledChunk
 from kvfold.engine.runner import ModelRunner
+from kvfold.evaluation.session import Session
 from kvfold.models.families import family_of
 from kvfold.ops.backend import use_triton
 from models import tiny, tokens
@@ -51,6 +52,11 @@ def even(name: str) -> Recipe:
 def runner_of(model, slots: int = 3, **settings) -> ModelRunner:
     config = CacheConfig(page=16, kv_bytes=2**20, **settings)
     return build_runner(model, config, num_slots=slots, max_tokens=96)
+
+
+def logits_of(session: Session, ids: list[int], **how) -> Tensor:
+    """Append tokens to a sequence of its own; logits [T, V]."""
+    return torch.cat(list(session.chunks(torch.tensor([ids]), **how)), 1)[0]
 
 
 def sequences_of(runner: ModelRunner, *prompts: int, more: int = 30) -> list[Request]:

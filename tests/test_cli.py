@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import dataclass, fields
-from typing import Annotated
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from kvfold import versions
 from kvfold.cache.eviction.policies import POLICIES
 from kvfold.cli.main import main
 from kvfold.cli.options import Storage
-from kvfold.config import BITS, CacheConfig, Setting, check, settings_of
+from kvfold.config import BITS, CacheConfig, check, setting, settings_of
 from kvfold.evaluation.tasks import TASKS
 from kvfold.formats import FORMATS, format_of
 from kvfold.loading import load_tokenizer
@@ -362,8 +361,8 @@ def test_every_setting_of_the_cache_is_a_flag_with_its_legal_values(capsys):
     assert known.keys() == {field.name for field in fields(CacheConfig)}
     for command in ("eval", "compare", "generate"):
         shown = helped(capsys, command)
-        for name, (_, setting) in known.items():
-            flag, text = setting.off or (name, setting.text)
+        for name, (_, own) in known.items():
+            flag, text = own.off or (name, own.text)
             assert f"--{flag.replace('_', '-')}" in shown and text in shown
         assert f"One of {', '.join(POLICIES)}." in shown and ", 6, 4" in shown
     assert set(BITS) == {16}.union(*(format_of(name).widths for name in FORMATS))
@@ -395,7 +394,7 @@ def test_names_of_recipes_and_rows_are_listed(capsys):
 def test_a_setting_is_checked(values, message):
     @dataclass
     class Config:
-        size: Annotated[float | None, Setting(help="Size.", hint="ask for more", **values)] = 8
+        size: float | None = setting(8, "Size.", hint="ask for more", **values)
 
     check(Config(size=None if "most" in values else 8))
     for wrong in (7, float("nan"), float("inf")):

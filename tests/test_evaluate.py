@@ -256,9 +256,9 @@ def test_choices_score_as_dense_forwards_do(name, task):
     for label in range(len(scores)):
         row = ChoiceTask(contexts=task.contexts, choices=task.choices, label=label)
         result = run_tasks(model, tokenizer, [row], chunk=3)
-        assert result.accuracy == float(scores[label] == max(scores))
-        assert result.accuracy_per_byte == float(per_byte[label] == max(per_byte))
-        assert result.exact_match is None
+        assert result.record()["accuracy"] == float(scores[label] == max(scores))
+        assert result.record()["accuracy_per_byte"] == float(per_byte[label] == max(per_byte))
+        assert result.record()["exact_match"] is None
 
 
 def test_choice_scores_do_not_leak_between_choices():
@@ -296,10 +296,10 @@ def test_generation_is_greedy_and_as_long_as_the_answer(name):
         GenerationTask(prompt="once upon", answer="no such"),
     ]
     result = run_tasks(model, tokenizer, rows, chunk=4)
-    assert result.exact_match == pytest.approx(1 / 3)
-    assert result.contains == pytest.approx(2 / 3)
-    assert result.exact_match_se == pytest.approx(1 / 3)
-    assert result.outputs[1] == text and result.rows == 3 and result.accuracy is None
+    assert result.record()["exact_match"] == pytest.approx(1 / 3)
+    assert result.record()["contains"] == pytest.approx(2 / 3)
+    assert result.record()["exact_match_se"] == pytest.approx(1 / 3)
+    assert result.outputs[1] == text and result.rows == 3 and result.record()["accuracy"] is None
 
 
 def test_generation_stops_before_end_of_text():
@@ -322,7 +322,7 @@ def test_long_contexts_lose_their_left_and_are_counted():
     result = run_tasks(model, tokenizer, [task, CHOICES[0]])
     assert result.truncated == 1
     first = run_tasks(model, tokenizer, [task])
-    assert first.accuracy == float(scores[0] > scores[1])
+    assert first.record()["accuracy"] == float(scores[0] > scores[1])
     with pytest.raises(ValueError, match="leaves no context"):
         run_tasks(model, tokenizer, [GenerationTask(prompt="a", answer="z" * 95)])
 

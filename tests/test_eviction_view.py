@@ -18,6 +18,7 @@ from kvfold.engine.runner import ModelRunner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.families import family_of
 from models import tiny, tokens
+from steps import logits_of
 
 PROMPT, WINDOW, PAGE = 45, 7, 4
 CASES = [
@@ -68,7 +69,7 @@ def fed(runner: ModelRunner, prompts: list[int]) -> list[PagedSession]:
     """Sequences, prefilled in chunks that are no multiple of the window."""
     sessions = [PagedSession(runner).__enter__() for _ in prompts]
     for i, (session, length) in enumerate(zip(sessions, prompts, strict=True)):
-        session.feed(tokens(1, length, seed=i)[0].tolist(), prompt=length, chunk=10)
+        logits_of(session, tokens(1, length, seed=i)[0].tolist(), prompt=length, chunk=10)
     return sessions
 
 
@@ -135,7 +136,7 @@ def test_rows_that_moved_are_the_same_rows(recipe: str | None) -> None:
     runner, policy = curious(folded("llama3-scaling", recipe, 0.5), scope="all")
     (session,) = fed(runner, [PROMPT])
     session.compress()
-    session.feed([5, 6, 7])
+    logits_of(session, [5, 6, 7])
     session.compress()
     (first, second), (before, after) = policy.views, policy.seen
     g = 0
@@ -156,7 +157,7 @@ def test_a_sequence_that_went_back_has_fewer_queries() -> None:
     runner, policy = curious(tiny("llama-gqa"))
     (session,) = fed(runner, [PROMPT])
     mark = session.mark()
-    session.feed([5, 6])
+    logits_of(session, [5, 6])
     session.rewind(mark)
     session.compress()
     q, where = policy.seen[0][0][2:]

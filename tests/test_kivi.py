@@ -20,6 +20,7 @@ from kvfold.ops.store import residual as kivi
 from kvfold.spec import CacheSpec, LayerSpec
 from kvfold.spec.layout import CacheLayout, Latent, cache_layout
 from models import tiny, tokens
+from steps import logits_of
 from test_store import FLOATS, numbers, one_layer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -274,7 +275,10 @@ def logits(name: str, chunk: int, **settings) -> Tensor:
     runner = build_runner(tiny(name), config, num_slots=2, max_tokens=100)
     ids = tokens(1, 61)[0].tolist()
     with PagedSession(runner, chunk) as session:
-        found = [session.feed(ids[:50], prompt=50), *(session.feed([x]) for x in ids[50:])]
+        found = [
+            logits_of(session, ids[:50], prompt=50),
+            *(logits_of(session, [x]) for x in ids[50:]),
+        ]
         runner.pool.check_integrity()
     assert runner.pool.used_bytes == 0
     return torch.cat(found)
@@ -324,7 +328,7 @@ def test_reported_bytes_are_held_bytes() -> None:
     runner = build_runner(tiny("llama-gqa"), config, num_slots=2, max_tokens=100)
     layout = runner.pool.layout
     with PagedSession(runner) as session:
-        session.feed(tokens(1, 61)[0].tolist())
+        logits_of(session, tokens(1, 61)[0].tolist())
         held = session.footprint()
         assert held.cache_bytes == runner.pool.used_bytes
         assert held.cache_bytes == 6 * layout.page_bytes + layout.tail_bytes

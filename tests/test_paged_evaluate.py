@@ -15,12 +15,16 @@ from kvfold.evaluation.compare import from_json
 from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.needle import evaluate_needle
 from kvfold.evaluation.paged import PagedSession
-from kvfold.evaluation.perplexity import paged_perplexity, perplexity, token_nll
+from kvfold.evaluation.perplexity import perplexity, token_nll, window_perplexity
 from kvfold.evaluation.reader import Reader
 from kvfold.loading import load_tokenizer
 from models import CONFIGS, tiny, tokens
 
 PAGE, CTX = 8, 60
+
+
+def paged_perplexity(runner, ids: torch.Tensor, chunk: int = 512, **how):
+    return window_perplexity(partial(PagedSession, runner, chunk), ids, **how)
 
 
 def runner_of(model, max_tokens: int = 128, **settings):

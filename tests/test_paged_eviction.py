@@ -18,6 +18,7 @@ from kvfold.evaluation.paged import PagedSession
 from kvfold.models.folded import attention_windows
 from kvfold.ops.common.attention import attention
 from models import CONFIGS, tiny, tokens
+from steps import logits_of
 
 PROMPT, MORE, PAGE = 60, 12, 4
 LONG = 40  # above the 32 recent tokens that some policies protect
@@ -84,13 +85,13 @@ def test_logits_equal_a_masked_dense_model(name: str, evict: str) -> None:
     ids = tokens(1, PROMPT + MORE)
     runner = runner_of(tiny(name), evict, 0.5)
     with PagedSession(runner) as session:
-        session.feed(ids[0, :PROMPT].tolist(), prompt=PROMPT, chunk=17)
+        logits_of(session, ids[0, :PROMPT].tolist(), prompt=PROMPT, chunk=17)
         session.compress()
         runner.pool.check_integrity()
         kept = survivors(session)
         assert any(len(positions) < PROMPT for positions in kept)
-        logits = [session.feed(ids[0, PROMPT : PROMPT + 5].tolist())]
-        logits += [session.feed([token]) for token in ids[0, PROMPT + 5 :].tolist()]
+        logits = [logits_of(session, ids[0, PROMPT : PROMPT + 5].tolist())]
+        logits += [logits_of(session, [token]) for token in ids[0, PROMPT + 5 :].tolist()]
     wanted = dense(name, ids, kept, runner.pool.layout.groups)
     torch.testing.assert_close(torch.cat(logits), wanted, rtol=1e-4, atol=1e-4)
 
@@ -104,7 +105,7 @@ def test_budgets_are_exact_for_every_sequence(evict: str, count: int) -> None:
     sessions, budgets = [PagedSession(runner).__enter__() for _ in range(count)], []
     for i, session in enumerate(sessions):
         length = LONG + 30 + 4 * i
-        session.feed(tokens(1, length, seed=i)[0].tolist(), prompt=length)
+        logits_of(session, tokens(1, length, seed=i)[0].tolist(), prompt=length)
         session.sequence.cache = CacheParams(max_cache_tokens=LONG + 4 * (i % 3))
         budgets.append((LONG + 4 * (i % 3)) // PAGE * len(runner.pool.layout.groups))
     runner.compress([session.sequence for session in sessions])
@@ -120,7 +121,7 @@ def filled(evict: str, lengths: list[int]) -> tuple[ModelRunner, list[PagedSessi
     runner = build_runner(tiny("llama-gqa"), config, num_slots=len(lengths), max_tokens=160)
     sessions = [PagedSession(runner).__enter__() for _ in lengths]
     for i, (session, length) in enumerate(zip(sessions, lengths, strict=True)):
-        session.feed(tokens(1, length, seed=i)[0].tolist(), prompt=length)
+        logits_of(session, tokens(1, length, seed=i)[0].tolist(), prompt=length)
         session.sequence.cache = CacheParams(max_cache_tokens=LONG - 4 * i, protected=4 * i)
     return runner, sessions
 
@@ -137,10 +138,17 @@ def test_how_many_go_at_once_does_not_matter(evict: str, monkeypatch: pytest.Mon
             runner.pool.check_integrity()
             found.append([survivors(session) for session in sessions])
             for session in sessions:
-                session.feed([1, 2, 3])
+                logits_of(session, [1, 2, 3])
                 session.sequence.cache = replace(session.sequence.cache, max_cache_tokens=20)
     assert found[:2] == found[2:4] == found[4:]
     assert found[0] != found[1]
+
+
+def test_an_edited_policy_observes_and_evicts() -> None:
+    edited = replace(policies.get("kvc-full"), power=1)
+    config, model = CacheConfig(evict="kv-compress", keep_tokens=0.5), tiny("llama-gqa")
+    runner = build_runner(model, config, num_slots=1, max_tokens=64, policy=edited)
+    assert runner.policy is runner.eviction.policy is runner.attention.view.observing is edited
 
 
 def test_nothing_to_compress() -> None:
@@ -174,7 +182,7 @@ def test_sequences_share_every_operation() -> None:
 def test_bytes_that_are_reported_are_bytes_that_are_held() -> None:
     runner = runner_of(tiny("llama-gqa"), "kv-compress", 0.5, bits=4)
     with PagedSession(runner) as session:
-        session.feed(tokens(1, 64)[0].tolist(), prompt=64)
+        logits_of(session, tokens(1, 64)[0].tolist(), prompt=64)
         assert session.footprint().kept_fraction == pytest.approx(runner.pool.layout.kept_fraction)
         session.compress()
         held = session.footprint()
@@ -197,7 +205,7 @@ def test_half_of_the_budget_is_recent_by_h2o() -> None:
     """60 tokens, of which 28 may stay (in pages of 4): the last 14 do, in every group."""
     runner = runner_of(tiny("llama-gqa"), "h2o", 28 / PROMPT)
     with PagedSession(runner) as session:
-        session.feed(tokens(1, PROMPT)[0].tolist(), prompt=PROMPT)
+        logits_of(session, tokens(1, PROMPT)[0].tolist(), prompt=PROMPT)
         session.compress()
         for positions in survivors(session):
             assert len(positions) == 28 and positions[-14:] == list(range(PROMPT - 14, PROMPT))

@@ -20,7 +20,7 @@ from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.paged import PagedSession
-from kvfold.evaluation.perplexity import paged_perplexity, token_nll
+from kvfold.evaluation.perplexity import token_nll, window_perplexity
 from kvfold.evaluation.reader import Reader
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.copies import shared_copy
@@ -60,7 +60,7 @@ def test_rows_come_back_as_from_pages(name: str, recipe: str) -> None:
     ours = losses_of(model, rows, past_key_values=recovery.QuantisedRows(spec_of(model).layers))
     config = CacheConfig(kv_bytes=2**21, page=8)
     runner = build_runner(model, config, num_slots=1, max_tokens=64)
-    paged, _ = paged_perplexity(runner, rows)
+    paged, _ = window_perplexity(partial(PagedSession, runner), rows)
     assert float(ours.mean()) == pytest.approx(paged.nll, abs=1e-3)
     assert (ours - whole).abs().max() > 1e-2  # bits change something
 

@@ -13,6 +13,7 @@ from kvfold.engine.runner import ModelRunner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.folded import attention_windows
 from models import ROTARY, tiny, tokens
+from steps import logits_of
 from test_engine import greedy, same_up_to_ties
 
 WINDOW, PAGE = 16, 4
@@ -59,7 +60,7 @@ def test_logits_equal_transformers_in_bounded_memory(name: str, chunk: int) -> N
     found = []
     with PagedSession(runner, chunk) as session:
         for start in range(0, 110, chunk):
-            found.append(session.feed(ids[0, start : start + chunk].tolist()))
+            found.append(logits_of(session, ids[0, start : start + chunk].tolist()))
             runner.pool.check_integrity()
             rows = runner.pool.host_lengths[session.sequence.slot]
             done = session.sequence.num_computed
@@ -100,7 +101,7 @@ def test_only_sliding_layers_carry_positions() -> None:
 def test_bits_go_with_windows() -> None:
     ids = tokens(1, 60)
     with PagedSession(runner_of("mixed", bits=8), 9) as session:
-        found = session.feed(ids[0].tolist())
+        found = logits_of(session, ids[0].tolist())
     error = (found - dense("mixed", ids)).norm() / dense("mixed", ids).norm()
     assert 0 < error < 0.02
 

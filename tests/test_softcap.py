@@ -20,6 +20,7 @@ from kvfold.models.llama import LlamaFamily
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import plain_spec
 from models import tiny, tokens
+from steps import logits_of
 
 SCALE, CAP, FINAL = 0.4, 0.7, 2.0
 CAPPED = "kvfold_test_capped"
@@ -74,8 +75,8 @@ def test_folded_and_paged_models_cap_their_scores(recipe: str | None) -> None:
                 close(model(ids).logits[0], whole)
     config = CacheConfig(kv_bytes=2**21, page=8, evict="snapkv", keep_tokens=1.0)
     with PagedSession(build_runner(model, config, num_slots=1, max_tokens=64), 7) as session:
-        paged = [session.feed(ids[0, :30].tolist(), prompt=30)]
-        paged += [session.feed([token]) for token in ids[0, 30:].tolist()]
+        paged = [logits_of(session, ids[0, :30].tolist(), prompt=30)]
+        paged += [logits_of(session, [token]) for token in ids[0, 30:].tolist()]
     close(torch.cat(paged), FINAL * torch.tanh(whole / FINAL))
 
 

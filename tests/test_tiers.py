@@ -19,7 +19,6 @@ from kvfold.compression.bit_allocation import (
     _merged,
     cost,
     plan_tiers,
-    predicted_loss,
 )
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
@@ -47,6 +46,16 @@ def spectra(draw: st.DrawFn) -> list[Tensor]:
 
 def falling(width: int = 128, decay: float = 1.0, top: float = 1.0) -> Tensor:
     return top * torch.arange(1, width + 1, dtype=torch.float64).pow(-decay)
+
+
+def predicted_loss(spectrum: Tensor, tiers) -> float:
+    """Nats a token: what a tier's rotation spreads over its dimensions, and what is dropped."""
+    total, start = 0.0, 0
+    for width, bits in tiers:
+        part = spectrum[start : start + width]
+        total += DISTORTION[bits] * float(part.sum() ** 2) / width / 2
+        start += width
+    return total + float(spectrum[start:].square().sum()) / 2
 
 
 def total_loss(found: list[Tensor], planned: list) -> float:

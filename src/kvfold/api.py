@@ -1,6 +1,5 @@
 """compress: from a model and a recipe to a folded model, in one call."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +75,6 @@ def compress(
     return model
 
 
-@dataclass(frozen=True, kw_only=True)
-class Folded:
-    """What a model was folded to; ratio: of perplexities, where that decided it."""
-
-    spec: CacheSpec
-    ratio: float | None = None
-
-
 def fold_to(
     compressor: Compressor,
     target: Target,
@@ -93,10 +84,11 @@ def fold_to(
     statistics: Path | str | Statistics | None = None,
     recover: int = 0,
     progress: Progress | None = None,
-) -> Folded:
+) -> tuple[CacheSpec, float | None]:
     """Fold a compressor's model in place to a size; the last step, after all that can fail.
 
-    source: the name of the original, for provenance; the rest as in `compress`.
+    source: the name of the original, for provenance; the rest as in `compress`. Returns what it was
+    folded to, and the ratio of perplexities where that decided it.
     """
     factor = compressor.factor_of(target)
     compressor.align(align)
@@ -113,7 +105,7 @@ def fold_to(
     asked |= {"bytes_per_token": target.bytes_per_token}
     provenance = {"model": source, "keep": keep, "align": align, **asked}
     prepared.fold(spec, provenance, recover=recover, progress=progress)
-    return Folded(spec=spec, ratio=ratio)
+    return spec, ratio
 
 
 def check_output(path: Path) -> None:

@@ -4,10 +4,10 @@ The command line makes its flags of them. Importing this imports no torch.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from math import inf
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from kvfold.cache.eviction.policies import POLICIES
 from kvfold.formats import FORMATS, format_of
@@ -18,9 +18,9 @@ Share = Literal["head", "group", "joint", "kv"]
 DEFAULT_KEEP = 0.5  # share of the cache that stays where no size is asked for
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Setting:
-    """What a field is for and may hold: `page: Annotated[int, Setting(help="Rows.", least=1)]`.
+    """What a field is for and may hold: `page: int = setting(32, "Rows.", least=1)`.
 
     least, most: bounds, of `unit`; above: one that is not legal itself. choices: legal values.
     names: values to list, whose check is a look-up elsewhere. hint: the way out of an error. off:
@@ -58,15 +58,18 @@ class Setting:
         return self.above < value < inf and self.least <= value <= self.most
 
 
+def setting(default: Any, help: str, **rules: Any) -> Any:
+    """A field of a config class, with its `Setting`, and the help that the command line shows."""
+    found = Setting(help, **rules)
+    return field(default=default, metadata={"setting": found, "help": found.text})
+
+
 @lru_cache
 def settings_of(config: type) -> dict[str, tuple[Any, Setting]]:
     """Type and setting of every field of a config class that has one."""
-    return {
-        name: (hint.__origin__, setting)
-        for name, hint in get_type_hints(config, include_extras=True).items()
-        for setting in getattr(hint, "__metadata__", ())
-        if isinstance(setting, Setting)
-    }
+    found = {x.name: x.metadata["setting"] for x in fields(config) if x.metadata}
+    types = get_type_hints(config)
+    return {name: (types[name], setting) for name, setting in found.items()}
 
 
 def check(config: Any, label: Callable[[str], str] = str) -> None:
@@ -99,7 +102,7 @@ class Recipe:
     values: Share = "head"
     ranks: str = "greedy"
     equal_ranks: bool = False
-    group_size: Annotated[int, Setting(help="Heads of a group.", least=1)] = 4
+    group_size: int = setting(4, "Heads of a group.", least=1)
     gradients: bool = False
     reduce: bool = False
     centroids: int | None = None
@@ -124,60 +127,48 @@ class CacheConfig:
     Raises ValueError for what a field may not hold, and for fields that exclude each other.
     """
 
-    kv_bytes: Annotated[
-        int | None,
-        Setting(help="Bytes of the page pool; by default a share of what is free.", least=1),
-    ] = None
-    page: Annotated[
-        int | None,
-        Setting(
-            help="Rows a page; by default 32, or what the policy was published with.",
-            least=1,
-            unit="row",
-        ),
-    ] = None
-    bits: Annotated[
-        int | None,
-        Setting(help="Of every number; by default what a checkpoint plans, or 16.", choices=BITS),
-    ] = None
-    zeros: Annotated[bool, Setting(help="Store a zero beside every scale.")] = False
-    sub_group: Annotated[
-        int | None,
-        Setting(
-            help="Most numbers that share a scale; by default a whole latent, 32 with kivi.",
-            least=8,
-            unit="numbers",
-        ),
-    ] = None
-    rotate: Annotated[
-        bool,
-        Setting(
-            help="Turn numbers that share a scale first, so that they are alike.",
-            off=("no_rotation", "Quantise numbers as they are."),
-        ),
-    ] = True
-    format: Annotated[
-        str,
-        Setting(
-            help="How numbers are packed; kivi: keys per channel of a page, values per token, with "
-            "zeros, not turned.",
-            choices=FORMATS,
-        ),
-    ] = "integers"
-    residual: Annotated[
-        int | None,
-        Setting(
-            help="The last 1 to so many tokens wait in 16 bits, until all are packed at once; whole"
-            " pages, 128 with kivi.",
-        ),
-    ] = None
-    evict: Annotated[str | None, Setting(help="A policy.", names=POLICIES)] = None
-    keep_tokens: Annotated[
-        float | None, Setting(help="Share of the prompt's tokens to keep.", above=0, most=1)
-    ] = None
-    max_cache_tokens: Annotated[
-        int | None, Setting(help="Tokens to keep of a request, averaged over heads.", least=1)
-    ] = None
+    kv_bytes: int | None = setting(
+        None, "Bytes of the page pool; by default a share of what is free.", least=1
+    )
+    page: int | None = setting(
+        None,
+        "Rows a page; by default 32, or what the policy was published with.",
+        least=1,
+        unit="row",
+    )
+    bits: int | None = setting(
+        None, "Of every number; by default what a checkpoint plans, or 16.", choices=BITS
+    )
+    zeros: bool = setting(False, "Store a zero beside every scale.")
+    sub_group: int | None = setting(
+        None,
+        "Most numbers that share a scale; by default a whole latent, 32 with kivi.",
+        least=8,
+        unit="numbers",
+    )
+    rotate: bool = setting(
+        True,
+        "Turn numbers that share a scale first, so that they are alike.",
+        off=("no_rotation", "Quantise numbers as they are."),
+    )
+    format: str = setting(
+        "integers",
+        "How numbers are packed; kivi: keys per channel of a page, values per token, with "
+        "zeros, not turned.",
+        choices=FORMATS,
+    )
+    residual: int | None = setting(
+        None,
+        "The last 1 to so many tokens wait in 16 bits, until all are packed at once; whole"
+        " pages, 128 with kivi.",
+    )
+    evict: str | None = setting(None, "A policy.", names=POLICIES)
+    keep_tokens: float | None = setting(
+        None, "Share of the prompt's tokens to keep.", above=0, most=1
+    )
+    max_cache_tokens: int | None = setting(
+        None, "Tokens to keep of a request, averaged over heads.", least=1
+    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -32,7 +32,7 @@ def read_text(path: str | Path) -> str:
     if not path.is_file():
         raise ValueError(f"file {path}: no such file; give a text file, plain, .xz or .gz")
     try:
-        text = _unpacked(path).decode("utf-8-sig")
+        text = _UNPACK.get(path.suffix, bytes)(path.read_bytes()).decode("utf-8-sig")
     except (lzma.LZMAError, EOFError, OSError) as error:
         raise ValueError(f"file {path}: cannot be read ({error})") from None
     except UnicodeDecodeError as error:
@@ -42,11 +42,6 @@ def read_text(path: str | Path) -> str:
     if not text.strip():
         raise ValueError(f"file {path}: empty")
     return text
-
-
-def _unpacked(path: Path) -> bytes:
-    data = path.read_bytes()
-    return _UNPACK[path.suffix](data) if path.suffix in _UNPACK else data
 
 
 def read_texts(paths: str | Path | Iterable[str | Path]) -> str:

@@ -121,5 +121,5 @@ def _remedy(layer: LayerMaps, groups: Sequence[Group], task: Task) -> str:
     if layouts[0].itemsize != 2:
         return "load the model as bfloat16"
     if task.observed:
-        return "a policy that does not observe decoding, such as snapkv, does"
+        return "a policy that does not observe decoding, such as streaming, does"
     return "a recipe that keeps as much of every head, such as fast with align=8, does"

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -13,7 +13,7 @@ from kvfold.cli import common
 from kvfold.cli.options import parse_list
 
 if TYPE_CHECKING:
-    from kvfold.bench.attention import Job, Row, Skipped
+    from kvfold.bench.attention import Row, Skipped
     from kvfold.bench.ceiling import Ceiling
 
 
@@ -63,30 +63,15 @@ def attention(
     device = torch.device(default_device())
     ceiling = measure_ceiling(device, rounds)
     shared.measure_cases(
-        job.cases,
+        "attention",
+        job,
         lambda case: bench.measure_case(job, case[0], case[1], decode, ceiling, device),
-        lambda rows, skipped: record(job, ceiling, rows, skipped, device),
         lambda rows, skipped: print_rows(rows, skipped, ceiling),
         json=json,
         label=f"{shape}, B x T",
+        versions={**shared.versions(device), "flashinfer": shared.installed("flashinfer-python")},
+        ceiling=dataclasses.asdict(ceiling),
     )
-
-
-def record(
-    job: "Job", ceiling: "Ceiling", rows: "Sequence[Row]", skipped: "Sequence[Skipped]", device: Any
-) -> dict[str, Any]:
-    """Everything the page of results is made from."""
-    return {
-        "benchmark": "attention",
-        "settings": dataclasses.asdict(job),
-        "versions": {
-            **shared.versions(device),
-            "flashinfer": shared.installed("flashinfer-python"),
-        },
-        "ceiling": dataclasses.asdict(ceiling),
-        "rows": [dataclasses.asdict(row) for row in rows],
-        "skipped": [dataclasses.asdict(item) for item in skipped],
-    }
 
 
 def print_rows(rows: "Sequence[Row]", skipped: "Sequence[Skipped]", ceiling: "Ceiling") -> None:

@@ -1,6 +1,8 @@
 """What the commands of `kvfold bench` have in common."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +15,7 @@ from kvfold.cli.options import parse_list
 from kvfold.files import write_json
 
 Shape = Annotated[str, Parameter(help="llama-3.1-8b, llama-2-7b, llama-2-7b-norope or tiny.")]
+ServedShape = Annotated[str, Parameter(help="llama-3.1-8b, llama-2-7b or tiny.")]
 Batches = Annotated[str, Parameter(help="Numbers of sequences, separated by commas.")]
 Lengths = Annotated[
     str,
@@ -21,7 +24,7 @@ Lengths = Annotated[
     ),
 ]
 Rounds = Annotated[int, Parameter(help="Calls of each, then as many again.")]
-Output = Annotated[Path | None, Parameter(help="File for the results; written after every case.")]
+Output = Annotated[Path | None, Parameter(help="File for the results; written as they come.")]
 
 
 def names(text: str | None, option: str, default: Iterable[str]) -> tuple[str, ...]:
@@ -57,27 +60,57 @@ def empty_table(first: str, *rest: str) -> Table:
     return found
 
 
+def say(line: str) -> None:
+    """Progress, for a log."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Results:
+    """What a benchmark has found, by kind; its file, if there is one, is written after each."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        benchmark: str,
+        settings: dict[str, Any],
+        versions: dict[str, str | None],
+        kinds: Sequence[str],
+        **more: Any,
+    ) -> None:
+        self.path, self.found = path, {kind: list[Any]() for kind in kinds}
+        self.about = {"benchmark": benchmark, "settings": settings, "versions": versions, **more}
+
+    def add(self, kind: str, *found: Any) -> None:
+        """found: dictionaries or dataclasses."""
+        self.found[kind] += found
+        if self.path is not None:
+            plain = {
+                kind: [x if isinstance(x, dict) else asdict(x) for x in items]
+                for kind, items in self.found.items()
+            }
+            write_json(self.path, self.about | plain)
+
+
 def measure_cases(
-    cases: Sequence[Any],
+    benchmark: str,
+    job: Any,
     measure: Callable[[Any], tuple[list[Any], list[Any]]],
-    record: Callable[[list[Any], list[Any]], dict[str, Any]],
     show: Callable[[list[Any], list[Any]], None],
     *,
     json: Path | None,
     label: str,
+    versions: dict[str, str | None],
+    **more: Any,
 ) -> None:
-    """Rows and what was skipped of every case, written after each and shown in the end."""
-    rows: list[Any] = []
-    skipped: list[Any] = []
+    """Rows and what was skipped of a job's cases, written after each and shown in the end."""
+    kinds = ("rows", "skipped")
+    results = Results(json, benchmark, asdict(job), versions, kinds, **more)
     try:
         with common.progress() as progress:
-            for done, case in enumerate(cases, start=1):
-                found = measure(case)
-                rows += found[0]
-                skipped += found[1]
-                if json is not None:
-                    write_json(json, record(rows, skipped))
+            for done, case in enumerate(job.cases, start=1):
+                for kind, found in zip(kinds, measure(case), strict=True):
+                    results.add(kind, *found)
                 if progress is not None:
-                    progress(label, done, len(cases))
+                    progress(label, done, len(job.cases))
     finally:
-        show(rows, skipped)
+        show(*results.found.values())

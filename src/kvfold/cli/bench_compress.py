@@ -1,32 +1,26 @@
 """kvfold bench compress: what eviction costs, and what a decode step is made of, as JSON."""
 
-import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
 from kvfold.cli import common
-from kvfold.cli.bench_common import check_names, versions
+from kvfold.cli.bench_common import Output, Results, ServedShape, check_names, say, versions
 from kvfold.cli.options import parse_list
-from kvfold.files import write_json
 
 
 def compress(
     *,
-    shape: str = "llama-3.1-8b",
+    shape: ServedShape = "llama-3.1-8b",
     batch: int = 64,
     tokens: int = 8192,
     variants: str = "bf16-half,int4-half",
     keep: str = ".5,.125",
     steps: int = 10,
-    json: Path | None = None,
+    json: Output = None,
 ) -> None:
     """Time a compression of all sequences beside a decode step, and what that step consists of.
 
     Parameters
     ----------
-    shape
-        llama-3.1-8b, llama-2-7b or tiny.
     batch
         Number of sequences.
     tokens
@@ -37,8 +31,6 @@ def compress(
         Shares of the tokens that are kept, separated by commas; policy kv-compress.
     steps
         Decode steps that are timed.
-    json
-        File for the results; written after every row.
     """
     common.check_outputs(json=json)
     import torch
@@ -64,20 +56,8 @@ def compress(
         raise ValueError(f"--keep: {keep!r} has numbers that are not in (0, 1]")
     device = torch.device(default_device())
     settings = {"shape": shape, "batch": batch, "tokens": tokens, "variants": names, "keep": keeps}
-    record: dict[str, Any] = {
-        "benchmark": "compress",
-        "settings": settings | {"steps": steps},
-        "versions": versions(device),
-        "rows": [],
-        "shares": [],
-        "skipped": [],
-    }
-
-    def add(kind: str, found: dict[str, Any]) -> None:
-        record[kind].append(found)
-        if json is not None:
-            write_json(json, record)
-
+    kinds = ("rows", "shares", "skipped")
+    results = Results(json, "compress", settings | {"steps": steps}, versions(device), kinds)
     for name in names:
         release(device)
         skipped = {"variant": name, "batch": batch, "tokens": tokens}
@@ -86,14 +66,13 @@ def compress(
                 shape, name, batch, tokens, tuple(keeps), steps, device
             ):
                 if isinstance(found, str):
-                    add("skipped", skipped | {"reason": found})
+                    results.add("skipped", skipped | {"reason": found})
                 else:
-                    kind = "rows" if isinstance(found, compression.Row) else "shares"
-                    add(kind, dataclasses.asdict(found))
-                print(line(found), file=sys.stderr, flush=True)
+                    results.add("rows" if isinstance(found, compression.Row) else "shares", found)
+                say(line(found))
         except Exception as error:  # whatever it is, the others run on
-            add("skipped", skipped | {"reason": reason(error)})
-            print(f"{name}: {reason(error)}", file=sys.stderr, flush=True)
+            results.add("skipped", skipped | {"reason": reason(error)})
+            say(f"{name}: {reason(error)}")
 
 
 def line(found: Any) -> str:

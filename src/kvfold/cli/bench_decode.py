@@ -1,21 +1,19 @@
 """kvfold bench decode: time between tokens and to the first one, in tables and as JSON."""
 
-import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from kvfold.cli import bench_common as shared
 from kvfold.cli import common
-from kvfold.cli.bench_common import check_names, empty_table, versions
+from kvfold.cli.bench_common import Results, check_names, empty_table, say, versions
 from kvfold.cli.options import parse_list
-from kvfold.files import write_json
 
 if TYPE_CHECKING:
-    from kvfold.bench.contenders import Contender
     from kvfold.bench.decode import FirstToken, Row
 
 WIDTH = 120  # of tables in a log
@@ -24,13 +22,13 @@ GB = ("cache GB", "peak GB", "predicted GB")
 
 def decode(
     *,
-    shape: str = "llama-3.1-8b",
-    batch: str = "1,8,64",
-    tokens: str = "8192",
+    shape: shared.ServedShape = "llama-3.1-8b",
+    batch: shared.Batches = "1,8,64",
+    tokens: shared.Lengths = "8192",
     variants: str = "transformers,bf16-full,bf16-half,int8-half,int4-half",
     steps: int = 20,
     prefill: bool = False,
-    json: Path | None = None,
+    json: shared.Output = None,
 ) -> None:
     """Time an engine's steps on random weights, its cache filled as if prompts had been read.
 
@@ -38,12 +36,6 @@ def decode(
 
     Parameters
     ----------
-    shape
-        llama-3.1-8b, llama-2-7b or tiny.
-    batch
-        Numbers of sequences, separated by commas.
-    tokens
-        Tokens of a sequence, separated by commas; every batch is timed with every one.
     variants
         Names separated by commas: transformers (its dynamic cache, SDPA), transformers-static (its
         static one, as a CUDA graph), or as in bench attention.
@@ -51,8 +43,6 @@ def decode(
         Steps that are timed, and as many again, after four that are not.
     prefill
         Time the first token of one prompt of every length too.
-    json
-        File for the results; written after every row.
     """
     common.check_outputs(json=json)
     import torch
@@ -71,96 +61,64 @@ def decode(
     for option, least in (("--batch", min(batches)), ("--tokens", min(lengths) - 1)):
         if least < 1:
             raise ValueError(f"{option} is too small; legal: batches from 1, tokens from 2")
-    settings = {"shape": shape, "batch": batches, "tokens": lengths, "variants": names}
-    run = _Run(
-        settings | {"steps": steps, "prefill": prefill}, torch.device(default_device()), json
-    )
+    settings: dict[str, Any] = {"shape": shape, "batch": batches, "tokens": lengths}
+    settings |= {"variants": names, "steps": steps, "prefill": prefill}
+    device = torch.device(default_device())
+    kinds = ("rows", "first_tokens", "skipped")
+    results = Results(json, "decode", settings, versions(device), kinds)
     try:
         for name in names:
-            run.measure(name)
+            measure(results, name, device)
     finally:
-        run.print()
+        print_results(results.found)
 
 
-class _Run:
-    """The measurements so far."""
+def measure(results: Results, name: str, device: Any) -> None:
+    """All batches and lengths of one contender, whose model is built once."""
+    from kvfold.bench import decode as bench
+    from kvfold.bench.common import reason
+    from kvfold.bench.contenders import contender
 
-    def __init__(self, settings: dict[str, Any], device: Any, json: Path | None) -> None:
-        self.settings, self.device, self.json = settings, device, json
-        self.rows: list[Row] = []
-        self.first_tokens: list[FirstToken] = []
-        self.skipped: list[dict[str, Any]] = []
-        self.versions = versions(device)
-
-    def measure(self, name: str) -> None:
-        """All batches and lengths of one contender, whose model is built once."""
-        from kvfold.bench.common import reason
-        from kvfold.bench.contenders import contender
-        from kvfold.bench.decode import release
-
-        release(self.device)
-        try:
-            of = contender(self.settings["shape"], name, self.device)
-        except Exception as error:  # whatever it is, the others run on
-            self._skip(name, "all", "all", reason(error))
-            return
-        for tokens in self.settings["tokens"]:
-            for batch in self.settings["batch"]:
-                self._one(of, name, batch, tokens)
-            if self.settings["prefill"]:
-                self._one(of, name, None, tokens)
-
-    def _one(self, of: "Contender", name: str, batch: int | None, tokens: int) -> None:
-        """A row; of the first token where there is no batch."""
-        from kvfold.bench import decode as bench
-        from kvfold.bench.common import reason
-
-        shape, steps = self.settings["shape"], self.settings["steps"]
+    asked = results.about["settings"]
+    shape, steps = asked["shape"], asked["steps"]
+    bench.release(device)
+    try:
+        of = contender(shape, name, device)
+    except Exception as error:  # whatever it is, the others run on
+        skip(results, name, "all", "all", reason(error))
+        return
+    for tokens, batch in product(asked["tokens"], [*asked["batch"], *[None] * asked["prefill"]]):
         found: Row | FirstToken | str
         try:
-            bench.release(self.device)
+            bench.release(device)
             if batch is None:
-                found = bench.measure_first(of, shape, name, tokens, self.device)
+                found = bench.measure_first(of, shape, name, tokens, device)
             else:
-                found = bench.measure_step(of, shape, name, batch, tokens, steps, self.device)
+                found = bench.measure_step(of, shape, name, batch, tokens, steps, device)
         except Exception as error:  # as above
             found = reason(error)
         if isinstance(found, str):
-            self._skip(name, "first token" if batch is None else batch, tokens, found)
-            return
-        what = "to the first token" if batch is None else f"a step of {batch}"
-        _say(f"{name}, {tokens} tokens: {found.ms:.2f} ms {what}")
-        if isinstance(found, bench.Row):
-            self.rows.append(found)
+            skip(results, name, "first token" if batch is None else batch, tokens, found)
         else:
-            self.first_tokens.append(found)
-        self._write()
+            what = "to the first token" if batch is None else f"a step of {batch}"
+            say(f"{name}, {tokens} tokens: {found.ms:.2f} ms {what}")
+            results.add("first_tokens" if batch is None else "rows", found)
 
-    def _skip(self, name: str, batch: int | str, tokens: int | str, reason: str) -> None:
-        self.skipped.append({"variant": name, "batch": batch, "tokens": tokens, "reason": reason})
-        _say(f"{name} at {batch} x {tokens}: {reason}")
-        self._write()
 
-    def _write(self) -> None:
-        if self.json is not None:
-            record = {
-                "benchmark": "decode",
-                "settings": self.settings,
-                "versions": self.versions,
-                "rows": [dataclasses.asdict(row) for row in self.rows],
-                "first_tokens": [dataclasses.asdict(row) for row in self.first_tokens],
-                "skipped": self.skipped,
-            }
-            write_json(self.json, record)
+def skip(results: Results, name: str, batch: int | str, tokens: int | str, reason: str) -> None:
+    say(f"{name} at {batch} x {tokens}: {reason}")
+    case = {"variant": name, "batch": batch, "tokens": tokens, "reason": reason}
+    results.add("skipped", case)
 
-    def print(self) -> None:
-        """What has been measured, and what has not."""
-        console = Console(width=None if sys.stdout.isatty() else WIDTH)
-        console.print(table(self.rows))
-        if self.first_tokens:
-            console.print(first_table(self.first_tokens))
-        for case in self.skipped:
-            print(f"{case['variant']} at {case['batch']} x {case['tokens']}: {case['reason']}")
+
+def print_results(found: dict[str, list[Any]]) -> None:
+    """What has been measured, and what has not."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(table(found["rows"]))
+    if found["first_tokens"]:
+        console.print(first_table(found["first_tokens"]))
+    for case in found["skipped"]:
+        print(f"{case['variant']} at {case['batch']} x {case['tokens']}: {case['reason']}")
 
 
 def table(rows: "Sequence[Row]") -> Table:
@@ -188,8 +146,3 @@ def first_table(rows: "Sequence[FirstToken]") -> Table:
         numbers = f"{row.ms:.1f}", low_high, f"{row.tokens_per_s:.0f}"
         found.add_row(row.variant, str(row.tokens), chunk, *numbers)
     return found
-
-
-def _say(line: str) -> None:
-    """Progress, for a log."""
-    print(line, file=sys.stderr, flush=True)

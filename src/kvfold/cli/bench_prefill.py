@@ -1,9 +1,8 @@
 """kvfold bench prefill: attention of a prompt's chunk, ours and others', in a table and as JSON."""
 
-import dataclasses
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -13,7 +12,7 @@ from kvfold.cli import common
 from kvfold.cli.options import parse_list
 
 if TYPE_CHECKING:
-    from kvfold.bench.prefill import Job, Row, Skipped
+    from kvfold.bench.prefill import Row, Skipped
 
 
 def prefill(
@@ -63,26 +62,14 @@ def prefill(
     )
     device = torch.device(default_device())
     shared.measure_cases(
-        job.cases,
+        "prefill",
+        job,
         lambda case: bench.measure_case(job, case, device),
-        lambda rows, skipped: record(job, rows, skipped, device),
         print_rows,
         json=json,
         label=f"{shape}, B x S x T",
+        versions=shared.versions(device),
     )
-
-
-def record(
-    job: "Job", rows: "Sequence[Row]", skipped: "Sequence[Skipped]", device: Any
-) -> dict[str, Any]:
-    """Everything the page of results is made from."""
-    return {
-        "benchmark": "prefill",
-        "settings": dataclasses.asdict(job),
-        "versions": shared.versions(device),
-        "rows": [dataclasses.asdict(row) for row in rows],
-        "skipped": [dataclasses.asdict(item) for item in skipped],
-    }
 
 
 def print_rows(rows: "Sequence[Row]", skipped: "Sequence[Skipped]") -> None:

@@ -60,7 +60,7 @@ def compress(
     compressor = common.compressor(model, recipe, calibration, place)
     begin = time.perf_counter()
     with common.progress() as progress:
-        made = fold_to(
+        spec, ratio = fold_to(
             compressor,
             target,
             source=model,
@@ -71,9 +71,9 @@ def compress(
         )
     seconds = time.perf_counter() - begin
     store(compressor, model, place, output)
-    print(summary(compressor, made.spec, seconds))
-    if made.ratio is not None:
-        print(f"perplexity ratio {made.ratio:.4f} on held-out text, {target.limit:g} allowed")
+    print(summary(compressor, spec, seconds))
+    if ratio is not None:
+        print(f"perplexity ratio {ratio:.4f} on held-out text, {target.limit:g} allowed")
     print(f"saved to {output}")
 
 

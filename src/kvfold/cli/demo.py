@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from kvfold import recipes
 from kvfold.cli import common
 from kvfold.cli.compare import print_rows
 from kvfold.cli.options import PLACE
 
 if TYPE_CHECKING:
-    from kvfold.compression.compressor import Prepared
     from kvfold.compression.statistics import Statistics
     from kvfold.evaluation.compare import Row
-    from kvfold.spec import CacheSpec
 
 MODEL = "reference:gqa"
 RECIPES = ("palu-j", "zack", "fast", "lean", "small")
@@ -48,16 +47,29 @@ def demo(
     with common.progress() as progress:
         rows, statistics = measured(loaded, tokenizer, progress)
     print_rows(rows)
+    from kvfold.cli.inspect import rank_map, spectra_of
+    from kvfold.compression.compressor import Compressor
+    from kvfold.report import write_report
+
     examples = [("original", continuation(loaded, tokenizer))]
     for recipe, keep in SHOWN:
-        prepared, spec, folded = fold_one(loaded, tokenizer, statistics, recipe, keep)
+        prepared = Compressor(loaded, recipes.get(recipe), tokenizer).prepare(statistics)
+        spec = prepared.plan(keep)
+        folded = prepared.folded_copy(spec)
         examples.append((f"{recipe} at {keep:g}", continuation(folded, tokenizer)))
     asked, _ = prompt(tokenizer)
     for name, text in examples:
         print(f"\n{name}:\n{asked}{text}")
     print("\n" + reload_check(folded, tokenizer, examples[-1][1]))
-    write_html(
-        output, model, rows, prepared, spec, [(name, asked + text) for name, text in examples]
+    embedded = "A small trained model with a smaller cache"
+    write_report(
+        output,
+        title=embedded if model == MODEL else f"{model} with a smaller cache",
+        summary=headlines(model, rows),
+        rows=rows,
+        ranks=rank_map(spec),
+        spectra=spectra_of(prepared),
+        examples=[(name, asked + text) for name, text in examples],
     )
     print(f"wrote {output} in {time.perf_counter() - begin:.0f} seconds")
 
@@ -95,7 +107,6 @@ def measured(
 
 def applicable(model: Any) -> list[str]:
     """Those of RECIPES that a model's family allows."""
-    from kvfold import recipes
     from kvfold.compression.compressor import check
     from kvfold.models.families import family_of
 
@@ -107,18 +118,6 @@ def applicable(model: Any) -> list[str]:
             continue
         found.append(name)
     return found
-
-
-def fold_one(
-    model: Any, tokenizer: Any, statistics: "Statistics", recipe: str, keep: float
-) -> tuple["Prepared", "CacheSpec", Any]:
-    """One recipe's bases, spec and folded model, from statistics at hand."""
-    from kvfold import recipes
-    from kvfold.compression.compressor import Compressor
-
-    prepared = Compressor(model, recipes.get(recipe), tokenizer).prepare(statistics)
-    spec = prepared.plan(keep)
-    return prepared, spec, prepared.folded_copy(spec)
 
 
 def prompt(tokenizer: Any) -> tuple[str, list[int]]:
@@ -164,29 +163,6 @@ def reload_check(folded: Any, tokenizer: Any, expected: str) -> str:
         raise RuntimeError(f"the saved model writes other text than the one saved: {text!r}")
     name = "AutoModelForCausalLM.from_pretrained"
     return f"saved as a checkpoint and loaded with {name}: it writes the same text."
-
-
-def write_html(
-    path: Path,
-    model: str,
-    rows: list["Row"],
-    prepared: "Prepared",
-    spec: "CacheSpec",
-    examples: list[tuple[str, str]],
-) -> None:
-    from kvfold.cli.inspect import rank_map, spectra_of
-    from kvfold.report import write_report
-
-    embedded = "A small trained model with a smaller cache"
-    write_report(
-        path,
-        title=embedded if model == MODEL else f"{model} with a smaller cache",
-        summary=headlines(model, rows),
-        rows=rows,
-        ranks=rank_map(spec),
-        spectra=spectra_of(prepared),
-        examples=examples,
-    )
 
 
 def headlines(model: str, rows: list["Row"]) -> list[tuple[str, str]]:

@@ -46,6 +46,7 @@ def inspect(
     common.check_outputs(html=html)
     from kvfold.artifact import KVFoldConfig
     from kvfold.models.families import family_of
+    from kvfold.spec.layout import plain_spec
 
     config = common.load_config(model)
     geometry = family_of(config).geometry(config)
@@ -81,12 +82,6 @@ def prepared(
     compressor = common.compressor(model, recipe, calibration, place)
     with common.progress() as progress:
         return compressor.prepare(calibration.stats, progress)
-
-
-def plain_spec(geometry: "Geometry") -> "CacheSpec":
-    from kvfold.spec import CacheSpec, plain_layer
-
-    return CacheSpec(geometry=geometry, layers=(plain_layer(geometry),) * geometry.num_layers)
 
 
 def spectra_of(prepared: "Prepared") -> Spectra:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
-from kvfold.config import CacheConfig, Setting, check, settings_of
+from kvfold.config import CacheConfig, check, setting, settings_of
 from kvfold.evaluation.tasks import LEGAL_ROWS
 from kvfold.recipes import RECIPES
 
@@ -26,21 +26,15 @@ def flags_of(config: type) -> Callable[[type[T]], type[T]]:
     """Gives a class a flag for every setting of `config`, of its default and with its help."""
 
     def add(options: type[T]) -> type[T]:
-        for name, (kind, setting) in settings_of(config).items():
-            default, text = getattr(config, name), setting.text
-            if setting.off is not None:
-                (name, text), default = setting.off, not default
-            shown = Flag if kind is bool else kind
-            options.__annotations__[name] = Annotated[shown, setting, Parameter(help=text)]
-            setattr(options, name, default)
+        for name, (kind, own) in settings_of(config).items():
+            default, text = getattr(config, name), own.text
+            if own.off is not None:
+                (name, text), default = own.off, not default
+            options.__annotations__[name] = Flag if kind is bool else kind
+            setattr(options, name, setting(default, text))
         return options
 
     return add
-
-
-def own_flags(options: type[T]) -> type[T]:
-    """Makes flags of the settings that a class itself has."""
-    return flags_of(options)(options)
 
 
 def flag(name: str) -> str:
@@ -53,12 +47,8 @@ def flag(name: str) -> str:
 class Place:
     """Where a model runs, and in which numbers."""
 
-    dtype: Annotated[
-        Dtype, Parameter(help="auto: the checkpoint's own, computed in float32 on a CPU.")
-    ] = "auto"
-    device: Annotated[
-        str | None, Parameter(help="Such as cuda:0 or cpu; a GPU by default, if there is one.")
-    ] = None
+    dtype: Dtype = setting("auto", "auto: the checkpoint's own, computed in float32 on a CPU.")
+    device: str | None = setting(None, "Such as cuda:0 or cpu; a GPU by default, if there is one.")
 
 
 @Parameter(name="*")
@@ -66,38 +56,24 @@ class Place:
 class Calibration:
     """What statistics are measured on."""
 
-    calib: Annotated[Files, Parameter(help="Text files instead of ours (.txt, .xz, .gz).")] = ()
-    stats: Annotated[
-        Path | None, Parameter(help="Statistics file: reused if it fits, written if absent.")
-    ] = None
-    max_tokens: Annotated[int, Parameter(help="Tokens of calibration text.")] = 32768
-    seed: Annotated[int, Parameter(help="Of labels and clusters.")] = 0
+    calib: Files = setting((), "Text files instead of ours (.txt, .xz, .gz).")
+    stats: Path | None = setting(None, "Statistics file: reused if it fits, written if absent.")
+    max_tokens: int = setting(32768, "Tokens of calibration text.")
+    seed: int = setting(0, "Of labels and clusters.")
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-@own_flags
 class Windows:
     """How texts are read."""
 
-    ctx: Annotated[
-        int | None,
-        Setting(help="Tokens a window; by default 1024, or all there are.", least=1),
-    ] = None
-    chunk: Annotated[int, Setting(help="Tokens fed through the cache at a time.", least=1)] = 512
-    max_tokens: Annotated[
-        int | None, Setting(help="Most tokens to read of each text.", least=1)
-    ] = None
-    batch: Annotated[
-        int, Setting(help="Windows run together, on transformers' cache.", least=1)
-    ] = 1
-    needle: Annotated[bool, Setting(help="Ask for facts hidden in 512 to 4K tokens.")] = False
-    needle_contexts: Annotated[
-        int, Setting(help="Contexts a length, four questions each.", least=1)
-    ] = 25
-    see_question: Annotated[
-        bool, Setting(help="Evict after the needle's question, not before it.")
-    ] = False
+    ctx: int | None = setting(None, "Tokens a window; by default 1024, or all there are.", least=1)
+    chunk: int = setting(512, "Tokens fed through the cache at a time.", least=1)
+    max_tokens: int | None = setting(None, "Most tokens to read of each text.", least=1)
+    batch: int = setting(1, "Windows run together, on transformers' cache.", least=1)
+    needle: Flag = setting(False, "Ask for facts hidden in 512 to 4K tokens.")
+    needle_contexts: int = setting(25, "Contexts a length, four questions each.", least=1)
+    see_question: Flag = setting(False, "Evict after the needle's question, not before it.")
 
     @property
     def agnostic(self) -> bool:
@@ -109,31 +85,21 @@ class Windows:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-@own_flags
 class Sampling:
     """How a continuation is chosen."""
 
-    max_new_tokens: Annotated[int, Setting(help="Most tokens to add.", least=1)] = 128
-    temperature: Annotated[
-        float | None,
-        Setting(
-            help="Sample at this temperature; greedy without it.",
-            above=0,
-            hint="leave it out for greedy",
-        ),
-    ] = None
-    top_k: Annotated[
-        int | None, Setting(help="Sample from the K likeliest tokens only.", least=1)
-    ] = None
-    top_p: Annotated[
-        float | None,
-        Setting(
-            help="Sample from the likeliest tokens that hold this probability only.",
-            above=0,
-            most=1,
-        ),
-    ] = None
-    seed: Annotated[int, Setting(help="Of the sampling.")] = 0
+    max_new_tokens: int = setting(128, "Most tokens to add.", least=1)
+    temperature: float | None = setting(
+        None,
+        "Sample at this temperature; greedy without it.",
+        above=0,
+        hint="leave it out for greedy",
+    )
+    top_k: int | None = setting(None, "Sample from the K likeliest tokens only.", least=1)
+    top_p: float | None = setting(
+        None, "Sample from the likeliest tokens that hold this probability only.", above=0, most=1
+    )
+    seed: int = setting(0, "Of the sampling.")
 
     def __post_init__(self) -> None:
         if self.temperature is None and (self.top_k is not None or self.top_p is not None):
@@ -147,15 +113,15 @@ class Sampling:
 class Storage:
     """How the paged cache stores tokens, a `CacheConfig`. Any of these runs the model on it."""
 
-    paged: Annotated[Flag, Parameter(help="Use the paged cache even without the rest.")] = False
+    paged: Flag = setting(False, "Use the paged cache even without the rest.")
 
     def config(self, planned: bool = False) -> CacheConfig | None:
         """The engine's configuration; None where nothing asks for pages (`planned`: bits do)."""
         if self == Storage() and not planned:
             return None
         given: dict[str, Any] = {
-            name: not getattr(self, setting.off[0]) if setting.off else getattr(self, name)
-            for name, (_, setting) in settings_of(CacheConfig).items()
+            name: not getattr(self, own.off[0]) if own.off else getattr(self, name)
+            for name, (_, own) in settings_of(CacheConfig).items()
         }
         if given["evict"] and given["keep_tokens"] is None and given["max_cache_tokens"] is None:
             raise ValueError(

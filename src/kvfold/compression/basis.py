@@ -17,8 +17,8 @@ class Basis:
     """down, up [n, w]; mean [n]; singular [w], descending, in the basis's own currency.
 
     For loss-weighted bases singular^2 / 2 is the predicted loss (nats per token) of dropping a
-    direction; for the published ones it is their own singular value. variance [w]
-    of z, if measured.
+    direction; for the published ones it is their own singular value. variance [w]: of z, where
+    measured.
     """
 
     down: Tensor
@@ -35,10 +35,6 @@ class Basis:
     def loss(self) -> Tensor:
         """Predicted cost of dropping each direction [w]."""
         return self.singular.square() / 2
-
-    def error(self, rank: int) -> float:
-        """Predicted cost of keeping `rank` directions."""
-        return float(self.loss[rank:].sum())
 
     def measured(self, covariance: Tensor) -> "Basis":
         """With the variance [w] of every stored number, from Cov(c) [n, n]."""

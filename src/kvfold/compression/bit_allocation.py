@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvfold.spec import Tiers
 
-# Squared error that `ops.bits.quantize` leaves of a unit Gaussian, 128 numbers to a scale, which
-# rotated numbers resemble; 0 bits: the dimension is dropped.
+# Squared error that `formats.integers.quantize` leaves of a unit Gaussian, 128 numbers to a scale,
+# which rotated numbers resemble; 0 bits: the dimension is dropped.
 DISTORTION = {0: 1.0, 1: 0.361, 2: 0.117, 3: 0.0359, 4: 0.0102, 6: 0.00073, 8: 0.000042}
 SCALE_BITS = 8  # one fp8 scale a token and tier
 
@@ -41,16 +41,6 @@ def plan_tiers(spectra: Sequence[Tensor], budget: int, align: int) -> list[Tiers
 def cost(tiers: Tiers) -> int:
     """Bits a token."""
     return sum(width * bits + SCALE_BITS for width, bits in tiers)
-
-
-def predicted_loss(spectrum: Tensor, tiers: Tiers) -> float:
-    """Nats a token: what a tier's rotation spreads over its dimensions, and what is dropped."""
-    total, start = 0.0, 0
-    for width, bits in tiers:
-        part = spectrum[start : start + width]
-        total += DISTORTION[bits] * float(part.sum() ** 2) / width / 2
-        start += width
-    return total + float(spectrum[start:].square().sum()) / 2
 
 
 def _tiers(spectrum: Tensor, price: float, align: int) -> Tiers:

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from kvfold.artifact import mark, spec_of
-from kvfold.compression.bases import Source, builder_of, check_model, recipes_where
+from kvfold.compression.bases import Source, builder_of, recipes_where
 from kvfold.compression.calibrate import artifact_key, calibrate
 from kvfold.compression.calibration_text import (
     CALIBRATION_TOKENS,
     calibration_windows,
     window_length,
 )
-from kvfold.compression.plan import Size, by_layer, plan_bits, plan_ranks, planned_spec
+from kvfold.compression.plan import Size, by_layer, plan_bits, planned_spec
 from kvfold.compression.progress import Progress, stage
-from kvfold.compression.ranks import LatentCandidate, method_of
+from kvfold.compression.ranks import LatentCandidate, allocate, method_of
 from kvfold.compression.recover import BATCH, check_steps
 from kvfold.compression.recover import recover as distil
 from kvfold.compression.statistics import Statistics
@@ -139,27 +139,31 @@ class Compressor:
     ) -> Statistics:
         if isinstance(given, Statistics):
             return given
-        if not self.needs:
-            return Statistics({})
-        rows = self.windows()
-        path = Path(given) if given is not None else None
-        if path is not None and path.exists():
-            key = artifact_key(self.model, rows, self.recipe.centroids)
+        if given is None or not self.needs:
+            return self.measure(self.needs, progress)
+        path = Path(given)
+        if path.exists():
+            key = artifact_key(self.model, self.windows(), self.recipe.centroids)
             found = Statistics.load(path, key)
             if found.has(self.needs):
                 return found.to(self.model.device)
-        made = calibrate(
+        made = self.measure(self.needs, progress)
+        made.save(path)
+        return made
+
+    def measure(self, needs: set[str], progress: Progress | None = None) -> Statistics:
+        """The statistics named in `needs`, from one pass over the calibration text."""
+        if not needs:
+            return Statistics({})
+        return calibrate(
             self.model,
             self.family,
-            rows,
-            self.needs,
+            self.windows(),
+            needs,
             centroids=self.recipe.centroids,
             seed=self.seed,
             progress=stage(progress, "calibrate"),
         )
-        if path is not None:
-            made.save(path)
-        return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +184,8 @@ class Prepared:
         check_keep(keep)
         c = self.compressor
         budget = int(keep * c.geometry.full_numbers + 1e-6)
-        return self._spec(plan_ranks(self.candidates, c.ranks, budget, c.align(align)))
+        ranks = allocate(self.candidates, c.ranks, budget, c.align(align))
+        return self._spec([(rank, None) for rank in ranks])
 
     def plan_factor(self, factor: float, align: int | None = None) -> CacheSpec:
         """Ranks and bits that make a token `factor` times smaller than at 16 bits.
@@ -230,9 +235,8 @@ class Prepared:
                 seed=c.seed,
                 progress=stage(progress, "recover"),
             )
-            made = {"steps": recover, "tokens": windows.numel()}
-            learnt = {**made, "before": before, "after": after}
-            mark(model, spec, {**provenance, "recovery": learnt})
+            learnt = {"tokens": windows.numel(), "before": before, "after": after}
+            mark(model, spec, {**provenance, "recovery": {"steps": recover, **learnt}})
 
     def folded_copy(self, spec: CacheSpec) -> Any:
         """A folded model that shares all weights but the attentions' with the original."""
@@ -257,17 +261,16 @@ def shared_statistics(
     compressors: Sequence[Compressor], progress: Progress | None = None
 ) -> Statistics:
     """The statistics that any of `compressors` (of one model and text) reads, from one pass."""
-    wanted = set().union(*(one.needs for one in compressors))
-    if not wanted:
-        return Statistics({})
-    one = compressors[0]
-    report = stage(progress, "calibrate")
-    return calibrate(one.model, one.family, one.windows(), wanted, seed=one.seed, progress=report)
+    return compressors[0].measure(set().union(*(one.needs for one in compressors)), progress)
 
 
 def check(recipe: Recipe, geometry: Geometry, model_type: str) -> None:
     """Raises ValueError where a recipe cannot apply to a model."""
-    check_model(recipe, geometry, model_type)
+    if geometry.key_norm and builder_of(recipe).factors_weights:
+        raise ValueError(
+            f"recipe {recipe.name!r} factors W_K, but {model_type} normalises keys after W_K; use "
+            + recipes_where(lambda basis: not basis.factors_weights)
+        )
     last = geometry.num_layers - 1
     if wrong := [layer for layer in recipe.skip_layers if not 0 <= layer <= last]:
         raise ValueError(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from kvfold.compression.bit_allocation import plan_tiers
-from kvfold.compression.ranks import Candidates, LatentCandidate, RankMethod, allocate
+from kvfold.compression.ranks import Candidates, LatentCandidate
 from kvfold.spec import (
     CacheSpec,
     Geometry,
@@ -22,11 +22,6 @@ Size = tuple[int, Tiers | None]  # a latent's rank, and its tiers where bits are
 def by_layer(candidates: Candidates) -> list[list[LatentCandidate]]:
     """Candidates, which come in the order of their layers, layer by layer."""
     return [list(own) for _, own in groupby(candidates, key=lambda c: c.layer)]
-
-
-def plan_ranks(candidates: Candidates, method: RankMethod, budget: int, align: int) -> list[Size]:
-    """Ranks that spend `budget` numbers a token. Raises ValueError as `allocate`."""
-    return [(rank, None) for rank in allocate(candidates, method, budget, align)]
 
 
 def plan_bits(candidates: Candidates, bits: int, align: int) -> list[Size]:

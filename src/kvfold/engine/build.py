@@ -34,15 +34,18 @@ def build_runner(
     max_tokens: int,
     seed: int = 0,
     owned: bool = False,
+    policy: Policy | None = None,
 ) -> ModelRunner:
     """Fold and rotate a copy of `model`, which shares its weights, as `config` asks, and give it a
     pool. `model` stays as it was.
 
     num_slots: most sequences at once; max_tokens: longest sequence; owned: nobody else needs
-    `model`, which saves the memory of the copy's attentions. Raises ValueError for settings that
-    contradict each other or the model, and for a pool that cannot hold a page of each group.
+    `model`, which saves the memory of the copy's attentions; policy: one to evict by instead of the
+    one that `config` names. Raises ValueError for settings that contradict each other or the model,
+    and for a pool that cannot hold a page of each group.
     """
-    policy = policies.get(config.evict) if config.evict else None
+    if policy is None and config.evict is not None:
+        policy = policies.get(config.evict)
     _check(model, policy, config)
     limits = CacheParams(keep_tokens=config.keep_tokens, max_cache_tokens=config.max_cache_tokens)
     found = spec_of(model)
@@ -98,7 +101,7 @@ def _layout(model: Any, spec: CacheSpec, config: CacheConfig, policy: Policy | N
         bits=config.bits,
         sub_group=config.sub_group,
         zeros=config.zeros,
-        tracked=[config.evict is not None or window is not None for window in windows],
+        tracked=[policy is not None or window is not None for window in windows],
         format=config.format,
         residual=config.residual,
     )

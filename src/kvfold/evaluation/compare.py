@@ -141,42 +141,30 @@ def format_seconds(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> Table:
     """Rows as a rich table; perplexity and loss increase share a column per text and wrap there."""
-    lengths, scores = needle_lengths(rows), task_scores(rows)
+    names, lengths, scores = texts(rows), needle_lengths(rows), task_scores(rows)
+    sizes = [format_length(length) for length in lengths]
     result = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
     result.caption_justify = "left"
     result.caption = (
         "kept: bits stored over bits of the 16-bit cache. Texts: perplexity and loss increase in"
         " nats per token, paired ± one standard error."
-        + _needle_caption(lengths)
+        + (f" {', '.join(sizes)}: % of needle questions answered." if sizes else "")
         + "".join(f" {short_name(name)}: {score}, %." for name, score in scores)
     )
     result.add_column("recipe", no_wrap=True)
     for name in ("keep", "kept", "less", "B/tok", "cache"):
         result.add_column(name, justify="right", no_wrap=True)
-    for name in texts(rows):
+    for name in names:
         result.add_column(name, justify="right", min_width=7)
-    for length in lengths:
-        result.add_column(format_length(length), justify="right", no_wrap=True)
-    for name, _ in scores:
-        result.add_column(short_name(name), justify="right", no_wrap=True)
-    result.add_column("s", justify="right", no_wrap=True)
+    for name in [*sizes, *(short_name(name) for name, _ in scores), "s"]:
+        result.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        result.add_row(*_cells(row, texts(rows), lengths, scores))
+        losses = [_loss(row, name) for name in names]
+        needles = [format_needle(row, length) for length in lengths]
+        tasks = [format_task(row, *score) for score in scores]
+        measured = (*losses, *needles, *tasks, format_seconds(row))
+        result.add_row(row.recipe, *format_storage(row), *measured)
     return result
-
-
-def _needle_caption(lengths: Sequence[int]) -> str:
-    columns = ", ".join(map(format_length, lengths))
-    return f" {columns}: % of needle questions answered." if lengths else ""
-
-
-def _cells(
-    row: Row, names: Sequence[str], lengths: Sequence[int], scores: Sequence[tuple[str, str]]
-) -> list[str]:
-    losses = [_loss(row, name) for name in names]
-    needles = [format_needle(row, length) for length in lengths]
-    tasks = [format_task(row, *score) for score in scores]
-    return [row.recipe, *format_storage(row), *losses, *needles, *tasks, format_seconds(row)]
 
 
 def _loss(row: Row, name: str) -> str:
@@ -194,38 +182,26 @@ def from_json(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 
     Raises ValueError naming missing or unknown keys.
     """
-    return [_row(dict(values)) for values in rows]
+    return [_row(values) for values in rows]
 
 
-def _row(values: dict[str, Any]) -> Row:
-    fields = {field.name: field for field in dataclasses.fields(Row)}
-    missing = [
-        name
-        for name in fields.keys() - values.keys()
-        if fields[name].default is dataclasses.MISSING
-    ]
-    if wrong := {*missing, *(values.keys() - fields.keys())}:
+def _row(values: Mapping[str, Any]) -> Row:
+    fields = {field.name: field.default for field in dataclasses.fields(Row)}
+    needed = {name for name, default in fields.items() if default is dataclasses.MISSING}
+    if wrong := (needed - values.keys()) | (values.keys() - fields.keys()):
         raise ValueError(
             f"row: missing or unknown keys {', '.join(sorted(wrong))}; legal keys: {sorted(fields)}"
         )
-    values["delta_nll"] = {name: _pair(pair) for name, pair in values["delta_nll"].items()}
-    values["perplexity"] = _numbers(values["perplexity"])
-    if values.get("needle") is not None:
-        values["needle"] = {int(length): item for length, item in values["needle"].items()}
-    if values.get("tasks") is not None:
-        values["tasks"] = {name: _numbers(scores) for name, scores in values["tasks"].items()}
-    values["window_nll"] = {name: tuple(items) for name, items in values["window_nll"].items()}
-    return Row(**values)
+    found: dict[str, Any] = {name: x if x is None else _numbers(x) for name, x in values.items()}
+    if found.get("needle"):
+        found["needle"] = {int(length): share for length, share in found["needle"].items()}
+    return Row(**found)
 
 
-def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: _number(item) for name, item in values.items()}
-
-
-def _pair(pair: Sequence[float | None]) -> tuple[float, float]:
-    mean, se = map(_number, pair)
-    return mean, se
-
-
-def _number(value: float | None) -> float:
+def _numbers(value: Any) -> Any:
+    """A measurement read from JSON, where null is a number that is not defined."""
+    if isinstance(value, Mapping):
+        return {name: _numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return tuple(map(_numbers, value))
     return math.nan if value is None else value

@@ -34,14 +34,10 @@ class NeedleSample:
 
 
 @lru_cache(maxsize=1)
-def _filler() -> tuple[str, ...]:
+def load_filler() -> tuple[str, ...]:
+    """Sentences of the packaged public-domain prose, in order."""
     lines = packaged("filler.txt").splitlines()
     return tuple(s for line in lines for s in _SENTENCE_GAP.split(line.strip()) if s)
-
-
-def load_filler() -> list[str]:
-    """Sentences of the packaged public-domain prose, in order."""
-    return list(_filler())
 
 
 def load_words() -> tuple[list[str], list[str]]:

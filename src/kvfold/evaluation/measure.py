@@ -129,10 +129,10 @@ def _sessions(model: Any, tokenizer: Any, what: Measurement, lengths: Sequence[i
     return partial(PagedSession, runner, what.chunk)
 
 
-def runner_for(model: Any, cache: CacheConfig, longest: int) -> ModelRunner:
-    """A runner of one sequence of a copy of `model`: `longest` tokens, a question and an answer."""
+def runner_for(model: Any, cache: CacheConfig, longest: int, policy: Any = None) -> ModelRunner:
+    """A runner of one sequence, `longest` tokens, a question and an answer; as `build_runner`."""
     most = min(longest + QUESTION_ROOM, max_positions(model) or longest + QUESTION_ROOM)
-    return build_runner(model, cache, num_slots=1, max_tokens=most)
+    return build_runner(model, cache, num_slots=1, max_tokens=most, policy=policy)
 
 
 def text_windows(

@@ -30,25 +30,14 @@ class NeedleResult:
     num_questions: int
 
 
-def _check_lengths(model: Any, lengths: Sequence[int]) -> None:
-    limit = max_positions(model)
-    if limit is not None and max(lengths) > limit:
-        raise ValueError(
-            f"lengths asks for {max(lengths)} tokens, but the model's max_position_embeddings is "
-            f"{limit}: leave out the lengths above {limit}"
-        )
-
-
 def _summarise(length: int, hits: list[list[bool]]) -> NeedleResult:
     """Mean over questions and its standard error over contexts (equal numbers of questions)."""
     means = [sum(context) / len(context) for context in hits]
-    exact = sum(means) / len(means)
+    num, asked = len(means), sum(map(len, hits))
+    exact = sum(means) / num
     spread = sum((mean - exact) ** 2 for mean in means)
-    num = len(means)
     error = math.sqrt(spread / (num - 1) / num) if num > 1 else math.nan
-    return NeedleResult(
-        length=length, exact=exact, exact_se=error, num_questions=sum(map(len, hits))
-    )
+    return NeedleResult(length=length, exact=exact, exact_se=error, num_questions=asked)
 
 
 def evaluate_needle(
@@ -67,10 +56,15 @@ def evaluate_needle(
 
     Every context is prefilled once, `chunk` tokens at a time; every question continues from that
     cache and is then removed from it. `reader`: another cache than transformers'. `progress` is
-    called with (contexts done, contexts in all).
-    Raises ValueError for a length beyond the model's positions or too short for the facts.
+    called with (contexts done, contexts in all). Raises ValueError for a length beyond the model's
+    positions or too short for the facts.
     """
-    _check_lengths(model, lengths)
+    limit = max_positions(model)
+    if limit is not None and max(lengths) > limit:
+        raise ValueError(
+            f"lengths asks for {max(lengths)} tokens, but the model's max_position_embeddings is "
+            f"{limit}: leave out the lengths above {limit}"
+        )
     filler, reader = load_filler(), reader or Reader(partial(DenseSession, model, chunk))
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 

@@ -20,9 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.compression.progress import Report
-from kvfold.engine.runner import ModelRunner
 from kvfold.evaluation.dense import DenseSession, inference
-from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.session import Footprint, Session, Sessions
 
 AFTER = 64  # tokens fed at a time after a compression
@@ -85,19 +83,6 @@ def perplexity(
         return window_perplexity(sessions, ids, batch=batch, progress=progress)[0]
 
 
-def paged_perplexity(
-    runner: ModelRunner,
-    ids: Tensor,
-    *,
-    chunk: int = 512,
-    scored_from: int | None = None,
-    progress: Report | None = None,
-) -> tuple[PerplexityResult, Footprint]:
-    """The same through the engine's pages, one window at a time; as `window_perplexity`."""
-    sessions = partial(PagedSession, runner, chunk)
-    return window_perplexity(sessions, ids, scored_from=scored_from, progress=progress)
-
-
 def window_perplexity(
     sessions: Sessions,
     ids: Tensor,
@@ -128,14 +113,25 @@ def window_perplexity(
     held: list[Footprint] = []
     for start in range(0, len(ids), batch):
         with sessions() as session:
-            nll, footprint = _window_losses(session, ids[start : start + batch], scored_from)
-        losses += nll
+            found, footprint = _window_losses(session, ids[start : start + batch], scored_from)
+        losses += found
         held.append(footprint)
         if progress is not None:
             progress(len(losses), len(ids))
-    tokens = len(ids) * (ids.shape[1] - max(scored_from, 1))
     largest = max(reversed(held), key=lambda footprint: footprint.tokens)
-    return summarize(losses, tokens, largest.cache_bytes, largest.tokens), largest
+    nll, nll_se = mean_and_se(losses)
+    value = math.exp(nll) if nll < 700 else math.inf
+    result = PerplexityResult(
+        nll=nll,
+        nll_se=nll_se,
+        perplexity=value,
+        perplexity_se=value * nll_se,  # delta method: d exp(x) = exp(x) dx
+        tokens=len(ids) * (ids.shape[1] - max(scored_from, 1)),
+        window_nll=tuple(losses),
+        cache_bytes_allocated=largest.cache_bytes,
+        cached_tokens=largest.tokens,
+    )
+    return result, largest
 
 
 def _window_losses(
@@ -195,24 +191,6 @@ def mean_and_se(values: Sequence[float]) -> tuple[float, float]:
         return mean, math.nan
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
     return mean, math.sqrt(variance / len(values))
-
-
-def summarize(
-    window_nll: list[float], tokens: int, allocated: int, cached_tokens: int
-) -> PerplexityResult:
-    """The result over windows of equal length; `tokens` predicted in all."""
-    nll, nll_se = mean_and_se(window_nll)
-    value = math.exp(nll) if nll < 700 else math.inf
-    return PerplexityResult(
-        nll=nll,
-        nll_se=nll_se,
-        perplexity=value,
-        perplexity_se=value * nll_se,  # delta method: d exp(x) = exp(x) dx
-        tokens=tokens,
-        window_nll=tuple(window_nll),
-        cache_bytes_allocated=allocated,
-        cached_tokens=cached_tokens,
-    )
 
 
 def paired_difference(a: PerplexityResult, b: PerplexityResult) -> tuple[float, float]:

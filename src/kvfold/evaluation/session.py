@@ -82,13 +82,6 @@ class Session(ABC):
         """Tokens that may be appended at once."""
         return sys.maxsize
 
-    def feed(
-        self, ids: Sequence[int], *, prompt: int | None = None, chunk: int | None = None
-    ) -> Tensor:
-        """Append tokens to a sequence of its own; logits [T, V]."""
-        parts = self.chunks(torch.tensor([ids]), prompt=prompt, chunk=chunk)
-        return torch.cat(list(parts), 1)[0]
-
     def read(self, ids: Sequence[int], *, prompt: int | None = None) -> Tensor:
         """Append tokens to a sequence of its own; logits [V] of the last one."""
         for logits in self.chunks(torch.tensor([ids]), prompt=prompt, last=True):

@@ -10,9 +10,8 @@ from kvfold.compression.bases.post_rope import PostRope
 from kvfold.compression.bases.pre_rope import PreRope
 from kvfold.compression.bases.zack import Zack
 from kvfold.config import Recipe
-from kvfold.spec import Geometry
 
-__all__ = ["BASES", "BasisBuilder", "Source", "builder_of", "check_model", "recipes_where"]
+__all__ = ["BASES", "BasisBuilder", "Source", "builder_of", "recipes_where"]
 
 # Names are those of recipes and of saved provenance.
 BASES: dict[str, type[BasisBuilder]] = {
@@ -38,15 +37,6 @@ def builder_of(recipe: Recipe) -> BasisBuilder:
                 f" leave it out, or use basis {_either(others)}"
             )
     return found(recipe)
-
-
-def check_model(recipe: Recipe, geometry: Geometry, model_type: str) -> None:
-    """Raises ValueError where a recipe's basis cannot apply to a model."""
-    if geometry.key_norm and builder_of(recipe).factors_weights:
-        raise ValueError(
-            f"recipe {recipe.name!r} factors W_K, but {model_type} normalises keys after W_K; use "
-            + recipes_where(lambda basis: not basis.factors_weights)
-        )
 
 
 def recipes_where(suits: Callable[[type[BasisBuilder]], bool]) -> str:

@@ -19,19 +19,15 @@ class Zack(BasisBuilder):
         return {rows, "key_post", "value"}
 
     def build(self, source: Source, side: Side, heads: tuple[int, ...]) -> Basis:
-        (head,) = heads
-        device = source.weights.k.device
+        (head,), where, keys = heads, source.span(heads), side == "k"
+        stored = source["key_post" if keys else "value"]
+        place = head if keys else (where, where)
+        rows, device = stored.second[place], source.weights.k.device
+        if self.recipe.reduce:
+            rows = source["rows_reduced"].second[head, 0 if keys else 1].to(device)
+        elif keys:
+            rows = source["query"].second[head] + rows
+        if not keys:
+            rows = rows + source.output_gram()[where, where]
         zero = torch.zeros(source.geometry.head_dim, dtype=torch.double, device=device)
-        reduced = source["rows_reduced"].second[head] if self.recipe.reduce else None
-        if side == "k":
-            keys = source["key_post"]
-            rows = (
-                source["query"].second[head] + keys.second[head]
-                if reduced is None
-                else reduced[0].to(device)
-            )
-            return orthonormal(rows, zero).measured(keys.raw()[head])
-        values, where = source["value"], source.span(heads)
-        rows = values.second[where, where] if reduced is None else reduced[1].to(device)
-        basis = orthonormal(rows + source.output_gram()[where, where], zero)
-        return basis.measured(values.raw()[where, where])
+        return orthonormal(rows, zero).measured(stored.raw()[place])

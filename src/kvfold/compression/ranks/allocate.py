@@ -4,6 +4,8 @@ One `_fill` spends the budget on the highest priorities, in steps of `align`, an
 never more than the target, and short of it by less than one step of one latent.
 """
 
+from itertools import combinations
+
 from torch import Tensor
 
 from kvfold.compression.ranks.base import Candidates, LatentCandidate, RankMethod
@@ -11,6 +13,7 @@ from kvfold.compression.ranks.base import Candidates, LatentCandidate, RankMetho
 MAX_CLASSES = 4  # (key rank, value rank) pairs a layer: the kernels compile one body for each
 Step = tuple[float, int]  # (priority, numbers it costs)
 Steps = list[list[Step]]  # of every candidate, best first
+Heads = list[list[int]]  # of every head of a layer, its candidates
 _BULK_CLASSES = 3  # the fourth class is left to spend the last steps of the budget
 
 
@@ -22,18 +25,19 @@ def allocate(candidates: Candidates, method: RankMethod, budget: int, align: int
     """
     priorities = method.priorities(candidates, budget)
     steps = [_steps(c, p, align) for c, p in zip(candidates, priorities, strict=True)]
-    _protect(candidates, steps)
+    layers = _layers(candidates)
+    members = [sorted({i for own in heads for i in own}) for heads in layers]
+    for own in members:  # one that stores nothing would have no rows to count
+        best = max(own, key=lambda i: steps[i][0][0])
+        steps[best][0] = (float("inf"), steps[best][0][1])
     ranks = _fill(steps, budget)
-    if sum(ranks) > budget or any(
-        sum(r for c, r in zip(candidates, ranks, strict=True) if c.layer == layer) == 0
-        for layer in {c.layer for c in candidates}
-    ):
+    if sum(ranks) > budget or not all(any(ranks[i] for i in own) for own in members):
         needed = sum(s[0][1] for s in steps)
         raise ValueError(
             f"the budget of {budget} numbers a token leaves some layer with nothing; raise keep, or"
             f" lower align from {align} (one step of every latent takes {needed})"
         )
-    return _limit_classes(candidates, steps, ranks, budget, align)
+    return _limit_classes(layers, steps, ranks, budget, align)
 
 
 def _steps(candidate: LatentCandidate, priority: Tensor, align: int) -> list[Step]:
@@ -44,23 +48,21 @@ def _steps(candidate: LatentCandidate, priority: Tensor, align: int) -> list[Ste
     return [(float(block.mean()), len(block)) for block in blocks]
 
 
-def _protect(candidates: Candidates, steps: Steps) -> None:
-    """A layer that stores nothing would have no rows to count: its best first step comes first."""
-    for layer in {c.layer for c in candidates}:
-        best = max(
-            (i for i, c in enumerate(candidates) if c.layer == layer), key=lambda i: steps[i][0][0]
-        )
-        steps[best][0] = (float("inf"), steps[best][0][1])
+def _layers(candidates: Candidates) -> list[Heads]:
+    """Layers in order."""
+    layers: dict[int, dict[int, list[int]]] = {}
+    for i, c in enumerate(candidates):
+        for head in c.heads:
+            layers.setdefault(c.layer, {}).setdefault(head, []).append(i)
+    return [list(heads.values()) for _, heads in sorted(layers.items())]
 
 
 def _fill(steps: Steps, budget: int) -> list[int]:
     """Take steps by priority (within a candidate in order) while the budget lasts."""
     ordered = sorted(
-        (
-            (-priority, position, index, cost)
-            for index, own in enumerate(steps)
-            for position, (priority, cost) in enumerate(own)
-        ),
+        (-priority, position, index, cost)
+        for index, own in enumerate(steps)
+        for position, (priority, cost) in enumerate(own)
     )
     ranks, taken = [0] * len(steps), [0] * len(steps)
     for _, position, index, cost in ordered:
@@ -72,61 +74,46 @@ def _fill(steps: Steps, budget: int) -> list[int]:
 
 
 def _limit_classes(
-    candidates: Candidates, steps: Steps, ranks: list[int], budget: int, align: int
+    layers: list[Heads], steps: Steps, ranks: list[int], budget: int, align: int
 ) -> list[int]:
     """At most MAX_CLASSES width classes a layer, at the least predicted cost, budget kept."""
-    layers = {
-        layer: [i for i, c in enumerate(candidates) if c.layer == layer]
-        for layer in sorted({c.layer for c in candidates})
-    }
-    if all(_classes(candidates, own, ranks) <= MAX_CLASSES for own in layers.values()):
+    if all(len(_classes(heads, ranks)) <= MAX_CLASSES for heads in layers):
         return ranks
-    for members in layers.values():
-        while _classes(candidates, members, ranks) > _BULK_CLASSES:
-            _merge(candidates, steps, members, ranks)
-    left = _spend(candidates, steps, layers, ranks, budget - sum(ranks))
-    for members in layers.values():
+    for heads in layers:
+        _merge(heads, steps, ranks)
+    left = _spend(layers, steps, ranks, budget - sum(ranks))
+    for heads in layers:
         if left < align:
             break
-        while _classes(candidates, members, ranks) > _BULK_CLASSES:
-            _merge(candidates, steps, members, ranks)
-        left = _top_up(candidates, steps, members, ranks, budget - sum(ranks))
+        _merge(heads, steps, ranks)
+        left = _top_up(heads, steps, ranks, budget - sum(ranks))
     return ranks
 
 
-def _by_head(candidates: Candidates, members: list[int]) -> dict[int, list[int]]:
-    heads: dict[int, list[int]] = {}
-    for i in members:
-        for head in candidates[i].heads:
-            heads.setdefault(head, []).append(i)
-    return heads
+def _classes(heads: Heads, ranks: list[int]) -> list[tuple[int, ...]]:
+    """Different ranks that a layer's heads have."""
+    return sorted({tuple(ranks[i] for i in own) for own in heads})
 
 
-def _classes(candidates: Candidates, members: list[int], ranks: list[int]) -> int:
-    heads = _by_head(candidates, members)
-    return len({tuple(ranks[i] for i in own) for own in heads.values()})
-
-
-def _merge(candidates: Candidates, steps: Steps, members: list[int], ranks: list[int]) -> None:
-    """Lower two classes to their common floor where that drops the least priority."""
-    heads = _by_head(candidates, members)
-    classes = sorted({tuple(ranks[i] for i in own) for own in heads.values()})
-    best: tuple[float, dict[int, int]] | None = None
-    for a, first in enumerate(classes):
-        for second in classes[a + 1 :]:
+def _merge(heads: Heads, steps: Steps, ranks: list[int]) -> None:
+    """Lower two classes to their common floor where that drops the least priority, until a layer
+    has _BULK_CLASSES."""
+    while len(classes := _classes(heads, ranks)) > _BULK_CLASSES:
+        best: tuple[float, dict[int, int]] | None = None
+        for first, second in combinations(classes, 2):
             floor = [min(x, y) for x, y in zip(first, second, strict=True)]
             change = {
                 i: floor[side]
-                for own in heads.values()
+                for own in heads
                 if tuple(ranks[i] for i in own) in (first, second)
                 for side, i in enumerate(own)
             }
             cost = sum(_dropped(steps[i], new, ranks[i]) for i, new in change.items())
             if best is None or cost < best[0]:
                 best = (cost, change)
-    assert best is not None
-    for i, new in best[1].items():
-        ranks[i] = new
+        assert best is not None
+        for i, new in best[1].items():
+            ranks[i] = new
 
 
 def _dropped(steps: list[Step], low: int, high: int) -> float:
@@ -139,11 +126,10 @@ def _dropped(steps: list[Step], low: int, high: int) -> float:
     return total
 
 
-def _spend(
-    candidates: Candidates, steps: Steps, layers: dict[int, list[int]], ranks: list[int], left: int
-) -> int:
+def _spend(layers: list[Heads], steps: Steps, ranks: list[int], left: int) -> int:
     """Give freed numbers to the best steps that keep every layer within MAX_CLASSES; what is left
     when no single step does."""
+    layer_of = {i: heads for heads in layers for own in heads for i in own}
     while True:
         options = sorted(
             ((step, i) for i in range(len(ranks)) if (step := _next(steps[i], ranks[i]))),
@@ -153,7 +139,7 @@ def _spend(
             if cost > left:
                 continue
             ranks[i] += cost
-            if _classes(candidates, layers[candidates[i].layer], ranks) <= MAX_CLASSES:
+            if len(_classes(layer_of[i], ranks)) <= MAX_CLASSES:
                 left -= cost
                 break
             ranks[i] -= cost
@@ -161,15 +147,12 @@ def _spend(
             return left
 
 
-def _top_up(
-    candidates: Candidates, steps: Steps, members: list[int], ranks: list[int], left: int
-) -> int:
+def _top_up(heads: Heads, steps: Steps, ranks: list[int], left: int) -> int:
     """Spend `left` in one layer of at most _BULK_CLASSES: raise one class's heads one by one, so
     that a single transitional class exists at any time. Stops short of one step, or at the top."""
     while True:
-        heads = _by_head(candidates, members)
         moves: dict[tuple[tuple[int, ...], int], set[int]] = {}
-        for own in heads.values():
+        for own in heads:
             for side, i in enumerate(own):
                 if _next(steps[i], ranks[i]):
                     moves.setdefault((tuple(ranks[j] for j in own), side), set()).add(i)

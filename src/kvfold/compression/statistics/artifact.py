@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,12 @@ from kvfold.compression.statistics.quantities import QUANTITIES
 SCHEMA = 6
 
 
+@dataclass
 class Statistics:
     """Moments of every layer by name, with the key that says what they were measured on."""
 
-    def __init__(
-        self, key: dict[str, Any], layers: dict[int, dict[str, Moment]] | None = None
-    ) -> None:
-        self.key = key
-        self.layers = layers or {}
+    key: dict[str, Any]
+    layers: dict[int, dict[str, Moment]] = field(default_factory=dict)
 
     def __getitem__(self, place: tuple[int, str]) -> Moment:
         layer, name = place

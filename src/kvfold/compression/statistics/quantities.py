@@ -50,22 +50,37 @@ class Window:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attended:
-    """One layer's attention, forward: q, out [Hk, G, T, d], k, v [Hk, T, d] after RoPE, mask
-    [1, 1, T, T] or None."""
+class Stored:
+    """Keys after RoPE and values [Hk, T, d] of one layer; subspace: what gives the layer's."""
 
     window: Window
-    subspace: Subspace | None
-    q: Tensor
+    subspace: Callable[[], Subspace | None]
     k: Tensor
     v: Tensor
-    mask: Tensor | None
-    out: Tensor
 
     @cached_property
     def keys(self) -> Tensor:
         """Keys before RoPE [T, K]."""
         return _flat(self.window.unrotate(self.k))
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Keys before RoPE and values [T, 2K]."""
+        return torch.cat((self.keys, _flat(self.v)), -1)
+
+    def coordinates(self, rows: Tensor) -> Tensor:
+        """rows [.., 2K] in the layer's subspace, where it has one."""
+        where = self.subspace()
+        return where.coordinates(rows) if where else rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attended(Stored):
+    """One layer's attention, forward: q, out [Hk, G, T, d], mask [1, 1, T, T] or None."""
+
+    q: Tensor
+    mask: Tensor | None
+    out: Tensor
 
     @cached_property
     def weights(self) -> Tensor:
@@ -76,22 +91,13 @@ class Attended:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyValueGradients:
-    """Gradients of the summed loss at a layer's keys after RoPE and values [Hk, T, d], beside those
-    keys and values and what the attention read, hidden [1, T, D] (None where nothing asks)."""
+class KeyValueGradients(Stored):
+    """Gradients of the summed loss at a layer's keys after RoPE and values [Hk, T, d], and what the
+    attention read, hidden [1, T, D] (None where nothing asks)."""
 
-    window: Window
-    subspace: Subspace | None
     hidden: Tensor | None
-    k: Tensor
-    v: Tensor
     grad_key: Tensor
     grad_value: Tensor
-
-    @cached_property
-    def rows(self) -> Tensor:
-        """Keys before RoPE and values [T, 2K]."""
-        return torch.cat((_flat(self.window.unrotate(self.k)), _flat(self.v)), -1)
 
     @cached_property
     def grad_before(self) -> Tensor:
@@ -116,40 +122,27 @@ class OutputGradients:
     gradient: Tensor
 
 
-View = type[Attended] | type[KeyValueGradients] | type[OutputGradients]
-
-
 @dataclass(frozen=True)
 class Quantity:
     """A statistic: what it is, with the shape of its second moment, and how it is measured.
 
     view: what `read` is given of every window and layer; all but Attended take a backward pass.
-    What it returns is added up with +=; `finish(total, centroids, seed)` makes a Moment of the
-    sum. in_subspace: reads the layer's subspace; reads_hidden: reads
-    what the attention's projections read; pruned: of the windows that ZDC keeps alone.
+    What it returns is added up with +=; `finish(total, centroids, seed)` makes a Moment of the sum.
+    reads_hidden: reads what the attention's projections read; pruned: of the windows that ZDC keeps
+    alone.
     """
 
     meaning: str
     read: Callable[[Any], Any]
-    view: View = Attended
+    view: type = Attended
     finish: Callable[[Any, int | None, int], Moment] = lambda total, *_: total
-    in_subspace: bool = False
     reads_hidden: bool = False
     pruned: bool = False
-
-    @property
-    def needs_backward(self) -> bool:
-        return self.view is not Attended
 
 
 def _flat(x: Tensor) -> Tensor:
     """[Hk, T, d] -> [T, K]."""
     return x.transpose(0, 1).flatten(1)
-
-
-def _keys_and_values(x: Attended) -> Moment:
-    both = torch.cat((x.keys, _flat(x.v)), -1)
-    return Moment.of(x.subspace.coordinates(both) if x.subspace else both)
 
 
 def _turned_back(x: Attended) -> Moment:
@@ -167,9 +160,8 @@ def _outputs_over_all(x: Attended) -> Moment:
     return Moment.of(over_all.flatten(0, 2))
 
 
-def _kept_rows(x: Attended) -> list[tuple[Tensor, Tensor, Tensor]]:
-    q, k, v = (part.detach().float().cpu() for part in (x.q.flatten(1, 2), x.k, x.v))
-    return [(q, k, v)]
+def _kept_rows(x: Attended) -> list[Any]:
+    return [tuple(part.detach().float().cpu() for part in (x.q.flatten(1, 2), x.k, x.v))]
 
 
 def _grad_weighted(rows: Tensor, grads: Tensor) -> Moment:
@@ -178,13 +170,8 @@ def _grad_weighted(rows: Tensor, grads: Tensor) -> Moment:
 
 
 def _grad_kv(x: KeyValueGradients) -> Moment:
-    grads = x.grads[FIRST:]
-    return Moment.of(grads.double() @ x.subspace.axes if x.subspace else grads)
-
-
-def _grad_weighted_kv(x: KeyValueGradients) -> Moment:
-    rows = x.rows[FIRST:]
-    return _grad_weighted(x.subspace.coordinates(rows) if x.subspace else rows, x.grads[FIRST:])
+    grads, where = x.grads[FIRST:], x.subspace()
+    return Moment.of(grads.double() @ where.axes if where else grads)
 
 
 def _first(x: KeyValueGradients) -> Moment:
@@ -223,8 +210,7 @@ QUANTITIES: dict[str, Quantity] = {
     "value": Quantity("values, all heads [K, K]", lambda x: Moment.of(_flat(x.v))),
     "kv": Quantity(
         "keys before RoPE and values, in the subspace of the layer [<= 2K]",
-        _keys_and_values,
-        in_subspace=True,
+        lambda x: Moment.of(x.coordinates(x.rows)),
     ),
     "key_post": Quantity("keys after RoPE, per head [Hk, d, d]", lambda x: Moment.of(x.k)),
     "key_seen": Quantity(
@@ -253,9 +239,8 @@ QUANTITIES: dict[str, Quantity] = {
     ),
     "kv_felt": Quantity(
         "the same of keys before RoPE and values, in the subspace of the layer",
-        _grad_weighted_kv,
+        lambda x: _grad_weighted(x.coordinates(x.rows[FIRST:]), x.grads[FIRST:]),
         KeyValueGradients,
-        in_subspace=True,
     ),
     "key_post_felt": Quantity(
         "keys after RoPE, each token weighted by its gradient's norm [Hk, d, d]",
@@ -289,7 +274,6 @@ QUANTITIES: dict[str, Quantity] = {
         "loss gradient at (keys before RoPE, values), in the layer's subspace",
         _grad_kv,
         KeyValueGradients,
-        in_subspace=True,
     ),
     "first": Quantity(
         "a window's first token: keys before RoPE, values, keys after RoPE [3K]; squares",

@@ -5,7 +5,7 @@ Shapes: T tokens of the window, Hq / Hk query / KV heads, G = Hq / Hk, d head di
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -54,10 +54,6 @@ class _Tap(torch.autograd.Function):
         return None, *gradients
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return partial(torch.utils.checkpoint.checkpoint, forward, use_reentrant=False)
-
-
 class Recorder:
     """The attention function of a calibration pass and what it writes down."""
 
@@ -68,10 +64,9 @@ class Recorder:
     ) -> None:
         self.model, self.family, self.geometry = model, family, geometry
         self.quantities = {name: x for name, x in QUANTITIES.items() if name in needs}
-        self.needs_backward = any(x.needs_backward for x in self.quantities.values())
-        in_subspace = any(x.in_subspace for x in self.quantities.values())
-        self.subspaces: list[Subspace | None] = [
-            subspace(family, attention, geometry) if in_subspace else None
+        self.needs_backward = self._reads(KeyValueGradients) or self._reads(OutputGradients)
+        self.subspaces: list[Callable[[], Subspace | None]] = [
+            cache(partial(subspace, family, attention, geometry))
             for attention in family.attentions(model)
         ]
         self.totals: list[dict[str, Any]] = [{} for _ in self.subspaces]
@@ -110,18 +105,16 @@ class Recorder:
         large = sum(p.numel() for p in self.model.parameters()) > RECOMPUTE_ABOVE
         for index, layer in enumerate(self.family.layers(self.model)):
             if large:
-                layer.forward = _recomputed(layer.forward)
+                recomputed = torch.utils.checkpoint.checkpoint
+                layer.forward = partial(recomputed, layer.forward, use_reentrant=False)
                 undo.append(partial(layer.__dict__.pop, "forward", None))
             if any(x.reads_hidden for x in self.quantities.values()):
                 attention = getattr(layer, self.family.attention_name)
-                hook = attention.register_forward_pre_hook(
-                    lambda _, args, kwargs, index=index: self._keep_hidden(index, args, kwargs),
-                    with_kwargs=True,
-                )
-                undo.append(hook.remove)
+                keep = partial(self._keep_hidden, index)
+                undo.append(attention.register_forward_pre_hook(keep, with_kwargs=True).remove)
         return undo
 
-    def _keep_hidden(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _keep_hidden(self, index: int, _: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         self.hidden[index] = (args[0] if args else kwargs["hidden_states"]).detach()
 
     def run(self, ids: Tensor, generator: torch.Generator, kept: bool) -> None:

@@ -15,10 +15,8 @@ from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks import SCORES
 from kvfold.evaluation.tasks.base import Answer, Prompt, Task, decode
 
-_NAMES = tuple(name for score in SCORES for name in (score, f"{score}_se"))
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Score:
     """Mean over the `rows` that have the score, and its standard error."""
 
@@ -29,21 +27,12 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """`result.accuracy` and `result.accuracy_se` are None where no row has that score.
-
-    `truncated` counts rows whose context lost tokens on its left; `outputs` holds the generated
-    texts.
-    """
+    """Scores by name, generated `outputs`, and rows whose context lost tokens on its left."""
 
     rows: int
     truncated: int
     outputs: tuple[str, ...]
     scores: Mapping[str, Score]
-
-    def __getattr__(self, name: str) -> float | None:
-        if name not in _NAMES:
-            raise AttributeError(f"no score is called {name!r}; scores: {', '.join(SCORES)}")
-        return self.flat().get(name)
 
     def flat(self) -> dict[str, float]:
         """Means by name of the score, and standard errors by that name and `_se`."""
@@ -53,7 +42,8 @@ class TaskResult:
     def record(self) -> dict[str, Any]:
         """Plain values: rows, truncated, outputs and every known score, else None."""
         counts = {"rows": self.rows, "truncated": self.truncated, "outputs": self.outputs}
-        return {**counts, **dict.fromkeys(_NAMES), **self.flat()}
+        names = [name for score in SCORES for name in (score, f"{score}_se")]
+        return {**counts, **dict.fromkeys(names), **self.flat()}
 
 
 def pooled(results: Sequence[TaskResult]) -> dict[str, float | None]:
@@ -98,11 +88,7 @@ def run_tasks(
             truncated += prompts != asked
             if progress:
                 progress(index + 1, len(tasks))
-    scores = {}
-    for name in SCORES:
-        if own := values[name]:
-            mean, error = mean_and_se(own)
-            scores[name] = Score(mean=mean, error=error, rows=len(own))
+    scores = {name: Score(*mean_and_se(own), len(own)) for name in SCORES if (own := values[name])}
     return TaskResult(rows=len(tasks), truncated=truncated, outputs=tuple(outputs), scores=scores)
 
 
