@@ -32,6 +32,7 @@ def _gemma2(layer_types: list[str]) -> hf.Gemma2Config:
         final_logit_softcapping=2.0,
         sliding_window=16,
         layer_types=layer_types,
+        attn_implementation="eager",  # sdpa of transformers 5.17 leaves the cap out
     )
 
 

@@ -151,3 +151,8 @@ def test_bfloat16_stays_close() -> None:
     exact = logits(model, tokens(1, 20))
     rounded = logits(model.to(torch.bfloat16), tokens(1, 20)).float()
     assert (rounded - exact).norm() < 0.03 * exact.norm()
+
+
+def test_capped_scores_are_loaded_so_that_transformers_caps_them(tmp_path) -> None:
+    tiny("gemma2").save_pretrained(tmp_path)
+    assert kvfold.load(str(tmp_path), device="cpu").config._attn_implementation == "eager"

@@ -47,7 +47,10 @@ def load(
     bfloat16; device defaults to CUDA where there is one. Raises ValueError for anything that is not
     one.
     """
-    load_config(name)
+    config = load_config(name)
+    if family_of(config).softcap(config) is not None:
+        # sdpa of transformers 5.17 leaves the cap out and says nothing.
+        options.setdefault("attn_implementation", "eager")
     path = resolve(str(name))
     if gguf.is_gguf(path):
         return gguf.load_model(path, dtype=dtype, **options).eval().to(device or default_device())

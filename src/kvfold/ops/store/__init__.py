@@ -20,7 +20,7 @@ from kvfold.spec.layout import CacheLayout
 
 __all__ = ["Fill", "StoredRows", "add_metrics", "append", "gather", "move", "read_tracked", "spans"]
 
-# Each has the functions below and `why_not(groups)`.
+# Each has the functions below but `spans`; kernels say `why_not(groups)` they do not serve some.
 STORE = Operation(__name__, ("triton", "reference"))
 
 
