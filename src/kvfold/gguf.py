@@ -145,6 +145,6 @@ def _quiet() -> AbstractContextManager[Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, or its type."""
+    """An error's first line, or its type."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

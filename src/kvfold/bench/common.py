@@ -16,7 +16,7 @@ LONGEST = 300  # characters of a reason
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is timed: names of a shape, of variants and of baselines; sizes of every case; `layers`
+    """Cases to time: names of a shape, of variants and of baselines; sizes of every case; `layers`
     a call; rounds."""
 
     shape: str
@@ -41,7 +41,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """What is right and can be timed. kind: `variant` or `baseline`; the rest is of a layer: bytes,
+    """A right call, to be timed. kind: `variant` or `baseline`; the rest is of a layer: bytes,
     that must be read; distinct_layers: how many the call goes round; rank, flops: as in a row."""
 
     kind: str
@@ -96,7 +96,7 @@ def check_names(field: str, names: Iterable[str], legal: Iterable[str]) -> None:
 
 
 def reason(error: Exception) -> str:
-    """What an error says, in a line."""
+    """An error in a line."""
     text = " ".join(str(error).split())[:LONGEST]
     known = isinstance(error, RuntimeError | Unavailable) and text
     return text if known else f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -1,4 +1,4 @@
-"""What eviction costs beside a decode step, and what a decode step is made of.
+"""Costs of eviction beside a decode step, and what a decode step is made of.
 
 Shapes: B sequences of T tokens each.
 """
@@ -166,7 +166,7 @@ def kernel_times(engine: Engine, device: torch.device) -> dict[str, float]:
 
 
 def kind_of(name: str) -> str:
-    """Which of KINDS a kernel belongs to, or `other`."""
+    """The one of KINDS that a kernel belongs to, or `other`."""
     lower = name.lower()
     found = (kind for kind, parts in KINDS if any(part in lower for part in parts))
     return next(found, "other")

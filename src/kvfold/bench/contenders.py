@@ -48,7 +48,7 @@ class Contender(ABC):
 
     @abstractmethod
     def first_token(self, tokens: int) -> Run:
-        """What reads a prompt of T tokens and returns once its first output is on the host."""
+        """A reader of T tokens that returns once its first output is on the host."""
 
 
 class Ours(Contender):

@@ -75,7 +75,7 @@ def attention(
 
 
 def print_rows(rows: "Sequence[Row]", skipped: "Sequence[Skipped]", ceiling: "Ceiling") -> None:
-    """What has been measured, if anything, and what has not."""
+    """Print what has been measured, if anything, and what has not."""
     for batch, tokens in dict.fromkeys((row.batch, row.tokens) for row in rows):
         own = [row for row in rows if (row.batch, row.tokens) == (batch, tokens)]
         print(f"\n{own[0].shape}, {batch} x {tokens} tokens (* fastest baseline):")

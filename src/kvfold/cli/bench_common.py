@@ -1,4 +1,4 @@
-"""What the commands of `kvfold bench` have in common."""
+"""Common parts of the commands of `kvfold bench`."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +39,7 @@ def check_names(option: str, names: Sequence[str], legal: Sequence[str] | dict[s
 
 
 def versions(device: Any) -> dict[str, str | None]:
-    """What it was made with, kernels included."""
+    """Versions it was made with, kernels included."""
     return {**common.versions(device), "triton": installed("triton")}
 
 
@@ -66,7 +66,7 @@ def say(line: str) -> None:
 
 
 class Results:
-    """What a benchmark has found, by kind; its file, if there is one, is written after each."""
+    """Results of a benchmark, by kind; its file, if there is one, is written after each."""
 
     def __init__(
         self,

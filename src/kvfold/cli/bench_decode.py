@@ -112,7 +112,7 @@ def skip(results: Results, name: str, batch: int | str, tokens: int | str, reaso
 
 
 def print_results(found: dict[str, list[Any]]) -> None:
-    """What has been measured, and what has not."""
+    """Print what has been measured, and what has not."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(table(found["rows"]))
     if found["first_tokens"]:

@@ -73,7 +73,7 @@ def prefill(
 
 
 def print_rows(rows: "Sequence[Row]", skipped: "Sequence[Skipped]") -> None:
-    """What has been measured, if anything, and what has not."""
+    """Print what has been measured, if anything, and what has not."""
     for case in dict.fromkeys((row.batch, row.tokens, row.chunk) for row in rows):
         own = [row for row in rows if (row.batch, row.tokens, row.chunk) == case]
         print(f"\n{own[0].shape}, {case[0]} x the last {case[2]} of {case[1]} tokens"

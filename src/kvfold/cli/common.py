@@ -1,4 +1,4 @@
-"""What every command does: load quietly, show progress, say what ran."""
+"""Parts of every command: load quietly, show progress, say what ran."""
 
 import dataclasses
 import platform
@@ -99,7 +99,7 @@ def measurement(
     texts: dict[str, str],
     tasks: "dict[str, list[Task]]",
 ) -> "Measurement":
-    """What is to be measured, and through which cache."""
+    """A measurement to make, and through which cache."""
     from kvfold.evaluation.measure import Measurement, text_windows
 
     ctx = context(model, windows)
@@ -164,7 +164,7 @@ def progress() -> Iterator[Progress | None]:
 
 
 def versions(device: Any) -> dict[str, str | None]:
-    """What a measurement was made with."""
+    """Versions that a measurement was made with."""
     import torch
     import transformers
 

@@ -131,7 +131,7 @@ def prompt(tokenizer: Any) -> tuple[str, list[int]]:
 
 
 def continuation(model: Any, tokenizer: Any) -> str:
-    """What `model` writes after the prompt: its likeliest answer, or text sampled with the same
+    """A continuation of the prompt by `model`: its likeliest answer, or text sampled with the same
     seed each time."""
     import torch
 
@@ -166,7 +166,7 @@ def reload_check(folded: Any, tokenizer: Any, expected: str) -> str:
 
 
 def headlines(model: str, rows: list["Row"]) -> list[tuple[str, str]]:
-    """What the last of SHOWN saves and costs, as (label, value)."""
+    """Savings and costs of the last of SHOWN, as (label, value)."""
     recipe, keep = SHOWN[-1]
     row = next(row for row in rows if (row.recipe, row.keep) == (recipe, keep))
     ((increase, _),) = row.delta_nll.values()

@@ -54,7 +54,7 @@ class Place:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What statistics are measured on."""
+    """Text that statistics are measured on."""
 
     calib: Files = setting((), "Text files instead of ours (.txt, .xz, .gz).")
     stats: Path | None = setting(None, "Statistics file: reused if it fits, written if absent.")

@@ -56,7 +56,7 @@ def calibrate(
 
 
 def artifact_key(model: nn.Module, windows: Tensor, centroids: int | None = None) -> dict[str, Any]:
-    """What makes a saved statistics artifact reusable: same model, tokens and ZDC's centroids."""
+    """The key of a reusable statistics artifact: same model, tokens and ZDC's centroids."""
     text = hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()[:32]
     key = {"model": fingerprint(model), "text": text, "tokens": windows.numel()}
     return key if centroids is None else {**key, "centroids": centroids}

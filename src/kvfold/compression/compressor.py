@@ -84,7 +84,7 @@ class Compressor:
         return factor
 
     def align(self, given: int | None) -> int:
-        """What ranks are multiples of: by default 16 for tensor-core tiles, 8 for narrow heads."""
+        """A divisor of all ranks: by default 16 for tensor-core tiles, 8 for narrow heads."""
         if given is None:
             return 16 if self.geometry.head_dim > 64 else 8
         if given < 1:

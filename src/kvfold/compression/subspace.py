@@ -26,7 +26,7 @@ class Subspace:
 
 
 def subspace(family: type[Family], attention: Any, geometry: Geometry) -> Subspace | None:
-    """What W_K and W_V can produce, where that is less than 2K dimensions.
+    """The numbers that W_K and W_V can produce, where that is less than 2K dimensions.
 
     None where keys and values can be anything: 2K <= D, or a norm acts on the keys.
     """

@@ -118,7 +118,7 @@ def measure(
 
 
 def _sessions(model: Any, tokenizer: Any, what: Measurement, lengths: Sequence[int]) -> Sessions:
-    """What opens sessions of the cache that is asked for, long enough for all of it."""
+    """A maker of sessions of the cache that is asked for, long enough for all of it."""
     if what.cache is None:
         return partial(DenseSession, model, what.chunk)
     rows = [row for rows in what.tasks.values() for row in rows]

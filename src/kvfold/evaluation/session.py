@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What a session's sequences hold: `tokens` fed to them, `cache_bytes` their rows take.
+    """Bytes that a session's sequences hold: `tokens` fed to them, `cache_bytes` their rows take.
 
     Of pages, one sequence's after its prompt was compressed, without tables; and kept_fraction:
     bits of stored numbers and quantiser metadata over those of the uncompressed 16-bit cache;

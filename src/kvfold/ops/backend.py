@@ -1,4 +1,4 @@
-"""Which implementation an operation uses: a function of the device, KVFOLD_BACKEND and the data
+"""The implementation that an operation uses: a function of the device, KVFOLD_BACKEND and the data
 alone, remembered, logged once and never switched.
 
 KVFOLD_BACKEND: `auto` (Triton on a CUDA device, where it is installed), `triton` or `reference`.

@@ -1,1 +1,1 @@
-"""Which rows go, and how those that stay move together."""
+"""Choosing the rows that go, and how those that stay move together."""

@@ -154,7 +154,7 @@ class Policy(ABC):
 
     @abstractmethod
     def score(self, view: RowsView) -> Tensor:
-        """What each row is worth, fp32 [B, G, T]: the lowest go first. Anything where no row is
+        """Each row's worth, fp32 [B, G, T]: the lowest go first. Anything where no row is
         valid. A sequence's scores must not depend on those beside it. Never waits for the device,
         and changes nothing."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What one sequence may keep, all groups together: `pages`, or `bytes` of pages."""
+    """Most that one sequence may keep, all groups together: `pages`, or `bytes` of pages."""
 
     pages: int | None = None
     bytes: int | None = None

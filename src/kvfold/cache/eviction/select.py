@@ -138,7 +138,7 @@ def _in_turn(by_cost: Tensor, pages: Tensor, unit: Tensor, share: Tensor) -> Ten
 
 
 def _units(layer_of_group: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
-    """Which unit a group belongs to, int64 [G], and its share of the budget, fp64 [G]."""
+    """The unit a group belongs to, int64 [G], and its share of the budget, fp64 [G]."""
     layers = F.pad(layer_of_group.diff().sign().cumsum(0), (1, 0))
     share = torch.ones_like(layers, dtype=torch.float64)
     if policy.scope == "all":

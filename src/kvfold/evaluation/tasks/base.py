@@ -1,4 +1,4 @@
-"""What a kind of task says of its rows: keys, prompts, and scores of a model's answers.
+"""A kind of task and all it says of its rows: keys, prompts, and scores of a model's answers.
 
 Other keys than its own, which many data sets carry along, are ignored.
 """
@@ -50,7 +50,7 @@ class Task(ABC):
 
     @abstractmethod
     def prompts(self, tokenizer: Any) -> list[Prompt]:
-        """What is asked of a model."""
+        """Questions to a model."""
 
     @abstractmethod
     def score(self, tokenizer: Any, answers: Sequence[Answer]) -> dict[str, float]:
@@ -64,5 +64,5 @@ def require(ok: bool, where: str, key: str, value: Any, legal: str) -> None:
 
 
 def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """What a model wrote, as scores compare it."""
+    """A model's text, as scores compare it."""
     return tokenizer.decode(tokens, skip_special_tokens=True).strip()
