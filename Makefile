@@ -16,7 +16,7 @@ test: $(STAMP)
 gpu-test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 8 tests/test_*_triton.py tests/test_engine_observe.py \
 		tests/test_engine_compiled.py tests/test_paged_eviction.py tests/test_store.py tests/test_pool.py \
-		tests/test_sliding.py tests/test_decode.py
+		tests/test_sliding.py tests/test_decode.py tests/test_eviction_view.py tests/test_softcap.py
 
 # The oldest transformers that is supported, laid over the same environment.
 test-oldest: $(STAMP) .venv/oldest
