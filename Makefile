@@ -4,13 +4,17 @@ BIN := .venv/bin
 export KVFOLD_CACHE ?= $(HOME)/.cache/kvfold
 STAMP := .venv/.installed
 
-.PHONY: demo test gpu-test test-oldest test-real smollm2 check bench bench-real clean
+.PHONY: demo test soak gpu-test test-oldest test-real smollm2 check bench bench-real clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold demo --output report.html
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+# Random configurations and events at length, of which `test` runs a slice.
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m 'soak or not soak' tests/test_fuzz.py tests/test_soak.py
 
 # Where there is a GPU: the kernels themselves, which `test` interprets, and all that runs on them.
 gpu-test: $(STAMP)

@@ -30,7 +30,7 @@ LAYERS: dict[str, set[str]] = {
     | {"search", "text"},
     "loading": {"artifact", "models", "gguf", "smollm2"},
     "engine": {"formats", "spec", "ops", "cache", "attention", "models", "config", "artifact"}
-    | {"loading"},
+    | {"loading", "text"},
     "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"},
     "evaluation": {
         "spec",

@@ -1,284 +1,19 @@
-"""The engine's loop with a stub model whose next token is a hash of what its cache holds.
-
-The stub keeps tokens by (slot, position). A token that is lost, written twice, put elsewhere or
-left over from another sequence changes the hash, and so every token after it.
-"""
+"""The engine's loop with a stub model: what it serves, in which order, and what it keeps."""
 
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from torch import Tensor
 
-from kvfold.cache.pool import Pool, PoolFull
 from kvfold.engine import request as sequences
-from kvfold.engine.engine import Engine, Hooks, StepOutput
-from kvfold.engine.request import Batch, CacheParams, SamplingParams, TextStream
-from kvfold.engine.sampler import sample
+from kvfold.engine.engine import Hooks
+from kvfold.engine.request import CacheParams, SamplingParams
 from kvfold.engine.scheduler import Schedule
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
-from kvfold.spec.layout import CacheLayout, cache_layout
-
-VOCAB, PAGE, EOS = 29, 4, 0
-TABLE = 3 * torch.randn(997, VOCAB, generator=torch.Generator().manual_seed(0))
-
-
-def logits_after(seen: Sequence[int | None]) -> Tensor:
-    return TABLE[hash(tuple(-2 if x is None else x for x in seen)) % len(TABLE)]
-
-
-class FakePool:
-    """Pages of two groups, counted on the host alone: fast enough for long runs."""
-
-    def __init__(self, num_pages: int, *, num_slots: int, max_tokens: int) -> None:
-        self.num_pages, self.num_slots, self.max_tokens = num_pages, num_slots, max_tokens
-        self.host_lengths = np.zeros((num_slots, 2), dtype=np.int64)
-        self.is_open = [False] * num_slots
-        self.layout = SimpleNamespace(most_at=lambda row: max_tokens)  # no tails
-
-    @property
-    def used_bytes(self) -> int:
-        return int((-(-self.host_lengths // PAGE)).sum())
-
-    def capacity(self) -> int:
-        return min(self.num_pages // 2 * PAGE, self.max_tokens)
-
-    def fits(self, tokens: int) -> bool:
-        return tokens <= self.capacity()
-
-    def open(self) -> int:
-        slot = self.is_open.index(False)
-        self.is_open[slot] = True
-        return slot
-
-    def close(self, slot: int) -> None:
-        assert self.is_open[slot]
-        self.host_lengths[slot], self.is_open[slot] = 0, False
-
-    def grown(self, slots: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-        assert all(self.is_open[slot] for slot in slots) and len(set(slots)) == len(slots)
-        lengths = self.host_lengths.copy()
-        lengths[list(slots)] += np.array(tokens, dtype=np.int64)[:, None]
-        return lengths
-
-    def can_extend(self, slots: Sequence[int], tokens: Sequence[int]) -> bool:
-        lengths = self.grown(slots, tokens)
-        pages = (-(-lengths // PAGE)).sum()
-        return bool(pages <= self.num_pages and lengths.max() <= self.max_tokens)
-
-    def extend(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        if not self.can_extend(slots, tokens):
-            raise PoolFull
-        self.host_lengths = self.grown(slots, tokens)
-
-    def shrink(self, slot: int, lengths: np.ndarray) -> None:
-        assert (lengths <= self.host_lengths[slot]).all()
-        self.host_lengths[slot] = lengths
-
-    def check_integrity(self) -> None:
-        assert self.used_bytes <= self.num_pages
-        closed = [not is_open for is_open in self.is_open]
-        assert not self.host_lengths[closed].any()
-
-
-def two_classes() -> CacheLayout:
-    """Two layers of one group each, with pages of different bytes, so that slabs are traded."""
-    geometry = Geometry(
-        hidden_size=8,
-        num_query_heads=1,
-        num_kv_heads=1,
-        head_dim=24,
-        num_layers=2,
-        rope=True,
-        key_norm=False,
-        scaling=1.0,
-    )
-    layers = tuple(
-        LayerSpec(keys="plain", values="plain", latents=(Latent(side="kv", heads=(0,), rank=rank),))
-        for rank in (8, 24)
-    )
-    return cache_layout(CacheSpec(geometry=geometry, layers=layers), page=PAGE)
-
-
-def real_pool(num_pages: int, *, num_slots: int, max_tokens: int) -> Pool:
-    layout = two_classes()
-    return Pool(
-        layout, num_pages // 2 * layout.page_bytes, num_slots=num_slots, max_tokens=max_tokens
-    )
-
-
-POOLS = {"fake": FakePool, "real": real_pool}
-
-
-class StubRunner:
-    """Checks every batch against the rules of the scheduler; can fail, or give NaN, on demand."""
-
-    def __init__(self, pool: Pool, *, chunk: int, max_batch_tokens: int) -> None:
-        self.pool, self.chunk, self.max_batch_tokens = pool, chunk, max_batch_tokens
-        self.cells: dict[tuple[int, int], int] = {}
-        self.rows = np.zeros_like(pool.host_lengths)
-        self.fail: BaseException | None = None
-        self.poisoned: set[int] = set()
-        self.batches: list[list[tuple[int, int, int]]] = []  # (id, start, tokens)
-        self.rounds: list[list[int]] = []  # ids compressed together
-
-    def run(self, batch: Batch) -> Tensor:
-        self.check(batch)
-        if self.fail is not None:
-            error, self.fail = self.fail, None
-            raise error
-        found = []
-        for piece in batch.chunks:
-            slot, stop = piece.request.slot, piece.start + len(piece.tokens)
-            self.cells |= {(slot, piece.start + i): t for i, t in enumerate(piece.tokens)}
-            if piece.wants_logits:
-                logits = logits_after([self.cells.get((slot, p)) for p in range(stop)])
-                bad = piece.request.id in self.poisoned
-                found.append(logits * torch.nan if bad else logits)
-        return torch.stack(found) if found else torch.empty(0, VOCAB)
-
-    def check(self, batch: Batch) -> None:
-        decode = [piece.is_decode for piece in batch.chunks]
-        assert decode == sorted(decode, reverse=True) and sum(decode) == batch.num_decode
-        sizes = [len(piece.tokens) for piece in batch.chunks]
-        assert sum(sizes) <= self.max_batch_tokens and max(sizes) <= self.chunk and min(sizes) >= 1
-        assert all(len(p.tokens) == 1 and p.wants_logits for p in batch.chunks if p.is_decode)
-        for piece in batch.chunks:
-            slot = piece.request.slot
-            self.rows[slot] = (0 if piece.start == 0 else self.rows[slot]) + len(piece.tokens)
-            assert (self.rows[slot] == self.pool.host_lengths[slot]).all()
-        self.batches.append([(p.request.id, p.start, len(p.tokens)) for p in batch.chunks])
-
-    def needs_compression(self, sequence: sequences.Request) -> bool:
-        most = sequence.cache.max_cache_tokens
-        return most is not None and self.pool.host_lengths[sequence.slot].max() > most
-
-    def compress(self, chosen: list[sequences.Request]) -> None:
-        """Forget the oldest; the second group keeps one page more, where it has it."""
-        self.rounds.append([sequence.id for sequence in chosen])
-        if self.fail is not None:
-            error, self.fail = self.fail, None
-            raise error
-        for sequence in chosen:
-            slot, most = sequence.slot, sequence.cache.max_cache_tokens
-            kept = np.minimum(self.rows[slot], [most, most + PAGE])
-            self.pool.shrink(slot, kept)
-            self.rows[slot] = kept
-            for position in range(sequence.num_computed - most):
-                self.cells.pop((slot, position), None)
-
-
-class Bench:
-    """An engine on a stub, and everything it delivered."""
-
-    def __init__(
-        self,
-        num_pages: int = 1000,
-        *,
-        num_slots: int = 4,
-        max_tokens: int = 10_000,
-        pool: str = "fake",
-        chunk: int = 7,
-        max_batch_tokens: int = 64,
-        headroom: int = 1,
-        schedule: Schedule | None = None,
-        detokenize: Callable[[list[int]], str] | None = None,
-        hooks: Hooks | None = None,
-    ) -> None:
-        self.pool = POOLS[pool](num_pages, num_slots=num_slots, max_tokens=max_tokens)
-        self.runner = StubRunner(self.pool, chunk=chunk, max_batch_tokens=max_batch_tokens)
-        self.engine = Engine(
-            self.runner,
-            self.pool,
-            eos_ids=[EOS],
-            detokenize=detokenize,
-            hooks=hooks,
-            chunk=chunk,
-            max_batch_tokens=max_batch_tokens,
-            headroom=headroom,
-            schedule=schedule,
-        )
-        self.scheduler = self.engine.scheduler
-        self.tokens: dict[int, list[int]] = {}
-        self.text: dict[int, str] = {}
-        self.ended: dict[int, StepOutput] = {}
-
-    def add(self, prompt: Sequence[int], cache: CacheParams | None = None, **sampling) -> int:
-        return self.engine.add(prompt, SamplingParams(**sampling), cache)
-
-    def step(self) -> list[StepOutput]:
-        outputs = self.engine.step()
-        assert len({x.id for x in outputs}) == len(outputs)
-        for x in outputs:
-            assert x.id not in self.ended
-            self.tokens.setdefault(x.id, []).extend(x.token_ids)
-            self.text[x.id] = self.text.get(x.id, "") + x.text
-            if x.finish_reason:
-                self.ended[x.id] = x
-        return outputs
-
-    def drain(self, most: int = 5000) -> "Bench":
-        while self.engine.has_work:
-            self.step()
-            assert (most := most - 1)
-        self.check()
-        assert self.pool.used_bytes == 0
-        return self
-
-    def check(self) -> None:
-        """Nothing is lost, nothing owned twice, and only running sequences own pages."""
-        self.pool.check_integrity()
-        scheduler = self.scheduler
-        held = [*scheduler.waiting, *scheduler.running, *scheduler.finished]
-        assert sorted(s.id for s in held) == sorted(self.engine._requests)
-        assert len({s.id for s in held}) == len(held)
-        slots = [s.slot for s in scheduler.running]
-        assert len(set(slots)) == len(slots) and None not in slots
-        assert all(s.slot is None for s in (*scheduler.waiting, *scheduler.finished))
-        closed = [slot for slot in range(self.pool.num_slots) if slot not in slots]
-        assert not self.pool.host_lengths[closed].any()
-
-
-def reference(prompt: Sequence[int], params: SamplingParams) -> list[int]:
-    return list(alone(tuple(prompt), params))
-
-
-@cache
-def alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
-    """One request's outputs, without engine, cache or batch."""
-    tokens, generator = list(prompt), params.generator()
-    while len(tokens) - len(prompt) < params.max_new_tokens:
-        logits = logits_after(tokens)[None]
-        tokens.append(sample(logits, [params], [generator]).choices([params])[0].token)
-        if tokens[-1] == EOS and not params.ignore_eos:
-            break
-    return tuple(tokens[len(prompt) :])
-
-
-def mixed_requests(count: int, seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
-    rng = random.Random(seed)
-    return [
-        (
-            [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 9, 17, 30]))],
-            SamplingParams(
-                max_new_tokens=rng.choice([1, 5, 33, 33]),
-                temperature=rng.choice([0.0, 0.0, 0.0, 1.5]),
-                top_k=rng.choice([None, 5]),
-                seed=i,
-                ignore_eos=rng.random() < 0.7,
-            ),
-        )
-        for i in range(count)
-    ]
-
+from stub import EOS, POOLS, VOCAB, Bench, mixed_requests, reference
 
 # Tokens -----------------------------------------------------------------------------------------
 
@@ -294,7 +29,7 @@ def test_outputs_equal_an_unbatched_run(pool: str, chunk: int, num_pages: int) -
     for id, (prompt, params) in zip(ids, requests, strict=True):
         assert bench.tokens[id] == reference(prompt, params)
         stopped = bench.tokens[id][-1] == EOS and not params.ignore_eos
-        assert bench.ended[id].finish_reason == ("stop" if stopped else "length")
+        assert bench.ended[id].finish_reason == ("eos" if stopped else "length")
     assert (bench.scheduler.num_preemptions > 0) == (num_pages < 1000)
 
 
@@ -321,7 +56,7 @@ def test_eos_and_logprobs() -> None:
         for x in bench.step():
             seen[x.id].append(x.logprobs)
     tokens = bench.tokens[plain]
-    assert tokens[-1] == EOS and bench.ended[plain].finish_reason == "stop"
+    assert tokens[-1] == EOS and bench.ended[plain].finish_reason == "eos"
     assert bench.tokens[on][: len(tokens)] == tokens and len(bench.tokens[on]) == 60
     entries = [entry for step in seen[plain] for entry in step]
     assert [entry.top[0][0] for entry in entries] == tokens
@@ -354,16 +89,19 @@ def test_a_prompt_that_can_never_fit_is_refused_with_numbers(
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("limits", [{"num_pages": 20}, {"num_pages": 100, "max_tokens": 40}])
-def test_a_sequence_that_outgrows_the_pool_ends_with_length(
-    pool: str, limits: dict[str, int]
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [({"num_pages": 20}, "pool"), ({"num_pages": 100, "max_tokens": 40}, "length")],
+)
+def test_a_sequence_that_outgrows_the_pool_ends_and_says_of_what(
+    pool: str, limits: dict[str, int], reason: str
 ) -> None:
     """40 rows hold the prompt and all tokens but the last; others are not pre-empted in vain."""
     bench = Bench(pool=pool, **limits)
     first = bench.add([1] * 5, max_new_tokens=1000, ignore_eos=True)
     bench.drain()
     params = SamplingParams(max_new_tokens=bench.pool.capacity() - 4, ignore_eos=True)
-    assert bench.ended[first].finish_reason == "length"
+    assert bench.ended[first].finish_reason == reason
     assert bench.tokens[first] == reference([1] * 5, params)
     assert bench.scheduler.num_preemptions == 0
 
@@ -423,84 +161,6 @@ def test_cancel_returns_pages() -> None:
     assert not bench.engine.cancel(ids[0])
 
 
-# Failures ---------------------------------------------------------------------------------------
-
-
-def started(bench: Bench) -> tuple[list[int], int]:
-    """Two requests that run and one that waits."""
-    ids = [bench.add([i + 1] * 5, max_new_tokens=9, ignore_eos=True) for i in range(3)]
-    bench.step()
-    return ids[:2], ids[2]
-
-
-def test_a_failing_batch_ends_its_requests_only() -> None:
-    bench = Bench(num_slots=2)
-    batch, waiting = started(bench)
-    bench.runner.fail = RuntimeError("out of memory")
-    outputs = bench.step()
-    assert [(x.id, x.finish_reason, x.error) for x in outputs] == [
-        (id, "error", "RuntimeError: out of memory") for id in batch
-    ]
-    assert bench.pool.used_bytes == 0
-    bench.drain()
-    assert bench.tokens[waiting] == reference(
-        [3] * 5, SamplingParams(max_new_tokens=9, ignore_eos=True)
-    )
-
-
-@pytest.mark.parametrize("error", [AssertionError("bug"), KeyboardInterrupt()])
-def test_bugs_and_interrupts_are_raised_again(error: BaseException) -> None:
-    bench = Bench(num_slots=2)
-    batch, waiting = started(bench)
-    bench.runner.fail = error
-    with pytest.raises(type(error)):
-        bench.step()
-    bench.check()
-    assert bench.pool.used_bytes == 0
-    ended = {x.id: x.finish_reason for x in bench.step() if x.finish_reason}
-    assert ended == dict.fromkeys(batch, "error")
-    bench.drain()
-    assert bench.ended[waiting].finish_reason == "length"
-
-
-def test_a_failing_compression_ends_whom_it_compressed() -> None:
-    bench = Bench(chunk=64)
-    victim = bench.add([1] * 20, CacheParams(max_cache_tokens=8), ignore_eos=True)
-    other = bench.add([2] * 20, max_new_tokens=9, ignore_eos=True)
-    bench.step()
-    bench.runner.fail = RuntimeError("no kernel")
-    bench.drain()
-    assert bench.ended[victim].error == "RuntimeError: no kernel"
-    assert len(bench.tokens[other]) == 9
-
-
-def test_nan_logits_end_one_request() -> None:
-    bench = Bench()
-    ids = [bench.add([i + 1] * 5, max_new_tokens=9, ignore_eos=True) for i in range(3)]
-    bench.step()
-    bench.runner.poisoned = {ids[1]}
-    bench.drain()
-    assert bench.ended[ids[1]].finish_reason == "error"
-    assert "not finite" in bench.ended[ids[1]].error
-    assert [len(bench.tokens[id]) for id in ids] == [9, 1, 9]
-
-
-def test_a_failing_detokenizer_ends_one_request() -> None:
-    def detokenize(ids: list[int]) -> str:
-        return "".join("abcdefghijklmnopqrstuvwxyz:;"[i] for i in ids)
-
-    bench = Bench(detokenize=detokenize)
-    for i in range(6):
-        bench.add([i + 1], max_new_tokens=30, ignore_eos=True)
-    bench.drain()
-    for id, end in bench.ended.items():
-        beyond = [i for i, token in enumerate(bench.tokens[id]) if token > 27]
-        assert (end.finish_reason == "error") == bool(beyond)
-        whole = bench.tokens[id][: beyond[0]] if beyond else bench.tokens[id]
-        assert bench.text[id] == detokenize(whole)
-    assert {end.finish_reason for end in bench.ended.values()} == {"error", "length"}
-
-
 # Hooks ------------------------------------------------------------------------------------------
 
 
@@ -545,19 +205,33 @@ def test_hooks_are_called_in_order() -> None:
     ]
 
 
-def test_a_hook_may_cancel_and_may_fail() -> None:
-    hooks = Recorder()
-    bench = Bench(hooks=hooks)
-    ids = [bench.add([i + 1] * 3, max_new_tokens=5, ignore_eos=True) for i in range(3)]
-    hooks.act = lambda id: id == ids[1] and bench.engine.cancel(id)
+# Order -------------------------------------------------------------------------------------------
+
+
+def test_a_small_request_does_not_wait_behind_one_without_pages() -> None:
+    bench = Bench(40, headroom=0, chunk=64)
+    bench.add([1] * 60, max_new_tokens=20, ignore_eos=True)
+    large = bench.add([2] * 60, max_new_tokens=5, ignore_eos=True)
+    small = bench.add([3] * 3, max_new_tokens=2, ignore_eos=True)
+    bench.step()
+    bench.step()
+    assert small in bench.ended and large not in bench.ended
     bench.drain()
-    assert [bench.ended[id].finish_reason for id in ids] == ["length", "cancelled", "length"]
-    assert [len(bench.tokens[id]) for id in ids] == [5, 1, 5]
-    late = [bench.add([i], max_new_tokens=5, ignore_eos=True) for i in (1, 2)]
-    hooks.act = lambda id: bench.engine.cancel(id) and 1 / 0
+    assert bench.tokens[large] == reference(
+        [2] * 60, SamplingParams(max_new_tokens=5, ignore_eos=True)
+    )
+
+
+def test_one_without_pages_is_overtaken_by_as_many_rows_as_it_needs() -> None:
+    """64 rows wait, and 16 x 4 pass; the rest comes after it, however many they are."""
+    bench = Bench(40, headroom=0, chunk=64)
+    bench.add([1] * 60, max_new_tokens=80, ignore_eos=True)
+    large = bench.add([2] * 60, max_new_tokens=5, ignore_eos=True)
+    small = [bench.add([3] * 3, max_new_tokens=2, ignore_eos=True) for _ in range(40)]
     bench.drain()
-    assert bench.ended[late[0]].finish_reason == "cancelled"
-    assert bench.ended[late[1]].error == "ZeroDivisionError: division by zero"
+    starts = [id for batch in bench.runner.batches for id, start, _ in batch if start == 0]
+    assert starts.index(large) == 1 + 16
+    assert len(bench.ended) == 2 + len(small)
 
 
 # Compression ------------------------------------------------------------------------------------
@@ -636,8 +310,8 @@ def test_capped_rounds_take_the_never_compressed_first() -> None:
     assert bench.runner.rounds[3:] == [[0, 1], [2, 3], [0]]
 
 
-def test_one_longer_than_the_pool_by_eviction_ends_when_it_would_be_preempted() -> None:
-    """Its tokens cannot be prefilled again. The other one, older or younger, is not affected."""
+def test_one_longer_than_the_pool_by_eviction_is_not_preempted() -> None:
+    """Its tokens cannot be prefilled again. The other one waits instead, and loses nothing."""
     bench = Bench(12, headroom=0, schedule=Schedule(before_preempt=False, every=1))
     (grown,) = evicting(bench, [8], new=200)
     for _ in range(60):
@@ -647,7 +321,10 @@ def test_one_longer_than_the_pool_by_eviction_ends_when_it_would_be_preempted() 
     bench.drain()
     params = SamplingParams(max_new_tokens=14, ignore_eos=True)
     assert bench.tokens[other] == reference([5] * 8, params)
-    assert bench.ended[grown].finish_reason == "length"
+    assert bench.ended[grown].finish_reason == "length" and len(bench.tokens[grown]) == 200
+    (large,) = evicting(bench, [8], budget=20, new=200)  # 20 and 24 rows are 11 of 12 pages
+    bench.drain()
+    assert bench.ended[large].finish_reason == "pool" and len(bench.tokens[large]) == 17
 
 
 def test_one_that_can_be_recomputed_is_preempted_before_one_that_cannot() -> None:
@@ -671,89 +348,6 @@ def test_recomputed_after_eviction_it_is_compressed_again() -> None:
     assert all(len(tokens) == 40 for tokens in bench.tokens.values())
     again = Counter(id for ids in bench.runner.rounds for id in ids)
     assert sum(again.values()) >= 4 + bench.scheduler.num_preemptions - 1
-
-
-# Stop strings -----------------------------------------------------------------------------------
-
-PIECES = ["a", "b", "ab", "ba", "abc", "c", "", "é"[:1], "\N{FIRE}"]
-
-
-def by_character(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """The text as it is when a stop string is complete for the first time."""
-    for end in range(1, len(text) + 1):
-        for stop in sorted(stops, key=len, reverse=True):
-            if text[:end].endswith(stop):
-                return text[: end - len(stop)], True
-    return text, False
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.lists(st.integers(0, len(PIECES) - 1), max_size=14),
-    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
-)
-def test_stop_strings_across_tokens(ids: list[int], stops: list[str]) -> None:
-    def detokenize(part: list[int]) -> str:
-        return "".join(PIECES[i] for i in part)
-
-    stream, shown, stopped = TextStream(detokenize, tuple(stops)), "", False
-    for token in ids:
-        stopped = stream.push(token)
-        shown += stream.take(last=False)
-        if stopped:
-            break
-    wanted, found = by_character(detokenize(ids), stops)
-    assert wanted.startswith(shown)
-    assert (shown + stream.take(last=True), stopped) == (wanted, found)
-
-
-def test_text_is_streamed_as_soon_as_it_is_safe() -> None:
-    words = ["Hel", "lo E", "N", "D", "o E", "ND."]
-    stream = TextStream(lambda ids: "".join(words[i] for i in ids), ("END.", "STOP"))
-    shown = []
-    for token in range(6):
-        stopped = stream.push(token)
-        shown.append(stream.take(last=stopped))
-    assert shown == ["Hel", "lo ", "", "", "ENDo ", ""]
-    assert stopped and stream.text == "Hello ENDo "
-
-
-def test_half_a_character_is_not_shown() -> None:
-    raw = "aé🔥b".encode()
-    stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"), ())
-    shown = []
-    for byte in raw:
-        stream.push(byte)
-        shown.append(stream.take(last=False))
-    assert shown == ["a", "", "é", "", "", "", "🔥", "b"]
-    stream.push(raw[1])
-    assert stream.take(last=False) == ""
-    assert stream.take(last=True) == "\N{REPLACEMENT CHARACTER}"
-
-
-def test_stop_strings_end_a_request() -> None:
-    def detokenize(ids: list[int]) -> str:
-        return "".join(f"{i:02d}" for i in ids)
-
-    bench = Bench(detokenize=detokenize)
-    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
-    text = detokenize(reference([7], params))
-    stop = text[13:18]  # begins inside a token, ends inside another
-    where = text.index(stop)
-    id = bench.add([7], max_new_tokens=30, ignore_eos=True, stop=(stop, "never"))
-    other = bench.add([7], max_new_tokens=30, ignore_eos=True)
-    bench.drain()
-    assert bench.text[id] == text[:where] and bench.text[other] == text
-    assert bench.ended[id].finish_reason == "stop"
-    assert len(bench.tokens[id]) == -(-(where + 5) // 2)
-
-
-def test_eos_never_becomes_text() -> None:
-    bench = Bench(detokenize=lambda ids: "".join(chr(97 + i) for i in ids))
-    prompt = next([i] for i in range(VOCAB) if EOS in reference([i], SamplingParams()))
-    id = bench.add(prompt)
-    bench.drain()
-    assert len(bench.text[id]) == len(bench.tokens[id]) - 1
 
 
 # Mistakes ---------------------------------------------------------------------------------------
@@ -812,7 +406,8 @@ class Events:
         wanted = reference(prompt, params)
         assert tokens == wanted[: len(tokens)]
         full = len(prompt) + len(tokens) > self.bench.pool.capacity()
-        if reason == "stop" or (reason == "length" and not full):
+        assert reason != "pool" or full
+        if reason == "eos" or (reason == "length" and not full):
             assert tokens == wanted
 
     def finish(self) -> None:
@@ -874,10 +469,12 @@ class EngineMachine(RuleBasedStateMachine):
     def cancel(self, which: int) -> None:
         self.events.cancel(which)
 
-    @rule(what=st.sampled_from(["fail", "nan", "compress"]), which=st.integers(0, 20))
+    @rule(what=st.sampled_from(["fail", "culprit", "nan", "compress"]), which=st.integers(0, 20))
     def disturb(self, what: str, which: int) -> None:
         if what == "fail":
             self.bench.runner.fail = RuntimeError("stub")
+        elif what == "culprit":
+            self.bench.runner.culprits.add(which)
         elif what == "nan":
             self.bench.runner.poisoned.add(which)
         else:
@@ -911,7 +508,7 @@ def test_many_random_events() -> None:
         elif chance < 0.13:
             events.cancel(rng.randrange(20))
         elif chance < 0.133:
-            bench.runner.fail = RuntimeError("stub")
+            bench.runner.culprits |= {rng.choice(list(bench.engine._requests) or [0])}
         else:
             events.step()
         if i % 4 == 0:
@@ -919,7 +516,7 @@ def test_many_random_events() -> None:
     events.finish()
     assert bench.scheduler.num_preemptions > 50
     assert Counter(x.finish_reason for x in bench.ended.values()).keys() == {
-        "stop",
+        "eos",
         "length",
         "cancelled",
         "error",

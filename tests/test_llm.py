@@ -1,7 +1,11 @@
 """Text in, text out: `LLM` on tiny models and on the embedded one."""
 
+import gc
 import re
+from dataclasses import replace
+from itertools import count
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +15,7 @@ from kvfold.cli.main import main
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from models import greedy, tiny, tokens
+from stub import in_threads
 
 NEW = 8
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -23,7 +28,7 @@ class Letters:
 
     bos_token_id = 3
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
         return {"input_ids": [26 + ord(letter) - ord("a") for letter in text]}
 
     def decode(self, ids: list[int]) -> str:
@@ -126,7 +131,32 @@ def test_the_end_token_ends_and_is_not_text() -> None:
         "abc", SamplingParams(max_new_tokens=NEW)
     )
     count = whole.token_ids.index(end) + 1
-    assert cut.finish_reason == "stop" and cut.token_ids == whole.token_ids[:count]
+    assert cut.finish_reason == "eos" and cut.token_ids == whole.token_ids[:count]
+    assert cut.text == whole.text[: count - 1]
+
+
+def test_every_prompt_may_have_settings_of_its_own() -> None:
+    llm = llm_of()
+    each = [replace(GREEDY, max_new_tokens=n) for n in (1, 5, 3)]
+    found = llm.generate(PROMPTS, each)
+    assert [len(x.token_ids) for x in found] == [1, 5, 3]
+    (whole,) = llm.generate([PROMPTS[1]], GREEDY)
+    assert whole.token_ids[:5] == found[1].token_ids
+    with pytest.raises(ValueError, match=r"sampling must be one for all .* got 2 for 3"):
+        llm.generate(PROMPTS, each[:2])
+
+
+def test_stops_of_one_prompt_do_not_keep_the_others_waiting() -> None:
+    """All are read as they come, so that none runs on after its stop string."""
+    llm = llm_of()
+    (whole,) = llm.generate("abc", GREEDY)
+    stop = SamplingParams(max_new_tokens=200, ignore_eos=True, stop=[whole.text[2]])
+    steps = count()
+    step = llm.engine.scheduler.schedule
+    llm.engine.scheduler.schedule = lambda: (next(steps), step())[1]
+    first, second = llm.generate(["abc", "abc"], stop)
+    assert first == second and first.finish_reason == "stop"
+    assert next(steps) <= 2 + len(first.token_ids)
 
 
 # -- streams ------------------------------------------------------------------------------------
@@ -170,6 +200,51 @@ def test_streams_read_in_turns_lose_nothing() -> None:
     assert [tuple(ids) for ids in (*found, rest)] == wanted
 
 
+def test_streams_that_are_never_read_are_cancelled() -> None:
+    llm = llm_of()
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    assert llm.engine.has_work
+    del stream
+    gc.collect()
+    llm.engine.step()
+    assert not llm.engine.has_work and used(llm) == 0
+
+
+def test_a_stream_checks_its_prompt_at_once() -> None:
+    with pytest.raises(ValueError, match="got 97"):
+        llm_of().stream([97])
+
+
+def test_added_requests_lose_nothing_beside_generate() -> None:
+    llm = llm_of()
+    wanted = [x.token_ids for x in llm.generate(PROMPTS, GREEDY)]
+    ids = [llm.add(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    assert llm.generate([PROMPTS[2]], GREEDY)[0].token_ids == wanted[2]
+    found: dict[int, list[int]] = {id: [] for id in ids}
+    while llm.engine.has_work:
+        for output in llm.engine.step():
+            found[output.id] += output.token_ids
+    assert [tuple(tokens) for tokens in found.values()] == wanted[:2]
+
+
+def test_threads_share_an_llm() -> None:
+    llm = llm_of()
+    wanted = [x.token_ids for x in llm.generate(PROMPTS, GREEDY)]
+
+    def work(number: int) -> None:
+        for i in range(4):
+            which = (number + i) % 3
+            if i % 2:
+                (found,) = llm.generate([PROMPTS[which]], GREEDY)
+                assert found.token_ids == wanted[which]
+            else:
+                outputs = llm.stream(PROMPTS[which], GREEDY)
+                assert tuple(t for x in outputs for t in x.token_ids) == wanted[which]
+
+    in_threads(4, work)
+    assert used(llm) == 0 and not llm.engine.has_work
+
+
 # -- limits and mistakes ------------------------------------------------------------------------
 
 
@@ -211,7 +286,14 @@ def test_settings_that_cannot_work(settings: dict, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "at least 1 token"), ([97], r"token ids must be in 0..96; got 97"), ([-1], "got -1")],
+    [
+        ([], "at least 1 token"),
+        ([97], r"token ids must be in 0..96; got 97"),
+        ([-1], "got -1"),
+        ([5.9], r"whole numbers, token ids; got \[5.9\]"),
+        ([None], "whole numbers"),
+        (["a"], "whole numbers"),
+    ],
 )
 def test_prompts_that_cannot_be_served(prompt: list[int], message: str) -> None:
     llm = llm_of()
@@ -219,11 +301,46 @@ def test_prompts_that_cannot_be_served(prompt: list[int], message: str) -> None:
         llm.generate([prompt])
 
 
+@pytest.mark.parametrize("like", [np.array, torch.tensor, tuple])
+def test_token_ids_may_be_of_any_whole_kind(like) -> None:
+    llm = llm_of()
+    (wanted,) = llm.generate([PROMPTS[1]], GREEDY)
+    assert llm.generate(like(PROMPTS[1]), GREEDY) == [wanted]
+    assert llm.generate([like(PROMPTS[1])], GREEDY) == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"stop": ["zzz", 5]}, r"stop must be strings that are not empty; got \['zzz', 5\]"),
+        ({"stop": 5}, "stop must be strings"),
+        ({"stop": ""}, "stop must be strings"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be .* got 2.5"),
+        ({"max_new_tokens": True}, "max_new_tokens must be .* got True"),
+        ({"temperature": "1"}, "temperature must be .* got '1'"),
+        ({"temperature": float("nan")}, "temperature must be at least 0"),
+        ({"top_p": 0}, "top_p must be in"),
+        ({"seed": -1}, "seed must be"),
+        ({"seed": 2**63}, "seed must be"),
+        ({"logprobs": -1}, "logprobs must be at least 0"),
+    ],
+)
+def test_settings_of_a_request_are_checked_when_it_is_made(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**wrong)
+
+
+def test_settings_of_another_kind_are_refused() -> None:
+    for wrong in ({"sampling": {"temperature": 1.0}}, {"cache": 0.5}):
+        with pytest.raises(ValueError, match="Params was expected; got"):
+            llm_of().generate(PROMPTS[0], **wrong)
+
+
 def test_text_needs_a_tokenizer() -> None:
     llm = LLM(tiny("llama-gqa"), **SMALL)
     with pytest.raises(ValueError, match="pass tokenizer="):
         llm.generate("hello")
-    with pytest.raises(ValueError, match="detokenize"):
+    with pytest.raises(ValueError, match=r"stop=\('x',\) needs a tokenizer"):
         llm.generate(PROMPTS[0], SamplingParams(stop=("x",)))
     assert llm.generate(PROMPTS[0], GREEDY)[0].text == ""
 

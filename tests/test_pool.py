@@ -332,6 +332,30 @@ def test_capacity(widths: list[int], num_bytes: int, page: int) -> None:
     p.check_integrity()
 
 
+def test_demand_is_what_extending_takes() -> None:
+    p = pool((20, 40, 40))
+    a, b = p.open(), p.open()
+    p.extend([a], [6])
+    slots, more = [a, b], [7, 9]
+    pages = p.demand(p.host_lengths[slots], more)
+    assert p.can_supply(pages) and not p.can_supply(pages + 10_000)
+    before = [x.used_pages for x in p.stats().classes]
+    p.extend(slots, more)
+    after = [x.used_pages for x in p.stats().classes]
+    assert (np.array(after) - before == pages).all()
+
+
+def test_windows_free_pages_on_the_way() -> None:
+    """Of the second layer 10 - 1 + 4 - 1 rows stay after a step, and a chunk of 8 comes on top."""
+    built = layout(20, 40)
+    p = Pool(built, 2**15, num_slots=2, max_tokens=400, windows=[None, 10])
+    empty = np.zeros((1, 2), dtype=np.int64)
+    ends = p.demand(empty, [100], chunk=8)
+    assert ends.tolist() == [25, 5] and p.demand(empty, [100]).tolist() == [25, 25]
+    assert p.capacity() < p.capacity(chunk=8)
+    assert p.demand(np.array([[50, 12]]), [3], chunk=8).tolist() == [1, 1]
+
+
 def test_a_tiny_arena_takes_the_slab_that_serves_all() -> None:
     """Slabs of one large page lose less at their ends here, but there are too few of them."""
     p = pool((288,) * 11 + (320,) * 10, 200 * UNIT, page=1)

@@ -168,7 +168,6 @@ def test_a_row_without_any_legal_token_is_bad() -> None:
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("seed", -1),
-        ("stop", "END"),
         ("stop", ("a", "")),
         ("logprobs", -1),
     ],

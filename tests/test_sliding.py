@@ -1,10 +1,13 @@
 """Layers with a sliding window: what transformers computes, in a cache that stops growing."""
 
+from itertools import count
+
 import pytest
 import torch
 import transformers as hf
 from torch import Tensor
 
+from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.engine import Engine
@@ -89,6 +92,30 @@ def test_long_generations_together(name: str) -> None:
         rows = runner.pool.host_lengths[:, runner.sliding[0][0]]
         assert rows.max() <= WINDOW - 1 + PAGE - 1
     runner.pool.check_integrity()
+    for i, expected in zip(ids, wanted, strict=True):
+        same_up_to_ties(found[i], *expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_that_fit_behind_their_windows_are_served(name: str) -> None:
+    """In far fewer pages than all their rows would take, beside others and after pre-emption."""
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (150, 90, 60)]
+    wanted = [greedy(model_of(name), prompt, 40) for prompt in prompts]
+    layout, windows = runner_of(name).pool.layout, attention_windows(model_of(name).config)
+    limits = {"num_slots": 3, "max_tokens": 220}
+    pools = (Pool(layout, n * layout.page_bytes, windows=windows, **limits) for n in count(4))
+    pool = next(pool for pool in pools if pool.fits(190, chunk=8))
+    assert not pool.fits(190)
+    config = CacheConfig(kv_bytes=pool.arena.numel(), page=PAGE)
+    runner = build_runner(model_of(name), config, **limits)
+    engine = Engine(runner, runner.pool, chunk=8, headroom=4)
+    ids = [engine.add(prompt, SamplingParams(max_new_tokens=40)) for prompt in prompts]
+    found: dict[int, list[int]] = {i: [] for i in ids}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.finish_reason in (None, "length"), output
+            found[output.id] += output.token_ids
+        runner.pool.check_integrity()
     for i, expected in zip(ids, wanted, strict=True):
         same_up_to_ties(found[i], *expected)
 

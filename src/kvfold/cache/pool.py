@@ -79,6 +79,7 @@ class Pool:
     tables: int32 [num_slots, G, max_pages], offsets of pages in units of 64 B, with a residual a
         column more: the tails. Entries beyond a group's pages are stale: offsets inside the arena,
         of bytes that may be another's.
+    windows: of every layer, how many last rows its attention sees, if not all: the rest is freed.
     lengths: int32 [num_slots, G], rows. host_lengths: its int64 mirror on the host; only read it.
     Raises ValueError if the arena cannot hold one page of every group, or int32 not its offsets.
     """
@@ -90,6 +91,7 @@ class Pool:
         *,
         num_slots: int,
         max_tokens: int,
+        windows: Sequence[int | None] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         _check(num_bytes, num_slots, max_tokens)
@@ -105,7 +107,10 @@ class Pool:
         )
         self._by_class = np.argsort(self._class_of, kind="stable")  # runs, class after class
         self._slabs = Slabs(num_bytes, units, runs, self.device)
-        self._capacity = self._find_capacity()
+        self._capacity: dict[int | None, int] = {}  # by chunk
+        most = [max_tokens if x is None else x + layout.page - 2 for x in windows or ()]
+        each = [most[group.layer] if most else max_tokens for group in layout.groups]
+        self._kept: Ints = np.array(each)  # rows of every group after a step
         self.arena = torch.empty(num_bytes // UNIT * UNIT, dtype=torch.uint8, device=self.device)
         self.tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.lengths = torch.zeros(shape[:2], dtype=torch.int32, device=self.device)
@@ -113,26 +118,39 @@ class Pool:
         self._is_open = np.zeros(num_slots, dtype=bool)
         self._high_water = 0
 
-    def _find_capacity(self) -> int:
-        def slabs(tokens: int) -> int:
-            none = np.zeros((1, len(self.layout.groups)), dtype=np.int64)
-            pages = self._span(none[0, :1], none, none + tokens).pages
-            return int(ceil_div(pages, self._slabs.per_slab).sum())
-
-        return bisect_right(range(1, self.max_tokens + 1), self._slabs.num_slabs, key=slabs)
-
     def pages(self, where: slice) -> LayerPages:
         """The groups `where` as ops take them: views, in which what the pool changes is seen."""
         groups = self.layout.groups[where]
         return LayerPages(self.arena, self.tables[:, where], self.lengths[:, where], groups)
 
-    def capacity(self) -> int:
-        """Most tokens of one sequence in an empty pool."""
-        return self._capacity
+    def capacity(self, chunk: int | None = None) -> int:
+        """Most tokens of one sequence in an empty pool; read in chunks, where windows free pages on
+        the way."""
 
-    def fits(self, tokens: int) -> bool:
+        def slabs(tokens: int) -> int:
+            pages = self.demand(np.zeros((1, len(self.layout.groups)), np.int64), [tokens], chunk)
+            return int(ceil_div(pages, self._slabs.per_slab).sum())
+
+        if chunk not in self._capacity:
+            found = bisect_right(range(1, self.max_tokens + 1), self._slabs.num_slabs, key=slabs)
+            self._capacity[chunk] = found
+        return self._capacity[chunk]
+
+    def fits(self, tokens: int, chunk: int | None = None) -> bool:
         """Whether a sequence of `tokens` tokens fits into an empty pool."""
-        return tokens <= self._capacity
+        return tokens <= self.capacity(chunk)
+
+    def demand(self, lengths: Ints, tokens: Sequence[int], chunk: int | None = None) -> Ints:
+        """Pages [C] that sequences of `lengths` [S, G] need to go on by tokens[i] tokens: at once,
+        or in chunks of which each frees what is behind a window."""
+        after = lengths + np.array(tokens, dtype=np.int64)[:, None]
+        if chunk is not None:
+            after = np.minimum(after, np.maximum(self._kept + chunk, lengths))
+        return self._span(np.arange(len(lengths)), lengths, after).pages
+
+    def can_supply(self, pages: Ints) -> bool:
+        """Whether so many pages [C] are free. Waits as `can_extend` does."""
+        return self._slabs.can_pop(pages)
 
     def open(self) -> int:
         """A slot for a new sequence without rows. Raises PoolFull if all slots are open."""

@@ -59,6 +59,7 @@ def build_runner(
         config.kv_bytes or default_bytes(layout, num_slots, max_tokens, model.device),
         num_slots=num_slots,
         max_tokens=max_tokens,
+        windows=attention_windows(model.config),
         device=model.device,
     )
     served = model if owned else shared_copy(model)

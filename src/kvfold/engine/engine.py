@@ -1,47 +1,38 @@
-"""The loop: schedule, run, postprocess. Text stays outside, but for what stop strings need."""
+"""The loop: schedule, run, deliver. It knows tokens; text is for who reads it."""
 
-from collections.abc import Collection
+import logging
+import operator
+from collections.abc import Callable, Collection, Sized
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import count
+from typing import Any
 
 from kvfold.cache.pool import Pool
 from kvfold.engine.request import (
     Batch,
     CacheParams,
-    Detokenize,
+    Deliver,
     FinishReason,
     Request,
     Runner,
     SamplingParams,
     ScheduledChunk,
     Status,
-    TextStream,
-    TokenLogprobs,
+    StepOutput,
 )
 from kvfold.engine.sampler import Choice, sample
 from kvfold.engine.scheduler import Schedule, Scheduler
+from kvfold.engine.turn import Turn
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepOutput:
-    """One request's part of a step's outputs.
-
-    token_ids: new outputs, an end-of-sequence token included. text: what of it may be shown; empty
-    without a detokenizer. logprobs: one entry a token, or None. finish_reason: set in a request's
-    last output. error: what went wrong, if that is "error".
-    """
-
-    id: int
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprobs, ...] | None
-    finish_reason: FinishReason | None
-    error: str | None
+logger = logging.getLogger(__name__)
+Chunks = tuple[ScheduledChunk, ...]
+Chosen = list[tuple[Request, Choice]]
 
 
 class Hooks:
-    """Called by the engine as it goes. Override what is needed."""
+    """Called by the engine as it goes, in the thread that steps. Override what is needed. They may
+    add and cancel requests; an error of theirs is logged, and ends nothing."""
 
     def on_request_init(self, request: Request) -> None:
         """A request was accepted and waits."""
@@ -62,10 +53,9 @@ def default_chunk(device_type: str) -> int:
 
 
 class Engine:
-    """Serves requests together from one pool.
+    """Serves requests together from one pool. Any thread may add, cancel and step.
 
-    eos_ids: tokens that end a sequence; they never become text. detokenize: token ids to text,
-    needed for stop strings and StepOutput.text. chunk (default: `default_chunk`), max_batch_tokens,
+    eos_ids: tokens that end a sequence. chunk (default: `default_chunk`), max_batch_tokens,
     headroom, schedule: see Scheduler.
     """
 
@@ -75,7 +65,6 @@ class Engine:
         pool: Pool,
         *,
         eos_ids: Collection[int] = (),
-        detokenize: Detokenize | None = None,
         hooks: Hooks | None = None,
         chunk: int | None = None,
         max_batch_tokens: int = 2048,
@@ -91,43 +80,69 @@ class Engine:
             schedule=schedule,
         )
         self.runner, self.hooks = runner, hooks or Hooks()
-        self.eos_ids, self.detokenize = frozenset(eos_ids), detokenize
+        self.eos_ids, self.turn = frozenset(eos_ids), Turn()
         self._requests: dict[int, Request] = {}  # accepted and not yet delivered to the end
+        self._owed: list[StepOutput] = []  # what `step` has yet to return
         self._ids = count()
 
     @property
     def has_work(self) -> bool:
         """Is there a request that has not been delivered to its end?"""
-        return bool(self._requests)
+        return bool(self._requests or self._owed)
 
     def add(
         self,
         prompt_ids: Items[int],
         sampling: SamplingParams | None = None,
         cache: CacheParams | None = None,
+        *,
+        deliver: Deliver | None = None,
     ) -> int:
-        """Queue a request; its id. Raises ValueError if it can never be served."""
+        """Queue a request; its id. deliver: is called with its outputs, in the thread that steps;
+        None: `step` returns them. It ends where the pool's `max_tokens` do, as by its own limit.
+
+        Raises ValueError if it can never be served.
+        """
+        request = self.request(prompt_ids, sampling, cache)
+        request.deliver = deliver
+        self.submit(request)
+        return request.id
+
+    def request(
+        self,
+        prompt_ids: Items[int],
+        sampling: SamplingParams | None = None,
+        cache: CacheParams | None = None,
+    ) -> Request:
+        """What `add` would queue, checked: for who wants all of several requests or none."""
         sampling = sampling or SamplingParams()
-        if not prompt_ids:
-            raise ValueError("prompt_ids must hold at least 1 token; got none: add a start token")
-        if sampling.stop and self.detokenize is None:
+        if sampling.stop:
             raise ValueError(
-                f"stop must be empty in an engine without detokenize; got {sampling.stop!r}: "
-                "give the engine a detokenizer, or stop at tokens with eos_ids"
+                f"stop must be empty here, since an engine sees no text; got {sampling.stop}: "
+                "LLM has a tokenizer to find them with"
             )
+        ids = token_ids(prompt_ids)
+        room = self.scheduler.pool.max_tokens - len(ids) + 1  # the last token needs no row
+        limit = max(1, min(sampling.max_new_tokens, room))
         request = Request(
             id=next(self._ids),
-            token_ids=list(prompt_ids),
-            num_prompt=len(prompt_ids),
-            sampling=sampling,
+            token_ids=ids,
+            num_prompt=len(ids),
+            sampling=replace(sampling, max_new_tokens=limit),
             cache=cache or CacheParams(),
             generator=sampling.generator(),
-            text=TextStream(self.detokenize, sampling.stop) if self.detokenize else None,
         )
-        self.scheduler.add(request)
+        self.scheduler.check(request)
+        return request
+
+    def submit(self, request: Request) -> None:
+        """Queue a request that `request` made."""
         self._requests[request.id] = request
-        self.hooks.on_request_init(request)
-        return request.id
+        self.turn.ask(lambda: self._queue(request))
+
+    def _queue(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self._call(self.hooks.on_request_init, request)
 
     def adopt(self, id: int, computed: int) -> None:
         """Go on with a waiting request whose first `computed` tokens the caller puts into the
@@ -135,59 +150,82 @@ class Engine:
         self.scheduler.adopt(self._requests[id], computed)
 
     def cancel(self, id: int) -> bool:
-        """End a request and return its pages; the next step delivers the end. False if it ended."""
+        """End a request and return its pages, if need be when the step in hand is over; the next
+        step delivers the end. False if it ended."""
         request = self._requests.get(id)
         if request is None or request.finish_reason is not None:
             return False
-        self.scheduler.finish(request, "cancelled")
+        self.turn.ask(lambda: self.scheduler.finish(request, "cancelled"))
         return True
 
     def step(self) -> list[StepOutput]:
-        """One forward pass for all that run, and what came of it.
+        """One forward pass for all that run; the outputs that no `deliver` takes, of this step and
+        of `work` before it.
 
-        A failure of the runner, or of a hook, ends the requests of its batch with reason "error";
-        an assertion, which is our bug, is raised again, and the next step delivers those ends.
+        Requests that the runner fails for end with reason "error". An assertion, which is our bug,
+        ends all that run and is raised again; after an interrupt they are prefilled once more. What
+        a step that raises owes, the next one gives.
         """
-        batch = self.scheduler.schedule()
-        choices = self._run(batch)
-        return self._postprocess(batch, choices)
+        with self.turn.take():
+            self._step()
+            owed, self._owed = self._owed, []
+            return owed
 
-    def _run(self, batch: Batch) -> list[Choice]:
-        """The model, then a choice for every chunk that wants one; none after a failure."""
-        params = [chunk.request.sampling for chunk in batch.with_logits]
-        generators = [chunk.request.generator for chunk in batch.with_logits]
-        with self.scheduler.guard([chunk.request for chunk in batch.chunks]):
-            if batch.chunks:
-                logits = self.runner.run(batch)
-                self._advance(batch)
-                return sample(logits, params, generators).choices(params) if params else []
+    def work(self, box: Sized) -> None:
+        """Take a step, or wait while another thread takes some and `box` is empty."""
+        with self.turn.take(wait=False) as mine:
+            if mine:
+                self._step()
+        if not mine:
+            self.turn.wait(box)
+
+    def _step(self) -> None:
+        with self.scheduler.guard():
+            batch = self.scheduler.schedule()
+            for request, choice in self._run(batch.chunks):
+                self._append(request, choice)
+        self._deliver([chunk.request for chunk in batch.with_logits])
+
+    def _run(self, chunks: Chunks) -> Chosen:
+        """The model, then a choice for every chunk that wants one. Where it fails halves are tried
+        alone, so that only those end with an error that cannot be served."""
+        if not chunks:
+            return []
+        batch = Batch(chunks=chunks)
+        try:
+            found = self._choose(batch)
+        except AssertionError:
+            raise
+        except Exception as error:
+            failure = error
+        else:
+            self._advance(batch)
+            return found
+        if len(chunks) > 1:
+            half = len(chunks) // 2
+            return self._run(chunks[:half]) + self._run(chunks[half:])
+        self.scheduler.fail(chunks[0].request, failure)
         return []
+
+    def _choose(self, batch: Batch) -> Chosen:
+        logits = self.runner.run(batch)
+        requests = [chunk.request for chunk in batch.with_logits]
+        if not requests:
+            return []
+        params = [x.sampling for x in requests]
+        choices = sample(logits, params, [x.generator for x in requests]).choices(params)
+        return list(zip(requests, choices, strict=True))
 
     def _advance(self, batch: Batch) -> None:
         for chunk in batch.chunks:
             chunk.request.advance(len(chunk.tokens))
         decodes, prefills = batch.chunks[: batch.num_decode], batch.chunks[batch.num_decode :]
         if prefills:
-            self.hooks.on_context_step_end(prefills)
+            self._call(self.hooks.on_context_step_end, prefills)
         if decodes:
-            self.hooks.on_generation_step_end(decodes)
-
-    def _postprocess(self, batch: Batch, choices: list[Choice]) -> list[StepOutput]:
-        """Append the tokens, end who is done, and report both."""
-        for chunk, choice in zip(batch.with_logits, choices, strict=False):
-            with self.scheduler.guard([chunk.request]):  # a detokenizer may refuse a token
-                self._append(chunk.request, choice)
-        ended, self.scheduler.finished = self.scheduler.finished, []
-        touched = dict.fromkeys([*(chunk.request for chunk in batch.with_logits), *ended])
-        outputs = [_output(request) for request in touched]
-        for request in ended:
-            del self._requests[request.id]
-            self.hooks.on_request_finish(request)
-        return outputs
+            self._call(self.hooks.on_generation_step_end, decodes)
 
     def _append(self, request: Request, choice: Choice) -> None:
-        if request.status is Status.FINISHED:  # a hook cancelled it
-            return
         if choice.token is None:
             self.scheduler.finish(request, "error", "the model's logits are not finite")
             return
@@ -199,21 +237,43 @@ class Engine:
 
     def _end(self, request: Request, token: int) -> FinishReason | None:
         if token in self.eos_ids and not request.sampling.ignore_eos:
-            return "stop"
-        if request.text and request.text.push(token):
-            return "stop"
+            return "eos"
         return "length" if request.num_outputs >= request.sampling.max_new_tokens else None
 
+    def _deliver(self, stepped: list[Request]) -> None:
+        """New tokens and ends, one request after another, so that no error costs another its."""
+        for request in stepped:
+            if request.status is not Status.FINISHED:
+                self._put(request)
+        ended = self.scheduler.finished
+        while ended:
+            self._put(ended[0])
+            del self._requests[ended[0].id]
+            self._call(self.hooks.on_request_finish, ended.pop(0))
 
-def _output(request: Request) -> StepOutput:
-    """Outputs that have not been delivered yet."""
-    start, request.num_delivered = request.num_delivered, request.num_outputs
-    wanted = request.sampling.logprobs is not None
-    return StepOutput(
-        id=request.id,
-        token_ids=tuple(request.token_ids[request.num_prompt + start :]),
-        text=request.text.take(last=request.finish_reason is not None) if request.text else "",
-        logprobs=tuple(request.logprobs[start:]) if wanted else None,
-        finish_reason=request.finish_reason,
-        error=request.error,
-    )
+    def _put(self, request: Request) -> None:
+        output = request.take_output()
+        if request.deliver is None:
+            self._owed.append(output)
+        else:
+            self._call(request.deliver, output)
+
+    def _call(self, foreign: Callable[[Any], object], argument: Any) -> None:
+        """Call what others wrote. Its errors are theirs."""
+        try:
+            foreign(argument)
+        except Exception:
+            logger.exception("a hook or a reader of outputs failed; the engine goes on")
+
+
+def token_ids(prompt_ids: Items[int]) -> list[int]:
+    """Whole numbers as they are. Raises ValueError for other ones, and for none."""
+    try:
+        ids = [operator.index(i) for i in prompt_ids]
+    except TypeError:
+        raise ValueError(
+            f"prompt_ids must be whole numbers, token ids; got {prompt_ids!r:.100}"
+        ) from None
+    if not ids:
+        raise ValueError("prompt_ids must hold at least 1 token; got none")
+    return ids

@@ -1,18 +1,30 @@
 """Text in, text out: a model, its tokenizer and an engine."""
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
-from kvfold.engine.engine import Engine, StepOutput, default_chunk
-from kvfold.engine.request import CacheParams, FinishReason, SamplingParams, TokenLogprobs
+from kvfold.engine.detokenizer import decoder_of
+from kvfold.engine.engine import Engine, default_chunk, token_ids
+from kvfold.engine.request import (
+    CacheParams,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+)
 from kvfold.engine.scheduler import Schedule
+from kvfold.engine.stream import Answer, Stream
 from kvfold.loading import load, load_tokenizer
+from kvfold.text import encode_prompt
 
+T = TypeVar("T")
 Prompt = str | Sequence[int]
 
 
@@ -28,7 +40,7 @@ class Completion:
 
 
 class LLM:
-    """Generation over one paged cache.
+    """Generation over one paged cache, from any number of threads.
 
     model: a name (directory, GGUF file, hub id, `reference:gqa`) or a loaded causal LM, folded or
     plain, which stays as it was, unless it is `owned`: nobody else needs it, and attentions take no
@@ -80,32 +92,33 @@ class LLM:
             self.runner,
             self.runner.pool,
             eos_ids=_eos_ids(self.model),
-            detokenize=tokenizer.decode if tokenizer is not None else None,
             chunk=chunk,
             max_batch_tokens=max(4 * chunk, max_sequences),
             schedule=schedule,
         )
-        self._inbox: dict[int, deque[StepOutput]] = {}  # outputs not yet taken, by request
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        cache: CacheParams | None = None,
+        cache: CacheParams | Sequence[CacheParams] | None = None,
     ) -> list[Completion]:
         """One completion a prompt, in order. prompts: text, token ids, or a list of either.
+        sampling, cache: for all prompts, or one for each.
 
         Raises ValueError for a prompt that can never be served, and then serves none of them.
         """
-        ids: list[int] = []
-        try:
-            for prompt in _as_list(prompts):
-                ids.append(self._open(prompt, sampling, cache))
-            return [_completion(list(self._outputs(i))) for i in ids]
-        finally:
-            for i in ids:
-                self._close(i)
+        asked = _as_list(prompts)
+        each = zip(
+            asked, _spread("sampling", sampling, asked), _spread("cache", cache, asked), strict=True
+        )
+        opened = [self._request(*one, whole=True) for one in each]
+        found: dict[int, list[StepOutput]] = {request.id: [] for request, _ in opened}
+        with Stream(self.engine).open(opened) as stream:
+            for output in stream:
+                found[output.id].append(output)
+        return [_completion(outputs) for outputs in found.values()]
 
     def stream(
         self,
@@ -113,38 +126,10 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         cache: CacheParams | None = None,
-    ) -> Iterator[StepOutput]:
+    ) -> Stream:
         """Outputs of one request as they come; leaving the loop early cancels it. Several streams
-        may be read in turns: they run together."""
-        number = self._open(prompt, sampling, cache)
-        try:
-            yield from self._outputs(number)
-        finally:
-            self._close(number)
-
-    def _open(
-        self, prompt: Prompt, sampling: SamplingParams | None, cache: CacheParams | None
-    ) -> int:
-        number = self.add(prompt, sampling, cache)
-        self._inbox[number] = deque()
-        return number
-
-    def _outputs(self, number: int) -> Iterator[StepOutput]:
-        """Of one request, to its end; a step for all is taken where it has none left."""
-        inbox = self._inbox[number]
-        while inbox or self.engine.has_work:
-            while inbox:
-                output = inbox.popleft()
-                yield output
-                if output.finish_reason is not None:
-                    return
-            for output in self.engine.step():
-                if output.id in self._inbox:
-                    self._inbox[output.id].append(output)
-
-    def _close(self, number: int) -> None:
-        self.engine.cancel(number)
-        del self._inbox[number]
+        may be read in turns, or in threads: they run together. Raises ValueError at once."""
+        return Stream(self.engine).open([self._request(prompt, sampling, cache)])
 
     def add(
         self,
@@ -152,30 +137,44 @@ class LLM:
         sampling: SamplingParams | None = None,
         cache: CacheParams | None = None,
     ) -> int:
-        """Queue a request for `engine.step`; its id. It ends where `max_tokens` does.
+        """Queue a request whose outputs, tokens without text, `engine.step` returns; its id.
 
         Raises ValueError for a prompt that can never be served, and a budget that does not fit what
         this LLM evicts.
         """
+        request, _ = self._request(prompt, sampling, cache)
+        self.engine.submit(request)
+        return request.id
+
+    def _request(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        cache: CacheParams | None,
+        *,
+        whole: bool = False,
+    ) -> tuple[Request, Answer]:
+        """A request, checked, and how it is read: as it comes, or as a whole."""
         ids, sampling = self.encode(prompt), sampling or SamplingParams()
+        _check_types(sampling, cache)
         self._check_budget(cache or CacheParams())
-        room = self.runner.pool.max_tokens - len(ids) + 1  # the last token needs no row
-        sampling = replace(sampling, max_new_tokens=max(1, min(sampling.max_new_tokens, room)))
-        return self.engine.add(ids, sampling, cache)
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError(f"stop={sampling.stop} needs a tokenizer: pass tokenizer= to LLM")
+        request = self.engine.request(ids, replace(sampling, stop=()), cache)
+        decode = (
+            decoder_of(self.tokenizer, sampling.skip_special_tokens) if self.tokenizer else None
+        )
+        return request, Answer(decode, ids, sampling, whole=whole)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text, with the start token if the tokenizer has one; ids as they are."""
-        if not isinstance(prompt, str):
-            return self._checked(list(prompt))
-        if self.tokenizer is None:
-            raise ValueError("prompt is text, but this LLM has no tokenizer: pass tokenizer=")
-        ids: list[int] = self.tokenizer(prompt)["input_ids"]
-        bos = self.tokenizer.bos_token_id
-        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
-
-    def _checked(self, ids: list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("prompt is text, but this LLM has no tokenizer: pass tokenizer=")
+            prompt = encode_prompt(self.tokenizer, prompt)
+        ids = token_ids(prompt)
         size = self.model.get_input_embeddings().num_embeddings
-        if wrong := [i for i in ids if not 0 <= i < size]:  # would fail the whole batch
+        if wrong := [i for i in ids if not 0 <= i < size]:
             raise ValueError(f"prompt: token ids must be in 0..{size - 1}; got {wrong[0]}")
         return ids
 
@@ -227,10 +226,30 @@ def _eos_ids(model: Any) -> list[int]:
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
+def _spread(
+    name: str, value: T | Sequence[T] | None, prompts: Sequence[Prompt]
+) -> Sequence[T | None]:
+    """A setting for every prompt."""
+    if not isinstance(value, Sequence):
+        return [value] * len(prompts)
+    if len(value) != len(prompts):
+        raise ValueError(
+            f"{name} must be one for all prompts, or one each; got {len(value)} for {len(prompts)}"
+        )
+    return value
+
+
+def _check_types(sampling: Any, cache: Any) -> None:
+    for value, kind in ((sampling, SamplingParams), (cache, CacheParams)):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"a {kind.__name__} was expected; got {value!r:.100}")
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]  # one prompt
-    return prompts  # type: ignore[return-value]
+    if isinstance(prompts, str):
+        return [prompts]
+    one = len(prompts) and not isinstance(prompts[0], str) and not np.ndim(prompts[0])
+    return [prompts] if one else prompts  # type: ignore[list-item, return-value]
 
 
 def _completion(outputs: list[StepOutput]) -> Completion:

@@ -4,21 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from math import inf
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
-Detokenize = Callable[[list[int]], str]
+from kvfold.config import check, setting
+
+# An end token; a stop string; its own limit or the longest that a sequence may be; pages that it
+# grew to need and nobody has.
+FinishReason = Literal["eos", "stop", "length", "pool", "cancelled", "error"]
 
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it says nothing more
-
-
-def _require(legal: bool, field: str, value: object, wanted: str) -> None:
-    if not legal:
-        raise ValueError(f"{field} must be {wanted}; got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,31 +23,30 @@ class SamplingParams:
     """How one request's tokens are chosen and when it ends. Raises ValueError.
 
     temperature: 0 is greedy. top_k, then top_p, limit what temperature leaves (None, 1: no limit).
-    seed: the same seed gives the same tokens whatever else is served (None: from entropy).
-    stop: strings that end the text, which is cut before them. logprobs: how many of the likeliest
-    tokens are reported beside the chosen one (None: nothing is), before temperature and limits.
+    seed: the same seed gives the same tokens (None: from entropy). stop: strings that end the text,
+    which is cut before them. skip_special_tokens: these are no text. logprobs: how many of the
+    likeliest tokens are reported beside the chosen one (None: nothing is), before temperature and
+    limits.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int | None = None
+    max_new_tokens: int = setting(128, "Most tokens to add.", least=1)
+    temperature: float = setting(0.0, "Sample at this temperature; 0 is greedy.", least=0)
+    top_k: int | None = setting(None, "Sample from the K likeliest tokens only.", least=1)
+    top_p: float = setting(
+        1.0, "Sample from the likeliest tokens that hold this probability only.", above=0, most=1
+    )
+    seed: int | None = setting(None, "Of the sampling.", least=0, most=2**63 - 1)
     stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
+    ignore_eos: bool = setting(False, "Go on after an end token.")
+    skip_special_tokens: bool = setting(True, "Show no special tokens.")
+    logprobs: int | None = setting(None, "Likeliest tokens to report.", least=0)
 
     def __post_init__(self) -> None:
-        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
-        _require(0 <= self.temperature < inf, "temperature", self.temperature, "0 (greedy) or more")
-        _require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "at least 1, or None")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]; 1 is no limit")
-        seeds = self.seed is None or 0 <= self.seed < 2**63
-        _require(seeds, "seed", self.seed, "in [0, 2**63), or None")
-        strings = not isinstance(self.stop, str) and all(self.stop)
-        _require(strings, "stop", self.stop, "a tuple of strings that are not empty")
-        count = self.logprobs is None or self.logprobs >= 0
-        _require(count, "logprobs", self.logprobs, "at least 0, or None")
+        check(self)
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, list | tuple) or not all(isinstance(x, str) and x for x in stops):
+            raise ValueError(f"stop must be strings that are not empty; got {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(stops))
 
     @property
     def greedy(self) -> bool:
@@ -74,21 +70,19 @@ class CacheParams:
     policy says).
     """
 
-    max_cache_tokens: int | None = None
-    keep_tokens: float | None = None
-    protected: int | None = None
+    max_cache_tokens: int | None = setting(None, "Tokens to keep, averaged over heads.", least=1)
+    keep_tokens: float | None = setting(None, "Share of the tokens to keep.", above=0, most=1)
+    protected: int | None = setting(None, "Most recent tokens that stay.", least=0)
 
     def __post_init__(self) -> None:
+        check(self)
         most, keep, protected = self.max_cache_tokens, self.keep_tokens, self.protected
-        _require(most is None or most >= 1, "max_cache_tokens", most, "at least 1, or None")
-        _require(keep is None or 0 < keep <= 1, "keep_tokens", keep, "in (0, 1], or None")
-        _require(protected is None or protected >= 0, "protected", protected, "at least 0, or None")
         if most is not None and keep is not None:
             raise ValueError(
                 f"max_cache_tokens={most} and keep_tokens={keep} both limit the cache: give one"
             )
-        room = most is None or protected is None or protected <= most
-        _require(room, "protected", protected, f"at most max_cache_tokens={most}")
+        if most is not None and protected is not None and protected > most:
+            raise ValueError(f"protected must be at most max_cache_tokens={most}; got {protected}")
 
 
 class Status(Enum):
@@ -105,6 +99,26 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """One request's part of a step's outputs.
+
+    token_ids: new outputs, an end token included. text: what of it may be shown; empty without a
+    tokenizer. logprobs: one entry a token, or None. finish_reason: set in a request's last output.
+    error: what went wrong, if that is "error".
+    """
+
+    id: int
+    token_ids: tuple[int, ...]
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+Deliver = Callable[[StepOutput], object]
+
+
 @dataclass(kw_only=True, eq=False)
 class Request:
     """One request. Ids count up in order of arrival.
@@ -113,7 +127,8 @@ class Request:
     the slot was opened; the next one's position. The cache may hold fewer rows than that once some
     are evicted. num_prefill: tokens that this slot prefills: the prompt, and after a pre-emption
     the outputs until then too. last_compressed: step in which this slot was last compressed, or
-    found within its budget after prefill.
+    found within its budget after prefill. num_overtaken: rows of requests that were let in before
+    it. deliver: takes its outputs, in place of who steps.
     """
 
     id: int
@@ -122,7 +137,6 @@ class Request:
     sampling: SamplingParams
     cache: CacheParams = CacheParams()
     generator: torch.Generator | None = None
-    text: "TextStream | None" = None
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -131,7 +145,9 @@ class Request:
     num_prefill: int = 0
     last_compressed: int | None = None
     num_compressed: int = 0  # num_computed at the last compression
-    num_delivered: int = 0  # outputs that step() has returned
+    num_overtaken: int = 0
+    num_delivered: int = 0  # outputs that left the engine
+    deliver: Deliver | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -160,6 +176,16 @@ class Request:
     def num_uncompressed(self) -> int:
         """Tokens computed since the last compression."""
         return self.num_computed - self.num_compressed
+
+    @property
+    def most_rows(self) -> int:
+        """Rows it writes in all, if nothing ends it early."""
+        return self.num_prompt + self.sampling.max_new_tokens - 1
+
+    def lets_by(self, other: "Request") -> bool:
+        """Whether another may be let in before it, which waits for pages: for as many rows as it
+        needs itself, and none once it ran and was pre-empted."""
+        return not self.num_outputs and self.num_overtaken + other.most_rows <= self.most_rows
 
     def rows_ahead(self, headroom: int) -> int:
         """Rows it writes until `headroom` more tokens are out; the last token needs none."""
@@ -208,6 +234,18 @@ class Request:
         self.status, self.slot = Status.FINISHED, None
         self.finish_reason, self.error = reason, error
 
+    def take_output(self) -> StepOutput:
+        """Outputs that have not left the engine yet."""
+        start, self.num_delivered = self.num_delivered, self.num_outputs
+        wanted = self.sampling.logprobs is not None
+        return StepOutput(
+            id=self.id,
+            token_ids=tuple(self.token_ids[self.num_prompt + start :]),
+            logprobs=tuple(self.logprobs[start:]) if wanted else None,
+            finish_reason=self.finish_reason,
+            error=self.error,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledChunk:
@@ -252,62 +290,3 @@ class Runner(Protocol):
     def compress(self, requests: list[Request]) -> None:
         """Evict to each one's budget and give the pages back to the pool."""
         ...
-
-
-class TextStream:
-    """Text of a request's outputs, and which part of it may be shown already.
-
-    Held back: an unfinished UTF-8 character, and an end that may be the beginning of a stop string.
-    """
-
-    def __init__(self, detokenize: Detokenize, stop: tuple[str, ...]) -> None:
-        self.detokenize = detokenize
-        self.stop = stop
-        self.text = ""
-        self._ids: list[int] = []  # the first `_context` are in `text` and say how the rest reads
-        self._context = 0
-        self._shown = 0
-
-    def push(self, token: int) -> bool:
-        """Take in a token; True if a stop string ended the text, which is cut before it."""
-        return self._read([*self._ids, token], last=False)
-
-    def take(self, *, last: bool) -> str:
-        """The text that may be shown and has not been; everything if `last`."""
-        if last:
-            self._read(self._ids, last=True)
-        end = len(self.text) - (0 if last else self._held())
-        start, self._shown = self._shown, max(self._shown, end)  # a cut text may end like a stop
-        return self.text[start:end]
-
-    def _read(self, ids: list[int], *, last: bool) -> bool:
-        """Move what is a whole character to the text. A detokenizer's error changes nothing."""
-        before = self.detokenize(ids[: self._context])
-        now = self.detokenize(ids)
-        self._ids = ids
-        if now.endswith("\N{REPLACEMENT CHARACTER}") and not last:
-            return False
-        self._ids = ids[self._context :]
-        self._context = len(self._ids)
-        seen = len(self.text)
-        self.text += now[len(before) :]
-        return self._cut(seen)
-
-    def _cut(self, seen: int) -> bool:
-        """Cut before the stop string that is complete first, whatever the tokens' borders."""
-        found = []
-        for stop in self.stop:
-            start = self.text.find(stop, max(0, seen - len(stop) + 1))
-            if start >= 0:
-                found.append((start + len(stop), start))
-        if found:
-            self.text = self.text[: min(found)[1]]
-        return bool(found)
-
-    def _held(self) -> int:
-        """Characters at the end that begin a stop string."""
-        longest = max(map(len, self.stop), default=0) - 1
-        for size in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-size:]) for stop in self.stop):
-                return size
-        return 0

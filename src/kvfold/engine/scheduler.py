@@ -9,16 +9,23 @@ differ, because a prompt with its outputs is not compressed to the rows that wer
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import islice
+
+import numpy as np
 
 from kvfold.cache.eviction.compact import capped
 from kvfold.cache.pool import Pool
 from kvfold.engine.request import Batch, FinishReason, Request, Runner, Status
+from kvfold.spec.layout import Ints
 
 logger = logging.getLogger(__name__)
 Plan = dict[Request, int]  # tokens each request computes in the coming step, in order
+
+LOOK = 64  # waiting requests that a step considers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +83,21 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.finished: list[Request] = []  # until the engine has delivered them
+        self.pages_of = lru_cache(4096)(partial(_pages, pool, chunk))
         self.num_steps = 0
         self.num_preemptions = 0
 
-    def add(self, request: Request) -> None:
-        """Queue it. Raises ValueError if the empty pool could not hold its prompt and a decode."""
+    def check(self, request: Request) -> None:
+        """Raises ValueError if the empty pool could not hold its prompt and a decode."""
         needed = request.num_prompt + (request.sampling.max_new_tokens > 1)
-        if not self.pool.fits(needed):
+        if not self.pool.fits(needed, self.chunk):
             raise ValueError(
                 f"prompt_ids: {request.num_prompt} tokens need room for {needed} in the cache, "
-                f"whose capacity is {self.pool.capacity()} a sequence: shorten the prompt, "
-                "enlarge the pool, or compress the model further"
+                f"whose capacity is {self.pool.capacity(self.chunk)} a sequence: shorten the "
+                "prompt, enlarge the pool, or compress the model further"
             )
+
+    def add(self, request: Request) -> None:
         self.waiting.append(request)
 
     def schedule(self) -> Batch:
@@ -104,118 +114,134 @@ class Scheduler:
     def adopt(self, request: Request, computed: int) -> None:
         """Run a waiting request as if its first `computed` tokens had been computed: their rows get
         pages, which others fill."""
-        self.waiting.remove(request)
-        request.run(self.pool.open())
+        self._start(request)
         self.pool.extend([request.open_slot], [computed])
         request.prefill_until(computed)
         request.advance(computed)
-        self.running.append(request)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a waiting or running request and return its pages."""
+        """End a request, if it has not ended, and return its pages."""
+        if request.status is Status.FINISHED:
+            return
         if request.status is Status.RUNNING:
-            self._release(request)
+            self._stop(request)
         else:
             self.waiting.remove(request)
         request.finish(reason, error)
         self.finished.append(request)
 
+    def fail(self, request: Request, error: Exception) -> None:
+        logger.error("request %d failed", request.id, exc_info=error)
+        self.finish(request, "error", f"{type(error).__name__}: {error}")
+
     @contextmanager
-    def guard(self, requests: Iterable[Request]) -> Iterator[None]:
-        """A failure inside ends these requests. Our own bugs and interrupts go on from here."""
+    def guard(self) -> Iterator[None]:
+        """What fails inside is our bug, which ends all that run, or an interrupt, after which they
+        are prefilled again. Either goes on from here."""
         try:
             yield
-        except BaseException as error:
-            for request in requests:
-                if request.status is not Status.FINISHED:  # a hook may have cancelled it
-                    self.finish(request, "error", f"{type(error).__name__}: {error}")
-            if isinstance(error, AssertionError) or not isinstance(error, Exception):
-                raise
-            logger.exception("a batch failed; its requests end with an error")
+        except Exception as error:
+            for request in tuple(self.running):
+                self.fail(request, error)
+            raise
+        except BaseException:
+            for request in sorted(self.running, key=lambda x: x.id, reverse=True):
+                self._requeue(request)
+            raise
 
     # Room ---------------------------------------------------------------------------------------
 
     def _first(self) -> Plan:
         """Those that must go on: all decodes; where there is none, the oldest prefill."""
         decodes = {request: 1 for request in self.running if request.prefilled}
-        return decodes or {s: self._chunk(s, {}) for s in self.running[:1]}
+        return decodes or {x: self._chunk(x, self.max_batch_tokens) for x in self.running[:1]}
 
     def _make_room(self) -> None:
-        """Compress, end or pre-empt until what must go on has pages."""
-        while self.running:
-            outgrown = self._outgrown()
-            if not outgrown and self._can_extend(self._first()):
-                break
-            if self.when.before_preempt and self._compress(self._compressible(self.running)):
-                continue
-            if outgrown:
-                self.finish(outgrown[0], "length")
-            else:
+        """Compress, pre-empt or end until what must go on has pages."""
+        while self.running and not self.pool.can_supply(self._demand(self._first())):
+            if not (self.when.before_preempt and self._compress(self._compressible(self.running))):
                 self._preempt()
-
-    def _outgrown(self) -> list[Request]:
-        """Decoding requests as long as one may be: no pre-emption would get them another row."""
-        decoding = [request for request in self.running if request.prefilled]
-        rows = self.pool.host_lengths[[request.open_slot for request in decoding]]
-        full = rows.max(1) >= self.pool.max_tokens
-        return [decoding[i] for i in full.nonzero()[0]]
 
     def _preempt(self) -> None:
         """Take the pages of the youngest that can be recomputed; if none can, end the youngest."""
-        victim = max(self.running, key=lambda s: (self.pool.fits(len(s.token_ids)), s.id))
-        if not self.pool.fits(len(victim.token_ids)):  # eviction let it grow longer than the pool
-            self.finish(victim, "length")
-            return
-        self._release(victim)
-        victim.restart()
-        self.waiting.appendleft(victim)
-        self.num_preemptions += 1
+        victim = max(self.running, key=lambda x: (self._fits(x), x.id))
+        if self._fits(victim):
+            self._requeue(victim)
+            self.num_preemptions += 1
+        else:  # eviction let it grow longer than the pool
+            self.finish(victim, "pool")
 
-    def _release(self, request: Request) -> None:
+    def _fits(self, request: Request) -> bool:
+        """Whether all it knows could be prefilled into the empty pool."""
+        return self.pool.fits(len(request.token_ids), self.chunk)
+
+    def _start(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.run(self.pool.open())
+
+    def _stop(self, request: Request) -> None:
         self.running.remove(request)
         self.pool.close(request.open_slot)
 
-    def _can_extend(self, plan: Plan) -> bool:
-        return self.pool.can_extend([request.open_slot for request in plan], list(plan.values()))
+    def _requeue(self, request: Request) -> None:
+        self._stop(request)
+        request.restart()
+        self.waiting.appendleft(request)
+
+    def _demand(self, plan: Plan) -> Ints:
+        """Pages of every class for so many more tokens of each."""
+        lengths = self.pool.host_lengths[[request.open_slot for request in plan]]
+        return self.pool.demand(lengths, list(plan.values()), self.chunk)
 
     # Prefill ------------------------------------------------------------------------------------
 
-    def _chunk(self, request: Request, plan: Plan) -> int:
-        """Tokens of its next chunk beside `plan`."""
+    def _chunk(self, request: Request, left: int) -> int:
+        """Tokens of its next chunk, where a step has `left` for it."""
         most = self.pool.layout.most_at(request.num_computed)
-        left = self.max_batch_tokens - sum(plan.values())
         return min(self.chunk, request.num_pending, left, most)
 
+    def _left(self, plan: Plan) -> int:
+        return self.max_batch_tokens - sum(plan.values())
+
     def _continue_prefills(self, plan: Plan) -> None:
-        for request in self.running:
-            if request.prefilled or request in plan:
-                continue
-            tokens = self._chunk(request, plan)
-            if tokens < 1 or not self._can_extend({**plan, request: tokens}):
+        prefills = [x for x in self.running if not x.prefilled and x not in plan]
+        if not prefills:
+            return
+        pages, left = self._demand(plan), self._left(plan)
+        for request in prefills:
+            tokens = self._chunk(request, left)
+            pages = pages + self._demand({request: tokens})
+            if tokens < 1 or not self.pool.can_supply(pages):
                 return
             plan[request] = tokens
+            left -= tokens
 
     def _admit(self, plan: Plan) -> None:
-        """Let requests in while slots, tokens and pages for all they and the others need last."""
-        while self.waiting and len(self.running) < self.pool.num_slots:
-            request = self.waiting[0]
-            tokens = self._chunk(request, plan)
-            if tokens < 1 or not self._open(request):
+        """Let requests in while slots, tokens and pages for all they and the others need last. The
+        first that lacks pages is overtaken by some that do not: by so many rows as it needs."""
+        if not self.waiting or len(self.running) == self.pool.num_slots:
+            return
+        pages = self._demand({x: x.rows_ahead(self.headroom) for x in self.running})
+        left, late = self._left(plan), None
+        look = LOOK if self.pool.can_supply(pages) else 0
+        for request in tuple(islice(self.waiting, look)):
+            tokens = self._chunk(request, left)
+            if tokens < 1 or len(self.running) == self.pool.num_slots:
                 return
-            self.running.append(self.waiting.popleft())
+            if late is not None and not late.lets_by(request):
+                continue
+            need = self.pages_of(request.rows_ahead(self.headroom))
+            beside = need if self.running else self.pages_of(request.num_pending)
+            if not self.pool.can_supply(pages + beside):
+                late = late or request
+                continue
+            if late is not None:
+                late.num_overtaken += request.most_rows
+            pages = pages + need
+            self._start(request)
             plan[request] = tokens
-
-    def _open(self, request: Request) -> bool:
-        """A slot, if all pending tokens of all that run and the headroom fit beside it."""
-        request.run(self.pool.open())
-        ahead = {s: s.rows_ahead(self.headroom) for s in (*self.running, request)}
-        need = ahead if self.running else {request: request.num_pending}
-        if self._can_extend(need):
-            return True
-        assert self.running, f"an empty pool has no room for {need[request]} tokens"
-        self.pool.close(request.open_slot)
-        request.restart()
-        return False
+            left -= tokens
 
     # Compression --------------------------------------------------------------------------------
 
@@ -254,12 +280,27 @@ class Scheduler:
         if not requests:
             return False
         chosen = self._capped(sorted(requests, key=lambda s: s.last_compressed or 0))
-        with self.guard(chosen):
-            self.runner.compress(chosen)
+        self._evict(chosen)
         for request in chosen:
             request.last_compressed = self.num_steps
             request.num_compressed = request.num_computed
         return True
+
+    def _evict(self, requests: list[Request]) -> None:
+        """To each one's budget. Where that fails they are tried one by one, and those end for which
+        it fails alone."""
+        try:
+            self.runner.compress(requests)
+            return
+        except AssertionError:
+            raise
+        except Exception as error:
+            failure = error
+        if len(requests) == 1:
+            self.fail(requests[0], failure)
+        else:
+            for request in requests:
+                self._evict([request])
 
     def _capped(self, order: list[Request]) -> list[Request]:
         limit = self.when.max_compressed_rows
@@ -267,3 +308,9 @@ class Scheduler:
             return order
         rows = self.pool.host_lengths[[request.open_slot for request in order]].sum(1)
         return capped(list(zip(order, rows.tolist(), strict=True)), limit) or order[:1]
+
+
+def _pages(pool: Pool, chunk: int, rows: int) -> Ints:
+    """Of every class, for a new sequence of so many rows."""
+    none = np.zeros((1, len(pool.layout.groups)), dtype=np.int64)
+    return pool.demand(none, [rows], chunk)

@@ -1,0 +1,98 @@
+"""Outputs of requests on their way to who reads them, where tokens become text."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from kvfold.engine.detokenizer import Decode, Detokenizer
+from kvfold.engine.engine import Engine
+from kvfold.engine.request import Request, SamplingParams, StepOutput
+
+
+class Answer:
+    """One request's text as its tokens come in, or, if nobody reads it before, at its end.
+
+    decode: None for no text.
+    """
+
+    def __init__(
+        self, decode: Decode | None, prompt: Sequence[int], params: SamplingParams, *, whole: bool
+    ) -> None:
+        self.params, self.whole = params, whole and not params.stop
+        self.detokenizer = Detokenizer(decode, prompt, params.stop) if decode else None
+        self._unread: list[int] = []
+
+    def read(self, output: StepOutput) -> StepOutput:
+        """The output with its text, cut where a stop string or a failing detokenizer ends it."""
+        if self.detokenizer is None:
+            return output
+        hidden = output.finish_reason == "eos" and self.params.skip_special_tokens
+        self._unread += output.token_ids[:-1] if hidden else output.token_ids
+        if self.whole and output.finish_reason is None:
+            return output
+        ids, self._unread = self._unread, []
+        try:
+            used = self.detokenizer.push(ids)
+            output = output if used is None else _stopped(output, used)
+            text = self.detokenizer.take(last=output.finish_reason is not None)
+        except Exception as error:  # the tokenizer's, whatever it may be
+            why = f"no text of its tokens: {type(error).__name__}: {error}"
+            return replace(output, finish_reason="error", error=why)
+        return replace(output, text=text)
+
+
+def _stopped(output: StepOutput, used: int) -> StepOutput:
+    """Its first tokens, until a stop string was complete."""
+    ids, logprobs = output.token_ids[:used], output.logprobs and output.logprobs[:used]
+    return replace(output, token_ids=ids, logprobs=logprobs, finish_reason="stop")
+
+
+class Stream(Iterator[StepOutput]):
+    """Outputs of requests of one engine, as they come, to their ends.
+
+    Whoever reads takes the engine's next step where nothing is left to read, unless another thread
+    is at it. Closing cancels what has not ended, as leaving a `with` block does, and losing the
+    last reference.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._box: deque[StepOutput] = deque()
+        self._answers: dict[int, Answer] = {}
+
+    def open(self, requests: Sequence[tuple[Request, Answer]]) -> "Stream":
+        """Submit requests."""
+        self._answers |= {request.id: answer for request, answer in requests}
+        for request, _ in requests:
+            request.deliver = self._box.append
+            self._engine.submit(request)
+        return self
+
+    def __next__(self) -> StepOutput:
+        while self._answers:
+            while not self._box:
+                self._engine.work(self._box)
+            output = self._box.popleft()
+            if (answer := self._answers.get(output.id)) is None:
+                continue  # it ended at a stop string, and came further
+            output = answer.read(output)
+            if output.finish_reason is not None:
+                del self._answers[output.id]
+                self._engine.cancel(output.id)
+            return output
+        raise StopIteration
+
+    def close(self) -> None:
+        """End what has not ended; nothing more comes."""
+        for id in tuple(self._answers):
+            self._engine.cancel(id)
+        self._answers.clear()
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,316 @@
+"""A stub model for the engine's loop, whose next token is a hash of what its cache holds.
+
+The stub keeps tokens by (slot, position). A token that is lost, written twice, put elsewhere or
+left over from another sequence changes the hash, and so every token after it.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvfold.cache.pool import Pool, PoolFull
+from kvfold.engine import request as sequences
+from kvfold.engine.engine import Engine, Hooks
+from kvfold.engine.request import Batch, CacheParams, SamplingParams, StepOutput
+from kvfold.engine.sampler import sample
+from kvfold.engine.scheduler import Schedule
+from kvfold.engine.stream import Answer, Stream
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
+from kvfold.spec.layout import CacheLayout, cache_layout
+
+VOCAB, PAGE, EOS = 29, 4, 0
+TABLE = 3 * torch.randn(997, VOCAB, generator=torch.Generator().manual_seed(0))
+
+
+def logits_after(seen: Sequence[int | None]) -> Tensor:
+    return TABLE[hash(tuple(-2 if x is None else x for x in seen)) % len(TABLE)]
+
+
+class FakePool:
+    """Pages of two groups, counted on the host alone: fast enough for long runs."""
+
+    def __init__(self, num_pages: int, *, num_slots: int, max_tokens: int) -> None:
+        self.num_pages, self.num_slots, self.max_tokens = num_pages, num_slots, max_tokens
+        self.host_lengths = np.zeros((num_slots, 2), dtype=np.int64)
+        self.is_open = [False] * num_slots
+        self.layout = SimpleNamespace(most_at=lambda row: max_tokens, groups=(0, 1))  # no tails
+
+    @property
+    def used_bytes(self) -> int:
+        return int((-(-self.host_lengths // PAGE)).sum())
+
+    def capacity(self, chunk: int | None = None) -> int:
+        return min(self.num_pages // 2 * PAGE, self.max_tokens)
+
+    def fits(self, tokens: int, chunk: int | None = None) -> bool:
+        return tokens <= self.capacity()
+
+    def demand(self, lengths: np.ndarray, tokens: Sequence[int], chunk: int) -> np.ndarray:
+        after = lengths + np.array(tokens, dtype=np.int64)[:, None]
+        return ((-(-after // PAGE)).sum() - (-(-lengths // PAGE)).sum())[None]
+
+    def can_supply(self, pages: np.ndarray) -> bool:
+        return bool(self.used_bytes + pages.sum() <= self.num_pages)
+
+    def open(self) -> int:
+        slot = self.is_open.index(False)
+        self.is_open[slot] = True
+        return slot
+
+    def close(self, slot: int) -> None:
+        assert self.is_open[slot]
+        self.host_lengths[slot], self.is_open[slot] = 0, False
+
+    def grown(self, slots: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        assert all(self.is_open[slot] for slot in slots) and len(set(slots)) == len(slots)
+        lengths = self.host_lengths.copy()
+        lengths[list(slots)] += np.array(tokens, dtype=np.int64)[:, None]
+        return lengths
+
+    def can_extend(self, slots: Sequence[int], tokens: Sequence[int]) -> bool:
+        lengths = self.grown(slots, tokens)
+        pages = (-(-lengths // PAGE)).sum()
+        return bool(pages <= self.num_pages and lengths.max() <= self.max_tokens)
+
+    def extend(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        if not self.can_extend(slots, tokens):
+            raise PoolFull
+        self.host_lengths = self.grown(slots, tokens)
+
+    def shrink(self, slot: int, lengths: np.ndarray) -> None:
+        assert (lengths <= self.host_lengths[slot]).all()
+        self.host_lengths[slot] = lengths
+
+    def check_integrity(self) -> None:
+        assert self.used_bytes <= self.num_pages
+        closed = [not is_open for is_open in self.is_open]
+        assert not self.host_lengths[closed].any()
+
+
+def two_classes() -> CacheLayout:
+    """Two layers of one group each, with pages of different bytes, so that slabs are traded."""
+    geometry = Geometry(
+        hidden_size=8,
+        num_query_heads=1,
+        num_kv_heads=1,
+        head_dim=24,
+        num_layers=2,
+        rope=True,
+        key_norm=False,
+        scaling=1.0,
+    )
+    layers = tuple(
+        LayerSpec(keys="plain", values="plain", latents=(Latent(side="kv", heads=(0,), rank=rank),))
+        for rank in (8, 24)
+    )
+    return cache_layout(CacheSpec(geometry=geometry, layers=layers), page=PAGE)
+
+
+def real_pool(num_pages: int, *, num_slots: int, max_tokens: int) -> Pool:
+    layout = two_classes()
+    return Pool(
+        layout, num_pages // 2 * layout.page_bytes, num_slots=num_slots, max_tokens=max_tokens
+    )
+
+
+POOLS = {"fake": FakePool, "real": real_pool}
+
+
+class StubRunner:
+    """Checks every batch against the rules of the scheduler.
+
+    fail: is raised once. culprits, poisoned: ids of requests that it fails for, or gives NaN.
+    """
+
+    def __init__(self, pool: Pool, *, chunk: int, max_batch_tokens: int) -> None:
+        self.pool, self.chunk, self.max_batch_tokens = pool, chunk, max_batch_tokens
+        self.cells: dict[tuple[int, int], int] = {}
+        self.rows = np.zeros_like(pool.host_lengths)
+        self.fail: BaseException | None = None
+        self.culprits: set[int] = set()
+        self.poisoned: set[int] = set()
+        self.batches: list[list[tuple[int, int, int]]] = []  # (id, start, tokens)
+        self.rounds: list[list[int]] = []  # ids compressed together
+
+    def run(self, batch: Batch) -> Tensor:
+        self.check(batch)
+        self._fail([chunk.request for chunk in batch.chunks])
+        found = []
+        for piece in batch.chunks:
+            slot, stop = piece.request.slot, piece.start + len(piece.tokens)
+            self.cells |= {(slot, piece.start + i): t for i, t in enumerate(piece.tokens)}
+            self.rows[slot] = self.pool.host_lengths[slot]
+            if piece.wants_logits:
+                logits = logits_after([self.cells.get((slot, p)) for p in range(stop)])
+                bad = piece.request.id in self.poisoned
+                found.append(logits * torch.nan if bad else logits)
+        return torch.stack(found) if found else torch.empty(0, VOCAB)
+
+    def check(self, batch: Batch) -> None:
+        decode = [piece.is_decode for piece in batch.chunks]
+        assert decode == sorted(decode, reverse=True) and sum(decode) == batch.num_decode
+        sizes = [len(piece.tokens) for piece in batch.chunks]
+        assert sum(sizes) <= self.max_batch_tokens and max(sizes) <= self.chunk and min(sizes) >= 1
+        assert all(len(p.tokens) == 1 and p.wants_logits for p in batch.chunks if p.is_decode)
+        for piece in batch.chunks:
+            slot = piece.request.slot
+            before = 0 if piece.start == 0 else self.rows[slot]
+            assert (before + len(piece.tokens) == self.pool.host_lengths[slot]).all()
+        self.batches.append([(p.request.id, p.start, len(p.tokens)) for p in batch.chunks])
+
+    def _fail(self, chosen: list[sequences.Request]) -> None:
+        if self.fail is not None:
+            error, self.fail = self.fail, None
+            raise error
+        if found := self.culprits.intersection(x.id for x in chosen):
+            raise RuntimeError(f"no kernel for {sorted(found)}")
+
+    def needs_compression(self, sequence: sequences.Request) -> bool:
+        most = sequence.cache.max_cache_tokens
+        return most is not None and self.pool.host_lengths[sequence.slot].max() > most
+
+    def compress(self, chosen: list[sequences.Request]) -> None:
+        """Forget the oldest; the second group keeps one page more, where it has it."""
+        self.rounds.append([sequence.id for sequence in chosen])
+        self._fail(chosen)
+        for sequence in chosen:
+            slot, most = sequence.slot, sequence.cache.max_cache_tokens
+            kept = np.minimum(self.rows[slot], [most, most + PAGE])
+            self.pool.shrink(slot, kept)
+            self.rows[slot] = kept
+            for position in range(sequence.num_computed - most):
+                self.cells.pop((slot, position), None)
+
+
+class Bench:
+    """An engine on a stub, and everything it delivered."""
+
+    def __init__(
+        self,
+        num_pages: int = 1000,
+        *,
+        num_slots: int = 4,
+        max_tokens: int = 10_000,
+        pool: str = "fake",
+        chunk: int = 7,
+        max_batch_tokens: int = 64,
+        headroom: int = 1,
+        schedule: Schedule | None = None,
+        hooks: Hooks | None = None,
+    ) -> None:
+        self.pool = POOLS[pool](num_pages, num_slots=num_slots, max_tokens=max_tokens)
+        self.runner = StubRunner(self.pool, chunk=chunk, max_batch_tokens=max_batch_tokens)
+        self.engine = Engine(
+            self.runner,
+            self.pool,
+            eos_ids=[EOS],
+            hooks=hooks,
+            chunk=chunk,
+            max_batch_tokens=max_batch_tokens,
+            headroom=headroom,
+            schedule=schedule,
+        )
+        self.scheduler = self.engine.scheduler
+        self.tokens: dict[int, list[int]] = {}
+        self.ended: dict[int, StepOutput] = {}
+
+    def add(self, prompt: Sequence[int], cache: CacheParams | None = None, **sampling) -> int:
+        return self.engine.add(prompt, SamplingParams(**sampling), cache)
+
+    def step(self) -> list[StepOutput]:
+        outputs = self.engine.step()
+        assert len({x.id for x in outputs}) == len(outputs)
+        for x in outputs:
+            assert x.id not in self.ended
+            self.tokens.setdefault(x.id, []).extend(x.token_ids)
+            if x.finish_reason:
+                self.ended[x.id] = x
+        return outputs
+
+    def drain(self, most: int = 5000) -> "Bench":
+        while self.engine.has_work:
+            self.step()
+            assert (most := most - 1)
+        self.check()
+        assert self.pool.used_bytes == 0
+        return self
+
+    def check(self) -> None:
+        """Nothing is lost, nothing owned twice, and only running sequences own pages."""
+        self.pool.check_integrity()
+        scheduler = self.scheduler
+        held = [*scheduler.waiting, *scheduler.running, *scheduler.finished]
+        assert sorted(s.id for s in held) == sorted(self.engine._requests)
+        assert len({s.id for s in held}) == len(held)
+        slots = [s.slot for s in scheduler.running]
+        assert len(set(slots)) == len(slots) and None not in slots
+        assert all(s.slot is None for s in (*scheduler.waiting, *scheduler.finished))
+        closed = [slot for slot in range(self.pool.num_slots) if slot not in slots]
+        assert not self.pool.host_lengths[closed].any()
+
+
+def reference(prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    return list(alone(tuple(prompt), params))
+
+
+@cache
+def alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
+    """One request's outputs, without engine, cache or batch."""
+    tokens, generator = list(prompt), params.generator()
+    while len(tokens) - len(prompt) < params.max_new_tokens:
+        logits = logits_after(tokens)[None]
+        tokens.append(sample(logits, [params], [generator]).choices([params])[0].token)
+        if tokens[-1] == EOS and not params.ignore_eos:
+            break
+    return tuple(tokens[len(prompt) :])
+
+
+def mixed_requests(count: int, seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(seed)
+    return [
+        (
+            [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 9, 17, 30]))],
+            SamplingParams(
+                max_new_tokens=rng.choice([1, 5, 33, 33]),
+                temperature=rng.choice([0.0, 0.0, 0.0, 1.5]),
+                top_k=rng.choice([None, 5]),
+                seed=i,
+                ignore_eos=rng.random() < 0.7,
+            ),
+        )
+        for i in range(count)
+    ]
+
+
+def stream(
+    bench: Bench, prompt: list[int], params: SamplingParams, cache: CacheParams | None = None
+) -> Stream:
+    """Outputs of one request, without text."""
+    request = bench.engine.request(prompt, params, cache)
+    return Stream(bench.engine).open([(request, Answer(None, prompt, params, whole=False))])
+
+
+def in_threads(count: int, work: Callable[[int], None], seconds: float = 60) -> None:
+    """Run work(0), work(1) .. at once; the first error is raised here."""
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]

@@ -1,0 +1,107 @@
+"""Events from several threads on a stub model: requests, cancels, pre-emption, failures and NaN."""
+
+import gc
+import random
+from collections import Counter
+
+import pytest
+
+from kvfold.engine import scheduler
+from kvfold.engine.request import CacheParams, Request
+from kvfold.engine.scheduler import Schedule
+from stub import Bench, in_threads, mixed_requests, reference, stream
+
+THREADS = 4
+KINDS = ("read", "leave", "add", "cancel", "fail", "spoil", "poison")
+CHANCES = (30, 8, 40, 20, 1, 1, 1)
+
+
+class Crowd:
+    """Threads that use one engine; what each got is compared with what it gets alone."""
+
+    def __init__(self, events: int) -> None:
+        self.bench = Bench(
+            40, pool="real", num_slots=5, max_tokens=70, schedule=Schedule(max_compressed_rows=60)
+        )
+        self.requests, self.events = mixed_requests(300), events
+        self.harmed: set[int] = set()  # requests that the runner was told to fail
+        self.counts: Counter[str] = Counter()
+
+    def run(self, number: int) -> None:
+        rng = random.Random(number)
+        for _ in range(self.events // THREADS):
+            kind = rng.choices(KINDS, CHANCES)[0]
+            getattr(self, kind)(rng)
+            self.counts[kind] += 1
+
+    def open(self, rng: random.Random):
+        prompt, params = rng.choice(self.requests)
+        cache = CacheParams(max_cache_tokens=rng.choice([None, None, None, 6]))
+        return stream(self.bench, prompt, params, cache), (prompt, params, cache)
+
+    def read(self, rng: random.Random) -> None:
+        """A request from its start to its end, while the others do what they do."""
+        outputs, (prompt, params, cache) = self.open(rng)
+        tokens: list[int] = []
+        for output in outputs:
+            tokens += output.token_ids
+        self.counts[output.finish_reason] += 1
+        if output.finish_reason == "error":
+            assert output.id in self.harmed or output.error == "RuntimeError: once", output
+        elif cache.max_cache_tokens is None:
+            wanted = reference(prompt, params)
+            cut = output.finish_reason == "cancelled"  # by another thread
+            assert tokens == (wanted[: len(tokens)] if cut else wanted)
+
+    def leave(self, rng: random.Random) -> None:
+        """One that is given up after some tokens, or lost."""
+        outputs, (prompt, params, cache) = self.open(rng)
+        tokens: list[int] = []
+        for output in outputs:
+            tokens += output.token_ids
+            if rng.random() < 0.2:
+                break
+        if cache.max_cache_tokens is None:
+            assert tokens == reference(prompt, params)[: len(tokens)]
+        if rng.random() < 0.5:
+            outputs.close()
+
+    def add(self, rng: random.Random) -> None:
+        """Something that nobody reads, now and then, or a step."""
+        if len(self.bench.engine._requests) < 12:
+            self.bench.engine.add(*rng.choice(self.requests), deliver=lambda output: None)
+        else:
+            self.bench.engine.step()
+
+    def cancel(self, rng: random.Random) -> None:
+        self.bench.engine.cancel(rng.choice(list(self.bench.engine._requests) or [0]))
+
+    def fail(self, rng: random.Random) -> None:
+        self.bench.runner.fail = RuntimeError("once")
+
+    def spoil(self, rng: random.Random) -> None:
+        self.harm(rng, self.bench.runner.culprits)
+
+    def poison(self, rng: random.Random) -> None:
+        self.harm(rng, self.bench.runner.poisoned)
+
+    def harm(self, rng: random.Random, which: set[int]) -> None:
+        id = rng.choice(list(self.bench.engine._requests) or [0])
+        self.harmed.add(id)
+        which.add(id)
+
+
+@pytest.mark.parametrize(
+    "events", [2_000, pytest.param(200_000, marks=[pytest.mark.soak, pytest.mark.slow])]
+)
+def test_nothing_is_lost_in_a_crowd(events: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is logged of failures has frames, and these have requests.
+    monkeypatch.setattr(scheduler.logger, "disabled", True)
+    crowd = Crowd(events)
+    in_threads(THREADS, crowd.run, seconds=3600)
+    crowd.bench.drain()
+    assert not crowd.bench.engine.has_work
+    gc.collect()
+    assert not [x for x in gc.get_objects() if type(x) is Request]
+    assert crowd.bench.scheduler.num_preemptions > events / 1000
+    assert {"eos", "length", "error", "cancelled"} <= crowd.counts.keys()
