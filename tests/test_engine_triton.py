@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvfold import recipes
 from kvfold.attention import fallback, triton_decode, triton_prefill
-from kvfold.engine.graphs import DecodeGraphs, _Captured
+from kvfold.engine.graphs import DecodeGraphs, sizes_up_to
 from kvfold.engine.runner import ModelRunner
 from steps import DEVICE, backends, even, folded, runner_of, sequences_of, step
 
@@ -97,11 +97,9 @@ def test_logits_are_the_reference_s(
 class Replayed:
     """In place of a CUDA graph: the step itself."""
 
-    def __init__(self, forward, inputs: Tensor) -> None:
-        self.forward, self.inputs, self.logits = forward, inputs, forward(*inputs)
-
-    def replay(self) -> None:
-        self.logits.copy_(self.forward(*self.inputs))
+    def __init__(self, graphs: DecodeGraphs, size: int) -> None:
+        self.replay = lambda: graphs._step(size)
+        self.replay()
 
 
 @pytest.mark.parametrize(("recipe", "settings"), [(None, OBSERVED), (even("small"), {})])
@@ -109,25 +107,32 @@ def test_steps_that_graphs_hold(
     recipe, settings: dict, backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With nothing from the host, and a bound in place of the number of rows."""
-
-    def capture(self: DecodeGraphs, inputs: Tensor) -> _Captured:
-        graph = Replayed(self.forward, inputs)
-        return _Captured(graph, inputs, graph.logits)
-
-    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    monkeypatch.setattr(DecodeGraphs, "_capture", lambda *args: Replayed(*args))
     found, metrics = [], []
     for name in ("reference", "triton"):
         backend(name)
-        runner = runner_of(folded(recipe), **settings)
+        runner = runner_of(folded(recipe), slots=4, **settings)
         if name == "triton":
-            runner.graphs = DecodeGraphs(runner._decode, runner.device)
-        one, two = sequences_of(runner, 17, 3)
-        step(runner, (one, 17), (two, 3))
-        found.append(torch.cat([step(runner, (one, 1), (two, 1)) for _ in range(2)]))
+            runner.graphs = runner._graphs()
+            runner.warm_up()
+        one, two, three = sequences_of(runner, 17, 3, 5)
+        step(runner, (one, 17), (two, 3), (three, 5))
+        all_ = [step(runner, (one, 1), (two, 1), (three, 1)) for _ in range(2)]
+        found.append(torch.cat([*all_, step(runner, (one, 1), (three, 1))]))
+        runner.pool.check_integrity()
         if runner.policy is not None:
             metrics.append(runner.eviction.tracked(one.open_slot)[0])
         assert (runner.graphs is not None) is (name == "triton") or DEVICE == "cuda"
-    assert len(runner.graphs.captured) == 1
+    assert list(runner.graphs.captured) == [4, 2, 1] and len(runner.graphs.logits) == 4
     close(found[1], found[0])
     if metrics:
         close(metrics[1], metrics[0], 1e-2)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 63, 64, 65, 256, 257])
+def test_sizes_of_graphs_are_few_and_none_is_much_too_large(most: int) -> None:
+    sizes = sizes_up_to(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most and len(sizes) <= 3 + 7 + most / 16
+    for batch in range(1, most + 1):
+        larger = next(size for size in sizes if size >= batch)
+        assert larger < 2 * batch and larger - batch < 16

@@ -19,7 +19,7 @@ class QueryRing:
 
     def __init__(self, width: int, view: PoolView, layers: Mapping[int, LayerMaps]) -> None:
         self.width, self.layers, self.device = width, layers, view.pool.device
-        self.num_rows = view.pool.num_slots * width
+        self.num_rows = len(view.pool.lengths) * width
         self.queries: dict[int, Tensor] = {}
         for index, layer in layers.items():
             size = self.num_rows, layer.geometry.num_query_heads, layer.key_width

@@ -81,6 +81,8 @@ class Pool:
         of bytes that may be another's.
     windows: of every layer, how many last rows its attention sees, if not all: the rest is freed.
     lengths: int32 [num_slots, G], rows. host_lengths: its int64 mirror on the host; only read it.
+    spare: a slot more on the device, of one row that is nobody's, and behind the arena's num_bytes a
+        page for it that all groups share: for what fills a batch up to a larger one. Or None.
     Raises ValueError if the arena cannot hold one page of every group, or int32 not its offsets.
     """
 
@@ -92,12 +94,14 @@ class Pool:
         num_slots: int,
         max_tokens: int,
         windows: Sequence[int | None] | None = None,
+        spare: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         _check(num_bytes, num_slots, max_tokens)
         self.layout, self.num_slots, self.max_tokens = layout, num_slots, max_tokens
         self.max_pages, self.device = -(-max_tokens // layout.page), torch.device(device)
-        shape = (num_slots, len(layout.groups), self.max_pages + bool(layout.residual))
+        self.spare = num_slots if spare else None
+        shape = (num_slots + spare, len(layout.groups), self.max_pages + bool(layout.residual))
         layouts = [group.layout for group in layout.groups]
         layouts += [tail for x in layouts if (tail := x.tail) is not None]
         starts = np.arange(shape[1]) * shape[2]
@@ -111,10 +115,13 @@ class Pool:
         most = [max_tokens if x is None else x + layout.page - 2 for x in windows or ()]
         each = [most[group.layer] if most else max_tokens for group in layout.groups]
         self._kept: Ints = np.array(each)  # rows of every group after a step
-        self.arena = torch.empty(num_bytes // UNIT * UNIT, dtype=torch.uint8, device=self.device)
+        end = num_bytes // UNIT
+        size = (end + spare * int(units.max())) * UNIT
+        self.arena = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.lengths = torch.zeros(shape[:2], dtype=torch.int32, device=self.device)
-        self.host_lengths: Ints = np.zeros(shape[:2], dtype=np.int64)
+        self.tables[num_slots:], self.lengths[num_slots:] = end, 1
+        self.host_lengths: Ints = np.zeros((num_slots, shape[1]), dtype=np.int64)
         self._is_open = np.zeros(num_slots, dtype=bool)
         self._high_water = 0
 
@@ -248,7 +255,8 @@ class Pool:
 
     def check_integrity(self) -> None:
         """Assert that each page has one owner and all counts add up. Copies tables: for tests."""
-        assert (self.lengths.cpu().numpy() == self.host_lengths).all(), "lengths differ from mirror"
+        lengths = self.lengths[: self.num_slots].cpu().numpy()
+        assert (lengths == self.host_lengths).all(), "lengths differ from mirror"
         low, high = self.host_lengths.min(), self.host_lengths.max()
         assert low >= 0 and high <= self.max_tokens, f"lengths {low}..{high}"
         assert not self.host_lengths[~self._is_open].any(), "a closed slot has rows"

@@ -60,6 +60,7 @@ def build_runner(
         num_slots=num_slots,
         max_tokens=max_tokens,
         windows=attention_windows(model.config),
+        spare=True,
         device=model.device,
     )
     served = model if owned else shared_copy(model)

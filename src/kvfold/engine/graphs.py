@@ -1,12 +1,13 @@
 """Decode steps as CUDA graphs: one launch a step in place of thousands.
 
-Shapes: B sequences, one token each; V tokens of the vocabulary. A graph is captured when a batch
-size is first met, and holds everything from the tokens to the logits, planning included; pages,
-tables and lengths are read where they lie, so that what changed between steps is seen.
+Shapes: B sequences, one token each; V tokens of the vocabulary. A graph holds everything from the
+tokens to the logits, planning included; pages, tables and lengths are read where they lie, so that
+what changed between steps is seen. There is one for each of few sizes: a batch is filled up to the
+next one with sequences that are nobody's.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,22 +17,26 @@ from kvfold.engine.request import Batch
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class _Captured:
-    """inputs int64 [3, B]: tokens, positions, slots; logits fp32 [B, V], written by a replay."""
-
-    graph: torch.cuda.CUDAGraph
-    inputs: Tensor
-    logits: Tensor
+def sizes_up_to(most: int) -> list[int]:
+    """Batch sizes of graphs: few, and so close that less than half of any is filled up."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, most, 16)]
+    return [*(size for size in sizes if size < most), most]
 
 
 class DecodeGraphs:
     """forward: tokens, positions, slots int64 [B] -> logits fp32 [B, V], without waiting for the
-    device and without anything that depends on the host."""
+    device and without anything that depends on the host. most: sequences of the largest batch;
+    spare: the slot of those that fill a batch up.
 
-    def __init__(self, forward: Forward, device: torch.device) -> None:
-        self.forward, self.device = forward, device
-        self.captured: dict[int, _Captured] = {}
+    inputs int64 [3, most]: tokens, positions, slots; logits fp32 [most, V] of all graphs alike.
+    """
+
+    def __init__(self, forward: Forward, device: torch.device, *, most: int, spare: int) -> None:
+        self.forward, self.device, self.sizes = forward, device, sizes_up_to(most)
+        self.nobody = torch.tensor([[0], [0], [spare]])
+        self.inputs = self.nobody.repeat(1, most).to(device)
+        self.logits: Tensor | None = None
+        self.captured: dict[int, torch.cuda.CUDAGraph] = {}
 
     @staticmethod
     def fits(batch: Batch) -> bool:
@@ -40,29 +45,48 @@ class DecodeGraphs:
         single = all(chunk.is_decode and len(chunk.tokens) == 1 for chunk in chunks)
         return bool(chunks) and single and all(chunk.wants_logits for chunk in chunks)
 
-    def run(self, batch: Batch) -> Tensor:
-        """Logits fp32 [B, V], which the next step of as many sequences overwrites."""
-        chunks = batch.chunks
-        tokens = [chunk.tokens[0] for chunk in chunks]
-        slots = [chunk.request.open_slot for chunk in chunks]
-        inputs = torch.tensor([tokens, [chunk.start for chunk in chunks], slots])
-        found = self.captured.get(len(chunks))
-        if found is None:
-            found = self.captured[len(chunks)] = self._capture(inputs.to(self.device))
-        found.inputs.copy_(inputs, non_blocking=True)
-        found.graph.replay()
-        return found.logits
+    def warm_up(self) -> None:
+        """Capture all sizes, lest requests wait for it. The largest comes first: the memory of its
+        tensors then does for all."""
+        self.inputs.copy_(self.nobody.expand_as(self.inputs))
+        for size in reversed(self.sizes):
+            self._graph(size)
 
-    def _capture(self, inputs: Tensor) -> _Captured:
+    def run(self, batch: Batch) -> Tensor:
+        """Logits fp32 [B, V], which the next step overwrites."""
+        chunks = batch.chunks
+        size = self.sizes[bisect_left(self.sizes, len(chunks))]
+        inputs = self.nobody.repeat(1, size)
+        inputs[0, : len(chunks)] = torch.tensor([chunk.tokens[0] for chunk in chunks])
+        inputs[1, : len(chunks)] = torch.tensor([chunk.start for chunk in chunks])
+        inputs[2, : len(chunks)] = torch.tensor([chunk.request.open_slot for chunk in chunks])
+        self.inputs[:, :size].copy_(inputs, non_blocking=True)
+        self._graph(size).replay()
+        assert self.logits is not None
+        return self.logits[: len(chunks)]
+
+    def _graph(self, size: int) -> torch.cuda.CUDAGraph:
+        if size not in self.captured:
+            self.captured[size] = self._capture(size)
+        return self.captured[size]
+
+    def _step(self, size: int) -> None:
+        """From inputs to logits, of the first `size` sequences."""
+        found = self.forward(*self.inputs[:, :size])
+        if self.logits is None:
+            self.logits = found.new_empty(self.sizes[-1], found.shape[-1])
+        self.logits[:size].copy_(found)
+
+    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
         """Storing a row twice stores the same, so a step may be run to warm up."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             for _ in range(2):
-                self.forward(*inputs)
+                self._step(size)
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        shared = next(iter(self.captured.values())).graph.pool() if self.captured else None
+        shared = next(iter(self.captured.values())).pool() if self.captured else None
         with torch.cuda.graph(graph, pool=shared):
-            logits = self.forward(*inputs)
-        return _Captured(graph, inputs, logits)
+            self._step(size)
+        return graph

@@ -86,6 +86,7 @@ class LLM:
             seed=seed,
             owned=owned,
         )
+        self.runner.warm_up()
         self.model = self.runner.model
         chunk = default_chunk(self.runner.pool.device.type) if chunk is None else chunk
         self.engine = Engine(

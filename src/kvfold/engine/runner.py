@@ -60,8 +60,18 @@ class ModelRunner:
         self.compiled = Compiled(self.model) if wanted(self.device.type) else None
         if self.compiled is not None:
             self.compiled.warm_up(self._forward, self.device)
-        captures = self.attention.captures
-        self.graphs = DecodeGraphs(self._decode, self.device) if captures else None
+        self.graphs = self._graphs() if self.attention.captures else None
+
+    def _graphs(self) -> DecodeGraphs:
+        most, spare = self.pool.num_slots, self.pool.spare
+        assert spare is not None, "graphs need a spare slot"
+        return DecodeGraphs(self._decode, self.device, most=most, spare=spare)
+
+    def warm_up(self) -> None:
+        """Do before requests come what would keep one waiting."""
+        if self.graphs is not None:
+            with torch.inference_mode():
+                self.graphs.warm_up()
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
