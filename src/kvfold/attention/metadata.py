@@ -122,7 +122,7 @@ def _most_rows(view: PoolView, batch: int) -> int:
     pool, layout = view.pool, view.pool.layout
     most = max(len(pages.groups) for pages in view.pages)
     if layout.tracked:
-        held = pool.arena.numel() // min(group.layout.page_bytes for group in layout.groups)
+        held = pool.num_bytes // min(group.layout.page_bytes for group in layout.groups)
     else:
-        held = pool.arena.numel() // layout.page_bytes * most
+        held = pool.num_bytes // layout.page_bytes * most
     return min(held * layout.page, batch * pool.max_tokens * most)

@@ -44,7 +44,7 @@ class ClassStats:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStats:
-    """total: the arena; used: pages that sequences own; free: free pages and free slabs; the rest,
+    """total: num_bytes; used: pages that sequences own; free: free pages and free slabs; the rest,
     total - used - free, is lost at the ends of slabs and of the arena. high_water: most ever used.
     table_bytes: tables, lengths and free lists, beside the arena. fragmentation: share of the arena
     in free pages of slabs that a class holds. row_occupancy: rows stored / rows of the pages that
@@ -75,14 +75,14 @@ class _Span:
 class Pool:
     """Pages for `num_slots` sequences of at most `max_tokens` tokens in an arena of `num_bytes`.
 
-    arena: uint8 [num_bytes rounded down to 64], never initialised.
+    num_bytes: rounded down to 64. arena: uint8 [num_bytes, and a spare page], never initialised.
     tables: int32 [num_slots, G, max_pages], offsets of pages in units of 64 B, with a residual a
         column more: the tails. Entries beyond a group's pages are stale: offsets inside the arena,
         of bytes that may be another's.
     windows: of every layer, how many last rows its attention sees, if not all: the rest is freed.
     lengths: int32 [num_slots, G], rows. host_lengths: its int64 mirror on the host; only read it.
-    spare: a slot more on the device, of one row that is nobody's, and behind the arena's num_bytes a
-        page for it that all groups share: for what fills a batch up to a larger one. Or None.
+    spare: a slot more on the device, of one row that is nobody's, and behind num_bytes a page for
+        it that all groups share: for what fills a batch up to a larger one. Or None.
     Raises ValueError if the arena cannot hold one page of every group, or int32 not its offsets.
     """
 
@@ -115,12 +115,12 @@ class Pool:
         most = [max_tokens if x is None else x + layout.page - 2 for x in windows or ()]
         each = [most[group.layer] if most else max_tokens for group in layout.groups]
         self._kept: Ints = np.array(each)  # rows of every group after a step
-        end = num_bytes // UNIT
-        size = (end + spare * int(units.max())) * UNIT
+        self.num_bytes = num_bytes // UNIT * UNIT
+        size = self.num_bytes + spare * int(units.max()) * UNIT
         self.arena = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.lengths = torch.zeros(shape[:2], dtype=torch.int32, device=self.device)
-        self.tables[num_slots:], self.lengths[num_slots:] = end, 1
+        self.tables[num_slots:], self.lengths[num_slots:] = num_bytes // UNIT, 1
         self.host_lengths: Ints = np.zeros((num_slots, shape[1]), dtype=np.int64)
         self._is_open = np.zeros(num_slots, dtype=bool)
         self._high_water = 0
@@ -237,12 +237,12 @@ class Pool:
         names = ("page_bytes", "used_pages", "free_pages", "slabs")
         tables = (self.tables, self.lengths, *slabs.free_pages)
         return PoolStats(
-            total_bytes=self.arena.numel(),
+            total_bytes=self.num_bytes,
             used_bytes=self.used_bytes,
             free_bytes=self.free_bytes,
             high_water_bytes=self._high_water,
             table_bytes=sum(table.untyped_storage().nbytes() for table in tables),
-            fragmentation=int(free @ page_bytes) / self.arena.numel(),
+            fragmentation=int(free @ page_bytes) / self.num_bytes,
             row_occupancy=int(self.host_lengths.sum()) / rows if rows else 1.0,
             classes=tuple(
                 ClassStats(**dict(zip(names, column, strict=True))) for column in columns.T.tolist()

@@ -203,10 +203,10 @@ class LLM:
         kept = self.cache.keep_tokens
         if self.cache.max_cache_tokens:
             kept = min(1.0, self.cache.max_cache_tokens / pool.max_tokens)
-        tokens = pool.arena.numel() / per_token
+        tokens = pool.num_bytes / per_token
         at_once = min(pool.num_slots, int(tokens / (pool.max_tokens * (kept or 1.0))))
         rows = [
-            ("pool", f"{pool.arena.numel() / 2**20:.1f} MiB of {layout.page}-row pages"),
+            ("pool", f"{pool.num_bytes / 2**20:.1f} MiB of {layout.page}-row pages"),
             ("a token, uncompressed", f"{full} B at 16 bits"),
             ("dimensions kept", f"{dims} B ({full / max(dims, 1):.2f}x smaller)"),
             ("bits", f"{stored:.0f} B ({full / stored:.2f}x smaller)"),

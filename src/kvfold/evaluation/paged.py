@@ -49,7 +49,7 @@ class PagedSession(Session):
         pool, slots = self.runner.pool, [self.sequence.open_slot]
         if not pool.can_extend(slots, [count]):
             raise ValueError(
-                f"kv_bytes: a pool of {pool.arena.numel()} bytes has no room for "
+                f"kv_bytes: a pool of {pool.num_bytes} bytes has no room for "
                 f"{self.sequence.num_computed + count} tokens; uncompressed it holds "
                 f"{pool.capacity()}: give it more, or read shorter contexts"
             )
