@@ -77,9 +77,9 @@ class Detokenizer:
             unfinished, self._unfinished = UNREAD * self._unfinished, 0
             self._seen += unfinished
             self._add(unfinished)
-        held = 0 if last or self._ended or self._stops is None else self._stops.held
-        if last and self._stops is not None:
-            self._stops.restart()
+            if self._stops is not None:
+                self._stops.restart()
+        held = 0 if self._ended or self._stops is None else self._stops.held
         if self._length == held:
             return ""
         text = "".join(self._text)
@@ -89,10 +89,11 @@ class Detokenizer:
 
     def _add(self, text: str) -> None:
         """Append to the text, and end it at a stop string."""
-        found = self._stops.find(text) if self._stops is not None and not self._ended else None
+        if self._ended:
+            return
         self._text.append(text)
         self._length += len(text)
-        if found is not None:
+        if self._stops is not None and (found := self._stops.find(text)):
             end, size = found
             self._ended, self._length = True, self._length - len(text) + end - size
             self._text = ["".join(self._text)[: self._length]]
@@ -101,9 +102,9 @@ class Detokenizer:
         """Text that a token adds. An error of the decoder changes nothing."""
         window, seen, unsettled = [*self._window, token], self._seen, self._unsettled + 1
         now = self._decode(window)
-        if not now.startswith(seen):
-            seen = seen.rstrip(UNREAD)  # the prompt ended inside a character
-        if not now.startswith(seen):  # a byte fallback reads no byte of a run that is not UTF-8
+        while not now.startswith(seen) and seen.endswith(UNREAD):
+            seen = seen.removesuffix(UNREAD)  # the prompt ended inside a character
+        if not now.startswith(seen):  # a byte fallback reads no byte of a stretch that is not UTF-8
             window, seen = window[-unsettled:], ""
             now = self._decode(window)
         held = min(_unread(now[len(seen) :]), UNFINISHED)
