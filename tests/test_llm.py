@@ -159,6 +159,26 @@ def test_stops_of_one_prompt_do_not_keep_the_others_waiting() -> None:
     assert next(steps) <= 2 + len(first.token_ids)
 
 
+def test_a_detokenizer_that_fails_ends_one_request() -> None:
+    class Picky(Letters):
+        def decode(self, ids: list[int]) -> str:
+            if refused in ids:
+                raise KeyError(refused)
+            return super().decode(ids)
+
+    refused = -1
+    llm = LLM(tiny("llama-gqa"), tokenizer=Picky(), **SMALL)
+    first, second = llm.generate(PROMPTS[:2], GREEDY)
+    refused = next(token for token in first.token_ids[1:] if token not in second.token_ids)
+    streamed = list(llm.stream(PROMPTS[0], GREEDY))
+    assert streamed[-1].finish_reason == "error"
+    assert streamed[-1].error == f"no text of its tokens: KeyError: {refused}"
+    assert "".join(x.text for x in streamed) == first.text[: len(streamed) - 1]
+    failed, served = llm.generate(PROMPTS[:2], GREEDY)
+    assert failed.finish_reason == "error" and served == second
+    assert used(llm) == 0
+
+
 # -- streams ------------------------------------------------------------------------------------
 
 
