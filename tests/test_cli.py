@@ -241,6 +241,8 @@ def test_compress_says_what_it_saved(plain, tmp_path, capsys):
     arguments = ["--recipe", "fast", "--keep", "0.25", "--stats", stats, *FEW]
     out = printed(capsys, "compress", plain, *arguments, "--output", output)
     assert "fast: 0.2500 of the numbers kept" in out and "128 -> 32 bytes per token" in out
+    assert "kernels on a GPU: 0 of 2 layers in decoding, 0 in prefill. Layer 0 in decod" in out
+    assert "(numbers of 32 bits: the kernels read 16, and codes): load the model as bfl" in out
     assert stats.exists() and (output / "tokenizer.json").exists()
     model = hf.AutoModelForCausalLM.from_pretrained(output)
     assert model.config.quantization_config.spec.kept_fraction == 0.25
@@ -274,6 +276,7 @@ def test_inspect_shows_geometry_ranks_and_pictures(plain, folded, tmp_path, caps
     assert "4 query and 2 KV heads of 8" in out and "128 bytes per token" in out
     out = printed(capsys, "inspect", folded, "--html", tmp_path / "folded.html")
     assert "64 bytes per token" in out and "0.5000 kept" in out and "pre_rope" in out
+    assert "kernels on a GPU: 0 of 2 layers in decoding" in out
     assert "keys and values" in (tmp_path / "folded.html").read_text()
     plan = ["--recipe", "zack", "--keep", "0.25", *FEW, "--html", tmp_path / "plan.html"]
     out = printed(capsys, "inspect", plain, *plan)
