@@ -16,8 +16,9 @@ from kvfold.cli.options import Storage
 from kvfold.config import BITS, CacheConfig, check, setting, settings_of
 from kvfold.evaluation.tasks import TASKS
 from kvfold.formats import FORMATS, format_of
-from kvfold.loading import load_tokenizer
+from kvfold.loading import load, load_tokenizer
 from kvfold.recipes import RECIPES
+from kvfold.text import encode_chat
 
 TINY = {
     "vocab_size": 4096,
@@ -241,6 +242,8 @@ def test_compress_says_what_it_saved(plain, tmp_path, capsys):
     arguments = ["--recipe", "fast", "--keep", "0.25", "--stats", stats, *FEW]
     out = printed(capsys, "compress", plain, *arguments, "--output", output)
     assert "fast: 0.2500 of the numbers kept" in out and "128 -> 32 bytes per token" in out
+    assert "kernels on a GPU: 0 of 2 layers in decoding, 0 in prefill. Layer 0 in decod" in out
+    assert "(numbers of 32 bits: the kernels read 16, and codes): load the model as bfl" in out
     assert stats.exists() and (output / "tokenizer.json").exists()
     model = hf.AutoModelForCausalLM.from_pretrained(output)
     assert model.config.quantization_config.spec.kept_fraction == 0.25
@@ -274,6 +277,7 @@ def test_inspect_shows_geometry_ranks_and_pictures(plain, folded, tmp_path, caps
     assert "4 query and 2 KV heads of 8" in out and "128 bytes per token" in out
     out = printed(capsys, "inspect", folded, "--html", tmp_path / "folded.html")
     assert "64 bytes per token" in out and "0.5000 kept" in out and "pre_rope" in out
+    assert "kernels on a GPU: 0 of 2 layers in decoding" in out
     assert "keys and values" in (tmp_path / "folded.html").read_text()
     plan = ["--recipe", "zack", "--keep", "0.25", *FEW, "--html", tmp_path / "plan.html"]
     out = printed(capsys, "inspect", plain, *plan)
@@ -346,6 +350,41 @@ def test_generate_streams_the_same_text_for_a_seed(folded, tmp_path, capsys, sam
     assert one.strip() and one == printed(
         capsys, "generate", folded, "--prompt-file", prompt, *options
     )
+
+
+@pytest.fixture
+def chatty(folded, tmp_path):
+    """The folded model with a chat template."""
+    path = shutil.copytree(folded, tmp_path / "chatty")
+    tokenizer = load_tokenizer(str(path))
+    turn = "{{ message['role'] }}: {{ message['content'] }}\n"
+    turns = f"{{% for message in messages %}}{turn}{{% endfor %}}"
+    tokenizer.chat_template = "{{ bos_token }}" + turns + "assistant:"
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("storage", [[], ["--paged"]])
+def test_a_chat_is_the_prompt_in_the_models_template(chatty, capsys, storage):
+    def generated(*prompt: str) -> str:
+        capsys.readouterr()
+        options = ["--max-new-tokens", "8", *storage]
+        assert main(["generate", str(chatty), *options, *prompt]) == 0
+        return capsys.readouterr().out
+
+    asked = generated("--chat", "--prompt", "Who went to sea?")
+    assert asked.strip() and asked == generated("--prompt", "user: Who went to sea?\nassistant:")
+    assert asked != generated("--prompt", "Who went to sea?")
+    ids = torch.tensor([encode_chat(load_tokenizer(str(chatty)), "Who went to sea?")])
+    first = int(load(str(chatty), device="cpu")(ids).logits[0, -1].argmax())
+    ends = {"eos_token_id": [5, first]}
+    (chatty / "generation_config.json").write_text(json.dumps(ends))
+    assert len(generated("--chat", "--prompt", "Who went to sea?")) < len(asked)
+
+
+def test_a_chat_needs_a_template(folded, capsys):
+    message = "this model has no chat template: leave --chat out"
+    assert message in refused(capsys, "generate", folded, "--prompt", "Who?", "--chat")
 
 
 # -- flags --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvfold.ops import backend
-from kvfold.ops.backend import Operation, use_triton
+from kvfold.ops.backend import GPU, Operation, use_triton
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.decode import decode
 from kvfold.ops.decode.groups import DecodeGroups, decode_groups, unread
@@ -216,7 +216,7 @@ def test_decode_is_the_reference_without_kernels(choose) -> None:
 )
 def test_a_reason_says_why_the_reference_runs(options, reason, choose) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    kernels = Operation("kvfold.ops.decode", ("triton", "reference"))
+    kernels = Operation("kvfold.ops.decode", {"triton": unread})
     choose("triton")
     assert kernels.why_not("cpu", per_head([(16, 16)], page=16).groups) is None
     groups = per_head([(16, 16)], page=16, **options).groups
@@ -231,12 +231,9 @@ def test_the_first_that_serves_is_chosen_and_logged_once(choose, monkeypatch, ca
     """Implementations are asked in order, behind their backend; the last serves all."""
     choose(None)
     backend._log.cache_clear()
-    asked = {
-        "other": SimpleNamespace(why_not=lambda n: "odd" if n % 2 else None),
-        "reference": SimpleNamespace(),
-    }
-    monkeypatch.setattr(backend, "import_module", lambda path: asked[path.rpartition(".")[2]])
-    operation = Operation("ops.sum", ("triton_split", "other", "reference"))
+    monkeypatch.setattr(backend, "import_module", lambda path: SimpleNamespace())
+    refusals = {"triton_split": lambda n: "small", "other": lambda n: "odd" if n % 2 else None}
+    operation = Operation("ops.sum", refusals)
     with caplog.at_level(logging.INFO, logger="kvfold.ops.backend"):
         assert [operation.choose("cpu", n).name for n in (2, 3, 4, 5)] == ["other", "reference"] * 2
     away = "Triton's kernels run on cuda, not on cpu"
@@ -245,6 +242,18 @@ def test_the_first_that_serves_is_chosen_and_logged_once(choose, monkeypatch, ca
     assert lines == [f"sum on cpu: other ({away})", f"sum on cpu: reference ({away}; odd)"]
     choose("reference")
     assert operation.choose("cpu", 2).name == "reference"
+
+
+def test_any_machine_tells_what_a_gpu_would_do(choose, monkeypatch) -> None:
+    """Whatever is installed and set here; nothing is imported for it."""
+    choose("reference")
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    monkeypatch.setattr(backend, "import_module", None)
+    kernels = Operation("kvfold.ops.decode", {"triton": unread})
+    reasons = [
+        kernels.why_not(GPU, per_head([(16, 16)], page=16, bits=bits).groups) for bits in (4, 3)
+    ]
+    assert reasons == [None, "keys in 3 bits: the kernels read 16, 8 and 4"]
 
 
 def test_operations_are_imported_without_triton() -> None:

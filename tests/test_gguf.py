@@ -58,6 +58,29 @@ def test_tokenizer_is_the_embedded_one_with_a_chat_template(tmp_path):
         encode_chat(embedded, "Who?")
 
 
+def test_a_conversation_is_messages_of_known_roles():
+    tokenizer = loading.load_tokenizer("reference:gqa")
+    turn = "{{ message['role'] }}: {{ message['content'] }}\n"
+    never = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = f"{never}{{% for message in messages %}}{turn}{{% endfor %}}"
+    talk = [("user", "Who?"), ("assistant", "He."), ("user", "Why?")]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    text = tokenizer.decode(encode_chat(tokenizer, messages))
+    assert text == "user: Who?\nassistant: He.\nuser: Why?\n"
+    assert encode_chat(tokenizer, "Who?") == encode_chat(tokenizer, messages[:1])
+    for wrong, message in (
+        ([], r"messages must be a text or a list of .* got \[\]"),
+        (7, "messages must be a text"),
+        ([*messages, {"role": "robot", "content": "a"}], r'messages\[3\] .*"role": system or user'),
+        ([{"role": "user"}], r"messages\[0\] must be .*; got {'role': 'user'}"),
+        ([{"role": "user", "content": None}], r"messages\[0\]"),
+        (["Who?"], r"messages\[0\] must be"),
+        ([{"role": "system", "content": "Be brief."}], "template refuses them: no system"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            encode_chat(tokenizer, wrong)
+
+
 def test_a_file_of_the_same_name_here_is_not_taken(tiny, tmp_path, monkeypatch):
     (tmp_path / tiny.name).write_bytes(b"GGUF, but not this one")
     monkeypatch.chdir(tmp_path)

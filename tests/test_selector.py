@@ -8,14 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers as hf
 
-from kvfold import LLM
+from kvfold import LLM, recipes
 from kvfold.attention.backend import Task
 from kvfold.attention.base import Columns, LayerMaps
 from kvfold.attention.selector import DECODE, PREFILL, Choice, select, warn_of_fallback
+from kvfold.compression.default import even_spec
+from kvfold.models.families import family_of
+from kvfold.models.folded import layer_shapes
+from kvfold.models.kernels import kernels_of
 from kvfold.spec import CacheSpec, Geometry, KeyKind, Latent, LayerSpec, ValueKind
 from kvfold.spec.layout import Group, cache_layout
-from models import tiny
+from models import CONFIGS, tiny
 from steps import backends
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -58,12 +63,13 @@ def layer_of(
     geometry = replace(GEOMETRY, softcap=softcap)
     found = cache_layout(CacheSpec(geometry=geometry, layers=(spec,)), **layout)
     up = torch.zeros(len(heads), 16 * len(heads[0]), 16)
-    rope = SimpleNamespace(inv_freq=torch.ones(8), scaling=1.0, fixed=fixed)
+    rope = SimpleNamespace(inv_freq=torch.ones(8), scaling=1.0)
     maps = LayerMaps(
         index=0,
         spec=spec,
         geometry=geometry,
         window=window,
+        fixed_rope=fixed,
         key_columns=Columns(spec, spec.key_latents),
         value_columns=Columns(spec, spec.value_latents),
         key_up=up if keys == "pre_rope" else None,
@@ -174,6 +180,78 @@ def test_without_triton_a_gpu_is_told_so(backend: Callable[[str], None]) -> None
 def test_prefill_has_its_own(layer: Layer, observed: bool, wanted: str) -> None:
     choice = select(*layer, task_of(decode=False, observed=observed))
     assert choice.backend.__name__ == wanted and choice.backend in PREFILL
+
+
+# -- what a GPU would do, told on any machine ---------------------------------------------------
+
+
+def llama_8b(**changed) -> hf.LlamaConfig:
+    """The shape of Llama-3.1-8B."""
+    return hf.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        **{"dtype": torch.bfloat16, **changed},
+    )
+
+
+def stored(config: hf.PretrainedConfig, recipe: str, keep: float, planned=False) -> CacheSpec:
+    """What a recipe stores that keeps as much of every latent."""
+    geometry = family_of(config).geometry(config)
+    return even_spec(recipes.get(recipe), geometry, keep, planned)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keep", "decode", "said"),
+    [
+        ("small", 0.5, 0, "Layer 0 in decoding (latents of 1024 numbers: the kernels read at most"),
+        ("small", 0.25, 32, ""),
+        ("lean", 0.5, 32, ""),
+        ("swift", 0.5, 0, "rows that KV heads share"),
+        ("fast", 0.5, 32, ""),
+    ],
+)
+def test_any_machine_tells_how_many_layers_have_kernels(
+    recipe: str, keep: float, decode: int, said: str, backend: Callable[[str], None]
+) -> None:
+    backend("reference")  # which says nothing of other machines
+    config = llama_8b()
+    found = kernels_of(config, stored(config, recipe, keep))
+    assert (found.layers, found.decode, found.prefill) == (32, decode, 32)
+    assert found.complete is (not said) and said in str(found)
+    assert str(found).startswith(f"{decode} of 32 layers in decoding, 32 in prefill")
+
+
+def test_it_names_every_setting_in_the_way() -> None:
+    config = llama_8b(dtype=torch.float32)
+    spec = stored(config, "small", 0.5, planned=True)
+    text = str(kernels_of(config, spec))
+    for setting in ("bits=4 or bits=8", "a smaller keep", "load the model as bfloat16"):
+        assert setting in text
+    assert "0 of 32 layers in decoding, 0 in prefill" in text
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("recipe", ["small", "lean", "fast"])
+def test_shapes_without_weights_are_those_of_the_model(name: str, recipe: str) -> None:
+    model = tiny(name)
+    family, spec = family_of(model.config), stored(model.config, recipe, 0.5)
+    for index in range(len(spec.layers)):
+        family.swap(model, spec, index)
+    family.connect(model)
+    shapes = layer_shapes(model.config, spec)
+    for shape, module in zip(shapes, family.attentions(model), strict=True):
+        maps, dim = module.maps, spec.geometry.head_dim
+        for field in ("index", "spec", "geometry", "window", "fixed_rope"):
+            assert getattr(shape, field) == getattr(maps, field), field
+        assert shape.rebuilds_keys is (maps.key_up is not None)
+        assert shape.key_width == (dim if maps.key_up is not None else maps.key_columns.widest)
+        mapped = maps.value_up is not None
+        assert shape.value_width == (dim if mapped else maps.value_columns.widest)
+        if maps.rope is not None:
+            assert shape.fixed_rope is maps.rope.fixed
 
 
 def test_angles_that_depend_on_lengths_have_no_kernel() -> None:

@@ -35,7 +35,7 @@ from kvfold.formats.integers import PLANES  # noqa: E402
 from kvfold.ops.store import kernels as pages_triton  # noqa: E402
 from kvfold.ops.store import reference as store  # noqa: E402
 from kvfold.ops.store import triton as store_triton  # noqa: E402
-from kvfold.ops.store.segments import Piece, plan_pieces  # noqa: E402
+from kvfold.ops.store.segments import Piece, plan_pieces, unserved  # noqa: E402
 from kvfold.spec.layout import CacheLayout, Latent  # noqa: E402
 from test_store import (  # noqa: E402
     DEVICE,
@@ -269,10 +269,10 @@ def test_what_a_layout_cannot_hold_is_refused() -> None:
     keys = Latent(side="k", heads=(0,), rank=8)
     (kivi,) = one_layer([keys, replace(keys, side="v")], format="kivi", bits=2).groups
     assert kivi.layout.tail is not None
-    assert store_triton.why_not((replace(kivi, layout=kivi.layout.tail),)) is None
-    assert store_triton.why_not((kivi,)) == "rows wait unquantised in a tail"
+    assert unserved((replace(kivi, layout=kivi.layout.tail),)) is None
+    assert unserved((kivi,)) == "rows wait unquantised in a tail"
     paged = replace(kivi, layout=replace(kivi.layout, residual=0))
-    assert store_triton.why_not((paged,)) == "no kernel stores format kivi"
+    assert unserved((paged,)) == "no kernel stores format kivi"
 
 
 def test_a_piece_has_as_many_fields_as_the_kernels_read() -> None:

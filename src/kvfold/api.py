@@ -1,11 +1,15 @@
 """compress: from a model and a recipe to a folded model, in one call."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvfold import recipes
+import torch
+
 from kvfold.compression.calibration_text import CALIBRATION_TOKENS
 from kvfold.compression.compressor import Compressor
+from kvfold.compression.default import chosen
 from kvfold.compression.progress import Progress
 from kvfold.compression.recover import check_steps
 from kvfold.compression.statistics import Statistics
@@ -13,13 +17,13 @@ from kvfold.compression.target import Target
 from kvfold.config import Recipe
 from kvfold.evaluation.budget import search_keep
 from kvfold.files import new_directory
-from kvfold.loading import load, load_tokenizer
+from kvfold.loading import load, load_config, load_tokenizer
 from kvfold.spec import CacheSpec
 
 
 def compress(
     model: Any,
-    recipe: str | Recipe = "small",
+    recipe: str | Recipe | None = None,
     *,
     keep: float | None = None,
     factor: float | None = None,
@@ -28,6 +32,8 @@ def compress(
     align: int | None = None,
     calib: list[str | Path] | None = None,
     tokenizer: Any = None,
+    device: str | None = None,
+    dtype: str | torch.dtype = "auto",
     statistics: Path | str | Statistics | None = None,
     output: Path | str | None = None,
     max_tokens: int = CALIBRATION_TOKENS,
@@ -38,40 +44,50 @@ def compress(
     """Fold a model so that its KV cache keeps `keep` of its numbers, or is `factor` times smaller.
 
     model: a name (directory, GGUF file, hub id, `reference:gqa`) or a loaded causal LM, which is
-    folded in place. recipe: a name from `kvfold.recipes` or a `Recipe`. keep: in (0, 1], 0.5 where
-    no size is given. factor: dimensions and bits planned together (see `Prepared.plan_factor`); the
+    folded in place. recipe: a name from `kvfold.recipes`, a `Recipe`, or None: the best of ours
+    with kernels for the model and size (see `compression.default`). keep: in (0, 1], 0.5 where no
+    size is given. factor: dimensions and bits planned together (see `Prepared.plan_factor`); the
     planned bits take effect on the paged cache. bytes_per_token: the same, as bytes. budget:
     "ppl<=1.01", the smallest keep within that ratio of the original's perplexity on calibration
     text that calibration does not read. align: ranks are multiples of it (default 16, 8 for
     head_dim <= 64). calib: text files instead of the packaged text. tokenizer: needed with a loaded
-    model. statistics: an artifact file, reused if it exists and fits, written if not. recover:
-    steps in which the maps learn from the original on the calibration text (see
-    `compression.recover`; for a GPU). output: a directory to save to; written whole or not at all.
+    model. device, dtype: as of `load`, for a model by its name. statistics: an artifact file,
+    reused if it exists and fits, written if not. recover: steps in which the maps learn from the
+    original on the calibration text (see `compression.recover`; for a GPU). output: a directory to
+    save to, in the checkpoint's own dtype unless another is asked for; written whole or not at all.
 
     Returns the folded model. Raises ValueError for settings or inputs that cannot work, and then
     leaves the model as it was, unless it is recovery that diverges.
     """
-    recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
     target = Target(keep=keep, factor=factor, bytes_per_token=bytes_per_token, budget=budget)
     check_steps(recover)
     if output is not None:
         check_output(Path(output))
-    name = model if isinstance(model, str | Path) else None
+    name = str(model) if isinstance(model, str | Path) else None
+    if name is None and (device is not None or dtype != "auto"):
+        raise ValueError(
+            f"device={device} and dtype={dtype} are of a model that is loaded by its name; this one"
+            " is loaded already: leave them out, and move it before with model.to(...)"
+        )
+    config = model.config if name is None else load_config(name)
+    recipe, why = chosen(recipe, config, target)
+    stored = stored_dtype(config, dtype) if name is not None else None
     if name is not None:
-        tokenizer = tokenizer or load_tokenizer(str(name))
-        model = load(str(name))
+        tokenizer = tokenizer or load_tokenizer(name)
+        model = load(name, dtype=dtype, device=device)
     compressor = Compressor(model, recipe, tokenizer, calib=calib, max_tokens=max_tokens, seed=seed)
     fold_to(
         compressor,
         target,
-        source=str(name or model.config.name_or_path),
+        source=name or str(model.config.name_or_path),
+        why=why,
         align=align,
         statistics=statistics,
         recover=recover,
         progress=progress,
     )
     if output is not None:
-        save(model, tokenizer, Path(output))
+        save(model, tokenizer, Path(output), stored)
     return model
 
 
@@ -80,6 +96,7 @@ def fold_to(
     target: Target,
     *,
     source: str,
+    why: str | None = None,
     align: int | None = None,
     statistics: Path | str | Statistics | None = None,
     recover: int = 0,
@@ -87,8 +104,9 @@ def fold_to(
 ) -> tuple[CacheSpec, float | None]:
     """Fold a compressor's model in place to a size; the last step, after all that can fail.
 
-    source: the name of the original, for provenance; the rest as in `compress`. Returns what it was
-    folded to, and the ratio of perplexities where that decided it.
+    source: the name of the original, why: the reason for a recipe that was not named, both for
+    provenance; the rest as in `compress`. Returns what it was folded to, and the ratio of
+    perplexities where that decided it.
     """
     factor = compressor.factor_of(target)
     compressor.align(align)
@@ -104,6 +122,8 @@ def fold_to(
     asked = {"budget": target.budget, "factor": target.factor}
     asked |= {"bytes_per_token": target.bytes_per_token}
     provenance = {"model": source, "keep": keep, "align": align, **asked}
+    if why is not None:
+        provenance["chosen"] = why
     prepared.fold(spec, provenance, recover=recover, progress=progress)
     return spec, ratio
 
@@ -114,9 +134,28 @@ def check_output(path: Path) -> None:
         raise ValueError(f"output {path} exists and is not an empty directory; name another one")
 
 
-def save(model: Any, tokenizer: Any, path: Path) -> None:
-    """Save a checkpoint whole or not at all."""
-    with new_directory(path) as scratch:
+def stored_dtype(config: Any, dtype: str | torch.dtype) -> torch.dtype | None:
+    """What to save a model in that was loaded with `dtype`; None: in the dtype that it has."""
+    found: torch.dtype | None = config.dtype if dtype == "auto" else None
+    return found
+
+
+def save(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype | None = None) -> None:
+    """Save a checkpoint whole or not at all; dtype: of its weights, which stay as they are here."""
+    with new_directory(path) as scratch, _rounded(model, dtype):
         model.save_pretrained(scratch)
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
+
+
+@contextmanager
+def _rounded(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
+    """A model whose parameters, and no buffers, are of this dtype (None: their own) meanwhile."""
+    whole = [(parameter, parameter.data) for parameter in model.parameters()]
+    try:
+        for parameter, data in whole:
+            parameter.data = data if dtype is None else data.to(dtype)
+        yield
+    finally:
+        for parameter, data in whole:
+            parameter.data = data

@@ -43,24 +43,28 @@ def load(
     """A causal language model, folded or plain, ready for inference.
 
     name: a directory, a GGUF file, a hub id or `reference:gqa` / `reference:mha` /
-    `reference:smollm2`; dtype as in transformers, "auto" for a GGUF file of packed numbers is
-    bfloat16; device defaults to CUDA where there is one. Raises ValueError for anything that is not
-    one.
+    `reference:smollm2`; dtype as in transformers, but "auto" on a CPU is float32, as 16-bit
+    arithmetic is slow on most and coarse on all of them (elsewhere the checkpoint's own, bfloat16
+    for a GGUF file of packed numbers); device defaults to CUDA where there is one. Raises
+    ValueError for anything that is not one.
     """
+    where = _device(device)
+    if dtype == "auto" and where.type == "cpu":
+        dtype = torch.float32
     config = load_config(name)
     if family_of(config).softcap(config) is not None:
         # sdpa of transformers 5.17 leaves the cap out and says nothing.
         options.setdefault("attn_implementation", "eager")
     path = resolve(str(name))
     if gguf.is_gguf(path):
-        return gguf.load_model(path, dtype=dtype, **options).eval().to(device or default_device())
+        return gguf.load_model(path, dtype=dtype, **options).eval().to(where)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     except SafetensorError as error:
         raise ValueError(f"the weights in {name!r} are damaged: {first_line(error)}") from error
     except (OSError, KeyError, RuntimeError, json.JSONDecodeError) as error:
         raise ValueError(f"cannot load a model from {name!r}: {first_line(error)}") from error
-    return model.eval().to(device or default_device())
+    return model.eval().to(where)
 
 
 def load_config(name: str) -> Any:
@@ -105,6 +109,17 @@ def load_tokenizer(name: str) -> Any:
 
 def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _device(name: str | None) -> torch.device:
+    """The device of that name, or the default one. Raises ValueError for one that is not here."""
+    try:
+        found = torch.device(name or default_device())
+    except RuntimeError:
+        raise ValueError(f"device {name!r} is not one; legal: cpu, cuda, cuda:N, mps") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r}: this machine has no usable GPU; use cpu")
+    return found
 
 
 def reference(kind: str = "gqa", **options: Any) -> Any:

@@ -5,7 +5,7 @@ Shape legend: n windows, T tokens of a window (`ctx`).
 
 import gzip
 import lzma
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SEPARATOR = "<|endoftext|>"
+ROLES = ("system", "user", "assistant")
 _CHARACTERS_PER_TOKEN = 6  # first guess of how much text fills a number of tokens
 _UNPACK = {".xz": lzma.decompress, ".gz": gzip.decompress}
 
@@ -76,15 +77,37 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
-def encode_chat(tokenizer: Any, question: str) -> list[int]:
-    """Ids that ask a model that chats one question, by its template; its answer comes next.
+def encode_chat(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of a conversation by the tokenizer's chat template; the answer comes next.
 
-    Raises ValueError for a tokenizer without a chat template.
+    messages: {"role": one of ROLES, "content": text} each, or one user's text. Raises ValueError
+    for anything else, a tokenizer without a chat template, and what the template refuses.
     """
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: this model continues text only")
-    turn = [{"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    _check_messages(messages)
+    from jinja2 import TemplateError  # what transformers renders with
+
+    how = {"add_generation_prompt": True, "return_dict": False}
+    try:
+        return list(tokenizer.apply_chat_template([dict(x) for x in messages], **how))
+    except TemplateError as error:
+        raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
+
+
+def _check_messages(messages: Any) -> None:
+    legal = f'{{"role": {" or ".join(ROLES)}, "content": text}}'
+    if not isinstance(messages, Sequence) or not messages:
+        raise ValueError(f"messages must be a text or a list of {legal}; got {messages!r}")
+    for number, message in enumerate(messages):
+        if (
+            not isinstance(message, Mapping)
+            or message.get("role") not in ROLES
+            or not isinstance(message.get("content"), str)
+        ):
+            raise ValueError(f"messages[{number}] must be {legal}; got {message!r}")
 
 
 def windows(tokenizer: Any, text: str, ctx: int, max_tokens: int | None = None) -> "Tensor":

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.attention.base import LayerMaps
+from kvfold.attention.base import LayerMaps, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.attention.observer import Observer
 from kvfold.spec.layout import Group
@@ -45,7 +45,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     @abstractmethod
-    def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
+    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
         """Why it cannot serve a layer, whose groups these are: a phrase for users. None: it can."""
 
     @classmethod
@@ -61,7 +61,7 @@ class AttentionBackend(ABC):
         [B, T, W]. Adds to metrics what is observed, now or later."""
 
 
-def reads_unevenly(layer: LayerMaps, groups: Sequence[Group]) -> str | None:
+def reads_unevenly(layer: LayerShape, groups: Sequence[Group]) -> str | None:
     """Why what reads all of a layer's pages in one way does not serve it."""
     if layer.softcap is not None:
         return "scores are capped"

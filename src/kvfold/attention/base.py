@@ -70,14 +70,12 @@ class Columns:
 
 class Rope(Protocol):
     """RoPE of w dims. inv_freq fp32 [w / 2]: angles a position, of the pairs (i, i + w / 2);
-    scaling: of the rotated dims; fixed: whether these hold for sequences of any length."""
+    scaling: of the rotated dims."""
 
     @property
     def inv_freq(self) -> Tensor: ...
     @property
     def scaling(self) -> float: ...
-    @property
-    def fixed(self) -> bool: ...
 
     def tables(self, like: Tensor, positions: Tensor, stop: int) -> Tables:
         """cos, sin [.., w] at positions [..] < stop, in a tensor's dtype and on its device."""
@@ -85,19 +83,52 @@ class Rope(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LayerMaps:
-    """A layer of a model, as attention sees it: its number, what it stores, and what rebuilds it.
+class LayerShape:
+    """What a layer's backends are chosen by: its number and what it stores, no tensors.
 
-    window: tokens that a query sees, its own included (None: all); key_up [n, heads * d, r] and
-    key_mean [Hk, d]: of keys that are rebuilt before RoPE, else None; value_up [n, heads * d, r]:
-    of values that W_O does not take as they are stored, else None; rope: of keys that are rebuilt,
-    None where the model has none.
+    window: tokens that a query sees, its own included (None: all); fixed_rope: whether there is
+    RoPE, whose angles hold for sequences of any length.
     """
 
     index: int
     spec: LayerSpec
     geometry: Geometry
     window: int | None
+    fixed_rope: bool
+
+    @property
+    def softcap(self) -> float | None:
+        return self.geometry.softcap
+
+    @property
+    def rebuilds_keys(self) -> bool:
+        """Whether keys are mapped, then turned, for every score."""
+        return self.spec.keys == "pre_rope"
+
+    @property
+    def key_width(self) -> int:
+        """Numbers of the widest query and key in score space."""
+        if self.rebuilds_keys:
+            return self.geometry.head_dim
+        return max((latent.rank for latent in self.spec.key_latents), default=0)
+
+    @property
+    def value_width(self) -> int:
+        """Numbers of the widest value that attention adds up, mapped first where it is mapped."""
+        if self.spec.values == "rebuilt":
+            return self.geometry.head_dim
+        return max((latent.rank for latent in self.spec.value_latents), default=0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerMaps(LayerShape):
+    """A layer of a model, as attention sees it: its shape, and what rebuilds what it stores.
+
+    key_up [n, heads * d, r] and key_mean [Hk, d]: of keys that are rebuilt before RoPE, else None;
+    value_up [n, heads * d, r]: of values that W_O does not take as they are stored, else None;
+    rope: of keys that are rebuilt, None where the model has none.
+    """
+
     key_columns: Columns
     value_columns: Columns
     key_up: Tensor | None
@@ -108,20 +139,6 @@ class LayerMaps:
     @property
     def scale(self) -> float:
         return self.geometry.scaling
-
-    @property
-    def softcap(self) -> float | None:
-        return self.geometry.softcap
-
-    @property
-    def rebuilds_keys(self) -> bool:
-        """Whether keys are mapped, then turned, for every score."""
-        return self.key_up is not None
-
-    @property
-    def key_width(self) -> int:
-        """Numbers of the widest query and key in score space."""
-        return self.geometry.head_dim if self.rebuilds_keys else self.key_columns.widest
 
     def score_keys(self, rows: Tensor, rope: Tables | None) -> Tensor:
         """Keys of rows [B, S, R] in score space [B, Hk, S, d or r]. rope: cos, sin

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.backend import AttentionBackend, Task, reads_unevenly
-from kvfold.attention.base import LayerMaps
+from kvfold.attention.base import LayerMaps, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.attention.observer import Observer
 from kvfold.cache.eviction.attention import attention_mass
@@ -38,7 +38,7 @@ class CpuPaged(AttentionBackend):
         self.one_table = len(sizes) == 1  # all pages of the arena are rows of one table
 
     @classmethod
-    def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
+    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
         if task.device_type != "cpu" or use_triton("cpu"):
             return "it is for CPUs without kernels"
         if layer.rebuilds_keys:

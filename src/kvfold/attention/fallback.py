@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvfold.attention.backend import AttentionBackend, Task
-from kvfold.attention.base import LayerMaps
+from kvfold.attention.base import LayerMaps, LayerShape
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.rows import gather_rows, member_of, rope_of
 from kvfold.cache.eviction.attention import attention_mass
@@ -24,7 +24,7 @@ class Fallback(AttentionBackend):
     observes: ClassVar[bool] = True
 
     @classmethod
-    def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> None:
+    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> None:
         return None
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:

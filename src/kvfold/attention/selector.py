@@ -5,22 +5,27 @@ A layer has one for decoding, one for prefill chunks, and one for chunks whose q
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from kvfold.attention.backend import AttentionBackend, Task
-from kvfold.attention.base import LayerMaps
+from kvfold.attention.base import LayerMaps, LayerShape
 from kvfold.attention.cpu_paged import CpuPaged
 from kvfold.attention.fallback import Fallback
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.attention.triton_decode import LatentDecode, TritonDecode
 from kvfold.attention.triton_prefill import TritonPrefill
-from kvfold.ops.backend import use_triton
-from kvfold.spec.layout import Group
+from kvfold.ops.backend import GPU, use_triton
+from kvfold.ops.latent_decode.groups import WIDEST
+from kvfold.spec.layout import CacheLayout, Group
 
 # In order of preference; the last serves everything.
 DECODE: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, CpuPaged, Fallback)
 PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
+NARROWER = "a smaller keep, or a recipe of narrower latents, such as lean or fast, does"
+EVEN = "a recipe that keeps as much of every head, such as fast with align=8, does"
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +38,7 @@ class Choice:
     passed: Mapping[str, str]
 
 
-def select(layer: LayerMaps, groups: Sequence[Group], task: Task) -> Choice:
+def select(layer: LayerShape, groups: Sequence[Group], task: Task) -> Choice:
     """The first backend for a layer, whose groups these are. Touches no device."""
     passed: dict[str, str] = {}
     for backend in DECODE if task.decode else PREFILL:
@@ -83,43 +88,108 @@ def _log(task: Task, choices: Sequence[Choice]) -> None:
 
 
 def warn_of_fallback(
-    layers: Sequence[LayerMaps],
+    layers: Sequence[LayerShape],
     groups: Sequence[Sequence[Group]],
     choices: Sequence[Choice],
     task: Task,
 ) -> None:
     """Warn once where layers decode in plain PyTorch on a GPU: why the first of them does, and
     which setting would avoid it."""
-    slow = [i for i, choice in enumerate(choices) if choice.backend is Fallback]
-    if task.device_type != "cuda" or not slow:
-        return
-    first = slow[0]
-    passed = choices[first].passed.items()
-    reasons = "; ".join(f"{x}: {why}" for x, why in passed if x != CpuPaged.__name__)
-    warnings.warn(
-        f"{len(slow)} of {len(choices)} layers decode in plain PyTorch, which is slow on a GPU. "
-        f"Layer {first} ({reasons}): {_remedy(layers[first], groups[first], task)}",
-        stacklevel=2,
-    )
+    slow = sum(choice.backend is Fallback for choice in choices)
+    if task.device_type == "cuda" and slow:
+        warnings.warn(
+            f"{slow} of {len(choices)} layers decode in plain PyTorch, which is slow on a GPU. "
+            f"{_first_reason(layers, groups, choices, task)}",
+            stacklevel=2,
+        )
 
 
-def _remedy(layer: LayerMaps, groups: Sequence[Group], task: Task) -> str:
-    """The setting by which kernels would serve a layer, where there is one."""
+@dataclass(frozen=True)
+class Kernels:
+    """How many of a model's layers kernels serve on a GPU. reasons: where some have none, why the
+    first of these has none, and which setting would give it one; of decoding, then of prefill."""
+
+    layers: int
+    decode: int
+    prefill: int
+    reasons: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        return self.decode == self.prefill == self.layers
+
+    def __str__(self) -> str:
+        """One line for users."""
+        counts = f"{self.decode} of {self.layers} layers in decoding, {self.prefill} in prefill"
+        return ". ".join((counts, *self.reasons))
+
+
+def kernels(
+    layers: Sequence[LayerShape], layout: CacheLayout, dtype: torch.dtype, *, observed: bool = False
+) -> Kernels:
+    """What kernels serve on a GPU with Triton, whatever this machine has and KVFOLD_BACKEND says.
+
+    layout: of these layers' pages; dtype: of queries; observed: whether a policy watches decoding.
+    """
+    groups = [layout.groups[where] for where in layout.layer_groups]
+    served, reasons = {}, []
+    for decode in (True, False):
+        task = Task(decode=decode, observed=observed and decode, device_type=GPU, dtype=dtype)
+        choices = [select(x, own, task) for x, own in zip(layers, groups, strict=True)]
+        served[decode] = sum(choice.backend is not Fallback for choice in choices)
+        if served[decode] < len(layers):
+            reasons.append(_first_reason(layers, groups, choices, task))
+    return Kernels(len(layers), served[True], served[False], tuple(reasons))
+
+
+def _first_reason(
+    layers: Sequence[LayerShape],
+    groups: Sequence[Sequence[Group]],
+    choices: Sequence[Choice],
+    task: Task,
+) -> str:
+    """The first layer that the fallback serves, why no kernel does, and which setting would avoid
+    it."""
+    first = next(i for i, choice in enumerate(choices) if choice.backend is Fallback)
+    layer, kernel = layers[first], TritonPrefill.__name__
+    if task.decode:
+        kernel = (LatentDecode if layer.rebuilds_keys else TritonDecode).__name__
+    what, reason = "decoding" if task.decode else "prefill", choices[first].passed[kernel]
+    return f"Layer {first} in {what} ({reason}): {_remedy(layer, groups[first], task)}"
+
+
+def _remedy(layer: LayerShape, groups: Sequence[Group], task: Task) -> str:
+    """The settings by which kernels would serve a layer, where there are any."""
+    if not use_triton(task.device_type):
+        return "install triton, and leave KVFOLD_BACKEND at auto"
+    if layer.softcap is not None or (task.decode and layer.window is not None):
+        return "no setting avoids it"
+    settings = _decode_settings if task.decode else _prefill_settings
+    return "; ".join(settings(layer, groups, task)) or EVEN
+
+
+def _decode_settings(layer: LayerShape, groups: Sequence[Group], task: Task) -> Iterator[str]:
     layouts = [group.layout for group in groups]
     segments = [segment for layout in layouts for segment in layout.segments]
     bits = {x.bits for x in segments}
-    if not use_triton(task.device_type):
-        return "install triton, and leave KVFOLD_BACKEND at auto"
-    if layer.window is not None or layer.softcap is not None:
-        return "no setting avoids it"
     if layouts[0].residual or any(x.per_channel for x in segments):
-        return "leave residual and KIVI out; bits=4 and bits=8 have kernels"
-    if len(bits) > 1 or not bits <= {16, 8, 4} or any(x.scale != 2 for x in layouts):
-        return "bits=4 or bits=8 has kernels; several precisions, and others, have none"
-    if any(len({x.start for x in y.segments}) > 2 for y in layouts) and not layer.rebuilds_keys:
-        return "leave sub_group out: a side's numbers must share a scale"
-    if layouts[0].itemsize != 2:
-        return "load the model as bfloat16"
-    if task.observed:
-        return "a policy that does not observe decoding, such as streaming, does"
-    return "a recipe that keeps as much of every head, such as fast with align=8, does"
+        yield "leave residual and KIVI out; bits=4 and bits=8 have kernels"
+    elif len(bits) > 1 or not bits <= {16, 8, 4} or any(x.scale != 2 for x in layouts):
+        yield "bits=4 or bits=8 has kernels; several precisions, and others, have none"
+    elif len(segments) > len(layer.spec.latents):
+        yield "leave sub_group out: a side's numbers must share a scale"
+    if layouts[0].itemsize != 2 and 16 in bits:
+        yield "load the model as bfloat16"
+    if not layer.rebuilds_keys and any(len(group.heads) > 1 for group in groups):
+        yield EVEN
+    if layer.rebuilds_keys and max(latent.rank for latent in layer.spec.latents) > WIDEST:
+        yield NARROWER
+    if task.observed and layer.rebuilds_keys:
+        yield "a policy that does not observe decoding, such as streaming, does"
+
+
+def _prefill_settings(layer: LayerShape, groups: Sequence[Group], task: Task) -> Iterator[str]:
+    if task.dtype.itemsize != 2:
+        yield "load the model as bfloat16"
+    if max(layer.key_width, layer.value_width) > layer.geometry.head_dim:
+        yield NARROWER

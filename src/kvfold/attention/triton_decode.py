@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.backend import AttentionBackend, Task, reads_unevenly
-from kvfold.attention.base import LayerMaps
+from kvfold.attention.base import LayerMaps, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.attention.observer import Observer
 from kvfold.ops import decode, latent_decode, observe
@@ -69,7 +69,7 @@ class TritonDecode(AttentionBackend):
         self.kept: Tensor | None = None  # where the observer has the part's queries
 
     @classmethod
-    def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
+    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
         if layer.rebuilds_keys:
             return "keys are rebuilt before RoPE"
         return (
@@ -114,10 +114,10 @@ class LatentDecode(AttentionBackend):
         self.plans: dict[int, Any] = {}
 
     @classmethod
-    def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
+    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
         if not layer.rebuilds_keys:
             return "keys are stored in score space"
-        if layer.rope is None or not layer.rope.fixed:
+        if not layer.fixed_rope:
             return "angles of RoPE depend on the length of sequences"
         return reads_unevenly(layer, groups) or latent_decode.why_not(
             layer.spec, groups, task.device_type

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvfold.attention.backend import AttentionBackend, Task
-from kvfold.attention.base import Columns, LayerMaps
+from kvfold.attention.base import Columns, LayerMaps, LayerShape
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.rows import gather_rows, rope_of
 from kvfold.cache.eviction.attention import observed
@@ -27,15 +27,14 @@ class TritonPrefill(AttentionBackend):
     observes: ClassVar[bool] = True
 
     @classmethod
-    def supports(cls, layer: LayerMaps, groups: Sequence[Group], task: Task) -> str | None:
-        g, mapped = layer.geometry, layer.value_up is not None
-        values = g.head_dim if mapped else layer.value_columns.widest
+    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
         if layer.softcap is not None:
             return "scores are capped"
         if task.observed and layer.rebuilds_keys:
             return "no kernel observes keys that are rebuilt"
         dtypes = frozenset((task.dtype,))
-        return PREFILL.why_not(task.device_type, dtypes, (layer.key_width,), (values,)) or (
+        widths = (layer.key_width,), (layer.value_width,)
+        return PREFILL.why_not(task.device_type, dtypes, *widths) or (
             observe.why_not(groups, task.device_type) if task.observed else None
         )
 

@@ -17,7 +17,7 @@ from kvfold.files import check_writable
 
 if TYPE_CHECKING:
     from kvfold.compression.compressor import Compressor
-    from kvfold.config import CacheConfig
+    from kvfold.config import CacheConfig, Recipe
     from kvfold.evaluation.measure import Measurement
     from kvfold.evaluation.tasks.base import Task
 
@@ -39,26 +39,12 @@ def load_config(name: str) -> Any:
 
 
 def load(name: str, place: Place) -> tuple[Any, Any]:
-    """(model, tokenizer) of a directory, hub id or reference, without transformers' own output.
-
-    On a CPU `auto` means float32: 16-bit arithmetic is slow on most, and coarse on all of them.
-    """
-    import torch
-
-    from kvfold.loading import default_device, load_tokenizer
-    from kvfold.loading import load as load_model
+    """(model, tokenizer) of a directory, hub id or reference, without transformers' own output."""
+    from kvfold import loading
 
     load_config(name)
-    device = place.device or default_device()
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise ValueError(f"device {device!r} is not one; legal: cpu, cuda, cuda:N, mps") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r}: this machine has no usable GPU; use --device cpu")
-    dtype = "float32" if (place.dtype, kind) == ("auto", "cpu") else place.dtype
-    tokenizer = load_tokenizer(name)
-    return load_model(name, dtype=dtype, device=device), tokenizer
+    tokenizer = loading.load_tokenizer(name)
+    return loading.load(name, dtype=place.dtype, device=place.device), tokenizer
 
 
 def check_outputs(*, html: Path | None = None, json: Path | None = None) -> None:
@@ -194,16 +180,16 @@ def commit() -> str | None:
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "") or None
 
 
-def compressor(model: str, recipe: str, calibration: Calibration, place: Place) -> "Compressor":
+def compressor(
+    model: str, recipe: "Recipe", calibration: Calibration, place: Place
+) -> "Compressor":
     """A recipe on a loaded model, with its calibration settings."""
-    from kvfold import recipes
     from kvfold.compression.compressor import Compressor
 
-    settings = recipes.get(recipe)
     loaded, tokenizer = load(model, place)
     return Compressor(
         loaded,
-        settings,
+        recipe,
         tokenizer,
         calib=list(calibration.calib) or None,
         max_tokens=calibration.max_tokens,

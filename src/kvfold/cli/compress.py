@@ -16,7 +16,7 @@ def compress(
     model: Model,
     /,
     *,
-    recipe: RecipeName = "small",
+    recipe: RecipeName = None,
     keep: float | None = None,
     budget: str | None = None,
     factor: float | None = None,
@@ -49,46 +49,45 @@ def compress(
     """
     sizes: dict[str, Any] = {"keep": keep, "budget": budget, "factor": factor}
     sizes |= {"bytes_per_token": bytes_per_token}
-    from kvfold.api import check_output, fold_to
+    from kvfold.api import check_output, fold_to, save, stored_dtype
+    from kvfold.compression.default import chosen
     from kvfold.compression.recover import check_steps
     from kvfold.compression.target import Target, check_exclusive
+    from kvfold.models.kernels import kernels_of
 
     check_exclusive({f"--{name.replace('_', '-')}": value for name, value in sizes.items()})
     target = Target(**sizes)
     check_steps(recover)
     check_output(output)
-    compressor = common.compressor(model, recipe, calibration, place)
+    config = common.load_config(model)
+    settings, why = chosen(recipe, config, target)
+    compressor = common.compressor(model, settings, calibration, place)
     begin = time.perf_counter()
     with common.progress() as progress:
         spec, ratio = fold_to(
             compressor,
             target,
             source=model,
+            why=why,
             align=align,
             statistics=calibration.stats,
             recover=recover,
             progress=progress,
         )
     seconds = time.perf_counter() - begin
-    store(compressor, model, place, output)
+    stored = stored_dtype(config, place.dtype) or compressor.model.dtype
+    save(compressor.model, compressor.tokenizer, output, stored)
+    if why is not None:
+        print(f"recipe {settings.name}: {why}")
     print(summary(compressor, spec, seconds))
+    print(f"kernels on a GPU: {kernels_of(config, spec, stored)}")
     if ratio is not None:
         print(f"perplexity ratio {ratio:.4f} on held-out text, {target.limit:g} allowed")
     print(f"saved to {output}")
 
 
-def store(compressor: "Compressor", name: str, place: Place, output: Path) -> None:
-    """Save, in the original checkpoint's dtype unless another one was asked for."""
-    from kvfold.api import save
-    from kvfold.loading import load_config
-
-    wanted = load_config(name).dtype
-    if place.dtype == "auto" and wanted is not None:
-        compressor.model.to(wanted)
-    save(compressor.model, compressor.tokenizer, output)
-
-
 def summary(compressor: "Compressor", spec: "CacheSpec", seconds: float) -> str:
+    """How much smaller a token is, and what that took."""
     from kvfold.artifact import provenance_of
 
     full = 2 * spec.geometry.full_numbers

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import common
-from kvfold.cli.options import PLACE, SAMPLING, STORAGE, Model, Place, Sampling, Storage
+from kvfold.cli.options import PLACE, SAMPLING, STORAGE, Flag, Model, Place, Sampling, Storage
 
 if TYPE_CHECKING:
     from kvfold.config import CacheConfig
@@ -16,6 +16,7 @@ def generate(
     *,
     prompt: str | None = None,
     prompt_file: Path | None = None,
+    chat: Flag = False,
     sampling: Sampling = SAMPLING,
     storage: Storage = STORAGE,
     place: Place = PLACE,
@@ -28,14 +29,17 @@ def generate(
         Text to continue.
     prompt_file
         A file with that text.
+    chat
+        Take the text as a user's message, put into the model's chat template.
     """
     text = read_prompt(prompt, prompt_file)
     loaded, tokenizer = common.load(model, place)
+    ids = encode(loaded, tokenizer, text, sampling.max_new_tokens, chat)
     cache = common.cache_config(loaded, storage)
     if cache is None:
-        stream(loaded, tokenizer, text, sampling)
+        stream(loaded, tokenizer, ids, sampling)
     else:
-        stream_paged(loaded, tokenizer, text, sampling, cache)
+        stream_paged(loaded, tokenizer, ids, sampling, cache)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -48,12 +52,11 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     return read_text(prompt_file)
 
 
-def stream(model: Any, tokenizer: Any, text: str, sampling: Sampling) -> None:
-    """Print the continuation of `text`. Raises ValueError if it does not fit the model."""
+def stream(model: Any, tokenizer: Any, ids: list[int], sampling: Sampling) -> None:
+    """Print what follows the prompt."""
     import torch
     from transformers import TextStreamer
 
-    ids = encode(model, tokenizer, text, sampling.max_new_tokens)
     torch.manual_seed(sampling.seed)
     prompt = torch.tensor([ids], device=model.device)
     limits = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1}
@@ -69,7 +72,7 @@ def stream(model: Any, tokenizer: Any, text: str, sampling: Sampling) -> None:
 
 
 def stream_paged(
-    model: Any, tokenizer: Any, text: str, sampling: Sampling, cache: "CacheConfig"
+    model: Any, tokenizer: Any, ids: list[int], sampling: Sampling, cache: "CacheConfig"
 ) -> None:
     """The same through the engine's paged cache; what it fits goes to stderr."""
     import dataclasses
@@ -78,7 +81,6 @@ def stream_paged(
     from kvfold.engine.llm import LLM
     from kvfold.engine.request import SamplingParams
 
-    ids = encode(model, tokenizer, text, sampling.max_new_tokens)
     settings = dataclasses.asdict(cache)
     total = len(ids) + sampling.max_new_tokens
     settings |= {"max_sequences": 1, "max_tokens": total}
@@ -99,12 +101,17 @@ def stream_paged(
     print()
 
 
-def encode(model: Any, tokenizer: Any, text: str, max_new_tokens: int) -> list[int]:
-    """Token ids of the prompt. Raises ValueError if they and the new ones do not fit the model."""
+def encode(
+    model: Any, tokenizer: Any, text: str, max_new_tokens: int, chat: bool = False
+) -> list[int]:
+    """Token ids of the prompt, a message if this is a chat. Raises ValueError if they and the new
+    ones do not fit the model, and for a chat with a model that has no template for it."""
     from kvfold.evaluation.perplexity import max_positions
-    from kvfold.text import encode_prompt
+    from kvfold.text import encode_chat, encode_prompt
 
-    ids = encode_prompt(tokenizer, text)
+    if chat and not tokenizer.chat_template:
+        raise ValueError("this model has no chat template: leave --chat out")
+    ids = encode_chat(tokenizer, text) if chat else encode_prompt(tokenizer, text)
     if not ids:
         raise ValueError("the prompt is empty and the tokenizer has no BOS token; give some text")
     limit = max_positions(model)

@@ -46,6 +46,7 @@ def inspect(
     common.check_outputs(html=html)
     from kvfold.artifact import KVFoldConfig
     from kvfold.models.families import family_of
+    from kvfold.models.kernels import kernels_of
     from kvfold.spec.layout import plain_spec
 
     config = common.load_config(model)
@@ -66,6 +67,7 @@ def inspect(
     print_geometry(title, geometry)
     if spec is not None:
         print_spec(spec)
+        print(f"kernels on a GPU: {kernels_of(config, spec)}")
     for key, value in provenance.items():
         print(f"{key}: {value}")
     if html is not None:
@@ -76,10 +78,11 @@ def prepared(
     model: str, recipe: str, keep: float, calibration: Calibration, place: Place
 ) -> "Prepared":
     """Bases of a recipe on the loaded model."""
+    from kvfold import recipes
     from kvfold.compression.target import Target
 
     Target(keep=keep)
-    compressor = common.compressor(model, recipe, calibration, place)
+    compressor = common.compressor(model, recipes.get(recipe), calibration, place)
     with common.progress() as progress:
         return compressor.prepare(calibration.stats, progress)
 

@@ -18,7 +18,14 @@ Files = Annotated[
     tuple[Path, ...], Parameter(consume_multiple=True, negative="", show_default=False)
 ]
 TaskFiles = Annotated[Files, Parameter(help=f"Files of {LEGAL_ROWS} rows (.jsonl, .xz, .gz).")]
-RecipeName = Annotated[str, Parameter(help=f"One of {', '.join(RECIPES)}.")]
+RecipeName = Annotated[
+    str | None,
+    Parameter(
+        help=f"One of {', '.join(RECIPES)}. By default the best of ours with kernels on a GPU for"
+        " the model and size.",
+        show_default=False,
+    ),
+]
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 
 

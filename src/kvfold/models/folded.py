@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvfold.attention.base import Columns, LayerMaps
+from kvfold.attention.base import Columns, LayerMaps, LayerShape
 from kvfold.models.pieces import Pieces
-from kvfold.models.rotary import RotaryTable
-from kvfold.spec import Geometry, Latent, LayerSpec
+from kvfold.models.rotary import RotaryTable, fixed_rope
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
 
 
 class FoldedAttention(nn.Module):
@@ -142,6 +142,7 @@ class FoldedAttention(nn.Module):
             spec=self.spec,
             geometry=self.geometry,
             window=self.window,
+            fixed_rope=self.geometry.rope and fixed_rope(self.config),
             key_columns=self.key_columns,
             value_columns=self.value_columns,
             key_up=self.key_up if self.keys_rebuilt else None,
@@ -172,6 +173,16 @@ class FoldedAttention(nn.Module):
         if spec.latents[0].side == "kv":
             return rest + self.pieces.rows(z, None, self.key_shift, rest[..., :0])
         return self.pieces.rows(z, None, self.key_shift, rest)
+
+
+def layer_shapes(config: Any, spec: CacheSpec) -> list[LayerShape]:
+    """The shapes of all layers of a model that stores what `spec` says, without its weights."""
+    rope = spec.geometry.rope and fixed_rope(config)
+    each = enumerate(zip(spec.layers, attention_windows(config), strict=True))
+    return [
+        LayerShape(index=i, spec=layer, geometry=spec.geometry, window=window, fixed_rope=rope)
+        for i, (layer, window) in each
+    ]
 
 
 def attention_windows(config: Any) -> list[int | None]:

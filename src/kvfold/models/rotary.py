@@ -15,6 +15,11 @@ def rope_type(config: Any) -> str:
     return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
 
 
+def fixed_rope(config: Any) -> bool:
+    """Whether a model's RoPE, if it has any, turns a position alike in sequences of any length."""
+    return rope_type(config) not in LONG_ROPE
+
+
 class RotaryTable:
     """The model's own RoPE tables, computed once per position and shared by all layers: a `Rope`
     of `attention.base`."""

@@ -6,7 +6,7 @@ KVFOLD_BACKEND: `auto` (Triton on a CUDA device, where it is installed), `triton
 
 import logging
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -16,6 +16,8 @@ from types import ModuleType
 import torch
 
 BACKENDS = ("auto", "triton", "reference")
+GPU = "gpu"  # a device type to ask about: some GPU with Triton, whatever this machine has
+LAST = "reference"  # of an operation's implementations: plain PyTorch, which serves all data
 log = logging.getLogger(__name__)
 
 
@@ -29,28 +31,30 @@ class Choice:
     refused: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operation:
     """An operation's package, and its modules that implement it, in order of preference.
 
-    Each has the functions that the package names, and `why_not(*data)`: None where it serves these
-    data, else the reason, a short phrase for a user. It is imported when it is asked. A name's
-    first word is the backend that it needs (`triton`, `triton_split`). The last, `reference`, is
-    plain PyTorch, serves all data and is not asked.
+    Each has the functions that the package names, and is imported when it is chosen. Beside it
+    stands its why_not(*data): None where it serves these data, else the reason, a short phrase for
+    a user; it needs no Triton, so that any machine can tell what a GPU would do. A name's first
+    word is the backend that it needs (`triton`, `triton_split`). The last, `reference`, is not
+    among them.
     """
 
     package: str
-    implementations: tuple[str, ...]
+    kernels: Mapping[str, Callable[..., str | None]]
 
     def choose(self, device_type: str, *data: Hashable) -> Choice:
         """The first implementation that runs on this type of device and serves these data."""
+        assert device_type != GPU, "nothing runs on a device that is only asked about"
         return _choose(self, _wanted(), use_triton(device_type), device_type, data)
 
     def why_not(self, device_type: str, *data: Hashable) -> str | None:
-        """Why the reference runs on these data; None where another implementation does."""
-        found = self.choose(device_type, *data)
-        last = found.name == self.implementations[-1]
-        return "; ".join(found.refused) if last else None
+        """Why the reference runs on these data; None where another implementation does. Imports
+        none of them."""
+        name, refused = _pick(self, _wanted(), use_triton(device_type), device_type, data)
+        return "; ".join(refused) if name == LAST else None
 
 
 def _wanted() -> str:
@@ -61,23 +65,29 @@ def _wanted() -> str:
 def _choose(
     operation: Operation, wanted: str, triton: bool, device_type: str, data: tuple[Hashable, ...]
 ) -> Choice:
-    refused: list[str] = []
-    *others, last = operation.implementations
-    for name in others:
-        reason = _away(name.partition("_")[0], wanted, triton, device_type)
-        if reason is None:
-            module = import_module(f"{operation.package}.{name}")
-            if (reason := module.why_not(*data)) is None:
-                break
-        refused.append(reason)
-    else:
-        name, module = last, import_module(f"{operation.package}.{last}")
+    name, refused = _pick(operation, wanted, triton, device_type, data)
     _log(operation.package.rpartition(".")[2], device_type, name, *refused)
-    return Choice(name, module, tuple(refused))
+    return Choice(name, import_module(f"{operation.package}.{name}"), refused)
+
+
+@lru_cache(maxsize=4096)
+def _pick(
+    operation: Operation, wanted: str, triton: bool, device_type: str, data: tuple[Hashable, ...]
+) -> tuple[str, tuple[str, ...]]:
+    """The name of the first that serves, and why those before it do not."""
+    refused: list[str] = []
+    for name, why_not in operation.kernels.items():
+        reason = _away(name.partition("_")[0], wanted, triton, device_type) or why_not(*data)
+        if reason is None:
+            return name, tuple(refused)
+        refused.append(reason)
+    return LAST, tuple(refused)
 
 
 def _away(backend: str, wanted: str, triton: bool, device_type: str) -> str | None:
     """Why a backend does not run on this type of device, whatever the data."""
+    if device_type == GPU:
+        return None
     if wanted not in ("auto", backend):
         return f"KVFOLD_BACKEND is {wanted}"
     if backend != "triton" or triton:
@@ -97,6 +107,8 @@ def _log(operation: str, device_type: str, name: str, *refused: str) -> None:
 @lru_cache
 def use_triton(device_type: str) -> bool:
     """Whether kernels run on this type of device. Raises ValueError for an unknown backend."""
+    if device_type == GPU:
+        return True
     wanted = _wanted()
     if wanted not in BACKENDS:
         raise ValueError(f"KVFOLD_BACKEND must be one of {', '.join(BACKENDS)}; got {wanted!r}")

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from kvfold.ops.backend import Operation
 from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.decode.groups import unread
 from kvfold.spec.layout import Group
 
-# Each has `why_not(groups)`, `plan_layers` and `decode`, which are called as those below.
-DECODE = Operation(__name__, ("triton", "reference"))
+# Each has `plan_layers` and `decode`, which are called as those below.
+DECODE = Operation(__name__, {"triton": unread})
 
 
 def why_not(groups: Sequence[Group], device_type: str) -> str | None:

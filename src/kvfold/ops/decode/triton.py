@@ -17,14 +17,13 @@ from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import Slices, padded_queries, padded_width, power_of_two
 from kvfold.ops.common.plan_triton import plan_slices
 from kvfold.ops.common.tuning import Tuning
-from kvfold.ops.decode.groups import DecodeGroups, decode_groups, unread
+from kvfold.ops.decode.groups import DecodeGroups, decode_groups
 from kvfold.ops.decode.kernels import combine_kernel, decode_kernel
 from kvfold.ops.decode.tuning import tuning_for
 from kvfold.spec.layout import Group
 
 OVERHEAD = 512  # cost of beginning an item, in bits of a row
 SMALLEST = 4  # tiles of a slice
-why_not = unread
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from kvfold.ops.backend import Operation
 from kvfold.ops.common.pages import LayerPages
-from kvfold.ops.latent_decode.groups import Layer
+from kvfold.ops.latent_decode.groups import Layer, unread
 from kvfold.ops.latent_decode.maps import KeyMaps, rope_table
 from kvfold.spec import LayerSpec
 from kvfold.spec.layout import Group
 
 __all__ = ["KeyMaps", "latent_decode", "plan_layers", "rope_table", "why_not"]
 
-# Each has `why_not(layer, groups)`, `plan_layers` and `latent_decode`, called as those below.
-LATENT_DECODE = Operation(__name__, ("triton", "reference"))
+# Each has `plan_layers` and `latent_decode`, which are called as those below.
+LATENT_DECODE = Operation(__name__, {"triton": unread})
 
 
 def why_not(layer: LayerSpec, groups: Sequence[Group], device_type: str) -> str | None:

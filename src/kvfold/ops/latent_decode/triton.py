@@ -25,14 +25,13 @@ from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.decode.kernels import combine_kernel
 from kvfold.ops.decode.triton import combine_options
 from kvfold.ops.latent_decode.fold_triton import fold_kernel
-from kvfold.ops.latent_decode.groups import LatentGroups, Layer, latent_groups, unread
+from kvfold.ops.latent_decode.groups import LatentGroups, Layer, latent_groups
 from kvfold.ops.latent_decode.maps import KeyMaps, Packed, pack_maps
 from kvfold.ops.latent_decode.plan import SPAN, LatentPlan, Passes, workspace
 from kvfold.ops.latent_decode.scores_triton import score_kernel
 from kvfold.ops.latent_decode.values_triton import value_kernel
 
 FOLDING = 1024  # programs, about, that fold queries
-why_not = unread
 
 
 def plan_layers(

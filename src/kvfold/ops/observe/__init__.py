@@ -10,10 +10,19 @@ from torch import Tensor
 
 from kvfold.ops.backend import Operation
 from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.decode import groups as score_space
 from kvfold.spec.layout import Group
 
-# Each has `why_not(groups)`, and `observe`, which is called as the one below.
-OBSERVE = Operation(__name__, ("triton", "reference"))
+
+def unread(groups: Sequence[Group]) -> str | None:
+    """As of the decode kernels, whose pages these are, with metrics."""
+    if not all(group.layout.tracked for group in groups):
+        return "rows without metrics: they are not tracked"
+    return score_space.unread(groups)
+
+
+# Each has `observe`, which is called as the one below.
+OBSERVE = Operation(__name__, {"triton": unread})
 
 
 def why_not(groups: Sequence[Group], device_type: str) -> str | None:

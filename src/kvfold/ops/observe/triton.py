@@ -6,8 +6,6 @@ Rows lie on the rows of every matrix product, queries on its columns; codes as i
 """
 # mypy: allow-untyped-defs
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor, float16, float32, int32, uint16
@@ -16,9 +14,8 @@ from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.codes_triton import UNIT, load_query, load_scales, unpack
 from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import padded_width, power_of_two
-from kvfold.ops.decode.groups import DecodeGroups, decode_groups, unread
+from kvfold.ops.decode.groups import DecodeGroups, decode_groups
 from kvfold.ops.store.segments import plan_blocks
-from kvfold.spec.layout import Group
 
 WARPS = 4  # what Hopper's widest matrix products take
 PROGRAMS = 4096  # of a launch, or one a group: some waves, and few that find nothing to do
@@ -155,13 +152,6 @@ def observe_kernel(
                     )  # fmt: skip
                     mass += _mass(k, some, factor, zero, position, BITS, ZEROS)
             tl.store(floats + (there + metric), old + mass, inside)
-
-
-def why_not(groups: Sequence[Group]) -> str | None:
-    """As of the decode kernels, whose pages these are, with metrics."""
-    if not all(group.layout.tracked for group in groups):
-        return "rows without metrics: they are not tracked"
-    return unread(groups)
 
 
 def observe(

@@ -7,12 +7,13 @@ widest key and value rank. What the heads of a layer keep may differ from head t
 from torch import Tensor
 
 from kvfold.ops.backend import Operation
+from kvfold.ops.prefill.plan import unread
 from kvfold.ops.prefill.rows import KVView, Seen
 
 __all__ = ["KVView", "Seen", "prefill", "why_not"]
 
-# Each has `why_not(dtypes, key ranks, value ranks)`, and `prefill`, called as the one below.
-PREFILL = Operation(__name__, ("triton", "reference"))
+# Each has `prefill`, which is called as the one below.
+PREFILL = Operation(__name__, {"triton": unread})
 
 
 def why_not(q: Tensor, keys: KVView, values: KVView) -> str | None:

@@ -17,6 +17,8 @@ from kvfold.ops.common.launch import upload
 from kvfold.ops.common.plan import padded_width
 
 WIDEST = 256  # value columns of a unit
+WIDEST_ROWS = (256, 512)  # key and value rank
+DTYPES = {torch.float16, torch.bfloat16}
 NEVER = 2**31 - 1  # the position of what is not there
 Widths = tuple[int, int, int]  # DK, EK, DV
 
@@ -42,6 +44,23 @@ class Class:
     units: Tensor
     exact: bool
     align: int
+
+
+def unread(
+    dtypes: frozenset[torch.dtype], key_ranks: tuple[int, ...], value_ranks: tuple[int, ...]
+) -> str | None:
+    """Why the kernel does not read such rows; None where it does: 16-bit numbers, keys and values
+    of at most WIDEST_ROWS."""
+    if len(dtypes) > 1 or not dtypes <= DTYPES:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return f"numbers in {names}: the kernel reads float16 or bfloat16"
+    for side, widest, most in (
+        ("keys", max(key_ranks), WIDEST_ROWS[0]),
+        ("values", max(value_ranks), WIDEST_ROWS[1]),
+    ):
+        if widest > most:
+            return f"{side} of {widest} numbers: the kernel reads at most {most}"
+    return None
 
 
 def cut_for(widths: Widths, few: bool) -> Cut:

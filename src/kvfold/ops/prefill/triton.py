@@ -25,9 +25,6 @@ from kvfold.ops.prefill.plan import (
 )
 from kvfold.ops.prefill.rows import KVView, Seen
 
-WIDEST = (256, 512)  # key and value rank
-DTYPES = {torch.float16, torch.bfloat16}
-
 
 @triton.jit
 def _multiple(number, ALIGN: tl.constexpr):
@@ -184,22 +181,6 @@ def prefill_kernel(
     tl.store(out + (at + column), acc * norm, live[:, None] & (column < v_rank))
     if begin == 0:
         tl.store(lse + (b * H + head + which) * T + t, top + tl.log2(mass), live)
-
-
-def why_not(
-    dtypes: frozenset[torch.dtype], key_ranks: tuple[int, ...], value_ranks: tuple[int, ...]
-) -> str | None:
-    """None for 16-bit numbers, keys of at most 256 and values of at most 512."""
-    if len(dtypes) > 1 or not dtypes <= DTYPES:
-        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        return f"numbers in {names}: the kernel reads float16 or bfloat16"
-    for side, widest, most in (
-        ("keys", max(key_ranks), WIDEST[0]),
-        ("values", max(value_ranks), WIDEST[1]),
-    ):
-        if widest > most:
-            return f"{side} of {widest} numbers: the kernel reads at most {most}"
-    return None
 
 
 def prefill(

@@ -16,12 +16,13 @@ from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.store import residual
 from kvfold.ops.store.reference import StoredRows
 from kvfold.ops.store.residual import Fill
+from kvfold.ops.store.segments import unserved
 from kvfold.spec.layout import CacheLayout
 
 __all__ = ["Fill", "StoredRows", "add_metrics", "append", "gather", "move", "read_tracked", "spans"]
 
-# Each has the functions below but `spans`; kernels say `why_not(groups)` they do not serve some.
-STORE = Operation(__name__, ("triton", "reference"))
+# Each has the functions below but `spans`.
+STORE = Operation(__name__, {"triton": unserved})
 
 
 def spans(layout: CacheLayout, device_type: str) -> Sequence[slice]:

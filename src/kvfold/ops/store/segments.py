@@ -20,6 +20,16 @@ from kvfold.spec.layout import Group, PageLayout, Segment
 NONE = -1  # the offset of what a piece does not have
 
 
+@lru_cache(maxsize=4096)
+def unserved(groups: tuple[Group, ...]) -> str | None:
+    """Why the kernels do not serve such pages; None where they do."""
+    if any(group.layout.residual for group in groups):
+        return "rows wait unquantised in a tail"
+    formats = {x.format for group in groups for x in group.layout.segments}
+    unknown = {x.name for x in formats if "store" not in x.kernels}
+    return f"no kernel stores format {', '.join(sorted(unknown))}" if unknown else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """`width` numbers from column `start` of the layer's row, all of one segment of one group.

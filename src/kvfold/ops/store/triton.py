@@ -4,8 +4,6 @@ Shapes and arguments as in `store`, whose functions these are; D pieces of colum
 `segments`). A program handles a tile of rows and all numbers of one piece, padded to a power of 2.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 from torch import Tensor
@@ -15,23 +13,13 @@ from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import power_of_two
 from kvfold.ops.store.kernels import append_rows, gather_rows, move_rows, track_rows
 from kvfold.ops.store.reference import StoredRows
-from kvfold.ops.store.segments import plan_blocks, plan_pieces
+from kvfold.ops.store.segments import plan_blocks, plan_pieces, unserved
 from kvfold.spec.layout import Group, PageLayout
 
 WHOLE = 1 << 30  # no segment is cut where it is quantised: its numbers share a scale
 CHUNK = 128  # numbers of a piece where it is read
 TRACK = 256  # rows of a tile of metrics
 MOVED = 2048  # words of a tile of rows that move
-
-
-@lru_cache(maxsize=4096)
-def why_not(groups: tuple[Group, ...]) -> str | None:
-    """Why these kernels do not serve such pages; None where they do."""
-    if any(group.layout.residual for group in groups):
-        return "rows wait unquantised in a tail"
-    formats = {x.format for group in groups for x in group.layout.segments}
-    unknown = {x.name for x in formats if "store" not in x.kernels}
-    return f"no kernel stores format {', '.join(sorted(unknown))}" if unknown else None
 
 
 def tile(width: int) -> tuple[int, int]:
@@ -136,5 +124,5 @@ def _tracks(pages: LayerPages) -> Tensor:
 
 def _layout(groups: tuple[Group, ...]) -> PageLayout:
     """The layout that all groups agree in, but for segments."""
-    assert why_not(groups) is None, why_not(groups)
+    assert unserved(groups) is None, unserved(groups)
     return groups[0].layout

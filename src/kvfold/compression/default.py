@@ -1,0 +1,55 @@
+"""The recipe where none is named: the best of ours that kernels serve, before calibration."""
+
+from typing import Any
+
+import torch
+
+from kvfold import recipes
+from kvfold.compression.bases import builder_of
+from kvfold.compression.target import Target
+from kvfold.config import Recipe
+from kvfold.models.families import family_of
+from kvfold.models.kernels import kernels_of
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Tiers, value_kind
+
+PREFERENCE = ("small", "lean", "swift", "fast")  # by what they lose at one size: docs/quality.md
+SLACK = 2  # how much more than its even share of the budget a latent may get
+
+
+def chosen(given: str | Recipe | None, config: Any, target: Target) -> tuple[Recipe, str | None]:
+    """A recipe, and why it was chosen, where none is given; config: of the model.
+
+    The first of PREFERENCE that gives every layer kernels on a GPU though each latent keep SLACK
+    times its even share of the budget, or its whole width where that is less or no share is asked
+    for; the very first where none does. Raises ValueError for an unknown name or family.
+    """
+    if given is not None:
+        return recipes.get(given) if isinstance(given, str) else given, None
+    passed: list[str] = []
+    for recipe in map(recipes.get, PREFERENCE):
+        if kernels_of(config, widest_spec(recipe, config, target), torch.bfloat16).complete:
+            others = f"; not {', '.join(passed)}" if passed else ""
+            return recipe, f"the best of ours with kernels on a GPU at this size{others}"
+        passed.append(recipe.name)
+    return recipes.get(PREFERENCE[0]), "the best of ours; none has kernels on a GPU at this size"
+
+
+def widest_spec(recipe: Recipe, config: Any, target: Target) -> CacheSpec:
+    """What a recipe stores if every latent is as wide as it may well become; where bits are to be
+    planned, in two precisions."""
+    geometry = family_of(config).geometry(config)
+    share = 1.0 if target.keep is None else min(1.0, SLACK * target.keep)
+    planned = target.factor is not None or target.bytes_per_token is not None
+    return even_spec(recipe, geometry, share, planned)
+
+
+def even_spec(recipe: Recipe, geometry: Geometry, share: float, planned: bool = False) -> CacheSpec:
+    """What a recipe stores that keeps `share` of every latent's numbers, in all layers."""
+    basis, latents = builder_of(recipe), []
+    for side, heads in basis.head_sets(geometry):
+        rank = int(share * len(side) * len(heads) * geometry.head_dim)
+        tiers: Tiers | None = ((rank - rank // 2, 8), (rank // 2, 4)) if planned else None
+        latents.append(Latent(side=side, heads=heads, rank=rank, tiers=tiers))
+    values = value_kind(geometry, [latent for latent in latents if "v" in latent.side])
+    layer = LayerSpec(keys=basis.key_kind(geometry), values=values, latents=tuple(latents))
+    return CacheSpec(geometry=geometry, layers=(layer,) * geometry.num_layers)

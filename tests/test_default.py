@@ -1,0 +1,68 @@
+"""The recipe where none is named: one that kernels serve, chosen by shapes alone."""
+
+import pytest
+import torch
+import transformers as hf
+
+import kvfold
+from kvfold.artifact import provenance_of
+from kvfold.compression.default import PREFERENCE, chosen
+from kvfold.compression.target import Target
+from kvfold.config import DEFAULT_KEEP
+from kvfold.loading import load_config
+from kvfold.models.kernels import kernels_of
+from models import CONFIGS, tiny
+from test_tiers import statistics_of
+
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA_8B = hf.LlamaConfig(hidden_size=4096, num_hidden_layers=32, **HEADS)
+HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3}
+SMOLLM2 = hf.LlamaConfig(hidden_size=576, num_hidden_layers=30, **HEADS)
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "why"),
+    [
+        ({}, "fast", "at this size; not small, lean, swift"),
+        ({"keep": 0.25}, "lean", "at this size; not small"),
+        ({"keep": 0.125}, "small", "with kernels on a GPU at this size"),
+        ({"budget": "ppl<=1.01"}, "fast", "not small"),  # any size may come of it
+        ({"factor": 8}, "small", "none has kernels"),  # kernels read one precision of a layer
+        ({"bytes_per_token": 9000}, "small", "none has kernels"),
+    ],
+)
+def test_wide_latents_give_way_to_those_with_kernels(size, name, why) -> None:
+    recipe, said = chosen(None, LLAMA_8B, Target(**size))
+    assert recipe == kvfold.recipes.get(name) and said is not None and why in said
+
+
+@pytest.mark.parametrize("size", [{}, {"keep": 1.0}, {"budget": "ppl<=1.01"}])
+@pytest.mark.parametrize("config", [SMOLLM2, load_config("reference:gqa")])
+def test_narrow_ones_stay_small(config, size) -> None:
+    assert chosen(None, config, Target(**size))[0].name == "small"
+
+
+def test_without_kernels_it_is_the_best_and_says_so() -> None:
+    recipe, why = chosen(None, CONFIGS["gemma2"](), Target())
+    assert recipe.name == PREFERENCE[0] == "small" and "none has kernels" in str(why)
+    assert chosen(None, CONFIGS["opt"](), Target())[0].name == "fast"  # heads may not share rows
+
+
+def test_a_named_recipe_is_taken() -> None:
+    mine = kvfold.recipes.get("zack")
+    assert chosen("zack", LLAMA_8B, Target()) == chosen(mine, LLAMA_8B, Target()) == (mine, None)
+    with pytest.raises(ValueError, match="unknown recipe 'big'; recipes: zack"):
+        chosen("big", LLAMA_8B, Target())
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "opt"])
+def test_compress_records_the_choice_which_has_kernels(name: str) -> None:
+    model = tiny(name)
+    recipe, why = chosen(None, model.config, Target())
+    statistics = statistics_of(model, recipe.name)
+    kvfold.compress(model, statistics=statistics)
+    made = provenance_of(model)
+    assert made["chosen"] == why and made["recipe"]["name"] == recipe.name
+    assert made["keep"] == DEFAULT_KEEP
+    spec = model.config.quantization_config.spec
+    assert kernels_of(model.config, spec, torch.bfloat16).complete
