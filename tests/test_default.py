@@ -23,10 +23,10 @@ SMOLLM2 = hf.LlamaConfig(hidden_size=576, num_hidden_layers=30, **HEADS)
 @pytest.mark.parametrize(
     ("size", "name", "why"),
     [
-        ({}, "fast", "at this size; not small, lean, swift"),
+        ({}, "lean-g", "at this size; not small, lean"),
         ({"keep": 0.25}, "lean", "at this size; not small"),
         ({"keep": 0.125}, "small", "with kernels on a GPU at this size"),
-        ({"budget": "ppl<=1.01"}, "fast", "not small"),  # any size may come of it
+        ({"budget": "ppl<=1.01"}, "lean-g", "not small"),  # any size may come of it
         ({"factor": 8}, "small", "none has kernels"),  # kernels read one precision of a layer
         ({"bytes_per_token": 9000}, "small", "none has kernels"),
     ],

@@ -24,7 +24,7 @@ from kvfold.spec.layout import CacheLayout, Group
 # In order of preference; the last serves everything.
 DECODE: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, CpuPaged, Fallback)
 PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
-NARROWER = "a smaller keep, or a recipe of narrower latents, such as lean or fast, does"
+NARROWER = "a smaller keep, or a recipe of narrower latents, such as lean-g or fast, does"
 EVEN = "a recipe that keeps as much of every head, such as fast with align=8, does"
 
 logger = logging.getLogger(__name__)

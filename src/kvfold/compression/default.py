@@ -12,7 +12,7 @@ from kvfold.models.families import family_of
 from kvfold.models.kernels import kernels_of
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Tiers, value_kind
 
-PREFERENCE = ("small", "lean", "swift", "fast")  # by what they lose at one size: docs/quality.md
+PREFERENCE = ("small", "lean", "lean-g", "fast")  # by what they lose at one size: docs/quality.md
 SLACK = 2  # how much more than its even share of the budget a latent may get
 
 
