@@ -121,7 +121,6 @@ class Engine:
             num_prompt=len(prompt_ids),
             sampling=sampling,
             cache=cache or CacheParams(),
-            generator=sampling.generator(),
             text=TextStream(self.detokenize, sampling.stop) if self.detokenize else None,
         )
         self.scheduler.add(request)
@@ -155,12 +154,13 @@ class Engine:
     def _run(self, batch: Batch) -> list[Choice]:
         """The model, then a choice for every chunk that wants one; none after a failure."""
         params = [chunk.request.sampling for chunk in batch.with_logits]
-        generators = [chunk.request.generator for chunk in batch.with_logits]
+        seeds = [chunk.request.seed for chunk in batch.with_logits]
+        positions = [chunk.start + len(chunk.tokens) for chunk in batch.with_logits]
         with self.scheduler.guard([chunk.request for chunk in batch.chunks]):
             if batch.chunks:
                 logits = self.runner.run(batch)
                 self._advance(batch)
-                return sample(logits, params, generators).choices(params) if params else []
+                return sample(logits, params, seeds, positions).choices(params) if params else []
         return []
 
     def _advance(self, batch: Batch) -> None:
