@@ -262,10 +262,11 @@ def reference(prompt: Sequence[int], params: SamplingParams) -> list[int]:
 @cache
 def alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
     """One request's outputs, without engine, cache or batch."""
-    tokens, generator = list(prompt), params.generator()
+    tokens = list(prompt)
     while len(tokens) - len(prompt) < params.max_new_tokens:
         logits = logits_after(tokens)[None]
-        tokens.append(sample(logits, [params], [generator]).choices([params])[0].token)
+        place = [params.seed or 0], [len(tokens)]
+        tokens.append(sample(logits, [params], *place).choices([params])[0].token)
         if tokens[-1] == EOS and not params.ignore_eos:
             break
     return tuple(tokens[len(prompt) :])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvfold.attention.backend import AttentionBackend, Task, reads_unevenly
 from kvfold.attention.base import LayerMaps, LayerShape
+from kvfold.attention.buckets import by_length
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.attention.observer import Observer
 from kvfold.cache.eviction.attention import attention_mass
@@ -58,15 +59,18 @@ class CpuPaged(AttentionBackend):
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, 1, .] -> [B, 1, W]."""
         q_BHGd = q.unflatten(1, (layer.geometry.num_kv_heads, -1))[..., 0, :]
-        pages = self.view.pages[layer.index]
-        plan = plan_pages(pages.groups, self.view.pool.device)
+        plan = plan_pages(self.view.pages[layer.index].groups, self.view.pool.device)
         if self.one_table and part.prompt_lengths is None and plan.in_place:
-            counts, size = pages.lengths[part.slots], part.sizes[layer.index]
-            place = locate(pages, part.slots, counts, size)
-            out = attention_in_place(q_BHGd, *place, plan.page, layer.scale)
+            out = by_length(partial(self._in_place, layer), part, layer.index, q_BHGd)
         else:
             out = self._page_by_page(layer, part, q_BHGd)
         return layer.joined(out.flatten(1, 2)[:, :, None].to(q.dtype))
+
+    def _in_place(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+        """q [B, Hk, G, d] -> fp32 [B, Hk, G, r], all sequences padded to the longest."""
+        pages = self.view.pages[layer.index]
+        place = locate(pages, part.slots, pages.lengths[part.slots], part.size(layer.index))
+        return attention_in_place(q, *place, self.view.pool.layout.page, layer.scale)
 
     def _page_by_page(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hk, G, d] -> fp32 [B, Hk, G, r]."""

@@ -5,12 +5,14 @@ a row, Hk KV heads, W numbers that W_O takes.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
 from kvfold.attention.backend import AttentionBackend, Task
 from kvfold.attention.base import LayerMaps, LayerShape
+from kvfold.attention.buckets import by_length
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.rows import gather_rows, member_of, rope_of
 from kvfold.cache.eviction.attention import attention_mass
@@ -28,8 +30,12 @@ class Fallback(AttentionBackend):
         return None
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+        return by_length(partial(self._attend, layer), part, layer.index, q)
+
+    def _attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+        """All sequences padded to the longest."""
         pages = self.view.pages[layer.index]
-        stored = gather_rows(self.view, layer, part.slots, part.sizes[layer.index])
+        stored = gather_rows(self.view, layer, part.slots, part.size(layer.index))
         rope = rope_of(layer, stored, pages.groups, part.stop)
         member = member_of(pages.groups, q.device)
         positions = stored.positions[:, member]  # [B, 1 or Hk, S]

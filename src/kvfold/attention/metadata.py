@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -52,16 +53,17 @@ class PoolView:
 class AttentionMetadata:
     """Tokens begin..begin + B * T of the packed row: T queries each of the sequences `slots` [B].
 
-    positions int [B, T]; sizes: of every layer, rows of the longest group (nothing in a graph);
-    rows: at least as many as any layer holds for these sequences, in all of its groups; stop: an
-    upper bound of positions; prompt_lengths [B] where the attention of these queries is observed,
-    else None; decode: T is 1, and no row of these sequences comes after their queries.
+    positions int [B, T]; lengths [layers, B]: rows of every sequence's longest group, on the host
+    (nothing in a graph); rows: at least as many as any layer holds for these sequences, in all of
+    its groups; stop: an upper bound of positions; prompt_lengths [B] where the attention of these
+    queries is observed, else None; decode: T is 1, and no row of these sequences comes after their
+    queries.
     """
 
     begin: int
     slots: Tensor
     positions: Tensor
-    sizes: Sequence[int]
+    lengths: npt.NDArray[np.int64]
     rows: int
     stop: int
     prompt_lengths: Tensor | None = None
@@ -88,7 +90,7 @@ class AttentionMetadata:
             begin=begin,
             slots=torch.tensor(slots, device=device),
             positions=positions.view(len(slots), -1),
-            sizes=np.maximum.reduceat(rows.max(0), firsts).tolist(),
+            lengths=np.maximum.reduceat(rows, firsts, axis=1).T,
             rows=int(np.add.reduceat(rows.sum(0), firsts).max()),
             stop=stop,
             prompt_lengths=lengths,
@@ -102,13 +104,17 @@ class AttentionMetadata:
             begin=0,
             slots=slots,
             positions=positions[:, None],
-            sizes=(),
+            lengths=np.empty((0, 0), dtype=np.int64),
             rows=_most_rows(view, len(slots)),
             stop=0,
             # Generated tokens are observed wherever the prompt ended.
             prompt_lengths=torch.zeros_like(slots) if view.observes_decodes else None,
             decode=True,
         )
+
+    def size(self, layer: int) -> int:
+        """Rows of the longest group of a layer."""
+        return int(self.lengths[layer].max())
 
     def of(self, packed: Tensor) -> Tensor:
         """This part of packed [1, H, N, n] as [B, H, T, n]."""

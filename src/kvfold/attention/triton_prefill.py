@@ -39,7 +39,7 @@ class TritonPrefill(AttentionBackend):
         )
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
-        pages, size = self.view.pages[layer.index], part.sizes[layer.index]
+        pages, size = self.view.pages[layer.index], part.size(layer.index)
         groups = pages.groups
         stored = gather_rows(self.view, layer, part.slots, size)
         rope = rope_of(layer, stored, groups, part.stop)

@@ -130,7 +130,6 @@ class Engine:
             num_prompt=len(ids),
             sampling=replace(sampling, max_new_tokens=limit),
             cache=cache or CacheParams(),
-            generator=sampling.generator(),
         )
         self.scheduler.check(request)
         return request
@@ -212,9 +211,9 @@ class Engine:
         requests = [chunk.request for chunk in batch.with_logits]
         if not requests:
             return []
-        params = [x.sampling for x in requests]
-        choices = sample(logits, params, [x.generator for x in requests]).choices(params)
-        return list(zip(requests, choices, strict=True))
+        params, seeds = [x.sampling for x in requests], [x.seed for x in requests]
+        choices = sample(logits, params, seeds, [len(x.token_ids) for x in requests])
+        return list(zip(requests, choices.choices(params), strict=True))
 
     def _advance(self, batch: Batch) -> None:
         for chunk in batch.chunks:

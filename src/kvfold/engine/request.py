@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from secrets import randbits
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from kvfold.config import check, setting
@@ -51,14 +51,6 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
-
-    def generator(self) -> torch.Generator | None:
-        """The request's own randomness, on the CPU: the same draws on every device."""
-        if self.greedy:
-            return None
-        generator = torch.Generator()
-        generator.seed() if self.seed is None else generator.manual_seed(self.seed)
-        return generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +119,9 @@ class Request:
     the slot was opened; the next one's position. The cache may hold fewer rows than that once some
     are evicted. num_prefill: tokens that this slot prefills: the prompt, and after a pre-emption
     the outputs until then too. last_compressed: step in which this slot was last compressed, or
-    found within its budget after prefill. num_overtaken: rows of requests that were let in before
-    it. deliver: takes its outputs, in place of who steps.
+    found within its budget after prefill. seed: of its draws, from entropy where none was given.
+    num_overtaken: rows of requests that were let in before it. deliver: takes its outputs, in place
+    of who steps.
     """
 
     id: int
@@ -136,7 +129,7 @@ class Request:
     num_prompt: int
     sampling: SamplingParams
     cache: CacheParams = CacheParams()
-    generator: torch.Generator | None = None
+    seed: int = field(init=False)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -152,6 +145,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prefill = len(self.token_ids)
+        self.seed = randbits(63) if self.sampling.seed is None else self.sampling.seed
 
     @property
     def open_slot(self) -> int:

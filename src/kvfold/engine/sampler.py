@@ -4,13 +4,16 @@ Shapes: n rows (one a sequence), V vocabulary, r rows that draw, m rows that wan
 top logprobs that one of them wants.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvfold.engine.noise import gumbel, keys_of
 from kvfold.engine.request import SamplingParams, TokenLogprobs
+
+BLOCK = 2**19  # logits that a CPU works on at once: more of them leave its caches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,65 +63,90 @@ class Choice:
 def sample(
     logits: Tensor,
     params: Sequence[SamplingParams],
-    generators: Sequence[torch.Generator | None],
+    seeds: Sequence[int],
+    positions: Sequence[int],
 ) -> Sampled:
     """One token a row of logits [n, V] fp32. A row's token depends on nothing in other rows.
 
-    generators: CPU generator of every row that is not greedy; it gives one number. Never waits for
-    the device.
+    seeds: of the requests; positions: index of each new token in its sequence. Both say what is
+    drawn, and there is no other randomness; a greedy row ignores them. Never waits for the device.
     """
-    assert logits.shape[0] == len(params) == len(generators), (logits.shape, len(params))
+    assert len(logits) == len(params) == len(seeds) == len(positions), (logits.shape, len(params))
     most, tokens = logits.max(-1)
-    rows = [i for i, p in enumerate(params) if not p.greedy]
-    if rows:
-        uniform = _uniform([generators[i] for i in rows]).to(logits.device)
+    keys = keys_of(seeds, positions)
+    for rows in _blocks(params, logits):
         chosen = [params[i] for i in rows]
-        tokens[rows] = _draw(_limit(_scale(logits[rows], chosen), chosen), uniform)
+        scaled = _scale(logits[rows], most[rows], chosen)
+        tokens[rows] = _draw(scaled, keys[rows].to(logits.device), chosen)
     bad = ~most.isfinite()  # the maximum of a row with a NaN is NaN
     return Sampled(tokens=tokens, bad=bad, logprobs=_logprobs(logits, tokens, params))
 
 
-def _uniform(generators: Sequence[torch.Generator | None]) -> Tensor:
-    """fp64 [r] in [0, 1): one number from every generator."""
-    return torch.stack(
-        [torch.rand((), generator=generator, dtype=torch.float64) for generator in generators]
-    )
+def _blocks(params: Sequence[SamplingParams], logits: Tensor) -> Iterator[list[int]]:
+    """The rows that draw, in blocks that sort as many tokens each and, on a CPU, fit its caches."""
+    vocab = logits.shape[-1]
+    most = max(1, BLOCK // vocab) if logits.device.type == "cpu" else len(params)
+    alike: dict[int, list[int]] = {}
+    for i, p in enumerate(params):
+        if not p.greedy:
+            alike.setdefault(_num_sorted(p, vocab), []).append(i)
+    for rows in alike.values():
+        for first in range(0, len(rows), most):
+            yield rows[first : first + most]
+
+
+def _num_sorted(params: SamplingParams, vocab: int) -> int:
+    """How many of the likeliest tokens a row's limits are about; 0: it has none. In powers of two,
+    so that rows share a sort, and a row's own settings alone say how long it is."""
+    if params.top_k is None:
+        return vocab if params.top_p < 1 else 0
+    return min(1 << (params.top_k - 1).bit_length(), vocab)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, device=like.device, dtype=torch.float64)[:, None]
 
 
-def _scale(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Logits over temperature [r, V]; the maximum goes first, so that nothing overflows."""
+def _scale(logits: Tensor, most: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Logits over temperature [r, V], in place; the maximum goes first, so that nothing
+    overflows."""
     temperature = _column([p.temperature for p in params], logits).to(logits.dtype)
-    return (logits - logits.amax(-1, keepdim=True)) / temperature
+    return logits.sub_(most[:, None]).div_(temperature)
 
 
-def _limit(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """-inf outside the top k, and of those outside the fewest whose probability reaches top p."""
-    if all(p.top_k is None and p.top_p == 1 for p in params):
-        return scaled
-    vocab = scaled.shape[-1]
+def _draw(scaled: Tensor, keys: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """The token whose log-probability and noise add up to most, int64 [r]. scaled [r, V], at most
+    0; keys [r]; params: of rows that sort as many tokens."""
+    count = _num_sorted(params[0], scaled.shape[-1])
+    if not count:
+        every = torch.arange(scaled.shape[-1], device=scaled.device)
+        return gumbel(keys, every).add_(scaled).argmax(-1)
+    ids = _likeliest(scaled, count)
+    values = _limit(scaled.gather(-1, ids), params)
+    found = gumbel(keys, ids).add_(values).argmax(-1, keepdim=True)
+    return ids.gather(-1, found).squeeze(-1)
+
+
+def _likeliest(scaled: Tensor, count: int) -> Tensor:
+    """Ids [r, count] of the largest of scaled [r, V], best first, and of equals the first.
+
+    Numbers of one sign are in order as their bits are, behind which ids settle who is first.
+    """
+    ids = torch.arange(scaled.shape[-1], device=scaled.device)
+    keys = scaled.abs().view(torch.int32).long().bitwise_left_shift_(32).bitwise_or_(ids)
+    return keys.topk(count, largest=False).values.bitwise_and_(2**32 - 1)
+
+
+def _limit(values: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Scaled logits [r, m] of the likeliest tokens, best first, with -inf behind the top k, and of
+    those behind the fewest whose probability reaches top p."""
     # float(inf): rounding of the running sum must not cut a row that asked for no limit.
-    top_p = _column([p.top_p if p.top_p < 1 else float("inf") for p in params], scaled)
-    top_k = _column([p.top_k or vocab for p in params], scaled)
-    values, order = scaled.sort(dim=-1, descending=True, stable=True)
-    within = torch.arange(vocab, device=scaled.device) < top_k
+    top_p = _column([p.top_p if p.top_p < 1 else float("inf") for p in params], values)
+    top_k = _column([p.top_k or float("inf") for p in params], values)
+    within = torch.arange(values.shape[-1], device=values.device) < top_k
     probabilities = values.masked_fill(~within, -torch.inf).softmax(-1, dtype=torch.float64)
     within &= probabilities.cumsum(-1) - probabilities < top_p
-    return scaled.masked_fill(torch.zeros_like(within).scatter(-1, order, ~within), -torch.inf)
-
-
-def _draw(scaled: Tensor, uniform: Tensor) -> Tensor:
-    """The token where the running sum of probabilities passes uniform, int64 [r].
-
-    fp64: a sum over a large vocabulary must not lose the rare tokens. One number a row, not V, so
-    that a request's own generator costs little.
-    """
-    cdf = scaled.softmax(-1, dtype=torch.float64).cumsum(-1)
-    found = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
-    return found.squeeze(-1).clamp(max=scaled.shape[-1] - 1)  # NaN rows run past the end
+    return values.masked_fill(~within, -torch.inf)
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) -> Logprobs | None:
