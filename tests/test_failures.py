@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvfold.cache.pool import Pool
+from kvfold.engine import eviction
+from test_paged_eviction import filled, survivors
 from test_pool import pool
 
 
@@ -90,3 +92,44 @@ def test_a_call_that_runs_out_of_memory_changes_nothing(name: str) -> None:
         p.check_integrity()
         assert p.stats().free_bytes == pool(num_bytes=1 << 16).stats().free_bytes
     assert after > 0
+
+
+# -- eviction -------------------------------------------------------------------------------------
+
+
+def failing(patch: pytest.MonkeyPatch, where: object, name: str, calls: int) -> None:
+    """From so many calls on, a function raises."""
+    done, real = count(), getattr(where, name)
+
+    def maybe(*args: object, **how: object) -> object:
+        if next(done) >= calls:
+            raise Boom(name)
+        return real(*args, **how)
+
+    patch.setattr(where, name, maybe)
+
+
+@pytest.mark.parametrize("name", ["scores", "compaction"])
+def test_sequences_are_evicted_from_or_stay_whole(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one: the first is done when the second, or what a layer of it needs, fails."""
+    lengths = [44, 50, 71]
+    runner, sessions = filled("kv-compress", lengths)
+    layers = len(runner.eviction.spans) if name == "compaction" else 1
+    for done in range(layers * len(lengths)):
+        with monkeypatch.context() as patch:
+            patch.setattr(eviction, "ROWS", 1)
+            failing(patch, eviction, name, done)
+            runner, sessions = filled("kv-compress", lengths)
+            with pytest.raises(Boom):
+                runner.compress([session.sequence for session in sessions])
+        runner.pool.check_integrity()
+        for i, session in enumerate(sessions):
+            rows = survivors(session)
+            assert all(len(set(positions)) == len(positions) for positions in rows), "rows twice"
+            whole = all(len(positions) == lengths[i] for positions in rows)
+            assert whole == (i >= done // layers)
+        runner.compress([session.sequence for session in sessions])
+        runner.pool.check_integrity()
+        assert not any(runner.eviction.is_over(session.sequence) for session in sessions)
