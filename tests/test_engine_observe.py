@@ -144,3 +144,22 @@ def test_sequences_that_do_not_simply_go_on_are_added_first(kept) -> None:
     one.num_computed = 21  # back to an earlier token
     decode(on, one)
     assert calls[1:] == [{1: [40]}]
+
+
+def test_what_fails_on_the_way_is_neither_added_later_nor_twice(
+    kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on, calls = kept
+    one, other = sequence(0, 20), sequence(2, 30)
+    decode(on, one, other)
+    turns = [Turn(x.open_slot, x, x.num_computed) for x in (one, other)]
+    with pytest.raises(MemoryError), on.around(turns, 2):
+        raise MemoryError
+    decode(on, one, other)  # the same step once more
+    with monkeypatch.context() as patch:
+        patch.setattr(observer, "observe", lambda *_, **__: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            on.flush()
+    decode(on, one, other)
+    on.flush()
+    assert calls == [{0: [22], 2: [32]}]

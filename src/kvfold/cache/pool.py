@@ -11,7 +11,8 @@ pages; slabs whose pages are all free are taken back, so classes trade memory as
     [slab of class A: page page page end][slab of class B: page page end][free slab]..[tail]
 
 Tables, lengths and free lists live on the device; how many pages a call moves is computed on the
-host from a mirror of the lengths, so that scheduling never waits (KV-Compress §4.2.1).
+host from a mirror of the lengths, so that scheduling never waits (KV-Compress §4.2.1). A change is
+made ready, then made: a call that fails, be it for lack of memory, has changed nothing.
 """
 
 from bisect import bisect_right
@@ -186,9 +187,11 @@ class Pool:
         span, lengths = self._growth(slots, tokens)
         if reason := self._shortage(span, lengths):
             raise PoolFull(reason)
+        slabs = self._slabs
         if span.pages.any():
-            self.tables.view(-1)[self._cells(span)] = self._slabs.pop(span.pages)
-        self._set_lengths(span.slots, lengths)
+            pages, slabs = slabs.pop(span.pages)
+            self.tables.view(-1)[self._cells(span)] = pages  # stale until the lengths say so
+        self._commit(span.slots, lengths, slabs)
         self._high_water = max(self._high_water, self.used_bytes)
 
     def shrink(self, slots: int | Sequence[int], lengths: Sequence[int] | Ints | Tensor) -> None:
@@ -206,9 +209,10 @@ class Pool:
         packed = self.layout.residual and bool(lost.any())
         assert not packed, f"from {before} to {after} rows: tails have moved on"
         span = self._span(index, after, before)
+        slabs = self._slabs
         if span.pages.any():
-            self._slabs.push(self.tables.view(-1)[self._cells(span)], span.pages)
-        self._set_lengths(index, after)
+            slabs = slabs.push(self.tables.view(-1)[self._cells(span)], span.pages)
+        self._commit(index, after, slabs)
 
     @property
     def used_bytes(self) -> int:
@@ -316,9 +320,11 @@ class Pool:
         runs = torch.repeat_interleave(both[0], both[1], output_size=total)
         return runs + torch.arange(total, device=self.device)
 
-    def _set_lengths(self, slots: Ints, lengths: Ints) -> None:
-        self.host_lengths[slots] = lengths
-        self.lengths[upload(slots, self.device)] = upload(lengths.astype(np.int32), self.device)
+    def _commit(self, slots: Ints, lengths: Ints, slabs: Slabs) -> None:
+        """Make a change that is ready; what may fail comes before what counts."""
+        index = upload(slots, self.device)
+        self.lengths[index] = upload(lengths.astype(np.int32), self.device)
+        self.host_lengths[slots], self._slabs = lengths, slabs
 
 
 def _check(num_bytes: int, num_slots: int, max_tokens: int) -> None:

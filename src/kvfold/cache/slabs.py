@@ -4,6 +4,7 @@ Shapes: C byte classes (distinct page sizes), M pages of one call. Offsets count
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -44,17 +45,23 @@ class Slabs:
             self.take_back()
         return bool(self.to_take(pages).sum() <= len(self.free_slabs))
 
-    def pop(self, pages: Ints) -> Tensor:
-        """Offsets [M] of `pages` [C] pages, class after class."""
-        popped = []
-        taken = np.split(self.free_slabs, np.cumsum(self.to_take(pages)))
-        self.free_slabs = taken.pop()
+    def pop(self, pages: Ints) -> tuple[Tensor, "Slabs"]:
+        """Offsets [M] of `pages` [C] pages, class after class; and the slabs without them."""
+        after, popped = self._copy(), []
+        *taken, after.free_slabs = np.split(self.free_slabs, np.cumsum(self.to_take(pages)))
         for c in np.flatnonzero(pages):
-            self._cut(int(c), taken[c])
-            popped.append(self.free_pages[c][-pages[c] :])
-            self.free_pages[c] = self.free_pages[c][: -pages[c]]
-        self.num_free -= pages
-        return torch.cat(popped)
+            after._cut(int(c), taken[c])
+            popped.append(after.free_pages[c][-pages[c] :])
+            after.free_pages[c] = after.free_pages[c][: -pages[c]]
+        after.num_free -= pages
+        return torch.cat(popped), after
+
+    def _copy(self) -> "Slabs":
+        """A change is made in a copy, which its owner takes once nothing can fail any more."""
+        after = copy(self)
+        after.held, after.num_free = self.held.copy(), self.num_free.copy()
+        after.free_pages = self.free_pages.copy()
+        return after
 
     def _cut(self, c: int, slabs: Ints) -> None:
         """Cut slabs into free pages of class c, last in line so that older slabs stay full."""
@@ -65,13 +72,15 @@ class Slabs:
             self.held[c] += len(slabs)
             self.num_free[c] += starts.size
 
-    def push(self, offsets: Tensor, pages: Ints) -> None:
-        """Free the pages at `offsets` [M]: `pages` [C] of every class, class after class."""
-        parts = offsets.split(pages.tolist())
+    def push(self, offsets: Tensor, pages: Ints) -> "Slabs":
+        """The slabs with the pages at `offsets` [M] free: `pages` [C] of every class, class after
+        class."""
+        after, parts = self._copy(), offsets.split(pages.tolist())
         for c in np.flatnonzero(pages):
-            self.free_pages[c] = torch.cat((self.free_pages[c], parts[c]))
-        self.num_free += pages
-        self._emptied = True
+            after.free_pages[c] = torch.cat((after.free_pages[c], parts[c]))
+        after.num_free += pages
+        after._emptied = True
+        return after
 
     def take_back(self) -> None:
         """Take slabs back whose pages are all free: the one place that waits for the device.

@@ -92,9 +92,8 @@ class Eviction:
             for x in requests
             if (budget := self.budget(x)) is not None
         ]
-        kept = [self._evict(chunk) for chunk in self._chunks(work)]
-        if kept:
-            self.pool.shrink([x.slot for x in work], torch.cat(kept))
+        for chunk in self._chunks(work):
+            self.pool.shrink([x.slot for x in chunk], self._evict(chunk))
 
     def _chunks(self, work: list[Held]) -> Iterator[list[Held]]:
         """Sequences to compress at once: at most ROWS rows, padding included, or one sequence."""
@@ -184,12 +183,10 @@ class Eviction:
         pool.shrink(slot, self._move(index, evicted))
 
     def _move(self, slots: Tensor, evicted: Tensor) -> Tensor:
-        """Close the holes of the sequences slots [B]: evicted bool [B, G, T]; rows kept [B, G]."""
-        pool, kept = self.pool, []
-        lengths = pool.lengths[slots]
-        for where in self.spans:
-            moves, left = compaction(evicted[:, where], lengths[:, where])
-            sequence, *rows = moves
+        """Close the holes of the sequences slots [B]: evicted bool [B, G, T]; rows kept [B, G]. No
+        row moves before all moves are known: what fails until then has changed nothing."""
+        pool, lengths = self.pool, self.pool.lengths[slots]
+        found = [compaction(evicted[:, where], lengths[:, where]) for where in self.spans]
+        for where, ((sequence, *rows), _) in zip(self.spans, found, strict=True):
             move(pool.pages(where), slots[sequence], *rows)
-            kept.append(left)
-        return torch.cat(kept, 1)
+        return torch.cat([kept for _, kept in found], 1)
