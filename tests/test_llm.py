@@ -135,6 +135,24 @@ def test_the_end_token_ends_and_is_not_text() -> None:
     assert cut.text == whole.text[: count - 1]
 
 
+def test_chat_goes_by_the_template() -> None:
+    llm = LLM("reference:gqa", device="cpu", max_tokens=256)
+    with pytest.raises(ValueError, match="no chat template"):
+        llm.chat("Who went to sea?")
+    llm.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    asked = [{"role": "user", "content": "Who went to sea?"}]
+    answer = llm.chat(asked, GREEDY)
+    (wanted,) = llm.generate("user: Who went to sea?\n", GREEDY)
+    assert answer.text and llm.chat("Who went to sea?", GREEDY) == answer
+    assert wanted.finish_reason == answer.finish_reason
+    with pytest.raises(ValueError, match=r"messages\[0\] must be"):
+        llm.chat([{"role": "user"}])
+    with pytest.raises(ValueError, match="chat needs a tokenizer"):
+        LLM(tiny("llama-gqa"), **SMALL).chat("hello")
+
+
 def test_every_prompt_may_have_settings_of_its_own() -> None:
     llm = llm_of()
     each = [replace(GREEDY, max_new_tokens=n) for n in (1, 5, 3)]
@@ -413,6 +431,13 @@ def test_summary_adds_up() -> None:
     assert number["fits"] == 2**20 * 8 // layout.page_bytes
     assert "3 requests of 96" in rows["fits"] and number["tokens kept"] == 0.5
     assert "tokens kept" not in dict(llm_of().summary())
+
+
+def test_summary_says_what_has_kernels_on_a_gpu() -> None:
+    llm = llm_of(bits=3)
+    assert "layers with kernels" not in dict(llm.summary())
+    llm.runner.pool.device = torch.device("cuda")
+    assert "0 of 2 layers in decoding" in dict(llm.summary())["layers with kernels"]
 
 
 def test_few_bits_change_little() -> None:

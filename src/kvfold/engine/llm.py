@@ -1,12 +1,13 @@
 """Text in, text out: a model, its tokenizer and an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from kvfold.attention.selector import kernels
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.detokenizer import decoder_of
@@ -22,7 +23,7 @@ from kvfold.engine.request import (
 from kvfold.engine.scheduler import Schedule
 from kvfold.engine.stream import Answer, Stream
 from kvfold.loading import load, load_tokenizer
-from kvfold.text import encode_prompt
+from kvfold.text import encode_chat, encode_prompt
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -132,6 +133,23 @@ class LLM:
         may be read in turns, or in threads: they run together. Raises ValueError at once."""
         return Stream(self.engine).open([self._request(prompt, sampling, cache)])
 
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, str]],
+        sampling: SamplingParams | None = None,
+        *,
+        cache: CacheParams | None = None,
+    ) -> Completion:
+        """The answer to a conversation, by the tokenizer's chat template.
+
+        messages: {"role": "system", "user" or "assistant", "content": text} each, or one user's
+        text. Raises ValueError where there is no template.
+        """
+        if self.tokenizer is None:
+            raise ValueError("chat needs a tokenizer with a chat template: pass tokenizer= to LLM")
+        (found,) = self.generate([encode_chat(self.tokenizer, messages)], sampling, cache=cache)
+        return found
+
     def add(
         self,
         prompt: Prompt,
@@ -214,6 +232,10 @@ class LLM:
         ]
         if kept is not None:
             rows.append(("tokens kept", f"{kept:.2f} of a request after its prompt"))
+        if pool.device.type == "cuda":
+            layers, view = self.runner.attention.layers, self.runner.attention.view
+            served = kernels(layers, layout, view.dtype, observed=view.observes_decodes)
+            rows.append(("layers with kernels", str(served)))
         return [
             *rows,
             ("fits", f"{int(tokens)} tokens; {at_once} requests of {pool.max_tokens} tokens"),

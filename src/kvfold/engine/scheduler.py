@@ -181,8 +181,8 @@ class Scheduler:
         request.run(self.pool.open())
 
     def _stop(self, request: Request) -> None:
+        self.pool.close(request.open_slot)  # first: where it fails, the request still runs
         self.running.remove(request)
-        self.pool.close(request.open_slot)
 
     def _requeue(self, request: Request) -> None:
         self._stop(request)
