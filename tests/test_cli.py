@@ -151,7 +151,7 @@ def quantized(change):
         (cut_weights, "damaged"),
         (quantized(lambda c: c.update(format=99)), "kvfold format 99"),
         (quantized(lambda c: c.update(color="red")), "unknown keys"),
-        (quantized(lambda c: c["cache"].pop("layers")), "cache spec is not readable"),
+        (quantized(lambda c: c["cache"].pop("layers")), "cache has no layers"),
         (quantized(lambda c: c["cache"]["geometry"].update(head_dim=4)), "do not belong together"),
     ],
     ids=["cut", "format", "keys", "spec", "geometry"],
