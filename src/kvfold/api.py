@@ -1,9 +1,11 @@
 """compress: from a model and a recipe to a folded model, in one call."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from kvfold import recipes
+from kvfold import card, recipes
+from kvfold.artifact import provenance_of, spec_of
 from kvfold.compression.calibration_text import CALIBRATION_TOKENS
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.progress import Progress
@@ -15,6 +17,7 @@ from kvfold.evaluation.budget import search_keep
 from kvfold.files import new_directory
 from kvfold.loading import load, load_tokenizer
 from kvfold.spec import CacheSpec
+from kvfold.weights import write
 
 
 def compress(
@@ -54,24 +57,25 @@ def compress(
     recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
     target = Target(keep=keep, factor=factor, bytes_per_token=bytes_per_token, budget=budget)
     check_steps(recover)
-    if output is not None:
-        check_output(Path(output))
-    name = model if isinstance(model, str | Path) else None
-    if name is not None:
-        tokenizer = tokenizer or load_tokenizer(str(name))
-        model = load(str(name))
-    compressor = Compressor(model, recipe, tokenizer, calib=calib, max_tokens=max_tokens, seed=seed)
-    fold_to(
-        compressor,
-        target,
-        source=str(name or model.config.name_or_path),
-        align=align,
-        statistics=statistics,
-        recover=recover,
-        progress=progress,
-    )
-    if output is not None:
-        save(model, tokenizer, Path(output))
+    with nullcontext() if output is None else new_directory(Path(output)) as folder:
+        name = model if isinstance(model, str | Path) else None
+        if name is not None:
+            tokenizer = tokenizer or load_tokenizer(str(name))
+            model = load(str(name))
+        compressor = Compressor(
+            model, recipe, tokenizer, calib=calib, max_tokens=max_tokens, seed=seed
+        )
+        fold_to(
+            compressor,
+            target,
+            source=str(name or model.config.name_or_path),
+            align=align,
+            statistics=statistics,
+            recover=recover,
+            progress=progress,
+        )
+        if folder is not None:
+            fill(folder, model, tokenizer)
     return model
 
 
@@ -103,20 +107,20 @@ def fold_to(
         spec = prepared.plan(keep, align)
     asked = {"budget": target.budget, "factor": target.factor}
     asked |= {"bytes_per_token": target.bytes_per_token}
-    provenance = {"model": source, "keep": keep, "align": align, **asked}
+    provenance = {"model": source, "keep": keep, "align": align, "ratio": ratio, **asked}
     prepared.fold(spec, provenance, recover=recover, progress=progress)
     return spec, ratio
 
 
-def check_output(path: Path) -> None:
-    """Raises ValueError for a directory that is in use."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"output {path} exists and is not an empty directory; name another one")
-
-
 def save(model: Any, tokenizer: Any, path: Path) -> None:
     """Save a checkpoint whole or not at all."""
-    with new_directory(path) as scratch:
-        model.save_pretrained(scratch)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(scratch)
+    with new_directory(path) as folder:
+        fill(folder, model, tokenizer)
+
+
+def fill(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Write a checkpoint, with a README of what was done to it."""
+    write(model, tokenizer, folder)
+    spec = spec_of(model)
+    if spec is not None:
+        (folder / "README.md").write_text(card.text(spec, provenance_of(model)), encoding="utf-8")

@@ -9,7 +9,6 @@ from kvfold.cli.options import CALIBRATION, PLACE, Calibration, Model, Place, Re
 
 if TYPE_CHECKING:
     from kvfold.compression.compressor import Compressor
-    from kvfold.spec import CacheSpec
 
 
 def compress(
@@ -49,65 +48,41 @@ def compress(
     """
     sizes: dict[str, Any] = {"keep": keep, "budget": budget, "factor": factor}
     sizes |= {"bytes_per_token": bytes_per_token}
-    from kvfold.api import check_output, fold_to
+    from kvfold.api import fill, fold_to
+    from kvfold.artifact import provenance_of
+    from kvfold.card import facts
     from kvfold.compression.recover import check_steps
     from kvfold.compression.target import Target, check_exclusive
+    from kvfold.files import new_directory
 
     check_exclusive({f"--{name.replace('_', '-')}": value for name, value in sizes.items()})
     target = Target(**sizes)
     check_steps(recover)
-    check_output(output)
-    compressor = common.compressor(model, recipe, calibration, place)
-    begin = time.perf_counter()
-    with common.progress() as progress:
-        spec, ratio = fold_to(
-            compressor,
-            target,
-            source=model,
-            align=align,
-            statistics=calibration.stats,
-            recover=recover,
-            progress=progress,
-        )
-    seconds = time.perf_counter() - begin
-    store(compressor, model, place, output)
-    print(summary(compressor, spec, seconds))
-    if ratio is not None:
-        print(f"perplexity ratio {ratio:.4f} on held-out text, {target.limit:g} allowed")
-    print(f"saved to {output}")
+    with new_directory(output) as folder:
+        compressor = common.compressor(model, recipe, calibration, place)
+        begin = time.perf_counter()
+        with common.progress() as progress:
+            spec, _ = fold_to(
+                compressor,
+                target,
+                source=model,
+                align=align,
+                statistics=calibration.stats,
+                recover=recover,
+                progress=progress,
+            )
+        seconds = time.perf_counter() - begin
+        restore_dtype(compressor, model, place)
+        fill(folder, compressor.model, compressor.tokenizer)
+    done = facts(spec, provenance_of(compressor.model))
+    print(f"{compressor.recipe.name}: " + "\n".join(done))
+    print(f"compressed in {seconds:.1f} seconds, saved to {output}")
 
 
-def store(compressor: "Compressor", name: str, place: Place, output: Path) -> None:
-    """Save, in the original checkpoint's dtype unless another one was asked for."""
-    from kvfold.api import save
+def restore_dtype(compressor: "Compressor", name: str, place: Place) -> None:
+    """The original checkpoint's dtype, unless another one was asked for."""
     from kvfold.loading import load_config
 
     wanted = load_config(name).dtype
     if place.dtype == "auto" and wanted is not None:
         compressor.model.to(wanted)
-    save(compressor.model, compressor.tokenizer, output)
-
-
-def summary(compressor: "Compressor", spec: "CacheSpec", seconds: float) -> str:
-    from kvfold.artifact import provenance_of
-
-    full = 2 * spec.geometry.full_numbers
-    lines = [
-        f"{compressor.recipe.name}: {spec.kept_fraction:.4f} of the numbers kept",
-        f"{full} -> {spec.bytes_per_token()} bytes per token at 16 bits, "
-        f"{1 / spec.kept_fraction:.2f} times smaller, in {seconds:.1f} seconds",
-    ]
-    if recovery := provenance_of(compressor.model).get("recovery"):
-        lines.append(
-            f"recovered in {recovery['steps']} steps: {recovery['before']:.4f} to"
-            f" {recovery['after']:.4f} nats a token from the original"
-        )
-    if spec.planned:
-        from kvfold.spec.layout import cache_layout
-
-        bits = cache_layout(spec).bits_per_token
-        lines.append(
-            f"{bits / 8:.0f} bytes per token with the planned bits and scales, "
-            f"{8 * full / bits:.2f} times smaller on the paged cache"
-        )
-    return "\n".join(lines)
