@@ -25,7 +25,7 @@ gpu-test: $(STAMP)
 # The oldest transformers that is supported, laid over the same environment.
 test-oldest: $(STAMP) .venv/oldest
 	PYTHONPATH=.venv/oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto \
-		tests/test_fold.py tests/test_artifact.py tests/test_calibrate.py tests/test_evaluate.py tests/test_gguf.py
+		tests/test_fold.py tests/test_artifact.py tests/test_checkpoint.py tests/test_calibrate.py tests/test_evaluate.py tests/test_gguf.py
 
 # A small model that chats, as reference:smollm2: downloaded (89 MiB) and converted once.
 smollm2: $(STAMP)

@@ -13,22 +13,24 @@ LAYERS: dict[str, set[str]] = {
     "versions": set(),
     "registration": {"versions"},
     "files": set(),
+    "weights": set(),
     "text": set(),
     "search": set(),
     "formats": set(),
     "spec": {"formats"},
+    "card": {"spec"},
     "ops": {"formats", "spec"},
-    "gguf": {"files"},
+    "gguf": {"files", "weights"},
     "smollm2": {"gguf"},
     "cache": {"formats", "spec", "ops"},
     "attention": {"spec", "ops", "cache"},
     "models": {"formats", "spec", "ops", "attention"},
     "config": {"formats", "cache"},
     "recipes": {"config"},
-    "artifact": {"spec", "models"},
+    "artifact": {"spec", "models", "weights"},
     "compression": {"formats", "spec", "ops", "models", "config", "recipes", "artifact"}
-    | {"search", "text"},
-    "loading": {"artifact", "models", "gguf", "smollm2"},
+    | {"search", "text", "weights"},
+    "loading": {"artifact", "models", "gguf", "smollm2", "weights"},
     "engine": {"formats", "spec", "ops", "cache", "attention", "models", "config", "artifact"}
     | {"loading", "text"},
     "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"},
@@ -42,7 +44,8 @@ LAYERS: dict[str, set[str]] = {
         "engine",
     }
     | {"files", "search", "text"},
-    "api": {"spec", "compression", "config", "recipes", "loading", "evaluation", "files"},
+    "api": {"spec", "compression", "config", "recipes", "artifact", "loading", "evaluation"}
+    | {"files", "weights", "card"},
     "report": {"evaluation", "files", "text"},
 }
 # The programs, on top: they may use everything, and nothing may use them.

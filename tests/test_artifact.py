@@ -125,7 +125,7 @@ def test_continuous_batching_is_refused(folded) -> None:
     [
         (lambda c: c["quantization_config"].update(format=99), "format 99"),
         (lambda c: c["quantization_config"].update(surprise=1), "surprise"),
-        (lambda c: c["quantization_config"]["cache"].pop("layers"), "not readable"),
+        (lambda c: c["quantization_config"]["cache"].pop("layers"), "cache has no layers"),
         (lambda c: c.update(num_key_value_heads=4), "do not belong together"),
     ],
 )

@@ -1,12 +1,17 @@
 """The command line: every command once on a tiny model, and one clear line for every mistake."""
 
+import errno
 import json
+import os
 import shutil
+import signal
 from dataclasses import dataclass, fields
 
 import pytest
 import torch
 import transformers as hf
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from commands import refused
 from kvfold import versions
@@ -15,6 +20,7 @@ from kvfold.cli.main import main
 from kvfold.cli.options import Storage
 from kvfold.config import BITS, CacheConfig, check, setting, settings_of
 from kvfold.evaluation.tasks import TASKS
+from kvfold.files import new_directory
 from kvfold.formats import FORMATS, format_of
 from kvfold.loading import load, load_tokenizer
 from kvfold.recipes import RECIPES
@@ -152,7 +158,7 @@ def quantized(change):
         (cut_weights, "damaged"),
         (quantized(lambda c: c.update(format=99)), "kvfold format 99"),
         (quantized(lambda c: c.update(color="red")), "unknown keys"),
-        (quantized(lambda c: c["cache"].pop("layers")), "cache spec is not readable"),
+        (quantized(lambda c: c["cache"].pop("layers")), "cache has no layers"),
         (quantized(lambda c: c["cache"]["geometry"].update(head_dim=4)), "do not belong together"),
     ],
     ids=["cut", "format", "keys", "spec", "geometry"],
@@ -216,6 +222,65 @@ def test_unknown_names_are_one_line_too(capsys, tmp_path):
 def test_an_old_transformers_is_named(capsys, monkeypatch):
     monkeypatch.setattr(versions, "version", lambda name: "5.9.1")
     assert "transformers 5.9.1 is too old, kvfold needs 5.17" in refused(capsys, "inspect", "x")
+
+
+@pytest.mark.parametrize("storage", [[], ["--bits", "8"]], ids=["transformers", "paged"])
+def test_generate_refuses_weights_that_are_no_numbers(spoiled, capsys, storage):
+    break_weights(spoiled)
+    line = refused(capsys, "generate", spoiled, "--prompt", "The ship", *storage)
+    assert "layers.1.self_attn.k_proj.weight holds NaN" in line
+
+
+def drop_weights(path):
+    """Of one projection, which transformers would draw anew."""
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.0.self_attn.v_proj.weight"]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def test_compress_refuses_a_model_without_some_weights(spoiled, tmp_path, capsys):
+    drop_weights(spoiled)
+    line = refused(capsys, "compress", spoiled, *FEW, "--output", tmp_path / "out")
+    assert "tensors 1 missing (model.layers.0.self_attn.v_proj.weight)" in line
+
+
+def test_two_writers_of_one_output_do_not_meet(plain, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("kvfold.cli.common.compressor", None)  # no work is begun
+    with new_directory(tmp_path / "out"):
+        line = refused(capsys, "compress", plain, "--output", tmp_path / "out")
+    assert f"output {tmp_path / 'out'} is being written by another process" in line
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (SafetensorError("I/O error: No space left (os error 28)"), "I/O error: No space left"),
+    ],
+)
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    plain, tmp_path, capsys, monkeypatch, error, message
+):
+    def full(self, path, **_):
+        (path / "half").write_text("")
+        raise error
+
+    monkeypatch.setattr(hf.PreTrainedModel, "save_pretrained", full)
+    target = tmp_path / "out"
+    assert message in refused(capsys, "compress", plain, *FEW, "--output", target)
+    assert not list(tmp_path.iterdir())
+
+
+def test_termination_cleans_up_and_ends_with_143(plain, tmp_path, capsys, monkeypatch):
+    def terminate(*_):
+        assert list(tmp_path.iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("kvfold.cli.common.compressor", terminate)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["compress", str(plain), "--output", str(tmp_path / "out")]) == 143
+    assert capsys.readouterr().err == "kvfold: terminated\n"
+    assert not list(tmp_path.iterdir()) and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_interrupt_ends_with_130(monkeypatch, capsys, plain):

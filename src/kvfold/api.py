@@ -1,12 +1,14 @@
 """compress: from a model and a recipe to a folded model, in one call."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvfold import card
+from kvfold.artifact import provenance_of, spec_of
 from kvfold.compression.calibration_text import CALIBRATION_TOKENS
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.default import chosen
@@ -19,6 +21,7 @@ from kvfold.evaluation.budget import search_keep
 from kvfold.files import new_directory
 from kvfold.loading import load, load_config, load_tokenizer
 from kvfold.spec import CacheSpec
+from kvfold.weights import write
 
 
 def compress(
@@ -61,33 +64,34 @@ def compress(
     """
     target = Target(keep=keep, factor=factor, bytes_per_token=bytes_per_token, budget=budget)
     check_steps(recover)
-    if output is not None:
-        check_output(Path(output))
     name = str(model) if isinstance(model, str | Path) else None
     if name is None and (device is not None or dtype != "auto"):
         raise ValueError(
             f"device={device} and dtype={dtype} are of a model that is loaded by its name; this one"
             " is loaded already: leave them out, and move it before with model.to(...)"
         )
-    config = model.config if name is None else load_config(name)
-    recipe, why = chosen(recipe, config, target)
-    stored = stored_dtype(config, dtype) if name is not None else None
-    if name is not None:
-        tokenizer = tokenizer or load_tokenizer(name)
-        model = load(name, dtype=dtype, device=device)
-    compressor = Compressor(model, recipe, tokenizer, calib=calib, max_tokens=max_tokens, seed=seed)
-    fold_to(
-        compressor,
-        target,
-        source=name or str(model.config.name_or_path),
-        why=why,
-        align=align,
-        statistics=statistics,
-        recover=recover,
-        progress=progress,
-    )
-    if output is not None:
-        save(model, tokenizer, Path(output), stored)
+    with nullcontext() if output is None else new_directory(Path(output)) as folder:
+        config = model.config if name is None else load_config(name)
+        recipe, why = chosen(recipe, config, target)
+        stored = stored_dtype(config, dtype) if name is not None else None
+        if name is not None:
+            tokenizer = tokenizer or load_tokenizer(name)
+            model = load(name, dtype=dtype, device=device)
+        compressor = Compressor(
+            model, recipe, tokenizer, calib=calib, max_tokens=max_tokens, seed=seed
+        )
+        fold_to(
+            compressor,
+            target,
+            source=name or str(model.config.name_or_path),
+            why=why,
+            align=align,
+            statistics=statistics,
+            recover=recover,
+            progress=progress,
+        )
+        if folder is not None:
+            fill(folder, model, tokenizer, stored)
     return model
 
 
@@ -121,17 +125,11 @@ def fold_to(
         spec = prepared.plan(keep, align)
     asked = {"budget": target.budget, "factor": target.factor}
     asked |= {"bytes_per_token": target.bytes_per_token}
-    provenance = {"model": source, "keep": keep, "align": align, **asked}
+    provenance = {"model": source, "keep": keep, "align": align, "ratio": ratio, **asked}
     if why is not None:
         provenance["chosen"] = why
     prepared.fold(spec, provenance, recover=recover, progress=progress)
     return spec, ratio
-
-
-def check_output(path: Path) -> None:
-    """Raises ValueError for a directory that is in use."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"output {path} exists and is not an empty directory; name another one")
 
 
 def stored_dtype(config: Any, dtype: str | torch.dtype) -> torch.dtype | None:
@@ -142,10 +140,17 @@ def stored_dtype(config: Any, dtype: str | torch.dtype) -> torch.dtype | None:
 
 def save(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype | None = None) -> None:
     """Save a checkpoint whole or not at all; dtype: of its weights, which stay as they are here."""
-    with new_directory(path) as scratch, _rounded(model, dtype):
-        model.save_pretrained(scratch)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(scratch)
+    with new_directory(path) as folder:
+        fill(folder, model, tokenizer, dtype)
+
+
+def fill(folder: Path, model: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> None:
+    """Write a checkpoint, as `save`, with a README of what was done to it."""
+    with _rounded(model, dtype):
+        write(model, tokenizer, folder)
+    spec = spec_of(model)
+    if spec is not None:
+        (folder / "README.md").write_text(card.text(spec, provenance_of(model)), encoding="utf-8")
 
 
 @contextmanager

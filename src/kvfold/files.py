@@ -3,12 +3,17 @@
 import json
 import math
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nobody is kept from writing the same directory
+    fcntl = None  # type: ignore[assignment]
 
 
 def check_writable(path: Path) -> None:
@@ -25,14 +30,13 @@ def check_writable(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by a file holding `text`, in one step."""
     check_writable(path)
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.absolute().parent)
+    scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
-        with open(handle, "w", encoding="utf-8") as file:
+        with open(scratch, "x", encoding="utf-8") as file:
             file.write(text)
-        Path(scratch).chmod(0o644)
         os.replace(scratch, path)
     except BaseException:
-        Path(scratch).unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
         raise
 
 
@@ -51,20 +55,67 @@ def finite(value: Any) -> Any:
 
 
 @contextmanager
-def new_directory(path: Path) -> Iterator[Path]:
+def new_directory(path: Path, *, wait: bool = False) -> Iterator[Path]:
     """A directory to fill, which becomes `path` when the block ends without an error.
 
-    Raises OSError, and writes nothing, if `path` exists by then and is not an empty directory.
+    From the beginning other processes are kept from writing `path`, and what a killed one left of
+    it is gone. wait: until another one has written it, instead of refusing. Raises ValueError,
+    before the block, for a `path` that is in use or being written.
     """
+    path = path.resolve()  # its own name, and a folder beside it that can be renamed to it
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
-        yield scratch
-        scratch.chmod(0o755)
-        for file in scratch.iterdir():
-            file.chmod(0o644)
-        if path.exists():
-            path.rmdir()
-        scratch.rename(path)
-    finally:
+    with _kept(path, wait):
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ValueError(
+                f"output {path} exists and is not an empty directory; name another one"
+            )
+        scratch = path.with_name(f".{path.name}.kvfold-partial")
         shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        try:
+            yield scratch
+            _share(scratch)
+            if path.exists():
+                path.rmdir()
+            scratch.rename(path)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _kept(path: Path, wait: bool) -> Iterator[None]:
+    """`path` kept from other processes by a locked file beside it; the system unlocks it however
+    this one ends. Raises ValueError where another one has it, unless it is to wait."""
+    lock = path.with_name(f".{path.name}.kvfold-lock")
+    while True:
+        with open(lock, "w") as file:
+            if not _lock(file, wait):
+                raise ValueError(f"output {path} is being written by another process; wait for it")
+            if not lock.exists() or not os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+                continue  # its last owner has just removed it
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+            return
+
+
+def _lock(file: TextIO, wait: bool) -> bool:
+    """Whether this process has `file` to itself, until it is closed."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks keeps nobody out
+    return True
+
+
+def _share(folder: Path) -> None:
+    """Give all that is in `folder` the modes of new files and folders, as the umask has them: some
+    libraries write theirs for the owner alone."""
+    mode = folder.stat().st_mode
+    for path in folder.rglob("*"):
+        path.chmod(mode if path.is_dir() else mode & 0o666)

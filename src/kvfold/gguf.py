@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.integrations.gguf import read_gguf_metadata
 
 from kvfold.files import new_directory
+from kvfold.weights import write
 
 PACKAGES = ("gguf", "accelerate")
 _DTYPES = {0: torch.float32, 1: torch.float16}  # by general.file_type
@@ -99,15 +100,13 @@ def load_tokenizer(path: str) -> Any:
 def convert(path: str, folder: Path) -> None:
     """Make `folder` an ordinary checkpoint of a GGUF file, whole or not at all.
 
-    Another process may do the same at the same time: the first one's stays. Raises ValueError as
-    `load_model`.
+    Another process may do the same at the same time: the first one's stays, and is waited for.
+    Raises ValueError as `load_model`.
     """
-    model, tokenizer = load_model(path), load_tokenizer(path)
     try:
-        with new_directory(folder) as scratch:
-            model.save_pretrained(scratch)
-            tokenizer.save_pretrained(scratch)
-    except OSError:
+        with new_directory(folder, wait=True) as scratch:
+            write(load_model(path), load_tokenizer(path), scratch)
+    except ValueError:
         if not (folder / "config.json").exists():
             raise
 

@@ -9,10 +9,11 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import kvfold.artifact  # noqa: F401  (registers the checkpoint format with transformers)
 from kvfold import gguf, smollm2
+from kvfold.artifact import spec_of  # which tells transformers of the checkpoint format, too
 from kvfold.gguf import first_line
 from kvfold.models.families import family_of
+from kvfold.weights import check_complete, check_finite
 
 PACKAGED = ("gqa", "mha")
 REFERENCES = (*PACKAGED, "smollm2")
@@ -46,7 +47,8 @@ def load(
     `reference:smollm2`; dtype as in transformers, but "auto" on a CPU is float32, as 16-bit
     arithmetic is slow on most and coarse on all of them (elsewhere the checkpoint's own, bfloat16
     for a GGUF file of packed numbers); device defaults to CUDA where there is one. Raises
-    ValueError for anything that is not one.
+    ValueError for anything that is not one, and for weights that are missing, belong to something
+    else, or are not numbers.
     """
     where = _device(device)
     if dtype == "auto" and where.type == "cpu":
@@ -56,15 +58,30 @@ def load(
         # sdpa of transformers 5.17 leaves the cap out and says nothing.
         options.setdefault("attn_implementation", "eager")
     path = resolve(str(name))
-    if gguf.is_gguf(path):
-        return gguf.load_model(path, dtype=dtype, **options).eval().to(where)
+    read = gguf.load_model if gguf.is_gguf(path) else _load_directory
+    model = read(path, dtype=dtype, **options).eval().to(where)
+    check_finite(model)
+    return model
+
+
+def _load_directory(path: str, **options: Any) -> Any:
+    """The model of a directory or a hub id, if its checkpoint has all of its weights."""
+    checked = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused here instead
+    read: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+        model, found = read(path, **{**options, **checked})
     except SafetensorError as error:
-        raise ValueError(f"the weights in {name!r} are damaged: {first_line(error)}") from error
+        raise ValueError(f"the weights in {path!r} are damaged: {first_line(error)}") from error
     except (OSError, KeyError, RuntimeError, json.JSONDecodeError) as error:
-        raise ValueError(f"cannot load a model from {name!r}: {first_line(error)}") from error
-    return model.eval().to(where)
+        raise ValueError(f"cannot load a model from {path!r}: {first_line(error)}") from error
+    check_complete(
+        path,
+        missing=found["missing_keys"],
+        unexpected=found["unexpected_keys"],
+        mismatched=[name for name, *_ in found["mismatched_keys"]],
+        folded=spec_of(model) is not None,
+    )
+    return model
 
 
 def load_config(name: str) -> Any:

@@ -8,8 +8,7 @@ from kvfold.cli import common
 from kvfold.cli.options import CALIBRATION, PLACE, Calibration, Model, Place, RecipeName
 
 if TYPE_CHECKING:
-    from kvfold.compression.compressor import Compressor
-    from kvfold.spec import CacheSpec
+    pass
 
 
 def compress(
@@ -49,64 +48,40 @@ def compress(
     """
     sizes: dict[str, Any] = {"keep": keep, "budget": budget, "factor": factor}
     sizes |= {"bytes_per_token": bytes_per_token}
-    from kvfold.api import check_output, fold_to, save, stored_dtype
+    from kvfold.api import fill, fold_to, stored_dtype
+    from kvfold.artifact import provenance_of
+    from kvfold.card import facts
     from kvfold.compression.default import chosen
     from kvfold.compression.recover import check_steps
     from kvfold.compression.target import Target, check_exclusive
+    from kvfold.files import new_directory
     from kvfold.models.kernels import kernels_of
 
     check_exclusive({f"--{name.replace('_', '-')}": value for name, value in sizes.items()})
     target = Target(**sizes)
     check_steps(recover)
-    check_output(output)
-    config = common.load_config(model)
-    settings, why = chosen(recipe, config, target)
-    compressor = common.compressor(model, settings, calibration, place)
-    begin = time.perf_counter()
-    with common.progress() as progress:
-        spec, ratio = fold_to(
-            compressor,
-            target,
-            source=model,
-            why=why,
-            align=align,
-            statistics=calibration.stats,
-            recover=recover,
-            progress=progress,
-        )
-    seconds = time.perf_counter() - begin
-    stored = stored_dtype(config, place.dtype) or compressor.model.dtype
-    save(compressor.model, compressor.tokenizer, output, stored)
+    with new_directory(output) as folder:
+        config = common.load_config(model)
+        settings, why = chosen(recipe, config, target)
+        compressor = common.compressor(model, settings, calibration, place)
+        begin = time.perf_counter()
+        with common.progress() as progress:
+            spec, _ = fold_to(
+                compressor,
+                target,
+                source=model,
+                why=why,
+                align=align,
+                statistics=calibration.stats,
+                recover=recover,
+                progress=progress,
+            )
+        seconds = time.perf_counter() - begin
+        stored = stored_dtype(config, place.dtype) or compressor.model.dtype
+        fill(folder, compressor.model, compressor.tokenizer, stored)
     if why is not None:
         print(f"recipe {settings.name}: {why}")
-    print(summary(compressor, spec, seconds))
+    done = facts(spec, provenance_of(compressor.model))
+    print(f"{compressor.recipe.name}: " + "\n".join(done))
     print(f"kernels on a GPU: {kernels_of(config, spec, stored)}")
-    if ratio is not None:
-        print(f"perplexity ratio {ratio:.4f} on held-out text, {target.limit:g} allowed")
-    print(f"saved to {output}")
-
-
-def summary(compressor: "Compressor", spec: "CacheSpec", seconds: float) -> str:
-    """How much smaller a token is, and what that took."""
-    from kvfold.artifact import provenance_of
-
-    full = 2 * spec.geometry.full_numbers
-    lines = [
-        f"{compressor.recipe.name}: {spec.kept_fraction:.4f} of the numbers kept",
-        f"{full} -> {spec.bytes_per_token()} bytes per token at 16 bits, "
-        f"{1 / spec.kept_fraction:.2f} times smaller, in {seconds:.1f} seconds",
-    ]
-    if recovery := provenance_of(compressor.model).get("recovery"):
-        lines.append(
-            f"recovered in {recovery['steps']} steps: {recovery['before']:.4f} to"
-            f" {recovery['after']:.4f} nats a token from the original"
-        )
-    if spec.planned:
-        from kvfold.spec.layout import cache_layout
-
-        bits = cache_layout(spec).bits_per_token
-        lines.append(
-            f"{bits / 8:.0f} bytes per token with the planned bits and scales, "
-            f"{8 * full / bits:.2f} times smaller on the paged cache"
-        )
-    return "\n".join(lines)
+    print(f"compressed in {seconds:.1f} seconds, saved to {output}")

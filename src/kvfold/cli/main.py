@@ -1,7 +1,11 @@
 """The command line: one function per command in `kvfold.cli`, errors as one line."""
 
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from cyclopts import App, CycloptsError
 
@@ -40,19 +44,44 @@ app.command(bench)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own); returns the exit code.
 
-    A user's mistake is one line on stderr and code 2, an interrupt 130.
+    A user's mistake is one line on stderr and code 2, an interrupt 130, SIGTERM 143.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         check_transformers()
-        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        with _terminable():
+            app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except (CycloptsError, ValueError, OSError) as error:
         print(f"kvfold: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except Terminated:
+        print("kvfold: terminated", file=sys.stderr)
+        return 143
     except KeyboardInterrupt:
         print("kvfold: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: an interrupt to whoever cleans up after one."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends a command as an interrupt does, so that nothing half-written stays."""
+
+    def stop(*_: Any) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # only that one has handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvfold.artifact import mark, spec_of
@@ -29,6 +28,7 @@ from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
 from kvfold.models.fold import LatentMaps, fold_model
 from kvfold.spec import CacheSpec, Geometry
+from kvfold.weights import check_finite
 
 
 class Compressor:
@@ -56,7 +56,7 @@ class Compressor:
         self.calib, self.max_tokens, self.seed = calib, max_tokens, seed
         self.basis, self.ranks = builder_of(recipe), method_of(recipe)
         check(recipe, self.geometry, model.config.model_type)
-        check_weights(model)
+        check_finite(model)
 
     @property
     def needs(self) -> set[str]:
@@ -276,13 +276,3 @@ def check(recipe: Recipe, geometry: Geometry, model_type: str) -> None:
         raise ValueError(
             f"skip_layers names {wrong}, but the model's layers are 0 to {last}: leave those out"
         )
-
-
-def check_weights(model: torch.nn.Module) -> None:
-    """Raises ValueError naming the first parameter that holds NaN or infinity."""
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter.detach().float().sum()):
-            raise ValueError(
-                f"parameter {name} holds NaN or infinite numbers; the checkpoint is damaged or was "
-                "saved from a diverged run: use another one"
-            )

@@ -17,7 +17,6 @@ SIDES: tuple[Side, Side] = ("k", "v")
 KeyKind = Literal["plain", "absorbed", "post_rope", "pre_rope"]
 ValueKind = Literal["plain", "fused", "rebuilt"]
 Tiers = tuple[tuple[int, int], ...]
-EARLIER_KINDS: dict[str, KeyKind] = {"pre": "pre_rope", "post": "post_rope"}  # in saved specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,34 +104,11 @@ class CacheSpec:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "CacheSpec":
-        """Inverse of `to_dict`, also after a round trip through JSON. Raises ValueError."""
-        try:
-            layers = tuple(
-                LayerSpec(
-                    keys=EARLIER_KINDS.get(layer["keys"], layer["keys"]),
-                    values=layer["values"],
-                    latents=tuple(
-                        Latent(
-                            side=x["side"],
-                            heads=tuple(x["heads"]),
-                            rank=int(x["rank"]),
-                            tiers=_tiers(x.get("tiers")),
-                        )
-                        for x in layer["latents"]
-                    ),
-                )
-                for layer in data["layers"]
-            )
-            return cls(geometry=Geometry(**data["geometry"]), layers=layers)
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"cache spec is not readable ({error}); it was written by a different kvfold or is "
-                "damaged: compress the model again"
-            ) from error
+        """Inverse of `to_dict`, also after a round trip through JSON. Raises ValueError naming the
+        field of `cache` that is not as it must be."""
+        from kvfold.spec.saved import Saved, read_spec  # which makes what is defined here
 
-
-def _tiers(pairs: Any) -> Tiers | None:
-    return None if pairs is None else tuple((int(width), int(bits)) for width, bits in pairs)
+        return read_spec(Saved("cache", data))
 
 
 def plain_layer(geometry: Geometry) -> LayerSpec:

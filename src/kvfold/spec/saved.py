@@ -1,0 +1,154 @@
+"""A CacheSpec read back from JSON, which anybody may have edited: every field is checked, and an
+error names it by its place.
+
+Shapes: Hk KV heads, d head dim.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import chain
+from reprlib import repr as shortened
+from typing import Any, NoReturn, get_args
+
+from kvfold.formats import FORMATS, format_of
+from kvfold.spec.geometry import Geometry
+from kvfold.spec.latents import CacheSpec, KeyKind, Latent, LayerSpec, Side, Tiers, ValueKind
+
+EARLIER_KINDS = {"pre": "pre_rope", "post": "post_rope"}
+KEY_KINDS: dict[bool, tuple[KeyKind, ...]] = {  # by whether the model has RoPE
+    True: ("plain", "post_rope", "pre_rope"),
+    False: ("plain", "absorbed"),
+}
+_BITS = sorted({16}.union(*(format_of(name).widths for name in FORMATS)))
+_SIZES = ("hidden_size", "num_query_heads", "num_kv_heads", "head_dim", "num_layers")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A value and its place in the file. Every method raises ValueError for one of another kind."""
+
+    place: str
+    value: Any
+
+    def fail(self, wrong: str) -> NoReturn:
+        raise ValueError(
+            f"{self.place} {wrong}: config.json was edited, or written by another version of "
+            "kvfold; compress the model again"
+        )
+
+    def refuse(self, legal: str) -> NoReturn:
+        self.fail(f"must be {legal}; got {shortened(self.value)}")
+
+    def fields(self, *names: str, optional: Collection[str] = ()) -> "dict[str, Saved]":
+        """Values by name; an optional one that is absent is None."""
+        if not isinstance(self.value, dict):
+            self.refuse("an object")
+        given = self.value.keys()
+        if missing := [x for x in names if x not in given]:
+            self.fail(f"has no {', '.join(missing)}")
+        if unknown := given - {*names, *optional}:
+            self.fail(f"has unknown keys {', '.join(sorted(unknown))}")
+        return {x: Saved(f"{self.place}.{x}", self.value.get(x)) for x in (*names, *optional)}
+
+    def items(self) -> "list[Saved]":
+        if not isinstance(self.value, list | tuple):
+            self.refuse("a list")
+        return [Saved(f"{self.place}[{i}]", x) for i, x in enumerate(self.value)]
+
+    def integer(self, least: int, most: int | None = None) -> int:
+        whole = isinstance(self.value, int) and not isinstance(self.value, bool)
+        if not whole or self.value < least or (most is not None and self.value > most):
+            legal = f"in {least}..{most}" if most is not None else f"of at least {least}"
+            self.refuse(f"an integer {legal}")
+        return int(self.value)
+
+    def positive(self) -> float:
+        number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
+        if not number or not 0 < self.value < math.inf:
+            self.refuse("a number above 0")
+        return float(self.value)
+
+    def choice(self, legal: Collection[Any]) -> Any:
+        if not any(type(self.value) is type(x) and self.value == x for x in legal):
+            self.refuse(f"one of {', '.join(map(str, legal))}")
+        return self.value
+
+
+def read_spec(saved: Saved) -> CacheSpec:
+    fields = saved.fields("geometry", "layers")
+    geometry = _geometry(fields["geometry"])
+    layers = fields["layers"].items()
+    if len(layers) != geometry.num_layers:
+        fields["layers"].refuse(f"a list of {geometry.num_layers} layers")
+    return CacheSpec(geometry=geometry, layers=tuple(_layer(x, geometry) for x in layers))
+
+
+def _geometry(saved: Saved) -> Geometry:
+    fields = saved.fields(*_SIZES, "rope", "key_norm", "scaling", optional=("softcap",))
+    cap = fields["softcap"]
+    found = Geometry(
+        **{name: fields[name].integer(1) for name in _SIZES},
+        rope=fields["rope"].choice((True, False)),
+        key_norm=fields["key_norm"].choice((True, False)),
+        scaling=fields["scaling"].positive(),
+        softcap=None if cap.value is None else cap.positive(),
+    )
+    if found.num_query_heads % found.num_kv_heads:
+        fields["num_query_heads"].refuse(f"a multiple of num_kv_heads, {found.num_kv_heads}")
+    return found
+
+
+def _layer(saved: Saved, geometry: Geometry) -> LayerSpec:
+    fields = saved.fields("keys", "values", "latents")
+    keys = fields["keys"]
+    keys = Saved(keys.place, EARLIER_KINDS.get(str(keys.value), keys.value))
+    layer = LayerSpec(
+        keys=keys.choice(KEY_KINDS[geometry.rope]),
+        values=fields["values"].choice(get_args(ValueKind)),
+        latents=tuple(_latent(x, geometry) for x in fields["latents"].items()),
+    )
+    _check_layer(fields["latents"], layer, geometry)
+    return layer
+
+
+def _latent(saved: Saved, geometry: Geometry) -> Latent:
+    fields = saved.fields("side", "heads", "rank", optional=("tiers",))
+    side = fields["side"].choice(get_args(Side))
+    heads = tuple(x.integer(0, geometry.num_kv_heads - 1) for x in fields["heads"].items())
+    if not heads:
+        fields["heads"].refuse("a list of at least one head")
+    rank = fields["rank"].integer(0, len(side) * len(heads) * geometry.head_dim)
+    return Latent(side=side, heads=heads, rank=rank, tiers=_tiers(fields["tiers"], rank))
+
+
+def _tiers(saved: Saved, rank: int) -> Tiers | None:
+    if saved.value is None:
+        return None
+    pairs = [x.items() for x in saved.items()]
+    if any(len(pair) != 2 for pair in pairs):
+        saved.refuse("a list of pairs (numbers, bits)")
+    found = tuple((width.integer(1), bits.choice(_BITS)) for width, bits in pairs)
+    if sum(width for width, _ in found) != rank:
+        saved.refuse(f"tiers whose numbers add up to rank {rank}")
+    return found
+
+
+def _check_layer(saved: Saved, layer: LayerSpec, geometry: Geometry) -> None:
+    """Raises ValueError for latents that do not stand for every head once, in order."""
+    sides = [latent.side for latent in layer.latents]
+    if sides != sorted(sides) or {*sides} not in ({"k", "v"}, {"kv"}):
+        saved.refuse("latents of keys (k), then of values (v); or of both (kv)")
+    for side, kind, latents in (
+        ("key", layer.keys, layer.key_latents),
+        ("value", layer.values, layer.value_latents),
+    ):
+        heads = list(chain.from_iterable(latent.heads for latent in latents))
+        if heads != list(range(geometry.num_kv_heads)):
+            every = f"0..{geometry.num_kv_heads - 1}"
+            saved.refuse(f"{side} latents of heads {every}, each once, in order, not of {heads}")
+        whole = {(len(latent.side), len(latent.heads), latent.rank) for latent in latents}
+        if kind == "plain" and whole != {(1, 1, geometry.head_dim)}:
+            saved.refuse(f"{side} latents of one head and rank {geometry.head_dim}, being plain")
+    if not layer.row_width:
+        saved.refuse("latents that store at least one number")

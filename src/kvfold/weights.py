@@ -1,0 +1,89 @@
+"""A checkpoint's tensors: written whole, all there, and all of them numbers."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+FEW = 3  # names that an error lists
+# Parameters of a folded attention alone.
+_FOLDED = re.compile(r"\.(down_proj\.\w+|key_(up|down|shift|mean)|value_up)$")
+
+
+def write(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Save a model, and its tokenizer if it has one. Raises OSError where the disk is full."""
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:
+        raise OSError(f"cannot write {folder}: {error}") from error
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def stored(files: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Tensors of safetensors files by name, as slices: shape and values are read when asked for."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.device("cpu"))  # transformers loads where the default is meta
+        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
+        yield {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+
+
+def check_complete(
+    name: str,
+    *,
+    missing: Collection[str],
+    unexpected: Collection[str],
+    mismatched: Collection[str],
+    folded: bool = False,
+) -> None:
+    """Raises ValueError where a model's weights are not those that its config.json asks for.
+
+    Plain checkpoints may hold tensors that nobody reads, folded ones may not.
+    """
+    stripped = not folded and any(_FOLDED.search(x) for x in unexpected)
+    if not (missing or mismatched or stripped or (folded and unexpected)):
+        return
+    kinds = {"missing": missing, "of another shape": mismatched, "unexpected": unexpected}
+    found = "; ".join(f"{len(x)} {kind} ({_few(x)})" for kind, x in kinds.items() if x)
+    way_out = "its files are incomplete or not of one checkpoint: copy all of them again"
+    if stripped:
+        way_out = (
+            "this looks like a kvfold checkpoint whose quantization_config was removed from"
+            " config.json: put it back, or compress the model again"
+        )
+    raise ValueError(f"cannot load a model from {name!r}: tensors {found}; {way_out}")
+
+
+def _few(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:FEW]) + (", ..." if len(names) > FEW else "")
+
+
+def check_finite(model: torch.nn.Module) -> None:
+    """Raises ValueError naming the first parameter that holds NaN or infinity. Reads every weight
+    once: a few milliseconds for each 10 million."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or parameter.dtype.itemsize < 2:  # offloaded, or packed
+            continue
+        if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
+            raise ValueError(
+                f"parameter {name} holds NaN or infinite numbers; the checkpoint is damaged or was "
+                "saved from a diverged run: use another one"
+            )
+
+
+def sample(tensors: Mapping[str, Any]) -> Iterator[bytes]:
+    """Names, shapes and first rows of tensors, or of a file's slices: enough to tell one
+    compression of a model from another."""
+    for name, tensor in sorted(tensors.items()):
+        row = tensor[:1].flatten().cpu().contiguous()
+        yield f"{name} {list(shape(tensor))}".encode()
+        yield row.view(torch.uint8).numpy().tobytes()
+
+
+def shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
