@@ -1,5 +1,7 @@
 """KIVI in pages: keys per channel, values per row, a 16-bit residual; against a slow reference."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,8 +14,8 @@ from torch import Tensor
 from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
-from kvfold.engine.engine import Engine
-from kvfold.engine.request import SamplingParams
+from kvfold.engine.engine import Engine, Hooks
+from kvfold.engine.request import SamplingParams, ScheduledChunk
 from kvfold.evaluation.paged import PagedSession
 from kvfold.formats.integers import unpack
 from kvfold.ops.store import residual as kivi
@@ -337,23 +339,71 @@ def test_reported_bytes_are_held_bytes() -> None:
         assert held.kept_fraction < held.pool_fraction
 
 
-def test_requests_together_get_what_they_get_alone() -> None:
-    def serve(lengths: list[int], num_slots: int, chunk: int = 64) -> list[list[int]]:
-        config = CacheConfig(kv_bytes=2**20, page=8, bits=4, format="kivi", residual=16)
-        runner = build_runner(tiny("llama-gqa"), config, num_slots=num_slots, max_tokens=100)
-        engine = Engine(runner, runner.pool, chunk=chunk)
-        ids = [
-            engine.add(tokens(1, n, seed=n)[0].tolist(), SamplingParams(max_new_tokens=20))
-            for n in lengths
-        ]
-        found: dict[int, list[int]] = {i: [] for i in ids}
-        while engine.has_work:
-            for output in engine.step():
-                assert output.error is None, output.error
-                found[output.id] += output.token_ids
-            runner.pool.check_integrity()
-        assert runner.pool.used_bytes == 0
-        return [found[i] for i in ids]
+class StoredPages(Hooks):
+    """The bytes of every request's full pages before its last token."""
 
-    lengths = [5, 24, 39]
-    assert serve(lengths, 3) == [serve([n], 1)[0] for n in lengths] == serve(lengths, 2, chunk=7)
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.found: dict[int, list[bytes]] = {}
+
+    def on_context_step_end(self, chunks: Sequence[ScheduledChunk]) -> None:
+        for request in (chunk.request for chunk in chunks):
+            if request.num_outputs + 1 == request.sampling.max_new_tokens:
+                self.found[request.id] = full_pages(self.pool, request.open_slot)
+
+    on_generation_step_end = on_context_step_end  # a pre-empted one may end with a prefill
+
+
+def serve(
+    config: CacheConfig, prompts: list[list[int]], arrivals: Sequence[int], slots: int = 4, **how
+) -> tuple[list[list[int]], list[bytes], int]:
+    """Tokens and stored bytes of requests that arrive in these steps, and how often one was
+    pre-empted."""
+    runner = build_runner(tiny("llama-gqa"), config, num_slots=slots, max_tokens=140)
+    hooks = StoredPages(runner.pool)
+    engine = Engine(runner, runner.pool, hooks=hooks, headroom=0, **how)
+    found: dict[int, list[int]] = {}
+    while engine.has_work or len(found) < len(prompts):
+        while len(found) < len(prompts) and arrivals[len(found)] <= engine.scheduler.num_steps:
+            seed = len(found)
+            sampling = SamplingParams(max_new_tokens=24, temperature=seed % 2, seed=seed)
+            found[engine.add(prompts[seed], sampling)] = []
+        for output in engine.step():
+            assert output.error is None, output.error
+            found[output.id] += output.token_ids
+        runner.pool.check_integrity()
+    assert runner.pool.used_bytes == 0
+    pages = [b"".join(hooks.found[i]) for i in found]
+    return list(found.values()), pages, engine.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"format": "kivi", "bits": 2, "residual": 16},
+        {"format": "kivi", "bits": 4, "residual": 24},
+        {"bits": 2, "residual": 16},
+        {"bits": 4, "residual": 24},
+    ],
+    ids=["kivi2", "kivi4", "integers2", "integers4"],
+)
+def test_requests_together_get_what_they_get_alone(settings: dict) -> None:
+    """Whatever arrives beside them, however prompts are cut, and also after pre-emption. Batches of
+    another size round otherwise, so that single codes may be on the other side of a border."""
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (61, 5, 90, 16, 17)]
+    config = CacheConfig(kv_bytes=2**18, page=8, **settings)
+    # One after another, in as few chunks as may be.
+    wanted, stored, _ = serve(config, prompts, range(0, 250, 50), chunk=512)
+    layout = build_runner(tiny("llama-gqa"), config, num_slots=1, max_tokens=140).pool.layout
+    small = replace(config, kv_bytes=14 * layout.page_bytes + 3 * layout.tail_bytes)
+    for limited, arrivals, how in (
+        (config, [0] * 5, {"chunk": 7}),
+        (config, (0, 3, 4, 9, 33), {"chunk": 11, "max_batch_tokens": 9}),
+        (small, (0, 1, 2, 3, 4), {"chunk": 13, "max_batch_tokens": 20}),
+    ):
+        found, pages, pre_empted = serve(limited, prompts, arrivals, **how)
+        assert (pre_empted > 0) is (limited is small)
+        assert found == wanted
+        for ours, theirs in zip(pages, stored, strict=True):
+            assert len(ours) == len(theirs) > 500
+            assert sum(a != b for a, b in zip(ours, theirs, strict=True)) <= len(ours) / 100
