@@ -10,28 +10,42 @@ import kvfold
 
 SOURCE = Path(kvfold.__file__).parent
 LAYERS: dict[str, set[str]] = {
+    "errors": set(),
+    "kinds": set(),
     "versions": set(),
     "registration": {"versions"},
     "files": set(),
-    "text": set(),
-    "search": set(),
+    "text": {"errors"},
+    "search": {"errors"},
+    "place": {"errors"},
     "formats": set(),
     "spec": {"formats"},
     "ops": {"formats", "spec"},
     "gguf": {"files"},
+    "hub": {"gguf"},
     "smollm2": {"gguf"},
-    "cache": {"formats", "spec", "ops"},
+    "cache": {"errors", "formats", "spec", "ops"},
     "attention": {"spec", "ops", "cache"},
     "models": {"formats", "spec", "ops", "attention"},
-    "config": {"formats", "cache"},
+    "config": {"errors", "kinds", "formats", "cache"},
     "recipes": {"config"},
     "artifact": {"spec", "models"},
     "compression": {"formats", "spec", "ops", "models", "config", "recipes", "artifact"}
-    | {"search", "text"},
-    "loading": {"artifact", "models", "gguf", "smollm2"},
+    | {"errors", "files", "search", "text"},
+    "loading": {"artifact", "models", "gguf", "hub", "place", "smollm2"},
     "engine": {"formats", "spec", "ops", "cache", "attention", "models", "config", "artifact"}
-    | {"loading"},
-    "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"},
+    | {"errors", "loading"},
+    "bench": {
+        "errors",
+        "formats",
+        "spec",
+        "ops",
+        "cache",
+        "models",
+        "config",
+        "artifact",
+        "engine",
+    },
     "evaluation": {
         "spec",
         "models",
@@ -41,8 +55,8 @@ LAYERS: dict[str, set[str]] = {
         "artifact",
         "engine",
     }
-    | {"files", "search", "text"},
-    "api": {"spec", "compression", "config", "recipes", "loading", "evaluation", "files"},
+    | {"errors", "files", "search", "text"},
+    "api": {"spec", "compression", "config", "recipes", "loading", "evaluation", "files", "text"},
     "report": {"evaluation", "files", "text"},
 }
 # The programs, on top: they may use everything, and nothing may use them.

@@ -63,7 +63,7 @@ def test_python_and_command_line_plan_the_same(plain, model, tmp_path, capsys, f
         ({"bytes_per_token": 20, "recipe": "zack"}, "use fast, swift, lean or small"),
         ({"factor": 900}, "ask for a smaller factor"),
         ({"keep": 0.01, "align": 8}, "raise keep, or lower align"),
-        ({"keep": 0.5, "budget": "ppl<=1.1"}, "keep=0.5 and budget=ppl<=1.1 exclude each other"),
+        ({"keep": 0.5, "budget": "ppl<=1.1"}, "keep=0.5 and budget='ppl<=1.1' exclude each other"),
     ],
 )
 def test_a_failing_compress_leaves_the_model_as_it_was(

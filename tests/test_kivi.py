@@ -235,7 +235,7 @@ def test_rows_that_kivi_cannot_quantize_are_refused(keys, latent: Latent, messag
 
 def test_settings_that_contradict_kivi_are_refused() -> None:
     for bits in (None, 16):
-        with pytest.raises(ValueError, match=f"bits must be less than 16; got {bits}"):
+        with pytest.raises(ValueError, match=r"bits must be less than 16; (none are given|got 16)"):
             CacheConfig(format="kivi", bits=bits)
     with pytest.raises(ValueError, match="evict='kv-compress' exclude each other"):
         CacheConfig(format="kivi", bits=4, evict="kv-compress", keep_tokens=0.5)

@@ -1,5 +1,6 @@
 """compress: from a model and a recipe to a folded model, in one call."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ from kvfold.compression.compressor import Compressor
 from kvfold.compression.progress import Progress
 from kvfold.compression.recover import check_steps
 from kvfold.compression.statistics import Statistics
-from kvfold.compression.target import Target
-from kvfold.config import Recipe
+from kvfold.compression.statistics.artifact import check_place
+from kvfold.compression.target import Target, check_align
+from kvfold.config import Recipe, check_types
 from kvfold.evaluation.budget import search_keep
-from kvfold.files import new_directory
+from kvfold.files import check_makeable, new_directory
 from kvfold.loading import load, load_tokenizer
 from kvfold.spec import CacheSpec
+from kvfold.text import read_texts
 
 
 def compress(
@@ -51,11 +54,12 @@ def compress(
     Returns the folded model. Raises ValueError for settings or inputs that cannot work, and then
     leaves the model as it was, unless it is recovery that diverges.
     """
+    check_types(compress, locals())
     recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
     target = Target(keep=keep, factor=factor, bytes_per_token=bytes_per_token, budget=budget)
+    check_align(align)
     check_steps(recover)
-    if output is not None:
-        check_output(Path(output))
+    check_files(calib, statistics, output)
     name = model if isinstance(model, str | Path) else None
     if name is not None:
         tokenizer = tokenizer or load_tokenizer(str(name))
@@ -108,8 +112,23 @@ def fold_to(
     return spec, ratio
 
 
+def check_files(
+    calib: Sequence[str | Path] | None,
+    statistics: Path | str | Statistics | None,
+    output: Path | str | None,
+) -> None:
+    """Raises ValueError for files that cannot be read, or written after the work is done."""
+    if calib:
+        read_texts(calib)
+    if isinstance(statistics, str | Path):
+        check_place(Path(statistics))
+    if output is not None:
+        check_output(Path(output))
+
+
 def check_output(path: Path) -> None:
-    """Raises ValueError for a directory that is in use."""
+    """Raises ValueError for a directory that is in use, or cannot be made."""
+    check_makeable(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"output {path} exists and is not an empty directory; name another one")
 

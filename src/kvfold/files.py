@@ -38,7 +38,31 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, data: Any) -> None:
     """Replace `path` by `data` as JSON. Raises ValueError for a number JSON does not have."""
-    write_text(path, json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    with writing(path):
+        write_text(path, json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Names the file that a full disk, or one that was unplugged, does not take."""
+    from safetensors import SafetensorError  # what it raises has no class of its own
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", str(error))
+        if reason is None:  # it says so already
+            raise
+        raise OSError(f"cannot write {path}: {reason}") from error
+
+
+def check_makeable(path: Path) -> None:
+    """Raises ValueError if `path` cannot become a directory; to be asked before long work."""
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"cannot write {path}: {above} is a file; name another folder")
+    if not os.access(above, os.W_OK):
+        raise ValueError(f"cannot write {path}: folder {above} is read-only; name another one")
 
 
 def finite(value: Any) -> Any:

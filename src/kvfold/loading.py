@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import kvfold.artifact  # noqa: F401  (registers the checkpoint format with transformers)
 from kvfold import gguf, smollm2
 from kvfold.gguf import first_line
+from kvfold.hub import where, why_not
 from kvfold.models.families import family_of
+from kvfold.place import check_device, check_dtype
 
 PACKAGED = ("gqa", "mha")
 REFERENCES = (*PACKAGED, "smollm2")
@@ -38,7 +40,11 @@ def resolve(name: str) -> str:
 
 
 def load(
-    name: str, *, dtype: str | torch.dtype = "auto", device: str | None = None, **options: Any
+    name: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    **options: Any,
 ) -> Any:
     """A causal language model, folded or plain, ready for inference.
 
@@ -47,15 +53,21 @@ def load(
     bfloat16; device defaults to CUDA where there is one. Raises ValueError for anything that is not
     one.
     """
+    check_dtype(dtype)
+    if device is not None:
+        check_device(device)
+    name = str(name)
     config = load_config(name)
     if family_of(config).softcap(config) is not None:
         # sdpa of transformers 5.17 leaves the cap out and says nothing.
         options.setdefault("attn_implementation", "eager")
-    path = resolve(str(name))
+    path = resolve(name)
     if gguf.is_gguf(path):
         return gguf.load_model(path, dtype=dtype, **options).eval().to(device or default_device())
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, **{**where(path), **options}
+        )
     except SafetensorError as error:
         raise ValueError(f"the weights in {name!r} are damaged: {first_line(error)}") from error
     except (OSError, KeyError, RuntimeError, json.JSONDecodeError) as error:
@@ -82,12 +94,13 @@ def _directory_config(name: str, path: str) -> Any:
     """The config of a directory or a hub id."""
     _check_directory(path)
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, **where(path))
     except (OSError, KeyError, json.JSONDecodeError) as error:
         if path == smollm2.HUB:
             raise ValueError(f"{smollm2.advice()} ({first_line(error)})") from error
-        hub = "" if Path(path).exists() else "there is no such directory, and as a hub id: "
-        raise ValueError(f"cannot load a model from {name!r}: {hub}{first_line(error)}") from error
+        if not Path(path).exists():
+            raise ValueError(f"cannot load a model from {name!r}: {why_not(error)}") from error
+        raise ValueError(f"cannot load a model from {name!r}: {first_line(error)}") from error
 
 
 def load_tokenizer(name: str) -> Any:
@@ -96,7 +109,7 @@ def load_tokenizer(name: str) -> Any:
     if gguf.is_gguf(path):
         return gguf.load_tokenizer(path)
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, **where(path))
     except (OSError, ValueError, KeyError) as error:
         if path == smollm2.HUB:
             raise ValueError(f"{smollm2.advice()} ({first_line(error)})") from error

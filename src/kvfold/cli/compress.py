@@ -2,10 +2,11 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvfold.cli import common
 from kvfold.cli.options import CALIBRATION, PLACE, Calibration, Model, Place, RecipeName
+from kvfold.files import writing
 
 if TYPE_CHECKING:
     from kvfold.compression.compressor import Compressor
@@ -47,16 +48,14 @@ def compress(
     output
         New directory, written whole or not at all.
     """
-    sizes: dict[str, Any] = {"keep": keep, "budget": budget, "factor": factor}
-    sizes |= {"bytes_per_token": bytes_per_token}
-    from kvfold.api import check_output, fold_to
+    from kvfold.api import check_files, fold_to
     from kvfold.compression.recover import check_steps
-    from kvfold.compression.target import Target, check_exclusive
+    from kvfold.compression.target import Target, check_align
 
-    check_exclusive({f"--{name.replace('_', '-')}": value for name, value in sizes.items()})
-    target = Target(**sizes)
+    target = Target(keep=keep, budget=budget, factor=factor, bytes_per_token=bytes_per_token)
+    check_align(align)
     check_steps(recover)
-    check_output(output)
+    check_files(calibration.calib, calibration.stats, output)
     compressor = common.compressor(model, recipe, calibration, place)
     begin = time.perf_counter()
     with common.progress() as progress:
@@ -85,7 +84,8 @@ def store(compressor: "Compressor", name: str, place: Place, output: Path) -> No
     wanted = load_config(name).dtype
     if place.dtype == "auto" and wanted is not None:
         compressor.model.to(wanted)
-    save(compressor.model, compressor.tokenizer, output)
+    with writing(output):
+        save(compressor.model, compressor.tokenizer, output)
 
 
 def summary(compressor: "Compressor", spec: "CacheSpec", seconds: float) -> str:

@@ -30,30 +30,36 @@ def generate(
         A file with that text.
     """
     text = read_prompt(prompt, prompt_file)
-    loaded, tokenizer = common.load(model, place)
-    cache = common.cache_config(loaded, storage)
+    config, tokenizer = common.load_config(model), common.load_tokenizer(model)
+    cache = common.cache_config(config, storage, place)
+    ids = encode(config, tokenizer, text, sampling.max_new_tokens)
+    loaded = common.load(model, place)
     if cache is None:
-        stream(loaded, tokenizer, text, sampling)
+        stream(loaded, tokenizer, ids, sampling)
     else:
-        stream_paged(loaded, tokenizer, text, sampling, cache)
+        stream_paged(loaded, tokenizer, ids, sampling, cache)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise ValueError("give one of --prompt TEXT and --prompt-file FILE")
-    if prompt_file is None:
-        return prompt or ""
-    from kvfold.text import read_text
+    if prompt_file is not None:
+        from kvfold.text import read_text
 
-    return read_text(prompt_file)
+        return read_text(prompt_file)
+    text = prompt or ""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"--prompt: not utf-8 text at character {error.start}") from None
+    return text
 
 
-def stream(model: Any, tokenizer: Any, text: str, sampling: Sampling) -> None:
-    """Print the continuation of `text`. Raises ValueError if it does not fit the model."""
+def stream(model: Any, tokenizer: Any, ids: list[int], sampling: Sampling) -> None:
+    """Print the continuation of a prompt."""
     import torch
     from transformers import TextStreamer
 
-    ids = encode(model, tokenizer, text, sampling.max_new_tokens)
     torch.manual_seed(sampling.seed)
     prompt = torch.tensor([ids], device=model.device)
     limits = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1}
@@ -69,7 +75,7 @@ def stream(model: Any, tokenizer: Any, text: str, sampling: Sampling) -> None:
 
 
 def stream_paged(
-    model: Any, tokenizer: Any, text: str, sampling: Sampling, cache: "CacheConfig"
+    model: Any, tokenizer: Any, ids: list[int], sampling: Sampling, cache: "CacheConfig"
 ) -> None:
     """The same through the engine's paged cache; what it fits goes to stderr."""
     import dataclasses
@@ -78,7 +84,6 @@ def stream_paged(
     from kvfold.engine.llm import LLM
     from kvfold.engine.request import SamplingParams
 
-    ids = encode(model, tokenizer, text, sampling.max_new_tokens)
     settings = dataclasses.asdict(cache)
     total = len(ids) + sampling.max_new_tokens
     settings |= {"max_sequences": 1, "max_tokens": total}
@@ -99,15 +104,17 @@ def stream_paged(
     print()
 
 
-def encode(model: Any, tokenizer: Any, text: str, max_new_tokens: int) -> list[int]:
-    """Token ids of the prompt. Raises ValueError if they and the new ones do not fit the model."""
+def encode(config: Any, tokenizer: Any, text: str, max_new_tokens: int) -> list[int]:
+    """Token ids of the prompt. Raises ValueError if they and the new ones do not fit a model of
+    this config."""
     from kvfold.evaluation.perplexity import max_positions
-    from kvfold.text import encode_prompt
+    from kvfold.text import check_ids, encode_prompt
 
     ids = encode_prompt(tokenizer, text)
     if not ids:
         raise ValueError("the prompt is empty and the tokenizer has no BOS token; give some text")
-    limit = max_positions(model)
+    check_ids(ids, config.get_text_config(decoder=True).vocab_size)
+    limit = max_positions(config)
     if limit is not None and len(ids) + max_new_tokens > limit:
         raise ValueError(
             f"the prompt has {len(ids)} tokens, which with {max_new_tokens} new ones exceed the"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvfold.artifact import mark, spec_of
 from kvfold.compression.bases import Source, builder_of, recipes_where
@@ -22,8 +23,9 @@ from kvfold.compression.ranks import LatentCandidate, allocate, method_of
 from kvfold.compression.recover import BATCH, check_steps
 from kvfold.compression.recover import recover as distil
 from kvfold.compression.statistics import Statistics
-from kvfold.compression.target import Target, check_keep
-from kvfold.config import Recipe
+from kvfold.compression.target import Target, check_align, check_keep
+from kvfold.config import Recipe, Setting, check_types
+from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
@@ -48,6 +50,11 @@ class Compressor:
         max_tokens: int = CALIBRATION_TOKENS,
         seed: int = 0,
     ) -> None:
+        given = {"recipe": recipe, "calib": calib, "max_tokens": max_tokens}
+        check_types(type(self).__init__, given)
+        Setting(least=0, below=2**63).check("seed", seed, int)
+        if not isinstance(model, PreTrainedModel):
+            raise SettingError(f"`model` must be a name or a loaded causal LM; got {model!r}")
         if spec_of(model) is not None:
             raise ValueError("this model is compressed already; start from the original checkpoint")
         self.model, self.recipe, self.tokenizer = model, recipe, tokenizer
@@ -61,7 +68,7 @@ class Compressor:
     @property
     def needs(self) -> set[str]:
         """Names of the statistics (QUANTITIES) that the recipe reads."""
-        return self.basis.needs() | self.ranks.needs()
+        return needs(self.recipe)
 
     def factor_of(self, target: Target) -> float | None:
         """How many times smaller bits are to make a token; None where only dimensions are planned.
@@ -71,9 +78,9 @@ class Compressor:
         factor, full = target.factor, 2 * self.geometry.full_numbers
         if target.bytes_per_token is not None:
             if target.bytes_per_token > full:
-                raise ValueError(
-                    f"bytes_per_token must be at most {full}, what the uncompressed cache takes at"
-                    f" 16 bits; got {target.bytes_per_token:g}"
+                raise SettingError(
+                    f"`bytes_per_token` must be at most {full}, what the uncompressed cache takes"
+                    f" at 16 bits; got {target.bytes_per_token:g}"
                 )
             factor = Target(factor=full / target.bytes_per_token).factor
         if factor is not None and not self.basis.predicts_loss:
@@ -85,10 +92,9 @@ class Compressor:
 
     def align(self, given: int | None) -> int:
         """A divisor of all ranks: by default 16 for tensor-core tiles, 8 for narrow heads."""
+        check_align(given)
         if given is None:
             return 16 if self.geometry.head_dim > 64 else 8
-        if given < 1:
-            raise ValueError(f"align must be at least 1, got {given}")
         return given
 
     def windows(self, max_tokens: int | None = None) -> Tensor:
@@ -262,6 +268,11 @@ def shared_statistics(
 ) -> Statistics:
     """The statistics that any of `compressors` (of one model and text) reads, from one pass."""
     return compressors[0].measure(set().union(*(one.needs for one in compressors)), progress)
+
+
+def needs(recipe: Recipe) -> set[str]:
+    """Names of the statistics that a recipe reads."""
+    return builder_of(recipe).needs() | method_of(recipe).needs()
 
 
 def check(recipe: Recipe, geometry: Geometry, model_type: str) -> None:
