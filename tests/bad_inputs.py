@@ -68,6 +68,13 @@ SIZES = {
     "kvfold compress reference:gqa": (
         'Command "compress" parameter --output requires an argument.'
     ),
+    "kvfold compress reference:gqa --recipe zack --factor 4 --output new": (
+        "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean or small"
+    ),
+    "kvfold compress reference:gqa --bytes-per-token 1e6 --output new": (
+        "--bytes-per-token must be at most 7168, what the uncompressed cache takes at 16 bits; "
+        "got 1e+06"
+    ),
     "kvfold compress reference:gqa --keep 1.5 --output new": (
         "--keep must be in (0, 1], got 1.5; it is the share of the cache to keep"
     ),

@@ -209,6 +209,16 @@ def test_eval_names_the_text_that_is_shorter_than_a_window(plain, text, tmp_path
     assert "short: 4 tokens are" in line and "of --ctx 128 needs 127; give more --text" in line
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model(long_rows, tmp_path, capsys):
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**TINY | {"vocab_size": 64}))
+    model.config.max_position_embeddings = 512
+    model.save_pretrained(tmp_path / "small")
+    load_tokenizer("reference:gqa").save_pretrained(tmp_path / "small")
+    for options in (["--tasks", long_rows], ["--needle", "--needle-contexts", 1]):
+        line = refused(capsys, "eval", tmp_path / "small", *options)
+        assert "the model has embeddings of tokens 0 to 63 only" in line
+
+
 def test_unknown_names_are_one_line_too(capsys, tmp_path):
     assert "reference:gqa" in refused(capsys, "inspect", "reference:xyz")
     assert "does not exist" in refused(capsys, "inspect", tmp_path / "nowhere")

@@ -19,6 +19,7 @@ BITS = (16, 8, 6, 4, 3, 2, 1)  # of all formats; a test compares
 Share = Literal["head", "group", "joint", "kv"]
 
 PAGE = 32  # rows, where neither the configuration nor a policy says
+SEEDS: dict[str, Any] = {"least": 0, "below": 2**63}  # what every generator takes
 DEFAULT_KEEP = 0.5  # share of the cache that stays where no size is asked for
 
 

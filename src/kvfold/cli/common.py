@@ -18,6 +18,7 @@ from kvfold.files import check_writable
 
 if TYPE_CHECKING:
     from kvfold.compression.compressor import Compressor
+    from kvfold.compression.target import Target
     from kvfold.config import CacheConfig, Recipe
     from kvfold.evaluation.measure import Measurement
     from kvfold.evaluation.tasks.base import Task
@@ -235,11 +236,17 @@ def commit() -> str | None:
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "") or None
 
 
-def compressor(model: str, recipe: str, calibration: Calibration, place: Place) -> "Compressor":
-    """A recipe on a loaded model, with its calibration settings."""
+def compressor(
+    model: str,
+    recipe: str,
+    calibration: Calibration,
+    place: Place,
+    target: "Target | None" = None,
+) -> "Compressor":
+    """A recipe on a loaded model, with its calibration settings, for a size."""
     from kvfold.compression.compressor import Compressor
 
-    settings = check_recipe(load_config(model), recipe, calibration.max_tokens)
+    settings = check_recipe(load_config(model), recipe, calibration.max_tokens, target)
     return Compressor(
         load(model, place),
         settings,
@@ -250,18 +257,23 @@ def compressor(model: str, recipe: str, calibration: Calibration, place: Place) 
     )
 
 
-def check_recipe(config: Any, name: str, max_tokens: int) -> "Recipe":
+def check_recipe(
+    config: Any, name: str, max_tokens: int, target: "Target | None" = None
+) -> "Recipe":
     """The recipe called `name`. Raises ValueError where a model of this config cannot be folded by
-    it, or not calibrated on so many tokens; before one is loaded."""
+    it to such a size, or not calibrated on so many tokens; before one is loaded."""
     from kvfold import recipes
     from kvfold.compression.calibration_text import check_tokens
-    from kvfold.compression.compressor import check, needs
+    from kvfold.compression.compressor import check, factor_of, needs
     from kvfold.models.families import family_of
 
     recipe = recipes.get(name)
     if saved_spec(config) is not None:
         raise ValueError("this model is compressed already; start from the original checkpoint")
-    check(recipe, family_of(config).geometry(config), config.model_type)
+    geometry = family_of(config).geometry(config)
+    check(recipe, geometry, config.model_type)
+    if target is not None:
+        factor_of(recipe, geometry, target)
     if needs(recipe):
         check_tokens(config, max_tokens)
     return recipe

@@ -56,7 +56,7 @@ def compress(
     check_align(align)
     check_steps(recover)
     check_files(calibration.calib, calibration.stats, output)
-    compressor = common.compressor(model, recipe, calibration, place)
+    compressor = common.compressor(model, recipe, calibration, place, target)
     begin = time.perf_counter()
     with common.progress() as progress:
         spec, ratio = fold_to(

@@ -107,13 +107,13 @@ def stream_paged(
 def encode(config: Any, tokenizer: Any, text: str, max_new_tokens: int) -> list[int]:
     """Token ids of the prompt. Raises ValueError if they and the new ones do not fit a model of
     this config."""
-    from kvfold.evaluation.perplexity import max_positions
+    from kvfold.evaluation.perplexity import max_positions, vocabulary
     from kvfold.text import check_ids, encode_prompt
 
     ids = encode_prompt(tokenizer, text)
     if not ids:
         raise ValueError("the prompt is empty and the tokenizer has no BOS token; give some text")
-    check_ids(ids, config.get_text_config(decoder=True).vocab_size)
+    check_ids(ids, vocabulary(config))
     limit = max_positions(config)
     if limit is not None and len(ids) + max_new_tokens > limit:
         raise ValueError(

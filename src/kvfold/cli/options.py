@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
-from kvfold.config import CacheConfig, check, setting, settings_of
+from kvfold.config import SEEDS, CacheConfig, check, setting, settings_of
 from kvfold.errors import SettingError
 from kvfold.evaluation.tasks import LEGAL_ROWS
 from kvfold.recipes import RECIPES
@@ -15,7 +15,6 @@ from kvfold.recipes import RECIPES
 T = TypeVar("T")
 _OWN = {"statistics": "stats"}  # flags with other names than the parameters of kvfold.compress
 _QUOTES = "'\""
-SEEDS = {"least": 0, "below": 2**63}
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, Parameter(help="A directory, a GGUF file, a hub id or reference:gqa.")]
 Files = Annotated[

@@ -24,7 +24,7 @@ from kvfold.compression.recover import BATCH, check_steps
 from kvfold.compression.recover import recover as distil
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.target import Target, check_align, check_keep
-from kvfold.config import Recipe, Setting, check_types
+from kvfold.config import SEEDS, Recipe, Setting, check_types
 from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
 from kvfold.models.copies import shared_copy
@@ -52,7 +52,7 @@ class Compressor:
     ) -> None:
         given = {"recipe": recipe, "calib": calib, "max_tokens": max_tokens}
         check_types(type(self).__init__, given)
-        Setting(least=0, below=2**63).check("seed", seed, int)
+        Setting(**SEEDS).check("seed", seed, int)
         if not isinstance(model, PreTrainedModel):
             raise SettingError(f"`model` must be a name or a loaded causal LM; got {model!r}")
         if spec_of(model) is not None:
@@ -71,24 +71,8 @@ class Compressor:
         return needs(self.recipe)
 
     def factor_of(self, target: Target) -> float | None:
-        """How many times smaller bits are to make a token; None where only dimensions are planned.
-
-        Raises ValueError for a size that the recipe cannot plan, or the model already has.
-        """
-        factor, full = target.factor, 2 * self.geometry.full_numbers
-        if target.bytes_per_token is not None:
-            if target.bytes_per_token > full:
-                raise SettingError(
-                    f"`bytes_per_token` must be at most {full}, what the uncompressed cache takes"
-                    f" at 16 bits; got {target.bytes_per_token:g}"
-                )
-            factor = Target(factor=full / target.bytes_per_token).factor
-        if factor is not None and not self.basis.predicts_loss:
-            raise ValueError(
-                f"recipe {self.recipe.name!r} predicts no losses to weigh bits by; use "
-                + recipes_where(lambda basis: basis.predicts_loss)
-            )
-        return factor
+        """As the function."""
+        return factor_of(self.recipe, self.geometry, target)
 
     def align(self, given: int | None) -> int:
         """A divisor of all ranks: by default 16 for tensor-core tiles, 8 for narrow heads."""
@@ -273,6 +257,27 @@ def shared_statistics(
 def needs(recipe: Recipe) -> set[str]:
     """Names of the statistics that a recipe reads."""
     return builder_of(recipe).needs() | method_of(recipe).needs()
+
+
+def factor_of(recipe: Recipe, geometry: Geometry, target: Target) -> float | None:
+    """How many times smaller bits are to make a token; None where only dimensions are planned.
+
+    Raises ValueError for a size that the recipe cannot plan, or the model already has.
+    """
+    factor, full = target.factor, 2 * geometry.full_numbers
+    if target.bytes_per_token is not None:
+        if target.bytes_per_token > full:
+            raise SettingError(
+                f"`bytes_per_token` must be at most {full}, what the uncompressed cache takes"
+                f" at 16 bits; got {target.bytes_per_token:g}"
+            )
+        factor = Target(factor=full / target.bytes_per_token).factor
+    if factor is not None and not builder_of(recipe).predicts_loss:
+        raise ValueError(
+            f"recipe {recipe.name!r} predicts no losses to weigh bits by; use "
+            + recipes_where(lambda basis: basis.predicts_loss)
+        )
+    return factor
 
 
 def check(recipe: Recipe, geometry: Geometry, model_type: str) -> None:

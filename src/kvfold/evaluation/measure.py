@@ -24,6 +24,7 @@ from kvfold.evaluation.perplexity import (
     PerplexityResult,
     check_length,
     max_positions,
+    vocabulary,
     window_perplexity,
 )
 from kvfold.evaluation.reader import Reader
@@ -147,11 +148,11 @@ def text_windows(
     """Windows of every text for a model, of which its config is enough. Raises ValueError naming a
     text that does not fill one, or has tokens that the model does not."""
     check_length(model, ctx)
-    config, found = getattr(model, "config", model), {}
+    found = {}
     for name, text in texts.items():
         try:
             found[name] = windows(tokenizer, running(text), ctx, max_tokens)
-            check_ids([int(found[name].max())], config.get_text_config(decoder=True).vocab_size)
+            check_ids([int(found[name].max())], vocabulary(model))
         except SettingError as error:
             raise SettingError(f"{name}: {error.text}") from None
     return found

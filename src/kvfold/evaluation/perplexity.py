@@ -184,6 +184,12 @@ def max_positions(model: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def vocabulary(model: Any) -> int:
+    """Tokens that a model, or a config, has embeddings of."""
+    config = getattr(model, "config", model).get_text_config(decoder=True)
+    return int(config.vocab_size)
+
+
 def mean_and_se(values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard error of `values`; the error is nan for one value, both for none."""
     if not values:

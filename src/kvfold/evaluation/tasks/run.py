@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvfold.compression.progress import Report
 from kvfold.evaluation.dense import DenseSession, inference
-from kvfold.evaluation.perplexity import max_positions, mean_and_se
+from kvfold.evaluation.perplexity import max_positions, mean_and_se, vocabulary
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks import SCORES
 from kvfold.evaluation.tasks.base import Answer, Prompt, Task, decode
@@ -75,7 +75,7 @@ def run_tasks(
     """
     reader = reader or Reader(partial(DenseSession, model, chunk))
     stops, limit = _stop_ids(model, tokenizer), max_positions(model)
-    size = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    size = vocabulary(model)
     values = defaultdict[str, list[float]](list)
     outputs: list[str] = []
     truncated = 0
