@@ -10,7 +10,7 @@ _WORDS[None.__class__] = "None"
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type. A bool is no number, and neither is NaN."""
+    """Whether a value is of a type. A bool is no number."""
     origin, inside = get_origin(kind), get_args(kind)
     if kind is Any:
         return True
@@ -18,8 +18,8 @@ def fits(value: Any, kind: Any) -> bool:
         return any(fits(value, one) for one in inside)
     if origin is Literal:
         return value in inside
-    if origin in (list, tuple):
-        return isinstance(value, origin) and all(fits(item, inside[0]) for item in value)
+    if origin in (list, tuple):  # one serves as the other
+        return isinstance(value, list | tuple) and all(fits(item, inside[0]) for item in value)
     if Callable in (kind, origin):
         return callable(value)
     if kind in (int, float):

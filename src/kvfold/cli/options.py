@@ -13,7 +13,6 @@ from kvfold.evaluation.tasks import LEGAL_ROWS
 from kvfold.recipes import RECIPES
 
 T = TypeVar("T")
-_OWN = {"statistics": "stats"}  # flags with other names than the parameters of kvfold.compress
 _QUOTES = "'\""
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, Parameter(help="A directory, a GGUF file, a hub id or reference:gqa.")]
@@ -42,7 +41,7 @@ def flags_of(config: type) -> Callable[[type[T]], type[T]]:
 
 def flag(name: str, value: str | None = None) -> str:
     """How a setting is written here: max_tokens -> --max-tokens, bits=4 -> --bits 4."""
-    written = f"--{_OWN.get(name, name).replace('_', '-')}"
+    written = f"--{name.replace('_', '-')}"
     return written if value is None or value == "True" else f"{written} {value.strip(_QUOTES)}"
 
 
