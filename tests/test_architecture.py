@@ -10,30 +10,35 @@ import kvfold
 
 SOURCE = Path(kvfold.__file__).parent
 LAYERS: dict[str, set[str]] = {
+    "errors": set(),
+    "kinds": set(),
     "versions": set(),
     "registration": {"versions"},
     "files": set(),
     "weights": set(),
-    "text": set(),
-    "search": set(),
+    "text": {"errors"},
+    "search": {"errors"},
+    "place": {"errors"},
     "formats": set(),
     "spec": {"formats"},
     "card": {"spec"},
     "ops": {"formats", "spec"},
     "gguf": {"files", "weights"},
+    "hub": {"gguf"},
     "smollm2": {"gguf"},
-    "cache": {"formats", "spec", "ops"},
+    "cache": {"errors", "formats", "spec", "ops"},
     "attention": {"spec", "ops", "cache"},
     "models": {"formats", "spec", "ops", "attention"},
-    "config": {"formats", "cache"},
+    "config": {"errors", "kinds", "formats", "cache"},
     "recipes": {"config"},
     "artifact": {"spec", "models", "weights"},
     "compression": {"formats", "spec", "ops", "models", "config", "recipes", "artifact"}
-    | {"search", "text", "weights"},
-    "loading": {"artifact", "models", "gguf", "smollm2", "weights"},
+    | {"errors", "files", "search", "text", "weights"},
+    "loading": {"artifact", "models", "gguf", "hub", "place", "smollm2", "weights"},
     "engine": {"formats", "spec", "ops", "cache", "attention", "models", "config", "artifact"}
-    | {"loading", "text"},
-    "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"},
+    | {"errors", "loading", "text"},
+    "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"}
+    | {"errors"},
     "evaluation": {
         "spec",
         "models",
@@ -43,9 +48,9 @@ LAYERS: dict[str, set[str]] = {
         "artifact",
         "engine",
     }
-    | {"files", "search", "text"},
+    | {"errors", "files", "search", "text"},
     "api": {"spec", "compression", "config", "recipes", "artifact", "loading", "evaluation"}
-    | {"files", "weights", "card"},
+    | {"files", "weights", "card", "text"},
     "report": {"evaluation", "files", "text"},
 }
 # The programs, on top: they may use everything, and nothing may use them.

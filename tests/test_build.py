@@ -29,13 +29,13 @@ def state(model: Any) -> tuple[Any, ...]:
 
 
 FAILING = [
-    ("llama-gqa", {"kv_bytes": 100}, "num_bytes must be at least"),
-    ("llama-gqa", {"kv_bytes": 100, "bits": 4}, "num_bytes must be at least"),
+    ("llama-gqa", {"kv_bytes": 100}, "kv_bytes must be at least"),
+    ("llama-gqa", {"kv_bytes": 100, "bits": 4}, "kv_bytes must be at least"),
     ("llama-gqa", {"evict": "h2o", "keep_tokens": 1.5}, "keep_tokens must be in"),
     ("opt", {"page": 0}, "page must be at least 1 row"),
     ("opt", {"bits": 4, "chunk": 0}, "chunk must be at least 1"),
     ("mistral-sliding", {"format": "kivi", "bits": 4}, "sliding window"),
-    (COMPRESSED, {"kv_bytes": 100, "bits": 4}, "num_bytes must be at least"),
+    (COMPRESSED, {"kv_bytes": 100, "bits": 4}, "kv_bytes must be at least"),
     (COMPRESSED, {"bits": 4, "chunk": 0}, "chunk must be at least 1"),
 ]
 

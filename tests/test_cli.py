@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import urllib.error
+import urllib.request
 from dataclasses import dataclass, fields
 
 import pytest
@@ -14,8 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from commands import refused
-from kvfold import versions
+from kvfold import hub, versions
 from kvfold.cache.eviction.policies import POLICIES
+from kvfold.cli.common import progress
 from kvfold.cli.main import main
 from kvfold.cli.options import Storage
 from kvfold.config import BITS, CacheConfig, check, setting, settings_of
@@ -85,7 +88,7 @@ def spoiled(plain, tmp_path):
         (["--align", "0"], "align must be at least 1"),
         (["--recover", "-1"], "recover must be at least 0 steps, got -1"),
         (["--budget", "1%"], "'ppl<=1.01'"),
-        (["--budget", "ppl<=1.01", "--keep", "0.5"], "--keep and --budget exclude"),
+        (["--budget", "ppl<=1.01", "--keep", "0.5"], "--keep 0.5 and --budget ppl<=1.01 exclude"),
         (["--calib", "nowhere.txt"], "nowhere.txt: no such file"),
         (["--dtype", "int8"], "int8"),
         (["--device", "abacus"], "abacus"),
@@ -186,7 +189,7 @@ def test_compress_refuses_a_compressed_model_and_an_output_in_use(folded, plain,
         (["eval", "--ctx", "129"], "ctx: 129 tokens exceed the model's 128 positions"),
         (["eval", "--ctx", "1"], "ctx: 1 is too small"),
         (["eval", "--chunk", "0"], "chunk must be at least 1"),
-        (["eval", "--max-tokens", "64"], "less than one window of ctx=128"),
+        (["eval", "--max-tokens", "64"], "less than one window of --ctx 128"),
         (["eval", "--needle"], "128 positions"),
         (["eval", "--json", "no/such/folder/x.json"], "folder"),
         (["eval", "--tasks", "rows.jsonl"], "rows.jsonl: no such file"),
@@ -210,7 +213,17 @@ def test_eval_names_the_text_that_is_shorter_than_a_window(plain, text, tmp_path
     short = tmp_path / "short.txt"
     short.write_text("A few words.", encoding="utf-8")
     line = refused(capsys, "eval", plain, "--text", text, short)
-    assert "short: text: " in line and "ctx=128" in line
+    assert "short: 4 tokens are" in line and "of --ctx 128 needs 127; give more --text" in line
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(long_rows, tmp_path, capsys):
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**TINY | {"vocab_size": 64}))
+    model.config.max_position_embeddings = 512
+    model.save_pretrained(tmp_path / "small")
+    load_tokenizer("reference:gqa").save_pretrained(tmp_path / "small")
+    for options in (["--tasks", long_rows], ["--needle", "--needle-contexts", 1]):
+        line = refused(capsys, "eval", tmp_path / "small", *options)
+        assert "the model has embeddings of tokens 0 to 63 only" in line
 
 
 def test_unknown_names_are_one_line_too(capsys, tmp_path):
@@ -227,7 +240,9 @@ def test_an_old_transformers_is_named(capsys, monkeypatch):
 @pytest.mark.parametrize("storage", [[], ["--bits", "8"]], ids=["transformers", "paged"])
 def test_generate_refuses_weights_that_are_no_numbers(spoiled, capsys, storage):
     break_weights(spoiled)
-    line = refused(capsys, "generate", spoiled, "--prompt", "The ship", *storage)
+    line = refused(
+        capsys, "generate", spoiled, "--prompt", "The ship", "--max-new-tokens", "8", *storage
+    )
     assert "layers.1.self_attn.k_proj.weight holds NaN" in line
 
 
@@ -450,6 +465,68 @@ def test_a_chat_is_the_prompt_in_the_models_template(chatty, capsys, storage):
 def test_a_chat_needs_a_template(folded, capsys):
     message = "this model has no chat template: leave --chat out"
     assert message in refused(capsys, "generate", folded, "--prompt", "Who?", "--chat")
+
+
+@pytest.fixture
+def long_rows(tmp_path):
+    """Two rows, of which one does not fit 128 positions."""
+    path = tmp_path / "rows.jsonl"
+    rows = ({"prompt": "one two " * times, "answer": "three"} for times in (2, 200))
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_prompts_that_were_cut_are_counted(plain, long_rows, text, tmp_path, capsys):
+    target = tmp_path / "out.json"
+    out = printed(capsys, "eval", plain, "--tasks", long_rows, "--json", target)
+    assert "of 2 rows, 1 cut to the model's positions" in out
+    (found,) = json.loads(target.read_text())["tasks"].values()
+    assert (found["rows"], found["truncated"]) == (2, 1)
+    options = ["--recipes", "lorc", "--keep", ".5", "--align", "1", "--text", text]
+    out = printed(capsys, "compare", plain, *options, "--tasks", long_rows, "--json", target)
+    assert "1 of 2 prompts cut" in " ".join(out.split())
+    for row in json.loads(target.read_text())["rows"]:
+        (scores,) = row["tasks"].values()
+        assert (scores["rows"], scores["truncated"]) == (2, 1)
+
+
+def test_long_work_says_how_far_it_is_where_nobody_watches(capsys):
+    now = 0.0
+    with progress(lambda: now) as show:
+        for done in range(1, 11):
+            now += 4
+            show("calibrate", done, 10)
+        now += 1
+        show("bases", 1, 2)
+        now += 200
+        show("bases", 2, 4)
+    assert capsys.readouterr().err.splitlines() == [
+        "calibrate: 3 of 10, about 28 s left",  # 12 seconds, then 30 later at the earliest
+        "bases: 2 of 4, about 3 min left",
+    ]
+
+
+def test_the_hub_is_asked_once_and_only_for_what_is_not_here(tmp_path, monkeypatch):
+    asked = []
+
+    def refuse(request, timeout):
+        asked.append(request.full_url)
+        raise urllib.error.URLError(ConnectionRefusedError())
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    hub._answers.cache_clear()
+    assert hub.where(str(tmp_path)) == {} and not asked
+    assert [hub.where("someone/model") for _ in range(2)] == [{"local_files_only": True}] * 2
+    assert len(asked) == 1
+    hub._answers.cache_clear()
+    answer = urllib.error.HTTPError("", 404, "", None, None)
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: raised(answer))
+    assert hub.where("someone/model") == {}
+    hub._answers.cache_clear()
+
+
+def raised(error):
+    raise error
 
 
 # -- flags --------------------------------------------------------------------------------------

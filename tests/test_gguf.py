@@ -153,7 +153,7 @@ def test_other_models_are_refused_by_name(original, tmp_path, capsys, settings, 
 def test_a_part_of_a_model_is_refused(original, tmp_path, capsys):
     path = tmp_path / "part.gguf"
     ggufs.write(path, original, without=["blk.1.attn_k.weight"])
-    line = refused(capsys, "generate", path, "--prompt", "a")
+    line = refused(capsys, "generate", path, "--prompt", "a", "--max-new-tokens", 8)
     assert "no weights for model.layers.1.self_attn.k_proj.weight" in line
 
 

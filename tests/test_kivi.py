@@ -237,7 +237,7 @@ def test_rows_that_kivi_cannot_quantize_are_refused(keys, latent: Latent, messag
 
 def test_settings_that_contradict_kivi_are_refused() -> None:
     for bits in (None, 16):
-        with pytest.raises(ValueError, match=f"bits must be less than 16; got {bits}"):
+        with pytest.raises(ValueError, match=r"bits must be less than 16; (none are given|got 16)"):
             CacheConfig(format="kivi", bits=bits)
     with pytest.raises(ValueError, match="evict='kv-compress' exclude each other"):
         CacheConfig(format="kivi", bits=4, evict="kv-compress", keep_tokens=0.5)
@@ -395,7 +395,7 @@ def test_requests_together_get_what_they_get_alone(settings: dict) -> None:
     # One after another, in as few chunks as may be.
     wanted, stored, _ = serve(config, prompts, range(0, 250, 50), chunk=512)
     layout = build_runner(tiny("llama-gqa"), config, num_slots=1, max_tokens=140).pool.layout
-    small = replace(config, kv_bytes=14 * layout.page_bytes + 3 * layout.tail_bytes)
+    small = replace(config, kv_bytes=12 * layout.page_bytes + 3 * layout.tail_bytes)
     for limited, arrivals, how in (
         (config, [0] * 5, {"chunk": 7}),
         (config, (0, 3, 4, 9, 33), {"chunk": 11, "max_batch_tokens": 9}),

@@ -310,11 +310,11 @@ def test_a_refused_prompt_leaves_nothing_queued() -> None:
         ({"max_tokens": 0}, "max_tokens must be in 1..256"),
         ({"bits": 5}, "bits must be one of .*; got 5"),
         ({"page": 0}, "page must be at least 1 row"),
-        ({"evict": "foo"}, "unknown eviction policy 'foo'; policies: kv-compress"),
+        ({"evict": "foo"}, "evict must be one of kv-compress, .*; got 'foo'"),
         ({"keep_tokens": 0.5}, "need a policy"),
         ({"evict": "snapkv", "keep_tokens": 1.5}, r"keep_tokens must be in \(0, 1\]"),
         ({"evict": "snapkv", "keep_tokens": 0.5, "max_cache_tokens": 9}, "give one"),
-        ({"kv_bytes": 100}, "num_bytes must be at least"),
+        ({"kv_bytes": 100}, "kv_bytes must be at least"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict, message: str) -> None:
@@ -350,8 +350,8 @@ def test_token_ids_may_be_of_any_whole_kind(like) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"stop": ["zzz", 5]}, r"stop must be strings that are not empty; got \['zzz', 5\]"),
-        ({"stop": 5}, "stop must be strings"),
+        ({"stop": ["zzz", 5]}, r"stop must be a tuple of strings; got \['zzz', 5\]"),
+        ({"stop": 5}, "stop must be a tuple of strings; got 5"),
         ({"stop": ""}, "stop must be strings"),
         ({"max_new_tokens": 2.5}, "max_new_tokens must be .* got 2.5"),
         ({"max_new_tokens": True}, "max_new_tokens must be .* got True"),

@@ -69,5 +69,5 @@ def test_a_loaded_model_is_where_it_is(given) -> None:
 
 @pytest.mark.parametrize("device", ["abacus", "cuda:99:1"])
 def test_an_unknown_device_is_named(device: str) -> None:
-    with pytest.raises(ValueError, match=f"device '{device}' is not one; legal: cpu, cuda"):
+    with pytest.raises(ValueError, match=f"device must be cpu, cuda, .* got '{device}'"):
         kvfold.load("reference:gqa", device=device)

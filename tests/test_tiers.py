@@ -236,7 +236,7 @@ def test_artifacts_with_earlier_names_of_keys_still_load():
         ({"factor": 4, "keep": 0.5}, "keep=0.5 and factor=4 exclude each other"),
         ({"factor": 0.5}, "factor must be at least 1 and below 1000, got 0.5"),
         ({"factor": float("nan")}, "factor must be at least 1"),
-        ({"factor": 4, "recipe": "zack"}, "use fast, swift, lean or small"),
+        ({"factor": 4, "recipe": "zack"}, "use fast, swift, lean, lean-g or small"),
         ({"factor": 4, "align": 0}, "align must be at least 1"),
         ({"factor": 900}, "ask for a smaller factor"),
     ],

@@ -1,6 +1,6 @@
 """compress: from a model and a recipe to a folded model, in one call."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,19 @@ import torch
 from kvfold import card
 from kvfold.artifact import provenance_of, spec_of
 from kvfold.compression.calibration_text import CALIBRATION_TOKENS
-from kvfold.compression.compressor import Compressor
+from kvfold.compression.compressor import Compressor, check_model
 from kvfold.compression.default import chosen
 from kvfold.compression.progress import Progress
 from kvfold.compression.recover import check_steps
 from kvfold.compression.statistics import Statistics
-from kvfold.compression.target import Target
-from kvfold.config import Recipe
+from kvfold.compression.statistics.artifact import check_place
+from kvfold.compression.target import Target, check_align
+from kvfold.config import Recipe, check_types
 from kvfold.evaluation.budget import search_keep
-from kvfold.files import new_directory
+from kvfold.files import check_makeable, new_directory, writing
 from kvfold.loading import load, load_config, load_tokenizer
 from kvfold.spec import CacheSpec
+from kvfold.text import read_texts
 from kvfold.weights import write
 
 
@@ -62,14 +64,19 @@ def compress(
     Returns the folded model. Raises ValueError for settings or inputs that cannot work, and then
     leaves the model as it was, unless it is recovery that diverges.
     """
+    check_types(compress, locals())
     target = Target(keep=keep, factor=factor, bytes_per_token=bytes_per_token, budget=budget)
+    check_align(align)
     check_steps(recover)
+    check_files(calib, statistics, output)
     name = str(model) if isinstance(model, str | Path) else None
     if name is None and (device is not None or dtype != "auto"):
         raise ValueError(
             f"device={device} and dtype={dtype} are of a model that is loaded by its name; this one"
             " is loaded already: leave them out, and move it before with model.to(...)"
         )
+    if name is None:
+        check_model(model)
     with nullcontext() if output is None else new_directory(Path(output)) as folder:
         config = model.config if name is None else load_config(name)
         recipe, why = chosen(recipe, config, target)
@@ -90,8 +97,9 @@ def compress(
             recover=recover,
             progress=progress,
         )
-        if folder is not None:
-            fill(folder, model, tokenizer, stored)
+        if folder is not None and output is not None:
+            with writing(Path(output)):
+                fill(folder, model, tokenizer, stored)
     return model
 
 
@@ -138,9 +146,23 @@ def stored_dtype(config: Any, dtype: str | torch.dtype) -> torch.dtype | None:
     return found
 
 
+def check_files(
+    calib: Sequence[str | Path] | None,
+    statistics: Path | str | Statistics | None,
+    output: Path | str | None,
+) -> None:
+    """Raises ValueError for files that cannot be read, or written after the work is done."""
+    if calib:
+        read_texts(calib)
+    if isinstance(statistics, str | Path):
+        check_place(Path(statistics))
+    if output is not None:
+        check_makeable(Path(output))
+
+
 def save(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype | None = None) -> None:
     """Save a checkpoint whole or not at all; dtype: of its weights, which stay as they are here."""
-    with new_directory(path) as folder:
+    with new_directory(path) as folder, writing(path):
         fill(folder, model, tokenizer, dtype)
 
 

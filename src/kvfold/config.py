@@ -3,18 +3,23 @@
 The command line makes its flags of them. Importing this imports no torch.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from math import inf
+from numbers import Real
 from typing import Any, Literal, get_type_hints
 
 from kvfold.cache.eviction.policies import POLICIES
+from kvfold.errors import SettingError
 from kvfold.formats import FORMATS, format_of
+from kvfold.kinds import fits, spelt
 
 BITS = (16, 8, 6, 4, 3, 2, 1)  # of all formats; a test compares
 Share = Literal["head", "group", "joint", "kv"]
 
+PAGE = 32  # rows, where neither the configuration nor a policy says
+SEEDS: dict[str, Any] = {"least": 0, "below": 2**63}  # what every generator takes
 DEFAULT_KEEP = 0.5  # share of the cache that stays where no size is asked for
 
 
@@ -22,18 +27,18 @@ DEFAULT_KEEP = 0.5  # share of the cache that stays where no size is asked for
 class Setting:
     """What a field is for and may hold: `page: int = setting(32, "Rows.", least=1)`.
 
-    least, most: bounds, of `unit`; above: one that is not legal itself. choices: legal values.
-    names: values to list, whose check is a look-up elsewhere. hint: the way out of an error. off:
-    the flag that turns a default of True off, and its help. None is legal where it is the default.
+    least, most: bounds, of `unit`; above, below: those that are not legal themselves. choices:
+    legal values. hint: the way out of an error. off: the flag that turns a default of True off, and
+    its help. None is legal where the field's type says so, and NaN and infinity nowhere.
     """
 
-    help: str
+    help: str = ""
     least: float = -inf
     above: float = -inf
     most: float = inf
+    below: float = inf
     unit: str = ""
     choices: Iterable[Any] = ()
-    names: Iterable[str] = ()
     hint: str = ""
     off: tuple[str, str] | None = None
 
@@ -44,18 +49,34 @@ class Setting:
             return "one of " + ", ".join(map(str, self.choices))
         if self.above > -inf:
             return f"above {self.above}" if self.most == inf else f"in ({self.above}, {self.most}]"
-        return f"at least {self.least}{self.unit and ' '}{self.unit}" if self.least > -inf else ""
+        if self.least == -inf:
+            return ""
+        lowest = f"at least {self.least}{self.unit and ' '}{self.unit}"
+        return lowest if self.below == inf else f"{lowest} and below {self.below:g}"
 
     @property
     def text(self) -> str:
         """Help with the legal values."""
-        legal = f"one of {', '.join(self.names)}" if self.names else self.legal
+        legal = self.legal
         return f"{self.help} {legal[0].upper()}{legal[1:]}." if legal else self.help
 
     def allows(self, value: Any) -> bool:
-        if self.choices or not self.legal:
-            return not self.choices or value in self.choices
-        return self.above < value < inf and self.least <= value <= self.most
+        if self.choices:
+            return value in self.choices
+        if not isinstance(value, Real):
+            return True
+        number = float(value)
+        return self.above < number < self.below and self.least <= number <= self.most
+
+    def check(self, name: str, value: Any, kind: Any) -> None:
+        """Raises SettingError for a value of the setting `name` that is not legal, or no `kind`."""
+        typed = fits(value, kind)
+        if typed and (value is None or self.allows(value)):
+            return
+        bare = self.choices or (typed and self.legal)
+        legal = self.legal if bare else ", ".join(filter(None, (spelt(kind), self.legal)))
+        got = f"{',' if typed and not self.choices else ';'} got {value!r}"
+        raise SettingError(f"`{name}` must be {legal}{got}{self.hint and f'; {self.hint}'}")
 
 
 def setting(default: Any, help: str, **rules: Any) -> Any:
@@ -67,19 +88,29 @@ def setting(default: Any, help: str, **rules: Any) -> Any:
 @lru_cache
 def settings_of(config: type) -> dict[str, tuple[Any, Setting]]:
     """Type and setting of every field of a config class that has one."""
-    found = {x.name: x.metadata["setting"] for x in fields(config) if x.metadata}
+    own = {x.name for x in fields(config) if "setting" in x.metadata}
+    return {name: found for name, found in _fields_of(config).items() if name in own}
+
+
+@lru_cache
+def _fields_of(config: type) -> dict[str, tuple[Any, Setting]]:
+    """Type and setting of every field, an empty one where it has none."""
     types = get_type_hints(config)
-    return {name: (types[name], setting) for name, setting in found.items()}
+    return {x.name: (types[x.name], x.metadata.get("setting", Setting())) for x in fields(config)}
 
 
-def check(config: Any, label: Callable[[str], str] = str) -> None:
-    """Raises ValueError for a field that holds what its setting does not allow."""
-    for name, (_, setting) in settings_of(config.__class__).items():
-        value = getattr(config, name)
-        if value is not None and not setting.allows(value):
-            got = f"{';' if setting.choices else ','} got {value!r}"
-            hint = setting.hint and f"; {setting.hint}"
-            raise ValueError(f"{label(name)} must be {setting.legal}{got}{hint}")
+def check(config: Any) -> None:
+    """Raises SettingError for a field of another type than its own, or that holds what its setting
+    does not allow."""
+    for name, (kind, setting) in _fields_of(config.__class__).items():
+        setting.check(name, getattr(config, name), kind)
+
+
+def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raises SettingError for an argument that is not of its annotation's type."""
+    for name, kind in get_type_hints(function).items():
+        if name in given and not fits(given[name], kind):
+            Setting().check(name, given[name], kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +143,11 @@ class Recipe:
     def __post_init__(self) -> None:
         check(self)
         if (self.keys == "kv") != (self.values == "kv"):
-            raise ValueError("keys='kv' and values='kv' go together: one latent serves both")
+            raise SettingError("`keys='kv'` and `values='kv'` go together: one latent serves both")
         if self.centroids is not None and (not self.reduce or self.centroids < 1):
-            raise ValueError(
-                f"centroids must be at least 1 and needs reduce=True, got {self.centroids} and "
-                f"reduce={self.reduce}"
+            raise SettingError(
+                f"`centroids` must be at least 1 and needs `reduce=True`, got {self.centroids} and "
+                f"`reduce={self.reduce}`"
             )
 
 
@@ -132,7 +163,7 @@ class CacheConfig:
     )
     page: int | None = setting(
         None,
-        "Rows a page; by default 32, or what the policy was published with.",
+        f"Rows a page; by default {PAGE}, or what the policy was published with.",
         least=1,
         unit="row",
     )
@@ -162,7 +193,7 @@ class CacheConfig:
         "The last 1 to so many tokens wait in 16 bits, until all are packed at once; whole"
         " pages, 128 with kivi.",
     )
-    evict: str | None = setting(None, "A policy.", names=POLICIES)
+    evict: str | None = setting(None, "A policy.", choices=POLICIES)
     keep_tokens: float | None = setting(
         None, "Share of the prompt's tokens to keep.", above=0, most=1
     )
@@ -172,25 +203,45 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        self._check_eviction()
+        self._check_packing()
+
+    def _check_eviction(self) -> None:
+        both = self.keep_tokens is not None and self.max_cache_tokens is not None
+        if both:
+            raise SettingError(
+                f"`max_cache_tokens={self.max_cache_tokens}` and `keep_tokens={self.keep_tokens}` "
+                "both limit the cache: give one"
+            )
         limited = self.keep_tokens is not None or self.max_cache_tokens is not None
         if limited and self.evict is None:
-            raise ValueError(
-                "keep_tokens and max_cache_tokens need a policy that says what goes: set evict, "
-                "such as evict='kv-compress'"
-            )
-        chosen = format_of(self.format)
-        if not chosen.plans and self.bits in (None, 16):
-            raise ValueError(
-                f"format={self.format!r} quantises all numbers, so bits must be less than 16; got "
-                f"{self.bits}: set bits to one of {', '.join(map(str, chosen.widths))}, or leave "
-                "format out"
+            raise SettingError(
+                "`keep_tokens` and `max_cache_tokens` need a policy that says what goes: set "
+                "`evict`, such as `evict='kv-compress'`"
             )
         if self.evict is not None and self.packs_pages:
-            by_format = f"format={self.format!r}"
-            what = by_format if chosen.per_channel else f"residual={self.residual}"
-            raise ValueError(
-                f"{what} and evict={self.evict!r} exclude each other: tokens are packed together "
+            per_channel = format_of(self.format).per_channel
+            what = f"`format={self.format!r}`" if per_channel else f"`residual={self.residual}`"
+            raise SettingError(
+                f"{what} and `evict={self.evict!r}` exclude each other: tokens are packed together "
                 "in their order, so they cannot move to other pages. Leave one of them out"
+            )
+
+    def _check_packing(self) -> None:
+        chosen = format_of(self.format)
+        if not chosen.plans and self.bits in (None, 16):
+            got = "none are given" if self.bits is None else f"got {self.bits}"
+            raise SettingError(
+                f"`format={self.format!r}` quantises all numbers, so `bits` must be less than 16; "
+                f"{got}: set `bits` to one of {', '.join(map(str, chosen.widths))}, or leave "
+                "`format` out"
+            )
+        page = self.page or PAGE
+        residual = chosen.residual if self.residual is None else self.residual
+        if residual is not None and (residual < page or residual % page):
+            raise SettingError(
+                f"`residual` must be whole pages of {page} rows, which are packed together, got "
+                f"{residual}: take {max(residual // page, 1) * page}, or another `page`"
             )
 
     @property

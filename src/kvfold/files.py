@@ -42,7 +42,31 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, data: Any) -> None:
     """Replace `path` by `data` as JSON. Raises ValueError for a number JSON does not have."""
-    write_text(path, json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    with writing(path):
+        write_text(path, json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Names the file that a full disk, or one that was unplugged, does not take."""
+    from safetensors import SafetensorError  # what it raises has no class of its own
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", str(error))
+        if reason is None:  # it says so already
+            raise
+        raise OSError(f"cannot write {path}: {reason}") from error
+
+
+def check_makeable(path: Path) -> None:
+    """Raises ValueError if `path` cannot become a directory; to be asked before long work."""
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"cannot write {path}: {above} is a file; name another folder")
+    if not os.access(above, os.W_OK):
+        raise ValueError(f"cannot write {path}: folder {above} is read-only; name another one")
 
 
 def finite(value: Any) -> Any:
@@ -62,12 +86,12 @@ def new_directory(path: Path, *, wait: bool = False) -> Iterator[Path]:
     it is gone. wait: until another one has written it, instead of refusing. Raises ValueError,
     before the block, for a `path` that is in use or being written.
     """
-    path = path.resolve()  # its own name, and a folder beside it that can be renamed to it
+    given, path = path, path.resolve()  # its own name, and a folder beside it to be renamed
     path.parent.mkdir(parents=True, exist_ok=True)
     with _kept(path, wait):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ValueError(
-                f"output {path} exists and is not an empty directory; name another one"
+                f"output {given} exists and is not an empty directory; name another one"
             )
         scratch = path.with_name(f".{path.name}.kvfold-partial")
         shutil.rmtree(scratch, ignore_errors=True)

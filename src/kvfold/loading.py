@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from kvfold import gguf, smollm2
 from kvfold.artifact import spec_of  # which tells transformers of the checkpoint format, too
 from kvfold.gguf import first_line
+from kvfold.hub import where, why_not
 from kvfold.models.families import family_of
+from kvfold.place import check_device, check_dtype
 from kvfold.weights import check_complete, check_finite
 
 PACKAGED = ("gqa", "mha")
@@ -39,7 +41,11 @@ def resolve(name: str) -> str:
 
 
 def load(
-    name: str, *, dtype: str | torch.dtype = "auto", device: str | None = None, **options: Any
+    name: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    **options: Any,
 ) -> Any:
     """A causal language model, folded or plain, ready for inference.
 
@@ -50,16 +56,19 @@ def load(
     ValueError for anything that is not one, and for weights that are missing, belong to something
     else, or are not numbers.
     """
-    where = _device(device)
-    if dtype == "auto" and where.type == "cpu":
+    check_dtype(dtype)
+    if device is not None:
+        check_device(device)
+    device, name = device or default_device(), str(name)
+    if dtype == "auto" and torch.device(device).type == "cpu":
         dtype = torch.float32
     config = load_config(name)
     if family_of(config).softcap(config) is not None:
         # sdpa of transformers 5.17 leaves the cap out and says nothing.
         options.setdefault("attn_implementation", "eager")
-    path = resolve(str(name))
+    path = resolve(name)
     read = gguf.load_model if gguf.is_gguf(path) else _load_directory
-    model = read(path, dtype=dtype, **options).eval().to(where)
+    model = read(path, dtype=dtype, **options).eval().to(device)
     check_finite(model)
     return model
 
@@ -69,7 +78,7 @@ def _load_directory(path: str, **options: Any) -> Any:
     checked = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused here instead
     read: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model, found = read(path, **{**options, **checked})
+        model, found = read(path, **{**where(path), **options, **checked})
     except SafetensorError as error:
         raise ValueError(f"the weights in {path!r} are damaged: {first_line(error)}") from error
     except (OSError, KeyError, RuntimeError, json.JSONDecodeError) as error:
@@ -103,12 +112,13 @@ def _directory_config(name: str, path: str) -> Any:
     """The config of a directory or a hub id."""
     _check_directory(path)
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, **where(path))
     except (OSError, KeyError, json.JSONDecodeError) as error:
         if path == smollm2.HUB:
             raise ValueError(f"{smollm2.advice()} ({first_line(error)})") from error
-        hub = "" if Path(path).exists() else "there is no such directory, and as a hub id: "
-        raise ValueError(f"cannot load a model from {name!r}: {hub}{first_line(error)}") from error
+        if not Path(path).exists():
+            raise ValueError(f"cannot load a model from {name!r}: {why_not(error)}") from error
+        raise ValueError(f"cannot load a model from {name!r}: {first_line(error)}") from error
 
 
 def load_tokenizer(name: str) -> Any:
@@ -117,7 +127,7 @@ def load_tokenizer(name: str) -> Any:
     if gguf.is_gguf(path):
         return gguf.load_tokenizer(path)
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, **where(path))
     except (OSError, ValueError, KeyError) as error:
         if path == smollm2.HUB:
             raise ValueError(f"{smollm2.advice()} ({first_line(error)})") from error
@@ -126,17 +136,6 @@ def load_tokenizer(name: str) -> Any:
 
 def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _device(name: str | None) -> torch.device:
-    """The device of that name, or the default one. Raises ValueError for one that is not here."""
-    try:
-        found = torch.device(name or default_device())
-    except RuntimeError:
-        raise ValueError(f"device {name!r} is not one; legal: cpu, cuda, cuda:N, mps") from None
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r}: this machine has no usable GPU; use cpu")
-    return found
 
 
 def reference(kind: str = "gqa", **options: Any) -> Any:

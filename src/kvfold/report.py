@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.evaluation import compare
 from kvfold.evaluation.compare import Row
-from kvfold.files import write_text
+from kvfold.files import write_text, writing
 from kvfold.text import packaged
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def write_report(
         css=_css(),
     )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_text(Path(path), html)
+    with writing(Path(path)):
+        write_text(Path(path), html)
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Callable
 
+from kvfold.errors import SettingError
+
 LOWEST = 0.02
 _BUDGET = re.compile(r"\s*ppl\s*<=\s*([0-9]+\.?[0-9]*)\s*")
 
@@ -11,8 +13,8 @@ def parse_budget(text: str) -> float:
     """The perplexity ratio that `ppl<=RATIO` allows. Raises ValueError with the legal form."""
     match = _BUDGET.fullmatch(text)
     if match is None or float(match[1]) < 1:
-        raise ValueError(
-            f"budget {text!r} is not of the form 'ppl<=RATIO' with a ratio of at least 1 to the"
+        raise SettingError(
+            f"`budget={text!r}` is not of the form 'ppl<=RATIO' with a ratio of at least 1 to the"
             " original's perplexity; for 1 % more write 'ppl<=1.01'"
         )
     return float(match[1])

@@ -10,6 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvfold.errors import SettingError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -70,6 +72,16 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
+def check_ids(ids: Iterable[int], num_embeddings: int) -> None:
+    """Raises ValueError for a token that a model has no embedding of."""
+    highest = max(ids, default=0)
+    if highest >= num_embeddings:
+        raise ValueError(
+            f"the tokenizer gives token {highest}, but the model has embeddings of tokens 0 to"
+            f" {num_embeddings - 1} only: they do not belong together, take the model's own"
+        )
+
+
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     """Token ids of `text` after BOS, where the tokenizer has one."""
     bos = tokenizer.bos_token_id
@@ -118,18 +130,21 @@ def windows(tokenizer: Any, text: str, ctx: int, max_tokens: int | None = None) 
     one window can be filled.
     """
     if ctx < 2:
-        raise ValueError(f"ctx: {ctx} is too small; a window needs at least 2 tokens")
+        raise SettingError(f"`ctx`: {ctx} is too small; a window needs at least 2 tokens")
     if max_tokens is not None and max_tokens < ctx:
-        raise ValueError(f"max_tokens: {max_tokens} is less than one window of ctx={ctx} tokens")
+        raise SettingError(
+            f"`max_tokens`: {max_tokens} is less than one window of `ctx={ctx}` tokens; take more,"
+            " or a smaller `ctx`"
+        )
     bos = tokenizer.bos_token_id
     stride = ctx if bos is None else ctx - 1
     limit = None if max_tokens is None else max_tokens // ctx * stride
     ids = _encode_prefix(tokenizer, text, limit)
     num_windows = len(ids) // stride
     if num_windows == 0:
-        raise ValueError(
-            f"text: {len(ids)} tokens are available but one window of ctx={ctx} needs {stride};"
-            " give more text or a smaller ctx"
+        raise SettingError(
+            f"{len(ids)} tokens are available but one window of `ctx={ctx}` needs {stride};"
+            " give more `text` or a smaller `ctx`"
         )
     import torch  # here, as the command line's help needs texts but no tensors
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 FEW = 3  # names that an error lists
 # Parameters of a folded attention alone.
@@ -15,11 +15,8 @@ _FOLDED = re.compile(r"\.(down_proj\.\w+|key_(up|down|shift|mean)|value_up)$")
 
 
 def write(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save a model, and its tokenizer if it has one. Raises OSError where the disk is full."""
-    try:
-        model.save_pretrained(folder)
-    except SafetensorError as error:
-        raise OSError(f"cannot write {folder}: {error}") from error
+    """Save a model, and its tokenizer if it has one."""
+    model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

@@ -10,6 +10,7 @@ import torch
 from kvfold.bench.baselines import Unavailable
 from kvfold.bench.timing import Step, time_steps
 from kvfold.bench.variants import SHAPES
+from kvfold.errors import SettingError
 
 LONGEST = 300  # characters of a reason
 
@@ -36,7 +37,7 @@ class Job:
             numbers += zip(sizes, case, strict=True)
         for field, number in numbers:
             if number < 1:
-                raise ValueError(f"{field} must be at least 1, got {number}")
+                raise SettingError(f"`{field}` must be at least 1, got {number}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.slabs import Slabs, ceil_div
+from kvfold.errors import SettingError
 from kvfold.ops.common.launch import upload
 from kvfold.ops.common.pages import LayerPages
 from kvfold.spec.layout import UNIT, CacheLayout, Ints
@@ -332,7 +333,7 @@ def _check(num_bytes: int, num_slots: int, max_tokens: int) -> None:
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if num_bytes > 2**31 * UNIT:
-        raise ValueError(
-            f"num_bytes must be at most {2**31 * UNIT}, since tables hold int32 offsets in units of"
-            f" {UNIT} B; got {num_bytes}"
+        raise SettingError(
+            f"`num_bytes` must be at most {2**31 * UNIT}, since tables hold int32 offsets in units"
+            f" of {UNIT} B; got {num_bytes}"
         )

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvfold.errors import SettingError
 from kvfold.ops.common.launch import upload
 from kvfold.spec.layout import UNIT, Ints
 
@@ -141,8 +142,8 @@ def slab_units(num_bytes: int, units: Ints, groups: Ints) -> int:
     needed = ceil_div(groups, sizes[:, None] // units).sum(1)  # slabs for a page of every group
     least = int((needed * sizes).min())
     if arena_units < least:
-        raise ValueError(
-            f"num_bytes must be at least {least * UNIT} to hold a page of each of {groups.sum()}"
+        raise SettingError(
+            f"`num_bytes` must be at least {least * UNIT} to hold a page of each of {groups.sum()}"
             f" groups ({int(groups @ units) * UNIT} B, in slabs of one page size each); got"
             f" {num_bytes}: give the pool more memory, or take smaller pages"
         )

@@ -4,6 +4,7 @@ import dataclasses
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +18,15 @@ from kvfold.files import check_writable
 
 if TYPE_CHECKING:
     from kvfold.compression.compressor import Compressor
+    from kvfold.compression.target import Target
     from kvfold.config import CacheConfig, Recipe
     from kvfold.evaluation.measure import Measurement
     from kvfold.evaluation.tasks.base import Task
+    from kvfold.spec import CacheSpec
 
 Progress = Callable[[str, int, int], None]
 DEFAULT_CTX = 1024
+FIRST, EVERY = 10, 30  # seconds between lines of progress in a log
 
 
 def load_config(name: str) -> Any:
@@ -38,13 +42,19 @@ def load_config(name: str) -> Any:
     return loading.load_config(name)
 
 
-def load(name: str, place: Place) -> tuple[Any, Any]:
-    """(model, tokenizer) of a directory, hub id or reference, without transformers' own output."""
+def load(name: str, place: Place) -> Any:
+    """The model of a directory, hub id or reference, without transformers' own output."""
     from kvfold import loading
 
     load_config(name)
-    tokenizer = loading.load_tokenizer(name)
-    return loading.load(name, dtype=place.dtype, device=place.device), tokenizer
+    return loading.load(name, dtype=place.dtype, device=place.device)
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model."""
+    from kvfold import loading
+
+    return loading.load_tokenizer(name)
 
 
 def check_outputs(*, html: Path | None = None, json: Path | None = None) -> None:
@@ -59,7 +69,8 @@ def check_outputs(*, html: Path | None = None, json: Path | None = None) -> None
 
 
 def context(model: Any, windows: Windows) -> int:
-    """--ctx, or the default where the model has that many positions."""
+    """--ctx, or the default where the model, of which its config is enough, has that many
+    positions."""
     from kvfold.evaluation.perplexity import max_positions
 
     return windows.ctx or min(DEFAULT_CTX, max_positions(model) or DEFAULT_CTX)
@@ -78,21 +89,22 @@ def named_texts(paths: Sequence[Path]) -> dict[str, str]:
 
 
 def measurement(
-    model: Any,
+    config: Any,
     tokenizer: Any,
     windows: Windows,
     cache: "CacheConfig | None",
     texts: dict[str, str],
     tasks: "dict[str, list[Task]]",
 ) -> "Measurement":
-    """A measurement to make, and through which cache."""
-    from kvfold.evaluation.measure import Measurement, text_windows
+    """A measurement to make of a model of this config, and through which cache."""
+    from kvfold.evaluation.measure import Measurement, needle_lengths, text_windows
 
-    ctx = context(model, windows)
+    ctx = context(config, windows)
     return Measurement(
-        windows=text_windows(model, tokenizer, texts, ctx=ctx, max_tokens=windows.max_tokens),
+        windows=text_windows(config, tokenizer, texts, ctx=ctx, max_tokens=windows.max_tokens),
         tasks=tasks,
         needle=windows.needle_contexts * windows.needle,
+        lengths=needle_lengths(config) if windows.needle else None,
         chunk=windows.chunk,
         batch=windows.batch,
         cache=cache,
@@ -107,12 +119,30 @@ def read_tasks(paths: Sequence[Path]) -> "dict[str, list[Task]]":
     return {str(path): tasks.read_tasks(path) for path in paths}
 
 
-def cache_config(model: Any, storage: Storage) -> "CacheConfig | None":
-    """How the paged cache is to store tokens; None: transformers' cache serves."""
-    from kvfold.artifact import spec_of
+def cache_config(config: Any, storage: Storage, place: Place) -> "CacheConfig | None":
+    """How the paged cache is to store tokens of a model of this config; None: transformers' cache
+    serves. Raises ValueError for what the two cannot do together."""
+    from kvfold.cache.eviction import policies
+    from kvfold.engine.build import check_served
+    from kvfold.loading import default_device
+    from kvfold.ops.backend import use_triton
 
-    spec = spec_of(model)
-    return storage.config(planned=spec is not None and spec.planned)
+    spec = saved_spec(config)
+    cache = storage.config(planned=spec is not None and spec.planned)
+    if cache is not None:
+        check_served(config, policies.get(cache.evict) if cache.evict else None, cache)
+        use_triton((place.device or default_device()).partition(":")[0])
+    return cache
+
+
+def saved_spec(config: Any) -> "CacheSpec | None":
+    """What a checkpoint of this config stores; None of an original model."""
+    from kvfold.artifact import KVFoldConfig
+
+    saved = getattr(config, "quantization_config", None)
+    if isinstance(saved, dict) and saved.get("quant_method") == "kvfold":
+        saved = KVFoldConfig(**saved)
+    return saved.spec if isinstance(saved, KVFoldConfig) else None
 
 
 def settings(model: Any, windows: Windows, storage: Storage) -> dict[str, Any]:
@@ -122,10 +152,10 @@ def settings(model: Any, windows: Windows, storage: Storage) -> dict[str, Any]:
 
 
 @contextmanager
-def progress() -> Iterator[Progress | None]:
-    """A bar on stderr for the work in hand, where stderr is a terminal."""
+def progress(clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
+    """A bar on stderr for the work in hand; where that is no terminal, a line now and then."""
     if not sys.stderr.isatty():
-        yield None
+        yield Lines(clock)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
@@ -147,6 +177,26 @@ def progress() -> Iterator[Progress | None]:
                 bars.remove_task(tasks.pop(name))
 
         yield show
+
+
+class Lines:
+    """Progress for a log: a line after FIRST seconds, then one every EVERY. clock: in seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock, self.name = clock, ""
+        self.begin = self.last = clock()  # of the work in hand, and when it was last heard of
+        self.due = self.begin + FIRST
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        if name != self.name:
+            self.name, self.begin = name, self.last
+        now = self.last = self.clock()
+        if now < self.due:
+            return
+        self.due = now + EVERY
+        left = (now - self.begin) / max(done, 1) * (total - done)
+        about = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
+        print(f"{name}: {done} of {total}, about {about} left", file=sys.stderr, flush=True)
 
 
 def versions(device: Any) -> dict[str, str | None]:
@@ -181,17 +231,43 @@ def commit() -> str | None:
 
 
 def compressor(
-    model: str, recipe: "Recipe", calibration: Calibration, place: Place
+    model: str,
+    recipe: "str | Recipe",
+    calibration: Calibration,
+    place: Place,
+    target: "Target | None" = None,
 ) -> "Compressor":
-    """A recipe on a loaded model, with its calibration settings."""
+    """A recipe on a loaded model, with its calibration settings, for a size."""
     from kvfold.compression.compressor import Compressor
 
-    loaded, tokenizer = load(model, place)
+    settings = check_recipe(load_config(model), recipe, calibration.max_tokens, target)
     return Compressor(
-        loaded,
-        recipe,
-        tokenizer,
+        load(model, place),
+        settings,
+        load_tokenizer(model),
         calib=list(calibration.calib) or None,
         max_tokens=calibration.max_tokens,
         seed=calibration.seed,
     )
+
+
+def check_recipe(
+    config: Any, recipe: "str | Recipe", max_tokens: int, target: "Target | None" = None
+) -> "Recipe":
+    """A recipe, or the one of that name. Raises ValueError where a model of this config cannot be
+    folded by it to such a size, or not calibrated on so many tokens; before one is loaded."""
+    from kvfold import recipes
+    from kvfold.compression.calibration_text import check_tokens
+    from kvfold.compression.compressor import check, factor_of, needs
+    from kvfold.models.families import family_of
+
+    recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
+    if saved_spec(config) is not None:
+        raise ValueError("this model is compressed already; start from the original checkpoint")
+    geometry = family_of(config).geometry(config)
+    check(recipe, geometry, config.model_type)
+    if target is not None:
+        factor_of(recipe, geometry, target)
+    if needs(recipe):
+        check_tokens(config, max_tokens)
+    return recipe

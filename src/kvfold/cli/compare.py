@@ -13,6 +13,7 @@ from kvfold.cli.options import (
     PLACE,
     STORAGE,
     WINDOWS,
+    Calibration,
     Files,
     Model,
     Place,
@@ -21,6 +22,7 @@ from kvfold.cli.options import (
     Windows,
     parse_list,
 )
+from kvfold.errors import renamed
 from kvfold.files import write_json
 from kvfold.recipes import RECIPES
 
@@ -74,15 +76,23 @@ def compare(
     names = parse_list(recipes, "--recipes", str)
     keeps = parse_list(keep, "--keep", float)
     common.check_outputs(html=html, json=json)
+    with renamed(max_tokens="calib_tokens"):
+        calibration = Calibration(calib=calib, max_tokens=calib_tokens, seed=seed)
+    check_sizes(keeps, align, calibration)
     texts = common.named_texts(text)
     answers = common.read_tasks(tasks)
-    loaded, tokenizer = common.load(model, place)
+    config, tokenizer = common.load_config(model), common.load_tokenizer(model)
+    with renamed(max_tokens="calib_tokens"):
+        for name in names:
+            common.check_recipe(config, name, calib_tokens)
+    cache = common.cache_config(config, storage, place)
+    what = common.measurement(config, tokenizer, windows, cache, texts, answers)
+    loaded = common.load(model, place)
     from kvfold.evaluation import comparison
 
     compressors = comparison.compressors_of(
         loaded, tokenizer, names, calib=list(calib) or None, max_tokens=calib_tokens, seed=seed
     )
-    what = common.measurement(loaded, tokenizer, windows, storage.config(), texts, answers)
     settings = common.settings(loaded, windows, storage)
     settings |= {"align": align, "seed": seed, "calib_tokens": calib_tokens}
     files = {"text": text, "tasks": tasks, "calib": calib}
@@ -103,6 +113,17 @@ def compare(
         print_rows(rows)
     if html is not None:
         write_html(html, model, rows)
+
+
+def check_sizes(keeps: "Sequence[float]", align: int | None, calibration: Calibration) -> None:
+    """Raises ValueError for what no recipe can do."""
+    from kvfold.api import check_files
+    from kvfold.compression.target import check_align, check_keep
+
+    for keep in keeps:
+        check_keep(keep)
+    check_align(align)
+    check_files(calibration.calib, None, None)
 
 
 def record(

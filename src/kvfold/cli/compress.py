@@ -2,13 +2,9 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import common
 from kvfold.cli.options import CALIBRATION, PLACE, Calibration, Model, Place, RecipeName
-
-if TYPE_CHECKING:
-    pass
 
 
 def compress(
@@ -46,24 +42,23 @@ def compress(
     output
         New directory, written whole or not at all.
     """
-    sizes: dict[str, Any] = {"keep": keep, "budget": budget, "factor": factor}
-    sizes |= {"bytes_per_token": bytes_per_token}
-    from kvfold.api import fill, fold_to, stored_dtype
+    from kvfold.api import check_files, fill, fold_to, stored_dtype
     from kvfold.artifact import provenance_of
     from kvfold.card import facts
     from kvfold.compression.default import chosen
     from kvfold.compression.recover import check_steps
-    from kvfold.compression.target import Target, check_exclusive
-    from kvfold.files import new_directory
+    from kvfold.compression.target import Target, check_align
+    from kvfold.files import new_directory, writing
     from kvfold.models.kernels import kernels_of
 
-    check_exclusive({f"--{name.replace('_', '-')}": value for name, value in sizes.items()})
-    target = Target(**sizes)
+    target = Target(keep=keep, budget=budget, factor=factor, bytes_per_token=bytes_per_token)
+    check_align(align)
     check_steps(recover)
+    check_files(calibration.calib, calibration.stats, output)
     with new_directory(output) as folder:
         config = common.load_config(model)
         settings, why = chosen(recipe, config, target)
-        compressor = common.compressor(model, settings, calibration, place)
+        compressor = common.compressor(model, settings, calibration, place, target)
         begin = time.perf_counter()
         with common.progress() as progress:
             spec, _ = fold_to(
@@ -78,7 +73,8 @@ def compress(
             )
         seconds = time.perf_counter() - begin
         stored = stored_dtype(config, place.dtype) or compressor.model.dtype
-        fill(folder, compressor.model, compressor.tokenizer, stored)
+        with writing(output):
+            fill(folder, compressor.model, compressor.tokenizer, stored)
     if why is not None:
         print(f"recipe {settings.name}: {why}")
     done = facts(spec, provenance_of(compressor.model))

@@ -43,7 +43,7 @@ def demo(
     begin = time.perf_counter()
     common.check_outputs(html=output)
     print(greeting(model))
-    loaded, tokenizer = common.load(model, PLACE)
+    loaded, tokenizer = common.load(model, PLACE), common.load_tokenizer(model)
     with common.progress() as progress:
         rows, statistics = measured(loaded, tokenizer, progress)
     print_rows(rows)

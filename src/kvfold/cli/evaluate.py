@@ -50,9 +50,10 @@ def evaluate(
     common.check_outputs(json=json)
     rows = common.read_tasks(tasks)
     texts = common.named_texts(text) if text or not (tasks or windows.needle) else {}
-    loaded, tokenizer = common.load(model, place)
-    cache = common.cache_config(loaded, storage)
-    what = common.measurement(loaded, tokenizer, windows, cache, texts, rows)
+    config, tokenizer = common.load_config(model), common.load_tokenizer(model)
+    cache = common.cache_config(config, storage, place)
+    what = common.measurement(config, tokenizer, windows, cache, texts, rows)
+    loaded = common.load(model, place)
     from kvfold.evaluation.measure import measure
     from kvfold.evaluation.measure import storage as stored
     from kvfold.evaluation.tasks.run import pooled
@@ -100,7 +101,8 @@ def print_record(record: dict[str, Any], tasks: "Mapping[str, TaskResult]") -> N
         print(f"{name}: perplexity {result['perplexity']:.3f}{error}, {result['tokens']} tokens")
     for name, answered in tasks.items():
         scores = [f"{score} {found.mean:.3f}" for score, found in answered.scores.items()]
-        print(f"{name}: {', '.join(scores)} of {answered.rows} rows")
+        cut = f", {answered.truncated} cut to the model's positions" if answered.truncated else ""
+        print(f"{name}: {', '.join(scores)} of {answered.rows} rows{cut}")
     for length, result in record["needle"].items():
         print(f"needle {length}: {100 * result['exact']:.1f} % of {result['num_questions']}")
     pages = record["pool_fraction"]

@@ -33,9 +33,10 @@ def generate(
         Take the text as a user's message, put into the model's chat template.
     """
     text = read_prompt(prompt, prompt_file)
-    loaded, tokenizer = common.load(model, place)
-    ids = encode(loaded, tokenizer, text, sampling.max_new_tokens, chat)
-    cache = common.cache_config(loaded, storage)
+    config, tokenizer = common.load_config(model), common.load_tokenizer(model)
+    cache = common.cache_config(config, storage, place)
+    ids = encode(config, tokenizer, text, sampling.max_new_tokens, chat)
+    loaded = common.load(model, place)
     if cache is None:
         stream(loaded, tokenizer, ids, sampling)
     else:
@@ -45,11 +46,16 @@ def generate(
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise ValueError("give one of --prompt TEXT and --prompt-file FILE")
-    if prompt_file is None:
-        return prompt or ""
-    from kvfold.text import read_text
+    if prompt_file is not None:
+        from kvfold.text import read_text
 
-    return read_text(prompt_file)
+        return read_text(prompt_file)
+    text = prompt or ""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"--prompt: not utf-8 text at character {error.start}") from None
+    return text
 
 
 def stream(model: Any, tokenizer: Any, ids: list[int], sampling: Sampling) -> None:
@@ -102,19 +108,20 @@ def stream_paged(
 
 
 def encode(
-    model: Any, tokenizer: Any, text: str, max_new_tokens: int, chat: bool = False
+    config: Any, tokenizer: Any, text: str, max_new_tokens: int, chat: bool = False
 ) -> list[int]:
     """Token ids of the prompt, a message if this is a chat. Raises ValueError if they and the new
-    ones do not fit the model, and for a chat with a model that has no template for it."""
-    from kvfold.evaluation.perplexity import max_positions
-    from kvfold.text import encode_chat, encode_prompt
+    ones do not fit a model of this config, and for a chat where there is no template for it."""
+    from kvfold.evaluation.perplexity import max_positions, vocabulary
+    from kvfold.text import check_ids, encode_chat, encode_prompt
 
     if chat and not tokenizer.chat_template:
         raise ValueError("this model has no chat template: leave --chat out")
     ids = encode_chat(tokenizer, text) if chat else encode_prompt(tokenizer, text)
     if not ids:
         raise ValueError("the prompt is empty and the tokenizer has no BOS token; give some text")
-    limit = max_positions(model)
+    check_ids(ids, vocabulary(config))
+    limit = max_positions(config)
     if limit is not None and len(ids) + max_new_tokens > limit:
         raise ValueError(
             f"the prompt has {len(ids)} tokens, which with {max_new_tokens} new ones exceed the"

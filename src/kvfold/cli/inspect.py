@@ -9,6 +9,7 @@ from rich.table import Table
 from kvfold.cli import common
 from kvfold.cli.options import CALIBRATION, PLACE, Calibration, Model, Place
 from kvfold.config import DEFAULT_KEEP
+from kvfold.errors import SettingError
 
 if TYPE_CHECKING:
     from kvfold.compression.compressor import Prepared
@@ -24,7 +25,7 @@ def inspect(
     /,
     *,
     recipe: str | None = None,
-    keep: float = DEFAULT_KEEP,
+    keep: float | None = None,
     align: int | None = None,
     html: Path | None = None,
     calibration: Calibration = CALIBRATION,
@@ -37,13 +38,14 @@ def inspect(
     recipe
         Plan this recipe for an uncompressed model, without folding it.
     keep
-        Share of the cache to plan for.
+        Share of the cache to plan for; by default 0.5.
     align
         Ranks are multiples of it.
     html
         File for a heat map of the ranks, and the spectra of a plan.
     """
     common.check_outputs(html=html)
+    check_plan(recipe, keep, align, calibration)
     from kvfold.artifact import KVFoldConfig
     from kvfold.models.families import family_of
     from kvfold.models.kernels import kernels_of
@@ -61,8 +63,8 @@ def inspect(
         artifact = KVFoldConfig(**saved) if isinstance(saved, dict) else saved
         spec, provenance = artifact.spec, artifact.provenance
     elif recipe is not None:
-        found = prepared(model, recipe, keep, calibration, place)
-        spec, spectra = found.plan(keep, align), spectra_of(found)
+        found = prepared(model, recipe, calibration, place)
+        spec, spectra = found.plan(keep or DEFAULT_KEEP, align), spectra_of(found)
     title = f"{model} ({config.model_type})"
     print_geometry(title, geometry)
     if spec is not None:
@@ -74,15 +76,25 @@ def inspect(
         write_html(html, title, spec or plain_spec(geometry), spectra)
 
 
-def prepared(
-    model: str, recipe: str, keep: float, calibration: Calibration, place: Place
-) -> "Prepared":
-    """Bases of a recipe on the loaded model."""
-    from kvfold import recipes
-    from kvfold.compression.target import Target
+def check_plan(
+    recipe: str | None, keep: float | None, align: int | None, calibration: Calibration
+) -> None:
+    """Raises ValueError for a plan that cannot be made, or was not asked for."""
+    from kvfold.api import check_files
+    from kvfold.compression.target import Target, check_align
 
     Target(keep=keep)
-    compressor = common.compressor(model, recipes.get(recipe), calibration, place)
+    check_align(align)
+    check_files(calibration.calib, calibration.stats, None)
+    if recipe is None and (keep, align, calibration) != (None, None, CALIBRATION):
+        raise SettingError(
+            "`keep`, `align` and settings of calibration are about a plan: give its `recipe` too"
+        )
+
+
+def prepared(model: str, recipe: str, calibration: Calibration, place: Place) -> "Prepared":
+    """Bases of a recipe on the loaded model."""
+    compressor = common.compressor(model, recipe, calibration, place)
     with common.progress() as progress:
         return compressor.prepare(calibration.stats, progress)
 

@@ -17,6 +17,8 @@ from kvfold.cli.demo import demo
 from kvfold.cli.evaluate import evaluate
 from kvfold.cli.generate import generate
 from kvfold.cli.inspect import inspect
+from kvfold.cli.options import flag
+from kvfold.errors import SettingError
 from kvfold.versions import check_transformers
 
 app = App(
@@ -28,6 +30,14 @@ app = App(
     help_format="plaintext",
     suppress_keyboard_interrupt=False,
 )
+LESS_MODEL = "take a smaller model, or --device cpu where that is an option"
+LESS = {  # what takes less memory, by command
+    **dict.fromkeys(
+        ("eval", "compare"), "lower --batch, --ctx or --chunk, and --kv-bytes of pages"
+    ),
+    "generate": "shorten the prompt, or lower --max-new-tokens, or --kv-bytes of pages",
+    "bench": "lower --batch, --tokens or --layers",
+}
 COMMANDS: dict[str, Callable[..., None]] = {
     "compress": compress,
     "generate": generate,
@@ -52,8 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _terminable():
             app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except (CycloptsError, ValueError, OSError) as error:
-        print(f"kvfold: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return refuse(in_words(error))
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return refuse(f"{first_sentences(error)}: {LESS.get(arguments[0], LESS_MODEL)}")
     except Terminated:
         print("kvfold: terminated", file=sys.stderr)
         return 143
@@ -82,6 +95,32 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def refuse(message: str) -> int:
+    """One line on stderr; the exit code."""
+    print(f"kvfold: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def in_words(error: Exception) -> str:
+    """What is wrong, in terms of flags and files."""
+    if isinstance(error, SettingError):
+        return error.spelt(flag)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether PyTorch had no memory on a GPU, or on the CPU, whose error has no class."""
+    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+
+
+def first_sentences(error: RuntimeError) -> str:
+    """What was asked for and what there is; the rest is about PyTorch's settings."""
+    text = str(error).rpartition("DefaultCPUAllocator: ")[2]
+    return ". ".join(text.split(". ")[:3]).rstrip(".")
 
 
 if __name__ == "__main__":

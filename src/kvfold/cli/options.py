@@ -1,17 +1,19 @@
 """Options that several commands share: frozen dataclasses, from which their flags are made."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
-from kvfold.config import CacheConfig, check, setting, settings_of
+from kvfold.config import SEEDS, CacheConfig, check, setting, settings_of
+from kvfold.errors import SettingError
 from kvfold.evaluation.tasks import LEGAL_ROWS
 from kvfold.recipes import RECIPES
 
 T = TypeVar("T")
+_QUOTES = "'\""
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, Parameter(help="A directory, a GGUF file, a hub id or reference:gqa.")]
 Files = Annotated[
@@ -44,9 +46,10 @@ def flags_of(config: type) -> Callable[[type[T]], type[T]]:
     return add
 
 
-def flag(name: str) -> str:
-    """max_tokens -> --max-tokens."""
-    return f"--{name.replace('_', '-')}"
+def flag(name: str, value: str | None = None) -> str:
+    """How a setting is written here: max_tokens -> --max-tokens, bits=4 -> --bits 4."""
+    written = f"--{name.replace('_', '-')}"
+    return written if value is None or value == "True" else f"{written} {value.strip(_QUOTES)}"
 
 
 @Parameter(name="*")
@@ -57,6 +60,12 @@ class Place:
     dtype: Dtype = setting("auto", "auto: the checkpoint's own, computed in float32 on a CPU.")
     device: str | None = setting(None, "Such as cuda:0 or cpu; a GPU by default, if there is one.")
 
+    def __post_init__(self) -> None:
+        if self.device is not None:
+            from kvfold.place import check_device
+
+            check_device(self.device)
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +74,11 @@ class Calibration:
 
     calib: Files = setting((), "Text files instead of ours (.txt, .xz, .gz).")
     stats: Path | None = setting(None, "Statistics file: reused if it fits, written if absent.")
-    max_tokens: int = setting(32768, "Tokens of calibration text.")
-    seed: int = setting(0, "Of labels and clusters.")
+    max_tokens: int = setting(32768, "Tokens of calibration text.", least=1)
+    seed: int = setting(0, "Of labels and clusters.", **SEEDS)
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @Parameter(name="*")
@@ -87,7 +99,10 @@ class Windows:
         return not self.see_question
 
     def __post_init__(self) -> None:
-        check(self, flag)
+        check(self)
+        for name in ("see_question", "needle_contexts"):
+            if not self.needle and getattr(self, name) != getattr(Windows, name):
+                raise SettingError(f"`{name}` is about hidden facts: give `needle` too")
 
 
 @Parameter(name="*")
@@ -106,12 +121,12 @@ class Sampling:
     top_p: float | None = setting(
         None, "Sample from the likeliest tokens that hold this probability only.", above=0, most=1
     )
-    seed: int = setting(0, "Of the sampling.")
+    seed: int = setting(0, "Of the sampling.", **SEEDS)
 
     def __post_init__(self) -> None:
         if self.temperature is None and (self.top_k is not None or self.top_p is not None):
-            raise ValueError("--top-k and --top-p choose what is sampled; give --temperature too")
-        check(self, flag)
+            raise SettingError("`top_k` and `top_p` choose what is sampled; give `temperature` too")
+        check(self)
 
 
 @Parameter(name="*")
@@ -122,20 +137,44 @@ class Storage:
 
     paged: Flag = setting(False, "Use the paged cache even without the rest.")
 
+    @property
+    def asked(self) -> bool:
+        """Whether anything is set."""
+        return any(getattr(self, field.name) != field.default for field in fields(self))
+
+    def __post_init__(self) -> None:
+        if self.asked:  # checking formats imports torch
+            self._cache()
+
     def config(self, planned: bool = False) -> CacheConfig | None:
-        """The engine's configuration; None where nothing asks for pages (`planned`: bits do)."""
-        if self == Storage() and not planned:
+        """The engine's configuration; None where nothing asks for pages (`planned`: bits do).
+
+        Raises SettingError for what only packed numbers have, where none are packed.
+        """
+        if not self.asked and not planned:
             return None
+        cache = self._cache()
+        packed = planned if cache.bits is None else cache.bits < 16
+        for name in ("zeros", "sub_group", "no_rotation", "residual"):
+            if not packed and getattr(self, name):
+                raise SettingError(
+                    f"`{name}` is about packed numbers, and at 16 bits none are: set `bits` to 8 or"
+                    " fewer, or leave it out"
+                )
+        return cache
+
+    def _cache(self) -> CacheConfig:
         given: dict[str, Any] = {
             name: not getattr(self, own.off[0]) if own.off else getattr(self, name)
             for name, (_, own) in settings_of(CacheConfig).items()
         }
-        if given["evict"] and given["keep_tokens"] is None and given["max_cache_tokens"] is None:
-            raise ValueError(
-                f"--evict {given['evict']} evicts down to a budget: give --keep-tokens, such as "
-                "0.5, or --max-cache-tokens"
+        cache = CacheConfig(**given)
+        if cache.evict and cache.keep_tokens is None and cache.max_cache_tokens is None:
+            raise SettingError(
+                f"`evict={cache.evict!r}` evicts down to a budget: give `keep_tokens`, such as "
+                "0.5, or `max_cache_tokens`"
             )
-        return CacheConfig(**given)
+        return cache
 
 
 PLACE, CALIBRATION, WINDOWS = Place(), Calibration(), Windows()

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.text import documents, encode, packaged, read_texts
+from kvfold.errors import SettingError
+from kvfold.text import check_ids, documents, encode, packaged, read_texts
 
 CALIBRATION_TOKENS = 32768
 CALIBRATION_WINDOW = 1024
@@ -23,6 +24,7 @@ def calibration_windows(
     """
     if tokenizer is None:
         raise ValueError("a tokenizer is needed to read calibration text; pass tokenizer=")
+    check_tokens(config, max_tokens)
     texts = documents(read_texts(calib) if calib else packaged("calibration.txt"))
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     encoded = [bos + encode(tokenizer, text) for text in texts]
@@ -32,13 +34,24 @@ def calibration_windows(
     length = window_length(config)
     count = len(stream) // length
     if count < MIN_WINDOWS:
-        raise ValueError(
+        raise SettingError(
             f"the calibration text has {len(stream)} tokens, at least {MIN_WINDOWS * length} are "
-            "needed: give more text with --calib, or leave it out for the packaged text"
+            "needed: give more text with `calib`, or leave it out for the packaged text"
         )
+    check_ids(stream, config.get_text_config(decoder=True).vocab_size)
     rows = torch.tensor(stream[: count * length]).view(count, length)
     rows[:, : len(bos)] = torch.tensor(bos, dtype=rows.dtype)
     return rows
+
+
+def check_tokens(config: Any, max_tokens: int) -> None:
+    """Raises SettingError where so many tokens fill too few windows of a model of this config."""
+    least = MIN_WINDOWS * window_length(config)
+    if max_tokens < least:
+        raise SettingError(
+            f"`max_tokens` must be at least {least} to calibrate this model, {MIN_WINDOWS} windows,"
+            f" got {max_tokens}"
+        )
 
 
 def window_length(config: Any) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvfold.artifact import mark, spec_of
 from kvfold.compression.bases import Source, builder_of, recipes_where
@@ -21,14 +22,21 @@ from kvfold.compression.ranks import LatentCandidate, allocate, method_of
 from kvfold.compression.recover import BATCH, check_steps
 from kvfold.compression.recover import recover as distil
 from kvfold.compression.statistics import Statistics
-from kvfold.compression.target import Target, check_keep
-from kvfold.config import Recipe
+from kvfold.compression.target import Target, check_align, check_keep
+from kvfold.config import SEEDS, Recipe, Setting, check_types
+from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
 from kvfold.models.fold import LatentMaps, fold_model
 from kvfold.spec import CacheSpec, Geometry
 from kvfold.weights import check_finite
+
+
+def check_model(model: Any) -> None:
+    """Raises SettingError for what is no model of transformers'."""
+    if not isinstance(model, PreTrainedModel):
+        raise SettingError(f"`model` must be a name or a loaded causal LM; got {model!r}")
 
 
 class Compressor:
@@ -48,6 +56,10 @@ class Compressor:
         max_tokens: int = CALIBRATION_TOKENS,
         seed: int = 0,
     ) -> None:
+        given = {"recipe": recipe, "calib": calib, "max_tokens": max_tokens}
+        check_types(type(self).__init__, given)
+        Setting(**SEEDS).check("seed", seed, int)
+        check_model(model)
         if spec_of(model) is not None:
             raise ValueError("this model is compressed already; start from the original checkpoint")
         self.model, self.recipe, self.tokenizer = model, recipe, tokenizer
@@ -61,34 +73,17 @@ class Compressor:
     @property
     def needs(self) -> set[str]:
         """Names of the statistics (QUANTITIES) that the recipe reads."""
-        return self.basis.needs() | self.ranks.needs()
+        return needs(self.recipe)
 
     def factor_of(self, target: Target) -> float | None:
-        """How many times smaller bits are to make a token; None where only dimensions are planned.
-
-        Raises ValueError for a size that the recipe cannot plan, or the model already has.
-        """
-        factor, full = target.factor, 2 * self.geometry.full_numbers
-        if target.bytes_per_token is not None:
-            if target.bytes_per_token > full:
-                raise ValueError(
-                    f"bytes_per_token must be at most {full}, what the uncompressed cache takes at"
-                    f" 16 bits; got {target.bytes_per_token:g}"
-                )
-            factor = Target(factor=full / target.bytes_per_token).factor
-        if factor is not None and not self.basis.predicts_loss:
-            raise ValueError(
-                f"recipe {self.recipe.name!r} predicts no losses to weigh bits by; use "
-                + recipes_where(lambda basis: basis.predicts_loss)
-            )
-        return factor
+        """As the function."""
+        return factor_of(self.recipe, self.geometry, target)
 
     def align(self, given: int | None) -> int:
         """A divisor of all ranks: by default 16 for tensor-core tiles, 8 for narrow heads."""
+        check_align(given)
         if given is None:
             return 16 if self.geometry.head_dim > 64 else 8
-        if given < 1:
-            raise ValueError(f"align must be at least 1, got {given}")
         return given
 
     def windows(self, max_tokens: int | None = None) -> Tensor:
@@ -262,6 +257,32 @@ def shared_statistics(
 ) -> Statistics:
     """The statistics that any of `compressors` (of one model and text) reads, from one pass."""
     return compressors[0].measure(set().union(*(one.needs for one in compressors)), progress)
+
+
+def needs(recipe: Recipe) -> set[str]:
+    """Names of the statistics that a recipe reads."""
+    return builder_of(recipe).needs() | method_of(recipe).needs()
+
+
+def factor_of(recipe: Recipe, geometry: Geometry, target: Target) -> float | None:
+    """How many times smaller bits are to make a token; None where only dimensions are planned.
+
+    Raises ValueError for a size that the recipe cannot plan, or the model already has.
+    """
+    factor, full = target.factor, 2 * geometry.full_numbers
+    if target.bytes_per_token is not None:
+        if target.bytes_per_token > full:
+            raise SettingError(
+                f"`bytes_per_token` must be at most {full}, what the uncompressed cache takes"
+                f" at 16 bits; got {target.bytes_per_token:g}"
+            )
+        factor = Target(factor=full / target.bytes_per_token).factor
+    if factor is not None and not builder_of(recipe).predicts_loss:
+        raise ValueError(
+            f"recipe {recipe.name!r} predicts no losses to weigh bits by; use "
+            + recipes_where(lambda basis: basis.predicts_loss)
+        )
+    return factor
 
 
 def check(recipe: Recipe, geometry: Geometry, model_type: str) -> None:

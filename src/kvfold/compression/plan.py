@@ -5,6 +5,7 @@ from itertools import groupby
 
 from kvfold.compression.bit_allocation import plan_tiers
 from kvfold.compression.ranks import Candidates, LatentCandidate
+from kvfold.errors import SettingError
 from kvfold.spec import (
     CacheSpec,
     Geometry,
@@ -32,16 +33,16 @@ def plan_bits(candidates: Candidates, bits: int, align: int) -> list[Size]:
     free = [c for c in candidates if not c.skip]
     whole = 16 * sum(c.numbers for c in candidates if c.skip)
     if whole > bits:
-        raise ValueError(
+        raise SettingError(
             f"skipped layers, at 16 bits a number, take {whole} bits a token of the {bits} that"
-            " this factor allows; ask for a smaller factor, or skip fewer layers"
+            " this factor allows; ask for a smaller `factor`, or skip fewer layers"
         )
     tiers_of = plan_tiers([c.singular for c in free], bits - whole, align)
     planned = dict(zip(free, tiers_of, strict=True))
     if empty := {c.layer for c in free} - {c.layer for c, tiers in planned.items() if tiers}:
-        raise ValueError(
+        raise SettingError(
             f"{bits} bits a token leave layers {sorted(empty)} with nothing; ask for a smaller "
-            f"factor, or a smaller align than {align}"
+            f"`factor`, or a smaller `align` than {align}"
         )
     return [
         (c.numbers, None) if c.skip else (sum(width for width, _ in planned[c]), planned[c])

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from kvfold.compression.positions import shifting
 from kvfold.compression.progress import Report
+from kvfold.config import Setting
 from kvfold.formats.integers import SCALES_IN, dequantize, quantize, scale_of
 from kvfold.models.adapter import Family, HFAttention
 from kvfold.models.families import family_of
@@ -87,9 +88,9 @@ def recover(
 
 
 def check_steps(steps: int) -> None:
-    """Raises ValueError for a number of steps that cannot be done."""
-    if steps < 0:
-        raise ValueError(f"recover must be at least 0 steps, got {steps}; 0 leaves the maps alone")
+    """Raises SettingError for a number of steps that cannot be done."""
+    legal = Setting(least=0, unit="steps", hint="0 leaves the maps alone")
+    legal.check("recover", steps, int)
 
 
 @contextmanager

@@ -1,10 +1,13 @@
 """How small a cache is to be."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from kvfold.config import DEFAULT_KEEP
+from kvfold.config import DEFAULT_KEEP, Setting, check, setting
+from kvfold.errors import SettingError
 from kvfold.search import parse_budget
+
+SHARE: dict[str, Any] = {"above": 0, "most": 1, "hint": "it is the share of the cache to keep"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,22 +19,19 @@ class Target:
     whose perplexity on held-out text is within that ratio of the original's.
     """
 
-    keep: float | None = None
-    factor: float | None = None
-    bytes_per_token: float | None = None
+    keep: float | None = setting(None, "Share.", **SHARE)
+    factor: float | None = setting(None, "Times.", least=1, below=1000)
+    bytes_per_token: float | None = setting(None, "Bytes.", above=0)
     budget: str | None = None
 
     def __post_init__(self) -> None:
+        check(self)
         given = {name: value for name, value in asdict(self).items() if value is not None}
-        check_exclusive({f"{name}={value}": value for name, value in given.items()})
+        if len(given) > 1:
+            named = " and ".join(f"`{name}={value!r}`" for name, value in given.items())
+            raise SettingError(f"{named} exclude each other: each decides the size alone")
         if not given:
             object.__setattr__(self, "keep", DEFAULT_KEEP)
-        if self.keep is not None:
-            check_keep(self.keep)
-        if self.factor is not None and not 1 <= self.factor < 1000:
-            raise ValueError(f"factor must be at least 1 and below 1000, got {self.factor:g}")
-        if self.bytes_per_token is not None and not self.bytes_per_token > 0:
-            raise ValueError(f"bytes_per_token must be above 0, got {self.bytes_per_token:g}")
         if self.budget is not None:
             parse_budget(self.budget)
 
@@ -41,14 +41,11 @@ class Target:
         return None if self.budget is None else parse_budget(self.budget)
 
 
-def check_exclusive(given: Mapping[str, object]) -> None:
-    """Raises ValueError where more than one size is given; keys: as the user wrote them."""
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise ValueError(f"{' and '.join(named)} exclude each other: each decides the size alone")
-
-
 def check_keep(keep: float) -> None:
-    """Raises ValueError for a share that is none."""
-    if not 0 < keep <= 1:
-        raise ValueError(f"keep must be in (0, 1], the share of the cache to keep; got {keep}")
+    """Raises SettingError for a share that is none."""
+    Setting(**SHARE).check("keep", keep, float)
+
+
+def check_align(align: int | None) -> None:
+    """Raises SettingError for what no rank can be a multiple of."""
+    Setting(least=1).check("align", align, int | None)

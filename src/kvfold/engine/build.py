@@ -9,9 +9,10 @@ from kvfold.artifact import spec_of
 from kvfold.cache.eviction import policies
 from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import Pool
-from kvfold.config import CacheConfig
+from kvfold.config import PAGE, CacheConfig
 from kvfold.engine.request import CacheParams
 from kvfold.engine.runner import ModelRunner
+from kvfold.errors import SettingError, renamed
 from kvfold.formats import format_of
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
@@ -19,10 +20,10 @@ from kvfold.models.fold import fold_plain
 from kvfold.models.folded import attention_windows
 from kvfold.models.rotary import LONG_ROPE, rope_type
 from kvfold.models.rotate import rotate_model, turned
+from kvfold.ops.backend import use_triton
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import CacheLayout, cache_layout, plain_spec
 
-PAGE = 32  # rows, where neither the configuration nor the policy says
 SHARE = 0.5  # of free memory, where kv_bytes is not given
 
 
@@ -46,7 +47,8 @@ def build_runner(
     """
     if policy is None and config.evict is not None:
         policy = policies.get(config.evict)
-    _check(model, policy, config)
+    check_served(model.config, policy, config)
+    use_triton(model.device.type)
     limits = CacheParams(keep_tokens=config.keep_tokens, max_cache_tokens=config.max_cache_tokens)
     found = spec_of(model)
     quantized = (config.bits or 16) < 16 or bool(found and found.planned)
@@ -54,15 +56,11 @@ def build_runner(
     spec = found or plain_spec(family_of(model.config).geometry(model.config))
     spec = turned(spec) if turn and found is None else spec
     layout = _layout(model, spec, config, policy)
-    pool = Pool(
-        layout,
-        config.kv_bytes or default_bytes(layout, num_slots, max_tokens, model.device),
-        num_slots=num_slots,
-        max_tokens=max_tokens,
-        windows=attention_windows(model.config),
-        spare=True,
-        device=model.device,
-    )
+    size = config.kv_bytes or default_bytes(layout, num_slots, max_tokens, model.device)
+    lengths = {"num_slots": num_slots, "max_tokens": max_tokens}
+    windows = attention_windows(model.config)
+    with renamed(num_bytes="kv_bytes"):
+        pool = Pool(layout, size, **lengths, windows=windows, spare=True, device=model.device)
     served = model if owned else shared_copy(model)
     if found is None:
         fold_plain(served, spec, turn)
@@ -71,24 +69,25 @@ def build_runner(
     return ModelRunner(served, pool, policy=policy, cache=limits, seed=seed)
 
 
-def _check(model: Any, policy: Policy | None, config: CacheConfig) -> None:
-    kind = rope_type(model.config)
+def check_served(config: Any, policy: Policy | None, cache: CacheConfig) -> None:
+    """Raises ValueError where a model of this transformers config cannot run on such a cache."""
+    kind = rope_type(config)
     if kind in LONG_ROPE:
         raise ValueError(
             f"rope_type {kind!r} gives a sequence other tables once it, or one beside it, is long; "
             "the engine does not serve it: use transformers' generate"
         )
-    windowed = any(attention_windows(model.config))
-    if windowed and config.packs_pages:
-        raise ValueError(
-            f"format={config.format!r}, residual={config.residual}: this model's sliding window "
+    windowed = any(attention_windows(config))
+    if windowed and cache.packs_pages:
+        raise SettingError(
+            f"`format={cache.format!r}`, `residual={cache.residual}`: this model's sliding window "
             "drops old tokens row by row, and here they are packed together: leave both out and "
-            "keep bits"
+            "keep `bits`"
         )
     if policy is not None and windowed:
-        raise ValueError(
-            f"evict={policy.name!r}: this model's sliding window already drops old tokens, and "
-            "eviction would drop others: leave evict out"
+        raise SettingError(
+            f"`evict={policy.name!r}`: this model's sliding window already drops old tokens, and "
+            "eviction would drop others: leave `evict` out"
         )
 
 
@@ -113,9 +112,14 @@ def default_bytes(
     layout: CacheLayout, num_slots: int, max_tokens: int, device: torch.device
 ) -> int:
     """Bytes for all slots at full length, or SHARE of the free memory if that is less."""
+    wanted = bytes_for(layout, num_slots, max_tokens)
+    return max(min(wanted, int(free_bytes(device) * SHARE)), 1)
+
+
+def bytes_for(layout: CacheLayout, num_slots: int, max_tokens: int) -> int:
+    """Bytes that hold all slots at full length, with room for what slabs lose."""
     pages = -(-max_tokens // layout.page)
-    wanted = int((layout.page_bytes * pages + layout.tail_bytes) * num_slots * 1.05)
-    return max(min(wanted + 2**20, int(free_bytes(device) * SHARE)), 1)
+    return int((layout.page_bytes * pages + layout.tail_bytes) * num_slots * 1.05) + 2**20
 
 
 def free_bytes(device: torch.device) -> int:

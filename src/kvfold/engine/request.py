@@ -42,11 +42,12 @@ class SamplingParams:
     logprobs: int | None = setting(None, "Likeliest tokens to report.", least=0)
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
         check(self)
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stops, list | tuple) or not all(isinstance(x, str) and x for x in stops):
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if not all(self.stop):
             raise ValueError(f"stop must be strings that are not empty; got {self.stop!r}")
-        object.__setattr__(self, "stop", tuple(stops))
 
     @property
     def greedy(self) -> bool:

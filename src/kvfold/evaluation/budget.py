@@ -12,6 +12,7 @@ from torch import Tensor
 from kvfold.compression.calibration_text import calibration_windows
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.compression.progress import Progress, stage
+from kvfold.errors import SettingError
 from kvfold.evaluation.comparison import ORIGINAL
 from kvfold.evaluation.perplexity import perplexity
 from kvfold.search import search
@@ -39,9 +40,9 @@ def held_out(compressor: Compressor, ctx: int, num_windows: int = SEARCH_WINDOWS
             continue  # shorter than one window
     free = [row for row in found if taken.isdisjoint(_runs(row))]
     if not free:
-        raise ValueError(
-            "budget: calibration reads the whole text, nothing is left to measure perplexity on;"
-            " give more text with --calib or fewer --max-tokens"
+        raise SettingError(
+            "`budget`: calibration reads the whole text, nothing is left to measure perplexity on;"
+            " give more text with `calib`, or fewer `max_tokens`"
         )
     step = max(1, len(free) // num_windows)
     return torch.tensor(free[::step][:num_windows])

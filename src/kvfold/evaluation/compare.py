@@ -31,11 +31,11 @@ class Row:
     the same way; `cache_bytes_allocated` is what the cache of this run took, in its own dtype.
     `delta_nll` is (mean, standard error) of the loss less the original's, paired by window, in nats
     per token. `perplexity` and `delta_nll` are keyed by text, `needle` (fractions of questions
-    answered exactly) by context length in tokens, `tasks` (scores and standard errors by name) by
-    file. `seconds` is the time that bases, ranks and fold took; calibration, which the rows share,
-    is not in it. `window_nll` holds the loss of every window of a text, so that any two rows can be
-    paired. `pool_fraction`: bytes of pages and page tables over the uncompressed 16-bit cache,
-    where the cache was paged.
+    answered exactly) by context length in tokens, `tasks` (scores and standard errors by name,
+    `rows`, and how many of them were `truncated`) by file. `seconds` is the time that bases, ranks
+    and fold took; calibration, which the rows share, is not in it. `window_nll` holds the loss of
+    every window of a text, so that any two rows can be paired. `pool_fraction`: bytes of pages and
+    page tables over the uncompressed 16-bit cache, where the cache was paged.
     """
 
     recipe: str
@@ -74,6 +74,15 @@ def task_scores(rows: Sequence[Row]) -> list[tuple[str, str]]:
     tasks = [pair for row in rows for pair in (row.tasks or {}).items()]
     found = [(name, score) for name, scores in tasks for score in HEADLINES if score in scores]
     return list(dict.fromkeys(found))
+
+
+def cut(rows: Sequence[Row], name: str) -> str:
+    """How many prompts of a task file lost tokens on their left, if any did."""
+    found = [row.tasks[name] for row in rows if row.tasks and name in row.tasks]
+    most = max(found, key=lambda scores: scores.get("truncated", 0), default={})
+    if not most.get("truncated"):
+        return ""
+    return f", {most['truncated']:g} of {most['rows']:g} prompts cut to the model's positions"
 
 
 def format_length(tokens: int) -> str:
@@ -149,7 +158,7 @@ def table(rows: Sequence[Row]) -> Table:
         "kept: bits stored over bits of the 16-bit cache. Texts: perplexity and loss increase in"
         " nats per token, paired ± one standard error."
         + (f" {', '.join(sizes)}: % of needle questions answered." if sizes else "")
-        + "".join(f" {short_name(name)}: {score}, %." for name, score in scores)
+        + "".join(f" {short_name(name)}: {score}, %{cut(rows, name)}." for name, score in scores)
     )
     result.add_column("recipe", no_wrap=True)
     for name in ("keep", "kept", "less", "B/tok", "cache"):

@@ -16,6 +16,7 @@ from kvfold.compression.progress import Progress, stage
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.runner import ModelRunner
+from kvfold.errors import SettingError
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.needle import NeedleResult, evaluate_needle
 from kvfold.evaluation.paged import PagedSession
@@ -23,6 +24,7 @@ from kvfold.evaluation.perplexity import (
     PerplexityResult,
     check_length,
     max_positions,
+    vocabulary,
     window_perplexity,
 )
 from kvfold.evaluation.reader import Reader
@@ -30,7 +32,7 @@ from kvfold.evaluation.session import Footprint, Sessions
 from kvfold.evaluation.tasks.base import Task
 from kvfold.evaluation.tasks.run import TaskResult, run_tasks
 from kvfold.models.families import family_of
-from kvfold.text import running, windows
+from kvfold.text import check_ids, running, windows
 
 QUESTION_ROOM = 64  # tokens of a question and its answer beyond the context
 NEEDLE_LENGTHS = (512, 1024, 2048, 4096)
@@ -143,25 +145,27 @@ def text_windows(
     ctx: int,
     max_tokens: int | None = None,
 ) -> dict[str, Tensor]:
-    """Windows of every text. Raises ValueError naming a text that does not fill one."""
+    """Windows of every text for a model, of which its config is enough. Raises ValueError naming a
+    text that does not fill one, or has tokens that the model does not."""
     check_length(model, ctx)
     found = {}
     for name, text in texts.items():
         try:
             found[name] = windows(tokenizer, running(text), ctx, max_tokens)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+            check_ids([int(found[name].max())], vocabulary(model))
+        except SettingError as error:
+            raise SettingError(f"{name}: {error.text}") from None
     return found
 
 
 def needle_lengths(model: Any) -> tuple[int, ...]:
-    """Those of NEEDLE_LENGTHS that the model has positions for."""
+    """Those of NEEDLE_LENGTHS that a model, or a config, has positions for."""
     limit = max_positions(model) or max(NEEDLE_LENGTHS)
     lengths = tuple(length for length in NEEDLE_LENGTHS if length <= limit)
     if not lengths:
-        raise ValueError(
-            f"needle: the model has {limit} positions, the shortest context takes"
-            f" {NEEDLE_LENGTHS[0]}; leave needle out"
+        raise SettingError(
+            f"`needle`: the model has {limit} positions, the shortest context takes"
+            f" {NEEDLE_LENGTHS[0]}; leave `needle` out"
         )
     return lengths
 

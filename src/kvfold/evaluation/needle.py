@@ -16,8 +16,9 @@ from typing import Any
 from kvfold.compression.progress import Report
 from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.haystack import build_sample, load_filler
-from kvfold.evaluation.perplexity import max_positions
+from kvfold.evaluation.perplexity import max_positions, vocabulary
 from kvfold.evaluation.reader import Reader
+from kvfold.text import check_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +69,12 @@ def evaluate_needle(
     filler, reader = load_filler(), reader or Reader(partial(DenseSession, model, chunk))
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
+    size = vocabulary(model)
+
     def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        check_ids(ids, size)
+        return ids
 
     @cache
     def count(text: str) -> int:

@@ -9,8 +9,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvfold.engine.build import bytes_for
 from kvfold.engine.request import Batch, Request
 from kvfold.engine.runner import ModelRunner
+from kvfold.errors import SettingError
 from kvfold.evaluation.session import Footprint, Session
 
 
@@ -48,10 +50,11 @@ class PagedSession(Session):
     def _extend(self, count: int) -> None:
         pool, slots = self.runner.pool, [self.sequence.open_slot]
         if not pool.can_extend(slots, [count]):
-            raise ValueError(
-                f"kv_bytes: a pool of {pool.num_bytes} bytes has no room for "
+            enough = bytes_for(pool.layout, 1, pool.max_tokens)
+            raise SettingError(
+                f"`kv_bytes`: a pool of {pool.num_bytes} bytes has no room for "
                 f"{self.sequence.num_computed + count} tokens; uncompressed it holds "
-                f"{pool.capacity()}: give it more, or read shorter contexts"
+                f"{pool.capacity()}: {enough} bytes would do, or shorter contexts"
             )
         pool.extend(slots, [count])
 

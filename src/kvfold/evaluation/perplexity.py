@@ -14,12 +14,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.compression.progress import Report
+from kvfold.errors import SettingError
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.session import Footprint, Session, Sessions
 
@@ -167,19 +169,25 @@ def _nll(parts: Iterable[Tensor], targets: Tensor) -> Tensor:
     return torch.cat(found, 1)
 
 
-def check_length(model: PreTrainedModel, ctx: int) -> None:
-    """Raise ValueError if the model has fewer than `ctx` positions."""
+def check_length(model: Any, ctx: int) -> None:
+    """Raise ValueError if the model has fewer than `ctx` positions; model: it, or its config."""
     limit = max_positions(model)
     if limit is not None and ctx > limit:
-        raise ValueError(
-            f"ctx: {ctx} tokens exceed the model's {limit} positions; use {limit} or less"
+        raise SettingError(
+            f"`ctx`: {ctx} tokens exceed the model's {limit} positions; use {limit} or less"
         )
 
 
-def max_positions(model: PreTrainedModel) -> int | None:
-    """Longest sequence the model's config allows, in tokens; None where it sets no limit."""
-    config = model.config.get_text_config(decoder=True)
+def max_positions(model: Any) -> int | None:
+    """Longest sequence that a model, or a config, allows, in tokens; None where none says."""
+    config = getattr(model, "config", model).get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None)
+
+
+def vocabulary(model: Any) -> int:
+    """Tokens that a model, or a config, has embeddings of."""
+    config = getattr(model, "config", model).get_text_config(decoder=True)
+    return int(config.vocab_size)
 
 
 def mean_and_se(values: Sequence[float]) -> tuple[float, float]:

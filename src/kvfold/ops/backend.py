@@ -115,11 +115,21 @@ def use_triton(device_type: str) -> bool:
     installed = find_spec("triton") is not None
     if wanted == "triton" and not installed:
         raise ValueError("KVFOLD_BACKEND=triton, but triton is not installed: pip install triton")
+    if wanted == "triton" and device_type != "cuda" and not _interpreted():
+        raise ValueError(
+            f"KVFOLD_BACKEND=triton: kernels run on a GPU, and this model is on {device_type};"
+            " unset it, or set it to auto"
+        )
     chosen = wanted == "triton" or (wanted == "auto" and installed and device_type == "cuda")
     version = f"torch {torch.__version__}"
     name = "triton" if chosen else "reference"
     log.info("backend on %s: %s (%s)", device_type, name, version)
     return chosen
+
+
+def _interpreted() -> bool:
+    """Whether Triton runs kernels on a CPU, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @lru_cache

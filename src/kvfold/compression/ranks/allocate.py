@@ -9,6 +9,7 @@ from itertools import combinations
 from torch import Tensor
 
 from kvfold.compression.ranks.base import Candidates, LatentCandidate, RankMethod
+from kvfold.errors import SettingError
 
 MAX_CLASSES = 4  # (key rank, value rank) pairs a layer: the kernels compile one body for each
 Step = tuple[float, int]  # (priority, numbers it costs)
@@ -33,9 +34,9 @@ def allocate(candidates: Candidates, method: RankMethod, budget: int, align: int
     ranks = _fill(steps, budget)
     if sum(ranks) > budget or not all(any(ranks[i] for i in own) for own in members):
         needed = sum(s[0][1] for s in steps)
-        raise ValueError(
-            f"the budget of {budget} numbers a token leaves some layer with nothing; raise keep, or"
-            f" lower align from {align} (one step of every latent takes {needed})"
+        raise SettingError(
+            f"the budget of {budget} numbers a token leaves some layer with nothing; raise `keep`,"
+            f" or lower `align` from {align} (one step of every latent takes {needed})"
         )
     return _limit_classes(layers, steps, ranks, budget, align)
 

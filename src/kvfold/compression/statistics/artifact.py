@@ -12,6 +12,7 @@ from safetensors.torch import load_file, safe_open, save_file
 
 from kvfold.compression.statistics.moments import Moment
 from kvfold.compression.statistics.quantities import QUANTITIES
+from kvfold.files import check_writable, writing
 
 SCHEMA = 6
 
@@ -52,7 +53,9 @@ class Statistics:
             for name, moment in stored.items()
             for part in ("second", "first", "weight")
         }
-        save_file(tensors, path, metadata={"kvfold": json.dumps({**self.key, "schema": SCHEMA})})
+        about = {"kvfold": json.dumps({**self.key, "schema": SCHEMA})}
+        with writing(path):
+            save_file(tensors, path, metadata=about)
 
     @classmethod
     def load(cls, path: Path, key: dict[str, Any]) -> "Statistics":
@@ -77,6 +80,12 @@ class Statistics:
             parts = {p: tensors[f"{place}.{p}"] for p in ("second", "first", "weight")}
             statistics.layers.setdefault(int(layer), {})[name] = Moment(**parts)
         return statistics
+
+
+def check_place(path: Path) -> None:
+    """Raises ValueError where statistics could be neither read nor written."""
+    if not path.is_file():
+        check_writable(path)
 
 
 def fingerprint(model: torch.nn.Module) -> str:

@@ -4,16 +4,18 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from kvfold.compression.progress import Report
 from kvfold.evaluation.dense import DenseSession, inference
-from kvfold.evaluation.perplexity import max_positions, mean_and_se
+from kvfold.evaluation.perplexity import max_positions, mean_and_se, vocabulary
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks import SCORES
 from kvfold.evaluation.tasks.base import Answer, Prompt, Task, decode
+from kvfold.text import check_ids
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,15 @@ class TaskResult:
     scores: Mapping[str, Score]
 
     def flat(self) -> dict[str, float]:
-        """Means by name of the score, and standard errors by that name and `_se`."""
+        """Means by name of the score, standard errors by that name and `_se`, rows, truncated."""
         means = {name: score.mean for name, score in self.scores.items()}
-        return means | {f"{name}_se": score.error for name, score in self.scores.items()}
+        errors = {f"{name}_se": score.error for name, score in self.scores.items()}
+        return {"rows": self.rows, "truncated": self.truncated, **means, **errors}
 
     def record(self) -> dict[str, Any]:
         """Plain values: rows, truncated, outputs and every known score, else None."""
-        counts = {"rows": self.rows, "truncated": self.truncated, "outputs": self.outputs}
         names = [name for score in SCORES for name in (score, f"{score}_se")]
-        return {**counts, **dict.fromkeys(names), **self.flat()}
+        return {"outputs": self.outputs, **dict.fromkeys(names), **self.flat()}
 
 
 def pooled(results: Sequence[TaskResult]) -> dict[str, float | None]:
@@ -73,12 +75,15 @@ def run_tasks(
     """
     reader = reader or Reader(partial(DenseSession, model, chunk))
     stops, limit = _stop_ids(model, tokenizer), max_positions(model)
+    size = vocabulary(model)
     values = defaultdict[str, list[float]](list)
     outputs: list[str] = []
     truncated = 0
     with inference(model):
         for index, task in enumerate(tasks):
             asked = task.prompts(tokenizer)
+            for prompt in asked:
+                check_ids(chain(prompt.context, *prompt.endings), size)
             prompts = [_fit(prompt, limit, tokenizer.bos_token_id) for prompt in asked]
             answers = [_answer(reader, prompt, stops) for prompt in prompts]
             written = zip(prompts, answers, strict=True)

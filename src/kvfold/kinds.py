@@ -1,0 +1,41 @@
+"""Types as annotations write them: whether a value is of one, and what to call it to a user."""
+
+from collections.abc import Callable
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
+_WORDS[None.__class__] = "None"
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type. A bool is no number."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(fits(value, one) for one in inside)
+    if origin is Literal:
+        return value in inside
+    if origin in (list, tuple):  # one serves as the other
+        return isinstance(value, list | tuple) and all(fits(item, inside[0]) for item in value)
+    if Callable in (kind, origin):
+        return callable(value)
+    if kind in (int, float):
+        number = Integral if kind is int else Real
+        return isinstance(value, number) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def spelt(kind: Any) -> str:
+    """A type in words: "a whole number"."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return " or ".join(spelt(one) for one in inside if one is not None.__class__)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inside))}"
+    if origin in (list, tuple):
+        item = spelt(inside[0]).replace("a ", "").replace(" or ", "s or ")
+        return f"a {origin.__name__} of {item}s"
+    return _WORDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"

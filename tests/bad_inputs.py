@@ -1,0 +1,436 @@
+"""Bad inputs and what a user is told, by where they were made: `test_bad_inputs.py` runs them all
+and docs/errors.md shows them.
+
+A call is a command line, perhaps with a variable before it, or Python. To add one: write it into a
+group, run the test, and put in what it says; a group is a line of GROUPS. The files that calls name
+are made by `files`.
+"""
+
+COMMANDS = {
+    "kvfold eval": 'Command "eval" parameter MODEL requires an argument.',
+    "kvfold eval reference:xyz": (
+        "unknown reference model 'xyz'; reference models: reference:gqa, reference:mha, "
+        "reference:smollm2"
+    ),
+    "kvfold eval nowhere/": (
+        "cannot load a model from 'nowhere/': there is no such directory, the hub cannot be "
+        "reached, and this machine has no copy of such a hub id: give a directory"
+    ),
+    "kvfold eval ./nowhere": "model directory ./nowhere does not exist",
+    "kvfold eval someone/some-model": (
+        "cannot load a model from 'someone/some-model': there is no such directory, the hub "
+        "cannot be reached, and this machine has no copy of such a hub id: give a directory"
+    ),
+    "kvfold eval folder": "folder is not a model directory: it has no config.json",
+    "kvfold eval text.txt": "text.txt is not a model directory: it has no config.json",
+    "kvfold explode": (
+        'Unknown command "explode". Available commands: compress, generate, inspect, eval, '
+        "compare, demo, bench."
+    ),
+    "kvfold eval reference:gqa --bogus 1": "Unknown option: --bogus. Did you mean --bits?",
+    "kvfold eval reference:gqa --dtype int8": (
+        'Invalid value "int8" for --dtype. Choose from: "auto", "float32", "bfloat16", "float16".'
+    ),
+    "kvfold eval reference:gqa --device nope": (
+        "--device must be cpu, cuda, cuda:N or mps; got 'nope'"
+    ),
+    "kvfold eval reference:gqa --device meta": (
+        "--device must be cpu, cuda, cuda:N or mps; got 'meta'"
+    ),
+    "kvfold eval reference:gqa --device mps": (
+        "--device mps: of mps devices this machine has none; another one, or --device cpu, works"
+    ),
+    "kvfold eval reference:gqa --device cuda:99": (
+        "--device cuda:99: of cuda devices this machine has none; another one, or --device "
+        "cpu, works"
+    ),
+    "KVFOLD_BACKEND=triton kvfold eval reference:gqa --bits 4": (
+        "KVFOLD_BACKEND=triton: kernels run on a GPU, and this model is on cpu; unset it, or "
+        "set it to auto"
+    ),
+    "KVFOLD_BACKEND=fast kvfold eval reference:gqa --bits 4": (
+        "KVFOLD_BACKEND must be one of auto, triton, reference; got 'fast'"
+    ),
+    "kvfold eval damaged": (
+        "cannot load a model from 'damaged': It looks like the config file at "
+        "'damaged/config.json' is not a valid JSON file."
+    ),
+    "kvfold generate other-tokenizer --prompt 'The old house'": (
+        "the tokenizer gives token 1167, but the model has embeddings of tokens 0 to 63 "
+        "only: they do not belong together, take the model's own"
+    ),
+    "kvfold eval other-tokenizer": (
+        "the tokenizer gives token 4092, but the model has embeddings of tokens 0 to 63 "
+        "only: they do not belong together, take the model's own"
+    ),
+}
+SIZES = {
+    "kvfold compress reference:gqa": (
+        'Command "compress" parameter --output requires an argument.'
+    ),
+    "kvfold compress reference:gqa --recipe zack --factor 4 --output new": (
+        "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean, lean-g or small"
+    ),
+    "kvfold compress reference:gqa --bytes-per-token 1e6 --output new": (
+        "--bytes-per-token must be at most 7168, what the uncompressed cache takes at 16 bits; "
+        "got 1e+06"
+    ),
+    "kvfold compress reference:gqa --keep 1.5 --output new": (
+        "--keep must be in (0, 1], got 1.5; it is the share of the cache to keep"
+    ),
+    "kvfold compress reference:gqa --keep nan --output new": (
+        "--keep must be in (0, 1], got nan; it is the share of the cache to keep"
+    ),
+    "kvfold compress reference:gqa --keep half --output new": (
+        'Invalid value for --keep: unable to convert "half" into float.'
+    ),
+    "kvfold compress reference:gqa --factor 0.5 --output new": (
+        "--factor must be at least 1 and below 1000, got 0.5"
+    ),
+    "kvfold compress reference:gqa --bytes-per-token 0 --output new": (
+        "--bytes-per-token must be above 0, got 0.0"
+    ),
+    "kvfold compress reference:gqa --budget '1%' --output new": (
+        "--budget 1% is not of the form 'ppl<=RATIO' with a ratio of at least 1 to the "
+        "original's perplexity; for 1 % more write 'ppl<=1.01'"
+    ),
+    "kvfold compress reference:gqa --keep 0.5 --budget 'ppl<=1.01' --output new": (
+        "--keep 0.5 and --budget ppl<=1.01 exclude each other: each decides the size alone"
+    ),
+    "kvfold compress reference:gqa --align 0 --output new": "--align must be at least 1, got 0",
+    "kvfold compress reference:gqa --recover -1 --output new": (
+        "--recover must be at least 0 steps, got -1; 0 leaves the maps alone"
+    ),
+    "kvfold compress reference:gqa --recipe tiny --output new": (
+        "unknown recipe 'tiny'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
+        "swift, lean, lean-g, small"
+    ),
+    "kvfold compress reference:gqa --max-tokens -5 --output new": (
+        "--max-tokens must be at least 1, got -5"
+    ),
+    "kvfold compress reference:gqa --max-tokens 100 --output new": (
+        "--max-tokens must be at least 4096 to calibrate this model, 4 windows, got 100"
+    ),
+    "kvfold compress reference:gqa --seed -1 --output new": (
+        "--seed must be at least 0 and below 9.22337e+18, got -1"
+    ),
+    "kvfold compress compressed --output new": (
+        "this model is compressed already; start from the original checkpoint"
+    ),
+    "kvfold compare reference:gqa --keep 0.5,2": (
+        "--keep must be in (0, 1], got 2.0; it is the share of the cache to keep"
+    ),
+    "kvfold compare reference:gqa --keep 0.5,half": (
+        "--keep: '0.5,half' is not a comma-separated list such as .5,.25"
+    ),
+    "kvfold compare reference:gqa --recipes small,big": (
+        "unknown recipe 'big'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
+        "swift, lean, lean-g, small"
+    ),
+    "kvfold compare reference:gqa --align 0": "--align must be at least 1, got 0",
+    "kvfold compare reference:gqa --calib-tokens -5": "--calib-tokens must be at least 1, got -5",
+    "kvfold compare reference:gqa --calib-tokens 100": (
+        "--calib-tokens must be at least 4096 to calibrate this model, 4 windows, got 100"
+    ),
+    "kvfold compare compressed": (
+        "this model is compressed already; start from the original checkpoint"
+    ),
+    "kvfold inspect reference:gqa --keep 0.25": (
+        "--keep, --align and settings of calibration are about a plan: give its --recipe too"
+    ),
+    "kvfold inspect reference:gqa --recipe zack --align 0": "--align must be at least 1, got 0",
+    "kvfold inspect compressed --recipe zack": (
+        "compressed is compressed already; --recipe plans for an original model"
+    ),
+}
+FILES = {
+    "kvfold compress reference:gqa --output folder": (
+        "output folder exists and is not an empty directory; name another one"
+    ),
+    "kvfold compress reference:gqa --output text.txt/new": (
+        "cannot write text.txt/new: text.txt is a file; name another folder"
+    ),
+    "kvfold compress reference:gqa --output new --stats folder": (
+        "folder is a directory; name a file"
+    ),
+    "kvfold compress reference:gqa --output new --stats nowhere/new.safetensors": (
+        "cannot write nowhere/new.safetensors: folder nowhere does not exist; create it first"
+    ),
+    "kvfold compress reference:gqa --output new --calib nowhere.txt": (
+        "file nowhere.txt: no such file; give a text file, plain, .xz or .gz"
+    ),
+    "kvfold compress reference:gqa --output new --calib blank.txt": "file blank.txt: empty",
+    "kvfold eval reference:gqa --text nowhere.txt": (
+        "file nowhere.txt: no such file; give a text file, plain, .xz or .gz"
+    ),
+    "kvfold eval reference:gqa --text latin1.txt": "file latin1.txt: not utf-8 text at byte 1",
+    "kvfold eval reference:gqa --text short.txt": (
+        "short: 4 tokens are available but one window of --ctx 1024 needs 1023; give more "
+        "--text or a smaller --ctx"
+    ),
+    "kvfold eval reference:gqa --text damaged.gz": (
+        "file damaged.gz: cannot be read (Compressed file ended before the end-of-stream "
+        "marker was reached)"
+    ),
+    "kvfold eval reference:gqa --tasks nowhere.jsonl": (
+        "file nowhere.jsonl: no such file; give a text file, plain, .xz or .gz"
+    ),
+    "kvfold eval reference:gqa --tasks text.txt": (
+        'task text.txt line 1: not a JSON object; legal rows: {"prompt", "answer"[, '
+        '"max_new_tokens"]} or {"context"|"contexts", "choices", "label"}'
+    ),
+    "kvfold eval reference:gqa --tasks keys.jsonl": (
+        'task keys.jsonl line 1: keys question, answer; legal rows: {"prompt", "answer"[, '
+        '"max_new_tokens"]} or {"context"|"contexts", "choices", "label"}'
+    ),
+    "kvfold eval reference:gqa --tasks label.jsonl": (
+        "task label.jsonl line 1: label is '2'; it must be an integer from 0 to 1"
+    ),
+    "kvfold eval reference:gqa --json nowhere/new.json": (
+        "cannot write nowhere/new.json: folder nowhere does not exist; create it first"
+    ),
+    "kvfold eval reference:gqa --json folder": "folder is a directory; name a file",
+    "kvfold compare reference:gqa --html nowhere/new.html": (
+        "cannot write nowhere/new.html: folder nowhere does not exist; create it first"
+    ),
+    "kvfold demo --output nowhere/new.html": (
+        "cannot write nowhere/new.html: folder nowhere does not exist; create it first"
+    ),
+    "kvfold generate reference:gqa --prompt-file nowhere.txt": (
+        "file nowhere.txt: no such file; give a text file, plain, .xz or .gz"
+    ),
+    "kvfold generate reference:gqa --prompt-file latin1.txt": (
+        "file latin1.txt: not utf-8 text at byte 1"
+    ),
+}
+CACHE = {
+    "kvfold eval reference:gqa --bits 5": "--bits must be one of 16, 8, 6, 4, 3, 2, 1; got 5",
+    "kvfold eval reference:gqa --page 0": "--page must be at least 1 row, got 0",
+    "kvfold eval reference:gqa --kv-bytes -3": "--kv-bytes must be at least 1, got -3",
+    "kvfold eval reference:gqa --kv-bytes 1GB": (
+        'Invalid value for --kv-bytes: unable to convert "1GB" into int.'
+    ),
+    "kvfold eval reference:gqa --sub-group 4 --bits 4": (
+        "--sub-group must be at least 8 numbers, got 4"
+    ),
+    "kvfold eval reference:gqa --residual 33 --bits 4": (
+        "--residual must be whole pages of 32 rows, which are packed together, got 33: take "
+        "32, or another --page"
+    ),
+    "kvfold eval reference:gqa --residual 128": (
+        "--residual is about packed numbers, and at 16 bits none are: set --bits to 8 or "
+        "fewer, or leave it out"
+    ),
+    "kvfold eval reference:gqa --zeros": (
+        "--zeros is about packed numbers, and at 16 bits none are: set --bits to 8 or fewer, "
+        "or leave it out"
+    ),
+    "kvfold eval reference:gqa --sub-group 32 --bits 16": (
+        "--sub-group is about packed numbers, and at 16 bits none are: set --bits to 8 or "
+        "fewer, or leave it out"
+    ),
+    "kvfold eval reference:gqa --no-rotation": (
+        "--no-rotation is about packed numbers, and at 16 bits none are: set --bits to 8 or "
+        "fewer, or leave it out"
+    ),
+    "kvfold eval reference:gqa --format kivi": (
+        "--format kivi quantises all numbers, so --bits must be less than 16; none are "
+        "given: set --bits to one of 8, 6, 4, 3, 2, 1, or leave --format out"
+    ),
+    "kvfold eval reference:gqa --format kivi --bits 4 --evict snapkv --keep-tokens 0.5": (
+        "--format kivi and --evict snapkv exclude each other: tokens are packed together in "
+        "their order, so they cannot move to other pages. Leave one of them out"
+    ),
+    "kvfold eval reference:gqa --evict best --keep-tokens 0.5": (
+        "--evict must be one of kv-compress, kv-compress-full, kvc-w8, kvc-w32, kvc-w32-l1, "
+        "kvc-full, snapkv, snapkv-w8, h2o, h2o-r32, pyramidkv, ada-snapkv, ada-snapkv-w8, "
+        "streaming, random; got 'best'"
+    ),
+    "kvfold eval reference:gqa --evict snapkv": (
+        "--evict snapkv evicts down to a budget: give --keep-tokens, such as 0.5, or "
+        "--max-cache-tokens"
+    ),
+    "kvfold eval reference:gqa --evict snapkv --keep-tokens 1.5": (
+        "--keep-tokens must be in (0, 1], got 1.5"
+    ),
+    "kvfold eval reference:gqa --evict snapkv --max-cache-tokens 0": (
+        "--max-cache-tokens must be at least 1, got 0"
+    ),
+    "kvfold eval reference:gqa --evict snapkv --keep-tokens 0.5 --max-cache-tokens 64": (
+        "--max-cache-tokens 64 and --keep-tokens 0.5 both limit the cache: give one"
+    ),
+    "kvfold eval reference:gqa --keep-tokens 0.5": (
+        "--keep-tokens and --max-cache-tokens need a policy that says what goes: set "
+        "--evict, such as --evict kv-compress"
+    ),
+    "kvfold eval sliding --evict snapkv --keep-tokens 0.5": (
+        "--evict snapkv: this model's sliding window already drops old tokens, and eviction "
+        "would drop others: leave --evict out"
+    ),
+}
+MEASURING = {
+    "kvfold eval reference:gqa --ctx 0": "--ctx must be at least 1, got 0",
+    "kvfold eval reference:gqa --ctx 1": (
+        "packaged: --ctx: 1 is too small; a window needs at least 2 tokens"
+    ),
+    "kvfold eval reference:gqa --ctx 5000": (
+        "--ctx: 5000 tokens exceed the model's 4096 positions; use 4096 or less"
+    ),
+    "kvfold eval reference:gqa --chunk 0": "--chunk must be at least 1, got 0",
+    "kvfold eval reference:gqa --batch 0": "--batch must be at least 1, got 0",
+    "kvfold eval reference:gqa --max-tokens -5": "--max-tokens must be at least 1, got -5",
+    "kvfold eval reference:gqa --max-tokens 64": (
+        "packaged: --max-tokens: 64 is less than one window of --ctx 1024 tokens; take more, "
+        "or a smaller --ctx"
+    ),
+    "kvfold eval reference:gqa --see-question": (
+        "--see-question is about hidden facts: give --needle too"
+    ),
+    "kvfold eval reference:gqa --needle-contexts 5": (
+        "--needle-contexts is about hidden facts: give --needle too"
+    ),
+    "kvfold eval sliding --needle": (
+        "--needle: the model has 256 positions, the shortest context takes 512; leave --needle out"
+    ),
+    "kvfold bench attention --rounds 0": "--rounds must be at least 1, got 0",
+    "kvfold bench decode --steps 1": "--steps must be at least 2, got 1",
+    "kvfold bench compress --keep 1.5": "--keep: '1.5' has numbers that are not in (0, 1]",
+}
+GENERATING = {
+    "kvfold generate reference:gqa": "give one of --prompt TEXT and --prompt-file FILE",
+    r"kvfold generate reference:gqa --prompt $'\xff'": "--prompt: not utf-8 text at character 0",
+    "kvfold generate reference:gqa --prompt a --max-new-tokens -5": (
+        "--max-new-tokens must be at least 1, got -5"
+    ),
+    "kvfold generate reference:gqa --prompt a --max-new-tokens 5000": (
+        "the prompt has 2 tokens, which with 5000 new ones exceed the model's 4096 "
+        "positions; shorten it or lower --max-new-tokens"
+    ),
+    "kvfold generate reference:gqa --prompt a --temperature 0": (
+        "--temperature must be above 0, got 0.0; leave it out for greedy"
+    ),
+    "kvfold generate reference:gqa --prompt a --temperature 1 --top-p 2": (
+        "--top-p must be in (0, 1], got 2.0"
+    ),
+    "kvfold generate reference:gqa --prompt a --temperature 1 --top-k 0": (
+        "--top-k must be at least 1, got 0"
+    ),
+    "kvfold generate reference:gqa --prompt a --top-k 5": (
+        "--top-k and --top-p choose what is sampled; give --temperature too"
+    ),
+    "kvfold generate reference:gqa --prompt a --seed -1": (
+        "--seed must be at least 0 and below 9.22337e+18, got -1"
+    ),
+}
+POOLS = {
+    "kvfold generate reference:gqa --prompt a --kv-bytes 1000": (
+        "--kv-bytes must be at least 458752 to hold a page of each of 14 groups (458752 B, "
+        "in slabs of one page size each); got 1000: give the pool more memory, or take "
+        "smaller pages"
+    ),
+    "kvfold eval reference:gqa --bits 4 --ctx 1024 --max-tokens 1024 --kv-bytes 300000": (
+        "--kv-bytes: a pool of 299968 bytes has no room for 512 tokens; uncompressed it "
+        "holds 160: 3159731 bytes would do, or shorter contexts"
+    ),
+    "kvfold eval reference:gqa --kv-bytes 99999999999999": (
+        "--kv-bytes must be at most 137438953472, since tables hold int32 offsets in units "
+        "of 64 B; got 99999999999999"
+    ),
+}
+PYTHON = {
+    'kvfold.compress("reference:gqa", keep="0.5")': "keep must be a number; got '0.5'",
+    'kvfold.compress("reference:gqa", keep=float("nan"))': (
+        "keep must be in (0, 1], got nan; it is the share of the cache to keep"
+    ),
+    'kvfold.compress("reference:gqa", factor=True)': "factor must be a number; got True",
+    'kvfold.compress("reference:gqa", factor=float("inf"))': (
+        "factor must be at least 1 and below 1000, got inf"
+    ),
+    'kvfold.compress("reference:gqa", keep=0.5, factor=4)': (
+        "keep=0.5 and factor=4 exclude each other: each decides the size alone"
+    ),
+    'kvfold.compress("reference:gqa", recipe=5)': "recipe must be a string or a Recipe; got 5",
+    'kvfold.compress("reference:gqa", "tiny")': (
+        "unknown recipe 'tiny'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
+        "swift, lean, lean-g, small"
+    ),
+    'kvfold.compress("reference:gqa", align="8")': "align must be a whole number; got '8'",
+    'kvfold.compress("reference:gqa", max_tokens=2.5)': (
+        "max_tokens must be a whole number; got 2.5"
+    ),
+    'kvfold.compress("reference:gqa", seed=None)': "seed must be a whole number; got None",
+    'kvfold.compress("reference:gqa", recover=2.5)': "recover must be a whole number; got 2.5",
+    'kvfold.compress("reference:gqa", calib=5)': (
+        "calib must be a list of strings or Paths; got 5"
+    ),
+    'kvfold.compress("reference:gqa", statistics="folder")': "folder is a directory; name a file",
+    'kvfold.compress("reference:gqa", output="folder")': (
+        "output folder exists and is not an empty directory; name another one"
+    ),
+    "kvfold.compress(5)": "model must be a name or a loaded causal LM; got 5",
+    'Recipe(name="mine", basis="latent", group_size=True)': (
+        "group_size must be a whole number, at least 1; got True"
+    ),
+    'Recipe(name="mine", basis="latent", keys="heads")': (
+        "keys must be one of head, group, joint, kv; got 'heads'"
+    ),
+    'Recipe(name="mine", basis="latent", keys="kv")': (
+        "keys='kv' and values='kv' go together: one latent serves both"
+    ),
+    'CacheConfig(bits="4")': "bits must be one of 16, 8, 6, 4, 3, 2, 1; got '4'",
+    "CacheConfig(page=2.5)": "page must be a whole number, at least 1 row; got 2.5",
+    'CacheConfig(kv_bytes="1GB")': "kv_bytes must be a whole number, at least 1; got '1GB'",
+    "CacheConfig(kv_bytes=True)": "kv_bytes must be a whole number, at least 1; got True",
+    "CacheConfig(zeros=1)": "zeros must be True or False; got 1",
+    'CacheConfig(evict="snapkv", keep_tokens=float("nan"))': (
+        "keep_tokens must be in (0, 1], got nan"
+    ),
+    "CacheConfig(keep_tokens=0.5)": (
+        "keep_tokens and max_cache_tokens need a policy that says what goes: set evict, such "
+        "as evict='kv-compress'"
+    ),
+    'kvfold.load("reference:gqa", dtype="int8")': (
+        "dtype must be one of auto, float32, bfloat16, float16, float64; got 'int8'"
+    ),
+    'kvfold.load("reference:gqa", dtype=16)': (
+        "dtype must be one of auto, float32, bfloat16, float16, float64; got 16"
+    ),
+    'kvfold.load("reference:gqa", device="meta")': (
+        "device must be cpu, cuda, cuda:N or mps; got 'meta'"
+    ),
+    'kvfold.LLM("reference:gqa", dtype="float8")': (
+        "dtype must be one of auto, float32, bfloat16, float16, float64; got 'float8'"
+    ),
+}
+FULL_DISK = {
+    "kvfold eval reference:gqa --ctx 64 --max-tokens 64 --json new.json": (
+        "cannot write new.json: No space left on device"
+    ),
+    "kvfold inspect reference:gqa --html new.html": (
+        "cannot write new.html: No space left on device"
+    ),
+    "kvfold compress reference:gqa --output new --stats new.safetensors": (
+        "cannot write new.safetensors: Error while serializing: No space left on device (os "
+        "error 28)"
+    ),
+    "kvfold compress reference:gqa --recipe lorc --output new": (
+        "cannot write new: No space left on device"
+    ),
+}
+NO_MEMORY = {
+    "kvfold eval reference:gqa": (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 "
+        "GiB of which 1.50 GiB is free: lower --batch, --ctx or --chunk, and --kv-bytes of "
+        "pages"
+    ),
+    "kvfold generate reference:gqa --prompt a --kv-bytes 2147483648": (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 "
+        "GiB of which 1.50 GiB is free: shorten the prompt, or lower --max-new-tokens, or "
+        "--kv-bytes of pages"
+    ),
+    "kvfold compress reference:gqa --output new": (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 "
+        "GiB of which 1.50 GiB is free: take a smaller model, or --device cpu where that is "
+        "an option"
+    ),
+}

@@ -1,0 +1,208 @@
+"""Every bad input of `bad_inputs` is refused in exactly those words, and docs/errors.md shows them.
+
+KVFOLD_WRITE=1 writes the page anew.
+"""
+
+import errno
+import gzip
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from safetensors import SafetensorError
+
+import bad_inputs as bad
+import kvfold
+from commands import refused
+from kvfold import hub
+from kvfold.artifact import KVFoldConfig
+from kvfold.config import CacheConfig, Recipe
+from kvfold.loading import load_config, load_tokenizer
+from kvfold.models.families import family_of
+from kvfold.ops.backend import use_triton
+from kvfold.spec.layout import plain_spec
+
+PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
+HEAD = """# Bad inputs and what they are told
+
+A mistake is one line on stderr and exit code 2, in terms of flags; in Python it is a `ValueError`,
+in terms of parameters. What settings, files and a model's config tell is told before the model is
+loaded. This page is written by `KVFOLD_WRITE=1 pytest tests/test_bad_inputs.py`, which runs all of
+it; `reference:gqa` is the embedded model, other names are of bad files that the test makes.
+"""
+EARLY = {
+    "The model, and where it runs": bad.COMMANDS,
+    "Sizes and recipes": bad.SIZES,
+    "Files": bad.FILES,
+    "The paged cache": bad.CACHE,
+    "Measuring": bad.MEASURING,
+    "Generating": bad.GENERATING,
+    "Python": bad.PYTHON,
+}
+POOLS, FULL_DISK, NO_MEMORY = "Pools that are too small", "A full disk", "A full GPU"
+GROUPS = EARLY | {POOLS: bad.POOLS, FULL_DISK: bad.FULL_DISK, NO_MEMORY: bad.NO_MEMORY}
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of "
+    "which 1.50 GiB is free. Including non-PyTorch memory, this process has 77.60 GiB in use."
+)
+
+
+def cases(*titles: str) -> list:
+    pairs = [pair for title in titles for pair in GROUPS[title].items()]
+    return [pytest.param(*pair, id=pair[0]) for pair in pairs]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """The folder that all calls are made in."""
+    here = tmp_path_factory.mktemp("here")
+    (here / "folder").mkdir()
+    texts = {
+        "text.txt": "The ship went out to sea, and nobody saw it again. " * 60,
+        "short.txt": "A few words.",
+        "blank.txt": " \n",
+        "keys.jsonl": '{"question": "Why?", "answer": "So."}',
+        "label.jsonl": '{"context": "One", "choices": [" two", " three"], "label": 2}',
+        "folder/text.txt": "",
+    }
+    for name, text in texts.items():
+        (here / name).write_text(text, encoding="utf-8")
+    (here / "latin1.txt").write_bytes("Où est-il?".encode("latin-1"))
+    (here / "damaged.gz").write_bytes(gzip.compress(b"text")[:-4])
+    config = load_config("reference:gqa")
+    spec = plain_spec(family_of(config).geometry(config))
+    checkpoint(here / "other-tokenizer", vocab_size=64)
+    checkpoint(here / "compressed", quantization_config=KVFoldConfig(cache=spec.to_dict()))
+    hf.MistralConfig(sliding_window=128, max_position_embeddings=256).save_pretrained(
+        checkpoint(here / "sliding")
+    )
+    (checkpoint(here / "damaged") / "config.json").write_text("{")
+    return here
+
+
+def checkpoint(path: Path, **changes) -> Path:
+    """The reference model's config, changed, and its tokenizer beside a file that says weights."""
+    config = load_config("reference:gqa")
+    for name, value in changes.items():
+        setattr(config, name, value)
+    config.save_pretrained(path)
+    load_tokenizer("reference:gqa").save_pretrained(path)
+    (path / "model.safetensors").write_bytes(b"")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def machine(files, monkeypatch) -> Iterator[None]:
+    """One without a GPU and a network, in the folder with the files."""
+    monkeypatch.chdir(files)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(hub, "_answers", lambda _: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    use_triton.cache_clear()
+    yield
+    use_triton.cache_clear()
+
+
+@pytest.fixture
+def no_loading(monkeypatch) -> None:
+    def load(*_, **__) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", load)
+
+
+def told(call: str, capsys, monkeypatch) -> str:
+    """What is said about a call; of a command, without `kvfold: error: `."""
+    if "(" in call and not call.startswith("kvfold "):
+        with pytest.raises(ValueError) as caught:
+            eval(call, {"kvfold": kvfold, "CacheConfig": CacheConfig, "Recipe": Recipe})
+        return str(caught.value)
+    words = shlex.split(call.replace(r"$'\xff'", "\udcff"))
+    while words[0] != "kvfold":
+        monkeypatch.setenv(*words.pop(0).split("="))
+    line = refused(capsys, *words[1:]).removeprefix("kvfold: error: ")
+    return line.replace(f"{Path.cwd()}/", "")
+
+
+@pytest.mark.parametrize(("call", "message"), cases(*EARLY))
+def test_refused_before_a_model_is_loaded(call, message, capsys, monkeypatch, no_loading) -> None:
+    before = sorted(Path.cwd().rglob("*"))
+    assert told(call, capsys, monkeypatch) == message
+    assert sorted(Path.cwd().rglob("*")) == before
+
+
+@pytest.mark.parametrize(("call", "message"), cases(POOLS))
+def test_a_pool_that_is_too_small(call, message, capsys, monkeypatch) -> None:
+    assert told(call, capsys, monkeypatch) == message
+
+
+@pytest.mark.parametrize(("call", "message"), cases(FULL_DISK))
+def test_a_full_disk(call, message, capsys, monkeypatch) -> None:
+    def full(*_, **__) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full_too(*_, **__) -> None:
+        raise SafetensorError("Error while serializing: No space left on device (os error 28)")
+
+    monkeypatch.setattr("kvfold.files.write_text", full)
+    monkeypatch.setattr("kvfold.report.write_text", full)
+    monkeypatch.setattr("kvfold.compression.statistics.artifact.save_file", full_too)
+    monkeypatch.setattr(hf.PreTrainedModel, "save_pretrained", full)
+    monkeypatch.setattr("kvfold.compression.compressor.calibrate", lambda *_, **__: empty())
+    assert told(call, capsys, monkeypatch) == message
+    assert not list(Path.cwd().glob("*new*"))
+
+
+def empty():
+    from kvfold.compression.statistics import Statistics
+
+    return Statistics({})
+
+
+@pytest.mark.parametrize(("call", "message"), cases(NO_MEMORY))
+def test_a_full_gpu(call, message, capsys, monkeypatch) -> None:
+    def full(*_, **__) -> None:
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", full)
+    monkeypatch.setattr("kvfold.loading.load", full)
+    assert told(call, capsys, monkeypatch) == message
+
+
+def test_a_bug_of_ours_keeps_its_traceback(monkeypatch) -> None:
+    def fail(*_, **__) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("kvfold.loading.load_config", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        kvfold.cli.main.main(["eval", "reference:gqa"])
+
+
+def test_a_folder_that_is_read_only_is_refused_early(monkeypatch, capsys, no_loading) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    line = refused(capsys, "compress", "reference:gqa", "--output", "new/one")
+    assert "cannot write new/one: folder" in line and "is read-only" in line
+    line = refused(capsys, "eval", "reference:gqa", "--json", "new.json")
+    assert "cannot write new.json: folder" in line and "is read-only" in line
+
+
+def page() -> str:
+    lines = [HEAD]
+    for title, group in GROUPS.items():
+        cells = ((call, message.replace("|", "\\|")) for call, message in group.items())
+        rows = (f"| `{call}` | {message} |" for call, message in cells)
+        lines += [f"## {title}\n", "| input | message |", "| --- | --- |", *rows, ""]
+    return "\n".join(lines)
+
+
+def test_the_page_shows_them_all() -> None:
+    if os.environ.get("KVFOLD_WRITE"):
+        PAGE.write_text(page(), encoding="utf-8")
+    assert sum(map(len, GROUPS.values())) >= 40
+    assert PAGE.read_text(encoding="utf-8") == page(), "run it with KVFOLD_WRITE=1"
