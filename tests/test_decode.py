@@ -177,6 +177,7 @@ def choose(monkeypatch):
 def test_backend(name, installed, cpu, cuda, choose, monkeypatch, caplog) -> None:
     choose(name)
     monkeypatch.setattr(backend, "find_spec", lambda _: object() if installed else None)
+    monkeypatch.setattr(backend, "_interpreted", lambda: True)
     with caplog.at_level(logging.INFO, logger="kvfold"):
         assert [use_triton("cpu"), use_triton("cuda"), use_triton("cuda")] == [cpu, cuda, cuda]
     lines = [record.getMessage() for record in caplog.records]
@@ -214,8 +215,9 @@ def test_decode_is_the_reference_without_kernels(choose) -> None:
         ),
     ],
 )
-def test_a_reason_says_why_the_reference_runs(options, reason, choose) -> None:
+def test_a_reason_says_why_the_reference_runs(options, reason, choose, monkeypatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setattr(backend, "_interpreted", lambda: True)
     kernels = Operation("kvfold.ops.decode", {"triton": unread})
     choose("triton")
     assert kernels.why_not("cpu", per_head([(16, 16)], page=16).groups) is None

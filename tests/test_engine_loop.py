@@ -208,6 +208,15 @@ def test_hooks_are_called_in_order() -> None:
 # Order -------------------------------------------------------------------------------------------
 
 
+def test_all_that_fit_are_admitted_at_once() -> None:
+    bench = Bench(1000, num_slots=200, max_batch_tokens=400, chunk=64)
+    for i in range(250):
+        bench.add([i % 20 + 1] * 2, max_new_tokens=2, ignore_eos=True)
+    bench.step()
+    assert len(bench.runner.batches[0]) == 200
+    bench.drain()
+
+
 def test_a_small_request_does_not_wait_behind_one_without_pages() -> None:
     bench = Bench(40, headroom=0, chunk=64)
     bench.add([1] * 60, max_new_tokens=20, ignore_eos=True)

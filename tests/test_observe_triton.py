@@ -18,6 +18,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from hopper import need_compiler, run_alone  # noqa: E402
 from kvfold.cache.eviction.attention import AttentionPolicy, attention_mass  # noqa: E402
+from kvfold.ops import backend  # noqa: E402
 from kvfold.ops.backend import use_triton  # noqa: E402
 from kvfold.ops.common.pages import LayerPages  # noqa: E402
 from kvfold.ops.observe import observe, why_not  # noqa: E402
@@ -206,6 +207,7 @@ def test_agrees_with_explicit_weights(power: int, exclude: int) -> None:
 def test_what_runs_where(monkeypatch) -> None:
     """The kernel where there is one: tracked pages, a scale a side, one KV head a group."""
     monkeypatch.setenv("KVFOLD_BACKEND", "triton")
+    monkeypatch.setattr(backend, "_interpreted", lambda: True)
     use_triton.cache_clear()
     ranks, calls = [(16, 16)], []
     monkeypatch.setattr(observe_triton, "observe", lambda *_, **how: calls.append(how))

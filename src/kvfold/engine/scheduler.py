@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import islice
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from kvfold.spec.layout import Ints
 logger = logging.getLogger(__name__)
 Plan = dict[Request, int]  # tokens each request computes in the coming step, in order
 
-LOOK = 64  # waiting requests that a step considers
+LOOK = 64  # waiting requests that a step considers behind one that lacks pages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,9 +224,10 @@ class Scheduler:
         pages = self._demand({x: x.rows_ahead(self.headroom) for x in self.running})
         left, late = self._left(plan), None
         look = LOOK if self.pool.can_supply(pages) else 0
-        for request in tuple(islice(self.waiting, look)):
+        for request in tuple(self.waiting):
             tokens = self._chunk(request, left)
-            if tokens < 1 or len(self.running) == self.pool.num_slots:
+            look -= late is not None
+            if look < 1 or tokens < 1 or len(self.running) == self.pool.num_slots:
                 return
             if late is not None and not late.lets_by(request):
                 continue
