@@ -434,3 +434,103 @@ NO_MEMORY = {
         "an option"
     ),
 }
+REQUESTS = {
+    "llm.generate([5.9])": "prompt_ids must be whole numbers, token ids; got [5.9]",
+    "llm.generate([[]])": "prompt_ids must hold at least 1 token; got none",
+    "llm.generate([[1, 999999]])": "prompt: token ids must be in 0..4095; got 999999",
+    "llm.generate([[5] * 300])": (
+        "the prompt has 300 tokens, and a sequence at most max_tokens positions, which are 256: "
+        "shorten it, or raise them where the model has more"
+    ),
+    "llm.generate([[5] * 65])": (
+        "kv_bytes: a pool of 1048576 bytes holds 64 tokens of a sequence, and this one begins "
+        "with 66: 2493644 bytes would do, or a shorter prompt"
+    ),
+    'llm.generate(["a", "b"], [SamplingParams()])': (
+        "sampling must be one for all prompts, or one each; got 1 for 2"
+    ),
+    'llm.generate("a", {"temperature": 1.0})': (
+        "sampling must be a SamplingParams; got {'temperature': 1.0}"
+    ),
+    'llm.generate("a", cache=CacheParams(keep_tokens=0.5))': (
+        "cache=CacheParams(max_cache_tokens=None, keep_tokens=0.5, protected=None) limits what a "
+        "request keeps, but this LLM evicts nothing: give it a policy, such as "
+        "evict='kv-compress'"
+    ),
+    'llm.chat("Who went to sea?")': (
+        "the tokenizer has no chat template: this model continues text only"
+    ),
+    "llm.stream([-1])": "prompt: token ids must be in 0..4095; got -1",
+    'SamplingParams(stop=["zzz", 5])': "stop must be a tuple of strings; got ['zzz', 5]",
+    'SamplingParams(stop="")': "stop must be strings that are not empty; got ('',)",
+    "SamplingParams(max_new_tokens=2.5)": (
+        "max_new_tokens must be a whole number, at least 1; got 2.5"
+    ),
+    "SamplingParams(temperature=-1)": "temperature must be at least 0, got -1",
+    'SamplingParams(temperature=float("nan"))': "temperature must be at least 0, got nan",
+    "SamplingParams(top_p=0)": "top_p must be in (0, 1], got 0",
+    "SamplingParams(seed=2**63)": (
+        "seed must be at least 0 and below 9.22337e+18, got 9223372036854775808"
+    ),
+    "CacheParams(keep_tokens=0.5, max_cache_tokens=64)": (
+        "max_cache_tokens=64 and keep_tokens=0.5 both limit the cache: give one"
+    ),
+    "CacheParams(max_cache_tokens=8, protected=9)": (
+        "protected must be at most max_cache_tokens=8; got 9"
+    ),
+}
+CHECKPOINTS = {
+    "kvfold eval no-tensor": (
+        "cannot load a model from 'no-tensor': tensors 1 missing "
+        "(model.layers.1.mlp.up_proj.weight); its files are incomplete or not of one checkpoint: "
+        "copy all of them again"
+    ),
+    "kvfold eval other-weights": (
+        "cannot load a model from 'other-weights': tensors 20 of another shape "
+        "(model.layers.1.self_attn.down_proj.bias, model.layers.1.self_attn.down_proj.weight, "
+        "model.layers.1.self_attn.key_up, ...); its files are incomplete or not of one "
+        "checkpoint: copy all of them again"
+    ),
+    "kvfold eval edited-weights": (
+        "the weights in edited-weights are not those that its config.json was saved with, or one "
+        "of them was edited: put the files of one compression together"
+    ),
+    "kvfold eval no-section": (
+        "cannot load a model from 'no-section': tensors 14 missing "
+        "(model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v_proj.weight, "
+        "model.layers.1.self_attn.k_proj.weight, ...); 6 of another shape "
+        "(model.layers.0.self_attn.o_proj.weight, model.layers.1.self_attn.o_proj.weight, "
+        "model.layers.2.self_attn.o_proj.weight, ...); 42 unexpected "
+        "(model.layers.0.self_attn.down_proj.bias, model.layers.0.self_attn.down_proj.weight, "
+        "model.layers.0.self_attn.key_mean, ...); this looks like a kvfold checkpoint whose "
+        "quantization_config was removed from config.json: put it back, or compress the model "
+        "again"
+    ),
+    "kvfold eval reversed": (
+        "cache.layers[0].latents must be of keys (k), then of values (v), or of both (kv); got v,"
+        " k: config.json was edited, or written by another version of kvfold; compress the model "
+        "again"
+    ),
+    "kvfold eval twice": (
+        "cache.layers[0].latents must have keys of heads 0..1, each once, in order; got [0, 1, "
+        "0]: config.json was edited, or written by another version of kvfold; compress the model "
+        "again"
+    ),
+    "kvfold eval rank-32.7": (
+        "cache.layers[0].latents[0].rank must be an integer in 0..256; got 32.7: config.json was "
+        "edited, or written by another version of kvfold; compress the model again"
+    ),
+    "kvfold eval fewer-layers": (
+        "cache.layers must be 7 layers; got 6: config.json was edited, or written by another "
+        "version of kvfold; compress the model again"
+    ),
+    "kvfold eval no-tiers": (
+        "cache.layers[0].latents[0].tiers must be tiers whose numbers add up to rank 256; got []:"
+        " config.json was edited, or written by another version of kvfold; compress the model "
+        "again"
+    ),
+    "kvfold eval nan": (
+        "parameter model.layers.1.mlp.up_proj.weight holds NaN or infinite numbers; the "
+        "checkpoint is damaged or was saved from a diverged run: use another one"
+    ),
+}

@@ -39,7 +39,12 @@ class FakePool:
         self.num_pages, self.num_slots, self.max_tokens = num_pages, num_slots, max_tokens
         self.host_lengths = np.zeros((num_slots, 2), dtype=np.int64)
         self.is_open = [False] * num_slots
-        self.layout = SimpleNamespace(most_at=lambda row: max_tokens, groups=(0, 1))  # no tails
+        self.num_bytes = num_pages  # of one byte each
+        self.layout = SimpleNamespace(
+            most_at=lambda row: max_tokens,  # no tails
+            groups=(0, 1),
+            bytes_for=lambda slots, tokens: 2 * slots * -(-tokens // PAGE),
+        )
 
     @property
     def used_bytes(self) -> int:

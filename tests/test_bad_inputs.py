@@ -5,20 +5,23 @@ KVFOLD_WRITE=1 writes the page anew.
 
 import errno
 import gzip
+import json
 import os
 import shlex
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import transformers as hf
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 import bad_inputs as bad
 import kvfold
 from commands import refused
-from kvfold import hub
+from kvfold import LLM, CacheParams, SamplingParams, hub
 from kvfold.artifact import KVFoldConfig
 from kvfold.config import CacheConfig, Recipe
 from kvfold.loading import load_config, load_tokenizer
@@ -43,8 +46,15 @@ EARLY = {
     "Generating": bad.GENERATING,
     "Python": bad.PYTHON,
 }
+REQUESTS, CHECKPOINTS = "Requests", "Checkpoints that were damaged or edited"
 POOLS, FULL_DISK, NO_MEMORY = "Pools that are too small", "A full disk", "A full GPU"
-GROUPS = EARLY | {POOLS: bad.POOLS, FULL_DISK: bad.FULL_DISK, NO_MEMORY: bad.NO_MEMORY}
+GROUPS = EARLY | {
+    REQUESTS: bad.REQUESTS,
+    CHECKPOINTS: bad.CHECKPOINTS,
+    POOLS: bad.POOLS,
+    FULL_DISK: bad.FULL_DISK,
+    NO_MEMORY: bad.NO_MEMORY,
+}
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of "
     "which 1.50 GiB is free. Including non-PyTorch memory, this process has 77.60 GiB in use."
@@ -135,6 +145,61 @@ def test_refused_before_a_model_is_loaded(call, message, capsys, monkeypatch, no
     before = sorted(Path.cwd().rglob("*"))
     assert told(call, capsys, monkeypatch) == message
     assert sorted(Path.cwd().rglob("*")) == before
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    limits = {"max_sequences": 2, "max_tokens": 256, "kv_bytes": 2**20}
+    return LLM("reference:gqa", device="cpu", **limits)
+
+
+@pytest.mark.parametrize(("call", "message"), cases(REQUESTS))
+def test_a_request_that_cannot_be_served(call, message, llm) -> None:
+    known = {"llm": llm, "SamplingParams": SamplingParams, "CacheParams": CacheParams}
+    with pytest.raises(ValueError) as caught:
+        eval(call, known)
+    assert str(caught.value) == message
+    assert not llm.engine.has_work
+
+
+@pytest.fixture(scope="module")
+def checkpoints(files) -> None:
+    """Folded ones, with something wrong each."""
+    kept = files / "folded"
+    kvfold.compress("reference:gqa", "lorc", output=kept)
+    kvfold.compress("reference:gqa", "lorc", keep=0.25, output=files / "quarter")
+
+    def edited(name: str, change: Callable[[dict], object]) -> None:
+        config = shutil.copytree(kept, files / name) / "config.json"
+        found = json.loads(config.read_text())
+        change(found)
+        config.write_text(json.dumps(found))
+
+    def weights(name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+        file = shutil.copytree(kept, files / name) / "model.safetensors"
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    def layers(found: dict) -> list[dict]:
+        return found["quantization_config"]["cache"]["layers"]
+
+    weights("no-tensor", lambda x: x.pop("model.layers.1.mlp.up_proj.weight"))
+    weights("edited-weights", lambda x: x["model.layers.1.self_attn.key_up"].mul_(2))
+    weights("nan", lambda x: x["model.layers.1.mlp.up_proj.weight"].fill_(torch.nan))
+    edited("no-section", lambda x: x.pop("quantization_config"))
+    edited("reversed", lambda x: layers(x)[0]["latents"].reverse())
+    edited("twice", lambda x: layers(x)[0]["latents"][0]["heads"].append(0))
+    edited("rank-32.7", lambda x: layers(x)[0]["latents"][0].update(rank=32.7))
+    edited("fewer-layers", lambda x: layers(x).pop())
+    edited("no-tiers", lambda x: layers(x)[0]["latents"][0].update(tiers=[]))
+    shutil.copytree(kept, files / "other-weights")
+    shutil.copy(files / "quarter" / "model.safetensors", files / "other-weights")
+
+
+@pytest.mark.parametrize(("call", "message"), cases(CHECKPOINTS))
+def test_a_checkpoint_that_is_not_whole(call, message, capsys, monkeypatch, checkpoints) -> None:
+    assert told(call, capsys, monkeypatch) == message
 
 
 @pytest.mark.parametrize(("call", "message"), cases(POOLS))

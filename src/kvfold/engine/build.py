@@ -112,14 +112,8 @@ def default_bytes(
     layout: CacheLayout, num_slots: int, max_tokens: int, device: torch.device
 ) -> int:
     """Bytes for all slots at full length, or SHARE of the free memory if that is less."""
-    wanted = bytes_for(layout, num_slots, max_tokens)
+    wanted = layout.bytes_for(num_slots, max_tokens)
     return max(min(wanted, int(free_bytes(device) * SHARE)), 1)
-
-
-def bytes_for(layout: CacheLayout, num_slots: int, max_tokens: int) -> int:
-    """Bytes that hold all slots at full length, with room for what slabs lose."""
-    pages = -(-max_tokens // layout.page)
-    return int((layout.page_bytes * pages + layout.tail_bytes) * num_slots * 1.05) + 2**20
 
 
 def free_bytes(device: torch.device) -> int:

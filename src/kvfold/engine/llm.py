@@ -263,9 +263,12 @@ def _spread(
 
 
 def _check_types(sampling: Any, cache: Any) -> None:
-    for value, kind in ((sampling, SamplingParams), (cache, CacheParams)):
+    for name, value, kind in (
+        ("sampling", sampling, SamplingParams),
+        ("cache", cache, CacheParams),
+    ):
         if value is not None and not isinstance(value, kind):
-            raise ValueError(f"a {kind.__name__} was expected; got {value!r:.100}")
+            raise ValueError(f"{name} must be a {kind.__name__}; got {value!r:.100}")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from kvfold.config import check, setting
+from kvfold.config import SEEDS, check, setting
 
 # An end token; a stop string; its own limit or the longest that a sequence may be; pages that it
 # grew to need and nobody has.
@@ -35,7 +35,7 @@ class SamplingParams:
     top_p: float = setting(
         1.0, "Sample from the likeliest tokens that hold this probability only.", above=0, most=1
     )
-    seed: int | None = setting(None, "Of the sampling.", least=0, most=2**63 - 1)
+    seed: int | None = setting(None, "Of the sampling.", **SEEDS)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = setting(False, "Go on after an end token.")
     skip_special_tokens: bool = setting(True, "Show no special tokens.")

@@ -19,6 +19,7 @@ import numpy as np
 from kvfold.cache.eviction.compact import capped
 from kvfold.cache.pool import Pool
 from kvfold.engine.request import Batch, FinishReason, Request, Runner, Status
+from kvfold.errors import SettingError
 from kvfold.spec.layout import Ints
 
 logger = logging.getLogger(__name__)
@@ -87,13 +88,19 @@ class Scheduler:
         self.num_preemptions = 0
 
     def check(self, request: Request) -> None:
-        """Raises ValueError if the empty pool could not hold its prompt and a decode."""
-        needed = request.num_prompt + (request.sampling.max_new_tokens > 1)
-        if not self.pool.fits(needed, self.chunk):
-            raise ValueError(
-                f"prompt_ids: {request.num_prompt} tokens need room for {needed} in the cache, "
-                f"whose capacity is {self.pool.capacity(self.chunk)} a sequence: shorten the "
-                "prompt, enlarge the pool, or compress the model further"
+        """Raises SettingError if the empty pool could not hold its prompt and a decode."""
+        pool, prompt = self.pool, request.num_prompt
+        if prompt > pool.max_tokens:
+            raise SettingError(
+                f"the prompt has {prompt} tokens, and a sequence at most `max_tokens` positions, "
+                f"which are {pool.max_tokens}: shorten it, or raise them where the model has more"
+            )
+        needed = prompt + (request.sampling.max_new_tokens > 1)
+        if not pool.fits(needed, self.chunk):
+            raise SettingError(
+                f"`kv_bytes`: a pool of {pool.num_bytes} bytes holds {pool.capacity(self.chunk)} "
+                f"tokens of a sequence, and this one begins with {needed}: "
+                f"{pool.layout.bytes_for(1, needed)} bytes would do, or a shorter prompt"
             )
 
     def add(self, request: Request) -> None:

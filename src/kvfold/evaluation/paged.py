@@ -9,7 +9,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvfold.engine.build import bytes_for
 from kvfold.engine.request import Batch, Request
 from kvfold.engine.runner import ModelRunner
 from kvfold.errors import SettingError
@@ -50,7 +49,7 @@ class PagedSession(Session):
     def _extend(self, count: int) -> None:
         pool, slots = self.runner.pool, [self.sequence.open_slot]
         if not pool.can_extend(slots, [count]):
-            enough = bytes_for(pool.layout, 1, pool.max_tokens)
+            enough = pool.layout.bytes_for(1, pool.max_tokens)
             raise SettingError(
                 f"`kv_bytes`: a pool of {pool.num_bytes} bytes has no room for "
                 f"{self.sequence.num_computed + count} tokens; uncompressed it holds "

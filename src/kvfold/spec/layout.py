@@ -237,6 +237,11 @@ class CacheLayout:
         """Bytes of one page of every group: what `page` tokens take."""
         return sum(group.layout.page_bytes for group in self.groups)
 
+    def bytes_for(self, num_slots: int, max_tokens: int) -> int:
+        """Of a pool that holds all slots at full length, with room for what slabs lose."""
+        pages = -(-max_tokens // self.page)
+        return int((self.page_bytes * pages + self.tail_bytes) * num_slots * 1.05) + 2**20
+
     @cached_property
     def tail_bytes(self) -> int:
         """Bytes of the tails of one sequence, which it holds from its first row on."""

@@ -80,7 +80,7 @@ def read_spec(saved: Saved) -> CacheSpec:
     geometry = _geometry(fields["geometry"])
     layers = fields["layers"].items()
     if len(layers) != geometry.num_layers:
-        fields["layers"].refuse(f"a list of {geometry.num_layers} layers")
+        fields["layers"].fail(f"must be {geometry.num_layers} layers; got {len(layers)}")
     return CacheSpec(geometry=geometry, layers=tuple(_layer(x, geometry) for x in layers))
 
 
@@ -138,7 +138,8 @@ def _check_layer(saved: Saved, layer: LayerSpec, geometry: Geometry) -> None:
     """Raises ValueError for latents that do not stand for every head once, in order."""
     sides = [latent.side for latent in layer.latents]
     if sides != sorted(sides) or {*sides} not in ({"k", "v"}, {"kv"}):
-        saved.refuse("latents of keys (k), then of values (v); or of both (kv)")
+        legal = "of keys (k), then of values (v), or of both (kv)"
+        saved.fail(f"must be {legal}; got {', '.join(sides) or 'none'}")
     for side, kind, latents in (
         ("key", layer.keys, layer.key_latents),
         ("value", layer.values, layer.value_latents),
@@ -146,9 +147,9 @@ def _check_layer(saved: Saved, layer: LayerSpec, geometry: Geometry) -> None:
         heads = list(chain.from_iterable(latent.heads for latent in latents))
         if heads != list(range(geometry.num_kv_heads)):
             every = f"0..{geometry.num_kv_heads - 1}"
-            saved.refuse(f"{side} latents of heads {every}, each once, in order, not of {heads}")
+            saved.fail(f"must have {side}s of heads {every}, each once, in order; got {heads}")
         whole = {(len(latent.side), len(latent.heads), latent.rank) for latent in latents}
         if kind == "plain" and whole != {(1, 1, geometry.head_dim)}:
-            saved.refuse(f"{side} latents of one head and rank {geometry.head_dim}, being plain")
+            saved.fail(f"must have {side}s of one head and rank {geometry.head_dim}, being plain")
     if not layer.row_width:
-        saved.refuse("latents that store at least one number")
+        saved.fail("must store at least one number")
