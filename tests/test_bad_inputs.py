@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import bad_inputs as bad
 import kvfold
 from commands import refused
-from kvfold import LLM, CacheParams, SamplingParams, hub
+from kvfold import LLM, CacheParams, SamplingParams, hub, report
 from kvfold.artifact import KVFoldConfig
 from kvfold.config import CacheConfig, Recipe
 from kvfold.loading import load_config, load_tokenizer
@@ -216,7 +216,7 @@ def test_a_full_disk(call, message, capsys, monkeypatch) -> None:
         raise SafetensorError("Error while serializing: No space left on device (os error 28)")
 
     monkeypatch.setattr("kvfold.files.write_text", full)
-    monkeypatch.setattr("kvfold.report.write_text", full)
+    monkeypatch.setattr(report, "write_text", full)
     monkeypatch.setattr("kvfold.compression.statistics.artifact.save_file", full_too)
     monkeypatch.setattr(hf.PreTrainedModel, "save_pretrained", full)
     monkeypatch.setattr("kvfold.compression.compressor.calibrate", lambda *_, **__: empty())
