@@ -1,8 +1,10 @@
 """Events from several threads on a stub model: requests, cancels, pre-emption, failures and NaN."""
 
 import gc
+import os
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,17 @@ KINDS = ("read", "leave", "add", "cancel", "fail", "spoil", "poison")
 CHANCES = (30, 8, 40, 20, 1, 1, 1)
 
 
+class Forgetful(list):
+    """A record that nobody reads."""
+
+    def append(self, _: object) -> None: ...
+
+
+def memory() -> int:
+    """Bytes that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 class Crowd:
     """Threads that use one engine; what each got is compared with what it gets alone."""
 
@@ -23,6 +36,7 @@ class Crowd:
         self.bench = Bench(
             40, pool="real", num_slots=5, max_tokens=70, schedule=Schedule(max_compressed_rows=60)
         )
+        self.bench.runner.batches = self.bench.runner.rounds = Forgetful()
         self.requests, self.events = mixed_requests(300), events
         self.harmed: set[int] = set()  # requests that the runner was told to fail
         self.counts: Counter[str] = Counter()
@@ -98,8 +112,12 @@ def test_nothing_is_lost_in_a_crowd(events: int, monkeypatch: pytest.MonkeyPatch
     # What is logged of failures has frames, and these have requests.
     monkeypatch.setattr(scheduler.logger, "disabled", True)
     crowd = Crowd(events)
+    crowd.run(THREADS)  # a quarter of the events, to have all that is kept
+    crowd.bench.drain()
+    before = memory()
     in_threads(THREADS, crowd.run, seconds=3600)
     crowd.bench.drain()
+    assert memory() - before < 2**24
     assert not crowd.bench.engine.has_work
     gc.collect()
     assert not [x for x in gc.get_objects() if type(x) is Request]
