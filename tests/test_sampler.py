@@ -69,6 +69,14 @@ def test_equals_are_ordered_by_id_whoever_sorts_beside() -> None:
         assert torch.equal(_likeliest(scaled, count), wanted[:, :count])
 
 
+def test_limits_that_cut_nothing_change_nothing() -> None:
+    free, *limited = (
+        draws(LOGITS, SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p), 200).tolist()
+        for top_k, top_p in ((None, 1.0), (VOCAB, 1.0), (None, 1 - 1e-12))
+    )
+    assert limited == [free, free]
+
+
 def test_a_row_without_limits_loses_nothing_to_rounding() -> None:
     values = torch.tensor([[0.0, -50.0, -80.0]]).expand(2, -1)
     rows = [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.engine.noise import gumbel, keys_of
 from kvfold.engine.request import SamplingParams, TokenLogprobs
+from kvfold.ops.noise import add_gumbel, keys_of
 
 BLOCK = 2**19  # logits that a CPU works on at once: more of them leave its caches
 
@@ -116,14 +116,13 @@ def _scale(logits: Tensor, most: Tensor, params: Sequence[SamplingParams]) -> Te
 
 def _draw(scaled: Tensor, keys: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The token whose log-probability and noise add up to most, int64 [r]. scaled [r, V], at most
-    0; keys [r]; params: of rows that sort as many tokens."""
+    0, which are overwritten; keys [r]; params: of rows that sort as many tokens."""
     count = _num_sorted(params[0], scaled.shape[-1])
     if not count:
-        every = torch.arange(scaled.shape[-1], device=scaled.device)
-        return gumbel(keys, every).add_(scaled).argmax(-1)
+        return add_gumbel(scaled, keys).argmax(-1)
     ids = _likeliest(scaled, count)
     values = _limit(scaled.gather(-1, ids), params)
-    found = gumbel(keys, ids).add_(values).argmax(-1, keepdim=True)
+    found = add_gumbel(values, keys, ids).argmax(-1, keepdim=True)
     return ids.gather(-1, found).squeeze(-1)
 
 
