@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvfold.engine import sampler
 from kvfold.engine.request import Request, SamplingParams
-from kvfold.engine.sampler import _likeliest, _limit, sample
+from kvfold.engine.sampler import _likeliest, _limit, _sort, sample
 
 VOCAB = 12
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
@@ -63,10 +63,11 @@ def test_ties_at_the_limit_do_not_widen_it() -> None:
 
 def test_equals_are_ordered_by_id_whoever_sorts_beside() -> None:
     scaled = -torch.randint(0, 4, (3, 500), generator=torch.Generator().manual_seed(0)).float()
-    scaled[0, 7], scaled[1, 9] = -torch.inf, -0.0
+    scaled[0, 7], scaled[1, 9] = -torch.inf, 0.0  # beside zeros of the other sign
     wanted = scaled.sort(dim=-1, descending=True, stable=True).indices
     for count in (500, 64):
         assert torch.equal(_likeliest(scaled, count), wanted[:, :count])
+    assert torch.equal(_sort(scaled), wanted)  # as a GPU does
 
 
 def test_limits_that_cut_nothing_change_nothing() -> None:
