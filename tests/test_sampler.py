@@ -9,6 +9,7 @@ from torch import Tensor
 from kvfold.engine import sampler
 from kvfold.engine.request import Request, SamplingParams
 from kvfold.engine.sampler import _likeliest, _limit, _sort, sample
+from kvfold.ops import noise
 
 VOCAB = 12
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
@@ -96,6 +97,21 @@ def test_only_rows_that_limit_are_sorted(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = [SamplingParams(), *(SamplingParams(temperature=1.0, **x) for x in settings)]
     sample(LOGITS.repeat(7, 1), rows, range(7), range(7))
     assert sorted(sorts) == [(2, 4), (2, VOCAB)]
+
+
+def test_greedy_rows_need_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[int], list[int]]] = []
+
+    def keys_of(seeds: list[int], positions: list[int]) -> Tensor:
+        asked.append((seeds, positions))
+        return noise.keys_of(seeds, positions)
+
+    monkeypatch.setattr(sampler, "keys_of", keys_of)
+    greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0)
+    sample(LOGITS.repeat(2, 1), [greedy] * 2, [5, 6], [7, 8])
+    assert not asked
+    sample(LOGITS.repeat(2, 1), [greedy, drawn], [5, 6], [7, 8])
+    assert asked == [([6], [8])]
 
 
 def test_extreme_logits_and_temperatures_stay_finite() -> None:

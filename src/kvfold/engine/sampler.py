@@ -73,11 +73,11 @@ def sample(
     """
     assert len(logits) == len(params) == len(seeds) == len(positions), (logits.shape, len(params))
     most, tokens = logits.max(-1)
-    keys = keys_of(seeds, positions)
     for rows in _blocks(params, logits):
         chosen = [params[i] for i in rows]
+        keys = keys_of([seeds[i] for i in rows], [positions[i] for i in rows])
         scaled = _scale(logits[rows], most[rows], chosen)
-        tokens[rows] = _draw(scaled, keys[rows].to(logits.device), chosen)
+        tokens[rows] = _draw(scaled, keys.to(logits.device), chosen)
     bad = ~most.isfinite()  # the maximum of a row with a NaN is NaN
     return Sampled(tokens=tokens, bad=bad, logprobs=_logprobs(logits, tokens, params))
 
