@@ -59,9 +59,12 @@ class Recorder:
         self.options = {name: constants.pop(name, None) for name in OPTIONS}
         names = self.kernel.arg_names
         constants = {"PDL": False} | constants if "PDL" in names else constants
+        given = dict(zip(names, args, strict=False))
+        constants |= {name: None for name, x in given.items() if x is None}
         types = {
             name: f"*{TYPES[x.dtype]}" if isinstance(x, torch.Tensor) else TYPES[type(x)]
-            for name, x in zip(names, args, strict=False)
+            for name, x in given.items()
+            if x is not None
         }
         assert set(names) == {*types, *constants} and len(names) == len(types) + len(constants)
         # Strides and addresses as a pool has them: multiples of 16.

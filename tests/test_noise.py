@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.engine.noise import gumbel, gumbel_of, keys_of, splitmix
+from kvfold.ops.noise.reference import gumbel, gumbel_of, keys_of, splitmix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

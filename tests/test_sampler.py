@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kvfold.engine import sampler
 from kvfold.engine.request import Request, SamplingParams
-from kvfold.engine.sampler import _likeliest, _limit, sample
+from kvfold.engine.sampler import _likeliest, _limit, _sort, sample
+from kvfold.ops import noise
 
 VOCAB = 12
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
@@ -63,10 +64,19 @@ def test_ties_at_the_limit_do_not_widen_it() -> None:
 
 def test_equals_are_ordered_by_id_whoever_sorts_beside() -> None:
     scaled = -torch.randint(0, 4, (3, 500), generator=torch.Generator().manual_seed(0)).float()
-    scaled[0, 7], scaled[1, 9] = -torch.inf, -0.0
+    scaled[0, 7], scaled[1, 9] = -torch.inf, 0.0  # beside zeros of the other sign
     wanted = scaled.sort(dim=-1, descending=True, stable=True).indices
     for count in (500, 64):
         assert torch.equal(_likeliest(scaled, count), wanted[:, :count])
+    assert torch.equal(_sort(scaled), wanted)  # as a GPU does
+
+
+def test_limits_that_cut_nothing_change_nothing() -> None:
+    free, *limited = (
+        draws(LOGITS, SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p), 200).tolist()
+        for top_k, top_p in ((None, 1.0), (VOCAB, 1.0), (None, 1 - 1e-12))
+    )
+    assert limited == [free, free]
 
 
 def test_a_row_without_limits_loses_nothing_to_rounding() -> None:
@@ -87,6 +97,21 @@ def test_only_rows_that_limit_are_sorted(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = [SamplingParams(), *(SamplingParams(temperature=1.0, **x) for x in settings)]
     sample(LOGITS.repeat(7, 1), rows, range(7), range(7))
     assert sorted(sorts) == [(2, 4), (2, VOCAB)]
+
+
+def test_greedy_rows_need_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[int], list[int]]] = []
+
+    def keys_of(seeds: list[int], positions: list[int]) -> Tensor:
+        asked.append((seeds, positions))
+        return noise.keys_of(seeds, positions)
+
+    monkeypatch.setattr(sampler, "keys_of", keys_of)
+    greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0)
+    sample(LOGITS.repeat(2, 1), [greedy] * 2, [5, 6], [7, 8])
+    assert not asked
+    sample(LOGITS.repeat(2, 1), [greedy, drawn], [5, 6], [7, 8])
+    assert asked == [([6], [8])]
 
 
 def test_extreme_logits_and_temperatures_stay_finite() -> None:

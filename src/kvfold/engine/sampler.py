@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.engine.noise import gumbel, keys_of
 from kvfold.engine.request import SamplingParams, TokenLogprobs
+from kvfold.ops.noise import add_gumbel, keys_of
 
 BLOCK = 2**19  # logits that a CPU works on at once: more of them leave its caches
 
@@ -73,11 +73,11 @@ def sample(
     """
     assert len(logits) == len(params) == len(seeds) == len(positions), (logits.shape, len(params))
     most, tokens = logits.max(-1)
-    keys = keys_of(seeds, positions)
     for rows in _blocks(params, logits):
         chosen = [params[i] for i in rows]
+        keys = keys_of([seeds[i] for i in rows], [positions[i] for i in rows])
         scaled = _scale(logits[rows], most[rows], chosen)
-        tokens[rows] = _draw(scaled, keys[rows].to(logits.device), chosen)
+        tokens[rows] = _draw(scaled, keys.to(logits.device), chosen)
     bad = ~most.isfinite()  # the maximum of a row with a NaN is NaN
     return Sampled(tokens=tokens, bad=bad, logprobs=_logprobs(logits, tokens, params))
 
@@ -116,14 +116,13 @@ def _scale(logits: Tensor, most: Tensor, params: Sequence[SamplingParams]) -> Te
 
 def _draw(scaled: Tensor, keys: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The token whose log-probability and noise add up to most, int64 [r]. scaled [r, V], at most
-    0; keys [r]; params: of rows that sort as many tokens."""
+    0, which are overwritten; keys [r]; params: of rows that sort as many tokens."""
     count = _num_sorted(params[0], scaled.shape[-1])
     if not count:
-        every = torch.arange(scaled.shape[-1], device=scaled.device)
-        return gumbel(keys, every).add_(scaled).argmax(-1)
+        return add_gumbel(scaled, keys).argmax(-1)
     ids = _likeliest(scaled, count)
     values = _limit(scaled.gather(-1, ids), params)
-    found = gumbel(keys, ids).add_(values).argmax(-1, keepdim=True)
+    found = add_gumbel(values, keys, ids).argmax(-1, keepdim=True)
     return ids.gather(-1, found).squeeze(-1)
 
 
@@ -132,9 +131,16 @@ def _likeliest(scaled: Tensor, count: int) -> Tensor:
 
     Numbers of one sign are in order as their bits are, behind which ids settle who is first.
     """
+    if scaled.is_cuda and count == scaled.shape[-1]:
+        return _sort(scaled)
     ids = torch.arange(scaled.shape[-1], device=scaled.device)
     keys = scaled.abs().view(torch.int32).long().bitwise_left_shift_(32).bitwise_or_(ids)
     return keys.topk(count, largest=False).values.bitwise_and_(2**32 - 1)
+
+
+def _sort(scaled: Tensor) -> Tensor:
+    """The same of all V, where a topk of so many is slow. Zeros of both signs are equal."""
+    return scaled.abs().sort(stable=True).indices
 
 
 def _limit(values: Tensor, params: Sequence[SamplingParams]) -> Tensor:

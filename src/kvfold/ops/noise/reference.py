@@ -1,8 +1,4 @@
-"""Random numbers that depend on what they are for and nothing else: there is no state that another
-request, a retry or pre-emption could move.
-
-Shapes: n rows, r of them, V tokens that may be drawn.
-"""
+"""Noise in plain PyTorch. Shapes: n rows, r of them, V tokens that may be drawn."""
 
 from collections.abc import Sequence
 
@@ -34,6 +30,12 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
     change it, while in a running sum of probabilities a change moves all tokens behind it.
     """
     return gumbel_of(splitmix(keys[:, None], tokens))
+
+
+def add_gumbel(values: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:
+    """As `ops.noise.add_gumbel`."""
+    every = torch.arange(values.shape[-1], device=values.device)
+    return values.add_(gumbel(keys, every if ids is None else ids))
 
 
 def splitmix(start: Tensor, number: Tensor) -> Tensor:

@@ -1,0 +1,55 @@
+"""Noise on the device, in one pass over the values. Triton.
+
+Shapes as in `ops.noise`. A program handles BLOCK tokens of a row.
+"""
+# mypy: allow-untyped-defs
+
+import triton
+import triton.language as tl
+from torch import Tensor, float32, int64
+
+BLOCK = 1024
+
+
+@triton.jit
+def splitmix(start, number):
+    """As `reference.splitmix`: uint64, which shifts to the right without its sign."""
+    bits = start.to(tl.uint64) + (number.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
+    return bits ^ (bits >> 31)
+
+
+@triton.jit
+def gumbel_of(bits):
+    """As `reference.gumbel_of`, to within rounding.
+
+    log1p(-w) is log(u), u = 1 - w as rounded, and what was rounded off, of which the second order
+    is less than fp32 has digits: Triton's own log1p is not interpreted.
+    """
+    w = ((bits >> 12).to(tl.float32) + 0.5) * 2.0**-52
+    w = tl.minimum(w, 1 - 2.0**-24)
+    u = 1 - w
+    return -tl.log(w - (1 - u) - tl.log(u))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def gumbel_kernel(values, keys, ids, num_tokens, BLOCK: tl.constexpr):
+    """Program (row, i): tokens i * BLOCK ..; values fp32 and ids int64 [r, num_tokens] or None."""
+    row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, where = at < num_tokens, row.to(tl.int64) * num_tokens + at
+    token = at if ids is None else tl.load(ids + where, inside, 0)
+    noise = gumbel_of(splitmix(tl.load(keys + row), token))
+    tl.store(values + where, tl.load(values + where, inside, 0.0) + noise, inside)
+
+
+def add_gumbel(values: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:
+    """As `ops.noise.add_gumbel`."""
+    assert values.dtype is float32 and values.is_contiguous(), "values are fp32, row behind row"
+    assert keys.shape == values.shape[:1] and keys.dtype is int64, "a key a row"
+    assert ids is None or (ids.shape == values.shape and ids.dtype is int64), "an id a value"
+    rows, tokens = values.shape
+    gumbel_kernel[(rows, triton.cdiv(tokens, BLOCK))](
+        values, keys.contiguous(), ids if ids is None else ids.contiguous(), tokens, BLOCK=BLOCK
+    )
+    return values
