@@ -230,3 +230,18 @@ def test_settings_are_checked(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field) as error:
         SamplingParams(**{field: value})
     assert repr(value) in str(error.value)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_sampling_never_waits_for_the_device() -> None:
+    logits = torch.randn(6, 5000, device="cuda")
+    limits = ({}, {"top_k": 5}, {"top_p": 0.5}, {"logprobs": 3}, {"top_p": 0.5, "top_k": 40})
+    params = [SamplingParams(), *(SamplingParams(temperature=1.0, **x) for x in limits)]
+    found = [sample(logits, params, range(6), range(6))]  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found.append(sample(logits, params, range(6), range(6)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    first, again = (x.choices(params) for x in found)
+    assert first == again

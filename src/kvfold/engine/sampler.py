@@ -7,10 +7,12 @@ top logprobs that one of them wants.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvfold.engine.request import SamplingParams, TokenLogprobs
+from kvfold.ops.common.launch import upload
 from kvfold.ops.noise import add_gumbel, keys_of
 
 BLOCK = 2**19  # logits that a CPU works on at once: more of them leave its caches
@@ -76,8 +78,9 @@ def sample(
     for rows in _blocks(params, logits):
         chosen = [params[i] for i in rows]
         keys = keys_of([seeds[i] for i in rows], [positions[i] for i in rows])
-        scaled = _scale(logits[rows], most[rows], chosen)
-        tokens[rows] = _draw(scaled, keys.to(logits.device), chosen)
+        index, keys = (upload(np.asarray(x), logits.device) for x in (rows, keys))
+        scaled = _scale(logits[index], most[index], chosen)
+        tokens[index] = _draw(scaled, keys, chosen)
     bad = ~most.isfinite()  # the maximum of a row with a NaN is NaN
     return Sampled(tokens=tokens, bad=bad, logprobs=_logprobs(logits, tokens, params))
 
@@ -104,7 +107,7 @@ def _num_sorted(params: SamplingParams, vocab: int) -> int:
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, device=like.device, dtype=torch.float64)[:, None]
+    return upload(np.array(values, dtype=np.float64)[:, None], like.device)
 
 
 def _scale(logits: Tensor, most: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -159,11 +162,11 @@ def _logprobs(logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) 
     counts = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
     if not counts:
         return None
-    rows = list(counts)
+    rows = upload(np.array(list(counts)), logits.device)
     logs, chosen = logits[rows].log_softmax(-1), tokens[rows, None]
     values, ids = logs.topk(min(max(counts.values()), logits.shape[-1]))
     return Logprobs(
-        rows=tuple(rows),
+        rows=tuple(counts),
         ids=torch.cat([chosen, ids], -1),
         values=torch.cat([logs.gather(-1, chosen), values], -1),
     )
