@@ -435,6 +435,8 @@ NO_MEMORY = {
     ),
 }
 REQUESTS = {
+    "llm.generate(5)": "prompts must be a text, token ids or a list of these; got 5",
+    'llm.generate({"a": 1})': "prompts must be a text, token ids or a list of these; got {'a': 1}",
     "llm.generate([5.9])": "prompt_ids must be whole numbers, token ids; got [5.9]",
     "llm.generate([[]])": "prompt_ids must hold at least 1 token; got none",
     "llm.generate([[1, 999999]])": "prompt: token ids must be in 0..4095; got 999999",

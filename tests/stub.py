@@ -68,6 +68,10 @@ class FakePool:
         self.is_open[slot] = True
         return slot
 
+    @property
+    def open_slots(self) -> list[int]:
+        return [slot for slot, is_open in enumerate(self.is_open) if is_open]
+
     def close(self, slot: int) -> None:
         assert self.is_open[slot]
         self.host_lengths[slot], self.is_open[slot] = 0, False
@@ -138,6 +142,7 @@ class StubRunner:
         self.cells: dict[tuple[int, int], int] = {}
         self.rows = np.zeros_like(pool.host_lengths)
         self.fail: BaseException | None = None
+        self.repeatable = True
         self.culprits: set[int] = set()
         self.poisoned: set[int] = set()
         self.batches: list[list[tuple[int, int, int]]] = []  # (id, start, tokens)
@@ -175,6 +180,9 @@ class StubRunner:
             raise error
         if found := self.culprits.intersection(x.id for x in chosen):
             raise RuntimeError(f"no kernel for {sorted(found)}")
+
+    def slide(self, batch: Batch) -> None:
+        """Nothing slides."""
 
     def needs_compression(self, sequence: sequences.Request) -> bool:
         most = sequence.cache.max_cache_tokens

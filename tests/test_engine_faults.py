@@ -2,14 +2,21 @@
 
 import gc
 import random
+import sys
 import threading
+import weakref
 from collections import Counter
+from itertools import count
+from types import FrameType
 
 import pytest
+from torch import Tensor
 
 from kvfold.engine import request as sequences
 from kvfold.engine.engine import Hooks
 from kvfold.engine.request import CacheParams, SamplingParams, StepOutput
+from kvfold.engine.scheduler import Schedule
+from kvfold.engine.stream import Answer, Stream
 from stub import EOS, Bench, in_threads, mixed_requests, reference, stream
 
 NINE = {"max_new_tokens": 9, "ignore_eos": True}
@@ -114,12 +121,89 @@ def test_nan_logits_end_one_request() -> None:
     assert [len(bench.tokens[id]) for id in ids] == [9, 1, 9]
 
 
+def test_where_tokens_are_packed_together_all_of_a_batch_end() -> None:
+    """What was written over must not be packed again: an error, not other tokens."""
+    bench = Bench()
+    bench.runner.repeatable = False
+    ids = started(bench)
+    bench.runner.culprits = {ids[1]}
+    bench.drain()
+    assert {end.finish_reason for end in bench.ended.values()} == {"error"}
+
+
+def test_a_failed_batch_holds_no_memory_while_its_halves_run() -> None:
+    class Activations:
+        """Of a forward pass."""
+
+    alive: list[weakref.ref[Activations]] = []
+    bench = Bench()
+    run = bench.runner.run
+
+    def run_out(batch: sequences.Batch) -> Tensor:
+        activations = Activations()
+        assert not any(other() for other in alive)
+        alive.append(weakref.ref(activations))
+        if len(batch.chunks) > 1:
+            raise RuntimeError("out of memory")
+        return run(batch)
+
+    ids = started(bench)
+    bench.runner.run = run_out
+    bench.drain()
+    assert served(bench, ids) and len(alive) > 9
+
+
+@pytest.mark.parametrize("when", range(0, 330, 6))
+def test_an_interrupt_of_the_scheduler_leaves_an_engine_that_serves(when: int) -> None:
+    lines = count()
+
+    def interrupt(frame: FrameType, event: str, _: object):
+        if event == "line" and next(lines) == when:
+            raise KeyboardInterrupt
+        return interrupt
+
+    def trace(frame: FrameType, event: str, _: object):
+        return interrupt if frame.f_code.co_filename.endswith("scheduler.py") else None
+
+    bench = Bench(16, num_slots=2, pool="real", max_tokens=60)
+    for i in range(3):
+        bench.add([i + 1] * 8, CacheParams(max_cache_tokens=4), max_new_tokens=6)
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for _ in range(4):
+            bench.engine.step()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    later = bench.engine.add([7] * 5, SamplingParams(**NINE))
+    for _ in range(100):
+        for output in bench.engine.step():
+            bench.tokens.setdefault(output.id, []).extend(output.token_ids)
+    assert not bench.engine.has_work and bench.pool.used_bytes == 0
+    bench.check()
+    assert bench.tokens[later] == reference([7] * 5, SamplingParams(**NINE))
+
+
+def test_an_interrupt_ends_whom_eviction_let_grow_past_the_pool() -> None:
+    bench = Bench(12, headroom=0, schedule=Schedule(before_preempt=False, every=1))
+    one = bench.add([1] * 8, CacheParams(max_cache_tokens=8), max_new_tokens=200, ignore_eos=True)
+    for _ in range(60):
+        bench.step()
+    bench.runner.fail = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        bench.step()
+    bench.drain()
+    assert bench.ended[one].finish_reason == "pool"
+
+
 # Positions ---------------------------------------------------------------------------------------
 
 
 def test_positions_end_a_request_whatever_was_evicted() -> None:
     """Rows do not tell how far it went: 8 are kept, and the table has 40 positions."""
-    bench = Bench(max_tokens=40, chunk=64, schedule=sequences_every_step())
+    bench = Bench(max_tokens=40, chunk=64, schedule=Schedule(every=1))
     one = bench.add([1] * 20, CacheParams(max_cache_tokens=8), max_new_tokens=500, ignore_eos=True)
     other = bench.add([2] * 5, **NINE)
     bench.drain()
@@ -127,12 +211,6 @@ def test_positions_end_a_request_whatever_was_evicted() -> None:
     assert len(bench.tokens[one]) == 21  # the last token is never fed
     assert max(start for batch in bench.runner.batches for _, start, _ in batch) == 39
     assert len(bench.tokens[other]) == 9
-
-
-def sequences_every_step():
-    from kvfold.engine.scheduler import Schedule
-
-    return Schedule(every=1)
 
 
 # Hooks and readers -------------------------------------------------------------------------------
@@ -176,6 +254,10 @@ def test_an_interrupted_delivery_goes_on(error: type[BaseException]) -> None:
 
 def test_a_hook_may_add_and_cancel_between_steps_but_not_step() -> None:
     class Busy(Hooks):
+        def on_request_init(self, request: sequences.Request) -> None:
+            with pytest.raises(RuntimeError, match="a step within a step"):
+                bench.engine.step()
+
         def on_generation_step_end(self, chunks: object) -> None:
             if not added:
                 assert bench.engine.cancel(ids[1])
@@ -201,6 +283,30 @@ def test_a_reader_that_fails_costs_nobody_else() -> None:
     bench.drain()
     for id in ids:
         assert bench.tokens[id] == reference([id + 1] * 5, SamplingParams(**NINE))
+
+
+def test_a_request_may_be_cancelled_before_it_is_queued() -> None:
+    bench = Bench()
+    request = bench.engine.request([1] * 5)
+    bench.engine._requests[request.id] = request  # as another thread sees it on its way
+    assert bench.engine.cancel(request.id)
+    bench.engine.submit(request)
+    bench.drain()
+    assert bench.ended[request.id].finish_reason == "cancelled"
+
+
+def test_a_stream_may_be_closed_while_it_is_read() -> None:
+    class Closing(Answer):
+        def read(self, output: StepOutput) -> StepOutput:
+            outputs.close()
+            return super().read(output)
+
+    bench = Bench()
+    params = SamplingParams(max_new_tokens=1)
+    request = bench.engine.request([1] * 5, params)
+    answer = Closing(None, [1] * 5, params, whole=False)
+    outputs = Stream(bench.engine).open([(request, answer)])
+    assert [x.finish_reason for x in outputs] == ["length"]
 
 
 # Threads -----------------------------------------------------------------------------------------

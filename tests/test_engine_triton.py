@@ -97,8 +97,8 @@ def test_logits_are_the_reference_s(
 class Replayed:
     """In place of a CUDA graph: the step itself."""
 
-    def __init__(self, graphs: DecodeGraphs, size: int) -> None:
-        self.replay = lambda: graphs._step(size)
+    def __init__(self, graphs: DecodeGraphs, size: int, forward) -> None:
+        self.replay = lambda: graphs._step(size, forward)
         self.replay()
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import weakref
 from dataclasses import replace
 from itertools import count
 
@@ -236,6 +237,23 @@ def test_streams_read_in_turns_lose_nothing() -> None:
     assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == wanted[0]
     rest = [*first.token_ids, *(t for output in between for t in output.token_ids)]
     assert [tuple(ids) for ids in (*found, rest)] == wanted
+
+
+def test_all_is_freed_with_the_last_reference() -> None:
+    """At once, not when the garbage collector comes by: a pool is most of a GPU."""
+    llm = llm_of()
+    llm.runner.graphs = llm.runner._graphs()  # as on a GPU
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    llm.runner.graphs = None
+    next(stream)
+    llm.runner.graphs = llm.runner._graphs()
+    freed = [weakref.ref(x) for x in (llm.runner.pool.arena, llm.runner)]
+    gc.disable()
+    try:
+        del llm, stream
+        assert not any(x() is not None for x in freed)
+    finally:
+        gc.enable()
 
 
 def test_streams_that_are_never_read_are_cancelled() -> None:

@@ -11,7 +11,7 @@ from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.engine import Engine
-from kvfold.engine.request import SamplingParams
+from kvfold.engine.request import Batch, SamplingParams
 from kvfold.engine.runner import ModelRunner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.folded import attention_windows
@@ -118,6 +118,36 @@ def test_prompts_that_fit_behind_their_windows_are_served(name: str) -> None:
         runner.pool.check_integrity()
     for i, expected in zip(ids, wanted, strict=True):
         same_up_to_ties(found[i], *expected)
+
+
+@pytest.mark.parametrize("chunk", [8, 64])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_batch_that_fails_once_is_run_again_on_the_same_rows(
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the forward pass, when its rows are stored: none of them may have gone yet."""
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (60, 37)]
+    wanted = [greedy(model_of(name), prompt, 20) for prompt in prompts]
+    runner = runner_of(name)
+    engine = Engine(runner, runner.pool, chunk=chunk)
+    sampling = SamplingParams(max_new_tokens=20)
+    found: dict[int, list[int]] = {engine.add(x, sampling): [] for x in prompts}
+    run, calls = runner.run, count()
+
+    def fail(batch: Batch) -> Tensor:
+        logits = run(batch)
+        if len(batch.chunks) > 1 and next(calls) % 3 == 0:
+            raise RuntimeError("out of memory")
+        return logits
+
+    monkeypatch.setattr(runner, "run", fail)
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None, output.error
+            found[output.id] += output.token_ids
+    assert next(calls) > 9
+    for ids, expected in zip(found.values(), wanted, strict=True):
+        same_up_to_ties(ids, *expected)
 
 
 def test_only_sliding_layers_carry_positions() -> None:

@@ -169,6 +169,10 @@ class Pool:
         self._is_open[closed[0]] = True
         return int(closed[0])
 
+    @property
+    def open_slots(self) -> list[int]:
+        return [int(slot) for slot in np.flatnonzero(self._is_open)]
+
     def close(self, slot: int) -> None:
         """Free the pages of a sequence and its slot."""
         self.shrink(slot, np.zeros_like(self.host_lengths[slot]))

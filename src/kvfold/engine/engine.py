@@ -31,8 +31,8 @@ Chosen = list[tuple[Request, Choice]]
 
 
 class Hooks:
-    """Called by the engine as it goes, in the thread that steps. Override what is needed. They may
-    add and cancel requests; an error of theirs is logged, and ends nothing."""
+    """Called by the engine as it goes, in the thread that steps or adds. Override what is needed.
+    They may add and cancel requests; an error of theirs is logged, and ends nothing."""
 
     def on_request_init(self, request: Request) -> None:
         """A request was accepted and waits."""
@@ -104,8 +104,7 @@ class Engine:
         Raises ValueError if it can never be served.
         """
         request = self.request(prompt_ids, sampling, cache)
-        request.deliver = deliver
-        self.submit(request)
+        self.submit(request, deliver)
         return request.id
 
     def request(
@@ -134,8 +133,9 @@ class Engine:
         self.scheduler.check(request)
         return request
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, deliver: Deliver | None = None) -> None:
         """Queue a request that `request` made."""
+        request.deliver = deliver
         self._requests[request.id] = request
         self.turn.ask(lambda: self._queue(request))
 
@@ -187,7 +187,7 @@ class Engine:
 
     def _run(self, chunks: Chunks) -> Chosen:
         """The model, then a choice for every chunk that wants one. Where it fails halves are tried
-        alone, so that only those end with an error that cannot be served."""
+        alone, if they may be, so that only those end with an error that cannot be served."""
         if not chunks:
             return []
         batch = Batch(chunks=chunks)
@@ -196,15 +196,16 @@ class Engine:
         except AssertionError:
             raise
         except Exception as error:
-            failure = error
+            if len(chunks) == 1 or not self.runner.repeatable:
+                for chunk in chunks:
+                    self.scheduler.fail(chunk.request, error)
+                return []
         else:
             self._advance(batch)
             return found
-        if len(chunks) > 1:
-            half = len(chunks) // 2
-            return self._run(chunks[:half]) + self._run(chunks[half:])
-        self.scheduler.fail(chunks[0].request, failure)
-        return []
+        # Here the error's frames are gone, and with them what they held of the device's memory.
+        half = len(chunks) // 2
+        return self._run(chunks[:half]) + self._run(chunks[half:])
 
     def _choose(self, batch: Batch) -> Chosen:
         logits = self.runner.run(batch)
@@ -216,6 +217,7 @@ class Engine:
         return list(zip(requests, choices.choices(params), strict=True))
 
     def _advance(self, batch: Batch) -> None:
+        self.runner.slide(batch)
         for chunk in batch.chunks:
             chunk.request.advance(len(chunk.tokens))
         decodes, prefills = batch.chunks[: batch.num_decode], batch.chunks[batch.num_decode :]
@@ -246,16 +248,19 @@ class Engine:
                 self._put(request)
         ended = self.scheduler.finished
         while ended:
-            self._put(ended[0])
-            del self._requests[ended[0].id]
-            self._call(self.hooks.on_request_finish, ended.pop(0))
+            request = ended[0]
+            self._put(request)
+            self._requests.pop(request.id, None)
+            ended.pop(0)
+            self._call(self.hooks.on_request_finish, request)
 
     def _put(self, request: Request) -> None:
-        output = request.take_output()
+        output = request.output()
         if request.deliver is None:
             self._owed.append(output)
         else:
             self._call(request.deliver, output)
+        request.num_delivered += len(output.token_ids)
 
     def _call(self, foreign: Callable[[Any], object], argument: Any) -> None:
         """Call what others wrote. Its errors are theirs."""

@@ -24,15 +24,16 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """forward: tokens, positions, slots int64 [B] -> logits fp32 [B, V], without waiting for the
-    device and without anything that depends on the host. most: sequences of the largest batch;
-    spare: the slot of those that fill a batch up.
+    """most: sequences of the largest batch; spare: the slot of those that fill a batch up.
 
+    What is captured is given with each call, lest it and this hold each other: a function from
+    tokens, positions, slots int64 [B] to logits fp32 [B, V], which waits for nothing and depends on
+    nothing of the host.
     inputs int64 [3, most]: tokens, positions, slots; logits fp32 [most, V] of all graphs alike.
     """
 
-    def __init__(self, forward: Forward, device: torch.device, *, most: int, spare: int) -> None:
-        self.forward, self.device, self.sizes = forward, device, sizes_up_to(most)
+    def __init__(self, device: torch.device, *, most: int, spare: int) -> None:
+        self.device, self.sizes = device, sizes_up_to(most)
         self.nobody = torch.tensor([[0], [0], [spare]])
         self.inputs = self.nobody.repeat(1, most).to(device)
         self.logits: Tensor | None = None
@@ -45,14 +46,14 @@ class DecodeGraphs:
         single = all(chunk.is_decode and len(chunk.tokens) == 1 for chunk in chunks)
         return bool(chunks) and single and all(chunk.wants_logits for chunk in chunks)
 
-    def warm_up(self) -> None:
+    def warm_up(self, forward: Forward) -> None:
         """Capture all sizes, lest requests wait for it. The largest comes first: the memory of its
         tensors then does for all."""
         self.inputs.copy_(self.nobody.expand_as(self.inputs))
         for size in reversed(self.sizes):
-            self._graph(size)
+            self._graph(size, forward)
 
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: Batch, forward: Forward) -> Tensor:
         """Logits fp32 [B, V], which the next step overwrites."""
         chunks = batch.chunks
         size = self.sizes[bisect_left(self.sizes, len(chunks))]
@@ -61,32 +62,32 @@ class DecodeGraphs:
         inputs[1, : len(chunks)] = torch.tensor([chunk.start for chunk in chunks])
         inputs[2, : len(chunks)] = torch.tensor([chunk.request.open_slot for chunk in chunks])
         self.inputs[:, :size].copy_(inputs, non_blocking=True)
-        self._graph(size).replay()
+        self._graph(size, forward).replay()
         assert self.logits is not None
         return self.logits[: len(chunks)]
 
-    def _graph(self, size: int) -> torch.cuda.CUDAGraph:
+    def _graph(self, size: int, forward: Forward) -> torch.cuda.CUDAGraph:
         if size not in self.captured:
-            self.captured[size] = self._capture(size)
+            self.captured[size] = self._capture(size, forward)
         return self.captured[size]
 
-    def _step(self, size: int) -> None:
+    def _step(self, size: int, forward: Forward) -> None:
         """From inputs to logits, of the first `size` sequences."""
-        found = self.forward(*self.inputs[:, :size])
+        found = forward(*self.inputs[:, :size])
         if self.logits is None:
             self.logits = found.new_empty(self.sizes[-1], found.shape[-1])
         self.logits[:size].copy_(found)
 
-    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, forward: Forward) -> torch.cuda.CUDAGraph:
         """Storing a row twice stores the same, so a step may be run to warm up."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             for _ in range(2):
-                self._step(size)
+                self._step(size, forward)
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         shared = next(iter(self.captured.values())).pool() if self.captured else None
         with torch.cuda.graph(graph, pool=shared):
-            self._step(size)
+            self._step(size, forward)
         return graph

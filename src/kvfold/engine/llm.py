@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from kvfold.attention.selector import kernels
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
@@ -174,8 +172,8 @@ class LLM:
         whole: bool = False,
     ) -> tuple[Request, Answer]:
         """A request, checked, and how it is read: as it comes, or as a whole."""
-        ids, sampling = self.encode(prompt), sampling or SamplingParams()
         _check_types(sampling, cache)
+        ids, sampling = self.encode(prompt), sampling or SamplingParams()
         self._check_budget(cache or CacheParams())
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling.stop} needs a tokenizer: pass tokenizer= to LLM")
@@ -271,11 +269,20 @@ def _check_types(sampling: Any, cache: Any) -> None:
             raise ValueError(f"{name} must be a {kind.__name__}; got {value!r:.100}")
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+def _as_list(prompts: Any) -> Sequence[Prompt]:
+    """Prompts, of which a text or token ids are one."""
     if isinstance(prompts, str):
         return [prompts]
-    one = len(prompts) and not isinstance(prompts[0], str) and not np.ndim(prompts[0])
-    return [prompts] if one else prompts  # type: ignore[list-item, return-value]
+    if isinstance(prompts, bytes | Mapping) or not hasattr(prompts, "__getitem__"):
+        raise ValueError(
+            f"prompts must be a text, token ids or a list of these; got {prompts!r:.100}"
+        )
+    found = list(prompts)
+    return [found] if found and all(map(_is_number, found)) else found
+
+
+def _is_number(item: Any) -> bool:
+    return not isinstance(item, str | Sequence | Mapping) and getattr(item, "ndim", 0) == 0
 
 
 def _completion(outputs: list[StepOutput]) -> Completion:

@@ -229,9 +229,9 @@ class Request:
         self.status, self.slot = Status.FINISHED, None
         self.finish_reason, self.error = reason, error
 
-    def take_output(self) -> StepOutput:
+    def output(self) -> StepOutput:
         """Outputs that have not left the engine yet."""
-        start, self.num_delivered = self.num_delivered, self.num_outputs
+        start = self.num_delivered
         wanted = self.sampling.logprobs is not None
         return StepOutput(
             id=self.id,
@@ -276,6 +276,15 @@ class Runner(Protocol):
 
     def run(self, batch: Batch) -> Tensor:
         """Write every chunk's rows; logits fp32 [len(batch.with_logits), V] in order."""
+        ...
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether `run` may be called again with a part of a batch that it failed for."""
+        ...
+
+    def slide(self, batch: Batch) -> None:
+        """Free what no token after a batch that is done sees."""
         ...
 
     def needs_compression(self, request: Request) -> bool:

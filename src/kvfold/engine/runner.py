@@ -65,13 +65,13 @@ class ModelRunner:
     def _graphs(self) -> DecodeGraphs:
         most, spare = self.pool.num_slots, self.pool.spare
         assert spare is not None, "graphs need a spare slot"
-        return DecodeGraphs(self._decode, self.device, most=most, spare=spare)
+        return DecodeGraphs(self.device, most=most, spare=spare)
 
     def warm_up(self) -> None:
         """Do before requests come what would keep one waiting."""
         if self.graphs is not None:
             with torch.inference_mode():
-                self.graphs.warm_up()
+                self.graphs.warm_up(self._decode)
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -91,7 +91,7 @@ class ModelRunner:
         if self.graphs is not None and self.graphs.fits(batch):
             graphs = self.graphs
             with self._observed(batch):
-                return graphs.run(batch)
+                return graphs.run(batch, self._decode)
         hidden = self._hidden(batch)
         ends, end = [], 0
         for chunk in batch.chunks:
@@ -115,10 +115,19 @@ class ModelRunner:
             [chunk.start + i for chunk in batch.chunks for i in range(len(chunk.tokens))]
         )
         with self._observed(batch):
-            hidden = self._forward(self._tensor(tokens), positions, self._step(batch, positions))
+            return self._forward(self._tensor(tokens), positions, self._step(batch, positions))
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether `run` may be called again with a part of a batch that it failed for: not where a
+        full tail was packed meanwhile, and its place written over."""
+        return not self.pool.layout.residual
+
+    @torch.inference_mode()
+    def slide(self, batch: Batch) -> None:
+        """Free what no token after a batch that is done sees."""
         for chunk in batch.chunks if self.sliding else ():
             self.eviction.slide(chunk.request.open_slot, chunk.start + len(chunk.tokens))
-        return hidden
 
     @contextmanager
     def _observed(self, batch: Batch) -> Iterator[None]:

@@ -104,7 +104,8 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        if request.status is not Status.FINISHED:  # cancelled on its way here
+            self.waiting.append(request)
 
     def schedule(self) -> Batch:
         """Compress what is due, make room, and give pages to the coming step's tokens."""
@@ -129,12 +130,14 @@ class Scheduler:
         """End a request, if it has not ended, and return its pages."""
         if request.status is Status.FINISHED:
             return
-        if request.status is Status.RUNNING:
-            self._stop(request)
-        else:
-            self.waiting.remove(request)
+        slot = request.slot
         request.finish(reason, error)
         self.finished.append(request)
+        if slot is not None:
+            self.pool.close(slot)
+            self.running.remove(request)
+        elif request in self.waiting:  # else it is on its way there
+            self.waiting.remove(request)
 
     def fail(self, request: Request, error: Exception) -> None:
         logger.error("request %d failed", request.id, exc_info=error)
@@ -149,11 +152,28 @@ class Scheduler:
         except Exception as error:
             for request in tuple(self.running):
                 self.fail(request, error)
+            self._start_over()
             raise
         except BaseException:
-            for request in sorted(self.running, key=lambda x: x.id, reverse=True):
-                self._requeue(request)
+            self._start_over()
             raise
+
+    def _start_over(self) -> None:
+        """All that has not ended waits, and nobody has pages, wherever an interrupt fell: a request
+        is in its new list before it leaves the old one."""
+        for slot in self.pool.open_slots:
+            self.pool.close(slot)
+        held = {request.id: request for request in (*self.waiting, *self.running)}
+        self.running.clear()
+        self.waiting.clear()
+        for _, request in sorted(held.items()):
+            if request.status is not Status.FINISHED:
+                request.restart()
+                self.waiting.append(request)
+                if request.num_outputs and not self._fits(request):
+                    self.finish(request, "pool")
+            elif request not in self.finished:
+                self.finished.append(request)
 
     # Room ---------------------------------------------------------------------------------------
 
@@ -182,18 +202,15 @@ class Scheduler:
         return self.pool.fits(len(request.token_ids), self.chunk)
 
     def _start(self, request: Request) -> None:
-        self.waiting.remove(request)
-        self.running.append(request)
         request.run(self.pool.open())
-
-    def _stop(self, request: Request) -> None:
-        self.pool.close(request.open_slot)  # first: where it fails, the request still runs
-        self.running.remove(request)
+        self.running.append(request)
+        self.waiting.remove(request)
 
     def _requeue(self, request: Request) -> None:
-        self._stop(request)
-        request.restart()
         self.waiting.appendleft(request)
+        self.pool.close(request.open_slot)
+        self.running.remove(request)
+        request.restart()
 
     def _demand(self, plan: Plan) -> Ints:
         """Pages of every class for so many more tokens of each."""
@@ -229,15 +246,17 @@ class Scheduler:
         if not self.waiting or len(self.running) == self.pool.num_slots:
             return
         pages = self._demand({x: x.rows_ahead(self.headroom) for x in self.running})
-        left, late = self._left(plan), None
-        look = LOOK if self.pool.can_supply(pages) else 0
+        if not self.pool.can_supply(pages):
+            return
+        left, late, looked = self._left(plan), None, 0
         for request in tuple(self.waiting):
             tokens = self._chunk(request, left)
-            look -= late is not None
-            if look < 1 or tokens < 1 or len(self.running) == self.pool.num_slots:
+            if looked == LOOK or tokens < 1 or len(self.running) == self.pool.num_slots:
                 return
-            if late is not None and not late.lets_by(request):
-                continue
+            if late is not None:
+                looked += 1
+                if not late.lets_by(request):
+                    continue
             need = self.pages_of(request.rows_ahead(self.headroom))
             beside = need if self.running else self.pages_of(request.num_pending)
             if not self.pool.can_supply(pages + beside):
@@ -302,12 +321,11 @@ class Scheduler:
         except AssertionError:
             raise
         except Exception as error:
-            failure = error
-        if len(requests) == 1:
-            self.fail(requests[0], failure)
-        else:
-            for request in requests:
-                self._evict([request])
+            if len(requests) == 1:
+                self.fail(requests[0], error)
+                return
+        for request in requests:
+            self._evict([request])
 
     def _capped(self, order: list[Request]) -> list[Request]:
         limit = self.when.max_compressed_rows

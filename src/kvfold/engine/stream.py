@@ -18,7 +18,7 @@ class Answer:
     def __init__(
         self, decode: Decode | None, prompt: Sequence[int], params: SamplingParams, *, whole: bool
     ) -> None:
-        self.params, self.whole = params, whole and not params.stop
+        self.params, self.at_end = params, whole and not params.stop
         self.detokenizer = Detokenizer(decode, prompt, params.stop) if decode else None
         self._unread: list[int] = []
 
@@ -28,7 +28,7 @@ class Answer:
             return output
         hidden = output.finish_reason == "eos" and self.params.skip_special_tokens
         self._unread += output.token_ids[:-1] if hidden else output.token_ids
-        if self.whole and output.finish_reason is None:
+        if self.at_end and output.finish_reason is None:
             return output
         ids, self._unread = self._unread, []
         try:
@@ -64,8 +64,7 @@ class Stream(Iterator[StepOutput]):
         """Submit requests."""
         self._answers |= {request.id: answer for request, answer in requests}
         for request, _ in requests:
-            request.deliver = self._box.append
-            self._engine.submit(request)
+            self._engine.submit(request, self._box.append)
         return self
 
     def __next__(self) -> StepOutput:
@@ -77,7 +76,7 @@ class Stream(Iterator[StepOutput]):
                 continue  # it ended at a stop string, and came further
             output = answer.read(output)
             if output.finish_reason is not None:
-                del self._answers[output.id]
+                self._answers.pop(output.id, None)  # another thread may have closed this
                 self._engine.cancel(output.id)
             return output
         raise StopIteration

@@ -36,7 +36,9 @@ class PagedSession(Session):
         (tokens,), sequence = ids.tolist(), self.sequence
         self._extend(len(tokens))
         sequence.token_ids += tokens
-        logits = self.runner.run_all(Batch(chunks=(sequence.next_chunk(len(tokens)),)))
+        batch = Batch(chunks=(sequence.next_chunk(len(tokens)),))
+        logits = self.runner.run_all(batch)
+        self.runner.slide(batch)
         sequence.advance(len(tokens))
         return logits[None]
 
