@@ -144,6 +144,19 @@ SIZES = {
     ),
 }
 FILES = {
+    "kvfold eval reference:gqa --json /dev/null": "/dev/null is a device or a pipe; name a file",
+    "kvfold compress reference:gqa --output new --stats /dev/null": (
+        "/dev/null is a device or a pipe; name a file"
+    ),
+    "kvfold compress reference:gqa --output /": (
+        "cannot write /: it is the root of all folders; name one in it"
+    ),
+    "kvfold compare reference:gqa --html out --json out": (
+        "--html and --json both name out: give each a file of its own"
+    ),
+    "kvfold eval reference:gqa --text folder": (
+        "file folder: not a regular file; give a text file, plain, .xz or .gz"
+    ),
     "kvfold compress reference:gqa --output folder": (
         "output folder exists and is not an empty directory; name another one"
     ),
@@ -338,6 +351,21 @@ POOLS = {
     ),
 }
 PYTHON = {
+    "kvfold.LLM(None)": "model must be a name or a loaded causal LM; got None",
+    'kvfold.LLM("reference:gqa", max_sequences="4")': (
+        "max_sequences must be a whole number; got '4'"
+    ),
+    'kvfold.LLM("reference:gqa", chunk=0)': "chunk must be at least 1, got 0",
+    'kvfold.LLM("reference:gqa", max_tokens=64.5)': "max_tokens must be a whole number; got 64.5",
+    'kvfold.LLM("reference:gqa", owned="no")': "owned must be True or False; got 'no'",
+    'kvfold.LLM("reference:gqa", bit=4)': (
+        "unknown settings: bit; of the cache: kv_bytes, page, bits, zeros, sub_group, rotate, "
+        "format, residual, evict, keep_tokens, max_cache_tokens"
+    ),
+    'kvfold.LLM("nowhere")': (
+        "cannot load a model from 'nowhere': there is no such directory, the hub cannot be "
+        "reached, and this machine has no copy of such a hub id: give a directory"
+    ),
     'kvfold.compress("reference:gqa", keep="0.5")': "keep must be a number; got '0.5'",
     'kvfold.compress("reference:gqa", keep=float("nan"))': (
         "keep must be in (0, 1], got nan; it is the share of the cache to keep"
@@ -437,6 +465,9 @@ NO_MEMORY = {
 REQUESTS = {
     "llm.generate(5)": "prompts must be a text, token ids or a list of these; got 5",
     'llm.generate({"a": 1})': "prompts must be a text, token ids or a list of these; got {'a': 1}",
+    "llm.generate([True, False])": (
+        "prompt_ids must be whole numbers, token ids; got [True, False]"
+    ),
     "llm.generate([5.9])": "prompt_ids must be whole numbers, token ids; got [5.9]",
     "llm.generate([[]])": "prompt_ids must hold at least 1 token; got none",
     "llm.generate([[1, 999999]])": "prompt: token ids must be in 0..4095; got 999999",

@@ -28,7 +28,7 @@ LAYERS: dict[str, set[str]] = {
     "smollm2": {"gguf"},
     "cache": {"errors", "formats", "spec", "ops"},
     "attention": {"spec", "ops", "cache"},
-    "models": {"formats", "spec", "ops", "attention"},
+    "models": {"errors", "formats", "spec", "ops", "attention"},
     "config": {"errors", "kinds", "formats", "cache"},
     "recipes": {"config"},
     "artifact": {"spec", "models", "weights"},
@@ -50,7 +50,7 @@ LAYERS: dict[str, set[str]] = {
     }
     | {"errors", "files", "search", "text"},
     "api": {"spec", "compression", "config", "recipes", "artifact", "loading", "evaluation"}
-    | {"files", "weights", "card", "text"},
+    | {"files", "models", "weights", "card", "text"},
     "report": {"evaluation", "files", "text"},
 }
 # The programs, on top: they may use everything, and nothing may use them.

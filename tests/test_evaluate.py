@@ -445,3 +445,9 @@ def test_rows_from_before_tasks_are_read() -> None:
 def test_any_two_rows_are_paired_by_window():
     other = Row(**{**vars(ROW), "window_nll": {"wiki": (2.0, 3.2)}})
     assert paired(ROW, other, "wiki") == (pytest.approx(0.4), pytest.approx(0.1))
+
+
+def test_line_ends_of_windows_are_those_of_unix(tmp_path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"One line.\r\nAnd one more.\r\n")
+    assert read_texts(path) == "One line.\nAnd one more.\n"

@@ -119,3 +119,14 @@ def test_an_empty_directory_and_a_link_to_one_are_filled(tmp_path) -> None:
     with new_directory(tmp_path / "link") as folder:
         (folder / "whole").write_text("")
     assert (tmp_path / "real" / "whole").exists() and (tmp_path / "link").is_symlink()
+
+
+def test_a_link_stays_one_and_what_is_no_file_is_refused(tmp_path) -> None:
+    kept, link, pipe = (tmp_path / name for name in ("kept", "link", "pipe"))
+    link.symlink_to(kept)
+    write_text(link, "one")
+    assert link.is_symlink() and kept.read_text() == "one"
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match="is a device or a pipe"):
+        write_text(pipe, "one")
+    assert pipe.is_fifo()

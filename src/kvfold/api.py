@@ -10,7 +10,7 @@ import torch
 from kvfold import card
 from kvfold.artifact import provenance_of, spec_of
 from kvfold.compression.calibration_text import CALIBRATION_TOKENS
-from kvfold.compression.compressor import Compressor, check_model
+from kvfold.compression.compressor import Compressor
 from kvfold.compression.default import chosen
 from kvfold.compression.progress import Progress
 from kvfold.compression.recover import check_steps
@@ -21,6 +21,7 @@ from kvfold.config import Recipe, check_types
 from kvfold.evaluation.budget import search_keep
 from kvfold.files import check_makeable, new_directory, writing
 from kvfold.loading import load, load_config, load_tokenizer
+from kvfold.models.families import check_model
 from kvfold.spec import CacheSpec
 from kvfold.text import read_texts
 from kvfold.weights import write
@@ -72,8 +73,8 @@ def compress(
     name = str(model) if isinstance(model, str | Path) else None
     if name is None and (device is not None or dtype != "auto"):
         raise ValueError(
-            f"device={device} and dtype={dtype} are of a model that is loaded by its name; this one"
-            " is loaded already: leave them out, and move it before with model.to(...)"
+            "device and dtype are of a model that is loaded by its name; this one is loaded "
+            "already: leave them out, and move it before with model.to(...)"
         )
     if name is None:
         check_model(model)

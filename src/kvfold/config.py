@@ -65,7 +65,10 @@ class Setting:
             return value in self.choices
         if not isinstance(value, Real):
             return True
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            return False
         return self.above < number < self.below and self.least <= number <= self.most
 
     def check(self, name: str, value: Any, kind: Any) -> None:

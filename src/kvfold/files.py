@@ -20,6 +20,8 @@ def check_writable(path: Path) -> None:
     """Raises ValueError if `path` cannot become a file; to be asked before long work."""
     if path.is_dir():
         raise ValueError(f"{path} is a directory; name a file")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a device or a pipe; name a file")
     parent = path.absolute().parent
     if not parent.is_dir():
         raise ValueError(f"cannot write {path}: folder {parent} does not exist; create it first")
@@ -30,6 +32,7 @@ def check_writable(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by a file holding `text`, in one step."""
     check_writable(path)
+    path = Path(os.path.realpath(path))  # a link stays one
     scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         with open(scratch, "x", encoding="utf-8") as file:
@@ -62,6 +65,8 @@ def writing(path: Path) -> Iterator[None]:
 
 def check_makeable(path: Path) -> None:
     """Raises ValueError if `path` cannot become a directory; to be asked before long work."""
+    if not path.resolve().name:
+        raise ValueError(f"cannot write {path}: it is the root of all folders; name one in it")
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir():
         raise ValueError(f"cannot write {path}: {above} is a file; name another folder")

@@ -27,13 +27,15 @@ def packaged(name: str) -> str:
 
 
 def read_text(path: str | Path) -> str:
-    """Whole text of one utf-8 file, unpacked if its name ends in .xz or .gz.
+    """Whole text of one utf-8 file, unpacked if its name ends in .xz or .gz, with lines that end as
+    on Unix.
 
     Raises ValueError for a file that is missing, damaged, not utf-8 text or blank.
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"file {path}: no such file; give a text file, plain, .xz or .gz")
+        wrong = "not a regular file" if path.exists() else "no such file"
+        raise ValueError(f"file {path}: {wrong}; give a text file, plain, .xz or .gz")
     try:
         text = _UNPACK.get(path.suffix, bytes)(path.read_bytes()).decode("utf-8-sig")
     except (lzma.LZMAError, EOFError, OSError) as error:
@@ -44,7 +46,7 @@ def read_text(path: str | Path) -> str:
         raise ValueError(f"file {path}: not text (it contains zero bytes)")
     if not text.strip():
         raise ValueError(f"file {path}: empty")
-    return text
+    return text.replace("\r\n", "\n")
 
 
 def read_texts(paths: str | Path | Iterable[str | Path]) -> str:

@@ -63,6 +63,8 @@ def stream(model: Any, tokenizer: Any, ids: list[int], sampling: Sampling) -> No
     import torch
     from transformers import TextStreamer
 
+    from kvfold.engine.request import GREEDY_BELOW
+
     torch.manual_seed(sampling.seed)
     prompt = torch.tensor([ids], device=model.device)
     limits = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1}
@@ -73,7 +75,7 @@ def stream(model: Any, tokenizer: Any, ids: list[int], sampling: Sampling) -> No
         max_new_tokens=sampling.max_new_tokens,
         pad_token_id=tokenizer.eos_token_id,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **({"do_sample": False} if sampling.temperature is None else drawn),
+        **(drawn if (sampling.temperature or 0) >= GREEDY_BELOW else {"do_sample": False}),
     )
 
 

@@ -1,5 +1,6 @@
 """The command line: one function per command in `kvfold.cli`, errors as one line."""
 
+import os
 import signal
 import sys
 import threading
@@ -54,13 +55,17 @@ app.command(bench)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own); returns the exit code.
 
-    A user's mistake is one line on stderr and code 2, an interrupt 130, SIGTERM 143.
+    A user's mistake is one line on stderr and code 2, an interrupt 130, SIGTERM 143; 141 where the
+    output's reader left.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         check_transformers()
         with _terminable():
             app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except BrokenPipeError:  # whoever read has enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (CycloptsError, ValueError, OSError) as error:
         return refuse(in_words(error))
     except RuntimeError as error:

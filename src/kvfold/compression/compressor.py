@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvfold.artifact import mark, spec_of
 from kvfold.compression.bases import Source, builder_of, recipes_where
@@ -27,16 +26,10 @@ from kvfold.config import SEEDS, Recipe, Setting, check_types
 from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
 from kvfold.models.copies import shared_copy
-from kvfold.models.families import family_of
+from kvfold.models.families import check_model, family_of
 from kvfold.models.fold import LatentMaps, fold_model
 from kvfold.spec import CacheSpec, Geometry
 from kvfold.weights import check_finite
-
-
-def check_model(model: Any) -> None:
-    """Raises SettingError for what is no model of transformers'."""
-    if not isinstance(model, PreTrainedModel):
-        raise SettingError(f"`model` must be a name or a loaded causal LM; got {model!r}")
 
 
 class Compressor:

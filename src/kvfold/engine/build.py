@@ -11,7 +11,7 @@ from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import Pool
 from kvfold.config import PAGE, CacheConfig
 from kvfold.engine.request import CacheParams
-from kvfold.engine.runner import ModelRunner
+from kvfold.engine.runner import PAGED, ModelRunner
 from kvfold.errors import SettingError, renamed
 from kvfold.formats import format_of
 from kvfold.models.copies import shared_copy
@@ -71,6 +71,8 @@ def build_runner(
 
 def check_served(config: Any, policy: Policy | None, cache: CacheConfig) -> None:
     """Raises ValueError where a model of this transformers config cannot run on such a cache."""
+    if config._attn_implementation == PAGED:
+        raise ValueError("this model is an engine's for good (owned=True): load it once more")
     kind = rope_type(config)
     if kind in LONG_ROPE:
         raise ValueError(

@@ -273,7 +273,9 @@ class Engine:
 def token_ids(prompt_ids: Items[int]) -> list[int]:
     """Whole numbers as they are. Raises ValueError for other ones, and for none."""
     try:
-        ids = [operator.index(i) for i in prompt_ids]
+        ids = [operator.index(i) for i in prompt_ids if not isinstance(i, bool)]
+        if len(ids) < len(prompt_ids):
+            raise TypeError
     except TypeError:
         raise ValueError(
             f"prompt_ids must be whole numbers, token ids; got {prompt_ids!r:.100}"

@@ -34,8 +34,8 @@ class DecodeGraphs:
 
     def __init__(self, device: torch.device, *, most: int, spare: int) -> None:
         self.device, self.sizes = device, sizes_up_to(most)
-        self.nobody = torch.tensor([[0], [0], [spare]])
-        self.inputs = self.nobody.repeat(1, most).to(device)
+        self.nobody = (0, 0, spare)
+        self.inputs = torch.tensor([self.nobody] * most, device=device).T.contiguous()
         self.logits: Tensor | None = None
         self.captured: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -49,7 +49,7 @@ class DecodeGraphs:
     def warm_up(self, forward: Forward) -> None:
         """Capture all sizes, lest requests wait for it. The largest comes first: the memory of its
         tensors then does for all."""
-        self.inputs.copy_(self.nobody.expand_as(self.inputs))
+        self.inputs.copy_(torch.tensor(self.nobody)[:, None])
         for size in reversed(self.sizes):
             self._graph(size, forward)
 
@@ -57,11 +57,9 @@ class DecodeGraphs:
         """Logits fp32 [B, V], which the next step overwrites."""
         chunks = batch.chunks
         size = self.sizes[bisect_left(self.sizes, len(chunks))]
-        inputs = self.nobody.repeat(1, size)
-        inputs[0, : len(chunks)] = torch.tensor([chunk.tokens[0] for chunk in chunks])
-        inputs[1, : len(chunks)] = torch.tensor([chunk.start for chunk in chunks])
-        inputs[2, : len(chunks)] = torch.tensor([chunk.request.open_slot for chunk in chunks])
-        self.inputs[:, :size].copy_(inputs, non_blocking=True)
+        rows = [(chunk.tokens[0], chunk.start, chunk.request.open_slot) for chunk in chunks]
+        rows += [self.nobody] * (size - len(rows))
+        self.inputs[:, :size].copy_(torch.tensor(rows).T, non_blocking=True)
         self._graph(size, forward).replay()
         assert self.logits is not None
         return self.logits[: len(chunks)]

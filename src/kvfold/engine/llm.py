@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvfold.attention.selector import kernels
-from kvfold.config import CacheConfig
+from kvfold.config import CacheConfig, Setting, check_types, settings_of
 from kvfold.engine.build import build_runner
 from kvfold.engine.detokenizer import decoder_of
 from kvfold.engine.engine import Engine, default_chunk, token_ids
@@ -20,7 +20,8 @@ from kvfold.engine.request import (
 )
 from kvfold.engine.scheduler import Schedule
 from kvfold.engine.stream import Answer, Stream
-from kvfold.loading import load, load_tokenizer
+from kvfold.loading import load, load_config, load_tokenizer
+from kvfold.models.families import check_model
 from kvfold.text import encode_chat, encode_prompt
 
 T = TypeVar("T")
@@ -67,11 +68,21 @@ class LLM:
         owned: bool = False,
         **settings: Any,
     ) -> None:
+        check_types(LLM.__init__, locals())
+        for name, value in (("max_sequences", max_sequences), ("chunk", chunk)):
+            Setting(least=1).check(name, value, int | None)
+        self.cache = _cache(settings)
         if isinstance(model, str | Path):
+            load_config(str(model))
             tokenizer = tokenizer or load_tokenizer(str(model))
             model, owned = load(str(model), dtype=dtype, device=device), True
+        elif device is not None or dtype != "auto":
+            raise ValueError(
+                "device and dtype are of a model that is loaded by its name; this one is loaded "
+                "already: leave them out, and move it before with model.to(...)"
+            )
+        check_model(model)
         self.tokenizer = tokenizer
-        self.cache = CacheConfig(**settings)
         limit = model.config.max_position_embeddings
         if max_tokens is not None and not 0 < max_tokens <= limit:
             raise ValueError(
@@ -238,6 +249,14 @@ class LLM:
             *rows,
             ("fits", f"{int(tokens)} tokens; {at_once} requests of {pool.max_tokens} tokens"),
         ]
+
+
+def _cache(settings: dict[str, Any]) -> CacheConfig:
+    known = settings_of(CacheConfig)
+    if unknown := settings.keys() - known.keys():
+        legal = ", ".join(known)
+        raise ValueError(f"unknown settings: {', '.join(sorted(unknown))}; of the cache: {legal}")
+    return CacheConfig(**settings)
 
 
 def _eos_ids(model: Any) -> list[int]:

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
 from kvfold.models.gemma2 import Gemma2Family
 from kvfold.models.gpt_neox import GPTNeoXFamily
@@ -18,6 +21,12 @@ FAMILIES: tuple[type[Family], ...] = (
     OPTFamily,
     GPTNeoXFamily,
 )
+
+
+def check_model(model: Any) -> None:
+    """Raises SettingError for what is no causal LM of transformers', loaded."""
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise SettingError(f"`model` must be a name or a loaded causal LM; got {model!r:.100}")
 
 
 def family_of(config: Any) -> type[Family]:

@@ -67,8 +67,9 @@ class Statistics:
         except (OSError, ValueError, SafetensorError) as error:
             raise ValueError(f"{path} is not a readable calibration artifact: {error}") from error
         wanted = {**key, "schema": SCHEMA}
+        if found is None:
+            raise ValueError(f"{path} is not a calibration artifact; name another file")
         if found != wanted:
-            found = found or {}
             differs = [k for k in wanted | found if found.get(k) != wanted.get(k)]
             raise ValueError(
                 f"{path} was measured on something else: {', '.join(differs)} differ; delete it or "
