@@ -72,6 +72,18 @@ CONFIGS = {
 }
 
 
+def llama_8b(**changed) -> hf.LlamaConfig:
+    """The shape of Llama-3.1-8B."""
+    return hf.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        **{"dtype": torch.bfloat16, **changed},
+    )
+
+
 def tiny(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> hf.PreTrainedModel:
     """A random model whose biases and norms are not at their trivial initial values."""
     torch.manual_seed(seed)

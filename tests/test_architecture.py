@@ -50,7 +50,7 @@ LAYERS: dict[str, set[str]] = {
     }
     | {"errors", "files", "search", "text"},
     "api": {"spec", "compression", "config", "recipes", "artifact", "loading", "evaluation"}
-    | {"files", "models", "weights", "card", "text"},
+    | {"files", "weights", "card", "text"},
     "report": {"evaluation", "files", "text"},
 }
 # The programs, on top: they may use everything, and nothing may use them.

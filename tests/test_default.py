@@ -11,11 +11,10 @@ from kvfold.compression.target import Target
 from kvfold.config import DEFAULT_KEEP
 from kvfold.loading import load_config
 from kvfold.models.kernels import kernels_of
-from models import CONFIGS, tiny
+from models import CONFIGS, llama_8b, tiny
 from test_tiers import statistics_of
 
-HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
-LLAMA_8B = hf.LlamaConfig(hidden_size=4096, num_hidden_layers=32, **HEADS)
+LLAMA_8B = llama_8b()
 HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3}
 SMOLLM2 = hf.LlamaConfig(hidden_size=576, num_hidden_layers=30, **HEADS)
 

@@ -20,7 +20,7 @@ from kvfold.models.folded import layer_shapes
 from kvfold.models.kernels import kernels_of
 from kvfold.spec import CacheSpec, Geometry, KeyKind, Latent, LayerSpec, ValueKind
 from kvfold.spec.layout import Group, cache_layout
-from models import CONFIGS, tiny
+from models import CONFIGS, llama_8b, tiny
 from steps import backends
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -183,18 +183,6 @@ def test_prefill_has_its_own(layer: Layer, observed: bool, wanted: str) -> None:
 
 
 # -- what a GPU would do, told on any machine ---------------------------------------------------
-
-
-def llama_8b(**changed) -> hf.LlamaConfig:
-    """The shape of Llama-3.1-8B."""
-    return hf.LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        **{"dtype": torch.bfloat16, **changed},
-    )
 
 
 def stored(config: hf.PretrainedConfig, recipe: str, keep: float, planned=False) -> CacheSpec:

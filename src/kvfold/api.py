@@ -20,8 +20,7 @@ from kvfold.compression.target import Target, check_align
 from kvfold.config import Recipe, check_types
 from kvfold.evaluation.budget import search_keep
 from kvfold.files import check_makeable, new_directory, writing
-from kvfold.loading import load, load_config, load_tokenizer
-from kvfold.models.families import check_model
+from kvfold.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.spec import CacheSpec
 from kvfold.text import read_texts
 from kvfold.weights import write
@@ -71,13 +70,8 @@ def compress(
     check_steps(recover)
     check_files(calib, statistics, output)
     name = str(model) if isinstance(model, str | Path) else None
-    if name is None and (device is not None or dtype != "auto"):
-        raise ValueError(
-            "device and dtype are of a model that is loaded by its name; this one is loaded "
-            "already: leave them out, and move it before with model.to(...)"
-        )
     if name is None:
-        check_model(model)
+        check_loaded(model, device, dtype)
     with nullcontext() if output is None else new_directory(Path(output)) as folder:
         config = model.config if name is None else load_config(name)
         recipe, why = chosen(recipe, config, target)

@@ -13,7 +13,7 @@ from kvfold import gguf, smollm2
 from kvfold.artifact import spec_of  # which tells transformers of the checkpoint format, too
 from kvfold.gguf import first_line
 from kvfold.hub import where, why_not
-from kvfold.models.families import family_of
+from kvfold.models.families import check_model, family_of
 from kvfold.place import check_device, check_dtype
 from kvfold.weights import check_complete, check_finite
 
@@ -71,6 +71,16 @@ def load(
     model = read(path, dtype=dtype, **options).eval().to(device)
     check_finite(model)
     return model
+
+
+def check_loaded(model: Any, device: str | None, dtype: str | torch.dtype) -> None:
+    """Raises ValueError for what is no loaded causal LM, and for settings of loading one."""
+    if device is not None or dtype != "auto":
+        raise ValueError(
+            "device and dtype are of a model that is loaded by its name; this one is loaded "
+            "already: leave them out, and move it before with model.to(...)"
+        )
+    check_model(model)
 
 
 def _load_directory(path: str, **options: Any) -> Any:

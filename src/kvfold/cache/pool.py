@@ -116,7 +116,9 @@ class Pool:
         self._capacity: dict[int | None, int] = {}  # by chunk
         most = [max_tokens if x is None else x + layout.page - 2 for x in windows or ()]
         each = [most[group.layer] if most else max_tokens for group in layout.groups]
-        self._kept: Ints = np.array(each)  # rows of every group after a step
+        # Rows of every group after a step: what the next query sees of a window, and of those
+        # behind it less than a page.
+        self._kept: Ints = np.array(each)
         self.num_bytes = num_bytes // UNIT * UNIT
         size = self.num_bytes + spare * int(units.max()) * UNIT
         self.arena = torch.empty(size, dtype=torch.uint8, device=self.device)

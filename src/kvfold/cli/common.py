@@ -29,24 +29,29 @@ DEFAULT_CTX = 1024
 FIRST, EVERY = 10, 30  # seconds between lines of progress in a log
 
 
-def load_config(name: str) -> Any:
-    """The config of a model, and from here on no output of transformers' own."""
+def quiet() -> None:
+    """From here on no output of transformers' own."""
     import transformers
     from huggingface_hub.utils import logging as hub_logging
-
-    from kvfold import loading
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     hub_logging.set_verbosity_error()
+
+
+def load_config(name: str) -> Any:
+    """The config of a model."""
+    from kvfold import loading
+
+    quiet()
     return loading.load_config(name)
 
 
 def load(name: str, place: Place) -> Any:
-    """The model of a directory, hub id or reference, without transformers' own output."""
+    """The model of a directory, hub id or reference."""
     from kvfold import loading
 
-    load_config(name)
+    quiet()
     return loading.load(name, dtype=place.dtype, device=place.device)
 
 
@@ -234,15 +239,16 @@ def commit() -> str | None:
 
 def compressor(
     model: str,
+    config: Any,
     recipe: "str | Recipe",
     calibration: Calibration,
     place: Place,
     target: "Target | None" = None,
 ) -> "Compressor":
-    """A recipe on a loaded model, with its calibration settings, for a size."""
+    """A recipe on the loaded model of a config, with its calibration settings, for a size."""
     from kvfold.compression.compressor import Compressor
 
-    settings = check_recipe(load_config(model), recipe, calibration.max_tokens, target)
+    settings = check_recipe(config, recipe, calibration.max_tokens, target)
     return Compressor(
         load(model, place),
         settings,

@@ -63,7 +63,7 @@ def inspect(
         artifact = KVFoldConfig(**saved) if isinstance(saved, dict) else saved
         spec, provenance = artifact.spec, artifact.provenance
     elif recipe is not None:
-        found = prepared(model, recipe, calibration, place)
+        found = prepared(model, config, recipe, calibration, place)
         spec, spectra = found.plan(keep or DEFAULT_KEEP, align), spectra_of(found)
     title = f"{model} ({config.model_type})"
     print_geometry(title, geometry)
@@ -92,9 +92,11 @@ def check_plan(
         )
 
 
-def prepared(model: str, recipe: str, calibration: Calibration, place: Place) -> "Prepared":
+def prepared(
+    model: str, config: Any, recipe: str, calibration: Calibration, place: Place
+) -> "Prepared":
     """Bases of a recipe on the loaded model."""
-    compressor = common.compressor(model, recipe, calibration, place)
+    compressor = common.compressor(model, config, recipe, calibration, place)
     with common.progress() as progress:
         return compressor.prepare(calibration.stats, progress)
 

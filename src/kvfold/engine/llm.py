@@ -20,8 +20,7 @@ from kvfold.engine.request import (
 )
 from kvfold.engine.scheduler import Schedule
 from kvfold.engine.stream import Answer, Stream
-from kvfold.loading import load, load_config, load_tokenizer
-from kvfold.models.families import check_model
+from kvfold.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.text import encode_chat, encode_prompt
 
 T = TypeVar("T")
@@ -76,12 +75,8 @@ class LLM:
             load_config(str(model))
             tokenizer = tokenizer or load_tokenizer(str(model))
             model, owned = load(str(model), dtype=dtype, device=device), True
-        elif device is not None or dtype != "auto":
-            raise ValueError(
-                "device and dtype are of a model that is loaded by its name; this one is loaded "
-                "already: leave them out, and move it before with model.to(...)"
-            )
-        check_model(model)
+        else:
+            check_loaded(model, device, dtype)
         self.tokenizer = tokenizer
         limit = model.config.max_position_embeddings
         if max_tokens is not None and not 0 < max_tokens <= limit:

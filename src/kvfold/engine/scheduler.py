@@ -111,8 +111,7 @@ class Scheduler:
         """Compress what is due, make room, and give pages to the coming step's tokens."""
         self.num_steps += 1
         self._compress(self._due())
-        self._make_room()
-        plan = self._first()
+        plan = self._make_room()
         self._continue_prefills(plan)
         self._admit(plan)
         self.pool.extend([request.open_slot for request in plan], list(plan.values()))
@@ -182,11 +181,12 @@ class Scheduler:
         decodes = {request: 1 for request in self.running if request.prefilled}
         return decodes or {x: self._chunk(x, self.max_batch_tokens) for x in self.running[:1]}
 
-    def _make_room(self) -> None:
-        """Compress, pre-empt or end until what must go on has pages."""
-        while self.running and not self.pool.can_supply(self._demand(self._first())):
+    def _make_room(self) -> Plan:
+        """Compress, pre-empt or end until what must go on has pages; what that is."""
+        while (plan := self._first()) and not self.pool.can_supply(self._demand(plan)):
             if not (self.when.before_preempt and self._compress(self._compressible(self.running))):
                 self._preempt()
+        return plan
 
     def _preempt(self) -> None:
         """Take the pages of the youngest that can be recomputed; if none can, end the youngest."""
