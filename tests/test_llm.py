@@ -448,6 +448,7 @@ def test_summary_adds_up() -> None:
     assert number["in pages"] == pytest.approx(layout.page_bytes / 8, abs=0.5)
     assert number["fits"] == 2**20 * 8 // layout.page_bytes
     assert "3 requests of 96" in rows["fits"] and number["tokens kept"] == 0.5
+    assert rows["tokens kept"].endswith("never fewer than 32 tokens")
     assert "tokens kept" not in dict(llm_of().summary())
 
 

@@ -198,10 +198,15 @@ class CacheConfig:
     )
     evict: str | None = setting(None, "A policy.", choices=POLICIES)
     keep_tokens: float | None = setting(
-        None, "Share of the prompt's tokens to keep.", above=0, most=1
+        None,
+        "Share of the prompt's tokens to keep; never fewer than the policy protects.",
+        above=0,
+        most=1,
     )
     max_cache_tokens: int | None = setting(
-        None, "Tokens to keep of a request, averaged over heads.", least=1
+        None,
+        "Tokens to keep of a request, averaged over heads; never fewer than the policy protects.",
+        least=1,
     )
 
     def __post_init__(self) -> None:

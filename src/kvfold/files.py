@@ -16,6 +16,15 @@ except ImportError:  # Windows, where nobody is kept from writing the same direc
     fcntl = None  # type: ignore[assignment]
 
 
+def check_here() -> None:
+    """Raises ValueError where the folder that this process is in was deleted: libraries that look
+    for it end the process."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ValueError("the folder you are in was deleted: change to another one") from None
+
+
 def check_writable(path: Path) -> None:
     """Raises ValueError if `path` cannot become a file; to be asked before long work."""
     if path.is_dir():
@@ -30,12 +39,13 @@ def check_writable(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by a file holding `text`, in one step."""
+    """Replace `path` by a file holding `text`, in one step. Bytes of file names that are no utf-8
+    are written as in JSON and Python."""
     check_writable(path)
     path = Path(os.path.realpath(path))  # a link stays one
     scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
-        with open(scratch, "x", encoding="utf-8") as file:
+        with open(scratch, "x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         os.replace(scratch, path)
     except BaseException:
@@ -67,6 +77,8 @@ def check_makeable(path: Path) -> None:
     """Raises ValueError if `path` cannot become a directory; to be asked before long work."""
     if not path.resolve().name:
         raise ValueError(f"cannot write {path}: it is the root of all folders; name one in it")
+    if path.resolve() == Path.cwd():
+        raise ValueError(f"cannot write {path}: it is the folder you are in; name one in it")
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir():
         raise ValueError(f"cannot write {path}: {above} is a file; name another folder")

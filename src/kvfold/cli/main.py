@@ -6,9 +6,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import Any
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from kvfold import __version__
 from kvfold.cli.bench import bench
@@ -20,6 +21,7 @@ from kvfold.cli.generate import generate
 from kvfold.cli.inspect import inspect
 from kvfold.cli.options import flag
 from kvfold.errors import SettingError
+from kvfold.files import check_here
 from kvfold.versions import check_transformers
 
 app = App(
@@ -59,11 +61,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output's reader left.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no result is lost for an é
     try:
         check_transformers()
+        check_here()
         with _terminable():
             app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
-    except BrokenPipeError:  # whoever read has enough, as in `| head`
+            print(end="", flush=True)  # here, where it is known what a full disk is
+    except (BrokenPipeError, SystemExit) as error:  # an exit is what rich makes of such an error
+        if not any(isinstance(x, BrokenPipeError) for x in (error, error.__context__)):
+            raise
+        # Whoever read has enough, as in `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (CycloptsError, ValueError, OSError) as error:
@@ -92,14 +101,23 @@ def _terminable() -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise Terminated
 
+    def again(lost: Any) -> None:
+        """Python drops what is raised in a finaliser or a weak reference's callback."""
+        if lost.exc_type is Terminated:
+            threading.Timer(0.1, signal.raise_signal, [signal.SIGTERM]).start()
+        else:
+            hook(lost)
+
     if threading.current_thread() is not threading.main_thread():  # only that one has handlers
         yield
         return
-    before = signal.signal(signal.SIGTERM, stop)
+    before, hook = signal.signal(signal.SIGTERM, stop), sys.unraisablehook
+    sys.unraisablehook = again
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        sys.unraisablehook = hook
 
 
 def refuse(message: str) -> int:
@@ -112,6 +130,9 @@ def in_words(error: Exception) -> str:
     """What is wrong, in terms of flags and files."""
     if isinstance(error, SettingError):
         return error.spelt(flag)
+    if isinstance(error, UnusedCliTokensError):
+        words = " ".join(map(repr, error.unused_tokens or ()))
+        return f"unexpected {words}: an option takes one value, quoted if it has spaces; see --help"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -1,6 +1,8 @@
 """From a model, folded or plain, and a cache configuration to a runner over a pool."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,7 +61,7 @@ def build_runner(
     size = config.kv_bytes or default_bytes(layout, num_slots, max_tokens, model.device)
     lengths = {"num_slots": num_slots, "max_tokens": max_tokens}
     windows = attention_windows(model.config)
-    with renamed(num_bytes="kv_bytes"):
+    with renamed(num_bytes="kv_bytes"), _blamed(config):
         pool = Pool(layout, size, **lengths, windows=windows, spare=True, device=model.device)
     served = model if owned else shared_copy(model)
     if found is None:
@@ -67,6 +69,22 @@ def build_runner(
     elif turn:
         rotate_model(served, spec, config.bits, format_of(config.format))
     return ModelRunner(served, pool, policy=policy, cache=limits, seed=seed)
+
+
+@contextmanager
+def _blamed(config: CacheConfig) -> Iterator[None]:
+    """An error of a pool's size where nobody gave one is of what its rows are to take."""
+    try:
+        yield
+    except SettingError as error:
+        given = {"page": config.page, "residual": config.residual}
+        names = " and ".join(f"`{name}={x}`" for name, x in given.items() if x is not None)
+        if config.kv_bytes is not None or not names:
+            raise
+        raise SettingError(
+            f"{names}: pages of so many rows take more than half of the free memory; take fewer,"
+            " or set `kv_bytes`"
+        ) from error
 
 
 def check_served(config: Any, policy: Policy | None, cache: CacheConfig) -> None:

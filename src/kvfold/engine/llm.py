@@ -21,7 +21,7 @@ from kvfold.engine.request import (
 from kvfold.engine.scheduler import Schedule
 from kvfold.engine.stream import Answer, Stream
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
-from kvfold.text import encode_chat, encode_prompt
+from kvfold.text import check_tokenizer, encode_chat, encode_prompt
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -70,6 +70,7 @@ class LLM:
         check_types(LLM.__init__, locals())
         for name, value in (("max_sequences", max_sequences), ("chunk", chunk)):
             Setting(least=1).check(name, value, int | None)
+        check_tokenizer(tokenizer)
         self.cache = _cache(settings)
         if isinstance(model, str | Path):
             load_config(str(model))
@@ -235,7 +236,10 @@ class LLM:
             ("in pages", f"{per_token:.0f} B, with rounding and what eviction needs"),
         ]
         if kept is not None:
-            rows.append(("tokens kept", f"{kept:.2f} of a request after its prompt"))
+            policy = self.runner.policy
+            least = policy.sinks + policy.protected_recent(0) if policy else 0
+            floor = f", and never fewer than {least} tokens" if least else ""
+            rows.append(("tokens kept", f"{kept:.2f} of a request after its prompt{floor}"))
         if pool.device.type == "cuda":
             layers, view = self.runner.attention.layers, self.runner.attention.view
             served = kernels(layers, layout, view.dtype, observed=view.observes_decodes)

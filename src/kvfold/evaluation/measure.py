@@ -36,6 +36,7 @@ from kvfold.text import check_ids, running, windows
 
 QUESTION_ROOM = 64  # tokens of a question and its answer beyond the context
 NEEDLE_LENGTHS = (512, 1024, 2048, 4096)
+LEAST_EVICTED = 3  # tokens of a window of which half, rounded down, leaves 2 to score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,14 @@ class Measurement:
     cache: CacheConfig | None = None
     agnostic: bool = True
     scored_from: int | None = None
+
+    def __post_init__(self) -> None:
+        shortest = min((ids.shape[1] for ids in self.windows.values()), default=LEAST_EVICTED)
+        if self.cache is not None and self.cache.evict and shortest < LEAST_EVICTED:
+            raise SettingError(
+                f"`ctx` must be at least {LEAST_EVICTED} where tokens are evicted, since half of"
+                f" a window is only read; got {shortest}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
