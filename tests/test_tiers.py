@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from kvfold.compression.bit_allocation import (
 )
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
+from kvfold.compression.plan import plan_bits
+from kvfold.compression.ranks import LatentCandidate
 from kvfold.config import Recipe
 from kvfold.formats.integers import Integers
 from kvfold.spec import CacheSpec
@@ -188,6 +191,13 @@ def test_a_basis_per_head_cannot_be_shared(basis: str, name: str):
     message = f"basis '{basis}' has {name} per head, got {name}='joint'"
     with pytest.raises(ValueError, match=message):
         kvfold.compress(tiny("llama-gqa"), Recipe(name="mine", basis=basis, **{name: "joint"}))
+
+
+def test_a_layer_that_is_worth_no_bits_is_refused():
+    bases = [SimpleNamespace(singular=torch.full((8,), x), mean=range(8)) for x in (100.0, 1e-3)]
+    latents = [LatentCandidate(layer=i, side="k", heads=(0,), basis=x) for i, x in enumerate(bases)]
+    with pytest.raises(ValueError, match=r"leave layers \[1\] with nothing; ask for a smaller fac"):
+        plan_bits(latents, 2 * (8 + SCALE_BITS), 8)
 
 
 def test_a_skipped_layer_is_paid_for_and_moves_no_plan():

@@ -10,7 +10,7 @@ import torch
 from kvfold import card
 from kvfold.artifact import provenance_of, spec_of
 from kvfold.compression.calibration_text import CALIBRATION_TOKENS
-from kvfold.compression.compressor import Compressor
+from kvfold.compression.compressor import Compressor, factor_of
 from kvfold.compression.default import chosen
 from kvfold.compression.progress import Progress
 from kvfold.compression.recover import check_steps
@@ -21,8 +21,9 @@ from kvfold.config import Recipe, check_types
 from kvfold.evaluation.budget import search_keep
 from kvfold.files import check_makeable, new_directory, writing
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
+from kvfold.models.families import family_of
 from kvfold.spec import CacheSpec
-from kvfold.text import read_texts
+from kvfold.text import check_tokenizer, read_texts
 from kvfold.weights import write
 
 
@@ -68,6 +69,7 @@ def compress(
     target = Target(keep=keep, factor=factor, bytes_per_token=bytes_per_token, budget=budget)
     check_align(align)
     check_steps(recover)
+    check_tokenizer(tokenizer)
     check_files(calib, statistics, output)
     name = str(model) if isinstance(model, str | Path) else None
     if name is None:
@@ -75,6 +77,7 @@ def compress(
     with nullcontext() if output is None else new_directory(Path(output)) as folder:
         config = model.config if name is None else load_config(name)
         recipe, why = chosen(recipe, config, target)
+        factor_of(recipe, family_of(config).geometry(config), target, align)
         stored = stored_dtype(config, dtype) if name is not None else None
         if name is not None:
             tokenizer = tokenizer or load_tokenizer(name)
@@ -115,8 +118,7 @@ def fold_to(
     provenance; the rest as in `compress`. Returns what it was folded to, and the ratio of
     perplexities where that decided it.
     """
-    factor = compressor.factor_of(target)
-    compressor.align(align)
+    factor = compressor.factor_of(target, align)
     prepared = compressor.prepare(statistics, progress)
     keep, ratio = target.keep, None
     if target.limit is not None:

@@ -243,12 +243,13 @@ def compressor(
     recipe: "str | Recipe",
     calibration: Calibration,
     place: Place,
-    target: "Target | None" = None,
+    target: "Target",
+    align: int | None,
 ) -> "Compressor":
     """A recipe on the loaded model of a config, with its calibration settings, for a size."""
     from kvfold.compression.compressor import Compressor
 
-    settings = check_recipe(config, recipe, calibration.max_tokens, target)
+    settings = check_recipe(config, recipe, calibration.max_tokens, target, align)
     return Compressor(
         load(model, place),
         settings,
@@ -260,7 +261,7 @@ def compressor(
 
 
 def check_recipe(
-    config: Any, recipe: "str | Recipe", max_tokens: int, target: "Target | None" = None
+    config: Any, recipe: "str | Recipe", max_tokens: int, target: "Target", align: int | None
 ) -> "Recipe":
     """A recipe, or the one of that name. Raises ValueError where a model of this config cannot be
     folded by it to such a size, or not calibrated on so many tokens; before one is loaded."""
@@ -274,8 +275,7 @@ def check_recipe(
         raise ValueError("this model is compressed already; start from the original checkpoint")
     geometry = family_of(config).geometry(config)
     check(recipe, geometry, config.model_type)
-    if target is not None:
-        factor_of(recipe, geometry, target)
+    factor_of(recipe, geometry, target, align)
     if needs(recipe):
         check_tokens(config, max_tokens)
     return recipe

@@ -1,6 +1,7 @@
 """kvfold compare: recipes and sizes of one model, on the same text."""
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,12 +80,14 @@ def compare(
     with renamed(max_tokens="calib_tokens"):
         calibration = Calibration(calib=calib, max_tokens=calib_tokens, seed=seed)
     check_sizes(keeps, align, calibration)
+    from kvfold.compression.target import Target
+
     texts = common.named_texts(text)
     answers = common.read_tasks(tasks)
     config, tokenizer = common.load_config(model), common.load_tokenizer(model)
     with renamed(max_tokens="calib_tokens"):
-        for name in names:
-            common.check_recipe(config, name, calib_tokens)
+        for name, size in product(names, keeps):
+            common.check_recipe(config, name, calib_tokens, Target(keep=size), align)
     cache = common.cache_config(config, storage, place)
     what = common.measurement(config, tokenizer, windows, cache, texts, answers)
     loaded = common.load(model, place)

@@ -58,7 +58,7 @@ def compress(
     with new_directory(output) as folder:
         config = common.load_config(model)
         settings, why = chosen(recipe, config, target)
-        compressor = common.compressor(model, config, settings, calibration, place, target)
+        compressor = common.compressor(model, config, settings, calibration, place, target, align)
         begin = time.perf_counter()
         with common.progress() as progress:
             spec, _ = fold_to(

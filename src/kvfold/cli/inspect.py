@@ -8,11 +8,11 @@ from rich.table import Table
 
 from kvfold.cli import common
 from kvfold.cli.options import CALIBRATION, PLACE, Calibration, Model, Place
-from kvfold.config import DEFAULT_KEEP
 from kvfold.errors import SettingError
 
 if TYPE_CHECKING:
     from kvfold.compression.compressor import Prepared
+    from kvfold.compression.target import Target
     from kvfold.report import RankMap
     from kvfold.spec import CacheSpec, Geometry, LayerSpec
 
@@ -45,7 +45,7 @@ def inspect(
         File for a heat map of the ranks, and the spectra of a plan.
     """
     common.check_outputs(html=html)
-    check_plan(recipe, keep, align, calibration)
+    target = check_plan(recipe, keep, align, calibration)
     from kvfold.artifact import KVFoldConfig
     from kvfold.models.families import family_of
     from kvfold.models.kernels import kernels_of
@@ -63,8 +63,9 @@ def inspect(
         artifact = KVFoldConfig(**saved) if isinstance(saved, dict) else saved
         spec, provenance = artifact.spec, artifact.provenance
     elif recipe is not None:
-        found = prepared(model, config, recipe, calibration, place)
-        spec, spectra = found.plan(keep or DEFAULT_KEEP, align), spectra_of(found)
+        found = prepared(model, config, recipe, calibration, place, target, align)
+        assert target.keep is not None
+        spec, spectra = found.plan(target.keep, align), spectra_of(found)
     title = f"{model} ({config.model_type})"
     print_geometry(title, geometry)
     if spec is not None:
@@ -78,25 +79,31 @@ def inspect(
 
 def check_plan(
     recipe: str | None, keep: float | None, align: int | None, calibration: Calibration
-) -> None:
-    """Raises ValueError for a plan that cannot be made, or was not asked for."""
+) -> "Target":
+    """The size to plan. Raises ValueError for a plan that cannot be made, or was not asked for."""
     from kvfold.api import check_files
     from kvfold.compression.target import Target, check_align
 
-    Target(keep=keep)
     check_align(align)
     check_files(calibration.calib, calibration.stats, None)
     if recipe is None and (keep, align, calibration) != (None, None, CALIBRATION):
         raise SettingError(
             "`keep`, `align` and settings of calibration are about a plan: give its `recipe` too"
         )
+    return Target(keep=keep)
 
 
 def prepared(
-    model: str, config: Any, recipe: str, calibration: Calibration, place: Place
+    model: str,
+    config: Any,
+    recipe: str,
+    calibration: Calibration,
+    place: Place,
+    target: "Target",
+    align: int | None,
 ) -> "Prepared":
     """Bases of a recipe on the loaded model."""
-    compressor = common.compressor(model, config, recipe, calibration, place)
+    compressor = common.compressor(model, config, recipe, calibration, place, target, align)
     with common.progress() as progress:
         return compressor.prepare(calibration.stats, progress)
 

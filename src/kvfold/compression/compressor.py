@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvfold.artifact import mark, spec_of
 from kvfold.compression.bases import Source, builder_of, recipes_where
+from kvfold.compression.bit_allocation import SCALE_BITS
 from kvfold.compression.calibrate import artifact_key, calibrate
 from kvfold.compression.calibration_text import (
     CALIBRATION_TOKENS,
@@ -68,16 +69,13 @@ class Compressor:
         """Names of the statistics (QUANTITIES) that the recipe reads."""
         return needs(self.recipe)
 
-    def factor_of(self, target: Target) -> float | None:
+    def factor_of(self, target: Target, align: int | None = None) -> float | None:
         """As the function."""
-        return factor_of(self.recipe, self.geometry, target)
+        return factor_of(self.recipe, self.geometry, target, align)
 
     def align(self, given: int | None) -> int:
-        """A divisor of all ranks: by default 16 for tensor-core tiles, 8 for narrow heads."""
-        check_align(given)
-        if given is None:
-            return 16 if self.geometry.head_dim > 64 else 8
-        return given
+        """As `aligned`."""
+        return aligned(self.geometry, given)
 
     def windows(self, max_tokens: int | None = None) -> Tensor:
         """Windows [n, T] of the calibration text."""
@@ -171,8 +169,7 @@ class Prepared:
         """The ranks that spend `keep` of the cache."""
         check_keep(keep)
         c = self.compressor
-        budget = int(keep * c.geometry.full_numbers + 1e-6)
-        ranks = allocate(self.candidates, c.ranks, budget, c.align(align))
+        ranks = allocate(self.candidates, c.ranks, _numbers(keep, c.geometry), c.align(align))
         return self._spec([(rank, None) for rank in ranks])
 
     def plan_factor(self, factor: float, align: int | None = None) -> CacheSpec:
@@ -181,9 +178,8 @@ class Prepared:
         Needs a basis that predicts losses.
         """
         c = self.compressor
-        c.factor_of(Target(factor=factor))
-        bits = int(16 * c.geometry.full_numbers / factor)
-        return self._spec(plan_bits(self.candidates, bits, c.align(align)))
+        c.factor_of(Target(factor=factor), align)
+        return self._spec(plan_bits(self.candidates, _bits(factor, c.geometry), c.align(align)))
 
     def _spec(self, sizes: Sequence[Size]) -> CacheSpec:
         c = self.compressor
@@ -257,10 +253,21 @@ def needs(recipe: Recipe) -> set[str]:
     return builder_of(recipe).needs() | method_of(recipe).needs()
 
 
-def factor_of(recipe: Recipe, geometry: Geometry, target: Target) -> float | None:
+def aligned(geometry: Geometry, given: int | None) -> int:
+    """A divisor of all ranks: by default 16 for tensor-core tiles, 8 for narrow heads."""
+    check_align(given)
+    if given is None:
+        return 16 if geometry.head_dim > 64 else 8
+    return given
+
+
+def factor_of(
+    recipe: Recipe, geometry: Geometry, target: Target, align: int | None = None
+) -> float | None:
     """How many times smaller bits are to make a token; None where only dimensions are planned.
 
-    Raises ValueError for a size that the recipe cannot plan, or the model already has.
+    Raises ValueError for a size that the recipe cannot plan, whatever calibration finds, or the
+    model already has.
     """
     factor, full = target.factor, 2 * geometry.full_numbers
     if target.bytes_per_token is not None:
@@ -269,13 +276,44 @@ def factor_of(recipe: Recipe, geometry: Geometry, target: Target) -> float | Non
                 f"`bytes_per_token` must be at most {full}, what the uncompressed cache takes"
                 f" at 16 bits; got {target.bytes_per_token:g}"
             )
-        factor = Target(factor=full / target.bytes_per_token).factor
+        factor = full / target.bytes_per_token
     if factor is not None and not builder_of(recipe).predicts_loss:
         raise ValueError(
             f"recipe {recipe.name!r} predicts no losses to weigh bits by; use "
             + recipes_where(lambda basis: basis.predicts_loss)
         )
+    _check_room(recipe, geometry, target, factor, aligned(geometry, align))
     return factor
+
+
+def _check_room(
+    recipe: Recipe, geometry: Geometry, target: Target, factor: float | None, align: int
+) -> None:
+    """Raises SettingError for a size that has no room for one step of one latent of every layer."""
+    sets, layers = builder_of(recipe).head_sets(geometry), geometry.num_layers
+    step = min([align, *(len(side) * len(heads) * geometry.head_dim for side, heads in sets)])
+    if factor is not None:
+        room, least, unit = _bits(factor, geometry), step + SCALE_BITS, "bits"
+    elif target.keep is not None:
+        room, least, unit = _numbers(target.keep, geometry), step, "numbers"
+    else:
+        return
+    if room < layers * least:
+        ((name, value),) = ((x, y) for x, y in asdict(target).items() if y is not None)
+        raise SettingError(
+            f"`{name}={value:g}` leaves {room} {unit} a token, and each of {layers} layers takes at"
+            f" least {least}: ask for a larger cache, or a smaller `align` than {align}"
+        )
+
+
+def _numbers(keep: float, geometry: Geometry) -> int:
+    """Numbers a token that are this share of the cache."""
+    return int(keep * geometry.full_numbers + 1e-6)
+
+
+def _bits(factor: float, geometry: Geometry) -> int:
+    """Bits a token of a cache so many times smaller than at 16 bits."""
+    return int(16 * geometry.full_numbers / factor)
 
 
 def check(recipe: Recipe, geometry: Geometry, model_type: str) -> None:

@@ -48,4 +48,4 @@ def check_keep(keep: float) -> None:
 
 def check_align(align: int | None) -> None:
     """Raises SettingError for what no rank can be a multiple of."""
-    Setting(least=1).check("align", align, int | None)
+    Setting(least=1, below=10**6).check("align", align, int | None)
