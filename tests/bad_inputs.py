@@ -51,10 +51,7 @@ COMMANDS = {
     "KVFOLD_BACKEND=fast kvfold eval reference:gqa --bits 4": (
         "KVFOLD_BACKEND must be one of auto, triton, reference; got 'fast'"
     ),
-    "kvfold eval damaged": (
-        "cannot load a model from 'damaged': It looks like the config file at "
-        "'damaged/config.json' is not a valid JSON file."
-    ),
+    "kvfold eval damaged": "damaged/config.json: not a JSON object; copy it again",
     "kvfold generate other-tokenizer --prompt 'The old house'": (
         "the tokenizer gives token 1167, but the model has embeddings of tokens 0 to 63 "
         "only: they do not belong together, take the model's own"
@@ -62,6 +59,49 @@ COMMANDS = {
     "kvfold eval other-tokenizer": (
         "the tokenizer gives token 4092, but the model has embeddings of tokens 0 to 63 "
         "only: they do not belong together, take the model's own"
+    ),
+    "kvfold eval float7": (
+        "cannot read the config.json of 'float7': module 'torch' has no attribute 'float7'; "
+        "copy it again"
+    ),
+    "kvfold eval no-heads": (
+        "no-heads/config.json: num_attention_heads must be at least 1, got 0; copy it again"
+    ),
+    "kvfold eval width-text": (
+        "width-text/config.json: hidden_size must be a whole number, at least 1; got '256'; "
+        "copy it again"
+    ),
+    "kvfold eval minus-layers": (
+        "minus-layers/config.json: num_hidden_layers must be at least 1, got -1; copy it again"
+    ),
+    "kvfold eval quantized-list": (
+        "quantized-list/config.json: quantization_config must be a dict; got ['gptq']; copy it "
+        "again"
+    ),
+    "kvfold eval quantized-text": (
+        "quantized-text/config.json: quantization_config must be a dict; got 'gptq'; copy it again"
+    ),
+    "kvfold eval deep": "deep/config.json: nested too deeply; copy it again",
+    "kvfold eval digits": (
+        "digits/config.json: holds a number of thousands of digits; copy it again"
+    ),
+    "kvfold eval torn-tokenizer": (
+        "torn-tokenizer/tokenizer.json: not a JSON object; copy it again"
+    ),
+    "kvfold eval empty-tokenizer": (
+        "empty-tokenizer/tokenizer.json: not a JSON object; copy it again"
+    ),
+    "kvfold eval other-shape": (
+        "cannot read the tokenizer files of 'other-shape': KeyError 'added_tokens'; copy it again"
+    ),
+    "kvfold eval listed-tokenizer": (
+        "listed-tokenizer/tokenizer_config.json: not a JSON object; copy it again"
+    ),
+    "KVFOLD_CACHE=~nouser/x kvfold eval reference:smollm2": (
+        "KVFOLD_CACHE: there is no home ~nouser/x; set a whole path"
+    ),
+    "kvfold eval reference:gqa reference:mha": (
+        "unexpected 'reference:mha': an option takes one value, quoted if it has spaces; see --help"
     ),
 }
 SIZES = {
@@ -97,7 +137,9 @@ SIZES = {
     "kvfold compress reference:gqa --keep 0.5 --budget 'ppl<=1.01' --output new": (
         "--keep 0.5 and --budget ppl<=1.01 exclude each other: each decides the size alone"
     ),
-    "kvfold compress reference:gqa --align 0 --output new": "--align must be at least 1, got 0",
+    "kvfold compress reference:gqa --align 0 --output new": (
+        "--align must be at least 1 and below 1e+06, got 0"
+    ),
     "kvfold compress reference:gqa --recover -1 --output new": (
         "--recover must be at least 0 steps, got -1; 0 leaves the maps alone"
     ),
@@ -121,13 +163,13 @@ SIZES = {
         "--keep must be in (0, 1], got 2.0; it is the share of the cache to keep"
     ),
     "kvfold compare reference:gqa --keep 0.5,half": (
-        "--keep: '0.5,half' is not a comma-separated list such as .5,.25"
+        "--keep: '0.5,half' is not a comma-separated list of numbers such as .5,.25"
     ),
     "kvfold compare reference:gqa --recipes small,big": (
         "unknown recipe 'big'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
         "swift, lean, lean-g, small"
     ),
-    "kvfold compare reference:gqa --align 0": "--align must be at least 1, got 0",
+    "kvfold compare reference:gqa --align 0": "--align must be at least 1 and below 1e+06, got 0",
     "kvfold compare reference:gqa --calib-tokens -5": "--calib-tokens must be at least 1, got -5",
     "kvfold compare reference:gqa --calib-tokens 100": (
         "--calib-tokens must be at least 4096 to calibrate this model, 4 windows, got 100"
@@ -138,9 +180,37 @@ SIZES = {
     "kvfold inspect reference:gqa --keep 0.25": (
         "--keep, --align and settings of calibration are about a plan: give its --recipe too"
     ),
-    "kvfold inspect reference:gqa --recipe zack --align 0": "--align must be at least 1, got 0",
+    "kvfold inspect reference:gqa --recipe zack --align 0": (
+        "--align must be at least 1 and below 1e+06, got 0"
+    ),
     "kvfold inspect compressed --recipe zack": (
         "compressed is compressed already; --recipe plans for an original model"
+    ),
+    "kvfold compress reference:gqa --bytes-per-token 0.001 --output new": (
+        "--bytes-per-token 0.001 leaves 0 bits a token, and each of 7 layers takes at least "
+        "24: ask for a larger cache, or a smaller --align than 16"
+    ),
+    "kvfold compress reference:gqa --keep 1e-300 --output new": (
+        "--keep 1e-300 leaves 0 numbers a token, and each of 7 layers takes at least 16: ask "
+        "for a larger cache, or a smaller --align than 16"
+    ),
+    "kvfold compress reference:gqa --factor 999 --output new": (
+        "--factor 999 leaves 57 bits a token, and each of 7 layers takes at least 24: ask for "
+        "a larger cache, or a smaller --align than 16"
+    ),
+    "kvfold compress reference:gqa --align 1000000000000 --output new": (
+        "--align must be at least 1 and below 1e+06, got 1000000000000"
+    ),
+    "kvfold compare reference:gqa --recipes ,": (
+        "--recipes: ',' is not a comma-separated list of names"
+    ),
+    "kvfold compare reference:gqa --keep 0.5,0.0001": (
+        "--keep 0.0001 leaves 0 numbers a token, and each of 7 layers takes at least 16: ask "
+        "for a larger cache, or a smaller --align than 16"
+    ),
+    "kvfold inspect reference:gqa --recipe zack --keep 0.001": (
+        "--keep 0.001 leaves 3 numbers a token, and each of 7 layers takes at least 16: ask "
+        "for a larger cache, or a smaller --align than 16"
     ),
 }
 FILES = {
@@ -214,6 +284,25 @@ FILES = {
     ),
     "kvfold generate reference:gqa --prompt-file latin1.txt": (
         "file latin1.txt: not utf-8 text at byte 1"
+    ),
+    "kvfold compress reference:gqa --output ''": (
+        "cannot write .: it is the folder you are in; name one in it"
+    ),
+    "kvfold eval reference:gqa --text": (
+        'Command "eval" parameter --text requires at least 1 element. Got 0.'
+    ),
+    "kvfold eval reference:gqa --tasks surrogate.jsonl": (
+        "task surrogate.jsonl line 1: holds half a character, a surrogate without the other; "
+        'legal rows: {"prompt", "answer"[, "max_new_tokens"]} or {"context"|"contexts", '
+        '"choices", "label"}'
+    ),
+    "kvfold eval reference:gqa --tasks deep.jsonl": (
+        'task deep.jsonl line 1: nested too deeply; legal rows: {"prompt", "answer"[, '
+        '"max_new_tokens"]} or {"context"|"contexts", "choices", "label"}'
+    ),
+    "kvfold eval reference:gqa --tasks digits.jsonl": (
+        "task digits.jsonl line 1: holds a number of thousands of digits; legal rows: "
+        '{"prompt", "answer"[, "max_new_tokens"]} or {"context"|"contexts", "choices", "label"}'
     ),
 }
 CACHE = {
@@ -308,6 +397,13 @@ MEASURING = {
     "kvfold bench attention --rounds 0": "--rounds must be at least 1, got 0",
     "kvfold bench decode --steps 1": "--steps must be at least 2, got 1",
     "kvfold bench compress --keep 1.5": "--keep: '1.5' has numbers that are not in (0, 1]",
+    "kvfold eval reference:gqa --evict snapkv --keep-tokens 0.5 --ctx 2": (
+        "--ctx must be at least 3 where tokens are evicted, since half of a window is only "
+        "read; got 2"
+    ),
+    "kvfold bench attention --batch 1.5": (
+        "--batch: '1.5' is not a comma-separated list of numbers such as 1,8"
+    ),
 }
 GENERATING = {
     "kvfold generate reference:gqa": "give one of --prompt TEXT and --prompt-file FILE",
@@ -334,6 +430,9 @@ GENERATING = {
     "kvfold generate reference:gqa --prompt a --seed -1": (
         "--seed must be at least 0 and below 9.22337e+18, got -1"
     ),
+    "kvfold generate reference:gqa --prompt-file long.txt": (
+        "the prompt has more tokens than the model's 4096 positions; shorten it"
+    ),
 }
 POOLS = {
     "kvfold generate reference:gqa --prompt a --kv-bytes 1000": (
@@ -348,6 +447,10 @@ POOLS = {
     "kvfold eval reference:gqa --kv-bytes 99999999999999": (
         "--kv-bytes must be at most 137438953472, since tables hold int32 offsets in units "
         "of 64 B; got 99999999999999"
+    ),
+    "kvfold eval reference:gqa --page 99999999": (
+        "--page 99999999: pages of so many rows take more than half of the free memory; take "
+        "fewer, or set --kv-bytes"
     ),
 }
 PYTHON = {
@@ -428,6 +531,22 @@ PYTHON = {
     ),
     'kvfold.LLM("reference:gqa", dtype="float8")': (
         "dtype must be one of auto, float32, bfloat16, float16, float64; got 'float8'"
+    ),
+    'kvfold.LLM("reference:gqa", tokenizer=5)': (
+        "tokenizer must be one that transformers loaded; got 5"
+    ),
+    'kvfold.compress("reference:gqa", tokenizer="reference:gqa")': (
+        "tokenizer must be one that transformers loaded; got 'reference:gqa'"
+    ),
+    'kvfold.compress("reference:gqa", align=10**30)': (
+        "align must be at least 1 and below 1e+06, got 1000000000000000000000000000000"
+    ),
+    'kvfold.compress("reference:gqa", output="")': (
+        "cannot write .: it is the folder you are in; name one in it"
+    ),
+    "kvfold.load(None)": "name must be a directory, a GGUF file or a hub id; got None",
+    'kvfold.load("reference:gqa", torch_dtype="float16")': (
+        "torch_dtype is called dtype here: pass dtype='float16'"
     ),
 }
 FULL_DISK = {
@@ -511,6 +630,7 @@ REQUESTS = {
     "CacheParams(max_cache_tokens=8, protected=9)": (
         "protected must be at most max_cache_tokens=8; got 9"
     ),
+    r'llm.generate("a\ud800")': "text: not utf-8 text at character 1",
 }
 CHECKPOINTS = {
     "kvfold eval no-tensor": (
@@ -565,5 +685,17 @@ CHECKPOINTS = {
     "kvfold eval nan": (
         "parameter model.layers.1.mlp.up_proj.weight holds NaN or infinite numbers; the "
         "checkpoint is damaged or was saved from a diverged run: use another one"
+    ),
+    "kvfold eval gptq": (
+        "cannot load a model from 'gptq': GPTQConfig.__init__() missing 1 required positional "
+        "argument: 'bits'"
+    ),
+    "kvfold eval ends": (
+        "generation_config.json of 'ends': eos_token_id must be a whole number or a list of "
+        "whole numbers; got 'end'; copy it again"
+    ),
+    'kvfold.load("folded", bogus=1)': (
+        "cannot load a model from 'folded': LlamaForCausalLM.__init__() got an unexpected "
+        "keyword argument 'bogus'"
     ),
 }

@@ -34,7 +34,8 @@ LAYERS: dict[str, set[str]] = {
     "artifact": {"spec", "models", "weights"},
     "compression": {"formats", "spec", "ops", "models", "config", "recipes", "artifact"}
     | {"errors", "files", "search", "text", "weights"},
-    "loading": {"artifact", "models", "gguf", "hub", "place", "smollm2", "weights"},
+    "loading": {"artifact", "models", "gguf", "hub", "place", "smollm2", "weights"}
+    | {"config", "errors", "files", "text"},
     "engine": {"formats", "spec", "ops", "cache", "attention", "models", "config", "artifact"}
     | {"errors", "loading", "text"},
     "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"}
@@ -50,6 +51,7 @@ LAYERS: dict[str, set[str]] = {
     }
     | {"errors", "files", "search", "text"},
     "api": {"spec", "compression", "config", "recipes", "artifact", "loading", "evaluation"}
+    | {"models"}
     | {"files", "weights", "card", "text"},
     "report": {"evaluation", "files", "text"},
 }

@@ -78,6 +78,10 @@ def files(tmp_path_factory) -> Path:
         "keys.jsonl": '{"question": "Why?", "answer": "So."}',
         "label.jsonl": '{"context": "One", "choices": [" two", " three"], "label": 2}',
         "folder/text.txt": "",
+        "surrogate.jsonl": '{"prompt": "a\\ud800", "answer": "b"}',
+        "deep.jsonl": "[" * 20000,
+        "digits.jsonl": '{"prompt": "a", "answer": ' + "1" * 5000 + "}",
+        "long.txt": "The ship went out to sea. " * 40000,
     }
     for name, text in texts.items():
         (here / name).write_text(text, encoding="utf-8")
@@ -91,7 +95,28 @@ def files(tmp_path_factory) -> Path:
         checkpoint(here / "sliding")
     )
     (checkpoint(here / "damaged") / "config.json").write_text("{")
+    (checkpoint(here / "deep") / "config.json").write_text("[" * 20000)
+    (checkpoint(here / "digits") / "config.json").write_text('{"a": ' + "1" * 5000 + "}")
+    edits: dict[str, dict] = {
+        "float7": {"dtype": "float7"},
+        "no-heads": {"num_attention_heads": 0},
+        "width-text": {"hidden_size": "256"},
+        "minus-layers": {"num_hidden_layers": -1},
+        "quantized-list": {"quantization_config": ["gptq"]},
+        "quantized-text": {"quantization_config": "gptq"},
+    }
+    for name, changes in edits.items():
+        edit(checkpoint(here / name) / "config.json", changes)
+    (checkpoint(here / "torn-tokenizer") / "tokenizer.json").write_text("{")
+    (checkpoint(here / "empty-tokenizer") / "tokenizer.json").write_text("")
+    (checkpoint(here / "other-shape") / "tokenizer.json").write_text("{}")
+    (checkpoint(here / "listed-tokenizer") / "tokenizer_config.json").write_text("[]")
     return here
+
+
+def edit(file: Path, changes: dict) -> None:
+    """Change a JSON file as an editor would: nobody checks it."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def checkpoint(path: Path, **changes) -> Path:
@@ -193,6 +218,9 @@ def checkpoints(files) -> None:
     edited("rank-32.7", lambda x: layers(x)[0]["latents"][0].update(rank=32.7))
     edited("fewer-layers", lambda x: layers(x).pop())
     edited("no-tiers", lambda x: layers(x)[0]["latents"][0].update(tiers=[]))
+    edited("gptq", lambda x: x.update(quantization_config={"quant_method": "gptq"}))
+    shutil.copytree(kept, files / "ends")
+    edit(files / "ends" / "generation_config.json", {"eos_token_id": "end"})
     shutil.copytree(kept, files / "other-weights")
     shutil.copy(files / "quarter" / "model.safetensors", files / "other-weights")
 

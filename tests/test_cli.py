@@ -1,10 +1,13 @@
 """The command line: every command once on a tiny model, and one clear line for every mistake."""
 
 import errno
+import io
 import json
 import os
 import shutil
 import signal
+import sys
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, fields
@@ -137,7 +140,7 @@ def cut_weights(path):
         (cut_weights, "damaged"),
         (lambda path: (path / "model.safetensors").unlink(), "has no weights"),
         (lambda path: (path / "config.json").unlink(), "has no config.json"),
-        (lambda path: (path / "config.json").write_text("{"), "cannot load"),
+        (lambda path: (path / "config.json").write_text("{"), "not a JSON object"),
         (lambda path: write_config(path, lambda c: c.update(model_type="bloom")), "bloom"),
         (lambda path: write_config(path, lambda c: c.update(model_type="rwkv9")), "rwkv9"),
         (lambda path: write_config(path, lambda c: c.update(hidden_size=64)), "cannot load"),
@@ -296,6 +299,60 @@ def test_termination_cleans_up_and_ends_with_143(plain, tmp_path, capsys, monkey
     assert main(["compress", str(plain), "--output", str(tmp_path / "out")]) == 143
     assert capsys.readouterr().err == "kvfold: terminated\n"
     assert not list(tmp_path.iterdir()) and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_termination_is_not_lost_in_a_finaliser(monkeypatch, capsys):
+    """Python drops what is raised in one, and what a signal's handler raises there."""
+
+    class Dropped:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def work(*_):
+        Dropped()
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            pass
+
+    monkeypatch.setattr("kvfold.loading.load_config", work)
+    before = sys.unraisablehook
+    assert main(["inspect", "any"]) == 143 and sys.unraisablehook is before
+    assert capsys.readouterr().err == "kvfold: terminated\n"
+
+
+@pytest.mark.parametrize(
+    "command", [["--help"], ["eval", "PLAIN", "--ctx", "64", "--max-tokens", "64"]], ids=" ".join
+)
+def test_a_reader_that_leaves_ends_a_command_with_141(plain, command, monkeypatch, capsys):
+    """By rich, which ends a process with 1, and by what is printed when all is done."""
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(write, "w", encoding="utf-8"))
+    assert main([str(plain) if word == "PLAIN" else word for word in command]) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_characters_that_the_terminal_has_not_are_escaped(plain, tmp_path, monkeypatch):
+    (tmp_path / "modèle").symlink_to(plain)
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert main(["inspect", str(tmp_path / "modèle")]) == 0
+    assert rb"mod\xe8le (llama)" in shown.getvalue()
+
+
+def test_a_text_whose_name_is_no_utf8_is_measured_and_recorded(plain, text, tmp_path, capsys):
+    odd, record = text.rename(tmp_path / "\udcff.txt"), tmp_path / "record.json"
+    assert main(["eval", str(plain), "--text", str(odd), "--ctx", "64", "--json", str(record)]) == 0
+    assert list(json.loads(record.read_text())["texts"]) == ["\udcff"]
+
+
+def test_a_folder_that_was_deleted_is_named(plain, tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "was deleted: change to another" in refused(capsys, "compress", plain, "--output", "x")
+    with pytest.raises(ValueError, match="was deleted: change to another"):
+        load(plain)
 
 
 def test_an_interrupt_ends_with_130(monkeypatch, capsys, plain):

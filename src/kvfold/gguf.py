@@ -144,6 +144,8 @@ def _quiet() -> AbstractContextManager[Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's first line, or its type."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """An error's first line, with the next where that says more, or its type."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if not lines or isinstance(error, KeyError):  # which is only the key
+        lines = [" ".join([type(error).__name__, *lines])]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

@@ -1,6 +1,8 @@
 """Finding and loading models: a directory, a GGUF file, a hub id, or `reference:NAME`."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,30 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvfold import gguf, smollm2
 from kvfold.artifact import spec_of  # which tells transformers of the checkpoint format, too
+from kvfold.config import Setting
+from kvfold.errors import SettingError
+from kvfold.files import check_here
 from kvfold.gguf import first_line
 from kvfold.hub import where, why_not
 from kvfold.models.families import check_model, family_of
 from kvfold.place import check_device, check_dtype
+from kvfold.text import json_object
 from kvfold.weights import check_complete, check_finite
 
 PACKAGED = ("gqa", "mha")
 REFERENCES = (*PACKAGED, "smollm2")
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_UNLOADABLE = (OSError, KeyError, RuntimeError, TypeError, ImportError, json.JSONDecodeError)
+_SIZES = (  # of a config.json, as far as it has them
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
 
 
 def resolve(name: str) -> str:
@@ -56,6 +73,12 @@ def load(
     ValueError for anything that is not one, and for weights that are missing, belong to something
     else, or are not numbers.
     """
+    if not isinstance(name, str | Path):
+        raise SettingError(
+            f"`name` must be a directory, a GGUF file or a hub id; got {name!r:.100}"
+        )
+    if "torch_dtype" in options:
+        raise ValueError(f"torch_dtype is called dtype here: pass dtype={options['torch_dtype']!r}")
     check_dtype(dtype)
     if device is not None:
         check_device(device)
@@ -70,6 +93,9 @@ def load(
     read = gguf.load_model if gguf.is_gguf(path) else _load_directory
     model = read(path, dtype=dtype, **options).eval().to(device)
     check_finite(model)
+    with _naming(f"generation_config.json of {name!r}"):
+        ends = model.generation_config.eos_token_id
+        Setting().check("eos_token_id", ends, int | list[int] | None)
     return model
 
 
@@ -91,7 +117,7 @@ def _load_directory(path: str, **options: Any) -> Any:
         model, found = read(path, **{**where(path), **options, **checked})
     except SafetensorError as error:
         raise ValueError(f"the weights in {path!r} are damaged: {first_line(error)}") from error
-    except (OSError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+    except _UNLOADABLE as error:
         raise ValueError(f"cannot load a model from {path!r}: {first_line(error)}") from error
     check_complete(
         path,
@@ -106,6 +132,7 @@ def _load_directory(path: str, **options: Any) -> Any:
 def load_config(name: str) -> Any:
     """The transformers config of a model of a supported family. Raises ValueError for another, and
     for a GGUF file of a family that needs more than is read from one."""
+    check_here()
     path = resolve(str(name))
     packed = gguf.is_gguf(path)
     config = gguf.load_config(path) if packed else _directory_config(str(name), path)
@@ -121,14 +148,8 @@ def load_config(name: str) -> Any:
 def _directory_config(name: str, path: str) -> Any:
     """The config of a directory or a hub id."""
     _check_directory(path)
-    try:
+    with _reading("config.json", name, path):
         return AutoConfig.from_pretrained(path, **where(path))
-    except (OSError, KeyError, json.JSONDecodeError) as error:
-        if path == smollm2.HUB:
-            raise ValueError(f"{smollm2.advice()} ({first_line(error)})") from error
-        if not Path(path).exists():
-            raise ValueError(f"cannot load a model from {name!r}: {why_not(error)}") from error
-        raise ValueError(f"cannot load a model from {name!r}: {first_line(error)}") from error
 
 
 def load_tokenizer(name: str) -> Any:
@@ -136,12 +157,41 @@ def load_tokenizer(name: str) -> Any:
     path = resolve(str(name))
     if gguf.is_gguf(path):
         return gguf.load_tokenizer(path)
-    try:
+    with _reading("tokenizer files", name, path):
         return AutoTokenizer.from_pretrained(path, **where(path))
-    except (OSError, ValueError, KeyError) as error:
+
+
+@contextmanager
+def _reading(files: str, name: str, path: str) -> Iterator[None]:
+    """One ValueError for all that transformers raises over such files of a model: where they are
+    damaged or edited that is any class of error, and tokenizers' own is Exception."""
+    try:
+        yield
+    except Exception as error:
         if path == smollm2.HUB:
             raise ValueError(f"{smollm2.advice()} ({first_line(error)})") from error
-        raise ValueError(f"cannot load a tokenizer from {name!r}: {first_line(error)}") from error
+        if not Path(path).exists():
+            raise ValueError(f"cannot load a model from {name!r}: {why_not(error)}") from error
+        for file in sorted(Path(path).glob("*token*.json")):
+            _object(file)
+        way_out = "" if isinstance(error, ValueError) else "; copy it again"
+        why = first_line(error)
+        raise ValueError(f"cannot read the {files} of {name!r}: {why}{way_out}") from error
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """What a JSON file of a model holds. Raises ValueError naming it."""
+    with _naming(file):
+        return json_object(file.read_bytes())
+
+
+@contextmanager
+def _naming(file: Path | str) -> Iterator[None]:
+    """Names the file that a ValueError is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}; copy it again") from None
 
 
 def default_device() -> str:
@@ -163,3 +213,8 @@ def _check_directory(path: str) -> None:
         raise ValueError(f"{path} is not a model directory: it has no config.json")
     if not any((folder / name).exists() for name in _WEIGHTS):
         raise ValueError(f"{path} has no weights ({' or '.join(_WEIGHTS)}): the copy is incomplete")
+    config = _object(folder / "config.json")
+    with _naming(folder / "config.json"):
+        for size in _SIZES:
+            Setting(least=1).check(size, config.get(size), int | None)
+        Setting().check("quantization_config", config.get("quantization_config"), dict | None)

@@ -18,8 +18,12 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def cache_folder() -> Path:
-    """Where wheels are looked for and conversions kept."""
-    return Path(os.environ.get("KVFOLD_CACHE") or "~/.cache/kvfold").expanduser()
+    """Where wheels are looked for and conversions kept. Raises ValueError for nobody's home."""
+    folder = Path(os.environ.get("KVFOLD_CACHE") or "~/.cache/kvfold")
+    try:
+        return folder.expanduser()
+    except RuntimeError:
+        raise ValueError(f"KVFOLD_CACHE: there is no home {folder}; set a whole path") from None
 
 
 def resolve() -> str:

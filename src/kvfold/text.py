@@ -4,6 +4,7 @@ Shape legend: n windows, T tokens of a window (`ctx`).
 """
 
 import gzip
+import json
 import lzma
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -19,6 +20,13 @@ SEPARATOR = "<|endoftext|>"
 ROLES = ("system", "user", "assistant")
 _CHARACTERS_PER_TOKEN = 6  # first guess of how much text fills a number of tokens
 _UNPACK = {".xz": lzma.decompress, ".gz": gzip.decompress}
+_NOT_JSON = {  # what is wrong with a JSON text, by what reading it raises
+    json.JSONDecodeError: "not a JSON object",
+    RecursionError: "nested too deeply",
+    UnicodeDecodeError: "not utf-8 text",
+    UnicodeEncodeError: "holds half a character, a surrogate without the other",
+    ValueError: "holds a number of thousands of digits",
+}
 
 
 def packaged(name: str) -> str:
@@ -49,6 +57,34 @@ def read_text(path: str | Path) -> str:
     return text.replace("\r\n", "\n")
 
 
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """The object that a JSON text, utf-8 if bytes, holds. Raises ValueError with what is wrong."""
+    try:
+        found = json.loads(text if isinstance(text, str) else text.decode())
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(_NOT_JSON[type(error)]) from error
+    if not isinstance(found, dict):
+        raise ValueError(_NOT_JSON[json.JSONDecodeError])
+    return found
+
+
+def check_text(name: str, text: str) -> None:
+    """Raises SettingError for a setting that is no text for a tokenizer: half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SettingError(f"`{name}`: not utf-8 text at character {error.start}") from None
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raises SettingError for what is no tokenizer of transformers'; None: there is none."""
+    if tokenizer is not None and not hasattr(tokenizer, "bos_token_id"):
+        raise SettingError(
+            f"`tokenizer` must be one that transformers loaded; got {tokenizer!r:.100}"
+        )
+
+
 def read_texts(paths: str | Path | Iterable[str | Path]) -> str:
     """Texts of one or more files as documents, in order. Raises as `read_text`."""
     if isinstance(paths, str | Path):
@@ -71,6 +107,7 @@ def running(text: str) -> str:
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Token ids of `text`, without special tokens or transformers' warning about its length."""
+    check_text("text", text)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -122,6 +159,12 @@ def _check_messages(messages: Any) -> None:
             or not isinstance(message.get("content"), str)
         ):
             raise ValueError(f"messages[{number}] must be {legal}; got {message!r}")
+        check_text("content", message["content"])
+
+
+def longer(tokenizer: Any, text: str, limit: int) -> bool:
+    """Whether `text` has more than `limit` tokens, of which no more than it takes are made."""
+    return len(_encode_prefix(tokenizer, text, limit + 1)) > limit
 
 
 def windows(tokenizer: Any, text: str, ctx: int, max_tokens: int | None = None) -> "Tensor":

@@ -46,16 +46,12 @@ def generate(
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise ValueError("give one of --prompt TEXT and --prompt-file FILE")
-    if prompt_file is not None:
-        from kvfold.text import read_text
+    from kvfold.text import check_text, read_text
 
+    if prompt_file is not None:
         return read_text(prompt_file)
-    text = prompt or ""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"--prompt: not utf-8 text at character {error.start}") from None
-    return text
+    check_text("prompt", prompt or "")
+    return prompt or ""
 
 
 def stream(model: Any, tokenizer: Any, ids: list[int], sampling: Sampling) -> None:
@@ -115,15 +111,19 @@ def encode(
     """Token ids of the prompt, a message if this is a chat. Raises ValueError if they and the new
     ones do not fit a model of this config, and for a chat where there is no template for it."""
     from kvfold.evaluation.perplexity import max_positions, vocabulary
-    from kvfold.text import check_ids, encode_chat, encode_prompt
+    from kvfold.text import check_ids, encode_chat, encode_prompt, longer
 
     if chat and not tokenizer.chat_template:
         raise ValueError("this model has no chat template: leave --chat out")
+    limit = max_positions(config)
+    if limit is not None and longer(tokenizer, text, limit):
+        raise ValueError(
+            f"the prompt has more tokens than the model's {limit} positions; shorten it"
+        )
     ids = encode_chat(tokenizer, text) if chat else encode_prompt(tokenizer, text)
     if not ids:
         raise ValueError("the prompt is empty and the tokenizer has no BOS token; give some text")
     check_ids(ids, vocabulary(config))
-    limit = max_positions(config)
     if limit is not None and len(ids) + max_new_tokens > limit:
         raise ValueError(
             f"the prompt has {len(ids)} tokens, which with {max_new_tokens} new ones exceed the"

@@ -14,11 +14,10 @@ from kvfold.recipes import RECIPES
 
 T = TypeVar("T")
 _QUOTES = "'\""
+_EXAMPLES: dict[Any, str] = {int: "1,8", float: ".5,.25"}  # of lists, by what they are of
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, Parameter(help="A directory, a GGUF file, a hub id or reference:gqa.")]
-Files = Annotated[
-    tuple[Path, ...], Parameter(consume_multiple=True, negative="", show_default=False)
-]
+Files = Annotated[tuple[Path, ...], Parameter(consume_multiple=1, negative="", show_default=False)]
 TaskFiles = Annotated[Files, Parameter(help=f"Files of {LEGAL_ROWS} rows (.jsonl, .xz, .gz).")]
 RecipeName = Annotated[
     str | None,
@@ -189,5 +188,6 @@ def parse_list(text: str, option: str, item: Callable[[str], T]) -> list[T]:
     except ValueError:
         values = []
     if not values:
-        raise ValueError(f"{option}: {text!r} is not a comma-separated list such as .5,.25")
+        kind = f"numbers such as {_EXAMPLES[item]}" if item in _EXAMPLES else "names"
+        raise ValueError(f"{option}: {text!r} is not a comma-separated list of {kind}")
     return list(dict.fromkeys(values))

@@ -1,12 +1,11 @@
 """Downstream tasks from JSONL files. A kind of row is a class in one file, and a line in TASKS."""
 
-import json
 from pathlib import Path
 
 from kvfold.evaluation.tasks.base import Task
 from kvfold.evaluation.tasks.choice import ChoiceTask
 from kvfold.evaluation.tasks.generation import GenerationTask
-from kvfold.text import read_text
+from kvfold.text import json_object, read_text
 
 TASKS: dict[str, type[Task]] = {
     "generation": GenerationTask,
@@ -29,11 +28,9 @@ def read_tasks(path: str | Path) -> list[Task]:
 def _parse(line: str, where: str) -> Task:
     """The row in `line`. Raises ValueError where no kind, or more than one, has its keys."""
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        row = None
-    if not isinstance(row, dict):
-        raise ValueError(f"task {where}: not a JSON object; legal rows: {LEGAL_ROWS}")
+        row = json_object(line)
+    except ValueError as error:
+        raise ValueError(f"task {where}: {error}; legal rows: {LEGAL_ROWS}") from None
     kinds = [kind for kind in TASKS.values() if kind.fits(set(row))]
     if len(kinds) != 1:
         keys = ", ".join(row) or "none"
