@@ -19,6 +19,7 @@ import triton.language as tl
 
 from kvfold.ops.common.codes_triton import UNIT, load_fp16, unpack
 from kvfold.ops.common.rope_triton import load_angles, load_pairs, packed_pairs, rotate, rotate_back
+from kvfold.ops.common.weights_triton import store_weights
 from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
 
 
@@ -179,24 +180,6 @@ def _powers(u, k, K: tl.constexpr):
 
 
 @triton.jit
-def _store(
-    s, weights, tops, to, there, rows, BLOCK: tl.constexpr, NP: tl.constexpr, NQ: tl.constexpr,
-    SPAN: tl.constexpr,
-):  # fmt: skip
-    """Weights and tops of a tile's scores s [BLOCK, NP], in log2, of which `rows` rows are there.
-    to [NP]: columns of the tile's first span."""
-    SPANS: tl.constexpr = BLOCK // SPAN
-    s = tl.reshape(s, [SPANS, SPAN, NP])
-    top = tl.maximum(tl.max(s, 1), -1e30)  # of rows that exist, if any
-    weight = tl.exp2(s - top[:, None, :])
-    span, row = tl.arange(0, SPANS), tl.arange(0, SPAN)
-    at = to[None, :] + span[:, None] * NQ
-    there = there[None, :] & (span * SPAN < rows)[:, None]
-    tl.store(tops + at, top, there)
-    tl.store(weights + at[:, None, :] * SPAN + row[None, :, None], weight, there[:, None, :])
-
-
-@triton.jit
 def score_kernel(
     q, q_stride, up, sums, rope, turns, folded, extra, weights, tops, keys, arena,
     tables, table_slot, table_group, lengths, length_slot, slots, heads, bases, starts, scale,
@@ -287,7 +270,7 @@ def score_kernel(
                     EXACT, W0, W1, F, PAIRS, K, NP, HG, REACH, BLOCK, ONE_PAGE, False,
                 )  # fmt: skip
                 own = to + t * (BLOCK // SPAN) * NQ
-                _store(s * scale, weights, tops, own, n < N, BLOCK, BLOCK, NP, NQ, SPAN)
+                store_weights(s * scale, weights, tops, own, n < N, BLOCK, BLOCK, NP, NQ, SPAN)
             for t in tl.range(tl.maximum(tile, full), stop, num_stages=1):
                 rows = length - t * BLOCK
                 page = tile_pages(table, t, row, length, PAGE, ONE_PAGE).to(tl.int64) * 32
@@ -298,6 +281,6 @@ def score_kernel(
                 )  # fmt: skip
                 s = tl.where((row < rows)[:, None], s * scale, float("-inf"))
                 own = to + t * (BLOCK // SPAN) * NQ
-                _store(s, weights, tops, own, n < N, rows, BLOCK, NP, NQ, SPAN)
+                store_weights(s, weights, tops, own, n < N, rows, BLOCK, NP, NQ, SPAN)
         item += 1
         tile = 0
