@@ -112,7 +112,8 @@ def test_layers_of_unlike_pieces_are_planned_together() -> None:
 
 @pytest.mark.parametrize("layout,reason", [
     (swift([((64, 3),)], [((64, 4),)]), "numbers in 3 bits: the kernels read 16, 8, 4 and 2"),
-    (swift([((60, 2),)], [((64, 4),)]), "60 numbers in 2 bits: the kernels read whole 16-bit words"),
+    (swift([((60, 2),)], [((64, 4),)]), "60 numbers in 2 bits: the kernels read whole 16-bit"
+     " words"),
 ])  # fmt: skip
 def test_what_is_not_read(layout: CacheLayout, reason: str) -> None:
     assert str(DECODE.why_not(ANY_GPU, layout.groups)).endswith(reason)

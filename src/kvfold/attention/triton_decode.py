@@ -53,7 +53,8 @@ def batches(view: PoolView, layers: Sequence[LayerMaps]) -> list[LayerBatch]:
 
 
 class TritonDecode(AttentionBackend):
-    """Rows in score space, by `ops.decode`'s kernels; observed queries go to an observer. A step has one decoding part."""
+    """Rows in score space, by `ops.decode`'s kernels; observed queries go to an observer. A step
+    has one decoding part."""
 
     captures: ClassVar[bool] = True
     observes: ClassVar[bool] = True

@@ -8,7 +8,7 @@ converted, or added that would have to be taken off again; UNIT comes back as a 
 outputs, which are fp32. Codes below 8 bits stay where they are in their byte, so many times as
 large (`factor`).
 """
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code=assignment
 
 import triton
 import triton.language as tl
@@ -210,13 +210,18 @@ def load_fp16(arena, index, inside):
 
 
 @triton.jit
-def load_scale(arena, index, inside, BITS: tl.constexpr, SCALE: tl.constexpr):
-    """The scale fp32 that number `index` of the arena (int32) stands for: an fp16, or where SCALE
-    is 1 an fp8 (e4m3, never negative). As `integers.scale_of`."""
+def load_scale(arena, page, place, inside, BITS: tl.constexpr, SCALE: tl.constexpr):
+    """The scale fp32 that number `place` (int32) of a page stands for: an fp16, or where SCALE is 1
+    an fp8 (e4m3, never negative). As `integers.scale_of`.
+
+    arena: as int32; page: in 16-bit words.
+    """
+    PER: tl.constexpr = 4 // SCALE
+    pair = tl.load(arena + (page // 2 + place // PER), inside, 0) >> (place % PER * (8 * SCALE))
     if SCALE == 2:
-        scale = load_fp16(arena, index, inside)
+        scale = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        byte = (tl.load(arena + (index >> 2), inside, 0) >> ((index & 3) * 8).to(tl.int32)) & 0xFF
+        byte = pair & 0xFF
         # fp16 has a bit more of exponent, whose bias is 8 larger.
         scale = (byte << 7).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         scale = tl.where(byte == 0x7F, float("nan"), scale * (256 / (1 << BITS)))

@@ -3,7 +3,7 @@
 Shapes: G groups of a layer, Hk KV heads, N query heads of each, V pieces of values, L precisions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -18,6 +18,7 @@ from kvfold.spec.layout import Group, Segment
 
 CODES = (8, 4, 2)  # precisions that kernels unpack, besides 16 bits as they are
 TILE = {16: 64, 8: 64, 4: 64, 2: 32}  # most 16-bit words of a row that a program of values takes
+WEIGHTS = 1024  # what a row's weights cost a program of values, in bits of its tile
 Forms = tuple[tuple[int, int], ...]  # (bits, words of a tile) of every precision
 
 
@@ -69,17 +70,17 @@ def latents_of(group: Group, side: Side) -> list[list[Segment]]:
     """The segments of every latent of a side, in order."""
     found: dict[tuple[int, ...], list[Segment]] = {}
     for segment in group.layout.segments:
-        if segment.side == side:
+        if side in segment.side:
             found.setdefault(segment.heads, []).append(segment)
     return list(found.values())
 
 
-def unread(op: str, groups: Sequence[Group]) -> str | None:
-    """Why these pages are not read piece by piece; None where they are: keys and values apart, each
-    in 16 bits or in codes of CODES, once each, in whole 16-bit words."""
+def unread(op: str, groups: Sequence[Group], *, joint: bool = False) -> str | None:
+    """Why these pages are not read piece by piece; None where they are: keys and values apart (or
+    `joint`), each in 16 bits or in codes of CODES, once each, in whole 16-bit words."""
     for layout in {group.layout: None for group in groups}:
         for x in layout.segments:
-            if x.side == "kv":
+            if x.side == "kv" and not joint:
                 return "keys and values in one latent: the kernels read either by itself"
             if x.per_channel or op not in x.format.kernels:
                 return f"format {x.format.name}, of which the kernels read no pieces"
@@ -90,7 +91,7 @@ def unread(op: str, groups: Sequence[Group]) -> str | None:
             if x.width * x.bits % 16:
                 return f"{x.width} numbers in {x.bits} bits: the kernels read whole 16-bit words"
     for side in ("k", "v"):
-        bits = {x.bits for each in groups for x in each.layout.segments if x.side == side}
+        bits = {x.bits for each in groups for x in each.layout.segments if side in x.side}
         if 16 in bits and len(bits) > 1:
             return "16 bits beside codes: the kernels read codes, or 16 bits"
         for group in groups:
@@ -121,7 +122,7 @@ VALUE_FIELDS = 12  # see `value_pieces`
 @lru_cache(maxsize=4096)
 def key_pieces(groups: tuple[Group, ...], queries: int, device: torch.device) -> Pieces:
     """Keys of every KV head, in order; queries: query heads of one."""
-    forms = _forms(groups, "k")
+    forms = widest_words(x for y in groups for x in y.layout.segments if x.side == "k")
     lines: dict[int, list[int]] = {}
     cost: dict[int, int] = {}
     for g, group in enumerate(groups):
@@ -178,7 +179,7 @@ def value_pieces(groups: tuple[Group, ...], queries: int, device: torch.device) 
     kinds = tuple(sorted(set(forms), reverse=True))
     for line, form in zip(lines, forms, strict=True):
         line[9] = kinds.index(form)
-    return _pieces(groups, "v", lines, kinds, [16 * words for _, words in forms], device)
+    return _pieces(groups, "v", lines, kinds, [16 * words + WEIGHTS for _, words in forms], device)
 
 
 def value_heads(groups: Sequence[Group]) -> int:
@@ -193,14 +194,13 @@ def widest_value(groups: Sequence[Group]) -> int:
     return max(each, default=0)
 
 
-def _forms(groups: Sequence[Group], side: Side) -> Forms:
-    """The precisions of a side, and as many words of each as hold its widest run, a power of two;
-    at least 16, which a product wants."""
+def widest_words(segments: Iterable[Segment]) -> Forms:
+    """The precisions of segments, the highest first, and as many words of each as hold its widest
+    run, a power of two; at least 16, which a product wants."""
     widest: dict[int, int] = {}
-    for x in (x for group in groups for x in group.layout.segments if x.side == side):
-        widest[x.bits] = max(widest.get(x.bits, 0), x.row_bytes // 2)
-    found = {bits: padded_width(words) for bits, words in widest.items()}
-    return tuple(sorted(found.items(), reverse=True)) or ((16, 16),)
+    for x in segments:
+        widest[x.bits] = max(widest.get(x.bits, 0), padded_width(x.row_bytes // 2))
+    return tuple(sorted(widest.items(), reverse=True)) or ((16, 16),)
 
 
 def _pieces(
@@ -212,7 +212,7 @@ def _pieces(
     device: torch.device,
 ) -> Pieces:
     layouts = [group.layout for group in groups]
-    words = [x.row_bytes // 2 for y in layouts for x in y.segments if x.side == side]
+    words = [x.row_bytes // 2 for y in layouts for x in y.segments if side in x.side]
     return Pieces(
         table=torch.tensor(table, dtype=torch.int32, device=device),
         forms=forms,

@@ -6,26 +6,22 @@ them; how it makes them, and of which keys, is no matter here. Programs take pie
 Shapes: B sequences, G groups of a layer, V pieces of values, Hq query heads, NQ of a group, N of a
 value latent, padded to GP; I = B * V items, S slices of them (see `plan`).
 """
-# mypy: allow-untyped-defs
-
-from collections.abc import Sequence
-from dataclasses import dataclass
+# mypy: allow-untyped-defs, disable-error-code=assignment
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.ops.common.codes_triton import factor, load_fp16, load_scale, unpack_centred
+from kvfold.ops.common.codes_triton import factor, load_scale, unpack_centred
 from kvfold.ops.common.launch import launch_options
 from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.pieces import VALUE_FIELDS, Pieces
 from kvfold.ops.common.plan import Slices, padded_queries
+from kvfold.ops.common.split import SPAN, Workspace
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.decode.kernels import after_launch, combine_kernel, tile_pages, tile_rows
 from kvfold.ops.decode.triton import combine_options
-
-SPAN = 16  # rows that share a top
 
 
 @triton.jit
@@ -72,12 +68,15 @@ def _attend(
     if BITS == 16:
         outputs = (tl.dot(v, p.to(KIND), state[2]),)
     else:
-        place = page * (2 // SCALE) + scale_start + row * scale_row
+        place = scale_start + row * scale_row
         inside = inside & (words > 0)  # where nothing is stored, neither is a scale
-        scale = load_scale(arena, place, inside, BITS, SCALE)
+        scale = load_scale(arena, page, place, inside, BITS, SCALE)
         w = (p * scale[:, None]).to(tl.float16)
         if ZEROS:
-            zero = load_fp16(arena, place + zero_step, inside) + (1 << (BITS - 1)) * scale
+            zero = (
+                load_scale(arena, page, place + zero_step, inside, 16, 2)
+                + (1 << (BITS - 1)) * scale
+            )
             floor = tl.dot(ones, (p * zero[:, None]).to(tl.float16), floor)
         else:
             floor = tl.dot(ones, w, floor)
@@ -204,42 +203,6 @@ def value_kernel(
                     )  # fmt: skip
         item += 1
         tile = 0
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Room where passes leave what the next one reads; layers take turns.
-
-    weights fp16 [rows / SPAN, heads of a group, SPAN], tops fp32 of the same but rows; part, part_ml as
-    `DecodePlan` has them; rows: most of a layer.
-    """
-
-    weights: Tensor
-    tops: Tensor
-    part: Tensor
-    part_ml: Tensor
-    rows: int
-
-    @classmethod
-    def of(
-        cls, rows: int, runs: int, heads: int, part: tuple[int, int, int], device: torch.device
-    ) -> "Workspace":
-        """runs: sequences times groups; heads: query heads of a group; part: slices and items,
-        columns and numbers of a part."""
-        spans, room = rows // SPAN + runs, torch.empty(part, device=device)
-        return cls(
-            weights=torch.empty(spans, heads, SPAN, dtype=torch.float16, device=device),
-            tops=torch.empty(spans, heads, device=device),
-            part=room,
-            part_ml=room.new_empty(part[0], 2, part[1]),
-            rows=rows,
-        )
-
-
-def part_shape(pieces: Sequence[Pieces], heads: int, parts: int) -> tuple[int, int, int]:
-    """Of `Workspace.part` for layers; heads: query heads of a value latent."""
-    width = max(words * 16 // bits for x in pieces for bits, words in x.forms)
-    return parts, padded_queries(heads), width
 
 
 def attend_values(

@@ -2,13 +2,13 @@
 
 Shapes: B sequences, G groups of the layer, Hq query heads, S slots, n pages of the longest group.
 Rows in score space only: what is stored is what scores are taken of (`plain`, `post_rope` and
-`absorbed` keys). Keys that are made from latents first: `ops.latent_decode`. CPUs attend to pages of all layers listed at once, by the functions of
-`ops.decode.cpu`.
+`absorbed` keys). Keys that are made from latents first: `ops.latent_decode`. CPUs attend to pages
+of all layers listed at once, by the functions of `ops.decode.cpu`.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from kvfold.ops.backend import Operation
 from kvfold.ops.common import pieces
 from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.common.plan import columns_of
 from kvfold.ops.decode.groups import unread
 from kvfold.spec.layout import Group
 
@@ -38,16 +39,13 @@ def plan_layers(
     included; queries: query heads of a KV head; rows: at most as many has a layer, its groups added
     up.
     """
-    alike = defaultdict(list)
-    for i, groups in enumerate(layers):
-        alike[DECODE.choose(lengths.device.type, tuple(groups)).module].append(i)
-    found: dict[int, Any] = {}
-    counts = lengths.unflatten(1, (len(layers), -1))
-    for module, own in alike.items():
-        counted = lengths if len(own) == len(layers) else counts[:, own].flatten(1)
-        plans = module.plan_layers([layers[i] for i in own], counted, queries, rows)
-        found |= zip(own, plans, strict=True)
-    return [found[i] for i in range(len(layers))]
+
+    def make(module: ModuleType, own: list[int]) -> list[Any]:
+        counts = columns_of(lengths, len(layers), own)
+        plans: list[Any] = module.plan_layers([layers[i] for i in own], counts, queries, rows)
+        return plans
+
+    return DECODE.plan(lengths.device.type, [(tuple(groups),) for groups in layers], make)
 
 
 def decode(
@@ -55,10 +53,10 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v over the rows of every group.
 
-    q [B, Hq, widest key rank], zeros beyond a head's own rank, KV heads in order; slots int64 [B]; plan: of
-    `plan_layers`, else made here. Returns [B, Hq, widest value rank], 0 beyond a head's own rank
-    and for a group without rows, and the log2-sum-exp2 of the scaled scores, fp32 [B, Hq], -inf
-    for a group without rows.
+    q [B, Hq, widest key rank], zeros beyond a head's own rank, KV heads in order; slots int64 [B];
+    plan: of `plan_layers`, else made here. Returns [B, Hq, widest value rank], 0 beyond a head's
+    own rank and for a group without rows, and the log2-sum-exp2 of the scaled scores, fp32
+    [B, Hq], -inf for a group without rows.
     """
     module = DECODE.choose(q.device.type, pages.groups).module
     return module.decode(q, pages, slots, scale, plan)

@@ -5,12 +5,12 @@ padded to GP (see `plan`); S slices of the items, (sequence, KV head).
 A key is the runs of its latent, one a precision (see `pieces.key_pieces`); its score is the sum of
 theirs, each times its own scale.
 """
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code=assignment
 
 import triton
 import triton.language as tl
 
-from kvfold.ops.common.codes_triton import UNIT, load_fp16, load_query, load_scale, unpack_all
+from kvfold.ops.common.codes_triton import UNIT, load_query, load_scale, unpack_all
 from kvfold.ops.common.weights_triton import store_weights
 from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
 
@@ -49,11 +49,11 @@ def _run(
         own = tl.broadcast_to((total * (-LOW / UNIT))[None, :], s.shape[0], s.shape[1])
         for J in tl.static_range(16 // BITS):
             own = tl.dot(numbers[J], queries[J], own)
-        place = page * (2 // SCALE) + scale_start + row * scale_row
+        place = scale_start + row * scale_row
         inside = inside & (row_words > 0)  # a head without such a run has no scale
-        s += own * (load_scale(arena, place, inside, BITS, SCALE) * UNIT)[:, None]
+        s += own * (load_scale(arena, page, place, inside, BITS, SCALE) * UNIT)[:, None]
         if ZEROS:
-            s += load_fp16(arena, place + zero_step, inside)[:, None] * total[None, :]
+            s += load_scale(arena, page, place + zero_step, inside, 16, 2)[:, None] * total[None, :]
     return s
 
 

@@ -48,8 +48,8 @@ def plan_layers(
     num_slices: int | None = None,
     slots: Tensor | None = None,
 ) -> list[DecodePlan]:
-    """As `ops.decode.plan_layers`; rows are no matter here. lengths: where slots int [B] are given, [S, groups of all
-    layers]; num_slices: of every layer, by default as many as run at once."""
+    """As `ops.decode.plan_layers`; rows are no matter here. lengths: where slots int [B] are given,
+    [S, groups of all layers]; num_slices: of every layer, by default as many as run at once."""
     device = lengths.device
     groups, cost, width = _costs(tuple(map(tuple, layers)), queries, device)
     tuning = tuning or tuning_for(groups, queries)
