@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.common.pieces import latents_of, widest_value
 from kvfold.ops.store import reference as store
 from kvfold.spec.layout import CacheLayout, Group, Latent
 from test_store import DEVICE, Store, numbers, one_layer, stored
@@ -41,22 +42,22 @@ def mixed(*bits: tuple[int, int], **options) -> CacheLayout:
 def heads_of(
     q: Tensor, rows: Tensor, groups: tuple[Group, ...], lengths: Tensor
 ) -> Iterator[tuple[int, slice, Tensor, Tensor, Tensor]]:
-    """(b, its query heads, q [N, dk], k [T, dk], v [T, dv]) of every group, float64.
+    """(b, its query heads, q [N, dk], k [T, dk], v [T, dv]) of every KV head, float64.
 
-    q [B, G N, widest key]; rows [B, T, R] as they come back; lengths [B, G].
+    q [B, Hq, widest key]; rows [B, T, R] as they come back; lengths [B, G].
     """
-    size = q.shape[1] // len(groups)
-    for g, group in enumerate(groups):
+    size = q.shape[1] // sum(len(group.heads) for group in groups)
+    for g, head in ((g, head) for g, group in enumerate(groups) for head in group.heads):
         columns = {
             side: [
                 column
-                for x in group.layout.segments
-                if x.side == side
+                for x in groups[g].layout.segments
+                if x.side == side and head in x.heads
                 for column in range(x.start, x.start + x.width)
             ]
             for side in "kv"
         }
-        heads = slice(group.heads[0] * size, (group.heads[0] + 1) * size)
+        heads = slice(head * size, (head + 1) * size)
         for b in range(len(q)):
             mine = rows[b, : int(lengths[b, g])].double()
             k, v = mine[:, columns["k"]], mine[:, columns["v"]]
@@ -66,8 +67,8 @@ def heads_of(
 def written_out(
     q: Tensor, rows: Tensor, groups: tuple[Group, ...], lengths: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """float64 outputs [B, G N, widest value] and log2-sum-exp2s [B, G N]."""
-    widest = max(sum(x.width for x in g.layout.segments if x.side == "v") for g in groups)
+    """float64 outputs [B, Hq, widest value] and log2-sum-exp2s [B, Hq]."""
+    widest = widest_value(groups)
     out = torch.zeros(*q.shape[:2], widest, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
     for b, heads, mine, k, v in heads_of(q, rows, groups, lengths):
@@ -132,12 +133,13 @@ class Case:
 def queries_of(
     groups: tuple[Group, ...], size: int, dtype: torch.dtype, batch: int, seed: int
 ) -> Tensor:
-    """Random queries [B, G N, widest key], 0 beyond a head's rank."""
-    ranks = [sum(x.width for x in g.layout.segments if x.side == "k") for g in groups]
-    heads = torch.zeros(len(groups), dtype=torch.int64)
-    heads[[group.heads[0] for group in groups]] = torch.tensor(ranks)
-    q = numbers(seed + 1, dtype, batch, len(groups) * size, max(ranks))
-    return q * (torch.arange(max(ranks)) < heads.repeat_interleave(size)[:, None])
+    """Random queries [B, Hq, widest key], 0 beyond a head's rank."""
+    ranks = torch.zeros(sum(len(group.heads) for group in groups), dtype=torch.int64)
+    for latent in (own for group in groups for own in latents_of(group, "k")):
+        ranks[list(latent[0].heads)] = sum(x.width for x in latent)
+    widest = int(ranks.max())
+    q = numbers(seed + 1, dtype, batch, len(ranks) * size, widest)
+    return q * (torch.arange(widest) < ranks.repeat_interleave(size)[:, None])
 
 
 def error(found: Tensor, want: Tensor) -> float:

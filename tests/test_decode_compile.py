@@ -123,7 +123,9 @@ def direct(known: Shape, tuning: Tuning, queries: int, hard: bool) -> dict[str, 
         mock.patch.multiple(decode_triton, **kernels, **early),
         mock.patch.multiple(plan_triton, **planned, **early),
     ):
-        plan = plan_layers([groups], pages.lengths, queries, tuning, 1, slots=slots)[0]
+        plan = plan_layers(
+            [groups], pages.lengths, queries, tuning=tuning, num_slices=1, slots=slots
+        )[0]
         decode_triton.decode(q, pages, slots, 0.1, plan)
     return kernels | planned
 

@@ -82,7 +82,7 @@ def cut(case: Case, tuning: Tuning, num_slices: int) -> DecodePlan:
     q, pages, slots, _ = case.args
     groups, counts = pages.groups, pages.lengths[slots]
     queries = q.shape[1] // len(groups)
-    plan = plan_layers([groups], counts, queries, tuning, num_slices)[0]
+    plan = plan_layers([groups], counts, queries, tuning=tuning, num_slices=num_slices)[0]
     tiles = -(-counts.flatten() // tuning.block)
     cost = torch.arange(1, len(groups) + 1, device=q.device).repeat(len(counts))
     return replace(plan, slices=stream_k(tiles, cost, 1, num_slices))
@@ -282,7 +282,7 @@ def test_layers_planned_together() -> None:
     lengths, slots = counts.new_full((3, counts.shape[1]), 999), counts.new_tensor([2, 0]).long()
     lengths[slots] = counts
     layers = [case.args[1].groups for case in cases]
-    plans = plan_layers(layers, lengths, 2, Tuning(block=16), 5, slots=slots)
+    plans = plan_layers(layers, lengths, 2, tuning=Tuning(block=16), num_slices=5, slots=slots)
     for case, plan in zip(cases, plans, strict=True):
         q, pages, *rest = case.args
         q = torch.cat((q, q), 1)[:, : q.shape[1]]

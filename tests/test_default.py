@@ -22,15 +22,14 @@ SMOLLM2 = hf.LlamaConfig(hidden_size=576, num_hidden_layers=30, **HEADS)
 @pytest.mark.parametrize(
     ("size", "name", "why"),
     [
-        ({}, "lean-g", "at this size; not small, lean"),
-        ({"keep": 0.25}, "lean", "at this size; not small"),
-        ({"keep": 0.125}, "small", "with kernels on a GPU at this size"),
-        ({"budget": "ppl<=1.01"}, "lean-g", "not small"),  # any size may come of it
-        ({"factor": 8}, "small", "none has kernels"),  # kernels read one precision of a layer
-        ({"bytes_per_token": 9000}, "small", "none has kernels"),
+        ({}, "lean", "at this size; not small"),
+        ({"keep": 0.125}, "small", "with fast kernels on a GPU at this size"),
+        ({"budget": "ppl<=1.01"}, "lean", "not small"),  # any size may come of it
+        ({"factor": 8}, "lean", "not small"),
+        ({"bytes_per_token": 9000}, "lean", "not small"),
     ],
 )
-def test_wide_latents_give_way_to_those_with_kernels(size, name, why) -> None:
+def test_wide_latents_give_way_to_those_that_kernels_read_fast(size, name, why) -> None:
     recipe, said = chosen(None, LLAMA_8B, Target(**size))
     assert recipe == kvfold.recipes.get(name) and said is not None and why in said
 
@@ -43,8 +42,8 @@ def test_narrow_ones_stay_small(config, size) -> None:
 
 def test_without_kernels_it_is_the_best_and_says_so() -> None:
     recipe, why = chosen(None, CONFIGS["gemma2"](), Target())
-    assert recipe.name == PREFERENCE[0] == "small" and "none has kernels" in str(why)
-    assert chosen(None, CONFIGS["opt"](), Target())[0].name == "fast"  # heads may not share rows
+    assert recipe.name == PREFERENCE[0] == "small" and "none has fast kernels" in str(why)
+    assert chosen(None, CONFIGS["opt"](), Target())[0].name == "lean"  # no keys beside values
 
 
 def test_a_named_recipe_is_taken() -> None:

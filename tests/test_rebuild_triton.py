@@ -20,10 +20,12 @@ from kvfold.ops.latent_decode import (  # noqa: E402
     plan_layers,
     reference,
     rope_table,
+    triton_pieces,
 )
 from kvfold.ops.latent_decode import triton as latent_triton  # noqa: E402
 from kvfold.ops.latent_decode.groups import unread  # noqa: E402
 from kvfold.ops.latent_decode.maps import find_drift  # noqa: E402
+from kvfold.ops.latent_decode.pieces import unread as unread_pieces  # noqa: E402
 from kvfold.ops.latent_decode.plan import HOPPER_BLOCK, Passes, table  # noqa: E402
 from kvfold.ops.store import reference as store  # noqa: E402
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
@@ -59,7 +61,8 @@ class Case:
     """Sequences of random rows, positions in no order, their pages shuffled, the rest NaN."""
 
     def __init__(self, kind, keys, values, lengths, *, d=32, queries=2, rotary=None, page=16,
-                 bits=None, zeros=False, tracked=False, scaling=1.0, seed=0):  # fmt: skip
+                 bits=None, zeros=False, tracked=False, scaling=1.0, seed=0,
+                 tiers=None):  # fmt: skip
         chance = torch.Generator().manual_seed(seed)
         random = lambda *shape: torch.randn(shape, generator=chance)  # noqa: E731
         heads = len(keys)
@@ -67,7 +70,10 @@ class Case:
             hidden_size=8, num_query_heads=heads * queries, num_kv_heads=heads, head_dim=d,
             num_layers=1, rope=True, key_norm=False, scaling=0.1,
         )  # fmt: skip
-        self.layer = LayerSpec(keys="pre_rope", values="fused", latents=latents(kind, keys, values))
+        own = latents(kind, keys, values)
+        if tiers is not None:
+            own = tuple(replace(x, tiers=split(x.rank, tiers)) for x in own)
+        self.layer = LayerSpec(keys="pre_rope", values="fused", latents=own)
         layout = cache_layout(
             CacheSpec(geometry=geometry, layers=(self.layer,)),
             page=page, bits=bits, zeros=zeros, tracked=tracked,
@@ -150,6 +156,20 @@ def error(case: Case, passes: Passes | None = SMALL) -> float:
     return float((out.float() - want).norm() / want.norm())
 
 
+def split(rank: int, bits: list[int]) -> tuple[tuple[int, int], ...]:
+    """Runs of 16 numbers, the last one of what is left."""
+    widths = [min(16, rank - 16 * i) for i in range(len(bits) - 1)]
+    found = [*widths, rank - sum(widths)]
+    return tuple((n, x) for n, x in zip(found, bits, strict=True) if n > 0)
+
+
+def error_of_pieces(case: Case) -> float:
+    assert not unread_pieces(case.layer, case.groups)
+    want = explicit(case).float()
+    out, _ = case.run(triton_pieces.latent_decode)
+    return float((out.float() - want).norm() / want.norm())
+
+
 KINDS = [("lean", [16, 48], 64), ("palu", [48, 48], 64), ("small", [0, 0], 48)]
 
 
@@ -175,6 +195,22 @@ def test_codes(kind: str, bits: int, zeros: bool) -> None:
     """Rows of an odd number of scales too, and of one scale for keys and values."""
     keys, values = next((k, v) for name, k, v in KINDS if name == kind)
     assert error(Case(kind, keys, values, [21], bits=bits, zeros=zeros, tracked=zeros)) < 1e-3
+
+
+@pytest.mark.parametrize("kind,keys,values,options", [
+    ("lean", [16, 48], 64, {"tiers": [8, 4, 2]}),
+    ("lean", [16, 48], 64, {"tiers": [8, 2], "tracked": True}),
+    ("lean", [64, 64], 96, {"bits": 2}),
+    ("lean", [64, 64], 96, {"bits": 4, "zeros": True, "queries": 3, "rotary": 40, "d": 48}),
+    ("palu", [48, 48], 64, {"tiers": [4, 2]}),
+    ("small", [0, 0], 48, {}),
+    ("small", [0, 0], 64, {"tiers": [8, 4, 2], "scaling": 1.2}),
+    ("small", [0, 0], 600, {"tiers": [8, 4], "page": 64, "queries": 1}),
+    ("small", [0, 0], 600, {"queries": 4}),
+])  # fmt: skip
+def test_piece_by_piece(kind: str, keys: list[int], values: int, options: dict) -> None:
+    """Several precisions, and latents of any width."""
+    assert error_of_pieces(Case(kind, keys, values, [70, 0, 17], **options)) < 1e-3
 
 
 @pytest.mark.parametrize("options", [

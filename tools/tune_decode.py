@@ -82,7 +82,7 @@ def step_of(work: Workload, tuning: Tuning) -> Step:
     geometry = work.layout.spec.geometry
     layers = [work.pages(number) for number in range(LAYERS)]
     plans = [
-        plan_layers([x.groups], x.lengths[work.slots], geometry.queries_per_kv, tuning)[0]
+        plan_layers([x.groups], x.lengths[work.slots], geometry.queries_per_kv, tuning=tuning)[0]
         for x in layers
     ]
 

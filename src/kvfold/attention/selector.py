@@ -17,14 +17,15 @@ from kvfold.attention.fallback import Fallback
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.attention.triton_decode import LatentDecode, TritonDecode
 from kvfold.attention.triton_prefill import TritonPrefill
+from kvfold.ops import observe
 from kvfold.ops.backend import GPU, use_triton
-from kvfold.ops.latent_decode.groups import WIDEST
+from kvfold.ops.common.pieces import CODES, latents_of
 from kvfold.spec.layout import CacheLayout, Group
 
 # In order of preference; the last serves everything.
 DECODE: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, CpuPaged, Fallback)
 PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
-NARROWER = "a smaller keep, or a recipe of narrower latents, such as lean-g or fast, does"
+SERVED = "8, 4 and 2 bits have kernels, alone or planned together"
 EVEN = "a recipe that keeps as much of every head, such as fast with align=8, does"
 
 logger = logging.getLogger(__name__)
@@ -169,22 +170,20 @@ def _remedy(layer: LayerShape, groups: Sequence[Group], task: Task) -> str:
 
 
 def _decode_settings(layer: LayerShape, groups: Sequence[Group], task: Task) -> Iterator[str]:
-    layouts = [group.layout for group in groups]
-    segments = [segment for layout in layouts for segment in layout.segments]
+    layout = groups[0].layout
+    segments = [x for group in groups for x in group.layout.segments]
+    runs = [[x.bits for x in own] for group in groups for own in latents_of(group, "k")]
+    runs += [[x.bits for x in own] for group in groups for own in latents_of(group, "v")]
     bits = {x.bits for x in segments}
-    if layouts[0].residual or any(x.per_channel for x in segments):
-        yield "leave residual and KIVI out; bits=4 and bits=8 have kernels"
-    elif len(bits) > 1 or not bits <= {16, 8, 4} or any(x.scale != 2 for x in layouts):
-        yield "bits=4 or bits=8 has kernels; several precisions, and others, have none"
-    elif len(segments) > len(layer.spec.latents):
-        yield "leave sub_group out: a side's numbers must share a scale"
-    if layouts[0].itemsize != 2 and 16 in bits:
+    if layout.residual or any(x.per_channel for x in segments):
+        yield f"leave residual and KIVI out; {SERVED}"
+    elif not bits <= {16, *CODES}:
+        yield SERVED
+    elif any(len(set(own)) < len(own) for own in runs):
+        yield "leave sub_group out: numbers of as many bits must share a scale"
+    if layout.itemsize != 2 and 16 in bits:
         yield "load the model as bfloat16"
-    if not layer.rebuilds_keys and any(len(group.heads) > 1 for group in groups):
-        yield EVEN
-    if layer.rebuilds_keys and max(latent.rank for latent in layer.spec.latents) > WIDEST:
-        yield NARROWER
-    if task.observed and layer.rebuilds_keys:
+    if task.observed and (layer.rebuilds_keys or observe.why_not(groups, GPU)):
         yield "a policy that does not observe decoding, such as streaming, does"
 
 
@@ -192,4 +191,4 @@ def _prefill_settings(layer: LayerShape, groups: Sequence[Group], task: Task) ->
     if task.dtype.itemsize != 2:
         yield "load the model as bfloat16"
     if max(layer.key_width, layer.value_width) > layer.geometry.head_dim:
-        yield NARROWER
+        yield "a smaller keep, or a recipe of narrower latents, such as lean-g or fast, does"

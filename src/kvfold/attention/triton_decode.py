@@ -53,8 +53,8 @@ def batches(view: PoolView, layers: Sequence[LayerMaps]) -> list[LayerBatch]:
 
 
 class TritonDecode(AttentionBackend):
-    """Rows in score space, a group a KV head, by `ops.decode`'s kernel; observed queries go to an
-    observer. A step has one decoding part."""
+    """Rows in score space, by `ops.decode`'s kernels; observed queries go to an observer. A step
+    has one decoding part."""
 
     captures: ClassVar[bool] = True
     observes: ClassVar[bool] = True
@@ -89,7 +89,7 @@ class TritonDecode(AttentionBackend):
         if not self.plans:
             for x in self.layers:
                 counts, queries = x.lengths(self.view, part), layer.geometry.queries_per_kv
-                plans = decode.plan_layers(x.groups, counts, queries)
+                plans = decode.plan_layers(x.groups, counts, queries, part.rows)
                 self.plans.update(zip(x.layers, plans, strict=True))
         q, pages = q[:, :, 0], self.view.pages[layer.index]
         out, lse = decode.decode(q, pages, part.slots, layer.scale, self.plans[layer.index])

@@ -7,7 +7,7 @@ of the layer, R numbers of a row.
 import torch
 from torch import Tensor
 
-from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.common.pages import LayerPages, owner_of
 from kvfold.ops.store.reference import gather
 from kvfold.spec import Side
 from kvfold.spec.layout import Group
@@ -18,8 +18,7 @@ TOLERANCE = 0.02  # of the outputs' norm, for 16-bit products and sums
 def decode_one(q: Tensor, pages: LayerPages, slot: int, scale: float, width: int) -> Tensor:
     """Outputs of one sequence, fp32 [Hq, width], zero beyond a head's value rank.
 
-    q [Hq, dk] zero-padded; pages: one KV head a group, in order, with segments of keys, then of
-    values.
+    q [Hq, dk] zero-padded.
     """
     groups, lengths = pages.groups, pages.lengths
     slots = torch.tensor([slot], device=q.device)
@@ -27,10 +26,11 @@ def decode_one(q: Tensor, pages: LayerPages, slot: int, scale: float, width: int
     dtype = torch.float32 if quantized else q.dtype  # else rounding decides between close scores
     rows = gather(pages, slots, lengths[slots], dtype).rows[0]
     out = torch.zeros(q.shape[0], width, device=q.device)
-    per_group = q.shape[0] // len(groups)
-    for g, group in enumerate(groups):
-        mine = slice(g * per_group, (g + 1) * per_group)
-        k, v = (rows[: int(lengths[slot, g]), _columns(group, side)] for side in ("k", "v"))
+    owner = owner_of(groups)
+    per_head = q.shape[0] // len(owner)
+    for head, g in enumerate(owner):
+        mine, own = slice(head * per_head, (head + 1) * per_head), rows[: int(lengths[slot, g])]
+        k, v = (own[:, _columns(groups[g], side, head)] for side in ("k", "v"))
         out[mine, : v.shape[-1]] = attend(q[mine, : k.shape[-1]], k, v, scale)
     return out
 
@@ -54,7 +54,7 @@ def check(name: str, out: Tensor, expected: Tensor) -> None:
         )
 
 
-def _columns(group: Group, side: Side) -> slice:
-    """Columns of the layer's row that hold a group's keys, or its values."""
-    own = [x for x in group.layout.segments if x.side == side]
+def _columns(group: Group, side: Side, head: int) -> slice:
+    """Columns of the layer's row that hold a head's keys, or its values."""
+    own = [x for x in group.layout.segments if x.side == side and head in x.heads]
     return slice(own[0].start, own[-1].start + own[-1].width) if own else slice(0, 0)

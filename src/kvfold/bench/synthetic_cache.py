@@ -71,11 +71,13 @@ def _fill(pages: Tensor, kind: PageClass, index: Tensor, generator: torch.Genera
     for segment, codes in zip(kind.layout.segments, blocks.codes, strict=True):
         if segment.quantized:
             kind.block(pages, codes, torch.uint8).random_(generator=generator)
-            steps.append(GAUSSIAN_STEP[segment.bits])
+            # An fp8 scale stands for so much less (see `integers.scale_of`).
+            held = 2**segment.bits if kind.layout.scale == 1 else 1
+            steps.append(GAUSSIAN_STEP[segment.bits] * held)
         else:
             kind.block(pages, codes, DTYPE).normal_(generator=generator)
     if steps:
-        scales = kind.block(pages, blocks.scales, torch.float16)
+        scales = kind.block(pages, blocks.scales, kind.layout.metadata)
         spread = torch.rand(scales.shape, generator=generator, device=pages.device) + 0.5
         scales.copy_(spread * torch.tensor(steps, device=pages.device))
     if kind.layout.tracked:

@@ -8,7 +8,17 @@ from typing import Literal
 
 import torch
 
-from kvfold.spec import CacheSpec, Geometry, KeyKind, Latent, LayerSpec, Side, ValueKind, value_kind
+from kvfold.spec import (
+    CacheSpec,
+    Geometry,
+    KeyKind,
+    Latent,
+    LayerSpec,
+    Side,
+    Tiers,
+    ValueKind,
+    value_kind,
+)
 from kvfold.spec.layout import CacheLayout, cache_layout
 
 DTYPE = torch.bfloat16
@@ -46,6 +56,7 @@ class Variant:
 
     keys, values: kept over all dims of a latent's heads, in turn over the latents; values None:
     the latents of keys are those of values too. shares: KV heads of a key and of a value latent.
+    tiers: of every latent of keys and of values, in place of such shares and of bits.
     rebuilt: keys are stored before RoPE and rebuilt. online: values are mapped back after attention
     where W_O could hold the map. bits: of every number; lengths: equal, Pareto over sequences, or
     log-normal over (sequence, group); evict: tokens over rows, on average; page: rows a page; how:
@@ -58,6 +69,7 @@ class Variant:
     rebuilt: bool = False
     online: bool = False
     bits: int = 16
+    tiers: tuple[Tiers, Tiers] | None = None
     lengths: Lengths = "uniform"
     evict: int = 1
     page: int = 32
@@ -65,7 +77,7 @@ class Variant:
 
     @property
     def whole(self) -> bool:
-        return {*self.keys, *(self.values or (0.0,))} == {1.0}
+        return self.tiers is None and {*self.keys, *(self.values or (0.0,))} == {1.0}
 
     @property
     def ablation(self) -> bool:
@@ -81,6 +93,11 @@ class Variant:
 def _rebuilt(keys: float, values: float | None, shares: tuple[int, int], page: int = 64) -> Variant:
     kept = None if values is None else (values,)
     return Variant(keys=(keys,), values=kept, shares=shares, rebuilt=True, page=page)
+
+
+def _planned(keys: Tiers, values: Tiers) -> Variant:
+    """Keys after RoPE per head, values joint over heads, in planned runs: recipe swift."""
+    return Variant(tiers=(keys, values), shares=(1, ALL), page=64)
 
 
 _HALF = Variant(keys=(0.5,), values=(0.5,))
@@ -102,6 +119,10 @@ VARIANTS = {
     "lean-35": _rebuilt(0.4375, 0.25, (1, ALL)),
     "small-25": _rebuilt(0.5, None, (ALL, ALL)),
     "small-10": _rebuilt(0.1875, None, (ALL, ALL)),
+    # Recipe swift at 4, 5 and 6 times, of llama-3.1-8b.
+    "swift-4x": _planned(((128, 4),), ((992, 4),)),
+    "swift-5x": _planned(((128, 4),), ((576, 4),)),
+    "swift-6x": _planned(((64, 4), (64, 2)), ((64, 8), (384, 4), (192, 2))),
     # Palu §4.5: a quarter of the keys, three of the values; latents of 1, 4 or 32 heads.
     "palu-g1": _rebuilt(0.25, 0.75, (1, 1)),
     "palu-g4": _rebuilt(0.25, 0.75, (4, 4)),
@@ -125,10 +146,9 @@ def variant_layout(
     """The pages of `num_layers` equal layers, or the geometry's. Evicted rows are tracked."""
     num_layers = num_layers or geometry.num_layers
     if variant.values is None:
-        found = _latents(geometry, "kv", variant.keys, variant.shares[0])
+        found = _latents(geometry, "kv", variant)
     else:
-        found = _latents(geometry, "k", variant.keys, variant.shares[0])
-        found += _latents(geometry, "v", variant.values, variant.shares[1])
+        found = _latents(geometry, "k", variant) + _latents(geometry, "v", variant)
     keys: KeyKind = "plain"
     values: ValueKind = "plain"
     if not variant.whole:
@@ -143,15 +163,20 @@ def variant_layout(
         spec,
         page=variant.page,
         itemsize=DTYPE.itemsize,
-        bits=variant.bits,
+        bits=variant.bits if variant.tiers is None else None,
         tracked=variant.evict > 1,
     )
 
 
-def _latents(geometry: Geometry, side: Side, kept: tuple[float, ...], share: int) -> list[Latent]:
-    heads = range(geometry.num_kv_heads)
-    share = min(share, len(heads))
+def _latents(geometry: Geometry, side: Side, variant: Variant) -> list[Latent]:
+    heads, which = range(geometry.num_kv_heads), int(side == "v")
+    share = min(variant.shares[which], len(heads))
     groups = [tuple(heads[first : first + share]) for first in heads[::share]]
+    if variant.tiers is not None:
+        runs = variant.tiers[which]
+        rank = sum(width for width, _ in runs)
+        return [Latent(side=side, heads=group, rank=rank, tiers=runs) for group in groups]
+    kept = (variant.keys, variant.values or ())[which]
     return [
         Latent(side=side, heads=group, rank=int(kept[i % len(kept)] * geometry.head_dim * share))
         for i, group in enumerate(groups)

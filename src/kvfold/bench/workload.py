@@ -100,7 +100,7 @@ class Workload:
         def run(number: int) -> Tensor:
             if planned and (plans[0] is None or (number == 0 and not fixed)):
                 place = self.groups, self.lengths[self.slots], geometry.queries_per_kv
-                plans[:] = score_space.plan_layers(*place)
+                plans[:] = score_space.plan_layers(*place, self._most_rows)
                 plans[:] = self._recut(plans) if fixed else plans
             plan = plans[number % len(plans)]
             return decode(self.q, self.pages(number), self.slots, geometry.scaling, plan=plan)[0]
@@ -114,9 +114,7 @@ class Workload:
         return [recut(plan, own, cost, self.variant.how) for plan, own, cost in each]
 
     def _rebuilt_step(self) -> Step:
-        spec = self.layout.spec
-        # Rows of the layer with most, over its groups.
-        most = max(int(self.rows[:, where].sum()) for where in self.layout.layer_groups)
+        spec, most = self.layout.spec, self._most_rows
         plans: list[Any] = [None] * self.num_layers
 
         def run(number: int) -> Tensor:
@@ -129,6 +127,11 @@ class Workload:
             return latent_decode.latent_decode(self.q, pages, self.slots, *maps)[0]
 
         return run
+
+    @property
+    def _most_rows(self) -> int:
+        """Of the layer with most, over its groups."""
+        return max(int(self.rows[:, where].sum()) for where in self.layout.layer_groups)
 
     @property
     def has_kernel(self) -> bool:

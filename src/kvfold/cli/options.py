@@ -22,8 +22,8 @@ TaskFiles = Annotated[Files, Parameter(help=f"Files of {LEGAL_ROWS} rows (.jsonl
 RecipeName = Annotated[
     str | None,
     Parameter(
-        help=f"One of {', '.join(RECIPES)}. By default the best of ours with kernels on a GPU for"
-        " the model and size.",
+        help=f"One of {', '.join(RECIPES)}. By default the best of ours with fast kernels on a GPU"
+        " for the model and size.",
         show_default=False,
     ),
 ]

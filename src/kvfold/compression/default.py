@@ -12,26 +12,36 @@ from kvfold.models.families import family_of
 from kvfold.models.kernels import kernels_of
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Tiers, value_kind
 
-PREFERENCE = ("small", "lean", "lean-g", "fast")  # by what they lose at one size: docs/quality.md
+PREFERENCE = ("small", "lean", "fast")  # by what they lose at one size: docs/quality.md
+SLOW = 512  # numbers of a latent: of more, keys take several times as long to rebuild as to read
 SLACK = 2  # how much more than its even share of the budget a latent may get
 
 
 def chosen(given: str | Recipe | None, config: Any, target: Target) -> tuple[Recipe, str | None]:
     """A recipe, and why it was chosen, where none is given; config: of the model.
 
-    The first of PREFERENCE that gives every layer kernels on a GPU though each latent keep SLACK
-    times its even share of the budget, or its whole width where that is less or no share is asked
-    for; the very first where none does. Raises ValueError for an unknown name or family.
+    The first of PREFERENCE that gives every layer kernels on a GPU and rebuilds keys of no latent
+    wider than SLOW, though each latent keep SLACK times its even share of the budget, or its whole
+    width where that is less or no share is asked for; the very first where none does. Raises
+    ValueError for an unknown name or family.
     """
     if given is not None:
         return recipes.get(given) if isinstance(given, str) else given, None
     passed: list[str] = []
     for recipe in map(recipes.get, PREFERENCE):
-        if kernels_of(config, widest_spec(recipe, config, target), torch.bfloat16).complete:
+        spec = widest_spec(recipe, config, target)
+        if not slow(spec) and kernels_of(config, spec, torch.bfloat16).complete:
             others = f"; not {', '.join(passed)}" if passed else ""
-            return recipe, f"the best of ours with kernels on a GPU at this size{others}"
+            return recipe, f"the best of ours with fast kernels on a GPU at this size{others}"
         passed.append(recipe.name)
-    return recipes.get(PREFERENCE[0]), "the best of ours; none has kernels on a GPU at this size"
+    why = "the best of ours; none has fast kernels on a GPU at this size"
+    return recipes.get(PREFERENCE[0]), why
+
+
+def slow(spec: CacheSpec) -> bool:
+    """Whether keys of a layer are rebuilt from latents wider than SLOW."""
+    keys = (x for layer in spec.layers if layer.keys == "pre_rope" for x in layer.key_latents)
+    return any(latent.rank > SLOW for latent in keys)
 
 
 def widest_spec(recipe: Recipe, config: Any, target: Target) -> CacheSpec:

@@ -6,12 +6,14 @@ KVFOLD_BACKEND: `auto` (Triton on a CUDA device, where it is installed), `triton
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -49,6 +51,22 @@ class Operation:
         """The first implementation that runs on this type of device and serves these data."""
         assert device_type != GPU, "nothing runs on a device that is only asked about"
         return _choose(self, _wanted(), use_triton(device_type), device_type, data)
+
+    def plan(
+        self,
+        device_type: str,
+        layers: Sequence[tuple[Hashable, ...]],
+        make: Callable[[ModuleType, list[int]], list[Any]],
+    ) -> list[Any]:
+        """What `make` plans of all layers, whose data these are: called with each implementation
+        and the numbers of the layers that it serves."""
+        alike = defaultdict(list)
+        for i, data in enumerate(layers):
+            alike[self.choose(device_type, *data).module].append(i)
+        found: dict[int, Any] = {}
+        for module, own in alike.items():
+            found |= zip(own, make(module, own), strict=True)
+        return [found[i] for i in range(len(layers))]
 
     def why_not(self, device_type: str, *data: Hashable) -> str | None:
         """Why the reference runs on these data; None where another implementation does. Imports

@@ -40,9 +40,10 @@ WHOLE = 16  # bits of a number that is not quantised, in whatever dtype it is st
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """`width` numbers from column `start` of the layer's row."""
+    """`width` numbers of the latent of `heads` from column `start` of the layer's row."""
 
     side: Side
+    heads: tuple[int, ...]
     start: int
     width: int
     format: Format
@@ -301,7 +302,9 @@ def cache_layout(
             else:
                 found = chosen.of(latent.side, number, zeros=zeros, planned=bits is None)
             for size in filter(None, found.cut(width, sub_group)):
-                yield Segment(side=latent.side, start=start, width=size, format=found)
+                yield Segment(
+                    side=latent.side, heads=latent.heads, start=start, width=size, format=found
+                )
                 start += size
 
     groups = []

@@ -5,9 +5,10 @@ Shapes: W 16-bit words of a row, each of C codes; GP padded queries of a KV head
 A code becomes fp16 by masking: the bits of c, alone, are the subnormal number c * 2^-24, which
 tensor cores multiply exactly (Fasi et al. 2021; Khattak and Mikaitis 2025 for H100). Nothing is
 converted, or added that would have to be taken off again; UNIT comes back as a factor of scores and
-outputs, which are fp32. Every second 4-bit code stays where it is, 16 times as large.
+outputs, which are fp32. Codes below 8 bits stay where they are in their byte, so many times as
+large (`factor`).
 """
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code=assignment
 
 import triton
 import triton.language as tl
@@ -21,6 +22,39 @@ _NIBBLES = tl.constexpr(
     " and.b32 $0, $4, 0x000F000F; and.b32 $1, $4, 0x00F000F0;"
     " and.b32 $2, t, 0x000F000F; and.b32 $3, t, 0x00F000F0; }"
 )
+
+
+_PAIRS = tl.constexpr(
+    "{ .reg .b32 t; shr.b32 t, $8, 8;"
+    " and.b32 $0, $8, 0x00030003; and.b32 $1, $8, 0x000C000C;"
+    " and.b32 $2, $8, 0x00300030; and.b32 $3, $8, 0x00C000C0;"
+    " and.b32 $4, t, 0x00030003; and.b32 $5, t, 0x000C000C;"
+    " and.b32 $6, t, 0x00300030; and.b32 $7, t, 0x00C000C0; }"
+)
+
+
+def _centred(bits: int) -> str:
+    """PTX: two words to their codes less 2^(bits - 1), `factor` times too large. In an fp16 of 1024
+    and more the lowest bit counts 1, so that bits put there are that much more."""
+    number, per = 16 // bits, 8 // bits
+    lines = [f"shr.b32 t, ${number}, 8;"]
+    for j in range(number):
+        word, place = f"${number}" if j < per else "t", bits * (j % per)
+        field, middle = ((1 << bits) - 1 << place) * 0x10001, (0x6400 + (1 << place + bits - 1))
+        lines.append(f"lop3.b32 ${j}, {word}, {field:#x}, 0x64006400, 0xEA;")
+        lines.append(f"mov.b32 m, {middle * 0x10001:#x}; sub.f16x2 ${j}, ${j}, m;")
+    return f"{{ .reg .b32 t, m; {' '.join(lines)} }}"
+
+
+_CENTRED_8 = tl.constexpr(_centred(8))
+_CENTRED_4 = tl.constexpr(_centred(4))
+_CENTRED_2 = tl.constexpr(_centred(2))
+
+
+@triton.constexpr_function
+def factor(bits, j):
+    """How many times too large code j of a word is unpacked."""
+    return 1 if bits == 16 else 1 << bits * (j % (8 // bits))
 
 
 @triton.jit
@@ -63,6 +97,58 @@ def unpack(words, BITS: tl.constexpr):
 
 
 @triton.jit
+def unpack_all(words, BITS: tl.constexpr):
+    """uint16 words -> a tuple of all their codes as fp16, in units of 1 / UNIT, `factor` times too
+    large; 16 bits: of the words themselves."""
+    if BITS == 16:
+        found = (words,)
+    elif BITS == 8:
+        found = unpack(words, 8)[:2]
+    elif BITS == 4:
+        found = unpack(words, 4)
+    elif INTERPRET:
+        found = ()
+        for J in tl.static_range(8):
+            found = found + (_field(words, J // 4 * 8, 3 << 2 * (J % 4)),)
+    else:
+        bits = tl.inline_asm_elementwise(
+            _PAIRS, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [words], dtype=(tl.uint16,) * 8,
+            is_pure=True, pack=2,
+        )  # fmt: skip
+        found = ()
+        for J in tl.static_range(8):
+            found = found + (bits[J].to(tl.float16, bitcast=True),)
+    return found
+
+
+@triton.jit
+def unpack_centred(words, BITS: tl.constexpr):
+    """uint16 words -> a tuple of all their codes less 2^(BITS - 1) as fp16, `factor` times too
+    large."""
+    if INTERPRET:
+        found = ()
+        for J in tl.static_range(16 // BITS):
+            code = (words >> BITS * J) & ((1 << BITS) - 1)
+            x = (code.to(tl.float32) - (1 << (BITS - 1))) * factor(BITS, J)
+            found = found + (x.to(tl.float16),)
+    elif BITS == 8:
+        found = tl.inline_asm_elementwise(
+            _CENTRED_8, "=&r,=&r,r", [words], dtype=(tl.float16,) * 2, is_pure=True, pack=2
+        )
+    elif BITS == 4:
+        found = tl.inline_asm_elementwise(
+            _CENTRED_4, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.float16,) * 4, is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    else:
+        found = tl.inline_asm_elementwise(
+            _CENTRED_2, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [words], dtype=(tl.float16,) * 8,
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
 def load_query(
     q, heads, width, J: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr
 ):
@@ -73,7 +159,7 @@ def load_query(
     """
     column = tl.arange(0, W) * C + J
     x = tl.load(q[None, :] + column[:, None], (column < width)[:, None] & heads[None, :], 0.0)
-    FACTOR: tl.constexpr = 16 if (BITS == 4 and J % 2 == 1) else 1
+    FACTOR: tl.constexpr = factor(BITS, J)
     if BITS < 16:
         x = (x.to(tl.float32) / FACTOR).to(tl.float16)
     return x, FACTOR * tl.sum(x.to(tl.float32), 0)
@@ -121,3 +207,22 @@ def load_fp16(arena, index, inside):
     """fp16 number `index` of the arena (int32) as fp32: asynchronous copies want 4 bytes."""
     pair = tl.load(arena + index // 2, inside, 0) >> ((index % 2) * 16).to(tl.int32)
     return (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def load_scale(arena, page, place, inside, BITS: tl.constexpr, SCALE: tl.constexpr):
+    """The scale fp32 that number `place` (int32) of a page stands for: an fp16, or where SCALE is 1
+    an fp8 (e4m3, never negative). As `integers.scale_of`.
+
+    arena: as int32; page: in 16-bit words.
+    """
+    PER: tl.constexpr = 4 // SCALE
+    pair = tl.load(arena + (page // 2 + place // PER), inside, 0) >> (place % PER * (8 * SCALE))
+    if SCALE == 2:
+        scale = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        byte = pair & 0xFF
+        # fp16 has a bit more of exponent, whose bias is 8 larger.
+        scale = (byte << 7).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        scale = tl.where(byte == 0x7F, float("nan"), scale * (256 / (1 << BITS)))
+    return scale

@@ -81,6 +81,14 @@ def longest_first(tiles: Sequence[int], cost: Sequence[int], num_slices: int) ->
     return Slices(*(torch.tensor(x, dtype=torch.int32) for x in (starts, owner, counts, order)))
 
 
+def columns_of(lengths: Tensor, num_layers: int, own: Sequence[int]) -> Tensor:
+    """lengths [B, groups of all layers], as many of each: those of some layers, in that order."""
+    if list(own) == list(range(num_layers)):
+        return lengths
+    each = lengths.unflatten(1, (num_layers, -1)).unbind(1)  # no index, which the host would send
+    return torch.cat([each[i] for i in own], 1)
+
+
 def power_of_two(n: int) -> int:
     """The least power of two that is not below n."""
     return 1 << max(0, n - 1).bit_length()

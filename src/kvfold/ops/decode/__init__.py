@@ -2,23 +2,26 @@
 
 Shapes: B sequences, G groups of the layer, Hq query heads, S slots, n pages of the longest group.
 Rows in score space only: what is stored is what scores are taken of (`plain`, `post_rope` and
-`absorbed` keys), and a group is one KV head. Keys that are made from latents first:
-`ops.latent_decode`. CPUs attend to pages of all layers listed at once, by the functions of
-`ops.decode.cpu`.
+`absorbed` keys). Keys that are made from latents first: `ops.latent_decode`. CPUs attend to pages
+of all layers listed at once, by the functions of `ops.decode.cpu`.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from kvfold.ops.backend import Operation
+from kvfold.ops.common import pieces
 from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.common.plan import columns_of
 from kvfold.ops.decode.groups import unread
 from kvfold.spec.layout import Group
 
 # Each has `plan_layers` and `decode`, which are called as those below.
-DECODE = Operation(__name__, {"triton": unread})
+DECODE = Operation(__name__, {"triton": unread, "triton_split": partial(pieces.unread, "decode")})
 
 
 def why_not(groups: Sequence[Group], device_type: str) -> str | None:
@@ -26,16 +29,23 @@ def why_not(groups: Sequence[Group], device_type: str) -> str | None:
     return DECODE.why_not(device_type, tuple(groups))
 
 
-def plan_layers(layers: Sequence[Sequence[Group]], lengths: Tensor, queries: int) -> list[Any]:
+def plan_layers(
+    layers: Sequence[Sequence[Group]], lengths: Tensor, queries: int, rows: int
+) -> list[Any]:
     """How a step's work is cut, of layers with equally many groups at once: what `decode` takes of
     each, or None where nothing is planned. No host sync.
 
     lengths int [B, groups of all layers], of the sequences `decode` is given, the step's own rows
-    included; queries: query heads of a KV head.
+    included; queries: query heads of a KV head; rows: at most as many has a layer, its groups added
+    up.
     """
-    chosen = {DECODE.choose(lengths.device.type, tuple(groups)).module for groups in layers}
-    module, *others = chosen
-    return [None] * len(layers) if others else module.plan_layers(layers, lengths, queries)
+
+    def make(module: ModuleType, own: list[int]) -> list[Any]:
+        counts = columns_of(lengths, len(layers), own)
+        plans: list[Any] = module.plan_layers([layers[i] for i in own], counts, queries, rows)
+        return plans
+
+    return DECODE.plan(lengths.device.type, [(tuple(groups),) for groups in layers], make)
 
 
 def decode(
@@ -43,10 +53,10 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v over the rows of every group.
 
-    q [B, Hq, widest key rank], zeros beyond a head's own rank; slots int64 [B]; plan: of
-    `plan_layers`, else made here. Returns [B, Hq, widest value rank], 0 beyond a head's own rank
-    and for a group without rows, and the log2-sum-exp2 of the scaled scores, fp32 [B, Hq], -inf
-    for a group without rows.
+    q [B, Hq, widest key rank], zeros beyond a head's own rank, KV heads in order; slots int64 [B];
+    plan: of `plan_layers`, else made here. Returns [B, Hq, widest value rank], 0 beyond a head's
+    own rank and for a group without rows, and the log2-sum-exp2 of the scaled scores, fp32
+    [B, Hq], -inf for a group without rows.
     """
     module = DECODE.choose(q.device.type, pages.groups).module
     return module.decode(q, pages, slots, scale, plan)

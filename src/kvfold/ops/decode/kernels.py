@@ -248,11 +248,13 @@ def decode_kernel(
 @triton.jit
 def combine_kernel(
     out, lse, part, part_ml, groups, firsts, counts, order,
-    G: tl.constexpr, N: tl.constexpr, GP: tl.constexpr, DO: tl.constexpr, DV: tl.constexpr,
-    ORDER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
+    G: tl.constexpr, HQ: tl.constexpr, N: tl.constexpr, GP: tl.constexpr, DO: tl.constexpr,
+    DV: tl.constexpr, FIELDS: tl.constexpr, ORDER: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Merge an item's parts, BLOCK at a time, for one query head; nothing to do for an item of one
-    part."""
+    """Merge an item's parts, BLOCK at a time, for one of N query heads; nothing to do for an item
+    of one part. groups int32 [G, FIELDS]: of groups, or of pieces of values, whose columns are some
+    of `out`'s HQ heads'."""
     item, head = tl.program_id(0), tl.program_id(1)
     after_launch(PDL)
     count = tl.load(counts + item)
@@ -262,8 +264,9 @@ def combine_kernel(
         if ORDER:
             which = tl.load(order + item)
         b, g = which // G, which % G
-        row = b * G * N + tl.load(groups + 8 * g + 7) + head
-        value_width = tl.load(groups + 8 * g + 1)
+        about = groups + FIELDS * g
+        row = b * HQ + tl.load(about + 7) + head
+        value_width = tl.load(about + 1)
         column, number = tl.arange(0, DV), tl.arange(0, BLOCK)
         top, mass = float("-inf"), 0.0
         acc = tl.zeros([DV], tl.float32)
@@ -282,5 +285,9 @@ def combine_kernel(
             acc = acc * fade + tl.sum(x * each[:, None], 0)
             top = peak
         acc = tl.where((column < value_width) & (count > 0), acc / mass, 0.0)
-        tl.store(out + row * DO + column, acc, column < DO)
-        tl.store(lse + row, top + tl.log2(mass) if count > 0 else float("-inf"))
+        to, there, leads = out + row * DO + column, column < DO, True
+        if FIELDS > 8:
+            to, there = to + tl.load(about + 8), column < value_width
+            leads = tl.load(about + 10) > 0
+        tl.store(to, acc, there)
+        tl.store(lse + row, top + tl.log2(mass) if count > 0 else float("-inf"), leads)

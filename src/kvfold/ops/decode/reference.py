@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from kvfold.ops.common.attention import attend_rows
-from kvfold.ops.common.pages import LayerPages
-from kvfold.ops.decode.groups import segments_of
+from kvfold.ops.common.pages import LayerPages, owner_of
+from kvfold.ops.common.pieces import latents_of, widest_value
 from kvfold.ops.store.reference import gather
+from kvfold.spec import Side
 from kvfold.spec.layout import Group
 
 
-def plan_layers(layers: Sequence[Sequence[Group]], lengths: Tensor, queries: int) -> list[None]:
+def plan_layers(
+    layers: Sequence[Sequence[Group]], lengths: Tensor, queries: int, rows: int
+) -> list[None]:
     """Nothing is planned."""
     return [None] * len(layers)
 
@@ -22,20 +25,18 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """As `ops.decode.decode`."""
     stored, groups = gather(pages, slots, pages.lengths[slots], q.dtype), pages.groups
+    owner = torch.tensor(owner_of(groups), device=q.device)
     k = _spread(stored.rows, groups, "k", q.shape[-1])
-    v = _spread(stored.rows, groups, "v", None)
-    order = torch.tensor([g.heads[0] for g in groups], device=q.device).argsort()
-    return attend_rows(q, k[:, order], v[:, order], stored.valid[:, order], scale)
+    v = _spread(stored.rows, groups, "v", widest_value(groups))
+    return attend_rows(q, k, v, stored.valid[:, owner], scale)
 
 
-def _spread(rows: Tensor, groups: Sequence[Group], side: str, width: int | None) -> Tensor:
-    """One side's columns of rows [B, T, R] as [B, G, T, width]."""
-    segments = [segments_of(group, side) for group in groups]
-    if width is None:
-        width = max((sum(s.width for s in found) for found in segments), default=0)
-    out = rows.new_zeros(rows.shape[0], len(groups), rows.shape[1], width)
-    for g, found in enumerate(segments):
-        for s in found:
-            begin = s.start - found[0].start
-            out[:, g, :, begin : begin + s.width] = rows[..., s.start : s.start + s.width]
+def _spread(rows: Tensor, groups: Sequence[Group], side: Side, width: int) -> Tensor:
+    """One side's columns of rows [B, T, R] as [B, Hk, T, width]."""
+    heads = len(owner_of(tuple(groups)))
+    out = rows.new_zeros(rows.shape[0], heads, rows.shape[1], width)
+    for latent in (own for group in groups for own in latents_of(group, side)):
+        first, last = latent[0], latent[-1]
+        own = rows[:, None, :, first.start : last.start + last.width]
+        out[:, list(first.heads), :, : own.shape[-1]] = own
     return out

@@ -42,13 +42,14 @@ def plan_layers(
     layers: Sequence[Sequence[Group]],
     lengths: Tensor,
     queries: int,
+    rows: int = 0,
+    *,
     tuning: Tuning | None = None,
     num_slices: int | None = None,
-    *,
     slots: Tensor | None = None,
 ) -> list[DecodePlan]:
-    """As `ops.decode.plan_layers`. lengths: where slots int [B] are given, [S, groups of all
-    layers]; num_slices: of every layer, by default as many as run at once."""
+    """As `ops.decode.plan_layers`; rows are no matter here. lengths: where slots int [B] are given,
+    [S, groups of all layers]; num_slices: of every layer, by default as many as run at once."""
     device = lengths.device
     groups, cost, width = _costs(tuple(map(tuple, layers)), queries, device)
     tuning = tuning or tuning_for(groups, queries)
@@ -116,6 +117,7 @@ def decode(
     parts, items = plan.part.shape[0], slices.counts.shape[0]
     combine_kernel[(items, queries)](
         out, lse, plan.part, plan.part_ml, groups.table, slices.firsts, slices.counts, order,
-        **combine_options(parts, items, values), **widths,
+        HQ=q.shape[1], FIELDS=groups.table.shape[1], **combine_options(parts, items, values),
+        **widths,
     )  # fmt: skip
     return out, lse

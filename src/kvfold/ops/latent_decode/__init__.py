@@ -9,12 +9,15 @@ be both key and value.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from kvfold.ops.backend import Operation
 from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.common.plan import columns_of
+from kvfold.ops.latent_decode import pieces
 from kvfold.ops.latent_decode.groups import Layer, unread
 from kvfold.ops.latent_decode.maps import KeyMaps, rope_table
 from kvfold.spec import LayerSpec
@@ -23,7 +26,7 @@ from kvfold.spec.layout import Group
 __all__ = ["KeyMaps", "latent_decode", "plan_layers", "rope_table", "why_not"]
 
 # Each has `plan_layers` and `latent_decode`, which are called as those below.
-LATENT_DECODE = Operation(__name__, {"triton": unread})
+LATENT_DECODE = Operation(__name__, {"triton": unread, "triton_pieces": pieces.unread})
 
 
 def why_not(layer: LayerSpec, groups: Sequence[Group], device_type: str) -> str | None:
@@ -39,9 +42,13 @@ def plan_layers(q: Tensor, layers: Sequence[Layer], lengths: Tensor, rows: int) 
     q [B, Hq, d]: any of the step; lengths int [B, groups of all layers], the step's own rows
     included; rows: at most as many has a layer, its groups added up.
     """
-    chosen = {LATENT_DECODE.choose(q.device.type, *layer).module for layer in layers}
-    module, *others = chosen
-    return [None] * len(layers) if others else module.plan_layers(q, layers, lengths, rows)
+
+    def make(module: ModuleType, own: list[int]) -> list[Any]:
+        counts = columns_of(lengths, len(layers), own)
+        plans: list[Any] = module.plan_layers(q, [layers[i] for i in own], counts, rows)
+        return plans
+
+    return LATENT_DECODE.plan(q.device.type, layers, make)
 
 
 def latent_decode(

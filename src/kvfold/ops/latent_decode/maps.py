@@ -120,12 +120,10 @@ def rope_table(inv_freq: Tensor, positions: int, head_dim: int) -> Tensor:
     return both.view(torch.int32)[..., 0]
 
 
-def pack_maps(
-    maps: KeyMaps, groups: LatentGroups, queries: int, dtype: torch.dtype, share: int
-) -> Packed:
-    """`maps` as kernels take them, made once: waits for the device."""
-    bits, d, half = groups.bits[0], maps.up.shape[1], maps.rotary // 2
-    codes, words = 16 // bits, sum(groups.pieces)
+def halves_of(maps: KeyMaps, width: int) -> Tensor:
+    """A and mu as the last column, fp32 [Hk, 2, F, width + 1]: both halves of all pairs, 0 beyond
+    them and beyond a latent, times `KeyMaps.scaling` where they are rotated."""
+    d, half = maps.up.shape[1], maps.rotary // 2
     up, mean = maps.up.float(), maps.mean.float()
     factor = torch.ones(d, device=up.device)
     factor[: 2 * half] = maps.scaling
@@ -133,11 +131,21 @@ def pack_maps(
     rest = (d - 2 * half) // 2
     both = torch.cat((both[:, :half], both[:, 2 * half : 2 * half + rest],
                       both[:, half : 2 * half], both[:, 2 * half + rest :]), 1)  # fmt: skip
-    padded = both.new_zeros(len(both), 2, padded_width(d // 2), codes * words + 1)
+    padded = both.new_zeros(len(both), 2, padded_width(d // 2), width + 1)
     padded[:, :, : d // 2, : up.shape[-1]] = both[..., :-1].unflatten(1, (2, -1))
     padded[:, :, : d // 2, -1] = both[..., -1].unflatten(1, (2, -1))
+    return padded
+
+
+def pack_maps(
+    maps: KeyMaps, groups: LatentGroups, queries: int, dtype: torch.dtype, share: int
+) -> Packed:
+    """`maps` as kernels take them, made once: waits for the device."""
+    bits = groups.bits[0]
+    codes, words = 16 // bits, sum(groups.pieces)
+    padded = halves_of(maps, codes * words)
     by_code = padded[..., :-1].unflatten(-1, (words, codes)).permute(0, 4, 1, 3, 2)
-    each = torch.ones(codes, device=up.device)
+    each = torch.ones(codes, device=padded.device)
     each[1::2] = 16 if bits == 4 else 1  # unpack leaves these codes as many times as large
     packed = (by_code / each[:, None, None, None]).to(dtype if bits == 16 else torch.float16)
     kept = packed.float()
@@ -147,7 +155,7 @@ def pack_maps(
     sums = torch.cat((padded[..., -1], middle, total), 1).contiguous()
     num_pairs = padded.shape[2]
     if groups.tracked:
-        drift = no_drift(num_pairs, queries, up.device)
+        drift = no_drift(num_pairs, queries, padded.device)
     else:
         drift = find_drift(maps.inv_freq, num_pairs, queries)
     beside = packed[..., : drift.fast].unflatten(0, (-1, share)).permute(0, 2, 4, 1, 3, 5)

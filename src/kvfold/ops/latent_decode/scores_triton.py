@@ -19,6 +19,7 @@ import triton.language as tl
 
 from kvfold.ops.common.codes_triton import UNIT, load_fp16, unpack
 from kvfold.ops.common.rope_triton import load_angles, load_pairs, packed_pairs, rotate, rotate_back
+from kvfold.ops.common.weights_triton import store_weights
 from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
 
 
@@ -150,7 +151,21 @@ def _scores(
         x, y = x * scale, y * scale
         if ZEROS:
             x, y = x + zero * total_x[None, :], y + zero * total_y[None, :]
-    pair = tl.arange(0, F)
+    s = rotated_scores(
+        x, y, slow, t, page, row, inside, arena, rope, position_start, mean_x, mean_y, queries,
+        turns, TRACKED, PAIRS, BLOCK,
+    )  # fmt: skip
+    return tl.sum(tl.reshape(s, [BLOCK, QP // NP, NP]), 1)
+
+
+@triton.jit
+def rotated_scores(
+    x, y, s, t, page, row, inside, arena, rope, position_start, mean_x, mean_y, queries, turns,
+    TRACKED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """s [BLOCK, QP] and the products of queries with the rows of tile t, whose halves x, y
+    [BLOCK, F] of F pairs are A z."""
+    pair = tl.arange(0, x.shape[1])
     q_x, q_y = queries
     cos, sin, turned_x, turned_y = turns
     if TRACKED:
@@ -164,8 +179,27 @@ def _scores(
         base_cos, base_sin = load_angles(tl.load(rope + t * BLOCK * PAIRS + pair))
         q0, q1 = rotate_back(q_x, q_y, base_cos[:, None], base_sin[:, None])
         x, y = rotate(x, y, cos, sin, turned_x, turned_y)
-    s = tl.dot(x, q0) + (tl.dot(y, q1) + slow)  # two chains, side by side
-    return tl.sum(tl.reshape(s, [BLOCK, QP // NP, NP]), 1)
+    return tl.dot(x, q0) + (tl.dot(y, q1) + s)  # two chains, side by side
+
+
+@triton.jit
+def load_turns(turns, BLOCK: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr):
+    """Angles of a tile's rows against its first, fp16 [BLOCK, F], laid out as the products they
+    will meet: they would be packed anew in every tile."""
+    turn = turns + (tl.arange(0, BLOCK)[:, None] * PAIRS + tl.arange(0, F)[None, :]) * 2
+    like = tl.dot(tl.zeros([BLOCK, 16], tl.float16), tl.zeros([16, F], tl.float16))
+    cos = (tl.load(turn).to(tl.float32) + like).to(tl.float16)
+    sin = (tl.load(turn + 1).to(tl.float32) + like).to(tl.float16)
+    return packed_pairs(cos, sin)
+
+
+@triton.jit
+def turned_means(mean_x, mean_y, cos, sin, BLOCK: tl.constexpr):
+    """Halves of mu [F] as a tile's rows turn them."""
+    nothing = cos * 0
+    mean_x = tl.broadcast_to(mean_x[None, :], BLOCK, mean_x.shape[0])
+    mean_y = tl.broadcast_to(mean_y[None, :], BLOCK, mean_y.shape[0])
+    return rotate(mean_x, mean_y, cos, sin, nothing, nothing)
 
 
 @triton.jit
@@ -176,24 +210,6 @@ def _powers(u, k, K: tl.constexpr):
     if K > 4:
         x *= tl.where(k >= 4, u * u * u * u, 1.0)
     return x
-
-
-@triton.jit
-def _store(
-    s, weights, tops, to, there, rows, BLOCK: tl.constexpr, NP: tl.constexpr, NQ: tl.constexpr,
-    SPAN: tl.constexpr,
-):  # fmt: skip
-    """Weights and tops of a tile's scores s [BLOCK, NP], in log2, of which `rows` rows are there.
-    to [NP]: columns of the tile's first span."""
-    SPANS: tl.constexpr = BLOCK // SPAN
-    s = tl.reshape(s, [SPANS, SPAN, NP])
-    top = tl.maximum(tl.max(s, 1), -1e30)  # of rows that exist, if any
-    weight = tl.exp2(s - top[:, None, :])
-    span, row = tl.arange(0, SPANS), tl.arange(0, SPAN)
-    at = to[None, :] + span[:, None] * NQ
-    there = there[None, :] & (span * SPAN < rows)[:, None]
-    tl.store(tops + at, top, there)
-    tl.store(weights + at[:, None, :] * SPAN + row[None, :, None], weight, there[:, None, :])
 
 
 @triton.jit
@@ -229,13 +245,7 @@ def score_kernel(
     end_item = tl.load(starts + 2 * slice + 2)
     end_tile = tl.load(starts + 2 * slice + 3)
     n, row, pair, column = tl.arange(0, NP), tl.arange(0, BLOCK), tl.arange(0, F), tl.arange(0, QP)
-    # Of a tile's rows against its first.
-    turn = turns + (row[:, None] * PAIRS + pair[None, :]) * 2
-    # Laid out as the products they will meet, or they would be packed anew in every tile.
-    like = tl.dot(tl.zeros([BLOCK, 16], tl.float16), tl.zeros([16, F], tl.float16))
-    cos = (tl.load(turn).to(tl.float32) + like).to(tl.float16)
-    sin = (tl.load(turn + 1).to(tl.float32) + like).to(tl.float16)
-    cos, sin = packed_pairs(cos, sin)
+    cos, sin = load_turns(turns, BLOCK, F, PAIRS)
     while (item < end_item) | ((item == end_item) & (tile < end_tile)):
         b, h = item // HK, item % HK
         g = h // HG
@@ -265,10 +275,7 @@ def score_kernel(
                 tl.load(sum_at + 3 * PAIRS), tl.load(sum_at + 4 * PAIRS),
                 tl.load(sum_at + 5 * PAIRS),
             )  # fmt: skip
-            nothing = cos * 0
-            mean_x = tl.broadcast_to(six[0][None, :], BLOCK, F)
-            mean_y = tl.broadcast_to(six[1][None, :], BLOCK, F)
-            mean_x, mean_y = rotate(mean_x, mean_y, cos, sin, nothing, nothing)
+            mean_x, mean_y = turned_means(six[0], six[1], cos, sin, BLOCK)
             turned = (cos, sin, mean_x, mean_y)
             table = tables + slot * table_slot + g * table_group
             run = b * G + g
@@ -287,7 +294,7 @@ def score_kernel(
                     EXACT, W0, W1, F, PAIRS, K, NP, HG, REACH, BLOCK, ONE_PAGE, False,
                 )  # fmt: skip
                 own = to + t * (BLOCK // SPAN) * NQ
-                _store(s * scale, weights, tops, own, n < N, BLOCK, BLOCK, NP, NQ, SPAN)
+                store_weights(s * scale, weights, tops, own, n < N, BLOCK, BLOCK, NP, NQ, SPAN)
             for t in tl.range(tl.maximum(tile, full), stop, num_stages=1):
                 rows = length - t * BLOCK
                 page = tile_pages(table, t, row, length, PAGE, ONE_PAGE).to(tl.int64) * 32
@@ -298,6 +305,6 @@ def score_kernel(
                 )  # fmt: skip
                 s = tl.where((row < rows)[:, None], s * scale, float("-inf"))
                 own = to + t * (BLOCK // SPAN) * NQ
-                _store(s, weights, tops, own, n < N, rows, BLOCK, NP, NQ, SPAN)
+                store_weights(s, weights, tops, own, n < N, rows, BLOCK, NP, NQ, SPAN)
         item += 1
         tile = 0

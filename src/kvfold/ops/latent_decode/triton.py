@@ -204,7 +204,8 @@ class _Step:
         items = slices.counts.shape[0]
         combine_kernel[(items, heads)](
             out, lse, room.part, room.part_ml, groups.values, slices.firsts, slices.counts,
-            slices.firsts, G=len(groups.values), ORDER=False, **widths, **launch_options(q.device),
+            slices.firsts, G=len(groups.values), HQ=q.shape[1], FIELDS=groups.values.shape[1],
+            ORDER=False, **widths, **launch_options(q.device),
             **combine_options(slices.starts.shape[0], items, widths["DV"]),
         )  # fmt: skip
         return out, lse

@@ -1,0 +1,145 @@
+"""Weights of rows in score space: the first pass of attention in two. A Triton kernel.
+
+Shapes: B sequences, G groups of a layer, HK KV heads, NQ query heads of a group, N of a KV head,
+padded to GP (see `plan`); S slices of the items, (sequence, KV head).
+A key is the runs of its latent, one a precision (see `pieces.key_pieces`); its score is the sum of
+theirs, each times its own scale.
+"""
+# mypy: allow-untyped-defs, disable-error-code=assignment
+
+import triton
+import triton.language as tl
+
+from kvfold.ops.common.codes_triton import UNIT, load_query, load_scale, unpack_all
+from kvfold.ops.common.weights_triton import store_weights
+from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
+
+
+@triton.jit
+def _queries(q, heads, width, W: tl.constexpr, BITS: tl.constexpr):
+    """The queries [W, GP] of every code of a word, and their sums [GP]: what a zero of 1 adds."""
+    C: tl.constexpr = 16 // BITS
+    total = tl.zeros(heads.shape, tl.float32)
+    found = ()
+    for J in tl.static_range(C):
+        x, sum = load_query(q, heads, width, J, C, W, BITS)
+        found, total = found + (x,), total + sum
+    return found, total
+
+
+@triton.jit
+def _run(
+    s, queries, total, page, row, inside, codes, arena, scale_row, about,
+    BITS: tl.constexpr, W: tl.constexpr, ZEROS: tl.constexpr, SCALE: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
+):  # fmt: skip
+    """s [BLOCK, GP] and what a run of every row adds."""
+    LOW: tl.constexpr = 0.0 if ZEROS else (2**BITS - 1) / 2
+    row_words, start, scale_start, zero_step = about
+    word = tl.arange(0, W)[None, :]
+    if ONE_PAGE:
+        at = codes + (page + start) + ((row * row_words)[:, None] + word)
+    else:
+        at = codes + ((page + start + row * row_words)[:, None] + word)
+    z = tl.load(at, word < row_words, 0)
+    if BITS == 16:
+        s += tl.dot(z, queries[0])
+    else:
+        numbers = unpack_all(z, BITS)
+        own = tl.broadcast_to((total * (-LOW / UNIT))[None, :], s.shape[0], s.shape[1])
+        for J in tl.static_range(16 // BITS):
+            own = tl.dot(numbers[J], queries[J], own)
+        place = scale_start + row * scale_row
+        inside = inside & (row_words > 0)  # a head without such a run has no scale
+        s += own * (load_scale(arena, page, place, inside, BITS, SCALE) * UNIT)[:, None]
+        if ZEROS:
+            s += load_scale(arena, page, place + zero_step, inside, 16, 2)[:, None] * total[None, :]
+    return s
+
+
+@triton.jit
+def _scores(
+    page, row, inside, queries, totals, abouts, codes, arena, scale_row,
+    FORMS: tl.constexpr, GP: tl.constexpr, ZEROS: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, ONE_PAGE: tl.constexpr,
+):  # fmt: skip
+    """Scores [BLOCK, GP] of a tile."""
+    s = tl.zeros([BLOCK, GP], tl.float32)
+    for f in tl.static_range(len(FORMS)):
+        s = _run(
+            s, queries[f], totals[f], page, row, inside, codes, arena, scale_row, abouts[f],
+            FORMS[f][0], FORMS[f][1], ZEROS, SCALE, ONE_PAGE,
+        )  # fmt: skip
+    return s
+
+
+@triton.jit
+def stored_score_kernel(
+    q, q_stride, weights, tops, codes, arena,
+    tables, table_slot, table_group, lengths, length_slot, slots, heads, bases, starts, scale,
+    FORMS: tl.constexpr, KEY_FIELDS: tl.constexpr, FORM_FIELDS: tl.constexpr,
+    G: tl.constexpr, HK: tl.constexpr, NQ: tl.constexpr, N: tl.constexpr, GP: tl.constexpr,
+    DQ: tl.constexpr, ZEROS: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr = False,
+):  # fmt: skip
+    """Weights of every tile of a slice.
+
+    q [B, HK * N, DQ]; codes: the arena as 16-bit words, arena: as int32; heads: see `key_pieces`;
+    weights, tops, bases as of `values_triton.value_kernel`.
+    """
+    ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0  # a tile lies in one page
+    after_launch(PDL)
+    slice = tl.program_id(0)
+    item = tl.load(starts + 2 * slice)
+    tile = tl.load(starts + 2 * slice + 1)
+    end_item = tl.load(starts + 2 * slice + 2)
+    end_tile = tl.load(starts + 2 * slice + 3)
+    n, row = tl.arange(0, GP), tl.arange(0, BLOCK)
+    while (item < end_item) | ((item == end_item) & (tile < end_tile)):
+        b, h = item // HK, item % HK
+        line = heads + (KEY_FIELDS + FORM_FIELDS * len(FORMS)) * h
+        g, first_head, scale_row = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+        slot = tl.load(slots + b).to(tl.int64)
+        length = tl.load(lengths + slot * length_slot + g)
+        stop = tl.cdiv(length, BLOCK)
+        if item == end_item:
+            stop = end_tile
+        if tile < stop:
+            query = q + b * q_stride + (first_head + n) * DQ
+            queries, totals, abouts = (), (), ()
+            for f in tl.static_range(len(FORMS)):
+                at = line + (KEY_FIELDS + FORM_FIELDS * f)
+                width, column = tl.load(at + 2), tl.load(at + 3)
+                found, total = _queries(query + column, n < N, width, FORMS[f][1], FORMS[f][0])
+                queries, totals = queries + (found,), totals + (total,)
+                abouts = abouts + ((
+                    tl.multiple_of(tl.load(at), ALIGN), tl.multiple_of(tl.load(at + 1), 8),
+                    tl.load(at + 4), tl.load(at + 5),
+                ),)  # fmt: skip
+            table = tables + slot * table_slot + g * table_group
+            base = tl.load(bases + b * G + g).to(tl.int64) * NQ
+            to = base + first_head - g * NQ + n
+            full = tl.minimum(stop, length // BLOCK)
+            ahead = tile_pages(table, tile, row, length, PAGE, ONE_PAGE)
+            for t in tl.range(tile, full, num_stages=STAGES):
+                page = ahead.to(tl.int64) * 32
+                ahead = tile_pages(table, t + 1, row, length, PAGE, ONE_PAGE)
+                s = _scores(
+                    page, tile_rows(t, row, PAGE, ONE_PAGE), row >= 0, queries, totals, abouts,
+                    codes, arena, scale_row, FORMS, GP, ZEROS, SCALE, BLOCK, ONE_PAGE,
+                )  # fmt: skip
+                own = to + t * (BLOCK // SPAN) * NQ
+                store_weights(s * scale, weights, tops, own, n < N, BLOCK, BLOCK, GP, NQ, SPAN)
+            if full < stop:
+                rows = length - full * BLOCK
+                s = _scores(
+                    ahead.to(tl.int64) * 32, tile_rows(full, row, PAGE, ONE_PAGE), row < rows,
+                    queries, totals, abouts, codes, arena, scale_row, FORMS, GP, ZEROS, SCALE,
+                    BLOCK, ONE_PAGE,
+                )  # fmt: skip
+                s = tl.where((row < rows)[:, None], s * scale, float("-inf"))
+                own = to + full * (BLOCK // SPAN) * NQ
+                store_weights(s, weights, tops, own, n < N, rows, BLOCK, GP, NQ, SPAN)
+        item += 1
+        tile = 0

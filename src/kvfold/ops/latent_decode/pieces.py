@@ -1,0 +1,97 @@
+"""Latents of any width and of several precisions, and their maps, piece by piece.
+
+Shapes as in `latent_decode`; M pieces of all KV heads; W words of a piece, of C codes; F pairs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from kvfold.ops.common import pieces
+from kvfold.ops.common.pieces import Forms, Place
+from kvfold.spec import LayerSpec
+from kvfold.spec.layout import Group
+
+WORDS = 64  # of a row, that a program of keys multiplies at a time
+HEAD_FIELDS = 4  # group, first query head, scales from row to row, int32s to the positions
+PIECE_FIELDS = 8  # see `key_pieces`
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPieces:
+    """A layer's keys as `scores_pieces` reads them.
+
+    heads int32 [Hk, HEAD_FIELDS + L + 1]: the head, and where its pieces of every form begin and
+    the last ones end; pieces int32 [M, PIECE_FIELDS]: words from row to row, numbers, words to the
+    first row, scale, zero, numbers of the map before its own, first column, bits. The rest as in
+    `common.pieces.Pieces`; cost: of a KV head.
+    """
+
+    heads: Tensor
+    pieces: Tensor
+    forms: Forms
+    align: int
+    cost: Tensor
+    scale: int
+    zeros: bool
+    tracked: bool
+
+
+def unread(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
+    """Why the kernels do not read these pages piece by piece; None where they do: as
+    `common.pieces.unread`, of keys rebuilt before RoPE."""
+    if layer.keys != "pre_rope":
+        return f"keys are stored {layer.keys}: nothing is rebuilt"
+    return pieces.unread("latent_decode", groups, joint=True)
+
+
+@lru_cache(maxsize=4096)
+def key_pieces(groups: tuple[Group, ...], queries: int, device: torch.device) -> KeyPieces:
+    """queries: query heads of a KV head."""
+    segments = [x for group in groups for x in group.layout.segments if "k" in x.side]
+    widest = pieces.widest_words(segments)
+    forms = tuple((bits, min(WORDS, words)) for bits, words in widest)
+    heads: dict[int, list[int]] = {}
+    lines: list[list[int]] = []
+    cost: dict[int, int] = {}
+    before = 0
+    for g, group in enumerate(groups):
+        own = {h: each for each in pieces.latents_of(group, "k") for h in each[0].heads}
+        layout = group.layout
+        for head in group.heads:
+            starts, work = [], 0
+            for bits, words in forms:
+                starts.append(len(lines))
+                step, column = words * 16 // bits, 0
+                for x in own.get(head, ()):
+                    if x.bits == bits:
+                        place = Place.of(group, x)
+                        for begin in range(0, x.width, step):
+                            width = min(step, x.width - begin)
+                            lines.append([
+                                place.words, width, place.start + begin * bits // 16, place.scale,
+                                place.zero, before, column + begin, bits,
+                            ])  # fmt: skip
+                            before += words * 16 // bits
+                            work += 16 * words
+                    column += x.width
+            heads[head] = [
+                g, head * queries, layout.scales_per_row, layout.blocks.positions.offset // 4,
+                *starts, len(lines),
+            ]  # fmt: skip
+            cost[head] = work + 256
+    order = sorted(heads)
+    return KeyPieces(
+        heads=torch.tensor([heads[h] for h in order], dtype=torch.int32, device=device),
+        pieces=torch.tensor(lines or [[0] * PIECE_FIELDS], dtype=torch.int32, device=device),
+        forms=forms,
+        align=gcd(8, *(x.row_bytes // 2 for x in segments)),
+        cost=torch.tensor([cost[h] for h in order], dtype=torch.int32, device=device),
+        scale=next((x.layout.scale for x in groups if x.layout.scales_per_row), 2),
+        zeros=any(x.layout.zeros for x in groups),
+        tracked=groups[0].layout.tracked,
+    )

@@ -1,0 +1,119 @@
+"""Decoding in two passes against float64: rows that KV heads share, runs of several precisions.
+
+Without a GPU it runs in Triton's interpreter.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+from kvfold.ops.backend import GPU as ANY_GPU  # noqa: E402
+from kvfold.ops.common.tuning import Tuning  # noqa: E402
+from kvfold.ops.decode import DECODE, triton_split  # noqa: E402
+from kvfold.spec import Latent  # noqa: E402
+from kvfold.spec.layout import CacheLayout  # noqa: E402
+from pages import Case, error  # noqa: E402
+from test_decode_triton import check, poisoned  # noqa: E402, F401
+from test_store import one_layer  # noqa: E402
+
+SMALL = Tuning(block=16, stages=2, warps=1, slices=1), Tuning(block=16, stages=2, warps=1, slices=1)
+Runs = tuple[tuple[int, int], ...]  # (numbers, bits)
+
+
+def swift(keys: list[Runs], values: list[Runs], heads: int | None = None, **options) -> CacheLayout:
+    """Keys of every KV head, values of `heads` of them (None: of all) a latent."""
+    heads = heads or len(keys)
+    latents = [
+        Latent(side="k", heads=(h,), rank=sum(n for n, _ in runs), tiers=runs)
+        for h, runs in enumerate(keys)
+    ] + [
+        Latent(
+            side="v",
+            heads=tuple(range(i * heads, (i + 1) * heads)),
+            rank=sum(n for n, _ in runs),
+            tiers=runs,
+        )
+        for i, runs in enumerate(values)
+    ]
+    return one_layer(latents, **{"page": 16, **options})
+
+
+def run(case: Case, cuts: tuple[Tuning, Tuning] = SMALL) -> tuple[Tensor, Tensor]:
+    q, pages, slots, scale = case.args
+    counts = pages.lengths[slots]
+    queries = q.shape[1] // sum(len(group.heads) for group in pages.groups)
+    plan = triton_split.plan_layers([pages.groups], counts, queries, int(counts.sum()), cuts)[0]
+    return triton_split.decode(q, pages, slots, scale, plan)
+
+
+LAYOUTS = {
+    "four bits": swift([((64, 4),)] * 2, [((96, 4),)]),
+    "three precisions": swift(
+        [((32, 8), (16, 4), (16, 2)), ((16, 8), (32, 4))],
+        [((16, 8), (64, 4), (64, 2))],
+    ),
+    "long runs": swift([((64, 2),)] * 2, [((160, 8), (288, 4), (272, 2))]),
+    "a side in part": swift([((48, 4),), ()], [((40, 8),)]),
+    "values a head": swift([((64, 4),), ((32, 8),)], [((32, 8), (32, 2)), ((16, 4),)], heads=1),
+    "no values": swift([((64, 4),), ((32, 8),)], [()]),
+    "sixteen bits": swift([((64, 16),), ((48, 16),)], [((80, 16),)]),
+    "longer pages": swift([((64, 4),)] * 2, [((96, 4),)], page=64),
+    "tracked": swift([((64, 4),)] * 2, [((96, 4), (32, 2))], tracked=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_kernels_are_the_formula(name: str, dtype: torch.dtype) -> None:
+    layout = LAYOUTS[name]
+    assert DECODE.why_not(ANY_GPU, layout.groups) is None
+    rows = [[37], [0], [16], [101]] if len(layout.groups) == 1 else [[37, 5], [0, 16]]
+    case = Case.of(layout, rows, 4, dtype, seed=len(name))
+    check(case, *run(case))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_bits_of_a_run_time(bits: int, zeros: bool) -> None:
+    latents = [Latent(side="k", heads=(h,), rank=64) for h in range(2)]
+    latents.append(Latent(side="v", heads=(0, 1), rank=96))
+    layout = one_layer(latents, page=16, bits=bits, zeros=zeros)
+    case = Case.of(layout, [[70], [33]], 2, torch.float16, peak=20.0)
+    check(case, *run(case))
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_what_slices_do_not_change(slices: int) -> None:
+    case = Case.of(LAYOUTS["three precisions"], [[300], [45]], 1, torch.float16)
+    cuts = tuple(Tuning(block=32, stages=1, warps=1, slices=slices) for _ in range(2))
+    out, lse = run(case, cuts)
+    check(case, out, lse)
+    again, _ = run(case, cuts)
+    assert torch.equal(out, again)
+
+
+def test_layers_of_unlike_pieces_are_planned_together() -> None:
+    layouts = LAYOUTS["four bits"], LAYOUTS["long runs"]
+    cases = [Case.of(x, [[40], [9]], 2, torch.float16) for x in layouts]
+    counts = [case.args[1].lengths[case.args[2]] for case in cases]
+    plans = triton_split.plan_layers(
+        [x.groups for x in layouts], torch.cat(counts, 1), 2, 49, SMALL
+    )
+    for case, plan in zip(cases, plans, strict=True):
+        assert error(triton_split.decode(*case.args, plan)[0], case.out) < 1e-3
+
+
+@pytest.mark.parametrize("layout,reason", [
+    (swift([((64, 3),)], [((64, 4),)]), "numbers in 3 bits: the kernels read 16, 8, 4 and 2"),
+    (swift([((60, 2),)], [((64, 4),)]), "60 numbers in 2 bits: the kernels read whole 16-bit"
+     " words"),
+])  # fmt: skip
+def test_what_is_not_read(layout: CacheLayout, reason: str) -> None:
+    assert str(DECODE.why_not(ANY_GPU, layout.groups)).endswith(reason)
