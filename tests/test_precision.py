@@ -42,7 +42,7 @@ def test_python_and_the_command_save_the_same(plain, tmp_path, dtype, saved, cap
     flags = [x for key, value in how.items() for x in (f"--{key.replace('_', '-')}", str(value))]
     assert main(["compress", str(plain), *flags, "--output", str(tmp_path / "b")]) == 0
     kernels = f"kernels on a GPU: {2 if saved is bfloat16 else 0} of 2 layers in decoding"
-    why = "the best of ours with kernels on a GPU at this size"
+    why = "the best of ours with fast kernels on a GPU at this size"
     out = capsys.readouterr().out
     assert f"recipe small: {why}\nsmall: 0.5000 of" in out and kernels in out
     assert main(["inspect", str(tmp_path / "b")]) == 0

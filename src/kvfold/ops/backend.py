@@ -72,7 +72,7 @@ class Operation:
         """Why the reference runs on these data; None where another implementation does. Imports
         none of them."""
         name, refused = _pick(self, _wanted(), use_triton(device_type), device_type, data)
-        return "; ".join(refused) if name == LAST else None
+        return "; ".join(dict.fromkeys(refused)) if name == LAST else None
 
 
 def _wanted() -> str:
