@@ -34,16 +34,20 @@ _PAIRS = tl.constexpr(
 
 
 def _centred(bits: int) -> str:
-    """PTX: two words to their codes less 2^(bits - 1), `factor` times too large. In an fp16 of 1024
-    and more the lowest bit counts 1, so that bits put there are that much more."""
+    """PTX: two words to their codes less (2^bits - 1) / 2, twice `factor` times too large.
+
+    In an fp16 of 1024 and more the lowest bit counts 1, so that bits put there are that much more.
+    Words are moved by one bit, or the middle of all codes would not be whole.
+    """
     number, per = 16 // bits, 8 // bits
-    lines = [f"shr.b32 t, ${number}, 8;"]
+    lines = [f"shl.b32 a, ${number}, 1; shr.b32 b, ${number}, 7;"]
     for j in range(number):
-        word, place = f"${number}" if j < per else "t", bits * (j % per)
-        field, middle = ((1 << bits) - 1 << place) * 0x10001, (0x6400 + (1 << place + bits - 1))
+        word, place = "ab"[j // per], bits * (j % per)
+        most = (1 << bits) - 1
+        field, middle = (most << place + 1) * 0x10001, (0x6400 + (most << place)) * 0x10001
         lines.append(f"lop3.b32 ${j}, {word}, {field:#x}, 0x64006400, 0xEA;")
-        lines.append(f"mov.b32 m, {middle * 0x10001:#x}; sub.f16x2 ${j}, ${j}, m;")
-    return f"{{ .reg .b32 t, m; {' '.join(lines)} }}"
+        lines.append(f"mov.b32 m, {middle:#x}; sub.f16x2 ${j}, ${j}, m;")
+    return f"{{ .reg .b32 a, b, m; {' '.join(lines)} }}"
 
 
 _CENTRED_8 = tl.constexpr(_centred(8))
@@ -123,13 +127,13 @@ def unpack_all(words, BITS: tl.constexpr):
 
 @triton.jit
 def unpack_centred(words, BITS: tl.constexpr):
-    """uint16 words -> a tuple of all their codes less 2^(BITS - 1) as fp16, `factor` times too
-    large."""
+    """uint16 words -> a tuple of all their codes less (2^BITS - 1) / 2 as fp16, twice `factor`
+    times too large."""
     if INTERPRET:
         found = ()
         for J in tl.static_range(16 // BITS):
             code = (words >> BITS * J) & ((1 << BITS) - 1)
-            x = (code.to(tl.float32) - (1 << (BITS - 1))) * factor(BITS, J)
+            x = (2 * code.to(tl.float32) - ((1 << BITS) - 1)) * factor(BITS, J)
             found = found + (x.to(tl.float16),)
     elif BITS == 8:
         found = tl.inline_asm_elementwise(

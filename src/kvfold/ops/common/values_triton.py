@@ -31,11 +31,11 @@ def _attend(
     N: tl.constexpr, GP: tl.constexpr, NQ: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     ONE_PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The softmax's state after tile t of BLOCK rows: mass, what all numbers of a row have in
-    common, outputs by code of a word. Weights and tops come by SPAN rows, of which those beyond the
-    last row's are not read.
+    """The softmax's state after tile t of BLOCK rows: mass, mass times the values' zeros, outputs
+    by code of a word. Weights and tops come by SPAN rows, of which those beyond the last row's are
+    not read.
 
-    Codes are taken from near their middle: in the long run it would drown the rest.
+    Codes are taken from their middle: in the long run it would drown the rest.
     """
     SPANS: tl.constexpr = BLOCK // SPAN
     FULL: tl.constexpr = N == GP
@@ -73,13 +73,9 @@ def _attend(
         scale = load_scale(arena, page, place, inside, BITS, SCALE)
         w = (p * scale[:, None]).to(tl.float16)
         if ZEROS:
-            zero = (
-                load_scale(arena, page, place + zero_step, inside, 16, 2)
-                + (1 << (BITS - 1)) * scale
-            )
+            zero = load_scale(arena, page, place + zero_step, inside, 16, 2)
+            zero += ((1 << BITS) - 1) / 2 * scale
             floor = tl.dot(ones, (p * zero[:, None]).to(tl.float16), floor)
-        else:
-            floor = tl.dot(ones, w, floor)
         codes = unpack_centred(v, BITS)
         for J in tl.static_range(16 // BITS):
             outputs = outputs + (tl.dot(codes[J], w, state[2 + J]),)
@@ -138,8 +134,6 @@ def _piece(
             BITS, ZEROS, SCALE, WV, N, GP, NQ, BLOCK, SPAN, ONE_PAGE, True,
         )  # fmt: skip
     mass, floor = tl.max(state[0], 0), tl.sum(state[1], 0) / 16
-    if not ZEROS:
-        floor *= 0.5  # from what codes were taken to the middle of all of them
     whole = tl.load(counts + item) == 1
     norm = 1.0 / mass if whole else mass * 0 + 1
     to = out + (b * HQ + first_head) * DO + first_column
@@ -147,7 +141,7 @@ def _piece(
     for J in tl.static_range(C):
         acc = state[2 + J]
         if BITS < 16:
-            acc = acc / factor(BITS, J) + floor[None, :]
+            acc = acc / (2 * factor(BITS, J)) + floor[None, :]
         column = word * C + J
         if whole:
             there = (n < N)[None, :] & (column < width)[:, None]
