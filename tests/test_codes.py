@@ -1,4 +1,4 @@
-"""The assembly that makes numbers of codes, which no interpreter of kernels runs, evaluated here."""
+"""The assembly that makes numbers of codes, which Triton's interpreter does not run."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from kvfold.ops.common import codes_triton  # noqa: E402
+from kvfold.ops.common import codes_triton
 
 Word = np.ndarray
 
