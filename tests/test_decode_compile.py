@@ -20,17 +20,23 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from hopper import need_compiler, run_alone  # noqa: E402
-from kvfold.ops.common import plan_triton  # noqa: E402
+from kvfold.ops.common import plan_triton, values_triton  # noqa: E402
 from kvfold.ops.common.pages import LayerPages  # noqa: E402
 from kvfold.ops.common.plan import padded_queries  # noqa: E402
 from kvfold.ops.common.tuning import Tuning  # noqa: E402
 from kvfold.ops.decode import triton as decode_triton  # noqa: E402
+from kvfold.ops.decode import triton_split  # noqa: E402
 from kvfold.ops.decode.triton import plan_layers  # noqa: E402
 from kvfold.ops.decode.tuning import Shape, table  # noqa: E402
-from kvfold.ops.latent_decode import KeyMaps, rope_table, scores_gluon  # noqa: E402
+from kvfold.ops.latent_decode import (  # noqa: E402
+    KeyMaps,
+    rope_table,
+    scores_gluon,
+    triton_pieces,
+)
 from kvfold.ops.latent_decode import plan as latent_plan  # noqa: E402
 from kvfold.ops.latent_decode import triton as latent_triton  # noqa: E402
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
+from kvfold.spec import CacheSpec, Geometry, KeyKind, Latent, LayerSpec, Tiers  # noqa: E402
 from kvfold.spec.layout import Group, cache_layout  # noqa: E402
 from pages import per_head  # noqa: E402
 
@@ -42,7 +48,7 @@ SHORT = {  # pages shorter than a tile
 }
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint16: "u16",
-    torch.int32: "i32", torch.int64: "i64", float: "fp32", int: "i32",
+    torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", float: "fp32", int: "i32",
 }  # fmt: skip
 
 
@@ -162,6 +168,46 @@ def rebuilt(
     return (hopper if heads else kernels)["score_kernel"], kernels["value_kernel"]
 
 
+def in_pieces(keys: KeyKind, *runs: Tiers) -> tuple[Recorder, Recorder]:
+    """Scores and values of a layer of Llama-3.1-8B's shape, piece by piece: runs of keys a head and
+    of values of all, or of one latent of both."""
+    every = tuple(range(8))
+    ranks = [sum(width for width, _ in x) for x in runs]
+    latents = tuple(
+        Latent(side="k", heads=(head,), rank=ranks[0], tiers=runs[0])
+        for head in every if len(runs) > 1
+    )  # fmt: skip
+    side = "v" if len(runs) > 1 else "kv"
+    latents += (Latent(side=side, heads=every, rank=ranks[-1], tiers=runs[-1]),)
+    layer = LayerSpec(keys=keys, values="rebuilt", latents=latents)
+    geometry = Geometry(
+        hidden_size=8, num_query_heads=32, num_kv_heads=8, head_dim=128, num_layers=1, rope=True,
+        key_norm=False, scaling=0.1,
+    )  # fmt: skip
+    groups = cache_layout(CacheSpec(geometry=geometry, layers=(layer,)), page=64).groups
+    place = (*one_sequence(groups, 32, 128), torch.zeros(1, dtype=torch.int64), 0.1)
+    module, name = (
+        (triton_pieces, "piece_score_kernel")
+        if keys == "pre_rope"
+        else (triton_split, "stored_score_kernel")
+    )
+    scores, planned = recorders(module, name), recorders(plan_triton, "plan_kernel")
+    values = recorders(values_triton, "value_kernel", "combine_kernel")
+    with (
+        mock.patch.multiple(module, **scores),
+        mock.patch.multiple(values_triton, **values),
+        mock.patch.multiple(plan_triton, **planned),
+    ):
+        if keys == "pre_rope":
+            rope = rope_table(5e5 ** (-torch.arange(64) / 64), 64, 128)
+            angles = 5e5 ** (-torch.arange(64) / 64)
+            maps = torch.zeros(8, 128, ranks[0]), torch.zeros(8, 128), angles, rope
+            triton_pieces.latent_decode(*place, KeyMaps(layer, *maps))
+        else:
+            triton_split.decode(*place)
+    return scores[name], values["value_kernel"]
+
+
 def operations(listing: str) -> tuple[list[str], dict[str, int]]:
     """Names of all instructions, in order, and which of them follows each label."""
     names: list[str] = []
@@ -229,6 +275,18 @@ def compile_all() -> None:
     for bits in (8, 4):
         kernel = rebuilt(0, 192, heads=2, bits=bits)[0]
         print_report("rebuilt", kernel, {"HGMMA": 24, "HMMA": 16})
+    # 4 x 16 rows by 8 x 16 numbers; 64 words by 4 x 16 rows, four times.
+    scores, values = in_pieces("post_rope", ((128, 4),), ((512, 4),))
+    print_report("in pieces", scores, {"HMMA": 32})
+    print_report("in pieces", values, {"HGMMA": 16})
+    three = ((32, 8), (64, 4), (32, 2))
+    for keys, runs in (
+        ("post_rope", (three, three)),
+        ("pre_rope", (three,)),
+        ("pre_rope", (((1024, 4), (384, 2)),)),
+    ):
+        for kernel in in_pieces(keys, *runs):
+            print_report("in pieces", kernel, {})
 
 
 @pytest.mark.slow
@@ -237,13 +295,14 @@ def test_kernels_compile_well_for_hopper() -> None:
     reports = [json.loads(line) for line in run_alone(__file__)]
     cuts = (table() | SHORT).values()
     limited = sum(tuning.registers is not None for tuning in cuts)
-    assert len(reports) == len(cuts) + limited + 10
+    assert len(reports) == len(cuts) + limited + 18
     for report in reports:
         assert report["spills"] <= SPILLS.get(report["kernel"], 0) and not report["in_loop"], report
         assert report["shared"] <= SHARED, report
         assert report["products"] == report["wanted"], report
         assert report["copies"] or not report["wanted"], report
-        assert report["early"] == (0 if report["what"] == "rebuilt" else 2), report
+        alone = report["what"] in ("rebuilt", "in pieces")
+        assert report["early"] == (0 if alone else 2), report
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from kvfold.spec import Side
 from kvfold.spec.layout import Group, Segment
 
 CODES = (8, 4, 2)  # precisions that kernels unpack, besides 16 bits as they are
-TILE = {16: 64, 8: 64, 4: 64, 2: 32}  # most 16-bit words of a row that a program of values takes
+TILE = {16: 64, 8: 64, 4: 64, 2: 16}  # most 16-bit words of a row that a program of values takes
 WEIGHTS = 1024  # what a row's weights cost a program of values, in bits of its tile
 Forms = tuple[tuple[int, int], ...]  # (bits, words of a tile) of every precision
 

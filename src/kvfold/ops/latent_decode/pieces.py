@@ -16,7 +16,7 @@ from kvfold.ops.common.pieces import Forms, Place
 from kvfold.spec import LayerSpec
 from kvfold.spec.layout import Group
 
-WORDS = 64  # of a row, that a program of keys multiplies at a time
+TILE = {16: 64, 8: 64, 4: 32, 2: 16}  # most 16-bit words of a row that are multiplied at a time
 HEAD_FIELDS = 4  # group, first query head, scales from row to row, int32s to the positions
 PIECE_FIELDS = 8  # see `key_pieces`
 
@@ -54,7 +54,7 @@ def key_pieces(groups: tuple[Group, ...], queries: int, device: torch.device) ->
     """queries: query heads of a KV head."""
     segments = [x for group in groups for x in group.layout.segments if "k" in x.side]
     widest = pieces.widest_words(segments)
-    forms = tuple((bits, min(WORDS, words)) for bits, words in widest)
+    forms = tuple((bits, min(TILE[bits], words)) for bits, words in widest)
     heads: dict[int, list[int]] = {}
     lines: list[list[int]] = []
     cost: dict[int, int] = {}

@@ -24,7 +24,7 @@ from kvfold.ops.latent_decode.maps import KeyMaps, halves_of
 from kvfold.ops.latent_decode.pieces import HEAD_FIELDS, PIECE_FIELDS, KeyPieces, key_pieces
 from kvfold.ops.latent_decode.scores_pieces import piece_score_kernel
 
-SCORES = Tuning(block=64, stages=2, warps=4, slices=2)
+SCORES = Tuning(block=64, stages=2, warps=8, slices=2)
 
 
 @dataclass(frozen=True, eq=False)
