@@ -98,6 +98,20 @@ SIZES = {
         "--keep 0.5 and --budget ppl<=1.01 exclude each other: each decides the size alone"
     ),
     "kvfold compress reference:gqa --align 0 --output new": "--align must be at least 1, got 0",
+    "kvfold compress reference:gqa --factor 4 --align 8 --output new": (
+        "--align is of ranks whose bits are not planned; tiers are whole units of what kernels "
+        "read: leave it out"
+    ),
+    "kvfold compress reference:gqa --factor 4 --levels 5,4 --output new": (
+        "--levels must be some of 8, 6, 4, 3, 2, 1; got (5, 4)"
+    ),
+    "kvfold compress reference:gqa --factor 4 --levels many --output new": (
+        "--levels: 'many' is not a comma-separated list such as 8,4,2 or all"
+    ),
+    "kvfold compress reference:gqa --keep 0.5 --levels 8,4 --output new": (
+        "--levels are the bits of planned numbers, and no bits are planned: give --factor or "
+        "--bytes-per-token too"
+    ),
     "kvfold compress reference:gqa --recover -1 --output new": (
         "--recover must be at least 0 steps, got -1; 0 leaves the maps alone"
     ),
@@ -373,6 +387,12 @@ PYTHON = {
     'kvfold.compress("reference:gqa", factor=True)': "factor must be a number; got True",
     'kvfold.compress("reference:gqa", factor=float("inf"))': (
         "factor must be at least 1 and below 1000, got inf"
+    ),
+    'kvfold.compress("reference:gqa", factor=4, levels=())': (
+        "levels must be some of 8, 6, 4, 3, 2, 1; got ()"
+    ),
+    'kvfold.compress("reference:gqa", factor=4, levels=4)': (
+        "levels must be a tuple of whole numbers; got 4"
     ),
     'kvfold.compress("reference:gqa", keep=0.5, factor=4)': (
         "keep=0.5 and factor=4 exclude each other: each decides the size alone"

@@ -356,7 +356,7 @@ def test_inspect_shows_geometry_ranks_and_pictures(plain, folded, tmp_path, caps
     out = printed(capsys, "inspect", plain)
     assert "4 query and 2 KV heads of 8" in out and "128 bytes per token" in out
     out = printed(capsys, "inspect", folded, "--html", tmp_path / "folded.html")
-    assert "64 bytes per token" in out and "0.5000 kept" in out and "pre_rope" in out
+    assert "64 bytes per token" in out and "0.5000 of the numbers kept" in out and "pre_rope" in out
     assert "kernels on a GPU: 0 of 2 layers in decoding" in out
     assert "keys and values" in (tmp_path / "folded.html").read_text()
     plan = ["--recipe", "zack", "--keep", "0.25", *FEW, "--html", tmp_path / "plan.html"]

@@ -22,7 +22,7 @@ from kvfold.compression.recover import BATCH, check_steps
 from kvfold.compression.recover import recover as distil
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.target import Target, check_align, check_keep
-from kvfold.config import SEEDS, Recipe, Setting, check_types
+from kvfold.config import LEVELS, SEEDS, Recipe, Setting, check_types
 from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
 from kvfold.models.copies import shared_copy
@@ -175,15 +175,15 @@ class Prepared:
         ranks = allocate(self.candidates, c.ranks, budget, c.align(align))
         return self._spec([(rank, None) for rank in ranks])
 
-    def plan_factor(self, factor: float, align: int | None = None) -> CacheSpec:
-        """Ranks and bits that make a token `factor` times smaller than at 16 bits.
+    def plan_factor(self, factor: float, levels: Sequence[int] = LEVELS) -> CacheSpec:
+        """Ranks and bits, of `levels`, that make a token `factor` times smaller than at 16 bits.
 
         Needs a basis that predicts losses.
         """
         c = self.compressor
-        c.factor_of(Target(factor=factor))
+        c.factor_of(Target(factor=factor, levels=tuple(levels)))
         bits = int(16 * c.geometry.full_numbers / factor)
-        return self._spec(plan_bits(self.candidates, bits, c.align(align)))
+        return self._spec(plan_bits(self.candidates, bits, levels))
 
     def _spec(self, sizes: Sequence[Size]) -> CacheSpec:
         c = self.compressor
