@@ -25,7 +25,7 @@ COMMANDS = {
     "kvfold eval text.txt": "text.txt is not a model directory: it has no config.json",
     "kvfold explode": (
         'Unknown command "explode". Available commands: compress, generate, inspect, eval, '
-        "compare, demo, bench."
+        "compare, frontier, demo, bench."
     ),
     "kvfold eval reference:gqa --bogus 1": "Unknown option: --bogus. Did you mean --bits?",
     "kvfold eval reference:gqa --dtype int8": (
@@ -147,6 +147,19 @@ SIZES = {
         "--calib-tokens must be at least 4096 to calibrate this model, 4 windows, got 100"
     ),
     "kvfold compare compressed": (
+        "this model is compressed already; start from the original checkpoint"
+    ),
+    "kvfold frontier reference:gqa --factors 2,0.5": (
+        "--factors must be at least 1 and below 1000, got 0.5"
+    ),
+    "kvfold frontier reference:gqa --factors 2,many": (
+        "--factors: '2,many' is not a comma-separated list such as 2,4,8"
+    ),
+    "kvfold frontier reference:gqa --bits 5": ("--bits must be one of 16, 8, 6, 4, 3, 2, 1; got 5"),
+    "kvfold frontier reference:gqa --levels 5": (
+        "--levels must be some of 8, 6, 4, 3, 2, 1; got (5,)"
+    ),
+    "kvfold frontier compressed": (
         "this model is compressed already; start from the original checkpoint"
     ),
     "kvfold inspect reference:gqa --keep 0.25": (
