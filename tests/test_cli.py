@@ -332,7 +332,7 @@ def test_compress_says_what_it_saved(plain, tmp_path, capsys):
 
 
 def test_compress_recovers_and_says_what_it_gained(plain, tmp_path, capsys):
-    arguments = ["--recipe", "swift", "--factor", "8", "--align", "1", "--recover", "2", *FEW]
+    arguments = ["--recipe", "swift", "--factor", "8", "--recover", "2", *FEW]
     out = printed(capsys, "compress", plain, *arguments, "--output", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     made = config["quantization_config"]["provenance"]["recovery"]

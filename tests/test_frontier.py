@@ -42,7 +42,7 @@ def test_the_best_lose_less_than_every_smaller_one() -> None:
 
 
 def test_the_knee_is_where_size_and_loss_cost_least_together() -> None:
-    points = [row("a", 0.1, 0.3), row("b", 0.2, 0.01), row("c", 0.5, 0.001), ORIGINAL]
+    points = [row("a", 0.1, 0.05), row("b", 0.2, 0.01), row("c", 0.5, 0.001), ORIGINAL]
     assert knee(points).recipe == "b"
     assert knee([*points, row("d", 0.05, 5.0)]).recipe == "b"  # however far the rows go
 
