@@ -77,14 +77,10 @@ def frontier(
     seed
         Of calibration.
     """
-    names, sizes = (
-        parse_list(recipes, "--recipes", str),
-        parse_list(factors, "--factors", float, "2,4,8"),
-    )
-    numbers, chosen = (
-        parse_list(bits, "--bits", int, "8,4"),
-        check_sizes(sizes, parse_levels(levels)),
-    )
+    names = parse_list(recipes, "--recipes", str)
+    sizes = parse_list(factors, "--factors", float, "2,4,8")
+    numbers = parse_list(bits, "--bits", int, "8,4")
+    chosen = check_sizes(sizes, parse_levels(levels))
     common.check_outputs(html=html, json=json)
     with renamed(max_tokens="calib_tokens"):
         calibration = Calibration(calib=calib, max_tokens=calib_tokens, seed=seed)
@@ -161,6 +157,7 @@ def points(
     from kvfold.evaluation.frontier import frontier, knee, loss
 
     best = frontier(rows)
+    turning = knee(best)
     return [
         {
             "recipe": row.recipe,
@@ -169,7 +166,7 @@ def points(
             "times": 1 / row.kept_fraction,
             "loss": loss(row),
             "step_ms": None,
-            "knee": row is knee(best),
+            "knee": row is turning,
             "command": command(model, row, flags, levels),
         }
         for row in best
