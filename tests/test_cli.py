@@ -557,7 +557,7 @@ def test_flags_become_the_config():
 
 
 def test_names_of_recipes_and_rows_are_listed(capsys):
-    for command in ("compress", "compare"):
+    for command in ("compress", "compare", "frontier"):
         assert f"{', '.join(RECIPES)}." in helped(capsys, command)
     for command in ("eval", "compare"):
         assert all(kind.legal in helped(capsys, command) for kind in TASKS.values())
