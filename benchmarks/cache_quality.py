@@ -110,7 +110,7 @@ class Bench(quality.Bench):
             small, most = recipes.get("small"), self.arguments.calib_tokens
             compressor = Compressor(self.model, small, self.tokenizer, max_tokens=most)
             self.prepared = compressor.prepare(self.arguments.stats)
-        return self.prepared.folded_copy(self.prepared.plan_factor(case.factor, 1))
+        return self.prepared.folded_copy(self.prepared.plan_factor(case.factor))
 
     def _needle(self, sessions: Sessions, agnostic: bool) -> dict[int, Any]:
         with closing(Reader(sessions, agnostic=agnostic)) as reader:

@@ -3,11 +3,12 @@
     python benchmarks/real_quality.py --text wiki.txt --calib train.txt --json out.json
 
 Sections: bits (plain integers and KIVI), published (recipes of the papers at a half and a quarter,
-with Palu's bits), ours (dimensions at a half and a quarter, and bits planned with them), recovered
-(the same plans after --recover steps on the calibration text). Folded models are read with their
-rows quantised as pages hold them, a window at a time, which tests/test_recover.py compares with the
-engine; plain integers, KIVI and Palu's bits go through the engine. Rows of the report are written
-as they are measured; those already in the file are kept.
+with Palu's bits), ours (dimensions at a half and a quarter, and bits planned with them), levels
+(bits planned in several sets of levels), recovered (the plans of ours after --recover steps on the
+calibration text). Folded models are read with their rows quantised as pages hold them, a window at
+a time, which tests/test_recover.py compares with the engine; plain integers, KIVI and Palu's bits
+go through the engine. Rows of the report are written as they are measured; those already in the
+file are kept.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from kvfold.compression.calibrate import artifact_key
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
 from kvfold.compression.recover import QuantisedRows, StoredRows
 from kvfold.compression.statistics import Statistics
-from kvfold.config import CacheConfig
+from kvfold.config import ALL_LEVELS, LEVELS, CacheConfig
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.measure import runner_for
 from kvfold.evaluation.paged import PagedSession
@@ -44,17 +45,20 @@ PUBLISHED = ("zack", "zdc", "palu-m", "palu-j", "lorc")
 OURS = ("fast", "lean", "small")
 FACTORS = {"small": (2, 3, 4, 5, 6, 8, 10, 14), "lean": (2, 3, 4, 5, 6, 8, 10, 14)}
 FACTORS |= {"swift": (2, 3, 4, 5, 6, 8, 10), "fast": (2, 3, 4, 5)}
+LEVEL_SETS = {"all levels": ALL_LEVELS, "8, 4, 2": LEVELS, "8, 4": (8, 4), "4": (4,)}
 RECOVERED = {"small": (14, 8, 10, 6, 5, 4), "lean": (8, 6), "swift": (5, 4)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row: a recipe at a share or a factor, steps of recovery, and how tokens are stored."""
+    """One row: a recipe at a share or a factor, in levels, steps of recovery, and how tokens are
+    stored."""
 
     name: str
     recipe: str | None = None
     keep: float | None = None
     factor: float | None = None
+    levels: tuple[int, ...] = LEVELS
     steps: int = 0
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
 
@@ -76,6 +80,12 @@ def cases(section: str, steps: int) -> Iterator[Case]:
         for keep in (0.5, 0.25):
             for recipe in OURS:
                 yield Case(name=f"{recipe} {keep:g}", recipe=recipe, keep=keep)
+    if section == "levels":
+        for recipe in ("swift", "lean", "small"):
+            for factor in (3, 4, 5, 6, 8):
+                for name, levels in LEVEL_SETS.items():
+                    name = f"{recipe} {factor}x, {name}"
+                    yield Case(name=name, recipe=recipe, factor=factor, levels=levels)
     planned = {"ours": (FACTORS, 0), "recovered": (RECOVERED, steps)}
     factors, count = planned.get(section, ({}, 0))
     for recipe, sizes in factors.items():
@@ -150,7 +160,7 @@ class Bench(quality.Bench):
             return self.model, {}
         prepared, model = self.prepared[case.recipe], shared_copy(self.model)
         if case.factor is not None:
-            spec = prepared.plan_factor(case.factor)
+            spec = prepared.plan_factor(case.factor, case.levels)
         else:
             spec = prepared.plan(case.keep or 1.0, 1)
         prepared.fold(spec, {}, model=model, recover=case.steps)
@@ -169,7 +179,7 @@ def rows_perplexity(model: Any, spec: CacheSpec, ids: Tensor) -> PerplexityResul
 
 def main() -> None:
     parser = quality.parser(__doc__, model="reference:smollm2", ctx=2048, windows=12)
-    sections = ("bits", "published", "ours", "recovered")
+    sections = ("bits", "published", "ours", "levels", "recovered")
     parser.add_argument("--sections", nargs="+", choices=sections, default=sections)
     parser.add_argument("--calib", nargs="*", metavar="FILE")
     parser.add_argument("--recover", type=int, default=100, metavar="STEPS")

@@ -25,7 +25,7 @@ COMMANDS = {
     "kvfold eval text.txt": "text.txt is not a model directory: it has no config.json",
     "kvfold explode": (
         'Unknown command "explode". Available commands: compress, generate, inspect, eval, '
-        "compare, demo, bench."
+        "compare, frontier, demo, bench."
     ),
     "kvfold eval reference:gqa --bogus 1": "Unknown option: --bogus. Did you mean --bits?",
     "kvfold eval reference:gqa --dtype int8": (
@@ -140,6 +140,20 @@ SIZES = {
     "kvfold compress reference:gqa --align 0 --output new": (
         "--align must be at least 1 and below 1e+06, got 0"
     ),
+    "kvfold compress reference:gqa --factor 4 --align 8 --output new": (
+        "--align is of ranks whose bits are not planned; tiers are whole units of what kernels "
+        "read: leave it out"
+    ),
+    "kvfold compress reference:gqa --factor 4 --levels 5,4 --output new": (
+        "--levels must be some of 8, 6, 4, 3, 2, 1; got (5, 4)"
+    ),
+    "kvfold compress reference:gqa --factor 4 --levels many --output new": (
+        "--levels: 'many' is not a comma-separated list of numbers such as 8,4,2 or all"
+    ),
+    "kvfold compress reference:gqa --keep 0.5 --levels 8,4 --output new": (
+        "--levels are the bits of planned numbers, and no bits are planned: give --factor or "
+        "--bytes-per-token too"
+    ),
     "kvfold compress reference:gqa --recover -1 --output new": (
         "--recover must be at least 0 steps, got -1; 0 leaves the maps alone"
     ),
@@ -177,6 +191,19 @@ SIZES = {
     "kvfold compare compressed": (
         "this model is compressed already; start from the original checkpoint"
     ),
+    "kvfold frontier reference:gqa --factors 2,0.5": (
+        "--factors must be at least 1 and below 1000, got 0.5"
+    ),
+    "kvfold frontier reference:gqa --factors 2,many": (
+        "--factors: '2,many' is not a comma-separated list of numbers such as 2,4,8"
+    ),
+    "kvfold frontier reference:gqa --bits 5": ("--bits must be one of 16, 8, 6, 4, 3, 2, 1; got 5"),
+    "kvfold frontier reference:gqa --levels 5": (
+        "--levels must be some of 8, 6, 4, 3, 2, 1; got (5,)"
+    ),
+    "kvfold frontier compressed": (
+        "this model is compressed already; start from the original checkpoint"
+    ),
     "kvfold inspect reference:gqa --keep 0.25": (
         "--keep, --align and settings of calibration are about a plan: give its --recipe too"
     ),
@@ -188,15 +215,15 @@ SIZES = {
     ),
     "kvfold compress reference:gqa --bytes-per-token 0.001 --output new": (
         "--bytes-per-token 0.001 leaves 0 bits a token, and each of 7 layers takes at least "
-        "24: ask for a larger cache, or a smaller --align than 16"
+        "136: ask for a larger cache"
     ),
     "kvfold compress reference:gqa --keep 1e-300 --output new": (
         "--keep 1e-300 leaves 0 numbers a token, and each of 7 layers takes at least 16: ask "
         "for a larger cache, or a smaller --align than 16"
     ),
     "kvfold compress reference:gqa --factor 999 --output new": (
-        "--factor 999 leaves 57 bits a token, and each of 7 layers takes at least 24: ask for "
-        "a larger cache, or a smaller --align than 16"
+        "--factor 999 leaves 57 bits a token, and each of 7 layers takes at least 136: ask for "
+        "a larger cache"
     ),
     "kvfold compress reference:gqa --align 1000000000000 --output new": (
         "--align must be at least 1 and below 1e+06, got 1000000000000"
@@ -476,6 +503,12 @@ PYTHON = {
     'kvfold.compress("reference:gqa", factor=True)': "factor must be a number; got True",
     'kvfold.compress("reference:gqa", factor=float("inf"))': (
         "factor must be at least 1 and below 1000, got inf"
+    ),
+    'kvfold.compress("reference:gqa", factor=4, levels=())': (
+        "levels must be some of 8, 6, 4, 3, 2, 1; got ()"
+    ),
+    'kvfold.compress("reference:gqa", factor=4, levels=4)': (
+        "levels must be a tuple of whole numbers; got 4"
     ),
     'kvfold.compress("reference:gqa", keep=0.5, factor=4)': (
         "keep=0.5 and factor=4 exclude each other: each decides the size alone"

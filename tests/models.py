@@ -74,14 +74,15 @@ CONFIGS = {
 
 def llama_8b(**changed) -> hf.LlamaConfig:
     """The shape of Llama-3.1-8B."""
-    return hf.LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        **{"dtype": torch.bfloat16, **changed},
-    )
+    shape = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "dtype": torch.bfloat16,
+    }
+    return hf.LlamaConfig(**(shape | changed))
 
 
 def tiny(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> hf.PreTrainedModel:

@@ -288,7 +288,7 @@ def test_the_readme_says_what_was_planned_and_measured(tmp_path) -> None:
     found = prepared(model, "small")
     learnt = {"steps": 3, "before": 0.25, "after": 0.125}
     known = {"model": "m", "ratio": 1.0081, "budget": "ppl<=1.01", "recovery": learnt}
-    found.fold(found.plan_factor(6, 1), known)
+    found.fold(found.plan_factor(6), known)
     save(model, None, tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()
     assert "bytes per token with the planned bits" in text and "with the planned bits\n" in text

@@ -389,7 +389,7 @@ def test_compress_says_what_it_saved(plain, tmp_path, capsys):
 
 
 def test_compress_recovers_and_says_what_it_gained(plain, tmp_path, capsys):
-    arguments = ["--recipe", "swift", "--factor", "8", "--align", "1", "--recover", "2", *FEW]
+    arguments = ["--recipe", "swift", "--factor", "8", "--recover", "2", *FEW]
     out = printed(capsys, "compress", plain, *arguments, "--output", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     made = config["quantization_config"]["provenance"]["recovery"]
@@ -413,7 +413,7 @@ def test_inspect_shows_geometry_ranks_and_pictures(plain, folded, tmp_path, caps
     out = printed(capsys, "inspect", plain)
     assert "4 query and 2 KV heads of 8" in out and "128 bytes per token" in out
     out = printed(capsys, "inspect", folded, "--html", tmp_path / "folded.html")
-    assert "64 bytes per token" in out and "0.5000 kept" in out and "pre_rope" in out
+    assert "64 bytes per token" in out and "0.5000 of the numbers kept" in out and "pre_rope" in out
     assert "kernels on a GPU: 0 of 2 layers in decoding" in out
     assert "keys and values" in (tmp_path / "folded.html").read_text()
     plan = ["--recipe", "zack", "--keep", "0.25", *FEW, "--html", tmp_path / "plan.html"]
@@ -614,7 +614,7 @@ def test_flags_become_the_config():
 
 
 def test_names_of_recipes_and_rows_are_listed(capsys):
-    for command in ("compress", "compare"):
+    for command in ("compress", "compare", "frontier"):
         assert f"{', '.join(RECIPES)}." in helped(capsys, command)
     for command in ("eval", "compare"):
         assert all(kind.legal in helped(capsys, command) for kind in TASKS.values())

@@ -36,18 +36,17 @@ def tokenizer():
     [
         (["--budget", "ppl<=1.5"], {"budget": "ppl<=1.5"}),
         (["--bytes-per-token", "20"], {"bytes_per_token": 20}),
-        (["--factor", "6.4"], {"factor": 6.4}),
-        ([], {}),
+        (["--factor", "6.4", "--levels", "4,8"], {"factor": 6.4, "levels": (8, 4)}),
+        (["--factor", "6.4", "--levels", "all"], {"factor": 6.4, "levels": (8, 6, 4, 3, 2, 1)}),
+        (["--align", "1"], {"align": 1}),
     ],
 )
 def test_python_and_command_line_plan_the_same(plain, model, tmp_path, capsys, flags, size):  # noqa: F811
     path = tmp_path / "out"
-    options = [*flags, "--align", "1", "--max-tokens", str(FEW), "--output", str(path)]
+    options = [*flags, "--max-tokens", str(FEW), "--output", str(path)]
     assert main(["compress", str(plain), *options]) == 0
     saved = json.loads((path / "config.json").read_text())["quantization_config"]
-    folded = kvfold.compress(
-        str(plain), align=1, max_tokens=FEW, output=tmp_path / "python", **size
-    )
+    folded = kvfold.compress(str(plain), max_tokens=FEW, output=tmp_path / "python", **size)
     assert spec_of(folded) == CacheSpec.from_dict(saved["cache"])
     again = json.loads((tmp_path / "python" / "config.json").read_text())["quantization_config"]
     assert again == saved

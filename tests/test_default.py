@@ -6,7 +6,7 @@ import transformers as hf
 
 import kvfold
 from kvfold.artifact import provenance_of
-from kvfold.compression.default import PREFERENCE, chosen
+from kvfold.compression.default import PREFERENCE, chosen, widest_spec
 from kvfold.compression.target import Target
 from kvfold.config import DEFAULT_KEEP
 from kvfold.loading import load_config
@@ -44,6 +44,17 @@ def test_without_kernels_it_is_the_best_and_says_so() -> None:
     recipe, why = chosen(None, CONFIGS["gemma2"](), Target())
     assert recipe.name == PREFERENCE[0] == "small" and "none has fast kernels" in str(why)
     assert chosen(None, CONFIGS["opt"](), Target())[0].name == "lean"  # no keys beside values
+
+
+def test_planned_sizes_are_asked_about_in_tiers_of_every_level() -> None:
+    def tiers(**size):
+        (keys, *_, values) = widest_spec(recipe, LLAMA_8B, Target(**size)).layers[0].latents
+        return keys.tiers, values.tiers
+
+    recipe = kvfold.recipes.get("lean")
+    assert tiers(factor=4) == (((40, 8), (40, 4), (32, 2)), ((336, 8), (320, 4), (320, 2)))
+    assert tiers(bytes_per_token=9000, levels=(4,)) == (((128, 4),), ((1024, 4),))
+    assert tiers(keep=0.5) == (None, None)
 
 
 def test_a_named_recipe_is_taken() -> None:

@@ -54,7 +54,8 @@ def compressed(name: str, recipe: str, **size):
         pytest.skip(str(error))
     family, wanted = compressor.family, compressor.needs
     made = calibrate(model, family, tokens(8, 64), wanted, topics=torch.arange(8) // 4)
-    return kvfold.compress(model, recipe, statistics=made, align=1, **size)
+    given = size if "factor" in size else size | {"align": 1}
+    return kvfold.compress(model, recipe, statistics=made, **given)
 
 
 # -- what comes out -----------------------------------------------------------------------------

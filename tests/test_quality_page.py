@@ -4,10 +4,12 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from real_quality_table import table  # noqa: E402
+from real_quality_table import levels_table, table  # noqa: E402
 
 
 def test_every_row_of_the_report_is_on_the_page() -> None:
@@ -15,3 +17,12 @@ def test_every_row_of_the_report_is_on_the_page() -> None:
     page = (ROOT / "docs/quality.md").read_text(encoding="utf-8").splitlines()
     lines = table(rows).splitlines()[2:]
     assert len(lines) > 50 and set(lines) <= set(page)
+
+
+@pytest.mark.parametrize("model", ["smollm2"])
+def test_plans_by_levels_are_on_the_page(model: str) -> None:
+    rows = json.loads((ROOT / f"benchmarks/results/levels-{model}.json").read_text())["rows"]
+    page = (ROOT / "docs/quality.md").read_text(encoding="utf-8").splitlines()
+    lines = levels_table(rows, "wiki-heldout").splitlines()[2:]
+    others = table([row for row in rows if not row.get("factor")]).splitlines()[2:]
+    assert len(lines) == 15 and len(others) == 3 and {*lines, *others} <= set(page)

@@ -55,7 +55,7 @@ def losses_of(model, rows: Tensor, **extra) -> Tensor:
 def test_rows_come_back_as_from_pages(name: str, recipe: str) -> None:
     model, rows = tiny(name), tokens(2, 60)
     bases = prepared(model, recipe, tokens(8, 64))
-    bases.fold(bases.plan_factor(6.0, 1), {})
+    bases.fold(bases.plan_factor(6.0), {})
     whole = losses_of(model, rows)
     ours = losses_of(model, rows, past_key_values=recovery.QuantisedRows(spec_of(model).layers))
     config = CacheConfig(kv_bytes=2**21, page=8)
@@ -69,7 +69,7 @@ def test_planned_tasks_weigh_the_same_on_pages() -> None:
     """Both ways of answering tasks with planned bits: on pages, and from rows kept as there."""
     model, context = tiny("llama-gqa"), tokens(1, 40)[0].tolist()
     bases = prepared(model, "small", tokens(8, 64))
-    bases.fold(bases.plan_factor(6.0, 1), {})
+    bases.fold(bases.plan_factor(6.0), {})
     layers, found = spec_of(model).layers, []
     dense = partial(DenseSession, model, 16)
     runner = build_runner(
@@ -88,7 +88,7 @@ def test_planned_tasks_weigh_the_same_on_pages() -> None:
 def test_kept_rows_serve_chunks() -> None:
     model, rows = tiny("llama-gqa"), tokens(2, 40)
     bases = prepared(model, "small", tokens(8, 64))
-    bases.fold(bases.plan_factor(6.0, 1), {})
+    bases.fold(bases.plan_factor(6.0), {})
     layers = spec_of(model).layers
     cache = recovery.StoredRows(layers)
     with torch.no_grad():
@@ -149,7 +149,7 @@ def folded(jobs: dict[str, Prepared], recipe: str, dtype: torch.dtype = torch.fl
     bases = jobs[recipe]
     teacher = copy.deepcopy(bases.compressor.model).to(dtype)
     job = SimpleNamespace(model=shared_copy(teacher), family=bases.compressor.family)
-    spec = bases.plan_factor(size["factor"], 1) if "factor" in size else bases.plan(size["keep"], 1)
+    spec = bases.plan_factor(size["factor"]) if "factor" in size else bases.plan(size["keep"], 1)
     bases.fold(spec, {}, model=job.model)
     return job, teacher, spec
 
@@ -251,7 +251,6 @@ def test_what_was_learnt_is_saved(reference, jobs, tmp_path, monkeypatch) -> Non
         copy.deepcopy(reference),
         "lean",
         factor=12,
-        align=1,
         recover=4,
         statistics=jobs["lean"].statistics,
         tokenizer=load_tokenizer("reference:gqa"),
@@ -268,7 +267,7 @@ def test_what_was_learnt_is_saved(reference, jobs, tmp_path, monkeypatch) -> Non
         torch.testing.assert_close(again(ids).logits, model(ids).logits)
     assert provenance_of(again)["recovery"] == made
     plain = kvfold.compress(
-        copy.deepcopy(reference), "lean", factor=12, align=1, statistics=jobs["lean"].statistics
+        copy.deepcopy(reference), "lean", factor=12, statistics=jobs["lean"].statistics
     )
     with torch.no_grad():
         assert (plain(ids).logits - model(ids).logits).abs().max() > 1e-2

@@ -14,7 +14,11 @@ from kvfold import LLM, recipes
 from kvfold.attention.backend import Task
 from kvfold.attention.base import Columns, LayerMaps
 from kvfold.attention.selector import DECODE, PREFILL, Choice, select, warn_of_fallback
+from kvfold.compression.bases import builder_of
 from kvfold.compression.default import even_spec
+from kvfold.compression.plan import plan_bits, planned_spec
+from kvfold.compression.ranks import LatentCandidate
+from kvfold.config import LEVELS
 from kvfold.models.families import family_of
 from kvfold.models.folded import layer_shapes
 from kvfold.models.kernels import kernels_of
@@ -188,10 +192,41 @@ def test_prefill_has_its_own(layer: Layer, observed: bool, wanted: str) -> None:
 # -- what a GPU would do, told on any machine ---------------------------------------------------
 
 
-def stored(config: hf.PretrainedConfig, recipe: str, keep: float, planned=False) -> CacheSpec:
+def stored(config: hf.PretrainedConfig, recipe: str, keep: float) -> CacheSpec:
     """What a recipe stores that keeps as much of every latent."""
-    geometry = family_of(config).geometry(config)
-    return even_spec(recipes.get(recipe), geometry, keep, planned)
+    return even_spec(recipes.get(recipe), family_of(config).geometry(config), keep)
+
+
+def planned(config: hf.PretrainedConfig, recipe: str, factor: float) -> CacheSpec:
+    """What a recipe plans for a model whose latents decay at random."""
+    geometry, basis = family_of(config).geometry(config), builder_of(recipes.get(recipe))
+    chance = torch.Generator().manual_seed(int(factor))
+    latents = []
+    for layer in range(geometry.num_layers):
+        for side, heads in basis.head_sets(geometry):
+            width = len(side) * len(heads) * geometry.head_dim
+            slope = 4 * torch.rand(1, generator=chance)
+            singular = torch.exp(-slope * torch.arange(width) / width).double()
+            own = SimpleNamespace(singular=singular, mean=range(width))
+            latents.append(LatentCandidate(layer=layer, side=side, heads=heads, basis=own))
+    bits = int(16 * geometry.full_numbers / factor)
+    sizes = plan_bits(latents, bits, LEVELS)
+    return planned_spec(latents, sizes, geometry, basis.key_kind(geometry))
+
+
+MANY_HEADS = llama_8b(num_key_value_heads=32, num_hidden_layers=2)
+NARROW = llama_8b(
+    hidden_size=576, num_attention_heads=9, num_key_value_heads=3, head_dim=64, num_hidden_layers=4
+)
+
+
+@pytest.mark.parametrize("config", [llama_8b(num_hidden_layers=4), MANY_HEADS, NARROW])
+@pytest.mark.parametrize("recipe", ["fast", "swift", "lean", "lean-g", "small"])
+def test_no_planned_checkpoint_decodes_in_pytorch(config, recipe: str, backend) -> None:
+    backend("reference")  # which says nothing of other machines
+    for factor in (2, 3, 4, 6, 8, 14, 20):
+        found = kernels_of(config, planned(config, recipe, factor))
+        assert found.complete, (factor, str(found))
 
 
 @pytest.mark.parametrize(

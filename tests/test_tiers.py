@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -13,25 +13,29 @@ from torch import Tensor
 
 import kvfold
 from kvfold import recipes
-from kvfold.artifact import spec_of
+from kvfold.artifact import provenance_of, spec_of
+from kvfold.card import facts
+from kvfold.cli.main import main
 from kvfold.compression.bit_allocation import (
     DISTORTION,
     SCALE_BITS,
-    _merged,
     cost,
+    even_tiers,
     plan_tiers,
+    unit,
 )
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.plan import plan_bits
 from kvfold.compression.ranks import LatentCandidate
-from kvfold.config import Recipe
+from kvfold.compression.target import Target
+from kvfold.config import ALL_LEVELS, LEVELS, Recipe
 from kvfold.formats.integers import Integers
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import cache_layout
 from models import tiny, tokens
 
-ALIGNS = st.sampled_from([1, 4, 8, 16])
+SETS = st.lists(st.sampled_from(ALL_LEVELS), min_size=1, unique=True)
 
 
 @st.composite
@@ -39,7 +43,7 @@ def spectra(draw: st.DrawFn) -> list[Tensor]:
     """Latents of several widths whose singular values fall at several rates, some to zero."""
     found = []
     for _ in range(draw(st.integers(1, 4))):
-        width = draw(st.integers(0, 70))
+        width = draw(st.integers(0, 70) | st.sampled_from([64, 128, 256, 288]))
         top, decay = draw(st.floats(1e-3, 1e3)), draw(st.floats(0.0, 3.0))
         s = top * torch.arange(1, width + 1, dtype=torch.float64).pow(-decay)
         s[draw(st.integers(0, width)) :] = 0
@@ -66,68 +70,92 @@ def total_loss(found: list[Tensor], planned: list) -> float:
 
 
 @settings(max_examples=80, deadline=None)
-@given(spectra(), st.integers(0, 3000), ALIGNS)
-def test_plans_keep_to_the_budget_and_the_rules(found: list[Tensor], budget: int, align: int):
-    planned = plan_tiers(found, budget, align)
+@given(spectra(), st.integers(0, 3000), SETS)
+def test_plans_keep_to_the_budget_and_the_rules(
+    found: list[Tensor], budget: int, levels: list[int]
+):
+    planned = plan_tiers(found, budget, levels)
     assert sum(map(cost, planned)) <= budget
     for s, tiers in zip(found, planned, strict=True):
-        widths, bits = [w for w, _ in tiers], [b for _, b in tiers]
-        assert all(more > fewer for more, fewer in pairwise(bits))
-        assert set(bits) <= DISTORTION.keys() - {0} and set(bits) <= set(Integers.widths)
-        assert all(w > 0 and w % align == 0 for w in widths[:-1])
-        assert sum(widths) <= len(s)
-        assert not widths or widths[-1] % align == 0 or sum(widths) == len(s)
-        if widths:  # a tier begins at a dimension that holds something
-            assert s[sum(widths[:-1])] > 0
+        bits = [b for _, b in tiers]
+        assert all(more > fewer for more, fewer in pairwise(bits)) and set(bits) <= set(levels)
+        assert sum(w for w, _ in tiers) <= len(s)
+        if tiers:  # a tier begins at a dimension that holds something
+            assert s[sum(w for w, _ in tiers[:-1])] > 0
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.floats(0.2, 2.0), min_size=1, max_size=4),
-    st.integers(200, 4000),
-    st.sampled_from([1, 8, 16]),
+@settings(max_examples=80, deadline=None)
+@given(spectra(), st.integers(0, 9000), SETS)
+def test_rows_of_codes_are_whole_units(found: list[Tensor], budget: int, levels: list[int]):
+    """16 bytes in latents of 256 numbers or more, else 4; where the latent ends between, a word."""
+    for s, tiers in zip(found, plan_tiers(found, budget, levels), strict=True):
+        size, end = 16 if len(s) >= 256 else 4, 0
+        for width, bits in tiers:
+            end, row = end + width, Integers(bits=bits).row_bytes(width)
+            forced = end == len(s) and len(s) % unit(len(s), bits)
+            assert row * 8 == width * bits and row % (2 if forced else size) == 0
+
+
+@pytest.mark.parametrize(
+    ("width", "bits", "numbers"),
+    [(64, 2, 16), (64, 4, 8), (64, 8, 4), (256, 2, 64), (256, 4, 32), (256, 8, 16), (255, 6, 16)],
 )
-def test_what_rounding_leaves_is_small(decays: list[float], budget: int, align: int):
-    found = [falling(128, decay, 1 + i / 7) for i, decay in enumerate(decays)]
-    planned = plan_tiers(found, budget, align)
-    most = sum(len(s) * max(DISTORTION) + SCALE_BITS for s in found)
-    # Between two prices that differ by nothing, one run of `align` numbers gains one level, which
-    # is 2 bits at most, and a tier with its scale may appear or merge away in each latent.
-    step = 2 * align + 2 * SCALE_BITS * len(DISTORTION)
-    assert sum(map(cost, planned)) >= min(budget, most) - step
+def test_a_unit_is_what_a_kernel_reads_at_once(width: int, bits: int, numbers: int):
+    assert unit(width, bits) == numbers
+
+
+def test_a_width_of_no_whole_units_is_kept_to_its_end():
+    everything = [torch.ones(40, dtype=torch.double)]  # 16 numbers of 2 bits are a unit
+    assert plan_tiers(everything, 10**6, [2]) == [((40, 2),)]
+    assert plan_tiers([torch.ones(39)], 10**6, [2]) == [((32, 2),)]  # 78 bits are no words
 
 
 @settings(max_examples=40, deadline=None)
-@given(spectra(), st.integers(0, 3000), ALIGNS)
-def test_more_bits_predict_less_loss(found: list[Tensor], budget: int, align: int):
-    """Budgets apart by more than rounding: a step of `align` numbers and a scale a latent."""
-    budgets = [budget, budget + len(found) * (2 * align + 2 * SCALE_BITS) + budget // 5]
-    little, much = (total_loss(found, plan_tiers(found, b, align)) for b in budgets)
+@given(st.lists(st.floats(0.2, 2.0), min_size=1, max_size=4), st.integers(200, 4000), SETS)
+def test_what_rounding_leaves_is_small(decays: list[float], budget: int, levels: list[int]):
+    found = [falling(128, decay, 1 + i / 7) for i, decay in enumerate(decays)]
+    planned = plan_tiers(found, budget, levels)
+    most = sum(len(s) * max(levels) + SCALE_BITS for s in found)
+    # Between two prices that differ by nothing, one latent gains a unit or two: 32 numbers at most.
+    assert sum(map(cost, planned)) >= min(budget, most) - 2 * 32 * max(levels)
+
+
+@settings(max_examples=40, deadline=None)
+@given(spectra(), st.integers(0, 3000), SETS)
+def test_more_bits_predict_less_loss(found: list[Tensor], budget: int, levels: list[int]):
+    """Budgets apart by more than what rounding leaves."""
+    budgets = [budget, budget + sum(len(s) * max(levels) + SCALE_BITS for s in found)]
+    little, much = (total_loss(found, plan_tiers(found, b, levels)) for b in budgets)
     nothing = total_loss(found, [()] * len(found))
     assert much <= little * (1 + 1e-9) and little <= nothing * (1 + 1e-9)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 20), st.sampled_from([1, 2, 3, 4, 6, 8])), max_size=6))
-def test_merging_never_costs_more(runs: list[tuple[int, int]]):
-    falling_bits = {bits: width for width, bits in runs}
-    runs = [(falling_bits[bits], bits) for bits in sorted(falling_bits, reverse=True)]
-    merged = _merged(runs)
-    assert cost(merged) <= cost(tuple(runs))
-    assert sum(w for w, _ in merged) == sum(w for w, _ in runs)
-    start = 0
-    for width, bits in merged:  # and no number loses precision
-        covered = [b for b, (lo, hi) in _places(runs) if lo < start + width and hi > start]
-        assert bits >= max(covered)
-        start += width
+def legal_tiers(width: int, levels: tuple[int, ...]):
+    """All that a latent of this width may become."""
+    for count in range(len(levels) + 1):
+        for ends in combinations(range(4, width + 1, 4), count):
+            for bits in combinations(levels, count):
+                widths = [b - a for a, b in pairwise((0, *ends))]
+                if all(w % unit(width, b) == 0 for w, b in zip(widths, bits, strict=True)):
+                    yield tuple(zip(widths, bits, strict=True))
 
 
-def _places(runs: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
-    found, start = [], 0
-    for width, bits in runs:
-        found.append((bits, (start, start + width)))
-        start += width
-    return found
+@pytest.mark.parametrize("levels", [LEVELS, (8, 4), (6, 3, 1)])
+@pytest.mark.parametrize("decay", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("budget", [60, 130, 190])
+def test_no_other_tiers_of_as_many_bits_lose_less(levels, decay: float, budget: int):
+    s = falling(32, decay)
+    (found,) = plan_tiers([s], budget, levels)
+    others = [x for x in legal_tiers(32, levels) if cost(x) <= cost(found)]
+    assert found in others
+    best = min(predicted_loss(s, x) for x in others)
+    assert predicted_loss(s, found) == pytest.approx(best, rel=1e-9)
+
+
+def test_even_tiers_are_whole_units_of_every_level():
+    assert even_tiers(384, (4, 8, 2)) == ((128, 8), (128, 4), (128, 2))
+    assert even_tiers(64, LEVELS) == ((20, 8), (16, 4), (16, 2))
+    assert even_tiers(9, LEVELS) == () and even_tiers(13, LEVELS) == ((4, 8),)
 
 
 @pytest.mark.parametrize("decay", [0.3, 0.7, 1.2, 2.0])
@@ -136,7 +164,7 @@ def test_tiers_beat_uniform_bits_and_dimensions_alone(decay: float, share: float
     """At the same cost, each alternative with its best choice of dimensions over both latents."""
     found = [falling(256, decay), falling(256, decay, 3.0)]
     budget = int(share * 16 * 512)
-    ours = total_loss(found, plan_tiers(found, budget, 1))
+    ours = total_loss(found, plan_tiers(found, budget, ALL_LEVELS))
     squares = torch.cat(found).square().sort(descending=True).values / 2
     dims_only = float(squares[budget // 16 :].sum())
     four = (budget - 2 * SCALE_BITS) // 4
@@ -148,17 +176,18 @@ def test_tiers_beat_uniform_bits_and_dimensions_alone(decay: float, share: float
 
 @pytest.mark.parametrize("found", [[], [torch.zeros(16)], [torch.zeros(0)], [torch.zeros(0)] * 3])
 def test_nothing_is_stored_for_nothing(found: list[Tensor]):
-    assert plan_tiers(found, 1000, 8) == [()] * len(found)
+    assert plan_tiers(found, 1000, LEVELS) == [()] * len(found)
 
 
 def test_a_latent_of_zeros_leaves_the_budget_to_others():
-    alone, *_ = plan_tiers([falling()], 400, 8)
-    assert plan_tiers([torch.zeros(64), falling(), torch.zeros(0)], 400, 8) == [(), alone, ()]
+    alone, *_ = plan_tiers([falling()], 400, LEVELS)
+    others = [torch.zeros(64), falling(), torch.zeros(0)]
+    assert plan_tiers(others, 400, LEVELS) == [(), alone, ()]
 
 
 def test_a_plan_does_not_depend_on_the_scale_of_the_loss():
     found = [falling(), falling(64, 0.5)]
-    assert plan_tiers(found, 700, 8) == plan_tiers([1e-6 * s for s in found], 700, 8)
+    assert plan_tiers(found, 700, LEVELS) == plan_tiers([1e-6 * s for s in found], 700, LEVELS)
 
 
 # -- the artifact -------------------------------------------------------------------------------
@@ -179,11 +208,37 @@ def planned_model(recipe: str = "small", factor: float = 6.0, **options):
 @pytest.mark.parametrize("recipe", ["fast", "swift", "lean", "small"])
 @pytest.mark.parametrize("factor", [2.0, 6.0])
 def test_factor_is_met_in_bits_that_a_token_stores(recipe: str, factor: float):
-    spec = spec_of(planned_model(recipe, factor, align=1))
+    spec = spec_of(planned_model(recipe, factor))
     bits = cache_layout(spec).bits_per_token
     assert spec.planned
     assert bits == sum(cost(x.tiers) for layer in spec.layers for x in layer.latents)
     assert bits <= 16 * spec.geometry.full_numbers / factor
+
+
+@pytest.mark.parametrize("levels", [(8, 4, 2), (4,), [2, 3, 6]])
+def test_a_model_is_planned_in_the_levels_that_were_asked_for(levels):
+    model = planned_model("lean", levels=levels)
+    used = {bits for x in spec_of(model).layers for y in x.latents for _, bits in y.tiers}
+    assert used <= set(levels)
+    assert provenance_of(model)["levels"] == tuple(sorted(levels, reverse=True))
+    shown = ", ".join(map(str, sorted(used, reverse=True)))
+    assert f"with the planned bits ({shown}) and scales" in "".join(
+        facts(spec_of(model), provenance_of(model))
+    )
+
+
+def test_inspect_names_the_levels(tmp_path, capsys):
+    planned_model("lean", 3.0, levels=(8, 4), output=tmp_path / "planned")
+    assert main(["inspect", str(tmp_path / "planned")]) == 0
+    shown = capsys.readouterr().out
+    assert "with the planned bits (8, 4) and scales" in shown and "levels: [8, 4]" in shown
+
+
+def test_levels_are_those_with_kernels_unless_others_are_asked_for():
+    assert Target(factor=4).levels == Target(bytes_per_token=9).levels == LEVELS == (8, 4, 2)
+    assert Target(factor=4, levels=(2, 8, 8)).levels == (8, 2)
+    assert Target(keep=0.5).levels is None
+    assert {*ALL_LEVELS} == {*Integers.widths} == {*DISTORTION}
 
 
 @pytest.mark.parametrize(("basis", "name"), [("zack", "values"), ("post", "keys")])
@@ -197,18 +252,18 @@ def test_a_layer_that_is_worth_no_bits_is_refused():
     bases = [SimpleNamespace(singular=torch.full((8,), x), mean=range(8)) for x in (100.0, 1e-3)]
     latents = [LatentCandidate(layer=i, side="k", heads=(0,), basis=x) for i, x in enumerate(bases)]
     with pytest.raises(ValueError, match=r"leave layers \[1\] with nothing; ask for a smaller fac"):
-        plan_bits(latents, 2 * (8 + SCALE_BITS), 8)
+        plan_bits(latents, 2 * (32 + SCALE_BITS), LEVELS)
 
 
 def test_a_skipped_layer_is_paid_for_and_moves_no_plan():
     model = tiny("llama-gqa")
     made = statistics_of(model, "small")
     prepared = Compressor(model, replace(recipes.get("small"), skip_layers=(0,))).prepare(made)
-    spec = prepared.plan_factor(1.5, 1)
+    spec = prepared.plan_factor(1.5)
     assert spec.layers[0].keys == "plain" and not any(x.tiers for x in spec.layers[0].latents)
     full = spec.geometry.full_numbers
     left = int(16 * full / 1.5) - 16 * full // spec.geometry.num_layers
-    wanted = plan_tiers([c.singular for c in prepared.candidates if c.layer > 0], left, 1)
+    wanted = plan_tiers([c.singular for c in prepared.candidates if c.layer > 0], left, LEVELS)
     assert [x.tiers for layer in spec.layers[1:] for x in layer.latents] == wanted
     assert cache_layout(spec).bits_per_token <= 16 * full / 1.5
 
@@ -248,7 +303,8 @@ def test_artifacts_with_earlier_names_of_keys_still_load():
         ({"factor": float("nan")}, "factor must be at least 1"),
         ({"factor": 4, "recipe": "zack"}, "use fast, swift, lean, lean-g or small"),
         ({"factor": 4, "align": 0}, "align must be at least 1"),
-        ({"factor": 900}, "ask for a smaller factor"),
+        ({"factor": 4, "align": 8}, "align is of ranks whose bits are not planned"),
+        ({"factor": 900}, "ask for a larger cache"),
     ],
 )
 def test_compress_refuses(settings: dict, message: str):

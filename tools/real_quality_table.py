@@ -33,6 +33,26 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def levels_table(rows: list[Row], text: str) -> str:
+    """Loss on one text of plans of a size, by the levels of their tiers; the size too, where a plan
+    does not need what it may take."""
+    original, *others = rows
+    planned = [row["name"].split(", ", 1) for row in others if row["factor"]]
+    sizes, sets = (list(dict.fromkeys(names)) for names in zip(*planned, strict=True))
+    found = {row["name"]: row for row in others}
+
+    def cell(row: Row) -> str:
+        lost, error = loss(row, original, text)
+        smaller = 1 / row["kept_fraction"]
+        idle = smaller > 1.01 * row["factor"]
+        return f"{lost:.4f} ± {error:.4f}" + (f" ({smaller:.1f}x)" if idle else "")
+
+    lines = [f"| {text} | {' | '.join(sets)} |", "|---|" + "---|" * len(sets)]
+    for size in sizes:
+        lines.append(f"| {size} | {' | '.join(cell(found[f'{size}, {x}']) for x in sets)} |")
+    return "\n".join(lines)
+
+
 def plot(rows: list[Row], path: Path) -> None:
     """Loss on the first text by how many times fewer bits a token stores."""
     import matplotlib.pyplot as plt
@@ -78,8 +98,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("report", type=Path)
     parser.add_argument("--plot", type=Path, metavar="FILE")
+    parser.add_argument("--levels", action="store_true", help="plans by the levels of their tiers")
     arguments = parser.parse_args()
     rows = json.loads(arguments.report.read_text())["rows"]
+    if arguments.levels:
+        print("\n\n".join(levels_table(rows, text) for text in rows[0]["texts"]))
+        rows = [row for row in rows if not row.get("factor")]
     print(table(rows))
     if arguments.plot:
         plot(rows, arguments.plot)

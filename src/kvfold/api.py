@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvfold.compression.progress import Progress
 from kvfold.compression.recover import check_steps
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.statistics.artifact import check_place
-from kvfold.compression.target import Target, check_align
+from kvfold.compression.target import Target
 from kvfold.config import Recipe, check_types
 from kvfold.evaluation.budget import search_keep
 from kvfold.files import check_makeable, new_directory, writing
@@ -34,6 +35,7 @@ def compress(
     keep: float | None = None,
     factor: float | None = None,
     bytes_per_token: float | None = None,
+    levels: tuple[int, ...] | None = None,
     budget: str | None = None,
     align: int | None = None,
     calib: list[str | Path] | None = None,
@@ -53,21 +55,25 @@ def compress(
     folded in place. recipe: a name from `kvfold.recipes`, a `Recipe`, or None: the best of ours
     with kernels for the model and size (see `compression.default`). keep: in (0, 1], 0.5 where no
     size is given. factor: dimensions and bits planned together (see `Prepared.plan_factor`); the
-    planned bits take effect on the paged cache. bytes_per_token: the same, as bytes. budget:
-    "ppl<=1.01", the smallest keep within that ratio of the original's perplexity on calibration
-    text that calibration does not read. align: ranks are multiples of it (default 16, 8 for
-    head_dim <= 64). calib: text files instead of the packaged text. tokenizer: needed with a loaded
-    model. device, dtype: as of `load`, for a model by its name. statistics: an artifact file,
-    reused if it exists and fits, written if not. recover: steps in which the maps learn from the
-    original on the calibration text (see `compression.recover`; for a GPU). output: a directory to
-    save to, in the checkpoint's own dtype unless another is asked for; written whole or not at all.
+    planned bits take effect on the paged cache. bytes_per_token: the same, as bytes. levels: bits
+    that planned numbers may have, of 8, 6, 4, 3, 2, 1 (default (8, 4, 2), those that kernels
+    read). budget: "ppl<=1.01", the smallest keep within that ratio of the original's perplexity on
+    calibration text that calibration does not read. align: ranks whose bits are not planned are
+    multiples of it (default 16, 8 for head_dim <= 64). calib: text files instead of the packaged
+    text. tokenizer: needed with a loaded model. device, dtype: as of `load`, for a model by its
+    name. statistics: an artifact file, reused if it exists and fits, written if not. recover: steps
+    in which the maps learn from the original on the calibration text (see `compression.recover`;
+    for a GPU). output: a directory to save to, in the checkpoint's own dtype unless another is
+    asked for; written whole or not at all.
 
     Returns the folded model. Raises ValueError for settings or inputs that cannot work, and then
     leaves the model as it was, unless it is recovery that diverges.
     """
     check_types(compress, locals())
-    target = Target(keep=keep, factor=factor, bytes_per_token=bytes_per_token, budget=budget)
-    check_align(align)
+    target = Target(
+        keep=keep, factor=factor, bytes_per_token=bytes_per_token, budget=budget, levels=levels
+    )
+    target.check_align(align)
     check_steps(recover)
     check_tokenizer(tokenizer)
     check_files(calib, statistics, output)
@@ -124,13 +130,13 @@ def fold_to(
     if target.limit is not None:
         keep, ratio = search_keep(prepared, target.limit, align=align, progress=progress)
     if factor is not None:
-        spec = prepared.plan_factor(factor, align)
+        assert target.levels is not None
+        spec = prepared.plan_factor(factor, target.levels)
     else:
         assert keep is not None
         spec = prepared.plan(keep, align)
-    asked = {"budget": target.budget, "factor": target.factor}
-    asked |= {"bytes_per_token": target.bytes_per_token}
-    provenance = {"model": source, "keep": keep, "align": align, "ratio": ratio, **asked}
+    asked = asdict(target) | {"keep": keep, "align": align}
+    provenance = {"model": source, **asked, "ratio": ratio}
     if why is not None:
         provenance["chosen"] = why
     prepared.fold(spec, provenance, recover=recover, progress=progress)

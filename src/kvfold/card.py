@@ -58,8 +58,10 @@ def facts(spec: CacheSpec, provenance: dict[str, Any]) -> list[str]:
     ]
     if spec.planned:
         bits = cache_layout(spec).bits_per_token
+        found = {own for layer in spec.layers for x in layer.latents for _, own in x.tiers or ()}
+        levels = ", ".join(map(str, sorted(found, reverse=True)))
         lines.append(
-            f"{bits / 8:.0f} bytes per token with the planned bits and scales, "
+            f"{bits / 8:.0f} bytes per token with the planned bits ({levels}) and scales, "
             f"{8 * full / bits:.2f} times smaller on the paged cache"
         )
     if ratio := provenance.get("ratio"):

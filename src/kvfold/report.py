@@ -71,12 +71,14 @@ def write_report(
     ranks: RankMap | None,
     spectra: Spectra | None = None,
     examples: Sequence[tuple[str, str]] = (),
+    frontier: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write the report to `path`; its folder is created if need be.
 
     `summary` holds headline numbers as (label, value), `examples` generated texts as (title, text).
     `spectra` maps a part ("keys") to one descending sequence a layer; each is divided by its first
-    value. Raises ValueError if matplotlib or jinja2 is missing or `ranks` is ragged.
+    value. `frontier` has the best rows with the `command` of each; one of them is the `knee`.
+    Raises ValueError if matplotlib or jinja2 is missing or `ranks` is ragged.
     """
     check_installed()
     import jinja2
@@ -91,7 +93,12 @@ def write_report(
         texts=compare.texts(rows),
         lengths=compare.needle_lengths(rows),
         scores=compare.task_scores(rows),
-        losses=[_loss_figure(rows, name) for name in compare.texts(rows) if _points(rows, name)],
+        losses=[
+            _loss_figure(rows, name, frontier)
+            for name in compare.texts(rows)
+            if _points(rows, name)
+        ],
+        frontier=frontier,
         ranks=_rank_figures(ranks) if ranks else [],
         spectra=[_spectrum_figure(name, curves) for name, curves in (spectra or {}).items()],
         examples=examples,
@@ -149,8 +156,11 @@ def _points(rows: Sequence[Row], text: str) -> dict[str, list[tuple[float, float
     return {recipe: sorted(points) for recipe, points in lines.items()}
 
 
-def _loss_figure(rows: Sequence[Row], text: str) -> dict[str, Any]:
-    """Loss increase against kept fraction, a line a recipe; what is not above zero sits below."""
+def _loss_figure(
+    rows: Sequence[Row], text: str, frontier: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Loss increase against kept fraction, a line a recipe; what is not above zero sits below. The
+    knee of a frontier is a dotted line."""
     figure, axes = _figure(4.6, 3.7)
     lines = _points(rows, text)
     order = list(dict.fromkeys(row.recipe for row in rows if row.delta_nll))
@@ -165,6 +175,9 @@ def _loss_figure(rows: Sequence[Row], text: str) -> dict[str, Any]:
     axes.set(xlabel="kept fraction of the cache", ylabel="loss increase, nats per token")
     for recipe, points in lines.items():
         _draw_line(axes, order.index(recipe), points, floor)
+    for point in frontier:
+        if point["knee"]:
+            axes.axvline(1 / point["times"], color=_MUTED, linestyle=":", linewidth=1)
     _label_ends(axes, {name: (order.index(name), lines[name][-1]) for name in lines}, floor)
     return _svg(figure, text)
 

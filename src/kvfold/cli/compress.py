@@ -4,7 +4,15 @@ import time
 from pathlib import Path
 
 from kvfold.cli import common
-from kvfold.cli.options import CALIBRATION, PLACE, Calibration, Model, Place, RecipeName
+from kvfold.cli.options import (
+    CALIBRATION,
+    PLACE,
+    Calibration,
+    Model,
+    Place,
+    RecipeName,
+    parse_levels,
+)
 
 
 def compress(
@@ -16,6 +24,7 @@ def compress(
     budget: str | None = None,
     factor: float | None = None,
     bytes_per_token: float | None = None,
+    levels: str | None = None,
     align: int | None = None,
     recover: int = 0,
     output: Path,
@@ -35,8 +44,11 @@ def compress(
         least predicted loss. For recipes that predict it, ours; runs on the paged cache.
     bytes_per_token
         The same, as bytes a token.
+    levels
+        Bits that planned numbers may have, separated by commas, of 8,6,4,3,2,1, or all of them;
+        default 8,4,2, those that kernels read.
     align
-        Ranks are multiples of it; default 16, or 8 where heads are narrow.
+        Ranks are multiples of it; default 16, or 8 where heads are narrow. Not of planned bits.
     recover
         Steps in which the maps learn from the original on the calibration text; for a GPU.
     output
@@ -47,12 +59,18 @@ def compress(
     from kvfold.card import facts
     from kvfold.compression.default import chosen
     from kvfold.compression.recover import check_steps
-    from kvfold.compression.target import Target, check_align
+    from kvfold.compression.target import Target
     from kvfold.files import new_directory, writing
     from kvfold.models.kernels import kernels_of
 
-    target = Target(keep=keep, budget=budget, factor=factor, bytes_per_token=bytes_per_token)
-    check_align(align)
+    target = Target(
+        keep=keep,
+        factor=factor,
+        bytes_per_token=bytes_per_token,
+        levels=parse_levels(levels),
+        budget=budget,
+    )
+    target.check_align(align)
     check_steps(recover)
     check_files(calibration.calib, calibration.stats, output)
     with new_directory(output) as folder:

@@ -69,7 +69,7 @@ def inspect(
     title = f"{model} ({config.model_type})"
     print_geometry(title, geometry)
     if spec is not None:
-        print_spec(spec)
+        print_spec(spec, provenance)
         print(f"kernels on a GPU: {kernels_of(config, spec)}")
     for key, value in provenance.items():
         print(f"{key}: {value}")
@@ -129,12 +129,12 @@ def print_geometry(title: str, geometry: "Geometry") -> None:
     print(f"full cache: {2 * geometry.full_numbers} bytes per token at 16 bits")
 
 
-def print_spec(spec: "CacheSpec") -> None:
-    """Totals, and one line a layer."""
-    print(
-        f"this cache: {spec.bytes_per_token()} bytes per token at 16 bits,"
-        f" {spec.kept_fraction:.4f} kept, {1 / spec.kept_fraction:.2f} times smaller"
-    )
+def print_spec(spec: "CacheSpec", provenance: dict[str, Any]) -> None:
+    """Totals and measured losses, then one line a layer."""
+    from kvfold.card import facts
+
+    for line in facts(spec, provenance):
+        print(line)
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("layer", "keys", "values"):
         table.add_column(name)

@@ -17,6 +17,7 @@ from kvfold.cli.compare import compare
 from kvfold.cli.compress import compress
 from kvfold.cli.demo import demo
 from kvfold.cli.evaluate import evaluate
+from kvfold.cli.frontier import frontier
 from kvfold.cli.generate import generate
 from kvfold.cli.inspect import inspect
 from kvfold.cli.options import flag
@@ -36,7 +37,7 @@ app = App(
 LESS_MODEL = "take a smaller model, or --device cpu where that is an option"
 LESS = {  # what takes less memory, by command
     **dict.fromkeys(
-        ("eval", "compare"), "lower --batch, --ctx or --chunk, and --kv-bytes of pages"
+        ("eval", "compare", "frontier"), "lower --batch, --ctx or --chunk, and --kv-bytes of pages"
     ),
     "generate": "shorten the prompt, or lower --max-new-tokens, or --kv-bytes of pages",
     "bench": "lower --batch, --tokens or --layers",
@@ -47,6 +48,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "inspect": inspect,
     "eval": evaluate,
     "compare": compare,
+    "frontier": frontier,
     "demo": demo,
 }
 for place, (name, command) in enumerate(COMMANDS.items()):

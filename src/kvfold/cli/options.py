@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
-from kvfold.config import SEEDS, CacheConfig, check, setting, settings_of
+from kvfold.config import ALL_LEVELS, SEEDS, CacheConfig, check, setting, settings_of
 from kvfold.errors import SettingError
 from kvfold.evaluation.tasks import LEGAL_ROWS
 from kvfold.recipes import RECIPES
@@ -180,7 +180,16 @@ PLACE, CALIBRATION, WINDOWS = Place(), Calibration(), Windows()
 SAMPLING, STORAGE = Sampling(), Storage()
 
 
-def parse_list(text: str, option: str, item: Callable[[str], T]) -> list[T]:
+def parse_levels(text: str | None) -> tuple[int, ...] | None:
+    """Bits of planned numbers, or all of them. Raises ValueError for what is no list."""
+    if text is None:
+        return None
+    return ALL_LEVELS if text == "all" else tuple(parse_list(text, "--levels", int, "8,4,2 or all"))
+
+
+def parse_list(
+    text: str, option: str, item: Callable[[str], T], example: str | None = None
+) -> list[T]:
     """The values of a comma-separated option. Raises ValueError naming it."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     try:
@@ -188,6 +197,7 @@ def parse_list(text: str, option: str, item: Callable[[str], T]) -> list[T]:
     except ValueError:
         values = []
     if not values:
-        kind = f"numbers such as {_EXAMPLES[item]}" if item in _EXAMPLES else "names"
+        example = example or _EXAMPLES.get(item)
+        kind = f"numbers such as {example}" if example else "names"
         raise ValueError(f"{option}: {text!r} is not a comma-separated list of {kind}")
     return list(dict.fromkeys(values))

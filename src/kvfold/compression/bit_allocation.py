@@ -1,36 +1,52 @@
 """Spend one budget of bits on dimensions and on their precision: reverse water-filling.
 
-Dropping a dimension of singular value s costs s^2 / 2 nats; b bits leave the share D(b) of that. At
-the optimum every dimension gets more bits as long as they save more than a common price per bit, so
-bits fall with s, and a latent splits into runs of equal bits: its tiers. Shapes: w directions.
+Dropping a dimension of singular value s costs s^2 / 2 nats, and so few bits of a number leave a
+share of that. At the optimum bits are spent as long as they save more than a common price per bit;
+they fall with s, so a latent is a few runs of equal bits, its tiers. Shapes: N latents of one
+width w; E places where a tier may begin or end.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from kvfold.formats.integers import PLANES
 from kvfold.spec import Tiers
 
 # Squared error that `formats.integers.quantize` leaves of a unit Gaussian, 128 numbers to a scale,
-# which rotated numbers resemble; 0 bits: the dimension is dropped.
-DISTORTION = {0: 1.0, 1: 0.361, 2: 0.117, 3: 0.0359, 4: 0.0102, 6: 0.00073, 8: 0.000042}
+# which rotated numbers resemble.
+DISTORTION = {1: 0.361, 2: 0.117, 3: 0.0359, 4: 0.0102, 6: 0.00073, 8: 0.000042}
 SCALE_BITS = 8  # one fp8 scale a token and tier
+WIDE = 256  # numbers of a latent whose rows are read 16 bytes at a time, others 4
+WORD = 16  # bits: what a tier is a multiple of, whatever the latent's width
 
 
-def plan_tiers(spectra: Sequence[Tensor], budget: int, align: int) -> list[Tiers]:
+def plan_tiers(spectra: Sequence[Tensor], budget: int, levels: Sequence[int]) -> list[Tiers]:
     """Tiers of every latent, together at most `budget` bits a token, scales included.
 
-    spectra: singular values [w] of each latent, descending. Tier widths are multiples of `align`,
-    but for the last dimensions of a latent. The price is found by bisection; what rounding leaves
-    is not spent.
+    spectra: singular values [w] of each latent, descending; levels: bits that tiers may have. Every
+    tier is whole units (`unit`), but for the last one where the width is not. The price is found by
+    bisection; what is left, less than a step of one latent, is not spent.
     """
+    spectra = [s.double() for s in spectra]
+    widths = sorted({len(s) for s in spectra})
+    menus = [_menu(spectra, width, levels) for width in widths if width]
+
+    def plan(price: float) -> list[Tiers]:
+        found: list[Tiers] = [()] * len(spectra)
+        for menu in menus:
+            for index, tiers in zip(menu.latents, menu.choose(price), strict=True):
+                found[index] = tiers
+        return found
+
     most = max((float(s[0] ** 2) for s in spectra if len(s)), default=0.0)
     low, high = most * 1e-12, most  # at `high` nothing is worth a bit
     best: list[Tiers] = [() for _ in spectra]
-    for _ in range(60 if most else 0):
+    for _ in range(48 if most else 0):
         price = (low * high) ** 0.5
-        found = [_tiers(s, price, align) for s in spectra]
+        found = plan(price)
         if sum(map(cost, found)) <= budget:
             best, high = found, price
         else:
@@ -38,30 +54,91 @@ def plan_tiers(spectra: Sequence[Tensor], budget: int, align: int) -> list[Tiers
     return best
 
 
+def unit(width: int, bits: int) -> int:
+    """Numbers of a latent of `width` whose codes fill what a kernel reads at once: 16 bytes where
+    it is WIDE or wider, else 4, in each of their planes."""
+    return 8 * (16 if width >= WIDE else 4) // min(PLANES[bits])
+
+
+def even_tiers(width: int, levels: Sequence[int]) -> Tiers:
+    """At most `width` numbers in tiers of every level, about as many in each."""
+    share = width // len(levels)
+    found = [(share - share % unit(width, bits), bits) for bits in sorted(levels, reverse=True)]
+    return tuple((numbers, bits) for numbers, bits in found if numbers)
+
+
 def cost(tiers: Tiers) -> int:
     """Bits a token."""
     return sum(width * bits + SCALE_BITS for width, bits in tiers)
 
 
-def _tiers(spectrum: Tensor, price: float, align: int) -> Tiers:
-    """Bits of every dimension at `price` nats a bit, in runs rounded to `align`."""
-    levels, loss = sorted(DISTORTION), spectrum.square() / 2
-    ends = []  # how many dimensions have at least so many bits
-    for fewer, more in pairwise(levels):
-        saved = (DISTORTION[fewer] - DISTORTION[more]) / (more - fewer)
-        count = int((loss * saved > price).sum())
-        ends.append(min(-(-count // align) * align, len(spectrum)) if count else 0)
-    starts = [*ends[1:], 0]
-    runs = [(end - start, bits) for end, start, bits in zip(ends, starts, levels[1:], strict=True)]
-    return _merged([(width, bits) for width, bits in reversed(runs) if width > 0])
+@dataclass(frozen=True, kw_only=True)
+class _Menu:
+    """What latents of one width may become. latents: their numbers; ends: the places E; by bits
+    from the most on: nats lost [N, E, E] in a tier from one place to another, infinite where there
+    may be none, and its bits a token [E, E]; dropped [N, E]: nats lost behind a place."""
+
+    latents: list[int]
+    ends: Tensor
+    levels: list[int]
+    lost: list[Tensor]
+    bits: list[Tensor]
+    dropped: Tensor
+
+    def choose(self, price: float) -> list[Tiers]:
+        """Tiers of each latent that cost least at `price` nats a bit, by dynamic programming: the
+        best way to each place in tiers of so many bits or more."""
+        best = torch.full_like(self.dropped, torch.inf)
+        best[:, 0] = 0
+        origins = []
+        for lost, bits in zip(self.lost, self.bits, strict=True):
+            found, origin = (best[:, :, None] + (lost + price * bits)).min(1)
+            better = found < best
+            best = torch.where(better, found, best)
+            origins.append(torch.where(better, origin, -1))
+        last = (best + self.dropped).argmin(1).tolist()
+        steps, ends = [x.tolist() for x in origins], self.ends.tolist()
+        return [self._trace([x[i] for x in steps], end, ends) for i, end in enumerate(last)]
+
+    def _trace(self, origins: list[list[int]], end: int, ends: list[int]) -> Tiers:
+        """The tiers that end at a place: of every level, where the one that ends there began."""
+        tiers: list[tuple[int, int]] = []
+        for origin, bits in zip(reversed(origins), reversed(self.levels), strict=True):
+            if (start := origin[end]) >= 0:
+                tiers.append((ends[end] - ends[start], bits))
+                end = start
+        return tuple(reversed(tiers))
 
 
-def _merged(runs: list[tuple[int, int]]) -> Tiers:
-    """A run joins the one before, of more bits, where that costs no more than its own scale."""
-    merged: list[tuple[int, int]] = []
-    for width, bits in runs:
-        if merged and width * (merged[-1][1] - bits) <= SCALE_BITS:
-            merged[-1] = (merged[-1][0] + width, merged[-1][1])
-        else:
-            merged.append((width, bits))
-    return tuple(merged)
+def _menu(spectra: Sequence[Tensor], width: int, levels: Sequence[int]) -> _Menu:
+    latents = [i for i, s in enumerate(spectra) if len(s) == width]
+    s = torch.stack([spectra[i] for i in latents])
+    levels = sorted(set(levels), reverse=True)
+    step = min(unit(width, bits) for bits in levels)
+    ends = torch.tensor([*range(0, width, step), width])
+    total, squares = ((s**power).cumsum(1) for power in (1, 2))
+    total = torch.cat((torch.zeros_like(total[:, :1]), total), 1)[:, ends]
+    squares = torch.cat((torch.zeros_like(squares[:, :1]), squares), 1)[:, ends]
+    numbers = ends[None, :] - ends[:, None]
+    # A tier's rotation spreads its error evenly over its numbers.
+    spread = (total[:, None, :] - total[:, :, None]).square() / (2 * numbers.clamp(min=1))
+    return _Menu(
+        latents=latents,
+        ends=ends,
+        levels=levels,
+        lost=[
+            (DISTORTION[bits] * spread).masked_fill(~_allowed(ends, bits), torch.inf)
+            for bits in levels
+        ],
+        bits=[(numbers * bits + SCALE_BITS).double() for bits in levels],
+        dropped=(squares[:, -1:] - squares) / 2,
+    )
+
+
+def _allowed(ends: Tensor, bits: int) -> Tensor:
+    """Whether a tier of these bits may go from one place to another [E, E]."""
+    width, numbers = int(ends[-1]), ends[None, :] - ends[:, None]
+    step = unit(width, bits)
+    words = numbers * min(PLANES[bits]) % WORD == 0
+    forced = (ends == width) & words & (width % step != 0)
+    return (numbers > 0) & ((numbers % step == 0) | forced)

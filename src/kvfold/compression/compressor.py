@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvfold.artifact import mark, spec_of
 from kvfold.compression.bases import Source, builder_of, recipes_where
-from kvfold.compression.bit_allocation import SCALE_BITS
+from kvfold.compression.bit_allocation import SCALE_BITS, unit
 from kvfold.compression.calibrate import artifact_key, calibrate
 from kvfold.compression.calibration_text import (
     CALIBRATION_TOKENS,
@@ -23,7 +23,7 @@ from kvfold.compression.recover import BATCH, check_steps
 from kvfold.compression.recover import recover as distil
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.target import Target, check_align, check_keep
-from kvfold.config import SEEDS, Recipe, Setting, check_types
+from kvfold.config import LEVELS, SEEDS, Recipe, Setting, check_types
 from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
 from kvfold.models.copies import shared_copy
@@ -172,14 +172,14 @@ class Prepared:
         ranks = allocate(self.candidates, c.ranks, _numbers(keep, c.geometry), c.align(align))
         return self._spec([(rank, None) for rank in ranks])
 
-    def plan_factor(self, factor: float, align: int | None = None) -> CacheSpec:
-        """Ranks and bits that make a token `factor` times smaller than at 16 bits.
+    def plan_factor(self, factor: float, levels: Sequence[int] = LEVELS) -> CacheSpec:
+        """Ranks and bits, of `levels`, that make a token `factor` times smaller than at 16 bits.
 
         Needs a basis that predicts losses.
         """
         c = self.compressor
-        c.factor_of(Target(factor=factor), align)
-        return self._spec(plan_bits(self.candidates, _bits(factor, c.geometry), c.align(align)))
+        c.factor_of(Target(factor=factor, levels=tuple(levels)))
+        return self._spec(plan_bits(self.candidates, _bits(factor, c.geometry), levels))
 
     def _spec(self, sizes: Sequence[Size]) -> CacheSpec:
         c = self.compressor
@@ -291,18 +291,22 @@ def _check_room(
 ) -> None:
     """Raises SettingError for a size that has no room for one step of one latent of every layer."""
     sets, layers = builder_of(recipe).head_sets(geometry), geometry.num_layers
-    step = min([align, *(len(side) * len(heads) * geometry.head_dim for side, heads in sets)])
+    widths = [len(side) * len(heads) * geometry.head_dim for side, heads in sets]
+    hint = "ask for a larger cache"
     if factor is not None:
-        room, least, unit = _bits(factor, geometry), step + SCALE_BITS, "bits"
+        assert target.levels is not None
+        steps = [bits * min(unit(width, bits), width) for width in widths for bits in target.levels]
+        room, least, what = _bits(factor, geometry), min(steps) + SCALE_BITS, "bits"
     elif target.keep is not None:
-        room, least, unit = _numbers(target.keep, geometry), step, "numbers"
+        room, least, what = _numbers(target.keep, geometry), min([align, *widths]), "numbers"
+        hint += f", or a smaller `align` than {align}"
     else:
         return
     if room < layers * least:
-        ((name, value),) = ((x, y) for x, y in asdict(target).items() if y is not None)
+        name, value = target.size
         raise SettingError(
-            f"`{name}={value:g}` leaves {room} {unit} a token, and each of {layers} layers takes at"
-            f" least {least}: ask for a larger cache, or a smaller `align` than {align}"
+            f"`{name}={value:g}` leaves {room} {what} a token, and each of {layers} layers takes at"
+            f" least {least}: {hint}"
         )
 
 

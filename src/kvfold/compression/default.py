@@ -1,16 +1,18 @@
 """The recipe where none is named: the best of ours that kernels serve, before calibration."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvfold import recipes
 from kvfold.compression.bases import builder_of
+from kvfold.compression.bit_allocation import even_tiers
 from kvfold.compression.target import Target
 from kvfold.config import Recipe
 from kvfold.models.families import family_of
 from kvfold.models.kernels import kernels_of
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Tiers, value_kind
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, value_kind
 
 PREFERENCE = ("small", "lean", "fast")  # by what they lose at one size: docs/quality.md
 SLOW = 512  # numbers of a latent: of more, keys take several times as long to rebuild as to read
@@ -46,19 +48,23 @@ def slow(spec: CacheSpec) -> bool:
 
 def widest_spec(recipe: Recipe, config: Any, target: Target) -> CacheSpec:
     """What a recipe stores if every latent is as wide as it may well become; where bits are to be
-    planned, in two precisions."""
+    planned, in tiers of every level."""
     geometry = family_of(config).geometry(config)
     share = 1.0 if target.keep is None else min(1.0, SLACK * target.keep)
-    planned = target.factor is not None or target.bytes_per_token is not None
-    return even_spec(recipe, geometry, share, planned)
+    return even_spec(recipe, geometry, share, target.levels)
 
 
-def even_spec(recipe: Recipe, geometry: Geometry, share: float, planned: bool = False) -> CacheSpec:
-    """What a recipe stores that keeps `share` of every latent's numbers, in all layers."""
+def even_spec(
+    recipe: Recipe, geometry: Geometry, share: float, levels: Sequence[int] | None = None
+) -> CacheSpec:
+    """What a recipe stores that keeps `share` of every latent's numbers, in all layers; with
+    levels, in tiers of each of them that are about as wide."""
     basis, latents = builder_of(recipe), []
     for side, heads in basis.head_sets(geometry):
-        rank = int(share * len(side) * len(heads) * geometry.head_dim)
-        tiers: Tiers | None = ((rank - rank // 2, 8), (rank // 2, 4)) if planned else None
+        rank, tiers = int(share * len(side) * len(heads) * geometry.head_dim), None
+        if levels is not None:
+            tiers = even_tiers(rank, levels)
+            rank = sum(width for width, _ in tiers)
         latents.append(Latent(side=side, heads=heads, rank=rank, tiers=tiers))
     values = value_kind(geometry, [latent for latent in latents if "v" in latent.side])
     layer = LayerSpec(keys=basis.key_kind(geometry), values=values, latents=tuple(latents))

@@ -25,8 +25,9 @@ def by_layer(candidates: Candidates) -> list[list[LatentCandidate]]:
     return [list(own) for _, own in groupby(candidates, key=lambda c: c.layer)]
 
 
-def plan_bits(candidates: Candidates, bits: int, align: int) -> list[Size]:
-    """Ranks and tiers that spend `bits` a token, scales included, for the least predicted loss.
+def plan_bits(candidates: Candidates, bits: int, levels: Sequence[int]) -> list[Size]:
+    """Ranks and tiers of `levels` that spend `bits` a token, scales included, for the least
+    predicted loss.
 
     Raises ValueError where skipped layers do not fit, or a layer would store nothing.
     """
@@ -37,12 +38,12 @@ def plan_bits(candidates: Candidates, bits: int, align: int) -> list[Size]:
             f"skipped layers, at 16 bits a number, take {whole} bits a token of the {bits} that"
             " this factor allows; ask for a smaller `factor`, or skip fewer layers"
         )
-    tiers_of = plan_tiers([c.singular for c in free], bits - whole, align)
+    tiers_of = plan_tiers([c.singular for c in free], bits - whole, levels)
     planned = dict(zip(free, tiers_of, strict=True))
     if empty := {c.layer for c in free} - {c.layer for c, tiers in planned.items() if tiers}:
         raise SettingError(
             f"{bits} bits a token leave layers {sorted(empty)} with nothing; ask for a smaller "
-            f"`factor`, or a smaller `align` than {align}"
+            "`factor`"
         )
     return [
         (c.numbers, None) if c.skip else (sum(width for width, _ in planned[c]), planned[c])

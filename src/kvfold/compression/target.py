@@ -1,12 +1,13 @@
 """How small a cache is to be."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from kvfold.config import DEFAULT_KEEP, Setting, check, setting
+from kvfold.config import ALL_LEVELS, DEFAULT_KEEP, LEVELS, Setting, check, setting
 from kvfold.errors import SettingError
 from kvfold.search import parse_budget
 
+SIZES = ("keep", "factor", "bytes_per_token", "budget")
 SHARE: dict[str, Any] = {"above": 0, "most": 1, "hint": "it is the share of the cache to keep"}
 
 
@@ -16,17 +17,19 @@ class Target:
 
     keep: share of the numbers, in (0, 1]. factor: so many times smaller, in dimensions and bits
     planned together. bytes_per_token: the same as bytes. budget: "ppl<=RATIO", the smallest keep
-    whose perplexity on held-out text is within that ratio of the original's.
+    whose perplexity on held-out text is within that ratio of the original's. levels: the bits that
+    planned numbers may have, from the most on; LEVELS where bits are planned and none are given.
     """
 
     keep: float | None = setting(None, "Share.", **SHARE)
     factor: float | None = setting(None, "Times.", least=1, below=1000)
     bytes_per_token: float | None = setting(None, "Bytes.", above=0)
     budget: str | None = None
+    levels: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check(self)
-        given = {name: value for name, value in asdict(self).items() if value is not None}
+        given = {x: value for x in SIZES if (value := getattr(self, x)) is not None}
         if len(given) > 1:
             named = " and ".join(f"`{name}={value!r}`" for name, value in given.items())
             raise SettingError(f"{named} exclude each other: each decides the size alone")
@@ -34,6 +37,39 @@ class Target:
             object.__setattr__(self, "keep", DEFAULT_KEEP)
         if self.budget is not None:
             parse_budget(self.budget)
+        object.__setattr__(self, "levels", self._levels())
+
+    def _levels(self) -> tuple[int, ...] | None:
+        if self.levels is None:
+            return LEVELS if self.planned else None
+        if not self.levels or not {*self.levels} <= {*ALL_LEVELS}:
+            legal = ", ".join(map(str, ALL_LEVELS))
+            raise SettingError(f"`levels` must be some of {legal}; got {self.levels!r}")
+        if not self.planned:
+            raise SettingError(
+                "`levels` are the bits of planned numbers, and no bits are planned: give `factor`"
+                " or `bytes_per_token` too"
+            )
+        return tuple(sorted({*self.levels}, reverse=True))
+
+    @property
+    def size(self) -> tuple[str, Any]:
+        """Name and value of the one that decides it."""
+        return next((x, value) for x in SIZES if (value := getattr(self, x)) is not None)
+
+    @property
+    def planned(self) -> bool:
+        """Whether bits are planned, not dimensions alone."""
+        return self.factor is not None or self.bytes_per_token is not None
+
+    def check_align(self, align: int | None) -> None:
+        """Raises SettingError for what no rank can be a multiple of, or where tiers are planned."""
+        check_align(align)
+        if self.planned and align is not None:
+            raise SettingError(
+                "`align` is of ranks whose bits are not planned; tiers are whole units of what"
+                " kernels read: leave it out"
+            )
 
     @property
     def limit(self) -> float | None:

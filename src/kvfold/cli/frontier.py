@@ -1,0 +1,221 @@
+"""kvfold frontier: what each size of a cache costs at best, and the command that makes it."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from kvfold.cli import common
+from kvfold.cli.compare import NAMES, print_rows, record
+from kvfold.cli.options import (
+    CALIBRATION,
+    PLACE,
+    STORAGE,
+    WINDOWS,
+    Calibration,
+    Files,
+    Model,
+    Place,
+    Storage,
+    Windows,
+    flag,
+    parse_levels,
+    parse_list,
+)
+from kvfold.config import CacheConfig
+from kvfold.errors import renamed
+from kvfold.files import write_json
+
+if TYPE_CHECKING:
+    from kvfold.evaluation.compare import Row
+
+
+def frontier(
+    model: Model,
+    /,
+    *,
+    recipes: Annotated[str, Parameter(help=NAMES)] = "palu-j,swift,lean,small",
+    factors: str = "2,3,4,5,6,8",
+    bits: str = "8,4",
+    levels: str | None = None,
+    text: Files = (),
+    calib: Files = (),
+    calib_tokens: int = CALIBRATION.max_tokens,
+    html: Path | None = None,
+    json: Path | None = None,
+    seed: int = 0,
+    windows: Windows = WINDOWS,
+    place: Place = PLACE,
+) -> None:
+    """Measure what MODEL loses at many sizes, and say which command makes the best of each.
+
+    Recipes that predict losses plan dimensions and bits together, others cut dimensions alone.
+    Everything runs on the paged cache.
+
+    Parameters
+    ----------
+    factors
+        How many times smaller, separated by commas.
+    bits
+        Of plain integers to measure beside them.
+    levels
+        Bits that planned numbers may have; as of compress.
+    text
+        Text files to measure on (.txt, .xz, .gz); without any, a packaged one.
+    calib
+        Text files to calibrate on instead of ours.
+    calib_tokens
+        Tokens of calibration text.
+    html
+        File for a report with pictures.
+    json
+        File for the results; written after every row.
+    seed
+        Of calibration.
+    """
+    from kvfold.compression.target import Target
+
+    names = parse_list(recipes, "--recipes", str)
+    sizes = parse_list(factors, "--factors", float, "2,4,8")
+    numbers = parse_list(bits, "--bits", int, "8,4")
+    chosen = check_sizes(sizes, parse_levels(levels))
+    common.check_outputs(html=html, json=json)
+    with renamed(max_tokens="calib_tokens"):
+        calibration = Calibration(calib=calib, max_tokens=calib_tokens, seed=seed)
+    check_files(calib, numbers)
+    texts = common.named_texts(text)
+    config, tokenizer = common.load_config(model), common.load_tokenizer(model)
+    with renamed(max_tokens="calib_tokens"):
+        for name in names:  # sizes that are too small are left out
+            common.check_recipe(config, name, calib_tokens, Target(), None)
+    cache = common.cache_config(config, Storage(paged=True), place)
+    what = common.measurement(config, tokenizer, windows, cache, texts, {})
+    loaded = common.load(model, place)
+    from kvfold.evaluation import comparison
+    from kvfold.evaluation.frontier import measured
+
+    compressors = comparison.compressors_of(
+        loaded, tokenizer, names, calib=list(calib) or None, max_tokens=calib_tokens, seed=seed
+    )
+    settings = common.settings(loaded, windows, STORAGE) | {"levels": chosen, "seed": seed}
+    settings |= {"calib_tokens": calib_tokens, "calib": list(map(str, calib))}
+    settings |= {"text": list(map(str, text))}
+    flags = flags_of(calibration)
+    rows: list[Row] = []
+    try:
+        with common.progress() as progress:
+            for row in measured(
+                compressors, sizes, numbers, what, levels=chosen, progress=progress
+            ):
+                rows.append(row)
+                if json is not None:
+                    found = record(model, rows, settings, loaded.device)
+                    write_json(json, found | {"frontier": points(model, rows, flags, levels)})
+    finally:
+        print_rows(rows)
+    best = points(model, rows, flags, levels)
+    print_points(best)
+    if html is not None:
+        write_html(html, model, rows, best)
+
+
+def check_sizes(factors: Sequence[float], levels: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The levels that bits are planned in. Raises ValueError for sizes or levels that no recipe can
+    plan."""
+    from kvfold.compression.target import Target
+
+    with renamed(factor="factors"):
+        found = [Target(factor=factor, levels=levels).levels for factor in factors]
+    return found[0] or ()
+
+
+def check_files(calib: Sequence[Path], bits: Sequence[int]) -> None:
+    """Raises ValueError for text that cannot be read, and bits that numbers cannot have."""
+    from kvfold import api
+
+    api.check_files(calib, None, None)
+    for number in bits:
+        CacheConfig(bits=number)
+
+
+def flags_of(calibration: Calibration) -> list[str]:
+    """What a command must say to calibrate as here."""
+    found = [f"--calib {shlex.join(map(str, calibration.calib))}"] if calibration.calib else []
+    for name in ("max_tokens", "seed"):
+        if (value := getattr(calibration, name)) != getattr(CALIBRATION, name):
+            found.append(flag(name, str(value)))
+    return found
+
+
+def points(
+    model: str, rows: "Sequence[Row]", flags: Sequence[str], levels: str | None
+) -> list[dict[str, Any]]:
+    """The rows that no smaller one beats, with their commands; smallest first. step_ms: of a decode
+    step, which is not measured here."""
+    from kvfold.evaluation.frontier import frontier, knee, loss
+
+    best = frontier(rows)
+    turning = knee(best)
+    return [
+        {
+            "recipe": row.recipe,
+            "keep": row.keep,
+            "bytes_per_token": row.bytes_per_token,
+            "times": 1 / row.kept_fraction,
+            "loss": loss(row),
+            "step_ms": None,
+            "knee": row is turning,
+            "command": command(model, row, flags, levels),
+        }
+        for row in best
+    ]
+
+
+def command(model: str, row: "Row", flags: Sequence[str], levels: str | None) -> str:
+    """What makes the cache of a row."""
+    from kvfold import recipes
+    from kvfold.evaluation.frontier import predicts
+
+    name, factor = row.recipe, f"{1 / row.keep:g}"
+    if name not in recipes.RECIPES:  # the original, or its numbers in fewer bits
+        bits = [f"--bits {name.removeprefix('int')}"] if name.startswith("int") else []
+        return " ".join(["kvfold generate", shlex.quote(model), *bits])
+    size = [f"--keep {row.keep:.6g}", "--align 1"]
+    if predicts(recipes.get(name)):
+        size = [f"--factor {factor}", *([f"--levels {levels}"] if levels else [])]
+    made = ["kvfold compress", shlex.quote(model), f"--recipe {name}", *size, *flags]
+    return " ".join([*made, f"--output {name}-{factor}x"])
+
+
+def print_points(best: Sequence[dict[str, Any]]) -> None:
+    """The best of every size, and where the knee is."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("B/tok", "less", "nats lost"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("made by")
+    for x in best:
+        size, times = f"{x['bytes_per_token']:.0f}", f"{x['times']:.1f}x"
+        mark = "knee: " if x["knee"] else ""
+        table.add_row(size, times, f"{x['loss']:.4f}", mark + x["command"])
+    Console().print(table)
+
+
+def write_html(
+    path: Path, model: str, rows: "Sequence[Row]", best: Sequence[dict[str, Any]]
+) -> None:
+    from kvfold.evaluation.compare import format_bytes
+    from kvfold.report import write_report
+
+    knee = next(x for x in best if x["knee"])
+    summary = [
+        ("model", model),
+        ("full cache, a token at 16 bits", format_bytes(rows[0].baseline_bytes_per_token)),
+        ("the knee", f"{knee['times']:.1f} times smaller, {knee['loss']:.4f} nats lost"),
+    ]
+    title = f"Loss against size on {model}"
+    write_report(path, title=title, summary=summary, rows=rows, ranks=None, frontier=best)
+    print(f"wrote {path}")

@@ -1,0 +1,88 @@
+"""Loss against size: recipes, sizes and plain integers of one model, and the best of them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvfold.compression.bases import builder_of
+from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
+from kvfold.compression.progress import Progress
+from kvfold.config import CacheConfig
+from kvfold.errors import SettingError
+from kvfold.evaluation.compare import Row
+from kvfold.evaluation.comparison import ORIGINAL, result_row
+from kvfold.evaluation.measure import Measured, Measurement, measure
+from kvfold.spec import CacheSpec
+
+WORTH = 0.1  # nats a token that the knee takes the whole cache to be worth
+
+
+def measured(
+    compressors: Sequence[Compressor],
+    factors: Sequence[float],
+    bits: Sequence[int],
+    what: Measurement,
+    *,
+    levels: Sequence[int],
+    progress: Progress | None = None,
+) -> Iterator[Row]:
+    """The original, plain integers of `bits`, and every recipe at every factor, as soon as they are
+    measured, all on pages; compressors share a model and its text.
+
+    Sizes that are too small for a recipe to store something in every layer are left out.
+    """
+    model, tokenizer = compressors[0].model, compressors[0].tokenizer
+
+    def on_pages(found: Any, label: str, bits: int | None = None) -> Measured:
+        pages = replace(what, cache=CacheConfig(bits=bits))
+        return measure(found, tokenizer, pages, progress, label)
+
+    original = on_pages(model, ORIGINAL)
+    yield result_row(model, ORIGINAL, 1.0, original)
+    for number in bits:
+        name = f"int{number}"
+        yield result_row(model, name, number / 16, on_pages(model, name, number), original)
+    statistics = shared_statistics(compressors, progress)
+    for compressor in compressors:
+        prepared, name = compressor.prepare(statistics, progress), compressor.recipe.name
+        for factor in factors:
+            try:
+                folded = prepared.folded_copy(planned(prepared, factor, levels))
+            except SettingError:
+                continue
+            found = on_pages(folded, f"{name} {factor:g}x")
+            yield result_row(folded, name, 1 / factor, found, original)
+
+
+def planned(prepared: Prepared, factor: float, levels: Sequence[int]) -> CacheSpec:
+    """So many times smaller: in bits and dimensions, or in dimensions alone where a recipe predicts
+    no losses to weigh bits by."""
+    if predicts(prepared.compressor.recipe):
+        return prepared.plan_factor(factor, levels)
+    return prepared.plan(1 / factor, 1)
+
+
+def predicts(recipe: Any) -> bool:
+    """Whether a recipe can plan bits."""
+    return builder_of(recipe).predicts_loss
+
+
+def loss(row: Row) -> float:
+    """Nats a token lost, the mean over texts; what is gained counts as nothing."""
+    found = [mean for mean, _ in row.delta_nll.values()]
+    return max(0.0, sum(found) / len(found)) if found else 0.0
+
+
+def frontier(rows: Sequence[Row]) -> list[Row]:
+    """The rows that lose less than every smaller one, smallest first."""
+    best: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row.kept_fraction, loss(row))):
+        if not best or loss(row) < loss(best[-1]):
+            best.append(row)
+    return best
+
+
+def knee(rows: Sequence[Row]) -> Row:
+    """Where a cache and what it loses cost least together: smaller ones lose more than WORTH nats
+    for the share of the cache that they save."""
+    return min(rows, key=lambda row: row.kept_fraction + loss(row) / WORTH)
