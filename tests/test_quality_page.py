@@ -19,7 +19,7 @@ def test_every_row_of_the_report_is_on_the_page() -> None:
     assert len(lines) > 50 and set(lines) <= set(page)
 
 
-@pytest.mark.parametrize("model", ["smollm2"])
+@pytest.mark.parametrize("model", ["smollm2", "gqa"])
 def test_plans_by_levels_are_on_the_page(model: str) -> None:
     rows = json.loads((ROOT / f"benchmarks/results/levels-{model}.json").read_text())["rows"]
     page = (ROOT / "docs/quality.md").read_text(encoding="utf-8").splitlines()

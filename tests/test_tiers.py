@@ -16,6 +16,7 @@ from kvfold import recipes
 from kvfold.artifact import provenance_of, spec_of
 from kvfold.card import facts
 from kvfold.cli.main import main
+from kvfold.compression import bit_allocation
 from kvfold.compression.bit_allocation import (
     DISTORTION,
     SCALE_BITS,
@@ -128,6 +129,15 @@ def test_more_bits_predict_less_loss(found: list[Tensor], budget: int, levels: l
     little, much = (total_loss(found, plan_tiers(found, b, levels)) for b in budgets)
     nothing = total_loss(found, [()] * len(found))
     assert much <= little * (1 + 1e-9) and little <= nothing * (1 + 1e-9)
+
+
+def test_what_one_price_leaves_is_spent_where_it_fits(monkeypatch):
+    found, budget = [falling(128, 0.5 + i / 8) for i in range(6)], 900
+    spent = plan_tiers(found, budget, LEVELS)
+    monkeypatch.setattr(bit_allocation, "FALLS", 0)
+    before = plan_tiers(found, budget, LEVELS)
+    assert sum(map(cost, before)) < sum(map(cost, spent)) <= budget
+    assert total_loss(found, spent) < total_loss(found, before)
 
 
 def legal_tiers(width: int, levels: tuple[int, ...]):

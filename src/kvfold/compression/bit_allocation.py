@@ -20,6 +20,7 @@ from kvfold.spec import Tiers
 DISTORTION = {1: 0.361, 2: 0.117, 3: 0.0359, 4: 0.0102, 6: 0.00073, 8: 0.000042}
 SCALE_BITS = 8  # one fp8 scale a token and tier
 WIDE = 256  # numbers of a latent whose rows are read 16 bytes at a time, others 4
+FALLS, FALL = 16, 0.8  # how often, and to what share, the price falls to spend what is left
 WORD = 16  # bits: what a tier is a multiple of, whatever the latent's width
 
 
@@ -28,7 +29,7 @@ def plan_tiers(spectra: Sequence[Tensor], budget: int, levels: Sequence[int]) ->
 
     spectra: singular values [w] of each latent, descending; levels: bits that tiers may have. Every
     tier is whole units (`unit`), but for the last one where the width is not. The price is found by
-    bisection; what is left, less than a step of one latent, is not spent.
+    bisection; as it falls further, single latents take what is left.
     """
     spectra = [s.double() for s in spectra]
     widths = sorted({len(s) for s in spectra})
@@ -51,6 +52,12 @@ def plan_tiers(spectra: Sequence[Tensor], budget: int, levels: Sequence[int]) ->
             best, high = found, price
         else:
             low = price
+    left = budget - sum(map(cost, best))
+    for fall in range(FALLS if left and most else 0):
+        for index, tiers in enumerate(plan(high * FALL**fall)):
+            more = cost(tiers) - cost(best[index])
+            if more <= left:
+                best[index], left = tiers, left - more
     return best
 
 
