@@ -95,9 +95,12 @@ def _rebuilt(keys: float, values: float | None, shares: tuple[int, int], page: i
     return Variant(keys=(keys,), values=kept, shares=shares, rebuilt=True, page=page)
 
 
-def _planned(keys: Tiers, values: Tiers) -> Variant:
-    """Keys after RoPE per head, values joint over heads, in planned runs: recipe swift."""
-    return Variant(tiers=(keys, values), shares=(1, ALL), page=64)
+def _planned(*tiers: Tiers, rebuilt: bool = False) -> Variant:
+    """Runs as --factor plans them: of every key latent and of the values', or of one of both."""
+    shares = (1, ALL) if len(tiers) > 1 else (ALL, ALL)
+    both = tiers[0], tiers[-1]
+    values = (1.0,) if len(tiers) > 1 else None
+    return Variant(tiers=both, values=values, shares=shares, rebuilt=rebuilt, page=64)
 
 
 _HALF = Variant(keys=(0.5,), values=(0.5,))
@@ -119,10 +122,14 @@ VARIANTS = {
     "lean-35": _rebuilt(0.4375, 0.25, (1, ALL)),
     "small-25": _rebuilt(0.5, None, (ALL, ALL)),
     "small-10": _rebuilt(0.1875, None, (ALL, ALL)),
-    # Recipe swift at 4, 5 and 6 times, of llama-3.1-8b.
-    "swift-4x": _planned(((128, 4),), ((992, 4),)),
-    "swift-5x": _planned(((128, 4),), ((576, 4),)),
-    "swift-6x": _planned(((64, 4), (64, 2)), ((64, 8), (384, 4), (192, 2))),
+    # So many times smaller on llama-3.1-8b: dimensions and bits in the shares that --factor plans
+    # for reference:gqa.
+    "swift-4x": _planned(((24, 8), (104, 4)), ((128, 8), (384, 4), (256, 2))),
+    "swift-5x": _planned(((8, 8), (80, 4), (32, 2)), ((64, 8), (384, 4), (256, 2))),
+    "lean-6x": _planned(((32, 4), (64, 2)), ((128, 8), (384, 4), (256, 2)), rebuilt=True),
+    "lean-8x": _planned(((16, 4), (48, 2)), ((64, 8), (384, 4), (256, 2)), rebuilt=True),
+    "small-6x": _planned(((256, 8), (576, 4), (512, 2)), rebuilt=True),
+    "small-14x": _planned(((64, 8), (256, 4), (384, 2)), rebuilt=True),
     # Palu §4.5: a quarter of the keys, three of the values; latents of 1, 4 or 32 heads.
     "palu-g1": _rebuilt(0.25, 0.75, (1, 1)),
     "palu-g4": _rebuilt(0.25, 0.75, (4, 4)),
