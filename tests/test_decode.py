@@ -187,7 +187,7 @@ def test_backend(name, installed, cpu, cuda, choose, monkeypatch, caplog) -> Non
 
 def test_unknown_backend(choose) -> None:
     choose("cuda")
-    with pytest.raises(ValueError, match="one of auto, triton, reference; got 'cuda'"):
+    with pytest.raises(ValueError, match="one of auto, triton, numba, reference; got 'cuda'"):
         use_triton("cpu")
 
 
