@@ -168,9 +168,12 @@ def test_bytes_equal_the_references(layout: CacheLayout, seed: int, data) -> Non
     want.arena = got
     same = want.gather(*whole)
     close = (found.rows == same.rows) | (found.rows.isnan() & same.rows.isnan())
-    # Of two scales that are as good as each other sums of another order may choose either.
-    assert (~close).any(-1).sum() <= 2 and torch.equal(found.positions, same.positions)
+    assert torch.equal(found.positions, same.positions)
     assert close.all() or differ.any()
+    # Of two scales that are as good as each other sums of another order may choose either.
+    far = (found.rows.double(), same.rows.double())
+    missed = [(x - rows.view_as(x)).norm(dim=-1)[~close.all(-1)] for x in far]
+    torch.testing.assert_close(*missed, rtol=1e-3, atol=1e-5 * size, equal_nan=True)
 
 
 @pytest.mark.parametrize("scale", [1, 2])

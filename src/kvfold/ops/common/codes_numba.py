@@ -95,15 +95,18 @@ _decode1, _decode2, _decode3, _decode4, _decode6, _decode8 = (
 
 @kernel(fast=True)
 def decode_codes(
-    data, at, high, size, width, bits, count, steps, least, rows, to, stride
+    data, at, high, size, width, bits, count, scales, each, scale, zero, factor, rows, to, stride
 ):  # fmt: skip
-    """rows[to + p * stride ..] = steps[p] * code + least[p], p < count, of `width` codes and of as
-    many more as fill 16: whatever lies behind them in the page, a finite code. at, high: the bytes
-    where a row's planes begin, `size` from row to row."""
+    """Numbers of `count` rows to rows[to + p * stride ..]: of `width` codes, and of as many more as
+    fill 16, whatever lies behind them in the page, a finite code. at, high: the bytes where a row's
+    planes begin, `size` from row to row; scales [count * each], of which it has `scale`, times
+    factor, and `zero` (-1: its grid is symmetric)."""
+    middle = np.float32((1 << bits) - 1) / np.float32(-2)
     # A loop for each, because LLVM leaves the choice in the innermost one.
     for p in range(count):
-        x, y, s, z = at + p * size, high + p * size, steps[p], least[p]
-        out = to + p * stride
+        x, y, out = at + p * size, high + p * size, to + p * stride
+        s = scales[p * each + scale] * factor
+        z = s * middle if zero < 0 else scales[p * each + zero]
         if bits == 4:
             for i in range(0, width, LANES):
                 _decode4(data, x + (i >> 1), y, rows, out + i, s, z)
@@ -154,7 +157,15 @@ def decode_floats(words, at, width, kind, out, to):
 
 
 @kernel(fast=True)
-def scale_at(data, words, fp8, at):
-    """A stored scale or zero, fp32, at a byte: of fp8 as the table fp8 [256] says, of fp16 where
-    there is no table."""
-    return fp8[data[at]] if len(fp8) else single(words[at // 2])
+def decode_scales(data, words, at, count, small, out):
+    """out[.. count] = scales from byte `at` on, fp8 (e4m3) where they are small, else fp16."""
+    target = out[:count]
+    if small:
+        source = data[at : at + count]
+        for i in range(count):
+            rest = source[i] & 0x7F
+            # As bits of an fp32 it is 2^120 times smaller.
+            found = of_bits(rest << 20) * np.float32(2.0**120)
+            target[i] = found if rest < 0x7F else np.float32(np.nan)
+    else:
+        decode_floats(words, at // 2, count, HALF, out, 0)

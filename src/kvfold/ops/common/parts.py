@@ -27,24 +27,24 @@ class Parts:
     """Offsets are bytes from a page's start.
 
     segments [., 7]: offset of the codes, bytes of a row, numbers, bits or kind, bytes from a row to
-    its high plane, offsets of the scale and of the zero (-1: none).
+    its high plane, which of a row's scales are its scale and its zero (-1: none).
     parts [., 6]: first and last segment, first and number of the group's heads that read it,
     columns, whether it is fp32 alone, which is read where it lies.
-    groups [G, 7]: first part, first part of values, last part, heads, bytes of a row's scales,
-    offsets of positions and of metrics.
-    heads [G, H]: which query heads they are. scales: what a scale of fp8 says by its byte [256],
-    empty where scales are fp16; factors: of every segment, what to
-    multiply it by.
-    page: rows; columns: the widest part's; values: the widest value.
+    groups [G, 8]: first part, first part of values, last part, heads, scales of a row, offsets of
+    scales, of positions and of metrics.
+    heads [G, H]: which query heads they are. factors: what every segment's scale is multiplied by;
+    small: whether scales are fp8, not fp16.
+    page: rows; scales: the most of a row; columns: the widest part's; values: the widest value.
     """
 
     segments: Ints
     parts: Ints
     groups: Ints
     heads: Ints
-    scales: Floats
     factors: Floats
+    small: bool
     page: int
+    scales: int
     columns: int
     values: int
 
@@ -89,9 +89,10 @@ def plan_parts(spec: LayerSpec, groups: Sequence[Group], queries: int, dtype: to
                 factors += [2.0**-number for number in bits]
                 segments += found
             ends.append(len(parts))
-        track = layout.blocks.positions.offset, layout.blocks.metrics.offset
-        row = layout.scales_per_row * layout.scale
-        table.append([first, *ends, len(group.heads) * queries, row, *track])
+        blocks = layout.blocks
+        offsets = [x.offset for x in (blocks.scales, blocks.positions, blocks.metrics)]
+        heads = len(group.heads) * queries
+        table.append([first, *ends, heads, layout.scales_per_row, *offsets])
     heads_of = [[h * queries + i for h in group.heads for i in range(queries)] for group in groups]
     most = max(map(len, heads_of))
     return Parts(
@@ -99,9 +100,10 @@ def plan_parts(spec: LayerSpec, groups: Sequence[Group], queries: int, dtype: to
         parts=np.array(parts, dtype=np.int64).reshape(-1, 6),
         groups=np.array(table, dtype=np.int64),
         heads=np.array([own + [0] * (most - len(own)) for own in heads_of], dtype=np.int64),
-        scales=scale_table(min(x.layout.scale for x in groups)),
         factors=np.array(factors, dtype=np.float32),
+        small=any(x.layout.scale == 1 for x in groups),
         page=groups[0].layout.page,
+        scales=max(x.layout.scales_per_row for x in groups),
         columns=max((part[4] for part in parts), default=LANES),
         values=max((latent.rank for latent in spec.value_latents), default=0),
     )
@@ -121,8 +123,7 @@ def _by_latent(spec: LayerSpec, group: Group) -> Iterator[tuple[Latent, list[int
 
 def _segment(layout: PageLayout, index: int, floats: dict[int, int]) -> list[int]:
     segment, blocks = layout.segments[index], layout.blocks
-    places = [blocks.scales.offset + place * layout.scale for place in layout.places[index]]
-    scale, zero, *_ = *places, -1, -1
+    scale, zero, *_ = *layout.places[index], -1, -1
     kind, high = floats.get(layout.itemsize, 0), 0
     if segment.quantized:
         kind, high = segment.bits, -(-segment.width * PLANES[segment.bits][0] // 8)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvfold.ops.common.attention import LOG2_E
-from kvfold.ops.common.codes_numba import decode_codes, decode_floats, kernel, scale_at
+from kvfold.ops.common.codes_numba import decode_codes, decode_floats, decode_scales, kernel
 from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.parts import HALF, LANES, SINGLE, Parts
 from kvfold.ops.common.threads import share
@@ -58,7 +58,7 @@ def decode(
     )
     tables = pages.tables.numpy(), where
     rows = tasks, *tables, plan.segments, plan.parts, plan.groups, plan.heads, plan.page
-    data = arena, halves, singles, plan.scales, plan.factors, plan.columns
+    data = arena, halves, singles, plan.factors, plan.small, plan.scales, plan.columns
     share(partial(_attend, queries, *rows, *data, chunk, weights, sums, found), len(tasks))
     out = np.zeros((*q.shape[:2], plan.values), dtype=np.float32)
     merge(tasks, plan.groups, plan.heads, sums, found, out)
@@ -77,48 +77,68 @@ def _attend(*arguments: Any) -> None:
 
 
 @kernel(fast=True)
+def dot(q, row):
+    """q . row, of the length of q."""
+    total = np.float32(0)
+    for i in range(len(q)):
+        total += q[i] * row[i]
+    return total
+
+
+@kernel(fast=True)
 def dots(queries, rows, width, count, scores):
-    """Scores [h, .. count] of queries [h, .. width] and rows, `count` of `width` each, in turn."""
-    whole = count // 4 * 4
-    for h in range(len(queries)):
-        q = queries[h, :width]
-        for p in range(0, whole, 4):  # four at once wait less for each other's sums
-            at = p * width
-            a, b = rows[at : at + width], rows[at + width : at + 2 * width]
-            c, d = rows[at + 2 * width : at + 3 * width], rows[at + 3 * width : at + 4 * width]
+    """Scores [h, .. count] of queries [h, .. width] and rows, `count` of `width` each, in turn.
+
+    Two heads by four rows at once, that registers hold: fewer numbers are read for each product.
+    """
+    heads, whole = len(queries), count // 4 * 4
+    for p in range(0, whole, 4):
+        at = p * width
+        a, b = rows[at : at + width], rows[at + width : at + 2 * width]
+        c, d = rows[at + 2 * width : at + 3 * width], rows[at + 3 * width : at + 4 * width]
+        for h in range(0, heads, 2):
+            k = min(h + 1, heads - 1)  # the last of an odd number twice
+            q, r = queries[h, :width], queries[k, :width]
             w, x, y, z = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+            s, t, u, v = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
             for i in range(width):
                 w += q[i] * a[i]
                 x += q[i] * b[i]
                 y += q[i] * c[i]
                 z += q[i] * d[i]
+                s += r[i] * a[i]
+                t += r[i] * b[i]
+                u += r[i] * c[i]
+                v += r[i] * d[i]
             scores[h, p], scores[h, p + 1], scores[h, p + 2], scores[h, p + 3] = w, x, y, z
-        for p in range(whole, count):
-            a, w = rows[p * width : (p + 1) * width], np.float32(0)
-            for i in range(width):
-                w += q[i] * a[i]
-            scores[h, p] = w
+            scores[k, p], scores[k, p + 1], scores[k, p + 2], scores[k, p + 3] = s, t, u, v
+    for p in range(whole, count):
+        for h in range(heads):
+            scores[h, p] = dot(queries[h, :width], rows[p * width : (p + 1) * width])
 
 
 @kernel(fast=True)
 def mix(weights, rows, width, count, total):
-    """Add rows, `count` of `width` each, by weights [h, .. count] to total [h, .. width]."""
-    whole = count // 4 * 4
-    for p in range(0, whole, 4):  # four at once read and write the total a quarter as often
+    """Add rows, `count` of `width` each, by weights [h, .. count] to total [h, .. width], as `dots`
+    two heads by four rows at once."""
+    heads, whole = len(weights), count // 4 * 4
+    for p in range(0, whole, 4):
         at = p * width
         a, b = rows[at : at + width], rows[at + width : at + 2 * width]
         c, d = rows[at + 2 * width : at + 3 * width], rows[at + 3 * width : at + 4 * width]
-        for h in range(len(weights)):
-            out = total[h, :width]
+        for h in range(0, heads - 1, 2):
+            out, too = total[h, :width], total[h + 1, :width]
             w, x, y, z = weights[h, p], weights[h, p + 1], weights[h, p + 2], weights[h, p + 3]
+            k = h + 1
+            s, t, u, v = weights[k, p], weights[k, p + 1], weights[k, p + 2], weights[k, p + 3]
             for i in range(width):
                 out[i] += w * a[i] + x * b[i] + y * c[i] + z * d[i]
-    for p in range(whole, count):
-        a = rows[p * width : (p + 1) * width]
-        for h in range(len(weights)):
-            out, w = total[h, :width], weights[h, p]
+                too[i] += s * a[i] + t * b[i] + u * c[i] + v * d[i]
+    for p in range(count):
+        for h in range(heads // 2 * 2 if p < whole else 0, heads):
+            row, out, w = rows[p * width : (p + 1) * width], total[h, :width], weights[h, p]
             for i in range(width):
-                out[i] += w * a[i]
+                out[i] += w * row[i]
 
 
 @kernel(fast=True)
@@ -173,31 +193,20 @@ def gather(total, segments, part, found):
 
 @kernel(fast=True)
 def load(
-    base, count, segments, factors, part, scale_row,
-    arena, halves, singles, scales, steps, least, rows,
+    base, count, segments, factors, part, arena, halves, singles, scales, each, rows
 ):  # fmt: skip
-    """The first rows of a page, decoded: fp32 of a part's columns, row after row. steps, least:
-    scratch, a number a row."""
+    """The first rows of a page, decoded: fp32 of a part's columns, row after row. scales
+    [count * each]: of these rows."""
     column, stride = 0, part[4]
     for s in range(part[0], part[1]):
-        at, size, width, kind = (
-            base + segments[s, 0],
-            segments[s, 1],
-            segments[s, 2],
-            segments[s, 3],
-        )
+        at, size = base + segments[s, 0], segments[s, 1]
+        width, kind = segments[s, 2], segments[s, 3]
         if kind < HALF:
-            high, scale, zero = segments[s, 4], base + segments[s, 5], base + segments[s, 6]
-            middle = np.float32((1 << kind) - 1) / np.float32(-2)
-            for p in range(count):
-                steps[p] = scale_at(arena, halves, scales, scale + p * scale_row) * factors[s]
-                least[p] = steps[p] * middle
-            if segments[s, 6] >= 0:
-                for p in range(count):
-                    least[p] = scale_at(arena, halves, scales, zero + p * scale_row)
+            high, scale, zero = at + segments[s, 4], segments[s, 5], segments[s, 6]
             decode_codes(
-                arena, at, at + high, size, width, kind, count, steps, least, rows, column, stride
-            )
+                arena, at, high, size, width, kind, count, scales, each, scale, zero, factors[s],
+                rows, column, stride,
+            )  # fmt: skip
         elif kind == SINGLE:
             for p in range(count):
                 first, to = (at + p * size) // 4, p * stride + column
@@ -229,13 +238,14 @@ def cut(lengths, slots, chunk):
 @kernel(
     "void(float32[:,:,::1], int64[:,::1], int32[:,:,:], int64[::1], int64[:,::1], int64[:,::1],"
     "int64[:,::1], int64[:,::1], int64, uint8[::1], uint16[::1], float32[::1], float32[::1],"
-    "float32[::1], int64, int64, float32[:,:,::1], float32[:,:,::1], float32[:,:,::1],"
+    "boolean, int64, int64, int64, float32[:,:,::1], float32[:,:,::1], float32[:,:,::1],"
     "int64, int64)",
     fast=True,
 )
 def attend(
     q, tasks, tables, slots, segments, parts, groups, heads, page,
-    arena, halves, singles, scales, factors, columns, chunk, weights, sums, found, begin, end,
+    arena, halves, singles, factors, small, most_scales, columns,
+    chunk, weights, sums, found, begin, end,
 ):  # fmt: skip
     """Attention of tasks begin..end: powers of 2 whose largest is 1 to `weights` [K, H, C], where
     these are kept, the largest score and the powers' sum to `sums` [K, H, 2], and the values added
@@ -245,7 +255,7 @@ def attend(
     queries = np.empty((most, columns), dtype=np.float32)
     total = np.empty((most, columns), dtype=np.float32)
     local = np.empty((most, chunk), dtype=np.float32)
-    steps, least = np.empty(page, dtype=np.float32), np.empty(page, dtype=np.float32)
+    scales = np.empty(page * most_scales, dtype=np.float32)
     for t in range(begin, end):
         b, g, row, count = tasks[t, 0], tasks[t, 1], tasks[t, 2], tasks[t, 3]
         mine = weights[t] if len(weights) else local
@@ -255,7 +265,8 @@ def attend(
             spread(q[b], heads[g], segments, parts[k], queries)
         for first in range(0, count, page):
             base = np.int64(tables[slots[b], g, (row + first) // page]) * UNIT
-            inside = min(page, count - first)
+            inside, each = min(page, count - first), groups[g, 4]
+            decode_scales(arena, halves, base + groups[g, 5], inside * each, small, scales)
             for k in range(groups[g, 0], groups[g, 1]):
                 part = parts[k]
                 own, last, width = part[2], part[2] + part[3], part[4]
@@ -264,15 +275,16 @@ def attend(
                     at = (base + s[0]) // 4
                     dots(queries[own:last], singles[at:], s[2], inside, mine[own:last, first:])
                 else:
-                    load(base, inside, segments, factors, part, groups[g, 4],
-                         arena, halves, singles, scales, steps, least, rows)  # fmt: skip
+                    load(base, inside, segments, factors, part, arena, halves, singles, scales,
+                         each, rows)  # fmt: skip
                     dots(queries[own:last], rows, width, inside, mine[own:last, first:])
         for h in range(groups[g, 3]):
             sums[t, h, 0], sums[t, h, 1] = powers(mine[h, :count])
         total[:] = 0
         for first in range(0, count, page):
             base = np.int64(tables[slots[b], g, (row + first) // page]) * UNIT
-            inside = min(page, count - first)
+            inside, each = min(page, count - first), groups[g, 4]
+            decode_scales(arena, halves, base + groups[g, 5], inside * each, small, scales)
             for k in range(groups[g, 1], groups[g, 2]):
                 part = parts[k]
                 own, last, width = part[2], part[2] + part[3], part[4]
@@ -281,8 +293,8 @@ def attend(
                     at = (base + s[0]) // 4
                     mix(mine[own:last, first:], singles[at:], s[2], inside, total[own:last])
                 else:
-                    load(base, inside, segments, factors, part, groups[g, 4],
-                         arena, halves, singles, scales, steps, least, rows)  # fmt: skip
+                    load(base, inside, segments, factors, part, arena, halves, singles, scales,
+                         each, rows)  # fmt: skip
                     mix(mine[own:last, first:], rows, width, inside, total[own:last])
         found[t] = 0
         for k in range(groups[g, 1], groups[g, 2]):
@@ -332,10 +344,10 @@ def observe(
         for p in range(tasks[t, 3]):
             base = np.int64(tables[slots[b], g, (row + p) // page]) * UNIT
             inside = (row + p) % page
-            if ints[(base + groups[g, 5]) // 4 + inside] > last[b]:
+            if ints[(base + groups[g, 6]) // 4 + inside] > last[b]:
                 continue
             mass = np.float32(0)
             for h in range(groups[g, 3]):
                 x = weights[t, h, p] * sums[t, h, 0]
                 mass += x if power == 1 else x * x
-            singles[(base + groups[g, 6]) // 4 + inside] += mass
+            singles[(base + groups[g, 7]) // 4 + inside] += mass

@@ -27,9 +27,8 @@ STORE = Operation(__name__, {"triton": unserved, "numba": unserved})
 
 def spans(layout: CacheLayout, device_type: str) -> Sequence[slice]:
     """Groups that are best read or moved at once: a layer's on a CPU, else all by kernels."""
-    if (device_type == "cpu" and not use_triton("cpu")) or STORE.why_not(
-        device_type, layout.groups
-    ):
+    plain = device_type == "cpu" and not use_triton("cpu")
+    if plain or STORE.why_not(device_type, layout.groups):
         return layout.layer_groups
     return (slice(0, len(layout.groups)),)
 

@@ -60,7 +60,7 @@ def append(
             words_of(arena, dtype).numpy()
             for dtype in (torch.uint8, torch.uint16, torch.float32, torch.int32)
         ),
-        scale_table(layout.scale),
+        scale_table(pieces.scale),
         LOW,
         STEP,
     )
