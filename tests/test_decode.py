@@ -198,6 +198,15 @@ def test_triton_is_missing(choose, monkeypatch) -> None:
         use_triton("cpu")
 
 
+def test_numba_is_missing_or_on_a_gpu(choose, monkeypatch) -> None:
+    choose("numba")
+    with pytest.raises(ValueError, match="run on a CPU, and this model is on cuda"):
+        use_triton("cuda")
+    monkeypatch.setattr(backend, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="pip install numba"):
+        use_triton("cpu")
+
+
 def test_decode_is_the_reference_without_kernels(choose) -> None:
     choose("reference")
     case = Case.of(per_head([(8, 16), (24, 4)], page=8), [[3, 20]], 2, torch.float16)
