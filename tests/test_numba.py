@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba", reason="Numba is not installed")
 
-from kvfold import recipes
+import kvfold
+from kvfold import LLM, SamplingParams, recipes
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.request import CacheParams
@@ -226,3 +227,30 @@ def test_a_reason_for_the_backend(backend) -> None:
     assert no_numba("cpu") == "KVFOLD_BACKEND is reference"
     backend("numba")
     assert no_numba("cpu") is None and "not on cuda" in (no_numba("cuda") or "")
+
+
+def test_tokens_equal_the_references(backend) -> None:
+    found = []
+    for kind in ("reference", "numba"):
+        backend(kind)
+        llm = LLM(kvfold.reference("gqa"), max_sequences=2, max_tokens=160)
+        prompts = [list(range(5, 90)), [7, 8, 9]]
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=32, ignore_eos=True))
+        found.append([output.token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("team", [True, False])
+def test_work_is_shared_and_its_errors_are_raised(team: bool, monkeypatch) -> None:
+    monkeypatch.setattr(threads.torch, "get_num_threads", lambda: 3)
+    if not team:
+        monkeypatch.setattr(threads, "_openmp", lambda: None)
+    parts: list[range] = []
+    threads.share(lambda begin, end: parts.append(range(begin, end)), 7)
+    assert len(parts) == 3 and sorted(i for part in parts for i in part) == list(range(7))
+    threads.share(lambda begin, end: parts.append(range(begin, end)), 0)
+    assert parts[3:] == [range(0)]
+    with pytest.raises(ZeroDivisionError):
+        threads.share(lambda begin, end: 1 // begin, 7)
+    with pytest.raises(IndexError):
+        threads.share(lambda begin, end: parts[100], 7)

@@ -31,14 +31,12 @@ def _in_team(
     """By PyTorch's own threads, which spin for milliseconds after its operations: others would get
     half of a core meanwhile."""
     errors: list[BaseException] = []
-    left = list(parts)
+    left = iter(parts)
 
     def body(_: Any) -> None:
-        while left:
+        for part in left:
             try:
-                work(*left.pop())
-            except IndexError:
-                return
+                work(*part)
             except BaseException as error:  # what a callback raises is lost
                 errors.append(error)
 
