@@ -38,7 +38,8 @@ from kvfold.models.copies import shared_copy
 from kvfold.text import packaged, running, windows
 
 BASELINES = ("dynamic", "static", "static compiled")
-RECIPES = ("small", "fast", "lean")
+RECIPES = ("small", "fast", "lean", "swift")
+PLANNED = ("swift",)  # by --factor, bits included, the others by --keep
 EVICT = {"evict": "kv-compress", "keep_tokens": 0.25}
 SETTINGS: dict[str, dict[str, Any]] = {"": {}, " + 4 bits": {"bits": 4}}
 SETTINGS[" + 4 bits + tokens 0.25"] = {"bits": 4, **EVICT}
@@ -141,7 +142,10 @@ class Bench:
 
     def folded(self, recipe: str) -> Any:
         prepared = self._prepared(recipe)
-        return prepared.folded_copy(prepared.plan(self.arguments.keep))
+        a, planned = self.arguments, recipe in PLANNED
+        return prepared.folded_copy(
+            prepared.plan_factor(a.factor) if planned else prepared.plan(a.keep)
+        )
 
     def _prepare(self, recipe: str) -> Prepared:
         compressor = Compressor(self.model, recipes.get(recipe), self.tokenizer)
@@ -232,6 +236,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ctx", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--keep", type=float, default=0.5)
+    parser.add_argument("--factor", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME")

@@ -49,7 +49,7 @@ COMMANDS = {
         "set it to auto"
     ),
     "KVFOLD_BACKEND=fast kvfold eval reference:gqa --bits 4": (
-        "KVFOLD_BACKEND must be one of auto, triton, reference; got 'fast'"
+        "KVFOLD_BACKEND must be one of auto, triton, numba, reference; got 'fast'"
     ),
     "kvfold eval damaged": "damaged/config.json: not a JSON object; copy it again",
     "kvfold generate other-tokenizer --prompt 'The old house'": (

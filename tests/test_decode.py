@@ -187,7 +187,7 @@ def test_backend(name, installed, cpu, cuda, choose, monkeypatch, caplog) -> Non
 
 def test_unknown_backend(choose) -> None:
     choose("cuda")
-    with pytest.raises(ValueError, match="one of auto, triton, reference; got 'cuda'"):
+    with pytest.raises(ValueError, match="one of auto, triton, numba, reference; got 'cuda'"):
         use_triton("cpu")
 
 
@@ -195,6 +195,15 @@ def test_triton_is_missing(choose, monkeypatch) -> None:
     choose("triton")
     monkeypatch.setattr(backend, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match="pip install triton"):
+        use_triton("cpu")
+
+
+def test_numba_is_missing_or_on_a_gpu(choose, monkeypatch) -> None:
+    choose("numba")
+    with pytest.raises(ValueError, match="run on a CPU, and this model is on cuda"):
+        use_triton("cuda")
+    monkeypatch.setattr(backend, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="pip install numba"):
         use_triton("cpu")
 
 

@@ -156,14 +156,25 @@ def test_a_fallback_on_a_gpu_says_why_and_what_to_set(
     assert message.endswith(setting) or setting in message
 
 
-def test_cpus_read_pages_and_warn_of_nothing() -> None:
-    task = task_of("cpu")
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("numba", ("NumbaDecode", "NumbaDecode", "Fallback")),
+        ("reference", ("CpuPaged", "Fallback", "Fallback")),
+    ],
+)
+def test_cpus_read_pages_and_warn_of_nothing(
+    name: str, wanted: tuple[str, ...], backend: Callable[[str], None]
+) -> None:
+    pytest.importorskip("numba", reason="Numba is not installed")
+    backend(name)
+    task, several = task_of("cpu"), ({}, {"shared": True}, {"window": 64, "tracked": True})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for options, wanted in (({}, "CpuPaged"), ({"shared": True}, "Fallback")):
+        for options, wanted_one in zip(several, wanted, strict=True):
             layer = layer_of(**options)
             choice = select(*layer, task)
-            assert choice.backend.__name__ == wanted
+            assert choice.backend.__name__ == wanted_one
             warn_of_fallback([layer[0]], [layer[1]], [choice], task)
 
 
@@ -283,7 +294,10 @@ def test_angles_that_depend_on_lengths_have_no_kernel() -> None:
     assert choice.backend is DECODE[-1] and "length" in choice.passed["LatentDecode"]
 
 
-def test_every_choice_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_choice_is_logged(
+    caplog: pytest.LogCaptureFixture, backend: Callable[[str], None]
+) -> None:
+    backend("reference")
     with caplog.at_level(logging.INFO, "kvfold.attention"):
         LLM(tiny("llama-gqa"), kv_bytes=2**20, max_sequences=2, max_tokens=64)
     found = [record.getMessage() for record in caplog.records]

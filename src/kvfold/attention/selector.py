@@ -15,6 +15,7 @@ from kvfold.attention.base import LayerMaps, LayerShape
 from kvfold.attention.cpu_paged import CpuPaged
 from kvfold.attention.fallback import Fallback
 from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.numba_decode import NumbaDecode
 from kvfold.attention.triton_decode import LatentDecode, TritonDecode
 from kvfold.attention.triton_prefill import TritonPrefill
 from kvfold.ops import observe
@@ -23,7 +24,13 @@ from kvfold.ops.common.pieces import CODES, latents_of
 from kvfold.spec.layout import CacheLayout, Group
 
 # In order of preference; the last serves everything.
-DECODE: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, CpuPaged, Fallback)
+DECODE: tuple[type[AttentionBackend], ...] = (
+    TritonDecode,
+    LatentDecode,
+    NumbaDecode,
+    CpuPaged,
+    Fallback,
+)
 PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
 SERVED = "8, 4 and 2 bits have kernels, alone or planned together"
 EVEN = "a recipe that keeps as much of every head, such as fast with align=8, does"

@@ -1,7 +1,8 @@
 """The implementation that an operation uses: a function of the device, KVFOLD_BACKEND and the data
 alone, remembered, logged once and never switched.
 
-KVFOLD_BACKEND: `auto` (Triton on a CUDA device, where it is installed), `triton` or `reference`.
+KVFOLD_BACKEND: `auto` (Triton on a CUDA device, Numba on a CPU, where they are installed),
+`triton`, `numba` or `reference`.
 """
 
 import logging
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-BACKENDS = ("auto", "triton", "reference")
+BACKENDS = ("auto", "triton", "numba", "reference")
 GPU = "gpu"  # a device type to ask about: some GPU with Triton, whatever this machine has
 LAST = "reference"  # of an operation's implementations: plain PyTorch, which serves all data
 log = logging.getLogger(__name__)
@@ -104,6 +105,8 @@ def _pick(
 
 def _away(backend: str, wanted: str, triton: bool, device_type: str) -> str | None:
     """Why a backend does not run on this type of device, whatever the data."""
+    if backend == "numba":
+        return no_numba(device_type)
     if device_type == GPU:
         return None
     if wanted not in ("auto", backend):
@@ -133,6 +136,13 @@ def use_triton(device_type: str) -> bool:
     installed = find_spec("triton") is not None
     if wanted == "triton" and not installed:
         raise ValueError("KVFOLD_BACKEND=triton, but triton is not installed: pip install triton")
+    if wanted == "numba" and device_type != "cpu":
+        raise ValueError(
+            f"KVFOLD_BACKEND=numba: its kernels run on a CPU, and this model is on {device_type};"
+            " unset it, or set it to auto"
+        )
+    if wanted == "numba" and find_spec("numba") is None:
+        raise ValueError("KVFOLD_BACKEND=numba, but numba is not installed: pip install numba")
     if wanted == "triton" and device_type != "cuda" and not _interpreted():
         raise ValueError(
             f"KVFOLD_BACKEND=triton: kernels run on a GPU, and this model is on {device_type};"
@@ -143,6 +153,20 @@ def use_triton(device_type: str) -> bool:
     name = "triton" if chosen else "reference"
     log.info("backend on %s: %s (%s)", device_type, name, version)
     return chosen
+
+
+def no_numba(device_type: str) -> str | None:
+    """Why Numba's kernels do not run on this type of device; None where they do."""
+    if device_type != "cpu":
+        return f"Numba's kernels run on a CPU, not on {device_type}"
+    if (wanted := _wanted()) not in ("auto", "numba"):
+        return f"KVFOLD_BACKEND is {wanted}"
+    return None if _installed("numba") else "numba is not installed"
+
+
+@lru_cache
+def _installed(name: str) -> bool:
+    return find_spec(name) is not None
 
 
 def _interpreted() -> bool:

@@ -2,8 +2,9 @@
 
 Shapes: B sequences, G groups of the layer, Hq query heads, S slots, n pages of the longest group.
 Rows in score space only: what is stored is what scores are taken of (`plain`, `post_rope` and
-`absorbed` keys). Keys that are made from latents first: `ops.latent_decode`. CPUs attend to pages
-of all layers listed at once, by the functions of `ops.decode.cpu`.
+`absorbed` keys). Keys that are made from latents first: `ops.latent_decode`. CPUs have ways of
+their own: `ops.decode.numba`, and `ops.decode.cpu`, to which the pages of all layers are listed at
+once.
 """
 
 from collections.abc import Sequence

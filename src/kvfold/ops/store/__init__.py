@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kvfold.ops.backend import Operation
+from kvfold.ops.backend import Operation, use_triton
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.store import residual
 from kvfold.ops.store.reference import StoredRows
@@ -22,12 +22,13 @@ from kvfold.spec.layout import CacheLayout
 __all__ = ["Fill", "StoredRows", "add_metrics", "append", "gather", "move", "read_tracked", "spans"]
 
 # Each has the functions below but `spans`.
-STORE = Operation(__name__, {"triton": unserved})
+STORE = Operation(__name__, {"triton": unserved, "numba": unserved})
 
 
 def spans(layout: CacheLayout, device_type: str) -> Sequence[slice]:
-    """Groups that are best read or moved at once: all of them by kernels, else a layer's."""
-    if STORE.why_not(device_type, layout.groups):
+    """Groups that are best read or moved at once: a layer's on a CPU, else all by kernels."""
+    plain = device_type == "cpu" and not use_triton("cpu")
+    if plain or STORE.why_not(device_type, layout.groups):
         return layout.layer_groups
     return (slice(0, len(layout.groups)),)
 

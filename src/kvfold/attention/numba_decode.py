@@ -1,0 +1,66 @@
+"""Decoding on CPUs with Numba: rows in score space, by `ops.decode.numba`'s kernels."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.backend import AttentionBackend, Task, reads_unevenly
+from kvfold.attention.base import LayerMaps, LayerShape
+from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.observer import Observer
+from kvfold.cache.eviction.attention import observed
+from kvfold.ops.backend import no_numba
+from kvfold.ops.common.parts import Parts, plan_parts, unread
+from kvfold.spec.layout import Group
+
+
+class NumbaDecode(AttentionBackend):
+    """Rows in score space, of one KV head or of several together, observed or not.
+
+    plans: of every layer that it serves. A step has one decoding part.
+    """
+
+    observes: ClassVar[bool] = True
+
+    def __init__(self, view: PoolView, plans: Mapping[int, Parts]) -> None:
+        super().__init__(view)
+        self.plans = plans
+
+    @classmethod
+    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
+        if layer.rebuilds_keys:
+            return "keys are rebuilt before RoPE"
+        return (
+            no_numba(task.device_type)
+            or reads_unevenly(layer, groups)
+            or unread(layer.spec, groups)
+        )
+
+    @classmethod
+    def prepare(
+        cls, view: PoolView, layers: Sequence[LayerMaps], observer: Observer | None
+    ) -> Callable[[], AttentionBackend]:
+        plans = {
+            x.index: plan_parts(
+                x.spec, view.pages[x.index].groups, x.geometry.queries_per_kv, view.dtype
+            )
+            for x in layers
+        }
+        return partial(cls, view, plans)
+
+    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+        """q [B, Hq, 1, .] -> [B, 1, W]."""
+        from kvfold.ops.decode import numba
+
+        policy, watch = self.view.observing, None
+        if part.prompt_lengths is not None:
+            assert policy is not None
+            seen = observed(part.positions, part.prompt_lengths, policy)[:, 0]
+            last = torch.where(seen, part.positions[:, 0] - policy.exclude, -1)
+            watch = numba.Watch(policy.power, last)
+        pages, plan = self.view.pages[layer.index], self.plans[layer.index]
+        out = numba.decode(q[:, :, 0].detach(), pages, part.slots, layer.scale, plan, watch)
+        return layer.joined(out[:, :, None].to(q.dtype))

@@ -1,0 +1,353 @@
+"""Decode attention over pages where they are. Numba kernels, for CPUs.
+
+Shapes: B sequences, G groups of a layer, Hq query heads, H query heads that read a group; K
+*tasks*, each of at most C rows of one group of one sequence; dv widest value. Tables as in
+`common.parts`.
+
+The rows of a page become fp32 in a core's first cache, once for all heads that read them; fp32 is
+read where it lies. Tasks depend on neither the number of threads nor the sequences beside, so that
+results do not either.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvfold.ops.common.attention import LOG2_E
+from kvfold.ops.common.codes_numba import decode_codes, decode_floats, decode_scales, kernel
+from kvfold.ops.common.pages import LayerPages, words_of
+from kvfold.ops.common.parts import HALF, LANES, SINGLE, Parts
+from kvfold.ops.common.threads import share
+from kvfold.spec.layout import UNIT
+
+CHUNK = 512  # rows of a task: their weights fit a core's first cache, beside a page
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is added to metrics: attention to the power of 1 or 2, to keys at positions up to
+    last [B]; -1: none of a sequence's."""
+
+    power: int
+    last: Tensor
+
+
+def decode(
+    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: Parts, watch: Watch | None
+) -> Tensor:
+    """softmax(q k^T * scale) v over the rows of every group: fp32 [B, Hq, dv], 0 beyond a head's
+    own rank and for a group without rows. Adds what is watched to the metrics.
+
+    q [B, Hq, widest key rank], zeros beyond a head's own rank; slots int64 [B].
+    """
+    queries = (q.float() * (scale * LOG2_E)).contiguous().numpy()
+    chunk = max(1, CHUNK // plan.page) * plan.page
+    where = slots.numpy()
+    tasks = cut(pages.lengths.numpy(), where, chunk)
+    shape = len(tasks), plan.heads.shape[1]
+    weights = np.empty((*(shape if watch else (0, 0)), chunk), dtype=np.float32)
+    sums = np.empty((*shape, 2), dtype=np.float32)
+    found = np.empty((*shape, plan.values), dtype=np.float32)
+    arena, halves, singles, ints = (
+        words_of(pages.arena, dtype).numpy()
+        for dtype in (torch.uint8, torch.uint16, torch.float32, torch.int32)
+    )
+    tables = pages.tables.numpy(), where
+    rows = tasks, *tables, plan.segments, plan.parts, plan.groups, plan.heads, plan.page
+    data = arena, halves, singles, plan.factors, plan.small, plan.scales, plan.columns
+    share(partial(_attend, queries, *rows, *data, chunk, weights, sums, found), len(tasks))
+    out = np.zeros((*q.shape[:2], plan.values), dtype=np.float32)
+    merge(tasks, plan.groups, plan.heads, sums, found, out)
+    if watch is not None:
+        last = watch.last.numpy()
+        observe(
+            tasks, *tables, plan.groups, plan.page, weights, sums, last, watch.power, ints, singles
+        )
+    return torch.from_numpy(out)
+
+
+def _attend(*arguments: Any) -> None:
+    """The tasks of a thread, the last two arguments."""
+    *rest, begin, end = arguments
+    attend(*rest, begin, end)
+
+
+@kernel(fast=True)
+def dot(q, row):
+    """q . row, of the length of q."""
+    total = np.float32(0)
+    for i in range(len(q)):
+        total += q[i] * row[i]
+    return total
+
+
+@kernel(fast=True)
+def dots(queries, rows, width, count, scores):
+    """Scores [h, .. count] of queries [h, .. width] and rows, `count` of `width` each, in turn.
+
+    Two heads by four rows at once, that registers hold: fewer numbers are read for each product.
+    """
+    heads, whole = len(queries), count // 4 * 4
+    for p in range(0, whole, 4):
+        at = p * width
+        a, b = rows[at : at + width], rows[at + width : at + 2 * width]
+        c, d = rows[at + 2 * width : at + 3 * width], rows[at + 3 * width : at + 4 * width]
+        for h in range(0, heads, 2):
+            k = min(h + 1, heads - 1)  # the last of an odd number twice
+            q, r = queries[h, :width], queries[k, :width]
+            w, x, y, z = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+            s, t, u, v = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+            for i in range(width):
+                w += q[i] * a[i]
+                x += q[i] * b[i]
+                y += q[i] * c[i]
+                z += q[i] * d[i]
+                s += r[i] * a[i]
+                t += r[i] * b[i]
+                u += r[i] * c[i]
+                v += r[i] * d[i]
+            scores[h, p], scores[h, p + 1], scores[h, p + 2], scores[h, p + 3] = w, x, y, z
+            scores[k, p], scores[k, p + 1], scores[k, p + 2], scores[k, p + 3] = s, t, u, v
+    for p in range(whole, count):
+        for h in range(heads):
+            scores[h, p] = dot(queries[h, :width], rows[p * width : (p + 1) * width])
+
+
+@kernel(fast=True)
+def mix(weights, rows, width, count, total):
+    """Add rows, `count` of `width` each, by weights [h, .. count] to total [h, .. width], as `dots`
+    two heads by four rows at once."""
+    heads, whole = len(weights), count // 4 * 4
+    for p in range(0, whole, 4):
+        at = p * width
+        a, b = rows[at : at + width], rows[at + width : at + 2 * width]
+        c, d = rows[at + 2 * width : at + 3 * width], rows[at + 3 * width : at + 4 * width]
+        for h in range(0, heads - 1, 2):
+            out, too = total[h, :width], total[h + 1, :width]
+            w, x, y, z = weights[h, p], weights[h, p + 1], weights[h, p + 2], weights[h, p + 3]
+            k = h + 1
+            s, t, u, v = weights[k, p], weights[k, p + 1], weights[k, p + 2], weights[k, p + 3]
+            for i in range(width):
+                out[i] += w * a[i] + x * b[i] + y * c[i] + z * d[i]
+                too[i] += s * a[i] + t * b[i] + u * c[i] + v * d[i]
+    for p in range(count):
+        for h in range(heads // 2 * 2 if p < whole else 0, heads):
+            row, out, w = rows[p * width : (p + 1) * width], total[h, :width], weights[h, p]
+            for i in range(width):
+                out[i] += w * row[i]
+
+
+@kernel(fast=True)
+def power_of_2(x):
+    """2^x of x <= 0 to within fp32's rounding, by what can be vectorised."""
+    x = np.float32(-126) if x < np.float32(-126) else x
+    whole = np.rint(x)
+    y = (x - whole) * np.float32(0.6931471805599453)
+    found = np.float32(1 / 720) + y * np.float32(1 / 5040)
+    found = np.float32(1 / 120) + y * found
+    found = np.float32(1 / 24) + y * found
+    found = np.float32(1 / 6) + y * found
+    found = np.float32(0.5) + y * found
+    found = np.float32(1) + y * (np.float32(1) + y * found)
+    return found * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@kernel(fast=True)
+def powers(scores):
+    """Scores become powers of 2, the largest of them 1. The largest score, the powers' sum."""
+    most, total = np.float32(-np.inf), np.float32(0)
+    for i in range(len(scores)):
+        most = max(most, scores[i])
+    for i in range(len(scores)):
+        scores[i] = power_of_2(scores[i] - most)
+    for i in range(len(scores)):
+        total += scores[i]
+    return most, total
+
+
+@kernel(fast=True)
+def spread(q, heads, segments, part, queries):
+    """Queries [Hq, dk] of a part's heads to its columns [H, columns]."""
+    for h in range(part[2], part[2] + part[3]):
+        number, column = 0, 0
+        for s in range(part[0], part[1]):
+            width = segments[s, 2]
+            queries[h, column : column + width] = q[heads[h], number : number + width]
+            number, column = number + width, column + (width + LANES - 1) // LANES * LANES
+
+
+@kernel(fast=True)
+def gather(total, segments, part, found):
+    """The way back: columns [H, columns] of a part's heads to values [H, dv]."""
+    for h in range(part[2], part[2] + part[3]):
+        number, column = 0, 0
+        for s in range(part[0], part[1]):
+            width = segments[s, 2]
+            found[h, number : number + width] = total[h, column : column + width]
+            number, column = number + width, column + (width + LANES - 1) // LANES * LANES
+
+
+@kernel(fast=True)
+def load(
+    base, count, segments, factors, part, arena, halves, singles, scales, each, rows
+):  # fmt: skip
+    """The first rows of a page, decoded: fp32 of a part's columns, row after row. scales
+    [count * each]: of these rows."""
+    column, stride = 0, part[4]
+    for s in range(part[0], part[1]):
+        at, size = base + segments[s, 0], segments[s, 1]
+        width, kind = segments[s, 2], segments[s, 3]
+        if kind < HALF:
+            high, scale, zero = at + segments[s, 4], segments[s, 5], segments[s, 6]
+            decode_codes(
+                arena, at, high, size, width, kind, count, scales, each, scale, zero, factors[s],
+                rows, column, stride,
+            )  # fmt: skip
+        elif kind == SINGLE:
+            for p in range(count):
+                first, to = (at + p * size) // 4, p * stride + column
+                rows[to : to + width] = singles[first : first + width]
+        else:
+            for p in range(count):
+                decode_floats(halves, (at + p * size) // 2, width, kind, rows, p * stride + column)
+        column += (width + LANES - 1) // LANES * LANES
+
+
+@kernel("int64[:,::1](int32[:,:], int64[::1], int64)")
+def cut(lengths, slots, chunk):
+    """Tasks int64 [K, 4]: sequence, group, first row and rows; a group's one after another."""
+    count = 0
+    for b in range(len(slots)):
+        for g in range(lengths.shape[1]):
+            count += (lengths[slots[b], g] + chunk - 1) // chunk
+    tasks, k = np.empty((count, 4), dtype=np.int64), 0
+    for b in range(len(slots)):
+        for g in range(lengths.shape[1]):
+            rows = lengths[slots[b], g]
+            for first in range(0, rows, chunk):
+                tasks[k, 0], tasks[k, 1] = b, g
+                tasks[k, 2], tasks[k, 3] = first, min(chunk, rows - first)
+                k += 1
+    return tasks
+
+
+@kernel(
+    "void(float32[:,:,::1], int64[:,::1], int32[:,:,:], int64[::1], int64[:,::1], int64[:,::1],"
+    "int64[:,::1], int64[:,::1], int64, uint8[::1], uint16[::1], float32[::1], float32[::1],"
+    "boolean, int64, int64, int64, float32[:,:,::1], float32[:,:,::1], float32[:,:,::1],"
+    "int64, int64)",
+    fast=True,
+)
+def attend(
+    q, tasks, tables, slots, segments, parts, groups, heads, page,
+    arena, halves, singles, factors, small, most_scales, columns,
+    chunk, weights, sums, found, begin, end,
+):  # fmt: skip
+    """Attention of tasks begin..end: powers of 2 whose largest is 1 to `weights` [K, H, C], where
+    these are kept, the largest score and the powers' sum to `sums` [K, H, 2], and the values added
+    up by them to `found` [K, H, dv]."""
+    most = heads.shape[1]
+    rows = np.zeros(page * columns, dtype=np.float32)  # of a page, decoded
+    queries = np.empty((most, columns), dtype=np.float32)
+    total = np.empty((most, columns), dtype=np.float32)
+    local = np.empty((most, chunk), dtype=np.float32)
+    scales = np.empty(page * most_scales, dtype=np.float32)
+    for t in range(begin, end):
+        b, g, row, count = tasks[t, 0], tasks[t, 1], tasks[t, 2], tasks[t, 3]
+        mine = weights[t] if len(weights) else local
+        mine[: groups[g, 3], :count] = 0
+        queries[:] = 0
+        for k in range(groups[g, 0], groups[g, 1]):
+            spread(q[b], heads[g], segments, parts[k], queries)
+        for first in range(0, count, page):
+            base = np.int64(tables[slots[b], g, (row + first) // page]) * UNIT
+            inside, each = min(page, count - first), groups[g, 4]
+            decode_scales(arena, halves, base + groups[g, 5], inside * each, small, scales)
+            for k in range(groups[g, 0], groups[g, 1]):
+                part = parts[k]
+                own, last, width = part[2], part[2] + part[3], part[4]
+                if part[5]:
+                    s = segments[part[0]]
+                    at = (base + s[0]) // 4
+                    dots(queries[own:last], singles[at:], s[2], inside, mine[own:last, first:])
+                else:
+                    load(base, inside, segments, factors, part, arena, halves, singles, scales,
+                         each, rows)  # fmt: skip
+                    dots(queries[own:last], rows, width, inside, mine[own:last, first:])
+        for h in range(groups[g, 3]):
+            sums[t, h, 0], sums[t, h, 1] = powers(mine[h, :count])
+        total[:] = 0
+        for first in range(0, count, page):
+            base = np.int64(tables[slots[b], g, (row + first) // page]) * UNIT
+            inside, each = min(page, count - first), groups[g, 4]
+            decode_scales(arena, halves, base + groups[g, 5], inside * each, small, scales)
+            for k in range(groups[g, 1], groups[g, 2]):
+                part = parts[k]
+                own, last, width = part[2], part[2] + part[3], part[4]
+                if part[5]:
+                    s = segments[part[0]]
+                    at = (base + s[0]) // 4
+                    mix(mine[own:last, first:], singles[at:], s[2], inside, total[own:last])
+                else:
+                    load(base, inside, segments, factors, part, arena, halves, singles, scales,
+                         each, rows)  # fmt: skip
+                    mix(mine[own:last, first:], rows, width, inside, total[own:last])
+        found[t] = 0
+        for k in range(groups[g, 1], groups[g, 2]):
+            gather(total, segments, parts[k], found[t])
+
+
+@kernel(
+    "void(int64[:,::1], int64[:,::1], int64[:,::1], float32[:,:,::1], float32[:,:,::1],"
+    "float32[:,:,::1])",
+    fast=True,
+)
+def merge(tasks, groups, heads, sums, found, out):
+    """Tasks of a group together: out [B, Hq, dv]. The largest scores in `sums` become what a task's
+    powers are to be multiplied by."""
+    k = 0
+    while k < len(tasks):
+        b, g, end = tasks[k, 0], tasks[k, 1], k + 1
+        while end < len(tasks) and tasks[end, 0] == b and tasks[end, 1] == g:
+            end += 1
+        for h in range(groups[g, 3]):
+            most, total = np.float32(-np.inf), np.float32(0)
+            for t in range(k, end):
+                most = max(most, sums[t, h, 0])
+            for t in range(k, end):
+                sums[t, h, 0] = power_of_2(sums[t, h, 0] - most)
+                total += sums[t, h, 0] * sums[t, h, 1]
+            own = out[b, heads[g, h]]
+            for t in range(k, end):
+                factor = sums[t, h, 0] / total
+                sums[t, h, 0] = factor
+                for i in range(len(own)):
+                    own[i] += factor * found[t, h, i]
+        k = end
+
+
+@kernel(
+    "void(int64[:,::1], int32[:,:,:], int64[::1], int64[:,::1], int64, float32[:,:,::1],"
+    "float32[:,:,::1], int64[::1], int64, int32[::1], float32[::1])",
+    fast=True,
+)
+def observe(
+    tasks, tables, slots, groups, page, weights, sums, last, power, ints, singles
+):  # fmt: skip
+    """Add the attention of tasks, whose factors are in `sums`, to the metrics of their rows."""
+    for t in range(len(tasks)):
+        b, g, row = tasks[t, 0], tasks[t, 1], tasks[t, 2]
+        for p in range(tasks[t, 3]):
+            base = np.int64(tables[slots[b], g, (row + p) // page]) * UNIT
+            inside = (row + p) % page
+            if ints[(base + groups[g, 6]) // 4 + inside] > last[b]:
+                continue
+            mass = np.float32(0)
+            for h in range(groups[g, 3]):
+                x = weights[t, h, p] * sums[t, h, 0]
+                mass += x if power == 1 else x * x
+            singles[(base + groups[g, 7]) // 4 + inside] += mass

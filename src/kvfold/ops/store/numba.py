@@ -1,0 +1,223 @@
+"""Rows of one layer into its pages. Numba kernels, for CPUs; the rest is the reference's.
+
+Shapes and arguments as in `store`; D pieces of columns, the segments (see `segments`).
+"""
+
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvfold.formats.integers import FP8_MAX, FP16_MAX, GAUSSIAN_STEP, PLANES
+from kvfold.ops.common.codes_numba import kernel, of_bits, single
+from kvfold.ops.common.pages import LayerPages, words_of
+from kvfold.ops.common.parts import scale_table
+from kvfold.ops.common.threads import share
+from kvfold.ops.store.reference import (
+    add_metrics,
+    gather,
+    move,
+    read_metrics,
+    read_tracked,
+)
+from kvfold.ops.store.segments import plan_pieces
+from kvfold.spec.layout import UNIT
+
+__all__ = ["add_metrics", "append", "gather", "move", "read_metrics", "read_tracked"]
+
+WHOLE = 1 << 30  # no segment is cut: its numbers share a scale
+ROWS = 64  # that a thread is woken for
+LOW = np.array([PLANES.get(bits, (0,))[0] for bits in range(9)])  # bits of the low plane, by bits
+STEP = np.array([GAUSSIAN_STEP.get(bits, 0) for bits in range(9)], dtype=np.float32)
+
+
+def append(
+    pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, positions: Tensor | None = None
+) -> None:
+    """As `reference.append`, bytes included; where two scales are equally good to within fp32's
+    rounding the choice may differ."""
+    arena, tables, _, groups = pages
+    layout, pieces = groups[0].layout, plan_pieces(groups, WHOLE, arena.device)
+    assert rows.shape[1] == pieces.row, f"rows of {rows.shape[1]} numbers, not {pieces.row}"
+    assert layout.itemsize == rows.dtype.itemsize or pieces.whole, (
+        f"rows cannot be stored as {rows.dtype}"
+    )
+    assert not layout.tracked or positions is not None, "tracked rows need positions"
+    rows = rows.detach().contiguous()
+    where = slots if positions is None else positions
+    work = partial(
+        store,
+        rows.float().numpy(),
+        rows.view(torch.uint16).numpy(),
+        slots.contiguous().numpy(),
+        index.contiguous().numpy(),
+        where.to(torch.int32).contiguous().numpy(),
+        tables.numpy(),
+        pieces.table.numpy(),
+        layout.page,
+        *(
+            words_of(arena, dtype).numpy()
+            for dtype in (torch.uint8, torch.uint16, torch.float32, torch.int32)
+        ),
+        scale_table(pieces.scale),
+        LOW,
+        STEP,
+    )
+    if len(rows) < ROWS:
+        work(0, len(rows))
+    else:
+        share(work, len(rows))
+
+
+@kernel()
+def rounded(x, most, cut, bias, nan):
+    """|x| <= most, with `cut` bits fewer of fraction and exponents counted from `bias` on."""
+    if np.isnan(x):
+        return np.int64(nan)
+    x = np.float32(min(abs(x), most))
+    bits = np.int64(x.view(np.uint32))
+    if bits >> 23 > bias:
+        return (bits + (1 << (cut - 1)) - 1 + (bits >> cut & 1) >> cut) - (bias << (23 - cut))
+    return np.int64(np.rint(x / of_bits((bias + cut - 22) << 23)))  # below normal numbers
+
+
+@kernel()
+def half_of(x):
+    """Bits of the nearest fp16, of even ones where two are, at most the largest."""
+    return rounded(x, FP16_MAX, 13, 112, 0x7E00) | np.int64(0x8000 if x < 0 else 0)
+
+
+@kernel()
+def fp8_of(x):
+    """The same of fp8 (e4m3), for numbers of at least 0."""
+    return rounded(x, FP8_MAX, 20, 120, 0x7F)
+
+
+@kernel()
+def stored(step, bits, fp8):
+    """A step as it comes back."""
+    if len(fp8):
+        return fp8[fp8_of(step * np.float32(1 << bits))] / np.float32(1 << bits)
+    return single(half_of(step))
+
+
+@kernel()
+def symmetric(x, bits, fp8, gaussian):
+    """As `integers._symmetric_scale`; NaN where a number is not finite."""
+    peak, squares, good = np.float32(0), np.float32(0), True
+    for y in x:
+        peak = max(peak, abs(y))
+        squares += y * y
+        good = good and np.isfinite(y)
+    if not good:
+        return np.float32(np.nan)
+    wide = peak / (np.float32((1 << bits) - 1) / np.float32(2))
+    narrow = min(gaussian * np.sqrt(squares / np.float32(len(x))), wide)
+    best, least = np.float32(np.nan), np.float32(np.inf)
+    half = np.float32(1 << (bits - 1))
+    for trial in (
+        np.float32(2) * peak, wide, np.sqrt(narrow * wide), narrow, np.float32(0.9) * narrow
+    ):  # fmt: skip
+        step, error = stored(trial, bits, fp8), np.float32(0)
+        for y in x:
+            steps = y / step
+            missed = min(max(np.floor(steps), -half), half - np.float32(1)) + np.float32(0.5)
+            error += (missed - steps) * (missed - steps)
+        error = np.sqrt(error) * step
+        if np.isnan(best) or error < least:
+            best, least = step, error if error == error else np.float32(np.inf)
+    return best
+
+
+@kernel()
+def spread_of(x, bits):
+    """The step between codes that covers x, and the value of the lowest code."""
+    least, most, good = x[0], x[0], True
+    for y in x:
+        least, most = min(least, y), max(most, y)
+        good = good and np.isfinite(y)
+    step = (most - least) / np.float32((1 << bits) - 1)
+    return step if good else np.float32(np.nan), np.float32(max(min(least, FP16_MAX), -FP16_MAX))
+
+
+@kernel()
+def encode(x, step, least, bits, codes):
+    """Codes of x, and 0 for as many more as fill a byte."""
+    most = np.float32((1 << bits) - 1)
+    for i in range(len(x)):
+        code = np.rint((x[i] - least) / step)
+        # NaN where the scale is 0 or NaN: any code will do, but the cast would be undefined.
+        codes[i] = np.uint8(min(max(code, np.float32(0)), most)) if code == code else np.uint8(0)
+    codes[len(x) : len(x) + 8] = 0
+
+
+@kernel()
+def pack(codes, width, bits, shift, arena, at):
+    """A plane of codes: `bits` of each from `shift` on, the first number in a byte's lowest."""
+    per, mask = 8 // bits, (1 << bits) - 1
+    for byte in range((width + per - 1) // per):
+        found = 0
+        for i in range(per):
+            found |= (np.int64(codes[byte * per + i]) >> shift & mask) << (bits * i)
+        arena[at + byte] = np.uint8(found)
+
+
+@kernel(
+    "void(float32[:,::1], uint16[:,::1], int64[::1], int64[:,::1], int32[::1], int32[:,:,:],"
+    "int32[:,::1], int64, uint8[::1], uint16[::1], float32[::1], int32[::1], float32[::1],"
+    "int64[::1], float32[::1], int64, int64)"
+)
+def store(
+    rows, raw, slots, index, positions, tables, pieces, page,
+    arena, halves, singles, ints, fp8, low, gaussian, begin, end,
+):  # fmt: skip
+    """Rows begin..end: rows [N, R], raw their bits, positions [N], pieces [D, 13]."""
+    codes, words = (
+        np.empty(rows.shape[1] + 8, dtype=np.uint8),
+        raw.shape[1] // max(rows.shape[1], 1),
+    )
+    for i in range(begin, end):
+        for d in range(len(pieces)):
+            (
+                group, start, width, bits, first, second, row_bytes, scale, zero, scales,
+                position, metric, tracks,
+            ) = pieces[d]  # fmt: skip
+            row = index[i, group]
+            base = np.int64(tables[slots[i], group, row // page]) * UNIT
+            row = row % page
+            if tracks and position >= 0:
+                ints[(base + position) // 4 + row] = positions[i]
+                singles[(base + metric) // 4 + row] = 0
+            at = base + first + row * row_bytes
+            if scale < 0:
+                size, column = width * words, start * words
+                halves[at // 2 : at // 2 + size] = raw[i, column : column + size]
+                continue
+            x = rows[i, start : start + width]
+            beside = base + scale + row * scales
+            step, least = np.float32(0), np.float32(0)
+            if zero >= 0:
+                step, least = spread_of(x, bits)
+                halves[(base + zero) // 2 + row * scales // 2] = half_of(least)
+                least = single(half_of(least))
+            else:
+                step = symmetric(x, bits, fp8, gaussian[bits])
+            if len(fp8):
+                arena[beside] = fp8_of(step * np.float32(1 << bits))
+            else:
+                halves[beside // 2] = half_of(step)
+            step = stored(step, bits, fp8)
+            if zero < 0:
+                least = step * (-np.float32((1 << bits) - 1) / np.float32(2))
+            encode(x, step, least, bits, codes)
+            pack(codes, width, low[bits], 0, arena, at)
+            if low[bits] < bits:
+                pack(
+                    codes,
+                    width,
+                    bits - low[bits],
+                    low[bits],
+                    arena,
+                    base + second + row * row_bytes,
+                )
