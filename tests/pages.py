@@ -66,16 +66,18 @@ def heads_of(
 
 def written_out(
     q: Tensor, rows: Tensor, groups: tuple[Group, ...], lengths: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """float64 outputs [B, Hq, widest value] and log2-sum-exp2s [B, Hq]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """float64 outputs [B, Hq, widest value], log2-sum-exp2s [B, Hq] and weights [B, Hq, T]."""
     widest = widest_value(groups)
     out = torch.zeros(*q.shape[:2], widest, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
+    weights = out.new_zeros(*out.shape[:2], rows.shape[1])
     for b, heads, mine, k, v in heads_of(q, rows, groups, lengths):
         scores = mine @ k.T * scale
-        out[b, heads, : v.shape[1]] = scores.softmax(-1) @ v
+        weights[b, heads, : len(k)] = scores.softmax(-1)
+        out[b, heads, : v.shape[1]] = weights[b, heads, : len(k)] @ v
         lse[b, heads] = scores.logsumexp(-1) * log2(e)
-    return out, lse
+    return out, lse, weights
 
 
 @dataclass
@@ -89,6 +91,7 @@ class Case:
     args: tuple  # of `decode`
     out: Tensor
     lse: Tensor
+    weights: Tensor
 
     @classmethod
     def of(
@@ -108,7 +111,7 @@ class Case:
         index = torch.where(token < counts[..., None], token, spare).mT.flatten(0, 1)
         rows = numbers(seed, dtype, len(counts), size, on.width)
         arena, tables = on.arena.cpu(), on.tables.cpu()
-        positions = torch.arange(len(index), dtype=torch.int32)
+        positions = torch.randperm(3 * len(index), generator=chance)[: len(index)].int()
         owner = slots.repeat_interleave(size)
         pages = on.pages._replace(arena=arena, tables=tables)
         store.append(pages, rows.flatten(0, 1), owner, index, positions)
@@ -125,9 +128,9 @@ class Case:
             scale = peak / max(float(x.abs().max()) for x in found if x.numel())
         args = [x.to(DEVICE) for x in (q, arena, tables, all_lengths)]
         beyond = torch.cat((slots, torch.tensor([2**40]))).to(DEVICE)
-        out, lse = written_out(q, whole, groups, counts, scale)
+        found = written_out(q, whole, groups, counts, scale)
         q, *place = args
-        return cls((q, LayerPages(*place, groups), beyond[:-1], scale), out, lse)
+        return cls((q, LayerPages(*place, groups), beyond[:-1], scale), *found)
 
 
 def queries_of(

@@ -169,6 +169,7 @@ def test_compression_that_does_not_fit_is_named(tmp_path, free):
         ("plan_kernel", "plan"),
         ("append_rows", "append"),
         ("observe_kernel", "metrics"),
+        ("observe_weights_kernel", "metrics"),
         ("score_kernel", "attention"),
         ("nvjet_tst_128x64_64x6_1x2_h_bz_TNN", "matmul"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_bf16>", "matmul"),

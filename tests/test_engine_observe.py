@@ -1,4 +1,5 @@
-"""Decoding queries that are kept and observed later: the reference's metrics and evictions."""
+"""Decoding queries that are observed at once, or kept and observed later: the reference's metrics
+and evictions."""
 
 import os
 
@@ -12,9 +13,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvfold.attention import observer
 from kvfold.attention.observer import WINDOW, Observer, Turn
+from kvfold.config import Recipe
 from kvfold.engine.request import CacheParams, Request, SamplingParams
 from kvfold.engine.runner import ModelRunner
-from steps import backends, folded, runner_of, sequences_of, step
+from steps import backends, even, folded, runner_of, sequences_of, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
 
@@ -46,17 +48,29 @@ def generated(runner: ModelRunner) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("evict", ["kv-compress", "kv-compress-full"])
+@pytest.mark.parametrize(
+    ("recipe", "evict", "settings"),
+    [
+        (None, "kv-compress", {}),
+        (None, "kv-compress-full", {}),
+        (even("swift"), "kv-compress", {"bits": 8}),
+        (even("swift"), "kv-compress-full", {}),
+        (even("lean"), "kv-compress-full", {}),
+        (even("small"), "kv-compress", {"bits": 2}),
+    ],
+)
 def test_metrics_and_evictions_are_the_reference_s(
-    evict: str, backend, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe | None, evict: str, settings: dict, backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queries are added in the middle of it, and again where metrics are read."""
+    """Where they are kept, queries are added in the middle of it, and again where metrics are
+    read; where two passes leave weights, in every step."""
     monkeypatch.setattr(observer, "WINDOW", 2)
     found = []
     for name in ("reference", "triton"):
         backend(name)
-        runner = runner_of(folded(None), evict=evict, keep_tokens=0.9)
-        assert (runner.attention.observer is not None) is (name == "triton")
+        runner = runner_of(folded(recipe), evict=evict, keep_tokens=0.9, **settings)
+        kept = name == "triton" and recipe is None
+        assert (runner.attention.observer is not None) is kept
         found.append(generated(runner))
     for ours, theirs in zip(*found[::-1], strict=True):
         for a, b in zip(ours, theirs, strict=True):

@@ -22,6 +22,7 @@ from kvfold.config import LEVELS
 from kvfold.models.families import family_of
 from kvfold.models.folded import layer_shapes
 from kvfold.models.kernels import kernels_of
+from kvfold.ops.backend import GPU
 from kvfold.spec import CacheSpec, Geometry, KeyKind, Latent, LayerSpec, ValueKind
 from kvfold.spec.layout import Group, cache_layout
 from models import CONFIGS, llama_8b, tiny
@@ -113,6 +114,9 @@ def warned(layer: Layer, choice: Choice, task: Task) -> str:
         (layer_of(tiers=((8, 4), (8, 2))), False, "TritonDecode"),
         (layer_of(shared=True, bits=2), False, "TritonDecode"),
         (layer_of("pre_rope", tiers=((8, 8), (8, 4))), False, "LatentDecode"),
+        (layer_of(shared=True, tracked=True), True, "TritonDecode"),
+        (layer_of(tiers=((8, 4), (8, 2)), tracked=True), True, "TritonDecode"),
+        (layer_of("pre_rope", tracked=True), True, "LatentDecode"),
     ],
 )
 def test_kernels_decode_on_a_gpu(layer: Layer, observed: bool, wanted: str) -> None:
@@ -136,13 +140,7 @@ def test_kernels_decode_on_a_gpu(layer: Layer, observed: bool, wanted: str) -> N
         (layer_of(window=64, tracked=True), False, "window of 64 tokens", "no setting avoids it"),
         (layer_of(softcap=30.0), False, "scores are capped", "no setting avoids it"),
         (layer_of(softcap=30.0, window=64), False, "scores are capped", "no setting avoids it"),
-        (
-            layer_of("pre_rope", tracked=True),
-            True,
-            "adds to no metric",
-            "does not observe decoding",
-        ),
-        (layer_of(shared=True, tracked=True), True, "heads share", "does not observe decoding"),
+        (layer_of(bits=3, tracked=True), True, "3 bits", "8, 4 and 2 bits have kernels"),
     ],
 )
 def test_a_fallback_on_a_gpu_says_why_and_what_to_set(
@@ -154,6 +152,21 @@ def test_a_fallback_on_a_gpu_says_why_and_what_to_set(
     message = warned(layer, choice, task)
     assert message.startswith("3 of 3 layers") and reason in message
     assert message.endswith(setting) or setting in message
+
+
+@pytest.mark.parametrize(
+    ("layer", "wanted"),
+    [
+        (layer_of(bits=8, tracked=True), True),
+        (layer_of(shared=True, tracked=True), False),
+        (layer_of(tiers=((8, 4), (8, 2)), tracked=True), False),
+        (layer_of("pre_rope", tracked=True), False),
+        (layer_of(bits=3, tracked=True), False),
+    ],
+)
+def test_queries_are_kept_where_decoding_leaves_no_weights(layer: Layer, wanted: bool) -> None:
+    task = task_of(GPU, observed=True)
+    assert select(*layer, task).backend.keeps(layer[1], GPU) is wanted
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,10 @@ class Task:
 class AttentionBackend(ABC):
     """One way to attend over a pool, made anew for every step, in which what it plans is kept.
 
-    captures: whether a CUDA graph can hold it; observes: whether it can add to eviction metrics;
-    keeps: whether it leaves that to an `Observer`, which keeps its queries.
+    captures: whether a CUDA graph can hold it.
     """
 
     captures: ClassVar[bool] = False
-    observes: ClassVar[bool] = False
-    keeps: ClassVar[bool] = False
 
     def __init__(self, view: PoolView) -> None:
         self.view = view
@@ -47,6 +44,12 @@ class AttentionBackend(ABC):
     @abstractmethod
     def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
         """Why it cannot serve a layer, whose groups these are: a phrase for users. None: it can."""
+
+    @classmethod
+    def keeps(cls, groups: Sequence[Group], device_type: str) -> bool:
+        """Whether it leaves what decoded queries add to metrics to an `Observer`, which keeps them,
+        in a layer whose groups these are."""
+        return False
 
     @classmethod
     def prepare(

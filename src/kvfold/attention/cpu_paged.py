@@ -6,7 +6,6 @@ that W_O takes.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,8 +27,6 @@ class CpuPaged(AttentionBackend):
     """Heads with numbers of their own, in score space, with scales by row, and no window. Pages are
     listed for all of its layers at once, when the first asks: they have the step's rows by then,
     and do not change in it. A step has one decoding part."""
-
-    observes: ClassVar[bool] = True
 
     def __init__(self, view: PoolView, layers: Sequence[LayerMaps]) -> None:
         super().__init__(view)

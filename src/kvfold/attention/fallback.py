@@ -6,7 +6,6 @@ a row, Hk KV heads, W numbers that W_O takes.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -22,8 +21,6 @@ from kvfold.spec.layout import Group
 
 class Fallback(AttentionBackend):
     """Any layer and any queries, with explicit weights where these are observed."""
-
-    observes: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> None:

@@ -34,7 +34,9 @@ class PagedAttention:
         self.selected = chosen = Selected.of(layers, self.view)
         self.observer, self.recent = None, None
         watching = self.view.observing if self.view.observes_decodes else None
-        kept = {x.index: x for x in layers if chosen.decode[x.index].keeps}
+        each = zip(layers, chosen.decode, self.view.pages, strict=True)
+        on = pool.device.type
+        kept = {x.index: x for x, own, pages in each if own.keeps(pages.groups, on)}
         if watching is not None and kept:
             self.observer = Observer(self.view, watching, kept)
         if policy is not None and "queries" in policy.needs:

@@ -18,7 +18,6 @@ from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.attention.numba_decode import NumbaDecode
 from kvfold.attention.triton_decode import LatentDecode, TritonDecode
 from kvfold.attention.triton_prefill import TritonPrefill
-from kvfold.ops import observe
 from kvfold.ops.backend import GPU, use_triton
 from kvfold.ops.common.pieces import CODES, latents_of
 from kvfold.spec.layout import CacheLayout, Group
@@ -51,8 +50,6 @@ def select(layer: LayerShape, groups: Sequence[Group], task: Task) -> Choice:
     passed: dict[str, str] = {}
     for backend in DECODE if task.decode else PREFILL:
         reason = backend.supports(layer, groups, task)
-        if reason is None and task.observed and not backend.observes:
-            reason = "it adds to no metric"
         if reason is None:
             return Choice(backend, passed)
         passed[backend.__name__] = reason
@@ -132,17 +129,16 @@ class Kernels:
         return ". ".join((counts, *self.reasons))
 
 
-def kernels(
-    layers: Sequence[LayerShape], layout: CacheLayout, dtype: torch.dtype, *, observed: bool = False
-) -> Kernels:
+def kernels(layers: Sequence[LayerShape], layout: CacheLayout, dtype: torch.dtype) -> Kernels:
     """What kernels serve on a GPU with Triton, whatever this machine has and KVFOLD_BACKEND says.
 
-    layout: of these layers' pages; dtype: of queries; observed: whether a policy watches decoding.
+    layout: of these layers' pages; dtype: of queries. Prefill is counted as where no policy watches
+    it; all that decode observe, too.
     """
     groups = [layout.groups[where] for where in layout.layer_groups]
     served, reasons = {}, []
     for decode in (True, False):
-        task = Task(decode=decode, observed=observed and decode, device_type=GPU, dtype=dtype)
+        task = Task(decode=decode, observed=False, device_type=GPU, dtype=dtype)
         choices = [select(x, own, task) for x, own in zip(layers, groups, strict=True)]
         served[decode] = sum(choice.backend is not Fallback for choice in choices)
         if served[decode] < len(layers):
@@ -190,8 +186,6 @@ def _decode_settings(layer: LayerShape, groups: Sequence[Group], task: Task) -> 
         yield "leave sub_group out: numbers of as many bits must share a scale"
     if layout.itemsize != 2 and 16 in bits:
         yield "load the model as bfloat16"
-    if task.observed and (layer.rebuilds_keys or observe.why_not(groups, GPU)):
-        yield "a policy that does not observe decoding, such as streaming, does"
 
 
 def _prefill_settings(layer: LayerShape, groups: Sequence[Group], task: Task) -> Iterator[str]:

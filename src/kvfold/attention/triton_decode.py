@@ -53,12 +53,10 @@ def batches(view: PoolView, layers: Sequence[LayerMaps]) -> list[LayerBatch]:
 
 
 class TritonDecode(AttentionBackend):
-    """Rows in score space, by `ops.decode`'s kernels; observed queries go to an observer. A step
-    has one decoding part."""
+    """Rows in score space, by `ops.decode`'s kernels. Observed queries go to an observer, where one
+    pass leaves no weights. A step has one decoding part."""
 
     captures: ClassVar[bool] = True
-    observes: ClassVar[bool] = True
-    keeps: ClassVar[bool] = True
 
     def __init__(
         self, view: PoolView, layers: Sequence[LayerBatch], observer: Observer | None
@@ -72,11 +70,12 @@ class TritonDecode(AttentionBackend):
     def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
         if layer.rebuilds_keys:
             return "keys are rebuilt before RoPE"
-        return (
-            reads_unevenly(layer, groups)
-            or decode.why_not(groups, task.device_type)
-            or (observe.why_not(groups, task.device_type) if task.observed else None)
-        )
+        return reads_unevenly(layer, groups) or decode.why_not(groups, task.device_type)
+
+    @classmethod
+    def keeps(cls, groups: Sequence[Group], device_type: str) -> bool:
+        """Of the rows that `ops.observe` reads once more: those that one pass decodes."""
+        return observe.why_not(groups, device_type) is None
 
     @classmethod
     def prepare(
@@ -92,8 +91,11 @@ class TritonDecode(AttentionBackend):
                 plans = decode.plan_layers(x.groups, counts, queries, part.rows)
                 self.plans.update(zip(x.layers, plans, strict=True))
         q, pages = q[:, :, 0], self.view.pages[layer.index]
-        out, lse = decode.decode(q, pages, part.slots, layer.scale, self.plans[layer.index])
-        if self.observer is not None and part.prompt_lengths is not None:
+        plan = self.plans[layer.index]
+        out, lse = decode.decode(q, pages, part.slots, layer.scale, plan)
+        if self.observer is None or layer.index not in self.observer.layers:
+            _add_metrics(self.view, layer.index, part, lse, plan)
+        elif part.prompt_lengths is not None:
             if self.kept is None:
                 self.kept = self.observer.rows_of(part)
             self.observer.keep(layer.index, self.kept, q, lse)
@@ -101,8 +103,8 @@ class TritonDecode(AttentionBackend):
 
 
 class LatentDecode(AttentionBackend):
-    """Keys rebuilt from latents before RoPE, by `ops.latent_decode`'s kernels, where they are not
-    observed. maps: of every layer. A step has one decoding part."""
+    """Keys rebuilt from latents before RoPE, by `ops.latent_decode`'s kernels. maps: of every
+    layer. A step has one decoding part."""
 
     captures: ClassVar[bool] = True
 
@@ -140,7 +142,8 @@ class LatentDecode(AttentionBackend):
             self._plan(part, q)
         place = self.view.pages[layer.index], part.slots, layer.scale
         maps, plan = self.maps[layer.index], self.plans[layer.index]
-        out, _ = latent_decode.latent_decode(q, *place, maps, plan)
+        out, lse = latent_decode.latent_decode(q, *place, maps, plan)
+        _add_metrics(self.view, layer.index, part, lse, plan)
         return layer.joined(out[:, :, None])
 
     def _plan(self, part: AttentionMetadata, q: Tensor) -> None:
@@ -150,6 +153,20 @@ class LatentDecode(AttentionBackend):
             layers = [(spec.layers[i], groups) for i, groups in each]
             plans = latent_decode.plan_layers(q, layers, counts, part.rows)
             self.plans.update(zip(x.layers, plans, strict=True))
+
+
+def _add_metrics(
+    view: PoolView, layer: int, part: AttentionMetadata, lse: Tensor, plan: Any
+) -> None:
+    """Add what a layer's decode in two passes weighed, where it is observed: every query of a
+    decoding sequence then is (see `eviction.attention.observed`). lse fp32 [B, Hq]."""
+    policy = view.observing
+    if policy is None or part.prompt_lengths is None:
+        return
+    observe.observe_weights(
+        plan, lse, part.positions[:, 0], view.pages[layer], part.slots,
+        power=policy.power, exclude=policy.exclude,
+    )  # fmt: skip
 
 
 def _key_maps(layer: LayerMaps, table: Tensor) -> KeyMaps:

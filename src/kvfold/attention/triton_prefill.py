@@ -5,7 +5,6 @@ a row, Hk KV heads, d head dim, W numbers that W_O takes.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -23,8 +22,6 @@ from kvfold.spec.layout import Group
 
 class TritonPrefill(AttentionBackend):
     """Chunks of 16-bit queries, of any rows. One query a sequence is not worth a tile."""
-
-    observes: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:

@@ -49,7 +49,6 @@ class DecodeGraphs:
     def warm_up(self, forward: Forward) -> None:
         """Capture all sizes, lest requests wait for it. The largest comes first: the memory of its
         tensors then does for all."""
-        self.inputs.copy_(torch.tensor(self.nobody)[:, None])
         for size in reversed(self.sizes):
             self._graph(size, forward)
 
@@ -59,13 +58,16 @@ class DecodeGraphs:
         size = self.sizes[bisect_left(self.sizes, len(chunks))]
         rows = [(chunk.tokens[0], chunk.start, chunk.request.open_slot) for chunk in chunks]
         rows += [self.nobody] * (size - len(rows))
+        graph = self._graph(size, forward)
         self.inputs[:, :size].copy_(torch.tensor(rows).T, non_blocking=True)
-        self._graph(size, forward).replay()
+        graph.replay()
         assert self.logits is not None
         return self.logits[: len(chunks)]
 
     def _graph(self, size: int, forward: Forward) -> torch.cuda.CUDAGraph:
         if size not in self.captured:
+            # Steps that warm up would add to sequences' metrics more than once.
+            self.inputs.copy_(torch.tensor(self.nobody)[:, None])
             self.captured[size] = self._capture(size, forward)
         return self.captured[size]
 
@@ -77,7 +79,7 @@ class DecodeGraphs:
         self.logits[:size].copy_(found)
 
     def _capture(self, size: int, forward: Forward) -> torch.cuda.CUDAGraph:
-        """Storing a row twice stores the same, so a step may be run to warm up."""
+        """Of a step that was run to warm up: its inputs are nobody's."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):

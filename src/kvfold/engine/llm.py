@@ -242,8 +242,7 @@ class LLM:
             rows.append(("tokens kept", f"{kept:.2f} of a request after its prompt{floor}"))
         if pool.device.type == "cuda":
             layers, view = self.runner.attention.layers, self.runner.attention.view
-            served = kernels(layers, layout, view.dtype, observed=view.observes_decodes)
-            rows.append(("layers with kernels", str(served)))
+            rows.append(("layers with kernels", str(kernels(layers, layout, view.dtype))))
         return [
             *rows,
             ("fits", f"{int(tokens)} tokens; {at_once} requests of {pool.max_tokens} tokens"),

@@ -1,10 +1,12 @@
-"""Eviction metrics from queries that were kept: what rows were attended to, without weights.
+"""Eviction metrics: what rows were attended to, from queries that were kept, or from the weights
+that decoding in two passes leaves behind.
 
 Shapes: B sequences, Hq query heads, W kept queries of each, G groups of the layer, S slots, n pages
-of the longest group, T rows. Rows in score space only, as in `ops.decode`.
+of the longest group, T rows. Queries see rows in score space only, as in `ops.decode`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -45,3 +47,20 @@ def observe(
     """
     module = OBSERVE.choose(q.device.type, pages.groups).module
     module.observe(q, lse, positions, pages, slots, scale, power=power, exclude=exclude)
+
+
+def observe_weights(
+    plan: Any, lse: Tensor, positions: Tensor, pages: LayerPages, slots: Tensor,
+    *, power: int, exclude: int = 0,
+) -> None:  # fmt: skip
+    """Add sum p^power of decoded queries to the metrics of the rows they saw, as `observe` does,
+    from the weights that their decode left. Never waits for the device.
+
+    plan: what `decode` or `latent_decode` was given, in two passes (a `SplitPlan` or `LatentPlan`),
+    before another layer is; lse fp32 [B, Hq]: what it returned; positions int [B]: of the queries;
+    pages: tracked; slots int64 [B], distinct but for what nobody reads.
+    """
+    from kvfold.ops.observe import weights_triton
+
+    how = {"power": power, "exclude": exclude}
+    weights_triton.observe_weights(plan, lse, positions, pages, slots, **how)

@@ -1,0 +1,89 @@
+"""Eviction metrics from the weights that decoding in two passes left in its room. A Triton kernel.
+
+No key is read again: what a row adds is its weight, its span's top and its query's log-sum-exp.
+Shapes: B sequences, G groups of a layer, NQ query heads of each, padded to NP; a tile is SPANS
+spans of SPAN rows.
+"""
+# mypy: allow-untyped-defs
+
+import triton
+import triton.language as tl
+from torch import Tensor, float32, int32
+
+from kvfold.ops.common.pages import LayerPages, words_of
+from kvfold.ops.common.plan import power_of_two
+from kvfold.ops.common.split import SPAN, SplitPlan
+from kvfold.ops.latent_decode.plan import LatentPlan
+from kvfold.ops.store.segments import plan_blocks
+
+TILE = 2048  # weights of a tile
+PROGRAMS = 4096  # of a launch, or one a group: some waves, and few that find nothing to do
+
+
+@triton.jit
+def observe_weights_kernel(
+    weights, tops, bases, lse, positions, ints, floats,
+    tables, table_slot, table_group, lengths, length_slot, slots, tracks, exclude,
+    G: tl.constexpr, NQ: tl.constexpr, NP: tl.constexpr, POWER: tl.constexpr,
+    PAGE: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, g, b): tiles i, i + as many as there are programs .. of a group's rows.
+
+    weights, tops, bases: of a `Workspace`, and of its plan; lse fp32 [B, G * NQ]; positions [B].
+    ints, floats: the arena as words. tracks int32 [2, G]: see `Blocks`. A row belongs to one
+    program, which adds to its metric: the result does not depend on their order.
+    """
+    WORDS: tl.constexpr = 16  # 32-bit ones, that a page offset counts
+    g, b = tl.program_id(1), tl.program_id(2)
+    slot = tl.load(slots + b).to(tl.int64)
+    length = tl.load(lengths + slot * length_slot + g)
+    tile, num_tiles = tl.program_id(0), tl.cdiv(length, SPANS * SPAN)
+    if tile < num_tiles:
+        n, row = tl.arange(0, NP), tl.arange(0, SPAN)
+        track, metric = tl.load(tracks + g) // 4, tl.load(tracks + G + g) // 4
+        total = tl.load(lse + (b * G + g) * NQ + n, n < NQ, 0.0)
+        last = tl.load(positions + b).to(tl.int32) - exclude
+        first = tl.load(bases + b * G + g).to(tl.int64)
+        table = tables + slot * table_slot + g * table_group
+        for t in tl.range(tile, num_tiles, tl.num_programs(0)):
+            span = t * SPANS + tl.arange(0, SPANS)
+            at = span[:, None] * SPAN + row[None, :]
+            inside = at < length
+            page = tl.load(table + at // PAGE, inside, 0).to(tl.int64) * WORDS
+            place = page + at % PAGE
+            counted = inside & (tl.load(ints + (place + track), inside, 0) <= last)
+            there = (span * SPAN < length)[:, None] & (n < NQ)[None, :]
+            own = (first + span)[:, None] * NQ + n[None, :]
+            top = tl.load(tops + own, there, float("-inf"))
+            p = tl.load(
+                weights + (own[:, :, None] * SPAN + row[None, None, :]), there[:, :, None], 0.0
+            ).to(tl.float32)
+            p *= tl.exp2(top - total[None, :])[:, :, None]
+            if POWER == 2:
+                p *= p
+            old = tl.load(floats + (place + metric), counted, 0.0)
+            tl.store(floats + (place + metric), old + tl.sum(p, 1), counted)
+
+
+def observe_weights(
+    plan: SplitPlan | LatentPlan, lse: Tensor, positions: Tensor, pages: LayerPages, slots: Tensor,
+    *, power: int, exclude: int = 0,
+) -> None:  # fmt: skip
+    """As `ops.observe.observe_weights`. The launch depends on shapes alone."""
+    arena, tables, lengths, groups = pages
+    num_groups, room, page = len(groups), plan.room, groups[0].layout.page
+    heads = room.tops.shape[1]
+    assert lse.shape == (len(slots), num_groups * heads), "a log-sum-exp of every query"
+    assert lse.dtype is float32 and tables.stride(2) == 1
+    assert groups[0].layout.tracked, "untracked rows have no metrics"
+    padded = power_of_two(heads)
+    spans = max(1, TILE // (SPAN * padded))
+    tiles = triton.cdiv(tables.shape[2] * page, spans * SPAN)
+    programs = min(tiles, triton.cdiv(PROGRAMS, num_groups * len(slots)))
+    observe_weights_kernel[(programs, num_groups, len(slots))](
+        room.weights, room.tops, plan.bases, lse.contiguous(), positions.contiguous(),
+        words_of(arena, int32), words_of(arena, float32),
+        tables, tables.stride(0), tables.stride(1), lengths, lengths.stride(0), slots.contiguous(),
+        plan_blocks(groups, arena.device).tracks, exclude,
+        G=num_groups, NQ=heads, NP=padded, POWER=power, PAGE=page, SPAN=SPAN, SPANS=spans,
+    )  # fmt: skip
