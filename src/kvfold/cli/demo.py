@@ -78,15 +78,17 @@ def demo(
         rows, statistics = measured(loaded, tokenizer, what, progress)
     print_rows(rows)
     prepared = Compressor(loaded, recipes.get(SIZE_RECIPE), tokenizer).prepare(statistics)
-    asked, ids = prompt(tokenizer, what.windows[TEXT][0])
     with common.progress() as progress:
-        sizes = list(measured_sizes(prepared, what, ids, progress))
-    for size in sizes:
-        print(f"{size.name}: {', '.join(size.headline)}")
+        sizes = list(measured_sizes(prepared, what, progress))
+    summary = [(size.name, headline(size)) for size in sizes]
+    for name, lines in summary:
+        print(f"{name}: {', '.join(lines)}")
+    asked, ids = prompt(tokenizer, what.windows[TEXT][0])
+    examples = [(x.name, continuation(x.model, tokenizer, x.cache, ids)) for x in sizes]
     print(f"\n{asked}")
-    for size in sizes:
-        print(f"\n{size.name}:\n{size.text}")
-    print("\n" + reload_check(sizes[-1], tokenizer, ids))
+    for name, text in examples:
+        print(f"\n{name}:\n{text}")
+    print("\n" + reload_check(sizes[-1], tokenizer, ids, examples[-1][1]))
     spec = spec_of(sizes[-1].model)
     assert spec is not None  # no model is too small for the first of SIZES
     embedded = "A small trained model with a smaller cache"
@@ -94,13 +96,13 @@ def demo(
         output,
         title=embedded if model == MODEL else f"{model} with a smaller cache",
         intro=INTRO,
-        summary=[(size.name, "\n".join(size.headline)) for size in sizes],
+        summary=[(name, "\n".join(lines)) for name, lines in summary],
         rows=rows,
         sizes=[size.row for size in sizes],
         ranks=rank_map(spec),
         spectra=spectra_of(prepared),
         prompt=asked,
-        examples=[(size.name, size.text) for size in sizes],
+        examples=examples,
     )
     print(f"wrote {output} in {time.perf_counter() - begin:.0f} seconds")
 
@@ -143,18 +145,17 @@ def measured(
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model and its cache, what they save and cost, and what is written with them."""
+    """A model and the cache it was measured on."""
 
     name: str
     model: Any
     cache: CacheConfig
     row: "Row"
-    headline: list[str]
-    text: str
+    result: "Measured"
 
 
 def measured_sizes(
-    prepared: "Prepared", what: "Measurement", ids: list[int], progress: common.Progress | None
+    prepared: "Prepared", what: "Measurement", progress: common.Progress | None
 ) -> Iterator[Size]:
     """The original and SIZES on pages, all on the second halves of the same windows and the same
     facts. Those that the model is too small for, or cannot evict, are left out."""
@@ -164,41 +165,33 @@ def measured_sizes(
     model, tokenizer = prepared.compressor.model, prepared.compressor.tokenizer
     facts, half = FACT_CONTEXTS if what.needle else 0, what.windows[TEXT].shape[1] // 2
     what = replace(what, needle=facts, lengths=(FACT_LENGTH,), scored_from=half)
-    original = None
-    for recipe, name, factor, cache in (("", ORIGINAL, 1, CacheConfig()), *SIZES):
+    original = measure(model, tokenizer, replace(what, cache=CacheConfig()), progress, ORIGINAL)
+    row = result_row(model, ORIGINAL, 1.0, original)
+    yield Size(name=ORIGINAL, model=model, cache=CacheConfig(), row=row, result=original)
+    for recipe, name, factor, cache in SIZES:
         try:
-            found = prepared.folded_copy(prepared.plan_factor(factor)) if original else model
+            found = prepared.folded_copy(prepared.plan_factor(factor))
             result = measure(found, tokenizer, replace(what, cache=cache), progress, name)
         except SettingError:
             continue
         row = result_row(found, recipe, 1 / factor, result, original)
-        original = original or result
-        yield Size(
-            name=name,
-            model=found,
-            cache=cache,
-            row=row,
-            headline=headline(row, result),
-            text=continuation(found, tokenizer, cache, ids),
-        )
+        yield Size(name=name, model=found, cache=cache, row=row, result=result)
 
 
-def headline(row: "Row", result: "Measured") -> list[str]:
-    """What a cache saves and costs, in words."""
+def headline(found: Size) -> list[str]:
+    """What a size saves and costs, in words."""
     from kvfold.evaluation.compare import format_increase
 
-    lines = [
-        f"{1 / row.kept_fraction:.1f} times smaller",
-        *map(format_increase, row.delta_nll.values()),
-    ]
-    if not row.delta_nll:
-        lines = [
-            f"{row.bytes_per_token:.0f} bytes a token",
-            f"perplexity {row.perplexity[TEXT]:.1f}",
-        ]
-    for found in result.needle.values():
-        asked = found.num_questions
-        lines.append(f"{found.exact * asked:.0f} of {asked} hidden facts found")
+    row, lines = found.row, []
+    size = row.bytes_per_token
+    if row.delta_nll:
+        lines += [f"{row.baseline_bytes_per_token / size:.1f} times smaller"]
+        lines += map(format_increase, row.delta_nll.values())
+    else:
+        lines += [f"{size:.0f} bytes a token", f"perplexity {row.perplexity[TEXT]:.1f}"]
+    for needle in found.result.needle.values():
+        asked = needle.num_questions
+        lines.append(f"{needle.exact * asked:.0f} of {asked} hidden facts found")
     return lines
 
 
@@ -243,7 +236,7 @@ def continuation(model: Any, tokenizer: Any, cache: CacheConfig, ids: list[int])
     return llm.generate([ids], sampling)[0].text.strip()
 
 
-def reload_check(size: Size, tokenizer: Any, ids: list[int]) -> str:
+def reload_check(size: Size, tokenizer: Any, ids: list[int], expected: str) -> str:
     """Save, load with transformers alone, and say whether it writes the same."""
     from transformers import AutoModelForCausalLM
 
@@ -254,7 +247,7 @@ def reload_check(size: Size, tokenizer: Any, ids: list[int]) -> str:
         save(size.model, tokenizer, path)
         loaded = AutoModelForCausalLM.from_pretrained(path).to(size.model.device)
         text = continuation(loaded, tokenizer, size.cache, ids)
-    if text != size.text:
+    if text != expected:
         raise RuntimeError(f"the saved model writes other text than the one saved: {text!r}")
     name = "AutoModelForCausalLM.from_pretrained"
     return f"saved as a checkpoint and loaded with {name}: it writes the same text."
