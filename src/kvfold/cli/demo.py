@@ -29,11 +29,11 @@ RECIPES = ("palu-j", "zack", "fast", "lean", "small")
 KEEPS = (0.5, 0.25)
 SIZE_RECIPE = "small"
 HALF = CacheConfig(evict="kv-compress", keep_tokens=0.5)
-SIZES = (  # how many times smaller a token, and its cache; the last is saved
-    ("planned", "--factor 4", 4, CacheConfig()),
-    ("planned", "--factor 8", 8, CacheConfig()),
-    ("planned", "--factor 14", 14, CacheConfig()),
-    ("planned", "--factor 20", 20, CacheConfig()),
+SIZES = (  # line and name, how many times smaller a token, and its cache; the last is saved
+    ("--factor", "--factor 4", 4, CacheConfig()),
+    ("--factor", "--factor 8", 8, CacheConfig()),
+    ("--factor", "--factor 14", 14, CacheConfig()),
+    ("--factor", "--factor 20", 20, CacheConfig()),
     ("evicted", "--factor 8, half of the tokens evicted", 8, HALF),
 )
 CALIBRATION_TOKENS = 12288
@@ -43,9 +43,10 @@ FACT_CONTEXTS, FACT_LENGTH = 5, 512  # of SIZES
 QUESTION = "What is the text above about?"  # of models that chat
 SHOWN_CHARACTERS = 300  # of the prompt
 INTRO = (
-    "A model keeps what it has read in its KV cache. Here is how much smaller kvfold compress"
-    f" --recipe {SIZE_RECIPE} makes that, and what it costs: perplexity on text, and numbers hidden"
-    " in a text, asked for after the cache was compressed. All is measured in this run."
+    "A model keeps what it has read in its KV cache. Here is how much smaller kvfold compress makes"
+    f" that by recipe {SIZE_RECIPE} and the flags below, and what it costs: perplexity on text, and"
+    " numbers hidden in a text, asked for after the cache was compressed. All is measured in this"
+    " run."
 )
 NEW_TOKENS, TEMPERATURE, SEED = 60, 0.7, 0
 
@@ -83,7 +84,7 @@ def demo(
     summary = [(size.name, headline(size)) for size in sizes]
     for name, lines in summary:
         print(f"{name}: {', '.join(lines)}")
-    asked, ids = prompt(tokenizer, what.windows[TEXT][0])
+    asked, ids = prompt(tokenizer, what.windows[TEXT][-1])
     examples = [(x.name, continuation(x.model, tokenizer, x.cache, ids)) for x in sizes]
     print(f"\n{asked}")
     for name, text in examples:
@@ -211,15 +212,16 @@ def applicable(model: Any) -> list[str]:
 
 
 def prompt(tokenizer: Any, window: "Tensor") -> tuple[str, list[int]]:
-    """The first half of a window, with QUESTION for a model that chats: its end, as it is shown,
+    """The second half of a window, with QUESTION for a model that chats: its end, as it is shown,
     and token ids."""
-    from kvfold.text import encode_chat
+    from kvfold.text import encode_chat, encode_prompt
 
-    ids = window[: len(window) // 2].tolist()
-    text = tokenizer.decode(ids, skip_special_tokens=True)
+    text = tokenizer.decode(window[len(window) // 2 :], skip_special_tokens=True)
     if tokenizer.chat_template:
         text = f"{text}\n\n{QUESTION}"
         ids = encode_chat(tokenizer, text)
+    else:
+        ids = encode_prompt(tokenizer, text)
     return f"… {text[-SHOWN_CHARACTERS:].partition(' ')[2]}", ids
 
 
