@@ -1,5 +1,6 @@
 """GGUF files as models, and where reference:smollm2 comes from, on a tiny random Llama."""
 
+import re
 import shutil
 import zipfile
 
@@ -110,8 +111,14 @@ def test_the_demo_asks_a_model_that_chats(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(demo, "RECIPES", ("zack", "small"))
     report = tmp_path / "report.html"
     assert main(["demo", "--model", str(tiny), "--output", str(report)]) == 0
-    assert demo.QUESTION in capsys.readouterr().out
-    assert demo.QUESTION in report.read_text() and tiny.name in report.read_text()
+    printed, page = capsys.readouterr().out, report.read_text()
+    assert demo.QUESTION in printed and demo.QUESTION in page and tiny.name in page
+    shown = [name for _, name, *_ in demo.SIZES if f"<dt>{name}</dt>" in page]
+    assert shown == [name for _, name, *_ in demo.SIZES if f"\n{name}: " in printed]
+    assert shown == ["--factor 4", "--factor 8", "--factor 8, half of the tokens evicted"]
+    found = [float(times) for times in re.findall(r"<dd>([\d.]+) times smaller\n", page)]
+    assert all(a <= b for a, b in zip((4, 8, 16), found, strict=True))
+    assert found[2] == pytest.approx(2 * found[1], rel=0.05)
 
 
 def test_a_sliding_window_is_read(original, tmp_path):

@@ -2,12 +2,14 @@
 
 import builtins
 import itertools
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
 import pytest
 
+from kvfold import report
 from kvfold.evaluation import compare
 from kvfold.evaluation.compare import Row
 from kvfold.report import RankMap, spread, write_report
@@ -67,7 +69,12 @@ def html(tmp_path_factory):
         rows=ROWS,
         ranks=RANKS,
         spectra=SPECTRA,
-        examples=[("original", "Once <b>upon</b> a time"), ("small", "Once upon\n a tame")],
+        sizes=[row("planned", 0.0613, 0.0099)],
+        prompt="… and <i>then</i>",
+        examples=[
+            ("original", "Once <b>upon</b> a time"),
+            ("small", "Once <b>upon</b>\n a tame"),
+        ],
     )
     return path.read_text(encoding="utf-8")
 
@@ -97,7 +104,41 @@ def test_summary_ranks_and_examples_are_shown(html):
     assert {"A & B", "4.1× smaller", "96 %", "Once <b>upon</b> a time"} <= set(shown)
     for rank in itertools.chain(*RANKS.ranks):
         assert rank is None or str(rank) in shown
-    assert "keys" in shown and "values" in shown
+    assert "keys" in shown and "values" in shown and "… and <i>then</i>" in shown
+
+
+def test_words_that_differ_from_the_original_are_marked(html):
+    assert re.findall("<mark>(.*?)</mark>", html.partition("<pre")[2], flags=re.S) == [" tame"]
+
+
+def test_sizes_are_in_figures_and_not_in_the_table(html):
+    figures = re.findall("<svg.*?</svg>", html, flags=re.S)
+    assert [">planned</text>" in figure for figure in figures] == [True, True] + [False] * 3
+    assert "planned" not in html[html.index("<table") :]
+
+
+def test_losses_are_drawn_as_per_cent_above_a_floor(monkeypatch):
+    monkeypatch.setattr(report, "_svg", lambda figure, name: figure.axes[0])
+    deltas = (-0.4, 0.0003, 0.0013, 1.1)
+    axes = [report._loss_figure([row("a", 0.5, delta)], "wiki") for delta in deltas]
+    marks = [one.collections[-1] for one in axes]
+    heights = [mark.get_offsets()[0, 1] for mark in marks]
+    assert heights == pytest.approx([0.1, 0.1, 100 * math.expm1(0.0013), 100 * math.expm1(1.1)])
+    assert [mark.get_facecolors()[0, 3] for mark in marks] == [0, 0, 1, 1]  # hollow on the floor
+    assert all(one.get_ylim()[0] < 0.1 for one in axes)
+
+
+@pytest.mark.parametrize(
+    ("delta", "words"),
+    [
+        ((0.00995, 0.004), "1.0 ± 0.4 % more perplexity"),
+        ((-0.0202, math.nan), "2.0 % less perplexity"),
+        ((-0.0003, 0.0), "0.0 ± 0.0 % more perplexity"),
+        ((math.log(2), 0.01), "100.0 ± 2.0 % more perplexity"),
+    ],
+)
+def test_losses_are_told_as_per_cent_of_perplexity(delta, words):
+    assert compare.format_increase(delta) == words
 
 
 def test_the_page_stands_alone(html):

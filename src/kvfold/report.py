@@ -6,6 +6,7 @@ here, so that the same figure follows the reader's light or dark mode.
 
 from __future__ import annotations
 
+import difflib
 import io
 import itertools
 import math
@@ -36,6 +37,7 @@ _VARIABLES = (
 )
 _MARKERS = "osD^vPX"
 _MAX_LABELLED_CELLS = 400
+_FLOOR = 0.1  # per cent of perplexity: what is less is drawn there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +71,17 @@ def write_report(
     summary: Sequence[tuple[str, str]],
     rows: Sequence[Row],
     ranks: RankMap | None,
+    intro: str = "",
     spectra: Spectra | None = None,
+    sizes: Sequence[Row] = (),
+    prompt: str = "",
     examples: Sequence[tuple[str, str]] = (),
     frontier: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write the report to `path`; its folder is created if need be.
 
-    `summary` holds headline numbers as (label, value), `examples` generated texts as (title, text).
+    `summary` holds headlines as (label, lines), the first line large; `sizes` rows for the figures
+    alone; `examples` what was written after `prompt`, as (title, text), compared with the first.
     `spectra` maps a part ("keys") to one descending sequence a layer; each is divided by its first
     value. `frontier` has the best rows with the `command` of each; one of them is the `knee`.
     Raises ValueError if matplotlib or jinja2 is missing or `ranks` is ragged.
@@ -87,6 +93,7 @@ def write_report(
     page = environment.from_string(packaged("report.html"))
     html = page.render(
         title=title,
+        intro=intro,
         summary=summary,
         rows=rows,
         compare=compare,
@@ -94,19 +101,29 @@ def write_report(
         lengths=compare.needle_lengths(rows),
         scores=compare.task_scores(rows),
         losses=[
-            _loss_figure(rows, name, frontier)
+            _loss_figure([*rows, *sizes], name, frontier)
             for name in compare.texts(rows)
             if _points(rows, name)
         ],
+        floor=_FLOOR,
         frontier=frontier,
         ranks=_rank_figures(ranks) if ranks else [],
         spectra=[_spectrum_figure(name, curves) for name, curves in (spectra or {}).items()],
-        examples=examples,
+        prompt=prompt,
+        examples=[(name, _compared(examples[0][1], text)) for name, text in examples],
         css=_css(),
     )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with writing(Path(path)):
         write_text(Path(path), html)
+
+
+def _compared(original: str, text: str) -> list[tuple[str, bool]]:
+    """Runs of words of `text`, with the space before them, and whether `original` lacks them."""
+    words = re.findall(r"\s*\S+", text)
+    found = difflib.SequenceMatcher(None, original.split(), text.split(), autojunk=False)
+    steps = found.get_opcodes()
+    return [("".join(words[i:j]), kind != "equal") for kind, _, _, i, j in steps if i < j]
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
@@ -147,68 +164,67 @@ def _svg(figure: Figure, name: str) -> dict[str, Any]:
 
 
 def _points(rows: Sequence[Row], text: str) -> dict[str, list[tuple[float, float, float]]]:
-    """Per recipe the (kept fraction, loss increase, standard error) on `text`, by kept fraction."""
+    """Per recipe the (kept fraction, per cent more perplexity, standard error) on `text`, by kept
+    fraction."""
     lines: dict[str, list[tuple[float, float, float]]] = {}
     for row in rows:
-        mean, se = row.delta_nll.get(text, (math.nan, math.nan))
-        if math.isfinite(mean):
-            lines.setdefault(row.recipe, []).append((row.kept_fraction, mean, se))
+        delta = row.delta_nll.get(text, (math.nan, math.nan))
+        if math.isfinite(delta[0]):
+            point = (row.kept_fraction, *compare.perplexity_increase(delta))
+            lines.setdefault(row.recipe, []).append(point)
     return {recipe: sorted(points) for recipe, points in lines.items()}
 
 
 def _loss_figure(
     rows: Sequence[Row], text: str, frontier: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Loss increase against kept fraction, a line a recipe; what is not above zero sits below. The
-    knee of a frontier is a dotted line."""
+    """Perplexity increase against kept fraction, a line a recipe; what is below _FLOOR sits on it.
+    The knee of a frontier is a dotted line."""
     figure, axes = _figure(4.6, 3.7)
     lines = _points(rows, text)
     order = list(dict.fromkeys(row.recipe for row in rows if row.delta_nll))
-    positive = [mean for points in lines.values() for _, mean, _ in points if mean > 0]
-    floor = min(positive, default=1e-4) / 2
+    most = max(mean for points in lines.values() for _, mean, _ in points)
     axes.set_yscale("log")
-    axes.set_ylim(floor / 1.25, max(positive, default=1e-2) * 1.6)
+    axes.set_ylim(_FLOOR / 1.25, max(most, 10 * _FLOOR) * 1.6)
     axes.grid(axis="y", color=_LINE, linewidth=0.6)
     axes.locator_params(axis="x", nbins=5)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
     axes.yaxis.set_minor_formatter("")
-    axes.set(xlabel="kept fraction of the cache", ylabel="loss increase, nats per token")
+    axes.set(xlabel="kept fraction of the cache", ylabel="more perplexity than the original")
     for recipe, points in lines.items():
-        _draw_line(axes, order.index(recipe), points, floor)
+        _draw_line(axes, order.index(recipe), points)
     for point in frontier:
         if point["knee"]:
             axes.axvline(1 / point["times"], color=_MUTED, linestyle=":", linewidth=1)
-    _label_ends(axes, {name: (order.index(name), lines[name][-1]) for name in lines}, floor)
+    _label_ends(axes, {name: (order.index(name), lines[name][-1]) for name in lines})
     return _svg(figure, text)
 
 
-def _draw_line(axes: Axes, index: int, points: Sequence[tuple[float, ...]], floor: float) -> None:
+def _draw_line(axes: Axes, index: int, points: Sequence[tuple[float, ...]]) -> None:
     color = _SERIES[index % len(_SERIES)]
     x = [kept for kept, _, _ in points]
-    y = [max(mean, floor) for _, mean, _ in points]
-    bars = [0.0 if math.isnan(se) or mean <= 0 else se for _, mean, se in points]
-    below = [min(bar, value - floor) for bar, value in zip(bars, y, strict=True)]
+    y = [max(mean, _FLOOR) for _, mean, _ in points]
+    bars = [0.0 if math.isnan(se) or mean < _FLOOR else se for _, mean, se in points]
+    below = [min(bar, value - _FLOOR) for bar, value in zip(bars, y, strict=True)]
     style = "-" if index < len(_SERIES) else (0, (4, 2))
     axes.errorbar(x, y, yerr=[below, bars], color=color, linestyle=style, linewidth=1.5)
-    faces = [color if mean > 0 else "none" for _, mean, _ in points]
+    faces = [color if mean >= _FLOOR else "none" for _, mean, _ in points]
     marker = _MARKERS[index % len(_MARKERS)]
     axes.scatter(x, y, s=20, marker=marker, facecolors=faces, edgecolors=color, zorder=3)
 
 
-def _label_ends(
-    axes: Axes, ends: Mapping[str, tuple[int, tuple[float, float, float]]], floor: float
-) -> None:
+def _label_ends(axes: Axes, ends: Mapping[str, tuple[int, tuple[float, float, float]]]) -> None:
     """Recipe names right of the axes, moved apart, each tied to its line's last point."""
     low, high = (math.log(limit) for limit in axes.get_ylim())
     right = axes.get_xlim()[1]
     order = sorted(ends, key=lambda name: ends[name][1][1])
-    wanted = [(math.log(max(ends[name][1][1], floor)) - low) / (high - low) for name in order]
+    wanted = [(math.log(max(ends[name][1][1], _FLOOR)) - low) / (high - low) for name in order]
     for name, place in zip(order, spread(wanted, 0.066), strict=True):
         index, (kept, mean, _) = ends[name]
         color = _SERIES[index % len(_SERIES)]
         height = math.exp(low + place * (high - low))
         step = (right - axes.get_xlim()[0]) * 0.05
-        tie = [kept, right, right + step], [max(mean, floor), height, height]
+        tie = [kept, right, right + step], [max(mean, _FLOOR), height, height]
         axes.plot(*tie, color=color, linewidth=0.8, clip_on=False, alpha=0.6)
         axes.text(right + step * 1.3, height, name, color=_INK, size=9, va="center")
     axes.set_xlim(axes.get_xlim()[0], right)

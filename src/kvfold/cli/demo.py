@@ -2,6 +2,8 @@
 
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,20 +13,41 @@ from kvfold import recipes
 from kvfold.cli import common
 from kvfold.cli.compare import print_rows
 from kvfold.cli.options import PLACE
+from kvfold.config import CacheConfig
+from kvfold.errors import SettingError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvfold.compression.compressor import Prepared
     from kvfold.compression.statistics import Statistics
     from kvfold.evaluation.compare import Row
+    from kvfold.evaluation.measure import Measured, Measurement
 
 MODEL = "reference:gqa"
 RECIPES = ("palu-j", "zack", "fast", "lean", "small")
 KEEPS = (0.5, 0.25)
-SHOWN = (("zack", 0.25), ("small", 0.25))  # folded once more, for text; the last is saved
+SIZE_RECIPE = "small"
+HALF = CacheConfig(evict="kv-compress", keep_tokens=0.5)
+SIZES = (  # line and name, how many times smaller a token, and its cache; the last is saved
+    ("--factor", "--factor 4", 4, CacheConfig()),
+    ("--factor", "--factor 8", 8, CacheConfig()),
+    ("--factor", "--factor 14", 14, CacheConfig()),
+    ("--factor", "--factor 20", 20, CacheConfig()),
+    ("evicted", "--factor 8, half of the tokens evicted", 8, HALF),
+)
 CALIBRATION_TOKENS = 12288
-TEXT_TOKENS, CTX = 4096, 1024
+TEXT, TEXT_TOKENS, CTX = "old books", 4096, 1024
 NEEDLE_CONTEXTS, NEEDLE_LENGTH = 2, 1024
-QUESTION = "What is the capital of France, and what is it known for?"  # of models that chat
-PROMPT = "The old house stood at the end of the road, and"
+FACT_CONTEXTS, FACT_LENGTH = 5, 512  # of SIZES
+QUESTION = "What is the text above about?"  # of models that chat
+SHOWN_CHARACTERS = 300  # of the prompt
+INTRO = (
+    "A model keeps what it has read in its KV cache. Here is how much smaller kvfold compress makes"
+    f" that by recipe {SIZE_RECIPE} and the flags below, and what it costs: perplexity on text, and"
+    " numbers hidden in a text, asked for after the cache was compressed. All is measured in this"
+    " run."
+)
 NEW_TOKENS, TEMPERATURE, SEED = 60, 0.7, 0
 
 
@@ -43,33 +66,44 @@ def demo(
     begin = time.perf_counter()
     common.check_outputs(html=output)
     print(greeting(model))
-    loaded, tokenizer = common.load(model, PLACE), common.load_tokenizer(model)
-    with common.progress() as progress:
-        rows, statistics = measured(loaded, tokenizer, progress)
-    print_rows(rows)
+    from kvfold.artifact import spec_of
     from kvfold.cli.inspect import rank_map, spectra_of
     from kvfold.compression.compressor import Compressor
+    from kvfold.engine.build import check_served
     from kvfold.report import write_report
 
-    examples = [("original", continuation(loaded, tokenizer))]
-    for recipe, keep in SHOWN:
-        prepared = Compressor(loaded, recipes.get(recipe), tokenizer).prepare(statistics)
-        spec = prepared.plan(keep)
-        folded = prepared.folded_copy(spec)
-        examples.append((f"{recipe} at {keep:g}", continuation(folded, tokenizer)))
-    asked, _ = prompt(tokenizer)
+    loaded, tokenizer = common.load(model, PLACE), common.load_tokenizer(model)
+    check_served(loaded.config, None, CacheConfig())
+    what = measurement(loaded, tokenizer)
+    with common.progress() as progress:
+        rows, statistics = measured(loaded, tokenizer, what, progress)
+    print_rows(rows)
+    prepared = Compressor(loaded, recipes.get(SIZE_RECIPE), tokenizer).prepare(statistics)
+    with common.progress() as progress:
+        sizes = list(measured_sizes(prepared, what, progress))
+    summary = [(size.name, headline(size)) for size in sizes]
+    for name, lines in summary:
+        print(f"{name}: {', '.join(lines)}")
+    asked, ids = prompt(tokenizer, what.windows[TEXT][-1])
+    examples = [(x.name, continuation(x.model, tokenizer, x.cache, ids)) for x in sizes]
+    print(f"\n{asked}")
     for name, text in examples:
-        print(f"\n{name}:\n{asked}{text}")
-    print("\n" + reload_check(folded, tokenizer, examples[-1][1]))
+        print(f"\n{name}:\n{text}")
+    print("\n" + reload_check(sizes[-1], tokenizer, ids, examples[-1][1]))
+    spec = spec_of(sizes[-1].model)
+    assert spec is not None  # no model is too small for the first of SIZES
     embedded = "A small trained model with a smaller cache"
     write_report(
         output,
         title=embedded if model == MODEL else f"{model} with a smaller cache",
-        summary=headlines(model, rows),
+        intro=INTRO,
+        summary=[(name, "\n".join(lines)) for name, lines in summary],
         rows=rows,
+        sizes=[size.row for size in sizes],
         ranks=rank_map(spec),
         spectra=spectra_of(prepared),
-        examples=[(name, asked + text) for name, text in examples],
+        prompt=asked,
+        examples=examples,
     )
     print(f"wrote {output} in {time.perf_counter() - begin:.0f} seconds")
 
@@ -81,28 +115,85 @@ def greeting(model: str) -> str:
     return f"{model}: {config.model_type} of {config.num_hidden_layers} layers"
 
 
-def measured(
-    model: Any, tokenizer: Any, progress: common.Progress | None
-) -> tuple[list["Row"], "Statistics"]:
-    """The comparison's rows, and the statistics all recipes were made from."""
-    from kvfold.compression.compressor import shared_statistics
-    from kvfold.evaluation import comparison
+def measurement(model: Any, tokenizer: Any) -> "Measurement":
+    """Of what the table's rows are measured on."""
     from kvfold.evaluation.measure import Measurement, text_windows
     from kvfold.evaluation.perplexity import max_positions
     from kvfold.text import packaged
 
-    names = applicable(model)
-    compressors = comparison.compressors_of(model, tokenizer, names, max_tokens=CALIBRATION_TOKENS)
-    statistics = shared_statistics(compressors, progress)
     limit = max_positions(model) or CTX
-    texts, ctx = {"old books": packaged("filler.txt")}, min(CTX, limit)
-    what = Measurement(
+    texts, ctx = {TEXT: packaged("filler.txt")}, min(CTX, limit)
+    return Measurement(
         windows=text_windows(model, tokenizer, texts, ctx=ctx, max_tokens=TEXT_TOKENS),
         needle=NEEDLE_CONTEXTS if limit >= NEEDLE_LENGTH else 0,
         lengths=(NEEDLE_LENGTH,),
     )
+
+
+def measured(
+    model: Any, tokenizer: Any, what: "Measurement", progress: common.Progress | None
+) -> tuple[list["Row"], "Statistics"]:
+    """The comparison's rows, and the statistics all recipes were made from."""
+    from kvfold.compression.compressor import shared_statistics
+    from kvfold.evaluation import comparison
+
+    names = applicable(model)
+    compressors = comparison.compressors_of(model, tokenizer, names, max_tokens=CALIBRATION_TOKENS)
+    statistics = shared_statistics(compressors, progress)
     rows = comparison.compare(compressors, KEEPS, what, statistics=statistics, progress=progress)
     return rows, statistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model and the cache it was measured on."""
+
+    name: str
+    model: Any
+    cache: CacheConfig
+    row: "Row"
+    result: "Measured"
+
+
+def measured_sizes(
+    prepared: "Prepared", what: "Measurement", progress: common.Progress | None
+) -> Iterator[Size]:
+    """The original and SIZES on pages, all on the second halves of the same windows and the same
+    facts. Those that the model is too small for, or cannot evict, are left out."""
+    from kvfold.evaluation.comparison import ORIGINAL, result_row
+    from kvfold.evaluation.measure import measure
+
+    model, tokenizer = prepared.compressor.model, prepared.compressor.tokenizer
+    facts, half = FACT_CONTEXTS if what.needle else 0, what.windows[TEXT].shape[1] // 2
+    what = replace(what, needle=facts, lengths=(FACT_LENGTH,), scored_from=half)
+    original = measure(model, tokenizer, replace(what, cache=CacheConfig()), progress, ORIGINAL)
+    row = result_row(model, ORIGINAL, 1.0, original)
+    yield Size(name=ORIGINAL, model=model, cache=CacheConfig(), row=row, result=original)
+    for recipe, name, factor, cache in SIZES:
+        try:
+            found = prepared.folded_copy(prepared.plan_factor(factor))
+            result = measure(found, tokenizer, replace(what, cache=cache), progress, name)
+        except SettingError:
+            continue
+        row = result_row(found, recipe, 1 / factor, result, original)
+        yield Size(name=name, model=found, cache=cache, row=row, result=result)
+
+
+def headline(found: Size) -> list[str]:
+    """What a size saves and costs, in words."""
+    from kvfold.evaluation.compare import format_increase
+
+    row, lines = found.row, []
+    size = row.bytes_per_token
+    if row.delta_nll:
+        lines += [f"{row.baseline_bytes_per_token / size:.1f} times smaller"]
+        lines += map(format_increase, row.delta_nll.values())
+    else:
+        lines += [f"{size:.0f} bytes a token", f"perplexity {row.perplexity[TEXT]:.1f}"]
+    for needle in found.result.needle.values():
+        asked = needle.num_questions
+        lines.append(f"{needle.exact * asked:.0f} of {asked} hidden facts found")
+    return lines
 
 
 def applicable(model: Any) -> list[str]:
@@ -120,35 +211,34 @@ def applicable(model: Any) -> list[str]:
     return found
 
 
-def prompt(tokenizer: Any) -> tuple[str, list[int]]:
-    """QUESTION for a model that chats, else PROMPT: as it is shown before what the model writes,
-    and as token ids."""
+def prompt(tokenizer: Any, window: "Tensor") -> tuple[str, list[int]]:
+    """The second half of a window, with QUESTION for a model that chats: its end, as it is shown,
+    and token ids."""
     from kvfold.text import encode_chat, encode_prompt
 
+    text = tokenizer.decode(window[len(window) // 2 :], skip_special_tokens=True)
     if tokenizer.chat_template:
-        return f"{QUESTION}\n", encode_chat(tokenizer, QUESTION)
-    return f"{PROMPT} ", encode_prompt(tokenizer, PROMPT)
+        text = f"{text}\n\n{QUESTION}"
+        ids = encode_chat(tokenizer, text)
+    else:
+        ids = encode_prompt(tokenizer, text)
+    return f"… {text[-SHOWN_CHARACTERS:].partition(' ')[2]}", ids
 
 
-def continuation(model: Any, tokenizer: Any) -> str:
-    """A continuation of the prompt by `model`: its likeliest answer, or text sampled with the same
-    seed each time."""
-    import torch
+def continuation(model: Any, tokenizer: Any, cache: CacheConfig, ids: list[int]) -> str:
+    """What `model` writes after `ids`: its likeliest answer, or text sampled with the same seed
+    each time."""
+    from kvfold.engine.llm import LLM
+    from kvfold.engine.request import SamplingParams
 
-    torch.manual_seed(SEED)
-    ids = torch.tensor([prompt(tokenizer)[1]], device=model.device)
-    sampling = {"do_sample": True, "temperature": TEMPERATURE}
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW_TOKENS,
-        pad_token_id=tokenizer.eos_token_id,
-        **({"do_sample": False} if tokenizer.chat_template else sampling),
-    )
-    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
+    most, chats = len(ids) + NEW_TOKENS, bool(tokenizer.chat_template)
+    llm = LLM(model, tokenizer=tokenizer, max_sequences=1, max_tokens=most, **asdict(cache))
+    temperature = 0.0 if chats else TEMPERATURE
+    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=temperature, seed=SEED)
+    return llm.generate([ids], sampling)[0].text.strip()
 
 
-def reload_check(folded: Any, tokenizer: Any, expected: str) -> str:
+def reload_check(size: Size, tokenizer: Any, ids: list[int], expected: str) -> str:
     """Save, load with transformers alone, and say whether it writes the same."""
     from transformers import AutoModelForCausalLM
 
@@ -156,27 +246,10 @@ def reload_check(folded: Any, tokenizer: Any, expected: str) -> str:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "small"
-        save(folded, tokenizer, path)
-        loaded = AutoModelForCausalLM.from_pretrained(path).to(folded.device)
-        text = continuation(loaded, tokenizer)
+        save(size.model, tokenizer, path)
+        loaded = AutoModelForCausalLM.from_pretrained(path).to(size.model.device)
+        text = continuation(loaded, tokenizer, size.cache, ids)
     if text != expected:
         raise RuntimeError(f"the saved model writes other text than the one saved: {text!r}")
     name = "AutoModelForCausalLM.from_pretrained"
     return f"saved as a checkpoint and loaded with {name}: it writes the same text."
-
-
-def headlines(model: str, rows: list["Row"]) -> list[tuple[str, str]]:
-    """Savings and costs of the last of SHOWN, as (label, value)."""
-    recipe, keep = SHOWN[-1]
-    row = next(row for row in rows if (row.recipe, row.keep) == (recipe, keep))
-    ((increase, _),) = row.delta_nll.values()
-    found = [
-        (f"{recipe}: hidden facts found in {length} tokens", f"{100 * share:.0f} %")
-        for length, share in (row.needle or {}).items()
-    ]
-    return [
-        ("model", model),
-        (f"{recipe}: bytes a token", f"{row.baseline_bytes_per_token:g} → {row.bytes_per_token:g}"),
-        (f"{recipe}: loss increase, nats a token", f"{increase:+.4f}"),
-        *found,
-    ]

@@ -109,6 +109,19 @@ def format_delta(delta: tuple[float, float] | None) -> str:
     return f"{mean:+.{digits}f}{error}"
 
 
+def perplexity_increase(delta: tuple[float, float]) -> tuple[float, float]:
+    """Per cent more perplexity, and its standard error, of a loss increase and its own in nats."""
+    mean, se = min(delta[0], 700.0), delta[1]
+    return 100 * math.expm1(mean), 100 * math.exp(mean) * se  # delta method
+
+
+def format_increase(delta: tuple[float, float]) -> str:
+    """A loss increase in words, as per cent of perplexity; the error left out if not defined."""
+    mean, se = perplexity_increase(delta)
+    error = "" if math.isnan(se) else f" ± {se:.1f}"
+    return f"{abs(mean):.1f}{error} % {'less' if round(mean, 1) < 0 else 'more'} perplexity"
+
+
 def format_perplexity(value: float | None) -> str:
     """Two decimals below 1000, none above; a dash if it was not measured."""
     if value is None:
