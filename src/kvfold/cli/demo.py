@@ -28,12 +28,13 @@ MODEL = "reference:gqa"
 RECIPES = ("palu-j", "zack", "fast", "lean", "small")
 KEEPS = (0.5, 0.25)
 SIZE_RECIPE = "small"
-HALF = CacheConfig(evict="kv-compress", keep_tokens=0.5)
-SIZES = (  # line and name, how many times smaller a token, and its cache; the last is saved
-    ("--factor", "--factor 4", 4, CacheConfig()),
-    ("--factor", "--factor 8", 8, CacheConfig()),
-    ("--factor", "--factor 14", 14, CacheConfig()),
-    ("--factor", "--factor 20", 20, CacheConfig()),
+HALF: dict[str, Any] = {"evict": "kv-compress", "keep_tokens": 0.5}
+# Line and name, how many times smaller a token, and the cache's settings; the last is saved.
+SIZES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+    ("--factor", "--factor 4", 4, {}),
+    ("--factor", "--factor 8", 8, {}),
+    ("--factor", "--factor 14", 14, {}),
+    ("--factor", "--factor 20", 20, {}),
     ("evicted", "--factor 8, half of the tokens evicted", 8, HALF),
 )
 CALIBRATION_TOKENS = 12288
@@ -169,7 +170,8 @@ def measured_sizes(
     original = measure(model, tokenizer, replace(what, cache=CacheConfig()), progress, ORIGINAL)
     row = result_row(model, ORIGINAL, 1.0, original)
     yield Size(name=ORIGINAL, model=model, cache=CacheConfig(), row=row, result=original)
-    for recipe, name, factor, cache in SIZES:
+    for recipe, name, factor, options in SIZES:
+        cache = CacheConfig(**options)
         try:
             found = prepared.folded_copy(prepared.plan_factor(factor))
             result = measure(found, tokenizer, replace(what, cache=cache), progress, name)
