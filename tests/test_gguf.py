@@ -1,5 +1,6 @@
 """GGUF files as models, and where reference:smollm2 comes from, on a tiny random Llama."""
 
+import copy
 import re
 import shutil
 import zipfile
@@ -119,6 +120,26 @@ def test_the_demo_asks_a_model_that_chats(tiny, tmp_path, capsys, monkeypatch):
     found = [float(times) for times in re.findall(r"<dd>([\d.]+) times smaller\n", page)]
     assert all(a <= b for a, b in zip((4, 8, 16), found, strict=True))
     assert found[2] == pytest.approx(2 * found[1], rel=0.05)
+
+
+def test_the_demo_says_where_a_saved_model_is_another(tiny, monkeypatch):
+    from kvfold import api
+    from kvfold.cli import demo
+
+    model, tokenizer = (
+        loading.load(str(tiny), dtype=torch.float32),
+        loading.load_tokenizer(str(tiny)),
+    )
+    assert demo.reload_check(model, tokenizer).endswith("its weights are the same.")
+
+    def damaged(model, tokenizer, path):
+        other = copy.deepcopy(model)
+        other.model.norm.weight.data[0] += 1e-6
+        other.save_pretrained(path)
+
+    monkeypatch.setattr(api, "save", damaged)
+    with pytest.raises(RuntimeError, match=r"other weights.*model\.norm\.weight"):
+        demo.reload_check(model, tokenizer)
 
 
 def test_a_sliding_window_is_read(original, tmp_path):
