@@ -116,7 +116,7 @@ def alike(served: Sequence[tuple[int, ...]]) -> bool:
 
 KEY_FIELDS = 3  # group, first query head, scales from row to row
 FORM_FIELDS = 6  # words from row to row and to the first, numbers, first column, scale, zero
-VALUE_FIELDS = 12  # see `value_pieces`
+VALUE_FIELDS = 11  # see `value_pieces`
 
 
 @lru_cache(maxsize=4096)
@@ -124,7 +124,6 @@ def key_pieces(groups: tuple[Group, ...], queries: int, device: torch.device) ->
     """Keys of every KV head, in order; queries: query heads of one."""
     forms = widest_words(x for y in groups for x in y.layout.segments if x.side == "k")
     lines: dict[int, list[int]] = {}
-    cost: dict[int, int] = {}
     for g, group in enumerate(groups):
         own = {head: each for each in latents_of(group, "k") for head in each[0].heads}
         for head in group.heads:
@@ -138,9 +137,9 @@ def key_pieces(groups: tuple[Group, ...], queries: int, device: torch.device) ->
             nothing = [0] * FORM_FIELDS
             each = [number for bits, _ in forms for number in found.get(bits, nothing)]
             lines[head] = [g, head * queries, group.layout.scales_per_row, *each]
-            cost[head] = sum(16 * words for _, words in forms)
     table = [lines[head] for head in sorted(lines)]
-    return _pieces(groups, "k", table, forms, [cost[head] for head in sorted(cost)], device)
+    tile = sum(16 * words for _, words in forms)
+    return _pieces(groups, "k", table, forms, [tile] * len(table), device)
 
 
 @lru_cache(maxsize=4096)
@@ -148,8 +147,8 @@ def value_pieces(groups: tuple[Group, ...], queries: int, device: torch.device) 
     """Values, latent by latent, in tiles of `forms`; queries: query heads of a KV head.
 
     A line of the table: words from row to row, numbers, words to the first row, scale, scales from
-    row to row, zero, group, first query head, first column of the output, form, whether it is its
-    latent's first, and nothing.
+    row to row, zero, group, first query head, first column of the output, form, and whether it is
+    its latent's first.
     """
     each = value_heads(groups)
     lines: list[list[int]] = []
@@ -169,7 +168,7 @@ def value_pieces(groups: tuple[Group, ...], queries: int, device: torch.device) 
                     line = [
                         place.words, own_width, place.start + begin * bits // 16, place.scale,
                         place.scale_row, place.zero, g, heads[0] * queries, column + begin, 0,
-                        first, 0,
+                        first,
                     ]  # fmt: skip
                     lines.append(line)
                     first = 0
@@ -192,6 +191,15 @@ def widest_value(groups: Sequence[Group]) -> int:
     """Numbers of the widest value latent."""
     each = (sum(x.width for x in own) for group in groups for own in latents_of(group, "v"))
     return max(each, default=0)
+
+
+@lru_cache(maxsize=4096)
+def equal_values(groups: tuple[Group, ...]) -> bool:
+    """Whether every KV head has values, all as wide as the widest."""
+    latents = [own for group in groups for own in latents_of(group, "v")]
+    served = sum(len(own[0].heads) for own in latents)
+    widths = {sum(x.width for x in own) for own in latents}
+    return len(widths) == 1 and served == sum(len(group.heads) for group in groups)
 
 
 def widest_words(segments: Iterable[Segment]) -> Forms:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvfold.ops.common.codes_triton import factor, load_scale, unpack_centred
 from kvfold.ops.common.launch import launch_options
 from kvfold.ops.common.pages import LayerPages, words_of
-from kvfold.ops.common.pieces import VALUE_FIELDS, Pieces
+from kvfold.ops.common.pieces import VALUE_FIELDS, Pieces, equal_values
 from kvfold.ops.common.plan import Slices, padded_queries
 from kvfold.ops.common.split import SPAN, Workspace
 from kvfold.ops.common.tuning import Tuning
@@ -210,7 +210,8 @@ def attend_values(
     """
     arena, tables, lengths, groups = pages
     (batch, num_heads, _), coded = q.shape, pieces.forms[0][0] < 16
-    out = q.new_zeros(batch, num_heads, width)
+    # Pieces write their own columns: what none has is 0.
+    out = (q.new_empty if equal_values(groups) else q.new_zeros)(batch, num_heads, width)
     lse = torch.empty(batch, num_heads, dtype=torch.float32, device=q.device)
     number, items = len(pieces.table), slices.counts.shape[0]
     widths = {

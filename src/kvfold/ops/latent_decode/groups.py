@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from math import gcd
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from kvfold.ops.common import support
 from kvfold.ops.common.pages import owner_of
+from kvfold.ops.common.pieces import alike
 from kvfold.ops.common.plan import padded_width
 from kvfold.spec import SIDES, LayerSpec, Side
 from kvfold.spec.layout import Group, Segment
@@ -56,9 +56,9 @@ def unread(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
     groups and value latents of consecutive heads, as many each."""
     if layer.keys != "pre_rope":
         return f"keys are stored {layer.keys}: nothing is rebuilt"
-    if not _alike([group.heads for group in groups]):
+    if not alike([group.heads for group in groups]):
         return "groups of unequal or scattered heads: the kernels read as many in a row of each"
-    if not _alike([latent.heads for latent in layer.value_latents]):
+    if not alike([latent.heads for latent in layer.value_latents]):
         return "value latents of unequal or scattered heads: the kernels read as many of each"
     found = {side: _segments(layer, groups, side) for side in SIDES}
     if any(x is None for each in found.values() for x in each):
@@ -66,12 +66,6 @@ def unread(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
     if (widest := max(latent.rank for latent in layer.latents)) > WIDEST:
         return f"latents of {widest} numbers: the kernels read at most {WIDEST}"
     return support.unread("latent_decode", groups, found)
-
-
-def _alike(served: Sequence[tuple[int, ...]]) -> bool:
-    """Whether all serve equally many consecutive heads."""
-    consecutive = all(b == a + 1 for heads in served for a, b in pairwise(heads))
-    return consecutive and len({len(heads) for heads in served}) == 1
 
 
 def _segments(layer: LayerSpec, groups: Sequence[Group], side: Side) -> list[Segment | None]:
@@ -118,7 +112,7 @@ def latent_groups(
         heads=(
             len(groups[0].heads),
             len(layer.value_latents[0].heads),
-            len(served[0]) if _alike(served) else 1,
+            len(served[0]) if alike(served) else 1,
         ),
     )
 
