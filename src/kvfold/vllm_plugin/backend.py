@@ -50,7 +50,7 @@ class KVFoldBackend(AttentionBackend):
 
 @dataclass
 class KVFoldMetadata:
-    """A step's; context: made when its first layer asks, so that a graph holds what that computes."""
+    """A step; context: made when its first layer asks, so that a graph holds what it computes."""
 
     num_tokens: int
     step: Step

@@ -69,7 +69,7 @@ class BlockView:
     def lengths(self, slots: Tensor, groups: Tensor) -> Tensor:
         """Equal for all groups."""
         assert self.step is not None
-        return self.step.lengths[slots][:, None].expand(-1, len(groups))
+        return self.step.lengths[slots][:, None].expand(-1, len(groups)).contiguous()
 
 
 class BlockAttention:
