@@ -13,6 +13,7 @@ from kvfold.attention.fallback import Fallback
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
+from kvfold.engine.build import build_runner
 from kvfold.models.families import family_of
 from kvfold.spec.layout import cache_layout
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockView, Step, arena_of
@@ -206,18 +207,16 @@ def test_more_processes_than_kv_heads() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "phi3", "qwen3", "opt"])
+@pytest.mark.parametrize("name", ["llama-gqa", "phi3", "qwen3", "opt", "compressed"])
 @pytest.mark.parametrize("bits", [None, 8])
-def test_a_plain_checkpoint_is_folded_as_by_the_engine(name: str, bits: int | None) -> None:
-    from kvfold.engine.build import build_runner
-
-    model = tiny(name)
-    plain = [dict(x.state_dict()) for x in family_of(model.config).attentions(model)]
+def test_a_checkpoint_is_folded_and_turned_as_by_the_engine(name: str, bits: int | None) -> None:
+    model = compressed("llama-gqa", "lean") if name == "compressed" else tiny(name)
+    saved = [dict(x.state_dict()) for x in family_of(model.config).attentions(model)]
     config = CacheConfig(bits=bits, kv_bytes=2**20, page=16)
     runner = build_runner(model, config, num_slots=1, max_tokens=32)
     stored = StoredCache.of(model.config, replace(config, kv_bytes=None), torch.float32, Share())
     for index, want in enumerate(family_of(model.config).attentions(runner.model)):
-        got = fold_layer(stored, index, plain[index]).state_dict()
+        got = fold_layer(stored, index, saved[index]).state_dict()
         torch.testing.assert_close(got, dict(want.state_dict()))
 
 
