@@ -56,7 +56,7 @@ LAYERS: dict[str, set[str]] = {
     "report": {"evaluation", "files", "text"},
 }
 # The programs, on top: they may use everything, and nothing may use them.
-PROGRAMS = {"cli"}
+PROGRAMS = {"cli", "vllm_plugin"}
 
 
 def imported(path: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Backends over a pool: what each must say and do.
+"""Backends over a cache: what each must say and do.
 
 Shapes: B sequences of a part, T queries of each; Hq query heads; W numbers that W_O takes.
 """
@@ -6,14 +6,13 @@ Shapes: B sequences of a part, T queries of each; Hq query heads; W numbers that
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvfold.attention.base import LayerMaps, LayerShape
-from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
 from kvfold.spec.layout import Group
 
@@ -30,14 +29,14 @@ class Task:
 
 
 class AttentionBackend(ABC):
-    """One way to attend over a pool, made anew for every step, in which what it plans is kept.
+    """One way to attend over a cache, made anew for every step, in which what it plans is kept.
 
     captures: whether a CUDA graph can hold it.
     """
 
     captures: ClassVar[bool] = False
 
-    def __init__(self, view: PoolView) -> None:
+    def __init__(self, view: CacheView) -> None:
         self.view = view
 
     @classmethod
@@ -53,10 +52,11 @@ class AttentionBackend(ABC):
 
     @classmethod
     def prepare(
-        cls, view: PoolView, layers: Sequence[LayerMaps], observer: Observer | None
-    ) -> "Callable[[], AttentionBackend]":
-        """A maker of one a step, for the layers that it decodes. observer: of kept queries."""
-        return partial(cls, view)
+        cls, view: CacheView, layers: Sequence[LayerMaps], observer: Observer | None
+    ) -> "Callable[[CacheView], AttentionBackend]":
+        """A maker of one a step, for the layers that it decodes, of which it reads no pages yet.
+        observer: of kept queries."""
+        return cls
 
     @abstractmethod
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:

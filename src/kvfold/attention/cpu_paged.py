@@ -13,7 +13,7 @@ from torch import Tensor
 from kvfold.attention.backend import AttentionBackend, Task, reads_unevenly
 from kvfold.attention.base import LayerMaps, LayerShape
 from kvfold.attention.buckets import by_length
-from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.observer import Observer
 from kvfold.cache.eviction.attention import attention_mass
 from kvfold.ops.backend import use_triton
@@ -28,7 +28,10 @@ class CpuPaged(AttentionBackend):
     listed for all of its layers at once, when the first asks: they have the step's rows by then,
     and do not change in it. A step has one decoding part."""
 
-    def __init__(self, view: PoolView, layers: Sequence[LayerMaps]) -> None:
+    view: PoolView
+
+    def __init__(self, view: CacheView, layers: Sequence[LayerMaps]) -> None:
+        assert isinstance(view, PoolView), "pages of all layers lie in one arena"
         super().__init__(view)
         self.layers = [layer.index for layer in layers]
         self.lists: dict[int, list[cpu.PageList]] = {}  # of every layer, page class by page class
@@ -49,9 +52,9 @@ class CpuPaged(AttentionBackend):
 
     @classmethod
     def prepare(
-        cls, view: PoolView, layers: Sequence[LayerMaps], observer: Observer | None
-    ) -> Callable[[], AttentionBackend]:
-        return partial(cls, view, layers)
+        cls, view: CacheView, layers: Sequence[LayerMaps], observer: Observer | None
+    ) -> Callable[[CacheView], AttentionBackend]:
+        return partial(cls, layers=layers)
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, 1, .] -> [B, 1, W]."""

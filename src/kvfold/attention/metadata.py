@@ -4,9 +4,10 @@ A step packs N tokens of several sequences into one row, decoding ones first. Sh
 a part, T queries of each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,31 @@ from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import Pool
 from kvfold.ops import store
 from kvfold.ops.common.pages import LayerPages
+from kvfold.spec.layout import CacheLayout
+
+
+class CacheView(Protocol):
+    """A cache as backends read it. dtype: of queries and rows; max_tokens: of a sequence;
+    observing: the policy that looks at attention, or None."""
+
+    @property
+    def layout(self) -> CacheLayout: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def observing(self) -> AttentionPolicy | None: ...
+    @property
+    def pages(self) -> Mapping[int, LayerPages]:
+        """By layer."""
+        ...
+
+    def lengths(self, slots: Tensor, groups: Tensor) -> Tensor:
+        """Rows int32 [B, n] of sequences slots int64 [B], of the groups int64 [n] of the model."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -29,10 +55,26 @@ class PoolView:
     policy: Policy | None
     dtype: torch.dtype
 
+    @property
+    def layout(self) -> CacheLayout:
+        return self.pool.layout
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.device
+
+    @property
+    def max_tokens(self) -> int:
+        return self.pool.max_tokens
+
     @cached_property
-    def pages(self) -> tuple[LayerPages, ...]:
+    def pages(self) -> Mapping[int, LayerPages]:
         """Of every layer: views, in which what the pool changes is seen."""
-        return tuple(map(self.pool.pages, self.pool.layout.layer_groups))
+        return dict(enumerate(map(self.pool.pages, self.pool.layout.layer_groups)))
+
+    def lengths(self, slots: Tensor, groups: Tensor) -> Tensor:
+        """As of `CacheView`."""
+        return self.pool.lengths[slots[:, None], groups]
 
     @cached_property
     def spans(self) -> Sequence[slice]:
@@ -126,7 +168,7 @@ def _most_rows(view: PoolView, batch: int) -> int:
     """Rows that `batch` sequences may have in a layer: all memory may be one group's where rows are
     dropped, else every group has as many."""
     pool, layout = view.pool, view.pool.layout
-    most = max(len(pages.groups) for pages in view.pages)
+    most = max(len(pages.groups) for pages in view.pages.values())
     if layout.tracked:
         held = pool.num_bytes // min(group.layout.page_bytes for group in layout.groups)
     else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvfold.attention.backend import AttentionBackend, Task, reads_unevenly
 from kvfold.attention.base import LayerMaps, LayerShape
-from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
 from kvfold.cache.eviction.attention import observed
 from kvfold.ops.backend import no_numba
@@ -25,7 +25,7 @@ class NumbaDecode(AttentionBackend):
 
     observes: ClassVar[bool] = True
 
-    def __init__(self, view: PoolView, plans: Mapping[int, Parts]) -> None:
+    def __init__(self, view: CacheView, plans: Mapping[int, Parts]) -> None:
         super().__init__(view)
         self.plans = plans
 
@@ -41,15 +41,15 @@ class NumbaDecode(AttentionBackend):
 
     @classmethod
     def prepare(
-        cls, view: PoolView, layers: Sequence[LayerMaps], observer: Observer | None
-    ) -> Callable[[], AttentionBackend]:
+        cls, view: CacheView, layers: Sequence[LayerMaps], observer: Observer | None
+    ) -> Callable[[CacheView], AttentionBackend]:
         plans = {
             x.index: plan_parts(
-                x.spec, view.pages[x.index].groups, x.geometry.queries_per_kv, view.dtype
+                x.spec, view.layout.of_layer(x.index), x.geometry.queries_per_kv, view.dtype
             )
             for x in layers
         }
-        return partial(cls, view, plans)
+        return partial(cls, plans=plans)
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, 1, .] -> [B, 1, W]."""

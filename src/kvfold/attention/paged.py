@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvfold.attention.backend import AttentionBackend
 from kvfold.attention.base import AttentionContext, LayerMaps
-from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.observer import Observer
 from kvfold.attention.queries import RecentQueries
 from kvfold.attention.rows import PoolRows
@@ -34,15 +34,15 @@ class PagedAttention:
         self.selected = chosen = Selected.of(layers, self.view)
         self.observer, self.recent = None, None
         watching = self.view.observing if self.view.observes_decodes else None
-        each = zip(layers, chosen.decode, self.view.pages, strict=True)
-        on = pool.device.type
-        kept = {x.index: x for x, own, pages in each if own.keeps(pages.groups, on)}
+        on, groups = pool.device.type, pool.layout.of_layer
+        each = zip(layers, chosen.decode, strict=True)
+        kept = {x.index: x for x, own in each if own.keeps(groups(x.index), on)}
         if watching is not None and kept:
             self.observer = Observer(self.view, watching, kept)
         if policy is not None and "queries" in policy.needs:
             assert policy.window is not None
             self.recent = RecentQueries(policy.window, self.view, dict(enumerate(layers)))
-        self.makers: dict[type[AttentionBackend], Callable[[], AttentionBackend]] = {}
+        self.makers: dict[type[AttentionBackend], Callable[[CacheView], AttentionBackend]] = {}
         for backend in {*chosen.decode, *chosen.prefill, *chosen.observed}:
             decoded = [x for x in layers if chosen.decode[x.index] is backend]
             self.makers[backend] = backend.prepare(self.view, decoded, self.observer)
@@ -81,7 +81,7 @@ class PagedContext(AttentionContext):
         self.kept = self.recent.begin(parts) if self.recent is not None else ()
         self.chosen = [attention.selected.of_part(part) for part in parts]
         self.backends: Mapping[type[AttentionBackend], AttentionBackend] = {
-            backend: make() for backend, make in attention.makers.items()
+            backend: make(self.view) for backend, make in attention.makers.items()
         }
 
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:

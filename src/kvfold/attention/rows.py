@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.base import Columns, LayerMaps
-from kvfold.attention.metadata import PoolView
+from kvfold.attention.metadata import CacheView, PoolView
 from kvfold.attention.queries import RecentQueries
 from kvfold.ops.common.attention import Tables
 from kvfold.ops.common.launch import upload
@@ -23,7 +23,7 @@ from kvfold.ops.store import StoredRows, gather
 from kvfold.spec.layout import Group
 
 
-def gather_rows(view: PoolView, layer: LayerMaps, slots: Tensor, size: int) -> StoredRows:
+def gather_rows(view: CacheView, layer: LayerMaps, slots: Tensor, size: int) -> StoredRows:
     """Rows [B, S, R] of the sequences slots int64 [B] in a layer; size: of the longest group."""
     pages = view.pages[layer.index]
     return gather(pages, slots, pages.lengths[slots], view.dtype, size)

@@ -45,10 +45,16 @@ class Choice:
     passed: Mapping[str, str]
 
 
-def select(layer: LayerShape, groups: Sequence[Group], task: Task) -> Choice:
-    """The first backend for a layer, whose groups these are. Touches no device."""
+def select(
+    layer: LayerShape,
+    groups: Sequence[Group],
+    task: Task,
+    among: Sequence[type[AttentionBackend]] | None = None,
+) -> Choice:
+    """The first backend for a layer, whose groups these are. Touches no device. among: in order of
+    preference, the last serving everything; all where nothing is given."""
     passed: dict[str, str] = {}
-    for backend in DECODE if task.decode else PREFILL:
+    for backend in among or (DECODE if task.decode else PREFILL):
         reason = backend.supports(layer, groups, task)
         if reason is None:
             return Choice(backend, passed)
@@ -67,7 +73,7 @@ class Selected:
     @classmethod
     def of(cls, layers: Sequence[LayerMaps], view: PoolView) -> "Selected":
         """Choose for every layer of a model, and say so."""
-        groups, device = [pages.groups for pages in view.pages], view.pool.device.type
+        groups, device = [*map(view.layout.of_layer, range(len(layers)))], view.device.type
         found = []
         for decode, observed in ((True, view.observes_decodes), (False, False), (False, True)):
             task = Task(decode=decode, observed=observed, device_type=device, dtype=view.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvfold.attention.backend import AttentionBackend, Task, reads_unevenly
 from kvfold.attention.base import LayerMaps, LayerShape
-from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
 from kvfold.ops import decode, latent_decode, observe
 from kvfold.ops.latent_decode import KeyMaps
@@ -31,23 +31,23 @@ class LayerBatch:
     groups: tuple[tuple[Group, ...], ...]
     columns: Tensor
 
-    def lengths(self, view: PoolView, part: AttentionMetadata) -> Tensor:
+    def lengths(self, view: CacheView, part: AttentionMetadata) -> Tensor:
         """int32 [B, groups of these layers], the step's own rows included."""
-        return view.pool.lengths[part.slots[:, None], self.columns]
+        return view.lengths(part.slots, self.columns)
 
 
-def batches(view: PoolView, layers: Sequence[LayerMaps]) -> list[LayerBatch]:
+def batches(view: CacheView, layers: Sequence[LayerMaps]) -> list[LayerBatch]:
     """`layers`, alike ones together."""
     alike = defaultdict(list)
     for layer in layers:
         counts = len(layer.spec.key_latents), len(layer.spec.value_latents)
-        alike[len(view.pages[layer.index].groups), counts].append(layer.index)
+        alike[len(view.layout.of_layer(layer.index)), counts].append(layer.index)
     found = []
     for own in alike.values():
-        groups = tuple(view.pages[i].groups for i in own)
-        places = [view.pool.layout.layer_groups[i] for i in own]
+        groups = tuple(view.layout.of_layer(i) for i in own)
+        places = [view.layout.layer_groups[i] for i in own]
         numbers = [number for x in places for number in range(x.start, x.stop)]
-        columns = torch.tensor(numbers, device=view.pool.device)
+        columns = torch.tensor(numbers, device=view.device)
         found.append(LayerBatch(tuple(own), groups, columns))
     return found
 
@@ -59,7 +59,7 @@ class TritonDecode(AttentionBackend):
     captures: ClassVar[bool] = True
 
     def __init__(
-        self, view: PoolView, layers: Sequence[LayerBatch], observer: Observer | None
+        self, view: CacheView, layers: Sequence[LayerBatch], observer: Observer | None
     ) -> None:
         super().__init__(view)
         self.layers, self.observer = layers, observer
@@ -79,9 +79,9 @@ class TritonDecode(AttentionBackend):
 
     @classmethod
     def prepare(
-        cls, view: PoolView, layers: Sequence[LayerMaps], observer: Observer | None
-    ) -> Callable[[], AttentionBackend]:
-        return partial(cls, view, batches(view, layers), observer)
+        cls, view: CacheView, layers: Sequence[LayerMaps], observer: Observer | None
+    ) -> Callable[[CacheView], AttentionBackend]:
+        return partial(cls, layers=batches(view, layers), observer=observer)
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, 1, r] -> [B, 1, W]."""
@@ -109,7 +109,7 @@ class LatentDecode(AttentionBackend):
     captures: ClassVar[bool] = True
 
     def __init__(
-        self, view: PoolView, layers: Sequence[LayerBatch], maps: Mapping[int, KeyMaps]
+        self, view: CacheView, layers: Sequence[LayerBatch], maps: Mapping[int, KeyMaps]
     ) -> None:
         super().__init__(view)
         self.layers, self.maps = layers, maps
@@ -127,13 +127,13 @@ class LatentDecode(AttentionBackend):
 
     @classmethod
     def prepare(
-        cls, view: PoolView, layers: Sequence[LayerMaps], observer: Observer | None
-    ) -> Callable[[], AttentionBackend]:
-        first, size = layers[0], view.pool.max_tokens
+        cls, view: CacheView, layers: Sequence[LayerMaps], observer: Observer | None
+    ) -> Callable[[CacheView], AttentionBackend]:
+        first, size = layers[0], view.max_tokens
         assert first.rope is not None
         rope = latent_decode.rope_table(first.rope.inv_freq, size, first.geometry.head_dim)
         maps = {layer.index: _key_maps(layer, rope) for layer in layers}
-        return partial(cls, view, batches(view, layers), maps)
+        return partial(cls, layers=batches(view, layers), maps=maps)
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         """q [B, Hq, 1, d], rotated -> [B, 1, W]."""
@@ -147,7 +147,7 @@ class LatentDecode(AttentionBackend):
         return layer.joined(out[:, :, None])
 
     def _plan(self, part: AttentionMetadata, q: Tensor) -> None:
-        spec = self.view.pool.layout.spec
+        spec = self.view.layout.spec
         for x in self.layers:
             each, counts = zip(x.layers, x.groups, strict=True), x.lengths(self.view, part)
             layers = [(spec.layers[i], groups) for i, groups in each]
@@ -156,7 +156,7 @@ class LatentDecode(AttentionBackend):
 
 
 def _add_metrics(
-    view: PoolView, layer: int, part: AttentionMetadata, lse: Tensor, plan: Any
+    view: CacheView, layer: int, part: AttentionMetadata, lse: Tensor, plan: Any
 ) -> None:
     """Add what a layer's decode in two passes weighed, where it is observed: every query of a
     decoding sequence then is (see `eviction.attention.observed`). lse fp32 [B, Hq]."""

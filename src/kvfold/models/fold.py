@@ -13,7 +13,7 @@ from torch import Tensor
 from kvfold.models.adapter import Family, HFAttention, Projections
 from kvfold.models.families import family_of
 from kvfold.ops.common.rotation import rotation
-from kvfold.spec import CacheSpec, Latent
+from kvfold.spec import CacheSpec, Latent, LayerSpec
 
 
 class LatentMaps(NamedTuple):
@@ -153,9 +153,13 @@ def fold_model(
 def fold_plain(model: Any, spec: CacheSpec, turned: bool) -> None:
     """Make every attention of a plain model store what `spec` says, of which nothing is lost: keys
     and values as they are, or turned."""
-    family, device = family_of(model.config), model.device
-    maps = [[_turn(x.rank, device) if turned else None for x in y.latents] for y in spec.layers]
-    fold_model(model, family, spec, maps)
+    maps = [plain_maps(layer, turned, model.device) for layer in spec.layers]
+    fold_model(model, family_of(model.config), spec, maps)
+
+
+def plain_maps(layer: LayerSpec, turned: bool, device: torch.device) -> list[LatentMaps | None]:
+    """The maps of a layer of which nothing is lost."""
+    return [_turn(latent.rank, device) if turned else None for latent in layer.latents]
 
 
 def _turn(rank: int, device: torch.device) -> LatentMaps:

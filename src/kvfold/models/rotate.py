@@ -29,11 +29,16 @@ def turned(spec: CacheSpec) -> CacheSpec:
 def rotate_model(model: Any, spec: CacheSpec, bits: int | None, chosen: type[Format]) -> None:
     """Rotate all latents of a model folded to `spec`, which are stored in so many bits (None: as
     planned) of a format."""
-    for attention, layer in zip(
-        family_of(model.config).attentions(model), spec.layers, strict=True
-    ):
+    attentions = family_of(model.config).attentions(model)
+    for attention, layer in zip(attentions, spec.layers, strict=True):
         if isinstance(attention, FoldedAttention) and layer.keys != "plain":
-            rotate_rows(attention, {x: _turn(tiers(x, bits, chosen)) for x in layer.latents})
+            rotate_layer(attention, bits, chosen)
+
+
+def rotate_layer(attention: FoldedAttention, bits: int | None, chosen: type[Format]) -> None:
+    """Rotate all latents of one layer."""
+    latents = attention.spec.latents
+    rotate_rows(attention, {x: _turn(tiers(x, bits, chosen)) for x in latents})
 
 
 def _turn(widths: Sequence[tuple[int, int]]) -> Tensor:

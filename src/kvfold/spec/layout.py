@@ -202,6 +202,10 @@ class CacheLayout:
         ends = list(accumulate(counts))
         return tuple(slice(end - count, end) for end, count in zip(ends, counts, strict=True))
 
+    def of_layer(self, layer: int) -> tuple[Group, ...]:
+        """The groups of a layer."""
+        return self.groups[self.layer_groups[layer]]
+
     @cached_property
     def tracked(self) -> bool:
         return any(group.layout.tracked for group in self.groups)

@@ -1,0 +1,158 @@
+"""Attention under vLLM: its metadata to steps over blocks, and nothing else."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from kvfold.vllm_plugin.blocks import BlockAttention, BlockContext, BlockView, Step, choose
+from kvfold.vllm_plugin.layer import CachedAttention
+
+SMALLEST = 16  # tokens of a block, of which every part is then aligned
+PREFERRED = 32
+
+
+class KVFoldBackend(AttentionBackend):
+    supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        return "KVFOLD"
+
+    @staticmethod
+    def get_impl_cls() -> "type[KVFoldImpl]":
+        return KVFoldImpl
+
+    @staticmethod
+    def get_builder_cls() -> "type[KVFoldBuilder]":
+        return KVFoldBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(SMALLEST)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return max(default_block_size, PREFERRED)
+
+
+@dataclass
+class KVFoldMetadata:
+    """A step; context: made when its first layer asks, so that a graph holds what it computes."""
+
+    num_tokens: int
+    step: Step
+    attention: BlockAttention
+    context: BlockContext | None = None
+
+    def begin(self) -> BlockContext:
+        if self.context is None:
+            self.context = self.attention.begin(self.step)
+        return self.context
+
+
+class KVFoldBuilder(AttentionMetadataBuilder[KVFoldMetadata]):
+    """Of layers with blocks alike. Graphs hold steps in which every request decodes one token."""
+
+    _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1)
+        layers = get_layers_from_vllm_config(vllm_config, CachedAttention, layer_names)
+        stored = next(iter(layers.values())).stored
+        view = BlockView(
+            stored.layout(kv_cache_spec.block_size),
+            stored.dtype,
+            torch.device(device),
+            vllm_config.model_config.max_model_len,
+        )
+        self.attention = BlockAttention([layer.maps for layer in layers.values()], view)
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+    ) -> AttentionCGSupport:
+        """Graphs only where kernels decode all layers."""
+        layers = get_layers_from_vllm_config(vllm_config, CachedAttention)
+        for layer in layers.values():
+            layout = layer.stored.layout(kv_cache_spec.block_size)
+            device_type = vllm_config.device_config.device_type
+            found = choose([layer.maps], layout, device_type, layer.stored.dtype, decode=True)
+            if not all(backend.captures for backend in found.values()):
+                return AttentionCGSupport.NEVER
+        return cls._cudagraph_support
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> KVFoldMetadata:
+        found = common_attn_metadata
+        most = found.seq_lens_cpu_upper_bound
+        return self._build(found, None if most is None else most[: found.num_reqs].tolist())
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> KVFoldMetadata:
+        return self._build(common_attn_metadata, None)
+
+    def _build(self, found: CommonAttentionMetadata, most: list[int] | None) -> KVFoldMetadata:
+        decodes, _, _, _ = split_decodes_and_prefills(found, decode_threshold=1)
+        requests = found.num_reqs
+        step = Step(
+            tables=found.block_table_tensor[:requests],
+            lengths=found.seq_lens[:requests],
+            slots=found.slot_mapping[: found.num_actual_tokens],
+            decodes=decodes,
+            starts=found.query_start_loc_cpu[: requests + 1].tolist(),
+            most=most,
+        )
+        return KVFoldMetadata(found.num_actual_tokens, step, self.attention)
+
+
+class KVFoldImpl(AttentionImpl[KVFoldMetadata]):
+    """Of one layer, whose q [Hq, N, .] and rows [N, R] vLLM's operation passes on as they are."""
+
+    def __init__(self, layer: CachedAttention) -> None:
+        maps = layer.maps
+        self.num_heads, self.head_size = maps.geometry.num_query_heads, maps.geometry.head_dim
+        self.num_kv_heads, self.scale = maps.geometry.num_kv_heads, maps.scale
+        self.kv_cache_dtype = "auto"
+
+    def forward(
+        self,
+        layer: CachedAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: KVFoldMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # memory is measured, before there are blocks
+            return output.zero_()
+        tokens, context = attn_metadata.num_tokens, attn_metadata.begin()
+        output[:tokens] = context.attend(layer.maps, kv_cache, query[:, :tokens], key[:tokens])
+        return output

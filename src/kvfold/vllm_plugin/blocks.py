@@ -1,0 +1,212 @@
+"""Another engine's blocks as kvfold's pages: what its block tables say, in the words of `ops`.
+
+A block of an engine holds `page` tokens of a layer. Here it is the pages of the layer's groups, one
+after another, so that the engine's buffer is an arena as it is, and a group's page is found from
+the engine's block number alone:
+
+    buffer: .. [block b of layer i: page of group 0 | page of group 1 | ..] .. [block b + 1: ..] ..
+
+Shapes: B requests of a step, N its tokens, n blocks of the longest request, G groups of a layer, R
+numbers of a row, Hq query heads, W numbers that W_O takes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvfold.attention.backend import AttentionBackend, Task
+from kvfold.attention.base import LayerMaps
+from kvfold.attention.fallback import Fallback
+from kvfold.attention.metadata import AttentionMetadata
+from kvfold.attention.numba_decode import NumbaDecode
+from kvfold.attention.selector import select, warn_of_fallback
+from kvfold.attention.triton_decode import LatentDecode, TritonDecode
+from kvfold.attention.triton_prefill import TritonPrefill
+from kvfold.ops import store
+from kvfold.ops.common.pages import LayerPages
+from kvfold.spec.layout import UNIT, CacheLayout, Group
+
+# In order of preference, as in `attention.selector`, which says why one does not serve a layer.
+DECODE: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, NumbaDecode, Fallback)
+PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What an engine says of a step, in which the first `decodes` requests have one token each.
+
+    tables int32 [B, n] block numbers; lengths int32 [B] rows, the step's own included; slots int64
+    [N] where each token's row goes, block * page + row (negative: nowhere). On the host: starts
+    [B + 1] first tokens of requests; most [B]: lengths, or more; None in a graph.
+    """
+
+    tables: Tensor
+    lengths: Tensor
+    slots: Tensor
+    decodes: int
+    starts: Sequence[int]
+    most: Sequence[int] | None
+
+
+@dataclass(eq=False)
+class BlockView:
+    """Blocks as backends see a cache: a `CacheView`, of one step where there is one."""
+
+    layout: CacheLayout
+    dtype: torch.dtype
+    device: torch.device
+    max_tokens: int
+    step: Step | None = None
+    pages: Mapping[int, LayerPages] = field(default_factory=dict)
+
+    observing = None
+
+    def lengths(self, slots: Tensor, groups: Tensor) -> Tensor:
+        """Equal for all groups."""
+        assert self.step is not None
+        return self.step.lengths[slots][:, None].expand(-1, len(groups)).contiguous()
+
+
+class BlockAttention:
+    """Attention of some of a model's layers over an engine's blocks: what all steps share."""
+
+    def __init__(self, layers: Sequence[LayerMaps], view: BlockView) -> None:
+        self.layers, self.view = {layer.index: layer for layer in layers}, view
+        self.decode = choose(layers, view.layout, view.device.type, view.dtype, decode=True)
+        self.prefill = choose(layers, view.layout, view.device.type, view.dtype, decode=False)
+        self.makers: dict[type[AttentionBackend], Callable[..., AttentionBackend]] = {}
+        for backend in {*self.decode.values(), *self.prefill.values()}:
+            decoded = [x for x in layers if self.decode[x.index] is backend]
+            self.makers[backend] = backend.prepare(view, decoded, None)
+
+    def begin(self, step: Step) -> "BlockContext":
+        return BlockContext(self, step)
+
+
+def choose(
+    layers: Sequence[LayerMaps],
+    layout: CacheLayout,
+    device_type: str,
+    dtype: torch.dtype,
+    *,
+    decode: bool,
+) -> dict[int, type[AttentionBackend]]:
+    """The backend of every layer. Touches no device."""
+    task = Task(decode=decode, observed=False, device_type=device_type, dtype=dtype)
+    groups = [layout.of_layer(x.index) for x in layers]
+    among = DECODE if decode else PREFILL
+    choices = [select(x, own, task, among) for x, own in zip(layers, groups, strict=True)]
+    if decode:
+        warn_of_fallback(layers, groups, choices, task)
+    return {x.index: y.backend for x, y in zip(layers, choices, strict=True)}
+
+
+class BlockContext:
+    """All layers' attention in one step. Nothing here waits for the device in a step that decodes
+    alone, so that a graph can hold it."""
+
+    def __init__(self, attention: BlockAttention, step: Step) -> None:
+        view = attention.view
+        self.attention, self.step, device = attention, step, view.device
+        self.pages: dict[int, LayerPages] = {}
+        self.view = BlockView(
+            view.layout, view.dtype, device, view.max_tokens, step=step, pages=self.pages
+        )
+        # The engine's block 0 is nobody's: rows that go nowhere go there.
+        self.rows = step.slots.clamp(min=0)
+        self.zeros = torch.zeros_like(self.rows)
+        self.parts = self._parts()
+        self.backends = {x: make(self.view) for x, make in attention.makers.items()}
+        self.tables: dict[tuple[int, ...], Tensor] = {}
+
+    def attend(self, layer: LayerMaps, cache: Tensor, q: Tensor, rows: Tensor) -> Tensor:
+        """Store rows [N, R] of a layer, whose blocks are cache [blocks, ..] of any dtype, and
+        attend with q [Hq, N, .] in score space: [N, W]."""
+        self._store(layer, cache, rows)
+        chosen, outputs = self.attention, []
+        for part in self.parts:
+            kind = (chosen.decode if part.decode else chosen.prefill)[layer.index]
+            out = self.backends[kind].attend(layer, part, part.of(q[None]))
+            outputs.append(out.flatten(0, 1))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _store(self, layer: LayerMaps, cache: Tensor, rows: Tensor) -> None:
+        groups = self.view.layout.of_layer(layer.index)
+        arena, stride = arena_of(cache)
+        every = block_tables(groups, len(cache), stride, arena.device)
+        index = self.rows[:, None].expand(-1, len(groups))
+        lengths = self.step.lengths[:, None].expand(-1, len(groups)).contiguous()
+        store.append(LayerPages(arena, every, lengths, groups), rows, self.zeros, index)
+        self.pages[layer.index] = LayerPages(arena, self._tables(groups, stride), lengths, groups)
+
+    def _tables(self, groups: tuple[Group, ...], stride: int) -> Tensor:
+        """Offsets of the requests' pages int32 [B, G, n], which layers alike share."""
+        key = (stride, *(group.layout.page_units for group in groups))
+        if key not in self.tables:
+            self.tables[key] = _offsets(self.step.tables[:, None], groups, stride)
+        return self.tables[key]
+
+    def _parts(self) -> list[AttentionMetadata]:
+        """Those that decode, then the others one by one, as chunks of a prompt."""
+        step = self.step
+        requests = len(step.tables)
+        parts = [self._part(0, step.decodes, 0, 1)] if step.decodes else []
+        for i in range(step.decodes, requests):
+            begin, end = step.starts[i], step.starts[i + 1]
+            if end > begin:
+                parts.append(self._part(i, i + 1, begin, end - begin))
+        return parts
+
+    def _part(self, first: int, last: int, begin: int, tokens: int) -> AttentionMetadata:
+        """Of requests first..last, of as many tokens each, from token `begin` on."""
+        step, view = self.step, self.view
+        slots = torch.arange(first, last, device=view.device)
+        back = torch.arange(-tokens, 0, device=view.device)
+        count, layers = last - first, len(view.layout.spec.layers)
+        most = None if step.most is None else np.array(step.most[first:last], dtype=np.int64)
+        total = count * view.max_tokens if most is None else int(most.sum())
+        groups = max(len(view.layout.of_layer(i)) for i in self.attention.layers)
+        return AttentionMetadata(
+            begin=begin,
+            slots=slots,
+            positions=step.lengths[first:last, None] + back,
+            lengths=np.broadcast_to(np.empty(0) if most is None else most, (layers, *_shape(most))),
+            rows=total * groups,
+            stop=view.max_tokens,
+            decode=first < step.decodes,
+        )
+
+
+def _shape(most: np.ndarray | None) -> tuple[int, ...]:
+    return (0,) if most is None else most.shape
+
+
+def arena_of(cache: Tensor) -> tuple[Tensor, int]:
+    """The bytes of a layer's blocks cache [blocks, ..], uint8 from its first block on, others
+    between them included; and units of 64 bytes from block to block."""
+    stride = cache.stride(0) * cache.dtype.itemsize
+    inner = cache[0].numel() * cache.dtype.itemsize
+    assert cache[0].is_contiguous(), "a block is bytes in a row"
+    assert stride % UNIT == 0 and cache.data_ptr() % UNIT == 0, f"blocks of {stride} bytes"
+    flat = cache.as_strided(((stride * (len(cache) - 1) + inner) // cache.dtype.itemsize,), (1,))
+    return flat.view(torch.uint8), stride // UNIT
+
+
+def _offsets(blocks: Tensor, groups: tuple[Group, ...], stride: int) -> Tensor:
+    """blocks int [.., 1, n] -> int32 [.., G, n] offsets of their pages, in units."""
+    units = [group.layout.page_units for group in groups]
+    first = torch.tensor([*accumulate(units[:-1], initial=0)], dtype=torch.int32)
+    return (blocks * stride + first.to(blocks.device)[:, None]).int()
+
+
+@lru_cache(maxsize=256)
+def block_tables(
+    groups: tuple[Group, ...], blocks: int, stride: int, device: torch.device
+) -> Tensor:
+    """Offsets of every block's pages, as of one sequence: int32 [1, G, blocks]."""
+    return _offsets(torch.arange(blocks, device=device)[None, None], groups, stride)

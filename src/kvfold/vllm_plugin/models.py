@@ -1,0 +1,130 @@
+"""vLLM's models with folded attentions: all else of them, and how they are split, stays vLLM's."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.opt import OPTForCausalLM
+from vllm.model_executor.models.phi3 import Phi3ForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.utils import extract_layer_index
+
+from kvfold.models.families import family_of
+from kvfold.vllm_plugin.layer import FoldedLayer
+from kvfold.vllm_plugin.shares import Share
+from kvfold.vllm_plugin.stored import StoredCache, settings
+from kvfold.vllm_plugin.weights import rotary_table
+
+
+class FoldedModel(torch.nn.Module):
+    """Puts folded attentions into one of vLLM's models, the next in line, and loads them."""
+
+    stored: StoredCache
+    folded: dict[str, FoldedLayer]
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        check_served(vllm_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.stored = stored_of(vllm_config)
+        self.folded = replace_attentions(self, self.stored, vllm_config)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Attentions take theirs; vLLM's own loader has the rest."""
+        mine: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        family = family_of(self.stored.config)
+        pattern = re.compile(rf"(?:^|\.)layers\.(\d+)\.{family.attention_name}\.(.+)$")
+
+        def others() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if found := pattern.search(name):
+                    mine[int(found[1])][found[2]] = tensor
+                else:
+                    yield name, tensor
+
+        loaded: set[str] = super().load_weights(others())  # type: ignore[misc]
+        for name, layer in self.folded.items():
+            layer.load(mine[layer.index])
+            loaded |= {f"{name}.{own}" for own, _ in layer.named_parameters()}
+        return loaded
+
+
+def stored_of(vllm_config: VllmConfig) -> StoredCache:
+    model = vllm_config.model_config
+    given = dict(vllm_config.additional_config or {}).get("kvfold", {})
+    share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+    return StoredCache.of(model.hf_config, settings(given), model.dtype, share)
+
+
+def check_served(vllm_config: VllmConfig) -> None:
+    """Raises ValueError for features of vLLM's that these caches cannot be used with."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    problem = None
+    if cache.cache_dtype != "auto":
+        problem = (
+            f"--kv-cache-dtype {cache.cache_dtype}: kvfold packs the cache itself; leave it out and"
+            ' set bits, as in --additional-config \'{"kvfold": {"bits": 4}}\''
+        )
+    elif parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        problem = (
+            "context parallelism cuts sequences, which kvfold's kernels read whole: leave it out"
+        )
+    elif vllm_config.lora_config is not None:
+        problem = "LoRA adapters are of projections that are folded here: merge them first"
+    if problem is not None:
+        raise ValueError(f"kvfold's plugin for vLLM: {problem}")
+
+
+def replace_attentions(
+    model: Any, stored: StoredCache, vllm_config: VllmConfig
+) -> dict[str, FoldedLayer]:
+    """Put a folded layer in the place of each attention that vLLM made in this process, under its
+    name."""
+    known = vllm_config.compilation_config.static_forward_context
+    attention = family_of(stored.config).attention_name
+    pattern = re.compile(rf"\.layers\.\d+\.{attention}$")
+    found = [name for name, _ in model.named_modules() if pattern.search(name)]
+    table = rotary_table(stored.config, torch.get_default_device())
+    layers = {}
+    for name in found:
+        parent, _, own = name.rpartition(".")
+        cached = f"{name}.attn"
+        del known[cached]
+        layer = FoldedLayer(stored, extract_layer_index(name), table, cached, vllm_config)
+        setattr(model.get_submodule(parent), own, layer)
+        layers[name] = layer
+    return layers
+
+
+class KVFoldLlamaForCausalLM(FoldedModel, LlamaForCausalLM):
+    pass
+
+
+class KVFoldMistralForCausalLM(FoldedModel, MistralForCausalLM):
+    pass
+
+
+class KVFoldQwen2ForCausalLM(FoldedModel, Qwen2ForCausalLM):
+    pass
+
+
+class KVFoldQwen3ForCausalLM(FoldedModel, Qwen3ForCausalLM):
+    pass
+
+
+class KVFoldPhi3ForCausalLM(FoldedModel, Phi3ForCausalLM):
+    pass
+
+
+class KVFoldOPTForCausalLM(FoldedModel, OPTForCausalLM):
+    pass

@@ -1,0 +1,120 @@
+"""What a model's tokens store under vLLM: by its config.json and the settings of a server."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from kvfold.artifact import KVFoldConfig
+from kvfold.config import CacheConfig
+from kvfold.formats import format_of
+from kvfold.models.families import family_of
+from kvfold.models.rotate import turned
+from kvfold.spec import CacheSpec
+from kvfold.spec.layout import CacheLayout, cache_layout, plain_spec
+from kvfold.vllm_plugin.shares import Share
+
+SERVED = ("bits", "rotate", "sub_group", "zeros")  # of CacheConfig
+# The others, and the way out.
+_REFUSED = {
+    "evict": "vLLM has one block table for all heads of a layer, so nothing can be evicted by "
+    "head; leave it out, or serve the model with kvfold.LLM",
+    "format": "numbers that wait in 16 bits, as kivi's do, fit no block that sequences share; "
+    "leave it out, or serve the model with kvfold.LLM",
+    "kv_bytes": "vLLM gives the cache its memory: set --gpu-memory-utilization, on a CPU "
+    "VLLM_CPU_KVCACHE_SPACE",
+    "page": "a page is a block of vLLM's: set --block-size",
+}
+_REFUSED["keep_tokens"] = _REFUSED["max_cache_tokens"] = _REFUSED["evict"]
+_REFUSED["residual"] = _REFUSED["format"]
+
+
+def settings(given: Any) -> CacheConfig:
+    """Of `--additional-config '{"kvfold": {...}}'`. Raises ValueError for what is no such setting,
+    or is not served under vLLM."""
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"kvfold in --additional-config must be an object of settings; got {given!r}"
+        )
+    for name in given:
+        if name not in SERVED:
+            why = _REFUSED.get(name, "there is no such setting")
+            raise ValueError(
+                f"kvfold in --additional-config: {name}: {why}. Legal: {', '.join(SERVED)}"
+            )
+    return CacheConfig(**given)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredCache:
+    """A model's cache. config: transformers'; spec: of the whole model; artifact: of a compressed
+    checkpoint, None of a plain one; turn: whether numbers that share a scale are turned at load;
+    dtype: of the model; share: of this process."""
+
+    config: Any
+    spec: CacheSpec
+    artifact: KVFoldConfig | None
+    turn: bool
+    cache: CacheConfig
+    dtype: torch.dtype
+    share: Share
+
+    @classmethod
+    def of(cls, config: Any, cache: CacheConfig, dtype: torch.dtype, share: Share) -> "StoredCache":
+        """Raises ValueError for a checkpoint's spec that is damaged, or was made for another model,
+        and for heads that the processes cannot share."""
+        found = getattr(config, "quantization_config", None) or {}
+        artifact = KVFoldConfig(**found) if isinstance(found, Mapping) else found
+        geometry = family_of(config).geometry(config)
+        if not artifact.cache:
+            artifact, spec = None, plain_spec(geometry)
+        else:
+            spec = artifact.spec
+            if spec.geometry != geometry:
+                raise ValueError(
+                    f"config.json describes {geometry} but its cache spec was made for "
+                    f"{spec.geometry}; the checkpoint's files do not belong together"
+                )
+        quantized = (cache.bits or 16) < 16 or spec.planned
+        turn = cache.rotate and quantized
+        if turn and artifact is None:
+            spec = turned(spec)
+        for index, layer in enumerate(spec.layers):
+            share.check(geometry, layer, index)
+        return cls(config, spec, artifact, turn, cache, dtype, share)
+
+    @property
+    def format(self) -> Any:
+        return format_of(self.cache.format)
+
+    @property
+    def own(self) -> CacheSpec:
+        """Of this process."""
+        return self.share.of_spec(self.spec)
+
+    def layout(self, block: int) -> CacheLayout:
+        """The pages of this process, of blocks of so many tokens."""
+        return _layout(self, self.share, block)
+
+    def block_bytes(self, layer: int, block: int) -> int:
+        """Of a layer's block of so many tokens: equal in all processes, as vLLM wants it, whose
+        heads may differ."""
+        shares = [Share(rank, self.share.size) for rank in range(self.share.size)]
+        found = (_layout(self, share, block).of_layer(layer) for share in shares)
+        return max(sum(group.layout.page_bytes for group in groups) for groups in found)
+
+
+@lru_cache
+def _layout(stored: StoredCache, share: Share, block: int) -> CacheLayout:
+    cache = stored.cache
+    return cache_layout(
+        share.of_spec(stored.spec),
+        page=block,
+        itemsize=stored.dtype.itemsize,
+        bits=cache.bits,
+        sub_group=cache.sub_group,
+        zeros=cache.zeros,
+        format=cache.format,
+    )

@@ -1,0 +1,76 @@
+"""A checkpoint's attention weights, layer by layer, as the folded attention that vLLM runs."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.models.adapter import HFAttention
+from kvfold.models.families import family_of
+from kvfold.models.fold import Maps, plain_maps
+from kvfold.models.rotary import RotaryTable, rope_type
+from kvfold.models.rotate import rotate_layer
+from kvfold.spec import CacheSpec
+from kvfold.vllm_plugin.stored import StoredCache
+
+
+def empty_layer(config: Any, spec: CacheSpec, index: int) -> HFAttention:
+    """A folded attention without numbers, on torch's current default device."""
+    folded = family_of(config).folded[config.model_type]
+    return folded(config, spec.geometry, spec.layers[index], index).requires_grad_(False)
+
+
+def fold_layer(stored: StoredCache, index: int, tensors: Mapping[str, Tensor]) -> HFAttention:
+    """Layer `index`, whole, of a checkpoint's attention tensors by name: folded already, or plain;
+    turned where that is wanted. Raises ValueError for tensors that are missing or of another
+    shape."""
+    with torch.device("meta"):
+        whole = empty_layer(stored.config, stored.spec, index)
+    found = {name: x.to(stored.dtype) for name, x in tensors.items()}
+    if stored.artifact is None:
+        found = _fold_plain(stored, whole, found)
+    wanted = {name: x.shape for name, x in whole.state_dict().items()}
+    wrong = sorted(
+        name
+        for name in wanted.keys() | found.keys()
+        if name not in found or wanted.get(name) != found[name].shape
+    )
+    if wrong:
+        raise ValueError(
+            f"layer {index}: {', '.join(wrong)} missing, unexpected or of another shape; the "
+            "checkpoint's files do not belong together: copy it again"
+        )
+    whole.load_state_dict(found, assign=True)
+    if stored.artifact is not None and stored.turn:
+        rotate_layer(whole, stored.cache.bits, stored.format)
+    return whole
+
+
+def _fold_plain(
+    stored: StoredCache, whole: HFAttention, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    family, geometry = family_of(stored.config), stored.spec.geometry
+    modules: dict[str, SimpleNamespace] = {}
+    for name, x in tensors.items():
+        module, _, kind = name.rpartition(".")
+        setattr(modules.setdefault(module, SimpleNamespace(bias=None)), kind, x)
+    source = SimpleNamespace(**modules)
+    weights = family.projections(source, geometry)
+    maps = plain_maps(whole.spec, stored.turn, weights.k.device)
+    found = Maps(weights, whole, maps).tensors() | family.norms(source)
+    return {name: x.to(stored.dtype).contiguous() for name, x in found.items()}
+
+
+def rotary_table(config: Any, device: torch.device) -> RotaryTable | None:
+    """The model's own RoPE, None where it has none."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    rotary: Any = family_of(config).rotary(model)
+    if rotary is None:
+        return None
+    with torch.device(device):
+        return RotaryTable(type(rotary)(config), rope_type(config))

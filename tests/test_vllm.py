@@ -1,0 +1,139 @@
+"""vLLM on a CPU serves what kvfold compressed: the tokens of transformers, and so many more cached.
+
+Its own environment (`make test-vllm`): every test starts an engine in processes of its own.
+"""
+
+import os
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+import kvfold
+from kvfold.loading import load_tokenizer, resolve
+from kvfold.text import packaged
+from models import greedy
+
+pytestmark = pytest.mark.vllm
+NEW = 16  # tokens
+TIE = 1e-3  # of logits
+RECIPES = ("zack", "fast", "swift", "lean", "small", "lorc", "palu-m", "palu-g", "palu-j")
+SMALL = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 64, "enforce_eager": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory):
+    """Compressed once, when asked for."""
+    made: dict[tuple[str, str, float | None], Path] = {}
+
+    def get(model: str, recipe: str, factor: float | None = None) -> str:
+        key = model, recipe, factor
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("vllm") / "checkpoint"
+            size = {"keep": 0.5} if factor is None else {"factor": factor}
+            kvfold.compress(model, recipe, output=made[key], max_tokens=4096, **size)
+        return str(made[key])
+
+    return get
+
+
+def prompts() -> list[list[int]]:
+    """The last two begin alike, for as long as two blocks."""
+    ids = load_tokenizer("reference:gqa")(packaged("calibration.txt")[:20000])["input_ids"]
+    shared = ids[2000:2150]
+    return [ids[:5], ids[100:140], ids[300:470], shared + ids[3000:3010], shared + ids[3100:3130]]
+
+
+def served(model: str, settings: dict | None = None, *, ask=None, logprobs=None, **options):
+    """vLLM's outputs for prompts `ask`, greedy, prefill in chunks of at most 128 tokens; and the
+    tokens that its cache holds. logprobs: how many of one token, instead of tokens alone."""
+    from vllm import LLM, SamplingParams
+
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if settings:
+        options |= {"quantization": "kvfold", "additional_config": {"kvfold": settings}}
+    new = NEW if logprobs is None else 1
+    llm = LLM(resolve(model), dtype="float32", max_num_batched_tokens=128, **(SMALL | options))
+    try:
+        wanted = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, logprobs=logprobs)
+        asked = [{"prompt_token_ids": x} for x in ask or prompts()]
+        out = [x.outputs[0] for x in llm.generate(asked, wanted, use_tqdm=False)]
+        return out, llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def check_tokens(outputs, model: str) -> None:
+    """Those of transformers, up to where it finds a second token as likely."""
+    loaded = kvfold.load(model, dtype=torch.float32)
+    for prompt, out in zip(prompts(), outputs, strict=True):
+        want, ahead = greedy(loaded, prompt, NEW)
+        sure = next((i for i, x in enumerate(ahead) if x < TIE), NEW)
+        got = list(out.token_ids)
+        assert got[:sure] == want[:sure], (len(prompt), got, want, ahead)
+
+
+@pytest.fixture(scope="module")
+def stock() -> dict[str, int]:
+    """Tokens that vLLM's own cache holds."""
+    names = ("reference:gqa", "reference:mha")
+    return {name: served(name)[1] for name in names}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("model", ["reference:gqa", "reference:mha"])
+def test_tokens_and_capacity(model: str, recipe: str, checkpoints, stock: dict[str, int]) -> None:
+    """Prefix caching and chunked prefill are on."""
+    path = checkpoints(model, recipe)
+    outputs, size = served(path)
+    check_tokens(outputs, path)
+    kept = kvfold.load(path).config.quantization_config.spec.kept_fraction
+    assert size == pytest.approx(stock[model] / kept, rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["swift", "small"])
+def test_two_processes(recipe: str, checkpoints) -> None:
+    path = checkpoints("reference:gqa", recipe)
+    outputs, _ = served(path, tensor_parallel_size=2)
+    check_tokens(outputs, path)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_bits_of_an_unchanged_model(bits: int, stock: dict[str, int]) -> None:
+    """fp32 of vLLM's own cache is 32 bits a number; an fp16 scale is shared by 128."""
+    size = same_as_by_the_engine("reference:gqa", bits)
+    assert size == pytest.approx(stock["reference:gqa"] * 32 / (bits + 16 / 128), rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["swift", "lean", "small"])
+def test_planned_bits(recipe: str, checkpoints, stock: dict[str, int]) -> None:
+    size = same_as_by_the_engine(checkpoints("reference:gqa", recipe, factor=6.0), None)
+    assert size == pytest.approx(stock["reference:gqa"] * 12, rel=0.02)
+
+
+def same_as_by_the_engine(model: str, bits: int | None) -> int:
+    """Log-probabilities after short prompts, against kvfold's own engine; tokens that vLLM's cache
+    holds. Rounding turns a code over now and then, which then is felt."""
+    ids = load_tokenizer("reference:gqa")(packaged("calibration.txt")[:9000])["input_ids"]
+    ask = [ids[i : i + 7] for i in range(0, 1000, 50)]
+    outputs, size = served(model, bits and {"bits": bits}, ask=ask, logprobs=3)
+    got = [{token: x.logprob for token, x in out.logprobs[0].items()} for out in outputs]
+    llm = kvfold.LLM(model, max_tokens=512, kv_bytes=2**28, dtype="float32", bits=bits)
+    wanted = kvfold.SamplingParams(max_new_tokens=1, ignore_eos=True, logprobs=3)
+    want = [dict(out.logprobs[0].top) for out in llm.generate(ask, wanted)]
+    off = [
+        max(abs(a[token] - b[token]) for token in a.keys() & b.keys())
+        for a, b in zip(got, want, strict=True)
+    ]
+    assert statistics.median(off) < 1e-4 and max(off) < 0.2, off
+    return size
+
+
+def test_what_is_refused(checkpoints, capfd: pytest.CaptureFixture) -> None:
+    """The engine's process says why."""
+    with pytest.raises(Exception, match="initialization failed"):
+        served(checkpoints("reference:gqa", "fast"), {"evict": "random"})
+    assert "vLLM has one block table for all heads" in "".join(capfd.readouterr())
