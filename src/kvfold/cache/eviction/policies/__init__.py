@@ -26,6 +26,7 @@ POLICIES: dict[str, str] = {
     "pyramidkv": "attention.pyramidkv",
     "ada-snapkv": "attention.ada_snapkv",
     "ada-snapkv-w8": "attention.ada_snapkv_w8",
+    "kvzip": "replay.kvzip",
     "streaming": "streaming.streaming",
     "random": "random.random",
 }
