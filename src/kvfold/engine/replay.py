@@ -1,6 +1,7 @@
 """A sequence's context, read once more for a policy that scores rows by it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,20 +11,22 @@ from kvfold.attention.metadata import PoolView
 from kvfold.attention.replay import ReplayContext
 from kvfold.cache.eviction.replay import ReplayPolicy
 from kvfold.engine.request import Request
+from kvfold.text import encode, reply_words
 
-Encode = Callable[[str], Sequence[int]]
 Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 
 
 class Replay:
-    """Scores rows of sequences. encode: text to tokens; None: pieces are read again without words
-    that ask for it. forward: tokens and positions int64 [n] through the model."""
+    """Scores rows of sequences. tokenizer: of the words that ask for a piece; None: there are none.
+    forward: tokens and positions int64 [n] through the model."""
 
     def __init__(
-        self, view: PoolView, policy: ReplayPolicy, encode: Encode | None, forward: Forward
+        self, view: PoolView, policy: ReplayPolicy, tokenizer: Any, forward: Forward
     ) -> None:
-        self.view, self.policy, self.encode, self.forward = view, policy, encode, forward
+        self.view, self.policy, self.forward = view, policy, forward
+        self.tokenizer, self.reply = tokenizer, reply_words(tokenizer) if tokenizer else ""
 
+    @torch.inference_mode()
     def score(self, request: Request) -> None:
         """Give rows a metric that have none yet."""
         for piece in self._pieces(request.num_scored, request.num_computed):
@@ -45,9 +48,9 @@ class Replay:
 
     def _words(self, request: Request, piece: range) -> list[int]:
         """What asks for a piece: its beginning, or where the one before it ended."""
-        if self.encode is None:
+        if self.tokenizer is None:
             return []
         policy, start = self.policy, piece.start
+        ask = encode(self.tokenizer, policy.follow if start else policy.prompt)
         led = request.token_ids[max(start - policy.lead, 0) : start]
-        ask = self.encode(policy.follow if start else policy.prompt)
-        return [*ask, *led, *self.encode(policy.suffix)]
+        return [*ask, *led, *encode(self.tokenizer, self.reply)]

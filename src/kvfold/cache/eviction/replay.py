@@ -19,9 +19,10 @@ class ReplayPolicy(Policy):
     """The most attention that a row gets while its context is read again (KVzip, §3).
 
     The context is fed again in pieces of `chunk` tokens, each after words that ask for it: `prompt`
-    for the first, for others `follow` and the last `lead` tokens of the piece before; then
-    `suffix`. It sees the whole cache, but a score's softmax covers only the first tokens (`sinks`),
-    the piece's own rows, and the reading so far. Rows that no reading scored stay.
+    for the first, for others `follow` and the last `lead` tokens of the piece before; then what
+    stands before a reply. It sees the whole cache, but a score's softmax covers only the first
+    tokens (`sinks`), the piece's own rows, and the reading so far. Rows that no reading scored
+    stay.
     """
 
     needs = frozenset[Need]({"replay"})
@@ -30,7 +31,6 @@ class ReplayPolicy(Policy):
     lead: int = 8
     prompt: str = "\n\nRepeat the previous context exactly."
     follow: str = "\n\nRepeat the part of the previous context exactly, starting with"
-    suffix: str = "\n"
 
     def __post_init__(self) -> None:
         super().__post_init__()
