@@ -148,6 +148,19 @@ def encode_chat(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> 
         raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
 
 
+def reply_words(tokenizer: Any) -> str:
+    """What stands between a user's words and the answer in the tokenizer's chat template; a new
+    line where it has none, or where the template puts the words elsewhere."""
+    mark = "\x00"
+    if not tokenizer.chat_template:
+        return "\n"
+    asked = [{"role": "user", "content": mark}]
+    _, _, found = tokenizer.apply_chat_template(
+        asked, tokenize=False, add_generation_prompt=True
+    ).partition(mark)
+    return found or "\n"
+
+
 def _check_messages(messages: Any) -> None:
     legal = f'{{"role": {" or ".join(ROLES)}, "content": text}}'
     if not isinstance(messages, Sequence) or not messages:

@@ -38,14 +38,16 @@ def build_runner(
     seed: int = 0,
     owned: bool = False,
     policy: Policy | None = None,
+    tokenizer: Any = None,
 ) -> ModelRunner:
     """Fold and rotate a copy of `model`, which shares its weights, as `config` asks, and give it a
     pool. `model` stays as it was.
 
     num_slots: most sequences at once; max_tokens: longest sequence; owned: nobody else needs
     `model`, which saves the memory of the copy's attentions; policy: one to evict by instead of the
-    one that `config` names. Raises ValueError for settings that contradict each other or the model,
-    and for a pool that cannot hold a page of each group.
+    one that `config` names; tokenizer: for policies that read a context again. Raises ValueError
+    for settings that contradict each other or the model, and for a pool that cannot hold a page of
+    each group.
     """
     if policy is None and config.evict is not None:
         policy = policies.get(config.evict)
@@ -68,7 +70,7 @@ def build_runner(
         fold_plain(served, spec, turn)
     elif turn:
         rotate_model(served, spec, config.bits, format_of(config.format))
-    return ModelRunner(served, pool, policy=policy, cache=limits, seed=seed)
+    return ModelRunner(served, pool, policy=policy, cache=limits, seed=seed, tokenizer=tokenizer)
 
 
 @contextmanager

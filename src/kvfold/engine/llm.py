@@ -91,6 +91,7 @@ class LLM:
             max_tokens=max_tokens or limit,
             seed=seed,
             owned=owned,
+            tokenizer=tokenizer,
         )
         self.runner.warm_up()
         self.model = self.runner.model

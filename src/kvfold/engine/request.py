@@ -139,6 +139,7 @@ class Request:
     num_prefill: int = 0
     last_compressed: int | None = None
     num_compressed: int = 0  # num_computed at the last compression
+    num_scored: int = 0  # leading tokens whose rows were read again for a policy
     num_overtaken: int = 0
     num_delivered: int = 0  # outputs that left the engine
     deliver: Deliver | None = None
@@ -215,13 +216,13 @@ class Request:
 
     def rewind(self, position: int) -> None:
         """Forget the tokens from `position` on."""
-        self.num_computed = position
+        self.num_computed, self.num_scored = position, min(self.num_scored, position)
         del self.token_ids[position:]
 
     def restart(self) -> None:
         """Back to waiting, to prefill everything known so far."""
         self.status, self.slot = Status.WAITING, None
-        self.num_computed = self.num_compressed = 0
+        self.num_computed = self.num_compressed = self.num_scored = 0
         self.last_compressed = None
         self.num_prefill = len(self.token_ids)
 

@@ -12,11 +12,13 @@ from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.observer import Turn
 from kvfold.attention.paged import PagedAttention, PagedContext
 from kvfold.cache.eviction.base import Policy
+from kvfold.cache.eviction.replay import ReplayPolicy
 from kvfold.cache.pool import Pool
 from kvfold.engine.compiled import Compiled, wanted
 from kvfold.engine.eviction import Eviction
 from kvfold.engine.graphs import DecodeGraphs
 from kvfold.engine.metadata import decodes, metadata_of
+from kvfold.engine.replay import Replay
 from kvfold.engine.request import Batch, CacheParams, Request
 from kvfold.models.families import family_of
 from kvfold.ops.store import Fill
@@ -29,7 +31,7 @@ class ModelRunner:
     """Runs a folded model over a pool. The model is the runner's own: it can do nothing else after.
 
     policy: what is evicted (None: nothing is observed or evicted); cache: budget of requests that
-    set none of their own.
+    set none of their own; tokenizer: for policies that read a context again.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class ModelRunner:
         policy: Policy | None = None,
         cache: CacheParams | None = None,
         seed: int = 0,
+        tokenizer: Any = None,
     ) -> None:
         assert policy is None or pool.layout.tracked, "eviction needs positions and metrics"
         self.model, self.pool, self.policy, self.device = model.eval(), pool, policy, pool.device
@@ -57,6 +60,9 @@ class ModelRunner:
         dtype = modules[0].o_proj.weight.dtype
         self.attention = PagedAttention(layers, pool, policy, dtype)
         self.eviction = Eviction(self.attention, policy, cache or CacheParams(), self.sliding, seed)
+        self.replay = None
+        if isinstance(policy, ReplayPolicy):
+            self.replay = Replay(self.attention.view, policy, tokenizer, self._forward)
         self.compiled = Compiled(self.model) if wanted(self.device.type) else None
         if self.compiled is not None:
             self.compiled.warm_up(self._forward, self.device)
@@ -179,4 +185,7 @@ class ModelRunner:
     @torch.inference_mode()
     def compress(self, requests: list[Request]) -> None:
         """Evict to each one's budget and give the pages back to the pool."""
+        if self.replay is not None:
+            for request in requests:
+                self.replay.score(request)
         self.eviction.compress(requests)

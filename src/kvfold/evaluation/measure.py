@@ -136,14 +136,17 @@ def _sessions(model: Any, tokenizer: Any, what: Measurement, lengths: Sequence[i
     asked = [prompt for row in rows for prompt in row.prompts(tokenizer)]
     sizes = [len(prompt.context) + prompt.room for prompt in asked]
     longest = max([*lengths, *sizes, *(ids.shape[1] for ids in what.windows.values())])
-    runner = runner_for(model, what.cache, longest)
+    runner = runner_for(model, what.cache, longest, tokenizer=tokenizer)
     return partial(PagedSession, runner, what.chunk)
 
 
-def runner_for(model: Any, cache: CacheConfig, longest: int, policy: Any = None) -> ModelRunner:
+def runner_for(
+    model: Any, cache: CacheConfig, longest: int, policy: Any = None, tokenizer: Any = None
+) -> ModelRunner:
     """A runner of one sequence, `longest` tokens, a question and an answer; as `build_runner`."""
     most = min(longest + QUESTION_ROOM, max_positions(model) or longest + QUESTION_ROOM)
-    return build_runner(model, cache, num_slots=1, max_tokens=most, policy=policy)
+    given = {"policy": policy, "tokenizer": tokenizer}
+    return build_runner(model, cache, num_slots=1, max_tokens=most, **given)
 
 
 def text_windows(

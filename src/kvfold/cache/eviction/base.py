@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Scope = Literal["group", "layer", "pyramid", "all"]
-Need = Literal["attention", "keys", "queries", "values"]
+Need = Literal["attention", "keys", "queries", "replay", "values"]
 Groups = Sequence[tuple[int, ...]]  # KV heads of each of a layer's groups
 
 
@@ -54,8 +54,10 @@ class RowsView:
 
     @property
     def metrics(self) -> Tensor:
-        """Summed `attention_mass` fp32 [B, G, T]; anything where no row is valid."""
-        self._check("attention")
+        """fp32 [B, G, T]: summed `attention_mass`, or what a replay made of rows (0: none did);
+        anything where no row is valid."""
+        if "replay" not in self.needs:
+            self._check("attention")
         return self.mass
 
     def keys(self, layer: int) -> Tensor:

@@ -26,6 +26,11 @@ POLICIES: dict[str, str] = {
     "pyramidkv": "attention.pyramidkv",
     "ada-snapkv": "attention.ada_snapkv",
     "ada-snapkv-w8": "attention.ada_snapkv_w8",
+    "keydiff": "keys.keydiff",
+    "keydiff-all": "keys.keydiff_all",
+    "knorm": "keys.knorm",
+    "leverage": "keys.leverage",
+    "kvzip": "replay.kvzip",
     "streaming": "streaming.streaming",
     "random": "random.random",
 }

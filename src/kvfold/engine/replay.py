@@ -1,0 +1,56 @@
+"""A sequence's context, read once more for a policy that scores rows by it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.base import AttentionContext
+from kvfold.attention.metadata import PoolView
+from kvfold.attention.replay import ReplayContext
+from kvfold.cache.eviction.replay import ReplayPolicy
+from kvfold.engine.request import Request
+from kvfold.text import encode, reply_words
+
+Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
+
+
+class Replay:
+    """Scores rows of sequences. tokenizer: of the words that ask for a piece; None: there are none.
+    forward: tokens and positions int64 [n] through the model."""
+
+    def __init__(
+        self, view: PoolView, policy: ReplayPolicy, tokenizer: Any, forward: Forward
+    ) -> None:
+        self.view, self.policy, self.forward = view, policy, forward
+        self.tokenizer, self.reply = tokenizer, reply_words(tokenizer) if tokenizer else ""
+
+    @torch.inference_mode()
+    def score(self, request: Request) -> None:
+        """Give rows a metric that have none yet."""
+        for piece in self._pieces(request.num_scored, request.num_computed):
+            self._read(request, piece)
+        request.num_scored = request.num_computed
+
+    def _pieces(self, start: int, stop: int) -> list[range]:
+        step = self.policy.chunk
+        return [range(first, min(first + step, stop)) for first in range(start, stop, step)]
+
+    def _read(self, request: Request, piece: range) -> None:
+        tokens = [*self._words(request, piece), *request.token_ids[piece.start : piece.stop]]
+        device, start = self.view.pool.device, request.num_computed
+        context = ReplayContext(
+            self.view, request.open_slot, start, len(tokens), piece, self.policy.sinks
+        )
+        ids = torch.tensor(tokens, dtype=torch.int64, device=device)
+        self.forward(ids, context.positions, context)
+
+    def _words(self, request: Request, piece: range) -> list[int]:
+        """What asks for a piece: its beginning, or where the one before it ended."""
+        if self.tokenizer is None:
+            return []
+        policy, start = self.policy, piece.start
+        ask = encode(self.tokenizer, policy.follow if start else policy.prompt)
+        led = request.token_ids[max(start - policy.lead, 0) : start]
+        return [*ask, *led, *encode(self.tokenizer, self.reply)]

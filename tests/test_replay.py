@@ -1,0 +1,136 @@
+"""A context read once more, and what it says of its rows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvfold.cache.eviction.policies import get
+from kvfold.cache.eviction.policies.keys import leverage_of, unlike_others
+from kvfold.cache.eviction.replay import LEAST, reconstruction
+from kvfold.config import CacheConfig
+from kvfold.engine.build import build_runner
+from kvfold.engine.request import CacheParams
+from kvfold.evaluation.paged import PagedSession
+from kvfold.text import reply_words
+from models import tiny, tokens
+
+PROMPT = 45
+
+
+def test_weights_are_the_largest_of_a_softmax_over_what_is_seen() -> None:
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 9, 8)
+    seen = torch.rand(1, 1, 3, 9) < 0.6
+    seen[..., 0] = True
+    found = reconstruction(q, k, seen, 0.5)
+    for head in range(2):
+        most = torch.zeros(9)
+        for own in (2 * head, 2 * head + 1):
+            for n in range(3):
+                at = seen[0, 0, n].nonzero()[:, 0]
+                most[at] = most[at].maximum((k[0, head, at] @ q[0, own, n] * 0.5).softmax(0))
+        torch.testing.assert_close(found[0, head], most)
+
+
+def session_of(runner, ids: list[int]) -> PagedSession:
+    session = PagedSession(runner).__enter__()
+    session.read(ids, prompt=len(ids))
+    return session
+
+
+def metrics_of(runner, ids: list[int], **fields: int):
+    policy = replace(get("kvzip"), **fields)
+    runner.policy = runner.replay.policy = policy
+    session = session_of(runner, ids)
+    session.sequence.cache = CacheParams(keep_tokens=1.0)
+    runner.replay.score(session.sequence)
+    metrics, _, valid = runner.eviction.tracked(session.sequence.open_slot)
+    runner.pool.check_integrity()
+    return session, metrics, valid
+
+
+@pytest.fixture
+def runner():
+    config = CacheConfig(kv_bytes=2**23, page=4, evict="kvzip", keep_tokens=0.5)
+    return build_runner(tiny("llama-gqa"), config, num_slots=2, max_tokens=160)
+
+
+def test_a_replay_takes_no_pages_and_scores_every_row(runner) -> None:
+    ids = tokens(1, PROMPT)[0].tolist()
+    before = session_of(runner, ids)
+    held = runner.pool.stats().free_bytes
+    before.__exit__()
+    session, metrics, valid = metrics_of(runner, ids, chunk=16)
+    assert runner.pool.stats().free_bytes == held
+    assert (metrics[valid] >= LEAST).all() and (metrics[valid] <= 1).all()
+    later = session.read(tokens(1, 3, seed=9)[0].tolist())
+    metrics, positions, valid = runner.eviction.tracked(session.sequence.open_slot)
+    assert (metrics[valid & (positions >= PROMPT)] == 0).all(), "rows that came later have none"
+    plain = session_of(runner, ids).read(tokens(1, 3, seed=9)[0].tolist())
+    torch.testing.assert_close(later, plain, msg="a replay changes nothing else")
+
+
+def test_metrics_are_those_of_the_model_reading_its_context_twice(runner) -> None:
+    """One piece, whose softmax covers everything: the attention of a dense model."""
+    ids = tokens(1, PROMPT)[0].tolist()
+    _, metrics, _ = metrics_of(runner, ids, chunk=PROMPT)
+    model = tiny("llama-gqa")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(torch.tensor([ids + ids]), output_attentions=True).attentions
+    for layer, own in enumerate(weights):  # [1, Hq, 2 PROMPT, 2 PROMPT]
+        most = own[0, :, PROMPT:, :PROMPT].amax(1).unflatten(0, (2, -1)).amax(1)
+        torch.testing.assert_close(
+            metrics[0, 2 * layer : 2 * layer + 2], most, atol=1e-5, rtol=1e-3
+        )
+
+
+def test_rows_are_scored_once_and_again_from_where_they_were_forgotten(runner) -> None:
+    session, metrics, _ = metrics_of(runner, tokens(1, PROMPT)[0].tolist(), chunk=16)
+    runner.replay.score(session.sequence)
+    again, _, _ = runner.eviction.tracked(session.sequence.open_slot)
+    assert torch.equal(metrics, again)
+    session.sequence.rewind(20)
+    assert session.sequence.num_scored == 20
+    session.sequence.restart()
+    assert session.sequence.num_scored == 0
+
+
+def test_words_come_before_every_piece(runner) -> None:
+    class Letters:
+        chat_template = None
+
+        def __call__(self, text: str, **how: object) -> dict[str, list[int]]:
+            return {"input_ids": [3 + ord(c) % 90 for c in text]}
+
+    replay = runner.replay
+    replay.tokenizer, replay.reply = Letters(), reply_words(Letters())
+    session = session_of(runner, tokens(1, PROMPT)[0].tolist())
+    policy, ids = replay.policy, session.sequence.token_ids
+    first, second = (replay._words(session.sequence, range(x, 40)) for x in (0, 20))
+    assert len(first) == len(policy.prompt) + 1
+    assert len(second) == len(policy.follow) + policy.lead + 1
+    assert second[len(policy.follow) : -1] == ids[20 - policy.lead : 20]
+
+
+def test_what_a_template_says_before_a_reply() -> None:
+    class Chat:
+        chat_template = "yes"
+
+        def apply_chat_template(self, asked, **how: object) -> str:
+            return f"<u>{asked[0]['content']}</u><a>"
+
+    assert reply_words(Chat()) == "</u><a>"
+
+
+def test_key_measures_tell_the_odd_one_out() -> None:
+    k = torch.randn(1, 1, 1, 8) + 0.05 * torch.randn(1, 2, 40, 8)
+    k[0, 0, 7] = -k[0, 0, 7]
+    k[:, :, 30:] = 0  # no row
+    for measure in (unlike_others, leverage_of):
+        assert measure(k)[0, 0, :30].argmax() == 7
+
+
+def test_a_piece_has_tokens() -> None:
+    with pytest.raises(ValueError, match="chunk must be at least 1 token, got 0"):
+        replace(get("kvzip"), chunk=0)
