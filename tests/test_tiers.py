@@ -186,6 +186,13 @@ def test_no_other_tiers_of_a_whole_set_lose_less(budget: int):
     assert apart[0] != apart[1] and total_loss(heads, apart) < best
 
 
+def test_a_set_pays_for_every_member():
+    """Beside a latent of its own, members that are equal get what they would get apart."""
+    found = [falling(128, 0.7)] * 8 + [falling(128, 0.5)]
+    together, apart = (plan_tiers(found, 2400, LEVELS, x) for x in ([0] * 8 + [1], None))
+    assert total_loss(found, together) <= 1.02 * total_loss(found, apart)
+
+
 def test_even_tiers_are_whole_units_of_every_level():
     assert even_tiers(384, (4, 8, 2)) == ((128, 8), (128, 4), (128, 2))
     assert even_tiers(64, LEVELS) == ((20, 8), (16, 4), (16, 2))
