@@ -30,6 +30,7 @@ LAYERS: dict[str, set[str]] = {
     "attention": {"spec", "ops", "cache"},
     "models": {"errors", "formats", "spec", "ops", "attention"},
     "config": {"errors", "kinds", "formats", "cache"},
+    "step_time": {"attention", "config", "errors", "models", "ops", "spec", "text"},
     "recipes": {"config"},
     "artifact": {"spec", "models", "weights"},
     "compression": {"formats", "spec", "ops", "models", "config", "recipes", "artifact"}

@@ -162,6 +162,37 @@ def test_no_other_tiers_of_as_many_bits_lose_less(levels, decay: float, budget: 
     assert predicted_loss(s, found) == pytest.approx(best, rel=1e-9)
 
 
+@settings(max_examples=40, deadline=None)
+@given(spectra(), st.integers(0, 3000), SETS)
+def test_members_of_a_set_get_the_same_tiers(found: list[Tensor], budget: int, levels: list[int]):
+    """Of each width; a set of one is a latent."""
+    sets = [len(s) for s in found]
+    planned = plan_tiers(found, budget, levels, sets)
+    assert sum(map(cost, planned)) <= budget
+    assert all(a == b for a, x in zip(planned, sets, strict=True) for b, y in
+               zip(planned, sets, strict=True) if x == y)  # fmt: skip
+    alone = plan_tiers(found, budget, levels, list(range(len(found))))
+    assert alone == plan_tiers(found, budget, levels)
+
+
+@pytest.mark.parametrize("budget", [120, 260, 380])
+def test_no_other_tiers_of_a_whole_set_lose_less(budget: int):
+    heads = [falling(32, 0.3), falling(32, 1.5, 4.0)]
+    first, second = plan_tiers(heads, budget, LEVELS, ["layer"] * 2)
+    others = [x for x in legal_tiers(32, LEVELS) if cost(x) <= cost(first)]
+    best = min(total_loss(heads, [x, x]) for x in others)
+    assert first == second and total_loss(heads, [first] * 2) == pytest.approx(best, rel=1e-9)
+    apart = plan_tiers(heads, budget, LEVELS)
+    assert apart[0] != apart[1] and total_loss(heads, apart) < best
+
+
+def test_a_set_pays_for_every_member():
+    """Beside a latent of its own, members that are equal get what they would get apart."""
+    found = [falling(128, 0.7)] * 8 + [falling(128, 0.5)]
+    together, apart = (plan_tiers(found, 2400, LEVELS, x) for x in ([0] * 8 + [1], None))
+    assert total_loss(found, together) <= 1.02 * total_loss(found, apart)
+
+
 def test_even_tiers_are_whole_units_of_every_level():
     assert even_tiers(384, (4, 8, 2)) == ((128, 8), (128, 4), (128, 2))
     assert even_tiers(64, LEVELS) == ((20, 8), (16, 4), (16, 2))
@@ -235,6 +266,21 @@ def test_a_model_is_planned_in_the_levels_that_were_asked_for(levels):
     assert f"with the planned bits ({shown}) and scales" in "".join(
         facts(spec_of(model), provenance_of(model))
     )
+
+
+@pytest.mark.parametrize("recipe", ["fast", "swift", "lean"])
+def test_a_plan_may_be_alike_in_all_heads_of_a_layer(recipe: str):
+    model = tiny("llama-gqa")
+    prepared = Compressor(model, recipes.get(recipe)).prepare(statistics_of(model, recipe))
+
+    def kinds(**options) -> list[set]:
+        """Tiers of the keys of every layer."""
+        spec = prepared.plan_factor(4.0, **options)
+        assert cache_layout(spec).kept_fraction <= 1 / 4
+        return [{x.tiers for x in layer.key_latents} for layer in spec.layers]
+
+    assert all(len(own) == 1 for own in kinds(alike=True))
+    assert any(len(own) > 1 for own in kinds())
 
 
 def test_inspect_names_the_levels(tmp_path, capsys):

@@ -2,11 +2,12 @@
 
 Dropping a dimension of singular value s costs s^2 / 2 nats, and so few bits of a number leave a
 share of that. At the optimum bits are spent as long as they save more than a common price per bit;
-they fall with s, so a latent is a few runs of equal bits, its tiers. Shapes: N latents of one
-width w; E places where a tier may begin or end.
+they fall with s, so a latent is a few runs of equal bits, its tiers. Latents of a set are planned
+as one and get the same tiers. Shapes: N sets of latents of one width w; E places where a tier may
+begin or end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,38 +25,57 @@ FALLS, FALL = 16, 0.8  # how often, and to what share, the price falls to spend 
 WORD = 16  # bits: what a tier is a multiple of, whatever the latent's width
 
 
-def plan_tiers(spectra: Sequence[Tensor], budget: int, levels: Sequence[int]) -> list[Tiers]:
+def plan_tiers(
+    spectra: Sequence[Tensor],
+    budget: int,
+    levels: Sequence[int],
+    sets: Sequence[Hashable] | None = None,
+) -> list[Tiers]:
     """Tiers of every latent, together at most `budget` bits a token, scales included.
 
-    spectra: singular values [w] of each latent, descending; levels: bits that tiers may have. Every
-    tier is whole units (`unit`), but for the last one where the width is not. The price is found by
-    bisection; as it falls further, single latents take what is left.
+    spectra: singular values [w] of each latent, descending; levels: bits that tiers may have. sets:
+    of every latent, the name of those that are to have the same tiers (None: each has its own); of
+    one width each. Every tier is whole units (`unit`), but for the last one where the width is not.
+    The price is found by bisection; as it falls further, single sets take what is left.
     """
-    spectra = [s.double() for s in spectra]
-    widths = sorted({len(s) for s in spectra})
-    menus = [_menu(spectra, width, levels) for width in widths if width]
+    names = range(len(spectra)) if sets is None else sets
+    members: dict[Hashable, list[Tensor]] = {}
+    for name, s in zip(names, spectra, strict=True):
+        members.setdefault(name, []).append(s.double())
+    found = dict(zip(members, _plan_sets([*members.values()], budget, levels), strict=True))
+    return [found[name] for name in names]
+
+
+def _plan_sets(sets: Sequence[Sequence[Tensor]], budget: int, levels: Sequence[int]) -> list[Tiers]:
+    """Tiers of every set, whose members' singular values these are."""
+    sizes = [len(own) for own in sets]
+    widths = sorted({len(s) for own in sets for s in own})
+    menus = [_menu(sets, width, levels) for width in widths if width]
 
     def plan(price: float) -> list[Tiers]:
-        found: list[Tiers] = [()] * len(spectra)
+        found: list[Tiers] = [()] * len(sets)
         for menu in menus:
-            for index, tiers in zip(menu.latents, menu.choose(price), strict=True):
+            for index, tiers in zip(menu.sets, menu.choose(price), strict=True):
                 found[index] = tiers
         return found
 
-    most = max((float(s[0] ** 2) for s in spectra if len(s)), default=0.0)
+    def spent(planned: Sequence[Tiers]) -> int:
+        return sum(size * cost(tiers) for size, tiers in zip(sizes, planned, strict=True))
+
+    most = max((float(s[0] ** 2) for own in sets for s in own if len(s)), default=0.0)
     low, high = most * 1e-12, most  # at `high` nothing is worth a bit
-    best: list[Tiers] = [() for _ in spectra]
+    best: list[Tiers] = [() for _ in sets]
     for _ in range(48 if most else 0):
         price = (low * high) ** 0.5
         found = plan(price)
-        if sum(map(cost, found)) <= budget:
+        if spent(found) <= budget:
             best, high = found, price
         else:
             low = price
-    left = budget - sum(map(cost, best))
+    left = budget - spent(best)
     for fall in range(FALLS if left and most else 0):
         for index, tiers in enumerate(plan(high * FALL**fall)):
-            more = cost(tiers) - cost(best[index])
+            more = sizes[index] * (cost(tiers) - cost(best[index]))
             if more <= left:
                 best[index], left = tiers, left - more
     return best
@@ -81,11 +101,11 @@ def cost(tiers: Tiers) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Menu:
-    """What latents of one width may become. latents: their numbers; ends: the places E; by bits
-    from the most on: nats lost [N, E, E] in a tier from one place to another, infinite where there
-    may be none, and its bits a token [E, E]; dropped [N, E]: nats lost behind a place."""
+    """What sets of latents of one width may become. sets: their numbers; ends: the places E; by
+    bits from the most on: nats lost [N, E, E] in a tier from one place to another, infinite where
+    there may be none, and its bits a token [N, E, E]; dropped [N, E]: nats lost behind a place."""
 
-    latents: list[int]
+    sets: list[int]
     ends: Tensor
     levels: list[int]
     lost: list[Tensor]
@@ -93,7 +113,7 @@ class _Menu:
     dropped: Tensor
 
     def choose(self, price: float) -> list[Tiers]:
-        """Tiers of each latent that cost least at `price` nats a bit, by dynamic programming: the
+        """Tiers of each set that cost least at `price` nats a bit, by dynamic programming: the
         best way to each place in tiers of so many bits or more."""
         best = torch.full_like(self.dropped, torch.inf)
         best[:, 0] = 0
@@ -117,9 +137,10 @@ class _Menu:
         return tuple(reversed(tiers))
 
 
-def _menu(spectra: Sequence[Tensor], width: int, levels: Sequence[int]) -> _Menu:
-    latents = [i for i, s in enumerate(spectra) if len(s) == width]
-    s = torch.stack([spectra[i] for i in latents])
+def _menu(sets: Sequence[Sequence[Tensor]], width: int, levels: Sequence[int]) -> _Menu:
+    own = [i for i, members in enumerate(sets) if len(members[0]) == width]
+    s = torch.stack([member for i in own for member in sets[i]])
+    sizes = torch.tensor([len(sets[i]) for i in own])
     levels = sorted(set(levels), reverse=True)
     step = min(unit(width, bits) for bits in levels)
     ends = torch.tensor([*range(0, width, step), width])
@@ -129,16 +150,20 @@ def _menu(spectra: Sequence[Tensor], width: int, levels: Sequence[int]) -> _Menu
     numbers = ends[None, :] - ends[:, None]
     # A tier's rotation spreads its error evenly over its numbers.
     spread = (total[:, None, :] - total[:, :, None]).square() / (2 * numbers.clamp(min=1))
+    spread, dropped = (
+        torch.stack([each.sum(0) for each in x.split(sizes.tolist())])
+        for x in (spread, (squares[:, -1:] - squares) / 2)
+    )
     return _Menu(
-        latents=latents,
+        sets=own,
         ends=ends,
         levels=levels,
         lost=[
             (DISTORTION[bits] * spread).masked_fill(~_allowed(ends, bits), torch.inf)
             for bits in levels
         ],
-        bits=[(numbers * bits + SCALE_BITS).double() for bits in levels],
-        dropped=(squares[:, -1:] - squares) / 2,
+        bits=[sizes[:, None, None] * (numbers * bits + SCALE_BITS).double() for bits in levels],
+        dropped=dropped,
     )
 
 

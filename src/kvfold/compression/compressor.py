@@ -172,14 +172,18 @@ class Prepared:
         ranks = allocate(self.candidates, c.ranks, _numbers(keep, c.geometry), c.align(align))
         return self._spec([(rank, None) for rank in ranks])
 
-    def plan_factor(self, factor: float, levels: Sequence[int] = LEVELS) -> CacheSpec:
-        """Ranks and bits, of `levels`, that make a token `factor` times smaller than at 16 bits.
+    def plan_factor(
+        self, factor: float, levels: Sequence[int] = LEVELS, *, alike: bool = False
+    ) -> CacheSpec:
+        """Ranks and bits, of `levels`, that make a token `factor` times smaller than at 16 bits;
+        alike: the same ones in all heads of a layer.
 
         Needs a basis that predicts losses.
         """
         c = self.compressor
         c.factor_of(Target(factor=factor, levels=tuple(levels)))
-        return self._spec(plan_bits(self.candidates, _bits(factor, c.geometry), levels))
+        bits = _bits(factor, c.geometry)
+        return self._spec(plan_bits(self.candidates, bits, levels, alike=alike))
 
     def _spec(self, sizes: Sequence[Size]) -> CacheSpec:
         c = self.compressor

@@ -25,9 +25,11 @@ def by_layer(candidates: Candidates) -> list[list[LatentCandidate]]:
     return [list(own) for _, own in groupby(candidates, key=lambda c: c.layer)]
 
 
-def plan_bits(candidates: Candidates, bits: int, levels: Sequence[int]) -> list[Size]:
+def plan_bits(
+    candidates: Candidates, bits: int, levels: Sequence[int], *, alike: bool = False
+) -> list[Size]:
     """Ranks and tiers of `levels` that spend `bits` a token, scales included, for the least
-    predicted loss.
+    predicted loss; alike: the same ones of a layer's keys, and of its values, whatever the head.
 
     Raises ValueError where skipped layers do not fit, or a layer would store nothing.
     """
@@ -38,7 +40,8 @@ def plan_bits(candidates: Candidates, bits: int, levels: Sequence[int]) -> list[
             f"skipped layers, at 16 bits a number, take {whole} bits a token of the {bits} that"
             " this factor allows; ask for a smaller `factor`, or skip fewer layers"
         )
-    tiers_of = plan_tiers([c.singular for c in free], bits - whole, levels)
+    sets = [(c.layer, c.side, c.width) for c in free] if alike else None
+    tiers_of = plan_tiers([c.singular for c in free], bits - whole, levels, sets)
     planned = dict(zip(free, tiers_of, strict=True))
     if empty := {c.layer for c in free} - {c.layer for c, tiers in planned.items() if tiers}:
         raise SettingError(

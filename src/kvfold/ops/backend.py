@@ -69,11 +69,18 @@ class Operation:
             found |= zip(own, make(module, own), strict=True)
         return [found[i] for i in range(len(layers))]
 
+    def which(self, device_type: str, *data: Hashable) -> str:
+        """The name of the implementation that runs on these data. Imports none of them."""
+        return self._pick(device_type, data)[0]
+
     def why_not(self, device_type: str, *data: Hashable) -> str | None:
         """Why the reference runs on these data; None where another implementation does. Imports
         none of them."""
-        name, refused = _pick(self, _wanted(), use_triton(device_type), device_type, data)
+        name, refused = self._pick(device_type, data)
         return "; ".join(dict.fromkeys(refused)) if name == LAST else None
+
+    def _pick(self, device_type: str, data: tuple[Hashable, ...]) -> tuple[str, tuple[str, ...]]:
+        return _pick(self, _wanted(), use_triton(device_type), device_type, data)
 
 
 def _wanted() -> str:

@@ -1,0 +1,24 @@
+"""Bytes of weights that a step reads, by a model's config and what it stores."""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvfold.models.families import family_of
+from kvfold.spec import CacheSpec
+
+DTYPE = torch.bfloat16  # what a GPU serves models in
+
+
+def step_bytes(config: Any, spec: CacheSpec) -> int:
+    """Of a model that stores what `spec` says, in DTYPE: all weights but embeddings, of which a
+    step looks up a few rows, unless the last layer shares them. Allocates nothing."""
+    family = family_of(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+        for index, layer in enumerate(spec.layers):
+            if layer.keys != "plain":
+                family.swap(model, spec, index)
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    return DTYPE.itemsize * int(model.num_parameters(exclude_embeddings=not tied))

@@ -1,0 +1,166 @@
+"""Predicted time of a decode step: bytes, products and launches, times what each was measured to
+take.
+
+Shapes: B sequences of T tokens each, a row a token; Hk KV heads, d head dim, r rank of a key
+latent.
+data/step_time.json has a device's coefficients; tools/fit_step_time.py makes it of what `kvfold
+bench` measured, and says how far off it is. A step is every layer's `attention_work`, weights read
+at the device's rate, and what it takes to launch layers and to choose tokens.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from kvfold.attention.selector import kernels
+from kvfold.config import check, setting
+from kvfold.errors import SettingError
+from kvfold.models.folded import layer_shapes
+from kvfold.models.size import DTYPE, step_bytes
+from kvfold.ops.backend import GPU
+from kvfold.ops.decode import DECODE
+from kvfold.ops.latent_decode import LATENT_DECODE
+from kvfold.spec import CacheSpec, Geometry, LayerSpec
+from kvfold.spec.layout import Group, Segment, cache_layout
+from kvfold.text import packaged
+
+DEFAULT = "NVIDIA H200"  # whose coefficients serve where a device has none
+BATCH, CONTEXT = 64, 8192  # of a step, where none are stated
+PIECE = 64  # most 16-bit words of a row that kernels read at a time, where they do by pieces
+ON_CHIP = 256  # numbers of a key latent whose maps kernels hold on chip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The step that is asked about: sequences, and tokens that each has stored."""
+
+    batch: int = setting(BATCH, "Sequences.", least=1)
+    context: int = setting(CONTEXT, "Tokens.", least=1)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.context
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.context}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A step's milliseconds. device: whose coefficients; estimated: whether rows are read by
+    kernels that were not timed for the table."""
+
+    ms: float
+    device: str
+    estimated: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coefficients:
+    """What work takes on a device. read: TB/s that a pure read reaches; attention: microseconds by
+    the names of `attention_work`, estimated: those of them that rest on kernels since changed or
+    on single figures; layer, sequence: microseconds a step beside attention and reading weights."""
+
+    read: float
+    attention: Mapping[str, float]
+    estimated: Sequence[str]
+    layer: float
+    sequence: float
+
+    def attention_us(self, work: Mapping[str, float]) -> float:
+        """Of a layer."""
+        return sum(self.attention[name] * amount for name, amount in work.items())
+
+    def step_us(self, weights: int, attention_us: float, layers: int, batch: int) -> float:
+        """weights: bytes; attention_us: of all layers."""
+        return (
+            weights / self.read / 1e6 + attention_us + self.layer * layers + self.sequence * batch
+        )
+
+
+@lru_cache
+def tables() -> dict[str, Coefficients]:
+    """By device."""
+    return {name: Coefficients(**x) for name, x in json.loads(packaged("step_time.json")).items()}
+
+
+def load_of(config: Any, batch: int | None = None, context: int | None = None) -> Load:
+    """The step that is stated, or BATCH x CONTEXT, of fewer tokens where the model has positions
+    for fewer. Raises SettingError for more tokens than that."""
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if context is None:
+        context = min(CONTEXT, longest or CONTEXT)
+    elif longest is not None and context > longest:
+        raise SettingError(
+            f"`context` must be at most {longest}, the model's positions; got {context}"
+        )
+    return Load(batch=BATCH if batch is None else batch, context=context)
+
+
+def predict(
+    config: Any, spec: CacheSpec, load: Load, *, bits: int | None = None, device: str = DEFAULT
+) -> Prediction | None:
+    """The time of a decode step of a model that stores what `spec` says, in 16-bit numbers, or the
+    bits that it plans, or `bits`; None where kernels do not serve all of its layers.
+
+    Every layer is taken to read all tokens. device: as CUDA calls it; DEFAULT serves for others.
+    """
+    shapes = layer_shapes(config, spec)
+    tracked = [shape.window is not None for shape in shapes]
+    layout = cache_layout(spec, itemsize=DTYPE.itemsize, bits=bits, tracked=tracked)
+    if not kernels(shapes, layout, DTYPE).complete:
+        return None
+    name = device if device in tables() else DEFAULT
+    table = tables()[name]
+    work = [
+        attention_work(layer, layout.groups[where], spec.geometry, load.rows, table.read)
+        for layer, where in zip(spec.layers, layout.layer_groups, strict=True)
+    ]
+    attention = sum(map(table.attention_us, work))
+    us = table.step_us(step_bytes(config, spec), attention, len(work), load.batch)
+    estimated = any(each.get(x) for each in work for x in table.estimated)
+    return Prediction(ms=us / 1e3, device=name, estimated=estimated)
+
+
+def attention_work(
+    layer: LayerSpec, groups: Sequence[Group], geometry: Geometry, rows: int, read: float
+) -> dict[str, float]:
+    """What a layer's decode attention over so many rows does.
+
+    launch: 1. stored, rebuilt: microseconds that its bytes take at `read` TB/s, of kernels that
+    score what is stored and of those that rebuild keys. codes: millions of numbers that are
+    unpacked. products: billions of multiplications and additions, 2 d r a row and KV head, that
+    rebuild keys, wide: those of the numbers beyond ON_CHIP, where all come at once. runs: millions
+    of runs of equal bits that are read by themselves, of every KV head's keys and of values.
+    """
+    rebuilds, groups = layer.keys == "pre_rope", tuple(groups)
+    kernel = LATENT_DECODE.which(GPU, layer, groups) if rebuilds else DECODE.which(GPU, groups)
+    layouts = [group.layout for group in groups]
+    segments = [x for layout in layouts for x in layout.segments]
+    scales = sum(layout.scale * layout.scales_per_row for layout in layouts)
+    us = rows * (sum(x.row_bytes for x in segments) + scales) / read / 1e6
+    work = {
+        "launch": 1.0,
+        "rebuilt" if rebuilds else "stored": us,
+        "codes": rows * sum(x.width for x in segments if x.quantized) / 1e6,
+    }
+    in_pieces = kernel != "triton"
+    if rebuilds:
+        ranks = [x.rank for x in layer.key_latents for _ in x.heads]
+        each = 2 * geometry.head_dim * rows / 1e9
+        work["products"] = each * sum(ranks)
+        work["wide"] = each * sum(max(0, rank - ON_CHIP) for rank in ranks) * (not in_pieces)
+    alone = [x for x in segments if in_pieces or (rebuilds and x.quantized)]
+    work["runs"] = rows / 1e6 * sum(_pieces(x) for x in alone)
+    return work
+
+
+def _pieces(run: Segment) -> int:
+    """Of a run, those that each KV head's keys take and those that values take."""
+    readers = len(run.heads) * ("k" in run.side) + ("v" in run.side)
+    return -(-run.row_bytes // (2 * PIECE)) * readers

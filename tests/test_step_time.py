@@ -1,0 +1,75 @@
+"""Predicted step times: near what was measured, honest about what was not, None without kernels."""
+
+import pytest
+
+from kvfold import recipes
+from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
+from kvfold.compression.default import even_spec
+from kvfold.config import LEVELS
+from kvfold.models.families import family_of
+from kvfold.spec.layout import plain_spec
+from kvfold.step_time import DEFAULT, Load, attention_work, load_of, predict, tables
+from models import CONFIGS, llama_8b
+
+LLAMA = llama_8b(vocab_size=128256, max_position_embeddings=131072)
+GEOMETRY = family_of(LLAMA).geometry(LLAMA)
+
+
+def layer_us(name: str, batch: int = 64, tokens: int = 8192) -> float:
+    geometry, table = SHAPES["llama-3.1-8b"], tables()[DEFAULT]
+    layout = variant_layout(geometry, VARIANTS[name], 1)
+    layer = layout.spec.layers[0]
+    work = attention_work(layer, layout.groups, geometry, batch * tokens, table.read)
+    return table.attention_us(work)
+
+
+@pytest.mark.parametrize(
+    ("name", "us"),
+    [
+        ("bf16-full", 489.3),
+        ("bf16-half", 254.1),
+        ("int8-half", 140.1),
+        ("int4-half", 85.0),
+        ("lean-31", 262.7),
+        ("lean-35", 300.2),
+        ("small-10", 360.3),
+        ("small-25", 1500.0),
+    ],
+)
+def test_attention_is_near_what_was_measured(name: str, us: float) -> None:
+    assert layer_us(name) == pytest.approx(us, rel=0.15)
+
+
+def test_a_step_is_near_what_was_measured() -> None:
+    whole = predict(LLAMA, plain_spec(GEOMETRY), Load())
+    assert whole is not None and whole.ms == pytest.approx(23.76, rel=0.1)
+    assert not whole.estimated and whole.device == DEFAULT
+    fewer = predict(LLAMA, plain_spec(GEOMETRY), Load(), bits=4, device="a new one")
+    assert fewer is not None and fewer.ms < whole.ms / 1.5 and fewer.device == DEFAULT
+
+
+@pytest.mark.parametrize("recipe", ["swift", "lean", "small"])
+def test_what_kernels_read_run_by_run_is_an_estimate(recipe: str) -> None:
+    spec = even_spec(recipes.get(recipe), GEOMETRY, 0.5, LEVELS)
+    found = predict(LLAMA, spec, Load())
+    assert found is not None and found.estimated
+
+
+def test_more_rows_take_longer_and_cost_no_less_a_token() -> None:
+    spec = plain_spec(GEOMETRY)
+    small, large = (predict(LLAMA, spec, Load(batch=b, context=2048)) for b in (1, 64))
+    assert small is not None and large is not None and small.ms < large.ms < 64 * small.ms
+
+
+def test_without_kernels_nothing_is_predicted() -> None:
+    config = CONFIGS["gemma2"]()
+    assert predict(config, plain_spec(family_of(config).geometry(config)), Load()) is None
+
+
+def test_a_step_is_stated_within_the_positions_of_a_model() -> None:
+    short = llama_8b(max_position_embeddings=4096)
+    assert load_of(short) == Load(context=4096) and str(load_of(LLAMA, 8)) == "8 x 8192"
+    with pytest.raises(ValueError, match="context must be at most 4096, the model's posit"):
+        load_of(short, context=8192)
+    with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
+        load_of(short, batch=0)

@@ -1,0 +1,167 @@
+"""Coefficients of predicted step times, src/kvfold/data/step_time.json: least squares of relative
+errors over what `kvfold bench` measured.
+
+    python tools/fit_step_time.py
+
+Reads benchmarks/results/*.json. Prints, for docs/performance.md, how far off predictions are: of
+every time by coefficients that were fitted without it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sklearn.linear_model import LinearRegression
+from transformers import LlamaConfig
+
+from kvfold.bench.synthetic_engine import WIDTHS
+from kvfold.bench.variants import ALL, SHAPES, VARIANTS, Variant, variant_layout
+from kvfold.models.size import step_bytes
+from kvfold.spec import Tiers
+from kvfold.step_time import DEFAULT, Coefficients, attention_work
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+TABLE = ROOT / "src" / "kvfold" / "data" / "step_time.json"
+STEP = ("layer", "sequence")
+MEASURED = ("launch", "stored", "rebuilt", "codes", "products", "wide")
+
+
+def _runs(keys: Tiers, values: Tiers) -> Variant:
+    return Variant(tiers=(keys, values), shares=(1, ALL), page=64)
+
+
+# 64 x 8192 on llama-3.1-8b, microseconds a layer, without a file of results: `lean` in 4 bits
+# (docs/performance-goals.md), and the first cut of the kernels that read runs one by one, which
+# have changed since; of the last three only the size and the bits are known.
+SEEN: list[tuple[str, Variant, float]] = [
+    ("lean-31, 4 bits", replace(VARIANTS["lean-31"], bits=4), 314.0),
+    ("swift 4x, 4 bits", _runs(((128, 4),), ((1024, 4),)), 335.0),
+    ("swift 5x, 4 bits", _runs(((128, 4),), ((608, 4),)), 321.0),
+    ("swift 6x, tiers", _runs(((8, 8), (40, 4), (32, 2)), ((128, 8), (384, 4), (256, 2))), 509.0),
+]
+Work = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A time in microseconds, the work it is fitted to, and what of it is known without."""
+
+    name: str
+    us: float
+    work: Work
+    known: float = 0.0
+
+    def predicted(self, found: Work) -> float:
+        return self.known + sum(found[x] * self.work.get(x, 0.0) for x in found)
+
+
+def reports(benchmark: str) -> list[dict[str, Any]]:
+    found = [json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("*.json"))]
+    return [x for x in found if x.get("benchmark") == benchmark]
+
+
+def work_of(shape: str, variant: Variant, rows: int, read: float) -> Work:
+    """Of one layer."""
+    geometry, layout = SHAPES[shape], variant_layout(SHAPES[shape], variant, 1)
+    return attention_work(layout.spec.layers[0], layout.groups, geometry, rows, read)
+
+
+def attention_points(found: Sequence[dict[str, Any]], read: float) -> list[Point]:
+    """Kernels as they are served, over sequences of equal length."""
+    points = []
+    for row in chain.from_iterable(report["rows"] for report in found):
+        if row["kind"] == "variant" and (variant := VARIANTS[row["variant"]]).served:
+            work = work_of(row["shape"], variant, row["batch"] * row["tokens"], read)
+            points.append(Point(name=_name(row), us=row["us"], work=work))
+    return points
+
+
+def step_points(found: Sequence[dict[str, Any]], base: Coefficients) -> list[Point]:
+    """Engine steps on kernels. known: attention and reading weights."""
+    points = []
+    for row in chain.from_iterable(report["rows"] for report in found):
+        if row["variant"] not in VARIANTS or not row["graph"]:
+            continue
+        variant, shape, batch = VARIANTS[row["variant"]], row["shape"], row["batch"]
+        layers = SHAPES[shape].num_layers
+        each = base.attention_us(work_of(shape, variant, batch * row["tokens"], base.read))
+        weights = step_bytes(_config(shape), variant_layout(SHAPES[shape], variant).spec)
+        known = base.step_us(weights, layers * each, layers, batch)
+        work = {"layer": layers, "sequence": batch}
+        points.append(Point(name=_name(row), us=1e3 * row["ms"], work=work, known=known))
+    return points
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['variant']}, {row['shape']}, {row['batch']} x {row['tokens']}"
+
+
+def _config(shape: str) -> LlamaConfig:
+    (width, mlp, vocabulary), geometry = WIDTHS[shape], SHAPES[shape]
+    return LlamaConfig(
+        hidden_size=width,
+        intermediate_size=mlp,
+        vocab_size=vocabulary,
+        num_hidden_layers=geometry.num_layers,
+        num_attention_heads=geometry.num_query_heads,
+        num_key_value_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+    )
+
+
+def fit(names: Sequence[str], points: Sequence[Point]) -> Work:
+    """Coefficients, none below 0, for the least squared relative error."""
+    us = np.array([x.us for x in points])
+    work = np.array([[x.work.get(name, 0.0) for name in names] for x in points])
+    model = LinearRegression(positive=True, fit_intercept=False)
+    model.fit(work / us[:, None], 1 - np.array([x.known for x in points]) / us)
+    return {name: float(f"{x:.4g}") for name, x in zip(names, model.coef_, strict=True)}
+
+
+def print_errors(title: str, names: Sequence[str], points: Sequence[Point]) -> None:
+    """Of every time by a fit to all others."""
+    errors = []
+    for i, x in enumerate(points):
+        errors.append(x.predicted(fit(names, [*points[:i], *points[i + 1 :]])) / x.us - 1)
+    mean, worst = (100 * f(np.abs(errors)) for f in (np.mean, np.max))
+    print(f"{title}: {len(points)} times, off by {mean:.1f} % in the mean, {worst:.0f} % at worst")
+    for x, error in zip(points, errors, strict=True):
+        print(f"  {x.name:42} {x.us:9.1f} us {100 * error:+6.1f} %")
+
+
+def coefficients(device: str) -> Coefficients:
+    """Of a device; prints the errors."""
+    attention, decode = (
+        [x for x in reports(kind) if x["versions"]["device"] == device]
+        for kind in ("attention", "decode")
+    )
+    read = float(np.median([x["ceiling"]["read_tb_per_s"] for x in attention]).round(3))
+    points = attention_points(attention, read)
+    print_errors(f"{device}, attention, a layer", MEASURED, points)
+    found = fit(MEASURED, points)
+    seen = []
+    for name, variant, us in SEEN:
+        work = work_of("llama-3.1-8b", variant, 64 * 8192, read)
+        known = sum(found[x] * work.get(x, 0.0) for x in found)
+        seen.append(Point(name=name, us=us, work=work, known=known))
+    print_errors(f"{device}, runs, estimated", ["runs"], seen)
+    found |= fit(["runs"], seen)
+    base = Coefficients(read=read, attention=found, estimated=["runs"], layer=0.0, sequence=0.0)
+    steps = step_points(decode, base)
+    print_errors(f"{device}, engine, a step", STEP, steps)
+    return replace(base, **fit(STEP, steps))
+
+
+def main() -> None:
+    made = {DEFAULT: vars(coefficients(DEFAULT))}  # of other devices nothing is measured yet
+    TABLE.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {TABLE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
