@@ -43,6 +43,7 @@ LAYERS: dict[str, set[str]] = {
     | {"errors"},
     "evaluation": {
         "spec",
+        "step_time",
         "models",
         "compression",
         "config",

@@ -8,7 +8,7 @@ import pytest
 from kvfold.cli.frontier import command
 from kvfold.cli.main import main
 from kvfold.evaluation.compare import Row
-from kvfold.evaluation.frontier import frontier, knee, loss
+from kvfold.evaluation.frontier import fastest, frontier, knee, loss
 from test_cli import plain, printed, text  # noqa: F401
 
 ORIGINAL = Row(
@@ -39,6 +39,19 @@ def test_the_best_lose_less_than_every_smaller_one() -> None:
     assert frontier([ORIGINAL, worse, lean, as_good, small]) == [small, lean, ORIGINAL]
     free = row("free", 0.4, -0.2)
     assert frontier([ORIGINAL, free, lean, small]) == [small, free]  # nothing larger is better
+
+
+def test_the_fastest_lose_less_than_every_faster_one() -> None:
+    slow, fast, worse = (
+        replace(row(name, kept, lost), step_ms=ms)
+        for name, kept, lost, ms in (
+            ("slow", 0.1, 0.01, 3.0),
+            ("fast", 0.3, 0.02, 1.0),
+            ("worse", 0.2, 0.03, 2.0),
+        )
+    )
+    untimed = row("untimed", 0.05, 0.0)
+    assert fastest([slow, worse, untimed, fast]) == [fast, slow]
 
 
 def test_the_knee_is_where_size_and_loss_cost_least_together() -> None:
@@ -82,7 +95,10 @@ def test_the_command_measures_and_says_what_makes_the_best(plain, text, tmp_path
     planned = [x for x in found["rows"] if x["recipe"] == "lean"]
     assert all(0 < x["kept_fraction"] <= x["keep"] for x in planned)
     best = found["frontier"]
-    assert sum(x["knee"] for x in best) == 1 and all(x["step_ms"] is None for x in best)
+    assert sum(x["knee"] for x in best) == 1 and all(x["step_ms"] > 0 for x in best)
+    assert all(x["best_of_size"] or x["best_of_speed"] for x in best)
+    assert found["settings"]["step"] == {"batch": 64, "context": 128}
+    assert "Loss against the time of a step" in html.read_text()
     assert "knee: kvfold" in out and "The best of every size" in html.read_text()
     made = next((x["command"] for x in best if x["recipe"] == "lean"), None)
     if made is not None:

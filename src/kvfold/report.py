@@ -11,7 +11,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,6 +105,7 @@ def write_report(
             for name in compare.texts(rows)
             if _points(rows, name)
         ],
+        steps=[_step_figure(rows, name) for name in compare.texts(rows) if _times(rows, name)],
         floor=_FLOOR,
         frontier=frontier,
         ranks=_rank_figures(ranks) if ranks else [],
@@ -163,14 +164,26 @@ def _svg(figure: Figure, name: str) -> dict[str, Any]:
     return {"svg": Markup(svg), "name": name, "style": style, "wide": wide}
 
 
-def _points(rows: Sequence[Row], text: str) -> dict[str, list[tuple[float, float, float]]]:
+Lines = dict[str, list[tuple[float, float, float]]]
+
+
+def _points(rows: Sequence[Row], text: str) -> Lines:
     """Per recipe the (kept fraction, per cent more perplexity, standard error) on `text`, by kept
     fraction."""
-    lines: dict[str, list[tuple[float, float, float]]] = {}
-    for row in rows:
+    return _lines(((row, row.kept_fraction) for row in rows), text)
+
+
+def _times(rows: Sequence[Row], text: str) -> Lines:
+    """The same by predicted milliseconds of a decode step, of rows that have them."""
+    return _lines(((row, row.step_ms) for row in rows if row.step_ms is not None), text)
+
+
+def _lines(places: Iterable[tuple[Row, float]], text: str) -> Lines:
+    lines: Lines = {}
+    for row, place in places:
         delta = row.delta_nll.get(text, (math.nan, math.nan))
         if math.isfinite(delta[0]):
-            point = (row.kept_fraction, *compare.perplexity_increase(delta))
+            point = (place, *compare.perplexity_increase(delta))
             lines.setdefault(row.recipe, []).append(point)
     return {recipe: sorted(points) for recipe, points in lines.items()}
 
@@ -180,8 +193,24 @@ def _loss_figure(
 ) -> dict[str, Any]:
     """Perplexity increase against kept fraction, a line a recipe; what is below _FLOOR sits on it.
     The knee of a frontier is a dotted line."""
+    figure, axes = _loss_axes(rows, text, _points(rows, text), "kept fraction of the cache")
+    for point in frontier:
+        if point["knee"]:
+            axes.axvline(1 / point["times"], color=_MUTED, linestyle=":", linewidth=1)
+    return _svg(figure, text)
+
+
+def _step_figure(rows: Sequence[Row], text: str) -> dict[str, Any]:
+    """Perplexity increase against the predicted time of a decode step; the original's is dotted."""
+    figure, axes = _loss_axes(rows, text, _times(rows, text), "predicted ms of a decode step")
+    if (whole := rows[0].step_ms) is not None:
+        axes.axvline(whole, color=_MUTED, linestyle=":", linewidth=1)
+    return _svg(figure, text)
+
+
+def _loss_axes(rows: Sequence[Row], text: str, lines: Lines, label: str) -> tuple[Any, Axes]:
+    """A figure of perplexity increases, a line a recipe, in the colours that `rows` give them."""
     figure, axes = _figure(4.6, 3.7)
-    lines = _points(rows, text)
     order = list(dict.fromkeys(row.recipe for row in rows if row.delta_nll))
     most = max(mean for points in lines.values() for _, mean, _ in points)
     axes.set_yscale("log")
@@ -190,14 +219,11 @@ def _loss_figure(
     axes.locator_params(axis="x", nbins=5)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
     axes.yaxis.set_minor_formatter("")
-    axes.set(xlabel="kept fraction of the cache", ylabel="more perplexity than the original")
+    axes.set(xlabel=label, ylabel="more perplexity than the original")
     for recipe, points in lines.items():
         _draw_line(axes, order.index(recipe), points)
-    for point in frontier:
-        if point["knee"]:
-            axes.axvline(1 / point["times"], color=_MUTED, linestyle=":", linewidth=1)
     _label_ends(axes, {name: (order.index(name), lines[name][-1]) for name in lines})
-    return _svg(figure, text)
+    return figure, axes
 
 
 def _draw_line(axes: Axes, index: int, points: Sequence[tuple[float, ...]]) -> None:

@@ -47,6 +47,8 @@ def frontier(
     calib_tokens: int = CALIBRATION.max_tokens,
     html: Path | None = None,
     json: Path | None = None,
+    batch: int | None = None,
+    context: int | None = None,
     seed: int = 0,
     windows: Windows = WINDOWS,
     place: Place = PLACE,
@@ -74,10 +76,15 @@ def frontier(
         File for a report with pictures.
     json
         File for the results; written after every row.
+    batch
+        Sequences of the decode step whose time is predicted beside every row: 64 without it.
+    context
+        Tokens that each of them has stored: 8192 without it, or as many as the model has positions.
     seed
         Of calibration.
     """
     from kvfold.compression.target import Target
+    from kvfold.step_time import load_of
 
     names = parse_list(recipes, "--recipes", str)
     sizes = parse_list(factors, "--factors", float, "2,4,8")
@@ -89,6 +96,7 @@ def frontier(
     check_files(calib, numbers)
     texts = common.named_texts(text)
     config, tokenizer = common.load_config(model), common.load_tokenizer(model)
+    load = load_of(config, batch, context)
     with renamed(max_tokens="calib_tokens"):
         for name in names:  # sizes that are too small are left out
             common.check_recipe(config, name, calib_tokens, Target(), None)
@@ -102,6 +110,7 @@ def frontier(
         loaded, tokenizer, names, calib=list(calib) or None, max_tokens=calib_tokens, seed=seed
     )
     settings = common.settings(loaded, windows, STORAGE) | {"levels": chosen, "seed": seed}
+    settings |= {"step": {"batch": load.batch, "context": load.context}}
     settings |= {"calib_tokens": calib_tokens, "calib": list(map(str, calib))}
     settings |= {"text": list(map(str, text))}
     flags = flags_of(calibration)
@@ -109,7 +118,7 @@ def frontier(
     try:
         with common.progress() as progress:
             for row in measured(
-                compressors, sizes, numbers, what, levels=chosen, progress=progress
+                compressors, sizes, numbers, what, levels=chosen, load=load, progress=progress
             ):
                 rows.append(row)
                 if json is not None:
@@ -119,6 +128,7 @@ def frontier(
         print_rows(rows)
     best = points(model, rows, flags, levels)
     print_points(best)
+    print(f"ms a step: predicted for {load} tokens on one NVIDIA H200")
     if html is not None:
         write_html(html, model, rows, best)
 
@@ -154,12 +164,13 @@ def flags_of(calibration: Calibration) -> list[str]:
 def points(
     model: str, rows: "Sequence[Row]", flags: Sequence[str], levels: str | None
 ) -> list[dict[str, Any]]:
-    """The rows that no smaller one beats, with their commands; smallest first. step_ms: of a decode
-    step, which is not measured here."""
-    from kvfold.evaluation.frontier import frontier, knee, loss
+    """The rows that no smaller one beats, or no faster one, with their commands; smallest first.
+    step_ms: predicted, of a decode step."""
+    from kvfold.evaluation.frontier import fastest, frontier, knee, loss
 
-    best = frontier(rows)
-    turning = knee(best)
+    small, fast = frontier(rows), fastest(rows)
+    turning = knee(small)
+    best = sorted({id(x): x for x in (*small, *fast)}.values(), key=lambda x: x.kept_fraction)
     return [
         {
             "recipe": row.recipe,
@@ -167,7 +178,10 @@ def points(
             "bytes_per_token": row.bytes_per_token,
             "times": 1 / row.kept_fraction,
             "loss": loss(row),
-            "step_ms": None,
+            "step_ms": row.step_ms,
+            "step_estimated": row.step_estimated,
+            "best_of_size": row in small,
+            "best_of_speed": row in fast,
             "knee": row is turning,
             "command": command(model, row, flags, levels),
         }
@@ -192,15 +206,16 @@ def command(model: str, row: "Row", flags: Sequence[str], levels: str | None) ->
 
 
 def print_points(best: Sequence[dict[str, Any]]) -> None:
-    """The best of every size, and where the knee is."""
+    """The best of every size and speed, and where the knee is; ~: a rough estimate."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("B/tok", "less", "nats lost"):
+    for name in ("B/tok", "less", "nats lost", "ms a step"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("made by")
     for x in best:
         size, times = f"{x['bytes_per_token']:.0f}", f"{x['times']:.1f}x"
+        ms = f"{'~' * x['step_estimated']}{x['step_ms']:.2f}" if x["step_ms"] else "-"
         mark = "knee: " if x["knee"] else ""
-        table.add_row(size, times, f"{x['loss']:.4f}", mark + x["command"])
+        table.add_row(size, times, f"{x['loss']:.4f}", ms, mark + x["command"])
     Console().print(table)
 
 

@@ -35,7 +35,8 @@ class Row:
     `rows`, and how many of them were `truncated`) by file. `seconds` is the time that bases, ranks
     and fold took; calibration, which the rows share, is not in it. `window_nll` holds the loss of
     every window of a text, so that any two rows can be paired. `pool_fraction`: bytes of pages and
-    page tables over the uncompressed 16-bit cache, where the cache was paged.
+    page tables over the uncompressed 16-bit cache, where the cache was paged. `step_ms`: what a
+    decode step is predicted to take, `step_estimated` by kernels that were not timed for that.
     """
 
     recipe: str
@@ -51,6 +52,8 @@ class Row:
     window_nll: Mapping[str, Sequence[float]] = field(default_factory=dict)
     pool_fraction: float | None = None
     tasks: Mapping[str, Mapping[str, float]] | None = None
+    step_ms: float | None = None
+    step_estimated: bool = False
 
 
 def paired(a: Row, b: Row, text: str) -> tuple[float, float]:

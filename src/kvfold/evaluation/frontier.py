@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvfold.artifact import spec_of
 from kvfold.compression.bases import builder_of
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
 from kvfold.compression.progress import Progress
@@ -12,7 +13,10 @@ from kvfold.errors import SettingError
 from kvfold.evaluation.compare import Row
 from kvfold.evaluation.comparison import ORIGINAL, result_row
 from kvfold.evaluation.measure import Measured, Measurement, measure
+from kvfold.models.families import family_of
 from kvfold.spec import CacheSpec
+from kvfold.spec.layout import plain_spec
+from kvfold.step_time import Load, predict
 
 WORTH = 0.1  # nats a token that the knee takes the whole cache to be worth
 
@@ -24,10 +28,12 @@ def measured(
     what: Measurement,
     *,
     levels: Sequence[int],
+    load: Load,
     progress: Progress | None = None,
 ) -> Iterator[Row]:
     """The original, plain integers of `bits`, and every recipe at every factor, as soon as they are
-    measured, all on pages; compressors share a model and its text.
+    measured, all on pages; compressors share a model and its text. load: the decode step whose time
+    is predicted beside them.
 
     Sizes that are too small for a recipe to store something in every layer are left out.
     """
@@ -37,11 +43,16 @@ def measured(
         pages = replace(what, cache=CacheConfig(bits=bits))
         return measure(found, tokenizer, pages, progress, label)
 
+    def timed(row: Row, found: Any, bits: int | None = None) -> Row:
+        step = predict(model.config, stored(found), load, bits=bits)
+        return row if step is None else replace(row, step_ms=step.ms, step_estimated=step.estimated)
+
     original = on_pages(model, ORIGINAL)
-    yield result_row(model, ORIGINAL, 1.0, original)
+    yield timed(result_row(model, ORIGINAL, 1.0, original), model)
     for number in bits:
         name = f"int{number}"
-        yield result_row(model, name, number / 16, on_pages(model, name, number), original)
+        row = result_row(model, name, number / 16, on_pages(model, name, number), original)
+        yield timed(row, model, number)
     statistics = shared_statistics(compressors, progress)
     for compressor in compressors:
         prepared, name = compressor.prepare(statistics, progress), compressor.recipe.name
@@ -51,7 +62,12 @@ def measured(
             except SettingError:
                 continue
             found = on_pages(folded, f"{name} {factor:g}x")
-            yield result_row(folded, name, 1 / factor, found, original)
+            yield timed(result_row(folded, name, 1 / factor, found, original), folded)
+
+
+def stored(model: Any) -> CacheSpec:
+    """What a model, folded or plain, stores."""
+    return spec_of(model) or plain_spec(family_of(model.config).geometry(model.config))
 
 
 def planned(prepared: Prepared, factor: float, levels: Sequence[int]) -> CacheSpec:
@@ -77,6 +93,16 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
     """The rows that lose less than every smaller one, smallest first."""
     best: list[Row] = []
     for row in sorted(rows, key=lambda row: (row.kept_fraction, loss(row))):
+        if not best or loss(row) < loss(best[-1]):
+            best.append(row)
+    return best
+
+
+def fastest(rows: Sequence[Row]) -> list[Row]:
+    """The rows that lose less than all whose step is predicted to be faster, fastest first."""
+    best: list[Row] = []
+    timed = [row for row in rows if row.step_ms is not None]
+    for row in sorted(timed, key=lambda row: (row.step_ms or 0.0, loss(row))):
         if not best or loss(row) < loss(best[-1]):
             best.append(row)
     return best

@@ -182,7 +182,7 @@ def needle_lengths(model: Any) -> tuple[int, ...]:
     return lengths
 
 
-def storage(model: Any, held: Footprint | None = None) -> dict[str, float]:
+def storage(model: Any, held: Footprint | None = None) -> dict[str, Any]:
     """kept_fraction, and bytes per token of this cache and of the full one at 16 bits.
 
     Of what pages hold of a sequence after its prompt, where that was measured; else by the spec.
