@@ -13,10 +13,14 @@ for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
 
 import httpx
 import uvicorn
+from prometheus_client.parser import (
+    text_string_to_metric_families as text_string_to_metric_families,
+)
 
 from kvfold import LLM, AsyncLLM
 from kvfold.server.app import create_app
 from kvfold.server.limits import Limits
+from kvfold.server.metrics import HISTOGRAMS as HISTOGRAMS
 from kvfold.server.run import bind, server_of
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

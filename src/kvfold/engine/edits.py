@@ -30,6 +30,7 @@ class Edits:
     repetition: np.ndarray
     penalty: np.ndarray
 
+    @torch.inference_mode()  # as logits are
     def apply(self, logits: Tensor) -> "Applied":
         """Change logits [n, V], in place."""
         device = logits.device
@@ -52,6 +53,7 @@ class Applied:
     at: tuple[Tensor, Tensor]
     raw: Tensor
 
+    @torch.inference_mode()
     def undo(self) -> None:
         self.logits[self.at] = self.raw
 
@@ -76,11 +78,12 @@ def _edits(row: int, request: Request, eos_ids: Collection[int]) -> Edits:
     counts = request.seen() if wanted.penalises else {}
     tokens = list(bias.keys() | counts.keys())
     said = np.array([counts.get(token, 0) for token in tokens], dtype=np.float32)
+    penalty = wanted.frequency_penalty * said + wanted.presence_penalty * (said > 0)
     repeated = np.array([token in counts for token in tokens], dtype=bool)
     return Edits(
         rows=np.full(len(tokens), row),
         tokens=np.array(tokens, dtype=np.int64),
         bias=np.array([bias.get(token, 0.0) for token in tokens], dtype=np.float32),
         repetition=np.where(repeated, wanted.repetition_penalty, 1).astype(np.float32),
-        penalty=wanted.frequency_penalty * said + wanted.presence_penalty * (said > 0),
+        penalty=penalty.astype(np.float32),
     )

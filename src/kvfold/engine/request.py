@@ -6,6 +6,7 @@ from enum import Enum
 from functools import cached_property
 from numbers import Integral
 from secrets import randbits
+from time import monotonic
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -182,6 +183,7 @@ class Request:
     num_compressed: int = 0  # num_computed at the last compression
     num_overtaken: int = 0
     num_evicted: float = 0.0
+    started: float | None = None  # when it first ran, in seconds of time.monotonic
     num_delivered: int = 0  # outputs that left the engine
     deliver: Deliver | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -249,6 +251,7 @@ class Request:
 
     def run(self, slot: int) -> None:
         self.status, self.slot = Status.RUNNING, slot
+        self.started = self.started or monotonic()
 
     def prefill_until(self, position: int) -> None:
         """Tokens from `position` on are decoded."""

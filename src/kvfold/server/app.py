@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 import kvfold
@@ -108,6 +109,10 @@ def _add_rest(app: FastAPI, service: Service) -> None:
         if service.llm.fault is not None:
             raise APIError(503, f"the engine failed: {service.llm.fault}", code="engine_fault")
         return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -57,7 +57,7 @@ class Guard:
         if self.secret is None or scope["path"] in OPEN:
             return
         kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self.secret)
+        right = hmac.compare_digest(given.strip().encode("latin-1"), self.secret)
         if kind.lower() != "bearer" or not right:
             raise APIError(
                 401,

@@ -14,6 +14,7 @@ from kvfold.engine.llm import Prompt
 from kvfold.engine.request import CacheParams, SamplingParams, StepOutput
 from kvfold.server.errors import APIError
 from kvfold.server.limits import Limits
+from kvfold.server.metrics import Metrics
 from kvfold.server.protocol import TokenizeBody
 from kvfold.server.tokens import TokenTexts
 from kvfold.text import encode, encode_prompt
@@ -28,6 +29,8 @@ class Service:
     def __init__(self, llm: AsyncLLM, name: str, limits: Limits) -> None:
         self.llm, self.name, self.limits = llm, name, limits
         self.created = int(time.time())
+        self.metrics = Metrics(llm.llm, name)
+        llm.llm.engine.hooks = self.metrics
         self._preparing = 0  # choices that are not with the engine yet
 
     @property
@@ -99,7 +102,7 @@ class Service:
             stream = await self.llm.open(asked)
         finally:
             self._preparing -= len(asked)
-        return Choices(stream, self.limits.request_seconds)
+        return Choices(stream, self.limits.request_seconds, self.metrics)
 
     def _admit(self, count: int) -> None:
         slots = self.llm.llm.runner.pool.num_slots
@@ -123,8 +126,8 @@ class Choices(AsyncIterator[tuple[int, StepOutput]]):
     Raises APIError where a choice cannot be served to its end.
     """
 
-    def __init__(self, stream: AsyncStream, seconds: float) -> None:
-        self.stream, self.seconds = stream, seconds
+    def __init__(self, stream: AsyncStream, seconds: float, metrics: Metrics) -> None:
+        self.stream, self.seconds, self.metrics = stream, seconds, metrics
         self.requests = list(stream.requests.values())
         self._numbers = {id: number for number, id in enumerate(stream.requests)}
         self._deadline = asyncio.get_running_loop().time() + seconds
@@ -138,6 +141,8 @@ class Choices(AsyncIterator[tuple[int, StepOutput]]):
             raise APIError(
                 504, f"the answer took over {self.seconds} s; ask for fewer tokens", code="timeout"
             ) from None
+        if output.finish_reason is not None:
+            self.metrics.ended(output.finish_reason)
         if output.finish_reason == "error":
             self.close()
             raise APIError(500, f"generation failed: {output.error}", code="generation_failed")
