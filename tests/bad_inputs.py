@@ -25,7 +25,7 @@ COMMANDS = {
     "kvfold eval text.txt": "text.txt is not a model directory: it has no config.json",
     "kvfold explode": (
         'Unknown command "explode". Available commands: compress, generate, serve, inspect, eval, '
-        "compare, frontier, demo, bench."
+        "compare, frontier, demo, ..."
     ),
     "kvfold eval reference:gqa --bogus 1": "Unknown option: --bogus. Did you mean --bits?",
     "kvfold eval reference:gqa --dtype int8": (
