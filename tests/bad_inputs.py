@@ -24,8 +24,8 @@ COMMANDS = {
     "kvfold eval folder": "folder is not a model directory: it has no config.json",
     "kvfold eval text.txt": "text.txt is not a model directory: it has no config.json",
     "kvfold explode": (
-        'Unknown command "explode". Available commands: compress, generate, inspect, eval, '
-        "compare, frontier, demo, bench."
+        'Unknown command "explode". Available commands: compress, generate, serve, inspect, eval, '
+        "compare, frontier, demo, ..."
     ),
     "kvfold eval reference:gqa --bogus 1": "Unknown option: --bogus. Did you mean --bits?",
     "kvfold eval reference:gqa --dtype int8": (

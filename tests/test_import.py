@@ -10,7 +10,7 @@ import kvfold
 from kvfold.cli.bench import BENCHMARKS
 from kvfold.cli.main import COMMANDS
 
-HEAVY = "{'torch', 'transformers', 'numpy', 'numba'}"
+HEAVY = "{'torch', 'transformers', 'numpy', 'numba', 'fastapi', 'uvicorn', 'pydantic'}"
 KNOWN = "from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as known"
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvfold.engine import sampler
+from kvfold.engine.edits import edits_of
 from kvfold.engine.request import Request, SamplingParams
 from kvfold.engine.sampler import _likeliest, _limit, _sort, sample
 from kvfold.ops import noise
@@ -245,3 +246,64 @@ def test_sampling_never_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
     first, again = (x.choices(params) for x in found)
     assert first == again
+
+
+def edited(logits: Tensor, prompt: list[int], outputs: list[int], **settings) -> Tensor:
+    """The logits that a request's next token is chosen from."""
+    params = SamplingParams(**settings)
+    request = Request(id=0, token_ids=prompt + outputs, num_prompt=len(prompt), sampling=params)
+    out = logits[None].clone()
+    if edits := edits_of([request], [EOS]):
+        applied = edits.apply(out)
+        changed = out[0].clone()
+        applied.undo()
+        assert torch.equal(out[0], logits)
+        return changed
+    return out[0]
+
+
+EOS = 7
+
+
+@pytest.mark.parametrize("repetition", [1.0, 1.7])
+@pytest.mark.parametrize(("presence", "frequency"), [(0, 0), (0.5, 0), (-1.0, 0.3)])
+def test_penalties_are_of_what_was_said(repetition, presence, frequency) -> None:
+    prompt, outputs = [1, 2, 2], [2, 5, 5, 5]
+    wanted = LOGITS.clone()
+    for token in {*prompt, *outputs}:
+        value = float(LOGITS[token]) + (token == 5)  # with its bias
+        wanted[token] = value / repetition if value > 0 else value * repetition
+        count = outputs.count(token)
+        wanted[token] -= frequency * count + presence * (count > 0)
+    asked = {"repetition_penalty": repetition, "presence_penalty": presence}
+    asked |= {"frequency_penalty": frequency, "logit_bias": {5: 1.0}}
+    torch.testing.assert_close(edited(LOGITS, prompt, outputs, **asked), wanted)
+
+
+def test_no_end_comes_before_its_time() -> None:
+    asked = {"min_tokens": 2, "stop_token_ids": [3]}
+    early = edited(LOGITS, [1], [2], **asked)
+    assert early.isinf().nonzero()[:, 0].tolist() == [3, EOS]
+    assert torch.equal(edited(LOGITS, [1], [2, 2], **asked), LOGITS)
+    going = edited(LOGITS, [1], [2], ignore_eos=True, **asked)
+    assert going.isinf().nonzero()[:, 0].tolist() == [3]
+
+
+def test_edits_of_a_row_leave_the_others_and_logprobs_alone() -> None:
+    rows = [SamplingParams(logprobs=1), SamplingParams(logprobs=1, logit_bias={4: 100})]
+    requests = [Request(id=0, token_ids=[1], num_prompt=1, sampling=x) for x in rows]
+    logits = LOGITS.repeat(2, 1)
+    found = sample(logits, rows, [0, 0], [1, 1], edits_of(requests, [])).choices(rows)
+    assert [x.token for x in found] == [int(LOGITS.argmax()), 4]
+    assert torch.equal(logits, LOGITS.repeat(2, 1))
+    assert found[1].logprobs.chosen == pytest.approx(float(LOGITS.log_softmax(-1)[4]))
+    assert found[0].logprobs.top == found[1].logprobs.top
+
+
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_min_p_is_a_share_of_the_likeliest(top_k: int | None) -> None:
+    params = SamplingParams(temperature=1.5, min_p=0.2, top_k=top_k)
+    p = (LOGITS / 1.5).softmax(-1)
+    likeliest = p.argsort(descending=True)[:top_k].tolist()
+    allowed = {i for i in likeliest if p[i] >= 0.2 * p.max()}
+    assert set(draws(LOGITS, params, 2000).tolist()) == allowed and 1 < len(allowed) < VOCAB

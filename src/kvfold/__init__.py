@@ -8,6 +8,7 @@ from kvfold.registration import register
 if TYPE_CHECKING:
     from kvfold import recipes as recipes
     from kvfold.api import compress as compress
+    from kvfold.engine.async_llm import AsyncLLM as AsyncLLM
     from kvfold.engine.llm import LLM as LLM
     from kvfold.engine.request import CacheParams as CacheParams
     from kvfold.engine.request import SamplingParams as SamplingParams
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 # Where public names are; torch and transformers are imported when the first of them is asked for.
 _HOMES = {
     "LLM": "engine.llm",
+    "AsyncLLM": "engine.async_llm",
     "CacheParams": "engine.request",
     "SamplingParams": "engine.request",
     "compress": "api",

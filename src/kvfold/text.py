@@ -8,6 +8,7 @@ import json
 import lzma
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,11 +129,15 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
-def encode_chat(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
+def encode_chat(
+    tokenizer: Any, messages: str | Sequence[Mapping[str, str]], **variables: Any
+) -> list[int]:
     """Token ids of a conversation by the tokenizer's chat template; the answer comes next.
 
-    messages: {"role": one of ROLES, "content": text} each, or one user's text. Raises ValueError
-    for anything else, a tokenizer without a chat template, and what the template refuses.
+    messages: {"role": one of ROLES, "content": text} each, or one user's text. variables: of the
+    template, such as `enable_thinking`; a parameter of the tokenizer's method is none. Raises
+    ValueError for anything else, a tokenizer without a chat template, and what the template
+    refuses.
     """
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: this model continues text only")
@@ -141,7 +146,9 @@ def encode_chat(tokenizer: Any, messages: str | Sequence[Mapping[str, str]]) -> 
     _check_messages(messages)
     from jinja2 import TemplateError  # what transformers renders with
 
-    how = {"add_generation_prompt": True, "return_dict": False}
+    if taken := variables.keys() & signature(tokenizer.apply_chat_template).parameters.keys():
+        raise ValueError(f"{min(taken)} is no variable of a chat template; leave it out")
+    how = {"add_generation_prompt": True, "return_dict": False, **variables}
     try:
         return list(tokenizer.apply_chat_template([dict(x) for x in messages], **how))
     except TemplateError as error:

@@ -21,6 +21,7 @@ from kvfold.cli.frontier import frontier
 from kvfold.cli.generate import generate
 from kvfold.cli.inspect import inspect
 from kvfold.cli.options import flag
+from kvfold.cli.serve import serve
 from kvfold.errors import SettingError
 from kvfold.files import check_here
 from kvfold.versions import check_transformers
@@ -40,11 +41,13 @@ LESS = {  # what takes less memory, by command
         ("eval", "compare", "frontier"), "lower --batch, --ctx or --chunk, and --kv-bytes of pages"
     ),
     "generate": "shorten the prompt, or lower --max-new-tokens, or --kv-bytes of pages",
+    "serve": "lower --max-sequences or --max-tokens, or --kv-bytes of pages",
     "bench": "lower --batch, --tokens or --layers",
 }
 COMMANDS: dict[str, Callable[..., None]] = {
     "compress": compress,
     "generate": generate,
+    "serve": serve,
     "inspect": inspect,
     "eval": evaluate,
     "compare": compare,

@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 from kvfold.cache.pool import Pool
+from kvfold.engine.edits import edits_of
 from kvfold.engine.request import (
     Batch,
     CacheParams,
@@ -213,7 +214,8 @@ class Engine:
         if not requests:
             return []
         params, seeds = [x.sampling for x in requests], [x.seed for x in requests]
-        choices = sample(logits, params, seeds, [len(x.token_ids) for x in requests])
+        edits = edits_of(requests, self.eos_ids)
+        choices = sample(logits, params, seeds, [len(x.token_ids) for x in requests], edits)
         return list(zip(requests, choices.choices(params), strict=True))
 
     def _advance(self, batch: Batch) -> None:
@@ -239,6 +241,8 @@ class Engine:
     def _end(self, request: Request, token: int) -> FinishReason | None:
         if token in self.eos_ids and not request.sampling.ignore_eos:
             return "eos"
+        if token in request.sampling.stop_token_ids:
+            return "stop"
         return "length" if request.num_outputs >= request.sampling.max_new_tokens else None
 
     def _deliver(self, stepped: list[Request]) -> None:

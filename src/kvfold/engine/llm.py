@@ -121,12 +121,12 @@ class LLM:
         each = zip(
             asked, _spread("sampling", sampling, asked), _spread("cache", cache, asked), strict=True
         )
-        opened = [self._request(*one, whole=True) for one in each]
+        opened = [self.request(*one, whole=True) for one in each]
         found: dict[int, list[StepOutput]] = {request.id: [] for request, _ in opened}
         with Stream(self.engine).open(opened) as stream:
             for output in stream:
                 found[output.id].append(output)
-        return [_completion(outputs) for outputs in found.values()]
+        return [completion_of(outputs) for outputs in found.values()]
 
     def stream(
         self,
@@ -137,7 +137,7 @@ class LLM:
     ) -> Stream:
         """Outputs of one request as they come; leaving the loop early cancels it. Several streams
         may be read in turns, or in threads: they run together. Raises ValueError at once."""
-        return Stream(self.engine).open([self._request(prompt, sampling, cache)])
+        return Stream(self.engine).open([self.request(prompt, sampling, cache)])
 
     def chat(
         self,
@@ -151,9 +151,7 @@ class LLM:
         messages: {"role": "system", "user" or "assistant", "content": text} each, or one user's
         text. Raises ValueError where there is no template.
         """
-        if self.tokenizer is None:
-            raise ValueError("chat needs a tokenizer with a chat template: pass tokenizer= to LLM")
-        (found,) = self.generate([encode_chat(self.tokenizer, messages)], sampling, cache=cache)
+        (found,) = self.generate([self.encode_chat(messages)], sampling, cache=cache)
         return found
 
     def add(
@@ -167,11 +165,11 @@ class LLM:
         Raises ValueError for a prompt that can never be served, and a budget that does not fit what
         this LLM evicts.
         """
-        request, _ = self._request(prompt, sampling, cache)
+        request, _ = self.request(prompt, sampling, cache)
         self.engine.submit(request)
         return request.id
 
-    def _request(
+    def request(
         self,
         prompt: Prompt,
         sampling: SamplingParams | None,
@@ -179,9 +177,10 @@ class LLM:
         *,
         whole: bool = False,
     ) -> tuple[Request, Answer]:
-        """A request, checked, and how it is read: as it comes, or as a whole."""
+        """A request, checked, and how it is read: as it comes, or as a whole. For drivers."""
         _check_types(sampling, cache)
         ids, sampling = self.encode(prompt), sampling or SamplingParams()
+        self._check_ids("stop_token_ids and logit_bias", sampling.named_tokens)
         self._check_budget(cache or CacheParams())
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling.stop} needs a tokenizer: pass tokenizer= to LLM")
@@ -198,10 +197,21 @@ class LLM:
                 raise ValueError("prompt is text, but this LLM has no tokenizer: pass tokenizer=")
             prompt = encode_prompt(self.tokenizer, prompt)
         ids = token_ids(prompt)
+        self._check_ids("prompt", ids)
+        return ids
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         size = self.model.get_input_embeddings().num_embeddings
         if wrong := [i for i in ids if not 0 <= i < size]:
-            raise ValueError(f"prompt: token ids must be in 0..{size - 1}; got {wrong[0]}")
-        return ids
+            raise ValueError(f"{name}: token ids must be in 0..{size - 1}; got {wrong[0]}")
+
+    def encode_chat(
+        self, messages: str | Sequence[Mapping[str, str]], **variables: Any
+    ) -> list[int]:
+        """Token ids of a conversation by the chat template, which may know `variables`."""
+        if self.tokenizer is None:
+            raise ValueError("chat needs a tokenizer with a chat template: pass tokenizer= to LLM")
+        return encode_chat(self.tokenizer, messages, **variables)
 
     def _check_budget(self, own: CacheParams) -> None:
         mine, evict = self.cache, self.cache.evict
@@ -303,7 +313,8 @@ def _is_number(item: Any) -> bool:
     return not isinstance(item, str | Sequence | Mapping) and getattr(item, "ndim", 0) == 0
 
 
-def _completion(outputs: list[StepOutput]) -> Completion:
+def completion_of(outputs: list[StepOutput]) -> Completion:
+    """A request's outputs, put together."""
     last = outputs[-1]
     assert last.finish_reason is not None
     logprobs = [item for output in outputs for item in output.logprobs or ()]

@@ -1,15 +1,18 @@
 """A request: its settings, its tokens, how far the cache has them, and a step's batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from numbers import Integral
 from secrets import randbits
+from time import monotonic
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 from kvfold.config import SEEDS, check, setting
+from kvfold.errors import SettingError
 
 # An end token; a stop string; its own limit or the longest that a sequence may be; pages that it
 # grew to need and nobody has.
@@ -23,10 +26,15 @@ class SamplingParams:
     """How one request's tokens are chosen and when it ends. Raises ValueError.
 
     temperature: 0 is greedy. top_k, then top_p, limit what temperature leaves (None, 1: no limit).
+    min_p: nor is a token taken that is less likely than this share of the likeliest.
     seed: the same seed gives the same tokens (None: from entropy). stop: strings that end the text,
-    which is cut before them. skip_special_tokens: these are no text. logprobs: how many of the
-    likeliest tokens are reported beside the chosen one (None: nothing is), before temperature and
-    limits.
+    which is cut before them; stop_token_ids: tokens that do, and are no text. min_tokens: before so
+    many no end token, and none of these, is taken. skip_special_tokens: these are no text.
+    logprobs: how many of the likeliest tokens are reported beside the chosen one (None: nothing
+    is), before all that changes or limits what is likely.
+    logit_bias: what is added to tokens' logits, a dict or (token id, bias) pairs.
+    presence_penalty, frequency_penalty: taken off the logits of outputs, once, and for each time.
+    repetition_penalty: divides positive logits of all tokens so far, and multiplies others.
     """
 
     max_new_tokens: int = setting(128, "Most tokens to add.", least=1)
@@ -35,19 +43,52 @@ class SamplingParams:
     top_p: float = setting(
         1.0, "Sample from the likeliest tokens that hold this probability only.", above=0, most=1
     )
+    min_p: float = setting(0.0, "Least share of the likeliest's probability.", least=0, most=1)
     seed: int | None = setting(None, "Of the sampling.", **SEEDS)
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = setting(0, "Tokens before an end.", least=0)
     ignore_eos: bool = setting(False, "Go on after an end token.")
     skip_special_tokens: bool = setting(True, "Show no special tokens.")
     logprobs: int | None = setting(None, "Likeliest tokens to report.", least=0)
+    logit_bias: tuple[tuple[float, float], ...] = ()
+    presence_penalty: float = setting(0.0, "Of tokens said.", least=-2, most=2)
+    frequency_penalty: float = setting(0.0, "Of every time said.", least=-2, most=2)
+    repetition_penalty: float = setting(1.0, "Of all tokens so far.", above=0)
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
         check(self)
-        object.__setattr__(self, "stop", tuple(self.stop))
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "logit_bias", tuple(map(tuple, self.logit_bias)))
         if not all(self.stop):
             raise ValueError(f"stop must be strings that are not empty; got {self.stop!r}")
+        for pair in self.logit_bias:
+            if len(pair) != 2 or not (isinstance(pair[0], Integral) and abs(pair[1]) <= 100):
+                raise SettingError(
+                    "`logit_bias` must give token ids a number in -100..100; got "
+                    f"{':'.join(map(str, pair))}"
+                )
+
+    @cached_property
+    def penalises(self) -> bool:
+        """Whether tokens so far change logits."""
+        neutral = (0, 0, 1)
+        return neutral != (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+
+    @cached_property
+    def edits(self) -> bool:
+        """Whether logits are changed before a token is chosen."""
+        return bool(self.penalises or self.logit_bias or self.min_tokens)
+
+    @property
+    def named_tokens(self) -> tuple[int, ...]:
+        """Tokens that these settings name."""
+        return (*self.stop_token_ids, *(int(token) for token, _ in self.logit_bias))
 
     @property
     def greedy(self) -> bool:
@@ -121,8 +162,9 @@ class Request:
     are evicted. num_prefill: tokens that this slot prefills: the prompt, and after a pre-emption
     the outputs until then too. last_compressed: step in which this slot was last compressed, or
     found within its budget after prefill. seed: of its draws, from entropy where none was given.
-    num_overtaken: rows of requests that were let in before it. deliver: takes its outputs, in place
-    of who steps.
+    num_overtaken: rows of requests that were let in before it. num_evicted: tokens, averaged over
+    groups, that the cache lost to eviction since this slot was opened. deliver: takes its outputs,
+    in place of who steps.
     """
 
     id: int
@@ -141,9 +183,13 @@ class Request:
     num_compressed: int = 0  # num_computed at the last compression
     num_scored: int = 0  # leading tokens whose rows were read again for a policy
     num_overtaken: int = 0
+    num_evicted: float = 0.0
+    started: float | None = None  # when it first ran, in seconds of time.monotonic
     num_delivered: int = 0  # outputs that left the engine
     deliver: Deliver | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _counts: dict[int, int] = field(default_factory=dict)
+    _num_counted: int = 0
 
     def __post_init__(self) -> None:
         self.num_prefill = len(self.token_ids)
@@ -158,6 +204,14 @@ class Request:
     @property
     def num_outputs(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    def seen(self) -> dict[int, int]:
+        """How often each token so far is an output. Reads what came since the last call only."""
+        for i in range(self._num_counted, len(self.token_ids)):
+            token = self.token_ids[i]
+            self._counts[token] = self._counts.get(token, 0) + (i >= self.num_prompt)
+        self._num_counted = len(self.token_ids)
+        return self._counts
 
     @property
     def num_pending(self) -> int:
@@ -198,6 +252,7 @@ class Request:
 
     def run(self, slot: int) -> None:
         self.status, self.slot = Status.RUNNING, slot
+        self.started = self.started or monotonic()
 
     def prefill_until(self, position: int) -> None:
         """Tokens from `position` on are decoded."""
@@ -223,6 +278,7 @@ class Request:
         """Back to waiting, to prefill everything known so far."""
         self.status, self.slot = Status.WAITING, None
         self.num_computed = self.num_compressed = self.num_scored = 0
+        self.num_evicted = 0.0
         self.last_compressed = None
         self.num_prefill = len(self.token_ids)
 

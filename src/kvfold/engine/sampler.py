@@ -6,11 +6,13 @@ top logprobs that one of them wants.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf, log
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvfold.engine.edits import Edits
 from kvfold.engine.request import SamplingParams, TokenLogprobs
 from kvfold.ops.common.launch import upload
 from kvfold.ops.noise import add_gumbel, keys_of
@@ -67,13 +69,16 @@ def sample(
     params: Sequence[SamplingParams],
     seeds: Sequence[int],
     positions: Sequence[int],
+    edits: Edits | None = None,
 ) -> Sampled:
     """One token a row of logits [n, V] fp32. A row's token depends on nothing in other rows.
 
     seeds: of the requests; positions: index of each new token in its sequence. Both say what is
-    drawn, and there is no other randomness; a greedy row ignores them. Never waits for the device.
+    drawn, and there is no other randomness; a greedy row ignores them. edits: of some logits, which
+    logprobs do without. Never waits for the device.
     """
     assert len(logits) == len(params) == len(seeds) == len(positions), (logits.shape, len(params))
+    applied = edits.apply(logits) if edits is not None else None
     most, tokens = logits.max(-1)
     for rows in _blocks(params, logits):
         chosen = [params[i] for i in rows]
@@ -82,6 +87,8 @@ def sample(
         scaled = _scale(logits[index], most[index], chosen)
         tokens[index] = _draw(scaled, keys, chosen)
     bad = ~most.isfinite()  # the maximum of a row with a NaN is NaN
+    if applied is not None:
+        applied.undo()
     return Sampled(tokens=tokens, bad=bad, logprobs=_logprobs(logits, tokens, params))
 
 
@@ -121,12 +128,18 @@ def _draw(scaled: Tensor, keys: Tensor, params: Sequence[SamplingParams]) -> Ten
     """The token whose log-probability and noise add up to most, int64 [r]. scaled [r, V], at most
     0, which are overwritten; keys [r]; params: of rows that sort as many tokens."""
     count = _num_sorted(params[0], scaled.shape[-1])
+    if any(p.min_p for p in params):
+        scaled.masked_fill_(scaled < _column([_log(p.min_p) for p in params], scaled), -torch.inf)
     if not count:
         return add_gumbel(scaled, keys).argmax(-1)
     ids = _likeliest(scaled, count)
     values = _limit(scaled.gather(-1, ids), params)
     found = add_gumbel(values, keys, ids).argmax(-1, keepdim=True)
     return ids.gather(-1, found).squeeze(-1)
+
+
+def _log(share: float) -> float:
+    return log(share) if share else -inf
 
 
 def _likeliest(scaled: Tensor, count: int) -> Tensor:

@@ -86,6 +86,8 @@ class Scheduler:
         self.pages_of = lru_cache(4096)(partial(_pages, pool, chunk))
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_compressions = 0  # of requests
+        self.num_evicted = 0.0  # tokens, averaged over groups
 
     def check(self, request: Request) -> None:
         """Raises SettingError if the empty pool could not hold its prompt and a decode."""
@@ -316,7 +318,9 @@ class Scheduler:
         """To each one's budget. Where that fails they are tried one by one, and those end for which
         it fails alone."""
         try:
+            before = self._rows(requests)
             self.runner.compress(requests)
+            self._count(requests, before)
             return
         except AssertionError:
             raise
@@ -327,11 +331,24 @@ class Scheduler:
         for request in requests:
             self._evict([request])
 
+    def _rows(self, requests: list[Request]) -> Ints:
+        """In the cache, of every group [S, G]."""
+        rows: Ints = self.pool.host_lengths[[request.open_slot for request in requests]]
+        return rows
+
+    def _count(self, requests: list[Request], before: Ints) -> None:
+        """Add what they lost."""
+        lost = (before - self._rows(requests)).mean(1).tolist()
+        self.num_compressions += len(requests)
+        self.num_evicted += sum(lost)
+        for request, tokens in zip(requests, lost, strict=True):
+            request.num_evicted += tokens
+
     def _capped(self, order: list[Request]) -> list[Request]:
         limit = self.when.max_compressed_rows
         if limit is None:
             return order
-        rows = self.pool.host_lengths[[request.open_slot for request in order]].sum(1)
+        rows = self._rows(order).sum(1)
         return capped(list(zip(order, rows.tolist(), strict=True)), limit) or order[:1]
 
 

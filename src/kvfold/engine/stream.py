@@ -1,7 +1,7 @@
 """Outputs of requests on their way to who reads them, where tokens become text."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from kvfold.engine.detokenizer import Decode, Detokenizer
@@ -26,7 +26,8 @@ class Answer:
         """The output with its text, cut where a stop string or a failing detokenizer ends it."""
         if self.detokenizer is None:
             return output
-        hidden = output.finish_reason == "eos" and self.params.skip_special_tokens
+        ended = output.finish_reason  # "stop" from an engine is a token's
+        hidden = ended == "stop" or (ended == "eos" and self.params.skip_special_tokens)
         self._unread += output.token_ids[:-1] if hidden else output.token_ids
         if self.at_end and output.finish_reason is None:
             return output
@@ -47,18 +48,49 @@ def _stopped(output: StepOutput, used: int) -> StepOutput:
     return replace(output, token_ids=ids, logprobs=logprobs, finish_reason="stop")
 
 
-class Stream(Iterator[StepOutput]):
+class Reading:
+    """Requests that somebody reads, to their ends. How to wait is for subclasses.
+
+    cancel: ends one. Closing does that for all that have not ended, as does losing the last
+    reference.
+    """
+
+    def __init__(self, cancel: Callable[[int], object]) -> None:
+        self._cancel = cancel
+        self._answers: dict[int, Answer] = {}
+
+    def close(self) -> None:
+        """End what has not ended; nothing more comes."""
+        for id in tuple(self._answers):
+            self._cancel(id)
+        self._answers.clear()
+
+    def _read(self, output: StepOutput) -> StepOutput | None:
+        """An output with its text; None of a request that ended at a stop string, and came
+        further."""
+        if (answer := self._answers.get(output.id)) is None:
+            return None
+        output = answer.read(output)
+        if output.finish_reason is not None:
+            self._answers.pop(output.id, None)  # another thread may have closed this
+            self._cancel(output.id)
+        return output
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Stream(Reading, Iterator[StepOutput]):
     """Outputs of requests of one engine, as they come, to their ends.
 
     Whoever reads takes the engine's next step where nothing is left to read, unless another thread
-    is at it. Closing cancels what has not ended, as leaving a `with` block does, and losing the
-    last reference.
+    is at it. Leaving a `with` block closes it.
     """
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.cancel)
         self._engine = engine
         self._box: deque[StepOutput] = deque()
-        self._answers: dict[int, Answer] = {}
 
     def open(self, requests: Sequence[tuple[Request, Answer]]) -> "Stream":
         """Submit requests."""
@@ -71,27 +103,12 @@ class Stream(Iterator[StepOutput]):
         while self._answers:
             while not self._box:
                 self._engine.work(self._box)
-            output = self._box.popleft()
-            if (answer := self._answers.get(output.id)) is None:
-                continue  # it ended at a stop string, and came further
-            output = answer.read(output)
-            if output.finish_reason is not None:
-                self._answers.pop(output.id, None)  # another thread may have closed this
-                self._engine.cancel(output.id)
-            return output
+            if (output := self._read(self._box.popleft())) is not None:
+                return output
         raise StopIteration
-
-    def close(self) -> None:
-        """End what has not ended; nothing more comes."""
-        for id in tuple(self._answers):
-            self._engine.cancel(id)
-        self._answers.clear()
 
     def __enter__(self) -> "Stream":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
         self.close()

@@ -1,0 +1,243 @@
+"""Text in, text out for event loops: an engine that a thread of its own steps."""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvfold.engine.engine import Engine
+from kvfold.engine.llm import LLM, Completion, Prompt, completion_of
+from kvfold.engine.request import CacheParams, Request, SamplingParams, StepOutput
+from kvfold.engine.stream import Answer, Reading
+
+logger = logging.getLogger(__name__)
+Opened = tuple[Request, Answer]
+
+
+class EngineFault(RuntimeError):
+    """The engine failed, and serves nobody any more."""
+
+
+@dataclass(eq=False)
+class _Box:
+    """Outputs on their way to an event loop, which is told with `news`."""
+
+    loop: asyncio.AbstractEventLoop
+    outputs: deque[StepOutput] = field(default_factory=deque)  # whose methods are atomic
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class EngineThread:
+    """Steps an engine while requests that came by here are open. Nobody who reads can block it:
+    outputs wait in boxes, at most as many as a request has tokens.
+
+    fault: what ended it, if anything did. Every open request then ends with reason "error".
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.fault: BaseException | None = None
+        self._open: dict[int, _Box] = {}  # submitted, and not delivered to the end
+        self._full: deque[_Box] = deque()  # boxes with news
+        self._lock, self._work, self._closed = threading.Lock(), threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="kvfold-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return len(self._open)
+
+    def submit(self, request: Request, box: _Box) -> None:
+        """Queue a request. Raises EngineFault where nobody would serve it."""
+        with self._lock:
+            if self.fault is not None or self._closed:
+                raise EngineFault(f"the engine {self._state}")
+            self._open[request.id] = box
+        self.engine.submit(request, partial(self._deliver, box))
+        self._work.set()
+
+    def cancel(self, id: int) -> None:
+        """End a request, unless the engine failed and took all with it."""
+        if self.fault is None:
+            self.engine.cancel(id)
+
+    def close(self) -> None:
+        """Cancel what is open and end the thread, after the step in hand."""
+        with self._lock:
+            self._closed = True
+        for id in tuple(self._open):
+            self.cancel(id)
+        self._work.set()
+        self._thread.join()
+
+    @property
+    def _state(self) -> str:
+        fault = self.fault
+        return "was closed" if fault is None else f"failed: {type(fault).__name__}: {fault}"
+
+    def _run(self) -> None:
+        try:
+            while self._open or not self._closed:
+                if self._open:
+                    self.engine.work(())
+                    self._tell()
+                else:
+                    self._work.wait()
+                    self._work.clear()
+        except BaseException as error:  # our bug, or a device that is lost: nothing is sure now
+            logger.critical("the engine failed; it serves nobody any more", exc_info=error)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self.fault = error
+        for id, box in tuple(self._open.items()):
+            why = f"the engine {self._state}"
+            ended = StepOutput(id=id, token_ids=(), finish_reason="error", error=why)
+            self._deliver(box, ended)
+        self._tell()
+
+    def _deliver(self, box: _Box, output: StepOutput) -> None:
+        box.outputs.append(output)
+        self._full.append(box)
+        if output.finish_reason is not None:
+            self._open.pop(output.id, None)
+
+    def _tell(self) -> None:
+        """Say to every event loop once which boxes have news."""
+        found: dict[asyncio.AbstractEventLoop, set[_Box]] = {}
+        while self._full:
+            box = self._full.popleft()
+            found.setdefault(box.loop, set()).add(box)
+        for loop, boxes in found.items():
+            try:
+                loop.call_soon_threadsafe(_ring, boxes)
+            except RuntimeError:  # it was closed, and nobody is left to read
+                for id in [id for id, box in tuple(self._open.items()) if box in boxes]:
+                    self.cancel(id)
+
+
+def _ring(boxes: Iterable[_Box]) -> None:
+    for box in boxes:
+        box.news.set()
+
+
+class AsyncStream(Reading, AsyncIterator[StepOutput]):
+    """Outputs of requests as they come, to their ends, in the event loop that opened it. Leaving an
+    `async with` block closes it.
+
+    requests: by id, in the order they were given.
+    """
+
+    def __init__(self, driver: EngineThread, opened: Sequence[Opened]) -> None:
+        super().__init__(driver.cancel)
+        self._box = _Box(asyncio.get_running_loop())
+        self.requests = {request.id: request for request, _ in opened}
+        for request, answer in opened:
+            driver.submit(request, self._box)
+            self._answers[request.id] = answer
+
+    async def __anext__(self) -> StepOutput:
+        box = self._box
+        while self._answers:
+            box.news.clear()
+            if not box.outputs:
+                await box.news.wait()
+                continue
+            if (output := self._read(box.outputs.popleft())) is not None:
+                return output
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> "AsyncStream":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncLLM:
+    """An `LLM` for event loops: a thread of its own takes all steps, another one tokenises.
+
+    model: what `LLM` takes, with its settings, or an LLM, which others may go on using. Close it,
+    or use it in an `async with` block: its thread lives until then.
+    """
+
+    def __init__(self, model: Any, **settings: Any) -> None:
+        if isinstance(model, LLM) and settings:
+            raise ValueError(f"an LLM has its settings already; got {', '.join(settings)} too")
+        self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
+        self.driver = EngineThread(self.llm.engine)
+        self._tokenising = ThreadPoolExecutor(1, "kvfold-tokenise")
+
+    @property
+    def fault(self) -> BaseException | None:
+        """What the engine failed of, if it did: nothing is served any more."""
+        return self.driver.fault
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        cache: CacheParams | None = None,
+    ) -> Completion:
+        """The completion of one prompt. Cancelling the task cancels the request. Raises ValueError
+        for a prompt that can never be served, EngineFault where the engine failed."""
+        async with await self.stream(prompt, sampling, cache=cache) as stream:
+            return completion_of([output async for output in stream])
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        cache: CacheParams | None = None,
+    ) -> AsyncStream:
+        """Outputs of one request as they come: `async for output in await llm.stream(prompt)`.
+        Raises as `generate` does, before it returns."""
+        return await self.open([(prompt, sampling, cache)])
+
+    async def chat(
+        self,
+        messages: str | Sequence[Mapping[str, str]],
+        sampling: SamplingParams | None = None,
+        *,
+        cache: CacheParams | None = None,
+    ) -> Completion:
+        """The answer to a conversation, as `LLM.chat`."""
+        prompt = await self.run(self.llm.encode_chat, messages)
+        return await self.generate(prompt, sampling, cache=cache)
+
+    async def open(
+        self, asked: Sequence[tuple[Prompt, SamplingParams | None, CacheParams | None]]
+    ) -> AsyncStream:
+        """Outputs of several requests, all of them or none, as they come."""
+        return AsyncStream(self.driver, await self.run(self._requests, asked))
+
+    async def run(self, function: Any, *arguments: Any) -> Any:
+        """Call what takes a while, such as a tokenizer, beside the event loop; one at a time, since
+        tokenizers are not made for more."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenising, function, *arguments)
+
+    def _requests(
+        self, asked: Sequence[tuple[Prompt, SamplingParams | None, CacheParams | None]]
+    ) -> list[Opened]:
+        return [self.llm.request(*one) for one in asked]
+
+    def close(self) -> None:
+        """Cancel what is open, end the threads."""
+        self.driver.close()
+        self._tokenising.shutdown()
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self.close)

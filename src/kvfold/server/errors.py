@@ -1,0 +1,83 @@
+"""Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from kvfold.engine.async_llm import EngineFault
+from kvfold.errors import SettingError
+
+INVALID, SERVER = "invalid_request_error", "server_error"
+
+
+class APIError(Exception):
+    """What a client is told. param: the field that is wrong; code: for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = INVALID if self.status < 500 else SERVER
+        kind = "rate_limit_error" if self.status == 429 else kind
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    @property
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+def from_value_error(error: ValueError) -> APIError:
+    """A setting or prompt that the engine refused, and which it was."""
+    named = re.search(r"`([a-z_]+)", error.text) if isinstance(error, SettingError) else None
+    return APIError(400, str(error), param=named[1] if named else None)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error in this form."""
+    for kind, spell in {
+        APIError: lambda error: error,
+        RequestValidationError: _invalid,
+        HTTPException: _http,
+        EngineFault: lambda error: APIError(503, str(error), code="engine_fault"),
+        Exception: lambda _: APIError(500, "the server failed at this request; its log says why"),
+    }.items():
+
+        async def answer(_: Request, error: Exception, spell: Any = spell) -> JSONResponse:
+            return spell(error).response
+
+        app.add_exception_handler(kind, answer)
+
+
+def _invalid(error: RequestValidationError) -> APIError:
+    """The first thing that is wrong with a body. What it held is not repeated."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return APIError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+    # A union's branches are parts of the place too; fields begin in lower case, types as well.
+    path = [str(part) for part in first["loc"] if part != "body"]
+    where = path[0] if path else None
+    if where is None:
+        return APIError(400, "the body must be a JSON object, sent as application/json")
+    return APIError(400, f"{where}: {first['msg']}", param=where)
+
+
+def _http(error: HTTPException) -> APIError:
+    if error.status_code == 400:
+        return APIError(400, "the body is not JSON in UTF-8", code="invalid_json")
+    return APIError(error.status_code, str(error.detail), headers=error.headers)

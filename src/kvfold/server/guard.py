@@ -1,0 +1,112 @@
+"""What comes before any route: who may ask, how much, and how slowly."""
+
+import asyncio
+import hmac
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.datastructures import Headers
+
+from kvfold.server.errors import APIError
+from kvfold.server.limits import Limits
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+OPEN = ("/health",)  # asked by what has no key
+
+
+class Guard:
+    """An ASGI application before another: API key, bytes of a body, time to send it, and time for
+    the client to read what it asked for.
+
+    key: None lets everyone in.
+    """
+
+    def __init__(self, app: Any, limits: Limits, key: str | None) -> None:
+        self.app, self.limits = app, limits
+        self.secret = None if key is None else key.encode()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        slow = False
+
+        async def patient(message: Message) -> None:
+            nonlocal slow
+            try:
+                async with asyncio.timeout(self.limits.send_seconds):
+                    await send(message)
+            except TimeoutError:
+                slow = True
+                raise
+
+        try:
+            self._check_key(scope)
+            body = await self._body(scope, receive)
+        except APIError as error:
+            return await error.response(scope, receive, patient)
+        try:
+            await self.app(scope, _replayed(body, receive), patient)
+        except BaseException as error:
+            if not slow or isinstance(error, asyncio.CancelledError):
+                raise  # else it reads nothing, so that nothing can be told
+
+    def _check_key(self, scope: Message) -> None:
+        if self.secret is None or scope["path"] in OPEN:
+            return
+        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode("latin-1"), self.secret)
+        if kind.lower() != "bearer" or not right:
+            raise APIError(
+                401,
+                "the API key is missing or wrong: send Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    async def _body(self, scope: Message, receive: Receive) -> bytes:
+        """The whole body. Raises APIError where it is too long or too late."""
+        length = Headers(scope=scope).get("content-length", "")
+        if re.fullmatch("[0-9]{1,18}", length):
+            self._check_size(int(length))
+        parts, size, more = [], 0, True
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise APIError(400, "the client left while it sent its request")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    self._check_size(size)
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise APIError(
+                408, f"the body took over {self.limits.body_seconds} s to arrive", headers=CLOSE
+            ) from None
+        return b"".join(parts)
+
+    def _check_size(self, size: int) -> None:
+        most = self.limits.max_body
+        if size > most:
+            raise APIError(
+                413,
+                f"the body has {size} bytes or more, and {most} are the most; shorten the prompt",
+                code="body_too_large",
+                headers=CLOSE,
+            )
+
+
+CLOSE = {"Connection": "close"}
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """`receive` of a body that was read already."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return first.pop() if first else await receive()
+
+    return again

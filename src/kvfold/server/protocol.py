@@ -1,0 +1,251 @@
+"""Bodies of requests, and what they ask of the engine."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvfold.engine.request import CacheParams, SamplingParams
+from kvfold.errors import renamed
+from kvfold.server.errors import APIError
+from kvfold.server.limits import Limits
+
+MOST_STOP = 1024  # characters of a stop string
+MOST_TOKENS = 1024  # of logit_bias and stop_token_ids
+DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
+
+TokenId = Annotated[int, Field(strict=False)]  # a key of JSON is a string
+Ids = list[int]
+
+
+class Body(BaseModel):
+    """Fields that are not known are ignored, null is as if left out, and "1" is no number."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, strict=True)
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    type: str
+
+
+class Sampled(Body):
+    """What completions and chats share: OpenAI's fields, vLLM's beside them, and the cache's."""
+
+    n: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    user: str | None = None
+
+    top_k: int | None = Field(None, ge=-1)  # -1 and 0: no limit
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: Ids | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+
+    keep_tokens: float | None = None
+    max_cache_tokens: int | None = None
+    protected: int | None = None
+
+    response_format: ResponseFormat | None = None
+    # Known, and refused: to leave them out would change what the client gets.
+    best_of: Any = None
+    suffix: Any = None
+    tools: Any = None
+    functions: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    prompt_logprobs: Any = None
+    use_beam_search: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Of the likeliest tokens; None: no logprobs at all."""
+        return None
+
+    @property
+    def cache(self) -> CacheParams:
+        limits = self.model_dump(include={"keep_tokens", "max_cache_tokens", "protected"})
+        return CacheParams(**limits)
+
+    def sampling(self, limits: Limits) -> list[SamplingParams]:
+        """Of every choice: with a seed they have seeds one after the other. Raises APIError for
+        what this server refuses, ValueError for what no engine takes."""
+        self._check(limits)
+        given = {name: getattr(self, name) for name in SAME}
+        given |= {
+            "max_new_tokens": self.most_tokens,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_k": self.top_k if (self.top_k or 0) > 0 else None,
+            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop,
+            "logprobs": self.num_logprobs,
+        }
+        known = {name: value for name, value in given.items() if value is not None}
+        with renamed(max_new_tokens="max_tokens"):
+            first = SamplingParams(**known)
+        if first.seed is None:
+            return [first] * self.choices
+        seeds = ((first.seed + i) % 2**63 for i in range(self.choices))
+        return [SamplingParams(**known | {"seed": seed}) for seed in seeds]
+
+    def _check(self, limits: Limits) -> None:
+        for name in REFUSED:
+            if getattr(self, name, None) not in (None, False, 0, [], {}, ""):
+                raise APIError(
+                    400, f"{name} is not supported by this server; leave it out", param=name
+                )
+        if self.response_format is not None and self.response_format.type != "text":
+            raise APIError(
+                400,
+                f"response_format: this server has no {self.response_format.type!r}; leave it out, "
+                "or ask for 'text'",
+                param="response_format",
+            )
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        _at_most("n", self.choices, limits.max_choices)
+        _at_most("logprobs", self.num_logprobs or 0, limits.max_logprobs)
+        _at_most("stop", len(stops), limits.max_stops, "strings")
+        _at_most("stop", max(map(len, stops), default=0), MOST_STOP, "characters")
+        _at_most("logit_bias", len(self.logit_bias or ()), MOST_TOKENS, "tokens")
+        _at_most("stop_token_ids", len(self.stop_token_ids or ()), MOST_TOKENS, "tokens")
+
+
+SAME = (  # fields that are called as in SamplingParams
+    *("top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "min_p"),
+    *("repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
+)
+REFUSED = (
+    *("best_of", "suffix", "tools", "functions", "allowed_token_ids", "bad_words"),
+    *("prompt_logprobs", "use_beam_search", "guided_json", "guided_regex", "guided_choice"),
+    *("guided_grammar", "structured_outputs"),
+)
+
+
+def _at_most(name: str, value: int, most: int, unit: str = "") -> None:
+    if value > most:
+        raise APIError(
+            400, f"{name} must be at most {most}{unit and ' '}{unit}; got {value}", param=name
+        )
+
+
+class CompletionBody(Sampled):
+    prompt: str | Ids | list[str] | list[Ids]
+    logprobs: int | None = Field(None, ge=0)
+    echo: bool | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> Sequence[str | Ids]:
+        """One or several."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]
+        return prompt  # type: ignore[return-value]
+
+    def _check(self, limits: Limits) -> None:
+        super()._check(limits)
+        if self.echo and self.logprobs is not None:
+            raise APIError(
+                400, "echo: this server has no logprobs of a prompt; leave one out", param="echo"
+            )
+        if not self.prompts:
+            raise APIError(400, "prompt must hold at least 1 prompt; got none", param="prompt")
+        _at_most("prompt", len(self.prompts) * self.choices, limits.max_choices, "choices")
+
+
+class Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    role: str
+    content: str | list[Part] | None = None
+
+    @property
+    def text(self) -> str:
+        parts = self.content or ""
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
+class Conversation(Body):
+    messages: list[Message] | None = Field(None, min_length=1)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def turns(self) -> list[dict[str, str]]:
+        """As chat templates take them, which know no developer."""
+        return [
+            {"role": "system" if x.role == "developer" else x.role, "content": x.text}
+            for x in self.messages or ()
+        ]
+
+
+class ChatBody(Conversation, Sampled):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+
+    @property
+    def most_tokens(self) -> int:
+        """By default as many as there are positions: an engine ends there."""
+        return self.max_completion_tokens or self.max_tokens or 2**31
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def _check(self, limits: Limits) -> None:
+        super()._check(limits)
+        if self.top_logprobs and not self.logprobs:
+            raise APIError(
+                400, "top_logprobs needs logprobs=true: set it too", param="top_logprobs"
+            )
+
+
+class TokenizeBody(Conversation):
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    tokens: Ids

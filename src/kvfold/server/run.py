@@ -1,0 +1,47 @@
+"""The server's process: a socket, uvicorn, and the end."""
+
+import socket
+import sys
+
+import uvicorn
+from fastapi import FastAPI
+
+from kvfold.server.limits import Limits
+
+LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that nobody else has, before a model is loaded for it. Raises ValueError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except (OSError, OverflowError) as error:
+        found.close()
+        raise ValueError(f"cannot listen at {host} port {port}: {error}; take another") from None
+    return found
+
+
+def server_of(app: FastAPI, limits: Limits) -> uvicorn.Server:
+    """uvicorn, which answers what is open for a while when it is told to end."""
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        server_header=False,
+        timeout_graceful_shutdown=limits.drain_seconds,
+    )
+    return uvicorn.Server(config)
+
+
+def run(app: FastAPI, listener: socket.socket, limits: Limits) -> None:
+    """Serve until SIGINT or SIGTERM, and answer what is open; a second one leaves that."""
+    host, port = listener.getsockname()[:2]
+    print(f"serving at http://{f'[{host}]' if ':' in host else host}:{port}/v1", file=sys.stderr)
+    try:
+        server_of(app, limits).run(sockets=[listener])
+    except KeyboardInterrupt:  # raised again once all is answered
+        print("stopped", file=sys.stderr)

@@ -1,0 +1,171 @@
+"""Requests of clients as requests of an engine: admitted, timed, and ended when nobody waits."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from kvfold.engine.async_llm import AsyncLLM, AsyncStream
+from kvfold.engine.detokenizer import decoder_of
+from kvfold.engine.llm import Prompt
+from kvfold.engine.request import CacheParams, SamplingParams, StepOutput
+from kvfold.server.errors import APIError
+from kvfold.server.limits import Limits
+from kvfold.server.metrics import Metrics
+from kvfold.server.protocol import TokenizeBody
+from kvfold.server.tokens import TokenTexts
+from kvfold.text import encode, encode_prompt
+
+T = TypeVar("T")
+Asked = tuple[Prompt, SamplingParams, CacheParams]
+
+
+class Service:
+    """A model under a name, with limits."""
+
+    def __init__(self, llm: AsyncLLM, name: str, limits: Limits) -> None:
+        self.llm, self.name, self.limits = llm, name, limits
+        self.created = int(time.time())
+        self.metrics = Metrics(llm.llm, name)
+        llm.llm.engine.hooks = self.metrics
+        self._preparing = 0  # choices that are not with the engine yet
+
+    @property
+    def tokenizer(self) -> Any:
+        if self.llm.llm.tokenizer is None:
+            raise APIError(400, "this model has no tokenizer: prompts are token ids")
+        return self.llm.llm.tokenizer
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a prompt and its outputs."""
+        return self.llm.llm.runner.pool.max_tokens
+
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            raise APIError(
+                404,
+                f"the model {name!r:.100} does not exist; this server has {self.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        return TokenTexts(self.tokenizer)
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """The model as OpenAI lists it."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "kvfold",
+            "root": self.name,
+            "parent": None,
+            "max_model_len": self.max_tokens,
+        }
+
+    async def encode_chat(
+        self, turns: list[dict[str, str]], variables: dict[str, Any] | None
+    ) -> list[int]:
+        ids: list[int] = await self.llm.run(
+            partial(self.llm.llm.encode_chat, turns, **(variables or {}))
+        )
+        return ids
+
+    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        if body.messages is not None:
+            ids = await self.encode_chat(body.turns, body.chat_template_kwargs)
+        else:
+            how = encode_prompt if body.add_special_tokens else encode
+            ids = await self.llm.run(how, self.tokenizer, body.prompt)
+        found = {"count": len(ids), "max_model_len": self.max_tokens, "tokens": ids}
+        texts = [self.token_texts.of(id) for id in ids] if body.return_token_strs else None
+        return found | {"token_strs": texts}
+
+    def text_of(self, prompt: Prompt) -> str:
+        """A prompt as text."""
+        if isinstance(prompt, str):
+            return prompt
+        return decoder_of(self.tokenizer)(self.llm.llm.encode(prompt))
+
+    async def open(self, asked: Sequence[Asked]) -> "Choices":
+        """Queue choices, all or none. Raises APIError where the queue is full."""
+        self._admit(len(asked))
+        self._preparing += len(asked)
+        try:
+            stream = await self.llm.open(asked)
+        finally:
+            self._preparing -= len(asked)
+        return Choices(stream, self.limits.request_seconds, self.metrics)
+
+    def _admit(self, count: int) -> None:
+        slots = self.llm.llm.runner.pool.num_slots
+        if count > slots + self.limits.max_queue:
+            raise APIError(
+                400, f"{count} choices never fit a queue of {slots + self.limits.max_queue}"
+            )
+        if self._preparing + self.llm.driver.num_open + count > slots + self.limits.max_queue:
+            raise APIError(
+                429,
+                f"{slots} choices run or are about to and {self.limits.max_queue} may wait: the "
+                "queue is full, try again",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+
+
+class Choices(AsyncIterator[tuple[int, StepOutput]]):
+    """Outputs of a request's choices, each with its choice's number. seconds: most time in all.
+
+    Raises APIError where a choice cannot be served to its end.
+    """
+
+    def __init__(self, stream: AsyncStream, seconds: float, metrics: Metrics) -> None:
+        self.stream, self.seconds, self.metrics = stream, seconds, metrics
+        self.requests = list(stream.requests.values())
+        self._numbers = {id: number for number, id in enumerate(stream.requests)}
+        self._deadline = asyncio.get_running_loop().time() + seconds
+
+    async def __anext__(self) -> tuple[int, StepOutput]:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                output = await anext(self.stream)
+        except TimeoutError:
+            self.close()
+            raise APIError(
+                504, f"the answer took over {self.seconds} s; ask for fewer tokens", code="timeout"
+            ) from None
+        if output.finish_reason is not None:
+            self.metrics.ended(output.finish_reason)
+        if output.finish_reason == "error":
+            self.close()
+            raise APIError(500, f"generation failed: {output.error}", code="generation_failed")
+        return self._numbers[output.id], output
+
+    def close(self) -> None:
+        """Cancel what has not ended."""
+        self.stream.close()
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns; it is cancelled when the client leaves."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise APIError(499, "the client left")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,26 @@
+"""How single tokens read inside a text: for logprobs."""
+
+from functools import lru_cache
+from typing import Any
+
+from kvfold.engine.detokenizer import UNREAD, decoder_of
+from kvfold.text import encode
+
+
+class TokenTexts:
+    """Texts of tokens, each as it reads behind a letter, so that none loses its space."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._decode = decoder_of(tokenizer, skip_special_tokens=False)
+        self._before = encode(tokenizer, "a")
+        self._prefix = self._decode(self._before)
+        self.of = lru_cache(2**16)(self._of)
+
+    def _of(self, token: int) -> str:
+        text = self._decode([*self._before, token])
+        return text.removeprefix(self._prefix) if text.startswith(self._prefix) else text
+
+
+def utf8(text: str) -> list[int] | None:
+    """Bytes of a token's text; None of a part of a character, which has no text."""
+    return None if UNREAD in text else list(text.encode())

@@ -1,0 +1,287 @@
+"""What a server refuses, and how it ends: keys, limits, faults, disconnects, signals."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvfold import AsyncLLM, SamplingParams
+from kvfold.engine.async_llm import EngineFault
+from kvfold.server.limits import Limits
+from serving import Served, httpx, serving, small_llm
+
+CHAT = "/v1/chat/completions"
+ASKED = [{"role": "user", "content": "Hello"}]
+LIMITS = Limits(max_queue=2, max_choices=6, max_body=20_000, max_stops=2, max_logprobs=3)
+JSON = {"response_format": {"type": "json_object"}}
+LONG = {"prompt": "The old house", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Served]:
+    with serving(small_llm(), limits=LIMITS) as served:
+        yield served
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("/v1/completions", {}, "prompt", "required"),
+        ("/v1/completions", {"prompt": []}, "prompt", "at least 1 prompt"),
+        ("/v1/completions", {"prompt": [9999]}, None, "token ids must be in"),
+        ("/v1/completions", {"prompt": "a " * 3000}, "max_tokens", "the prompt has"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": -1}, "max_tokens", "greater"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": "9"}, "max_tokens", "integer"),
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature", "at least 0"),
+        ("/v1/completions", {"prompt": "a", "top_p": 2}, "top_p", "in (0"),
+        ("/v1/completions", {"prompt": "a", "n": 7}, "n", "at most 6"),
+        ("/v1/completions", {"prompt": ["a"] * 4, "n": 2}, "prompt", "at most 6 choices"),
+        ("/v1/completions", {"prompt": "a", "stop": ["a", "b", "c"]}, "stop", "at most 2"),
+        ("/v1/completions", {"prompt": "a", "stop": "a" * 2000}, "stop", "1024 characters"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 4}, "logprobs", "at most 3"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"5": 200}}, "logit_bias", "-100..100"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, None, "token ids must"),
+        ("/v1/completions", {"prompt": "a", "keep_tokens": 0.5}, None, "evicts nothing"),
+        ("/v1/completions", {"prompt": "a", "best_of": 2}, "best_of", "not supported"),
+        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo", "no logprobs"),
+        (CHAT, {"messages": []}, "messages", "at least 1"),
+        (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, None, "must be"),
+        (CHAT, {"messages": ASKED, "tools": [{}]}, "tools", "not supported"),
+        (CHAT, {"messages": ASKED, "top_logprobs": 1}, "top_logprobs", "logprobs=true"),
+        (CHAT, {"messages": ASKED, "chat_template_kwargs": {"chat_template": "x"}}, None, "no var"),
+        (CHAT, {"messages": ASKED, **JSON}, "response_format", "no 'json_object'"),
+    ],
+)  # fmt: skip
+def test_a_request_that_cannot_be_served(small: Served, path, body, param, words) -> None:
+    error = small.refused(400, path, **body)
+    assert words in error["message"] and error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [(x, 400) for x in (b"{", b"\xff\xfe", b"[" * 9000, b"[]", b"")] + [(b"a" * 20_001, 413)],
+)
+def test_a_body_that_is_none(small: Served, content: bytes, status: int) -> None:
+    header = {"content-type": "application/json"}
+    answer = small.client.post("/v1/completions", content=content, headers=header)
+    assert answer.status_code == status and answer.json()["error"]["message"]
+    parts = (content[i : i + 5000] for i in range(0, len(content), 5000))  # of no known length
+    again = small.client.post("/v1/completions", content=parts, headers=header)
+    assert again.status_code == status
+    assert small.client.get("/health").status_code == 200
+
+
+def test_another_model_or_path_is_not_found(small: Served) -> None:
+    assert small.refused(404, model="large", prompt="a")["code"] == "model_not_found"
+    small.refused(404, "/v1/nothing")
+    assert small.client.get("/v1/completions").json()["error"]["message"] == "Method Not Allowed"
+
+
+def idle(served: Served, seconds: float = 20) -> None:
+    """Until nothing is open; a step at a time."""
+    until = time.monotonic() + seconds
+    while served.llm.engine.has_work:
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def ends(small: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Why requests ended, as the engine sees it."""
+    found: list[str] = []
+    scheduler = small.llm.engine.scheduler
+    finish = scheduler.finish
+
+    def record(request, reason, error=None) -> None:
+        if request.finish_reason is None:
+            found.append(reason)
+        finish(request, reason, error)
+
+    monkeypatch.setattr(scheduler, "finish", record)
+    return found
+
+
+def test_a_full_queue_says_when_to_come_again(small: Served, ends: list[str]) -> None:
+    with small.client.stream("POST", "/v1/completions", json=LONG | {"n": 6, "stream": True}) as a:
+        next(a.iter_lines())
+        answer = small.post(prompt="a")
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "queue_full"
+    idle(small)
+    assert ends == ["cancelled"] * 6
+    assert small.ask(prompt="a", max_tokens=1)
+
+
+def test_who_leaves_is_cancelled(small: Served, ends: list[str]) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        small.client.post("/v1/completions", json=LONG | {"n": 6}, timeout=0.05)
+    idle(small)
+    assert ends == ["cancelled"] * 6
+
+
+def test_a_key_is_asked_for() -> None:
+    with serving(small_llm(), api_key="sésame") as served:
+        for header in ({}, {"Authorization": "Bearer sesame"}, {"Authorization": "Basic sésame"}):
+            given = {name: value.encode() for name, value in header.items()}
+            answer = served.client.get("/v1/models", headers=given)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        right = {"Authorization": "Bearer sésame".encode()}
+        assert served.client.get("/v1/models", headers=right).status_code == 200
+        assert served.client.get("/health").status_code == 200
+
+
+def test_a_late_answer_is_an_error() -> None:
+    with serving(small_llm(), limits=Limits(request_seconds=0.02)) as served:
+        assert served.refused(504, **LONG)["code"] == "timeout"
+        with served.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as a:
+            *_, error, done = [line for line in a.iter_lines() if line]
+        assert '"code":"timeout"' in error and done == "data: [DONE]"
+        idle(served)
+
+
+def test_an_engine_fault_turns_health_red_and_ends_streams() -> None:
+    with serving(small_llm(), clean=False) as served:
+        with served.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as a:
+            lines = a.iter_lines()
+            next(lines)
+
+            def fail() -> None:
+                raise AssertionError("pages do not add up")
+
+            served.llm.engine.scheduler.schedule = fail
+            *_, error, done = [line for line in lines if line]
+        assert "pages do not add up" in error and done == "data: [DONE]"
+        answer = served.client.get("/health")
+        assert answer.status_code == 503 and "pages do not add up" in answer.text
+        assert served.refused(503, prompt="a")["code"] == "engine_fault"
+
+
+def test_async_llm_serves_an_event_loop() -> None:
+    llm = small_llm()
+    wanted = SamplingParams(max_new_tokens=8)
+    prompts = ["The old house", "A ship", "In the middle of the sea"]
+
+    async def main() -> None:
+        async with AsyncLLM(llm) as served:
+            together = await asyncio.gather(*(served.generate(x, wanted) for x in prompts))
+            assert together == llm.generate(prompts, wanted)
+            text = ""
+            async with await served.stream(prompts[0], wanted) as outputs:
+                async for output in outputs:
+                    text += output.text
+            assert text == together[0].text
+            task = asyncio.ensure_future(
+                served.generate("a", SamplingParams(max_new_tokens=200, ignore_eos=True))
+            )
+            await asyncio.sleep(0.02)
+            task.cancel()
+            with pytest.raises(ValueError, match="token ids must be in"):
+                await served.generate([99999])
+        request, _ = llm.request("a", None, None)
+        with pytest.raises(EngineFault, match="closed"):
+            served.driver.submit(request, None)
+
+    asyncio.run(main())
+    assert llm.runner.pool.used_bytes == 0
+
+
+class Crowd:
+    """Clients that ask, leave and err, each on its own; greedy answers are compared."""
+
+    def __init__(self, served: Served, seconds: float) -> None:
+        self.served, self.until = served, time.monotonic() + seconds
+        texts = ("The old house", "A ship", "In the middle of the sea", "Once, when the wind")
+        self.prompts = [f"{text} {i}" for text in texts for i in range(4)]
+        params = SamplingParams(max_new_tokens=24)
+        answers = [served.llm.generate(x, params)[0].text for x in self.prompts]
+        self.wanted = dict(zip(self.prompts, answers, strict=True))
+        self.counts = dict.fromkeys(("whole", "stream", "leave", "bad", "full"), 0)
+
+    async def run(self, clients: int) -> None:
+        async with httpx.AsyncClient(
+            base_url=self.served.url, timeout=60, limits=httpx.Limits(max_connections=None)
+        ) as client:
+            await asyncio.gather(*(self.client(client, random.Random(i)) for i in range(clients)))
+
+    async def client(self, client: httpx.AsyncClient, rng: random.Random) -> None:
+        while time.monotonic() < self.until or not self.counts["whole"]:
+            kind = rng.choices(("whole", "stream", "leave", "bad"), (5, 5, 3, 2))[0]
+            prompt = rng.choice(self.prompts)
+            body = {"prompt": prompt, "max_tokens": 24, "temperature": 0}
+            kind = await getattr(self, kind)(client, body, self.wanted[prompt], rng) or kind
+            self.counts[kind] += 1
+
+    async def whole(self, client, body, wanted, rng) -> str | None:
+        answer = await client.post("/v1/completions", json=body)
+        if answer.status_code == 429:
+            return "full"
+        assert answer.json()["choices"][0]["text"] == wanted
+        return None
+
+    async def stream(self, client, body, wanted, rng, leave: float = 0) -> str | None:
+        call = client.stream("POST", "/v1/completions", json=body | {"stream": True})
+        text = ""
+        async with call as answer:
+            if answer.status_code == 429:
+                return "full"
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+                if rng.random() < leave:
+                    assert wanted.startswith(text)
+                    return None
+        assert text == wanted
+        return None
+
+    async def leave(self, client, body, wanted, rng) -> str | None:
+        return await self.stream(client, body, wanted, rng, leave=0.2)
+
+    async def bad(self, client, body, wanted, rng) -> None:
+        wrong = rng.choice([{"prompt": 5}, {"n": -1}, {"stop": [""]}, {"temperature": -1}])
+        assert (await client.post("/v1/completions", json=body | wrong)).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "seconds", [2, pytest.param(900, marks=[pytest.mark.soak, pytest.mark.slow])]
+)
+def test_nothing_is_lost_in_a_crowd_of_clients(seconds: int) -> None:
+    """Pages, answers and health: `serving` checks that nothing is left."""
+    llm = small_llm(max_sequences=16)
+    with serving(llm, limits=Limits(max_queue=40)) as served:
+        crowd = Crowd(served, seconds)
+        asyncio.run(crowd.run(64))
+        idle(served)
+        assert served.client.get("/health").status_code == 200
+    assert all(crowd.counts[kind] for kind in ("whole", "stream", "leave", "bad")), crowd.counts
+
+
+def test_sigterm_answers_what_is_open() -> None:
+    """A stream that was begun goes on to its end, and the process ends with 0."""
+    call = [sys.executable, "-m", "kvfold", "serve", "reference:gqa", "--device", "cpu"]
+    call += ["--port", "0", "--max-tokens", "256", "--kv-bytes", str(2**22)]
+    process = subprocess.Popen(call, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    try:
+        line = next(x for x in process.stderr if x.startswith("serving at "))
+        url = line.split()[-1]
+        with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60) as client:
+            body = LONG | {"stream": True}
+            with client.stream("POST", f"{url}/completions", json=body) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                *_, last, done = [line for line in lines if line]
+        assert '"finish_reason":"length"' in last and done == "data: [DONE]"
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
