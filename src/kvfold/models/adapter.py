@@ -116,13 +116,16 @@ class HFAttention(FoldedAttention):
 class Family:
     """A model family, by its differences. Subclasses fill in the class variables and methods.
 
-    not_in_gguf: what of the model transformers does not read from a GGUF file, for users.
+    gated: a layer's MLP, where it computes down(act(gate(x)) * up(x)) by `gate_proj`, `up_proj`,
+    `down_proj` and `act_fn`. not_in_gguf: what of the model transformers does not read from a GGUF
+    file, for users.
     """
 
     model_types: ClassVar[tuple[str, ...]]
     folded: ClassVar[dict[str, type[HFAttention]]]  # model type -> folded attention class
     attention_name: ClassVar[str] = "self_attn"
     output_name: ClassVar[str] = "o_proj"
+    gated: ClassVar[str | None] = None
     rope: ClassVar[bool] = True
     key_norm: ClassVar[bool] = False
     not_in_gguf: ClassVar[str | None] = None

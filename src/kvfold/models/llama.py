@@ -40,3 +40,4 @@ class FoldedQwen2(RotaryForward, Qwen2Attention):
 class LlamaFamily(Family):
     model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2")
     folded: ClassVar = {"llama": FoldedLlama, "mistral": FoldedMistral, "qwen2": FoldedQwen2}
+    gated = "mlp"
