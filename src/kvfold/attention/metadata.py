@@ -18,6 +18,7 @@ from kvfold.cache.eviction.attention import AttentionPolicy, observing
 from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import Pool
 from kvfold.ops import store
+from kvfold.ops.common.launch import upload
 from kvfold.ops.common.pages import LayerPages
 from kvfold.spec.layout import CacheLayout
 
@@ -127,10 +128,10 @@ class AttentionMetadata:
         where their queries are observed."""
         rows, device = view.pool.host_lengths[slots], view.pool.device
         firsts = [where.start for where in view.pool.layout.layer_groups]
-        lengths = None if prompt_lengths is None else torch.tensor(prompt_lengths, device=device)
+        lengths = None if prompt_lengths is None else upload(np.array(prompt_lengths), device)
         return cls(
             begin=begin,
-            slots=torch.tensor(slots, device=device),
+            slots=upload(np.array(slots), device),
             positions=positions.view(len(slots), -1),
             lengths=np.maximum.reduceat(rows, firsts, axis=1).T,
             rows=int(np.add.reduceat(rows.sum(0), firsts).max()),

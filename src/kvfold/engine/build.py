@@ -20,6 +20,7 @@ from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
 from kvfold.models.fold import fold_plain
 from kvfold.models.folded import attention_windows
+from kvfold.models.merged import merge_products
 from kvfold.models.rotary import LONG_ROPE, rope_type
 from kvfold.models.rotate import rotate_model, turned
 from kvfold.ops.backend import use_triton
@@ -70,6 +71,7 @@ def build_runner(
         fold_plain(served, spec, turn)
     elif turn:
         rotate_model(served, spec, config.bits, format_of(config.format))
+    merge_products(served, family_of(served.config))
     return ModelRunner(served, pool, policy=policy, cache=limits, seed=seed, tokenizer=tokenizer)
 
 

@@ -2,14 +2,16 @@
 
 In plain PyTorch a norm is eight launches, RoPE five, silu(gate) * up two. torch.compile makes one
 of each; products stay with cuBLAS, attention with our kernels. The pieces are what lies between:
-modules that transformers wrote, all of a class by one function, and those of `models.pieces`. They
-are put into a runner's model once.
+those of `models.pieces`, and what leads from one layer's attention to the next one's, where a layer
+leaves its last sum to the norm behind it, which takes one launch then; of families whose layers are
+not known so well, modules that transformers wrote, all of a class by one function. They are put
+into a runner's model once.
 KVFOLD_COMPILE: `auto` (on CUDA devices) or `off`. Shapes: N tokens of a step, D model width.
 """
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,13 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.attention.base import AttentionContext, LayerMaps
+from kvfold.models.adapter import Family, Residual
 from kvfold.models.families import family_of
+from kvfold.models.merged import GatedMLP
 from kvfold.models.pieces import Pieces
 
 TOKENS = 127  # of the step that is compiled for; a prime, so that no width of a model equals it
 RECOMPILES = 64  # of one function: widths, types of numbers, and one token apart from more
 
 Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
+Swap = tuple[nn.Module, str, Any]  # an attribute of a module
 
 
 def wanted(device_type: str) -> bool:
@@ -38,19 +43,12 @@ class Compiled:
     """Stand-ins for parts of a model, once installed. backend: of torch.compile."""
 
     def __init__(self, model: Any, backend: str = "inductor") -> None:
-        family = family_of(model.config)
-        layers, attentions = family.layers(model), set(family.attentions(model))
-        inner = {type(x) for layer in layers for x in layer.children() if x not in attentions}
-        theirs = [kind for kind in inner if kind.__module__.startswith("transformers.")]
-        forwards = {kind: _piece(kind.forward, backend) for kind in theirs}  # PyTorch's: one launch
-        # A module with a forward of its own is someone's, as with transformers' other devices.
-        self.swaps: list[tuple[nn.Module, str, Any]] = [
-            (x, "forward", partial(forwards[type(x)], x))
-            for x in model.modules()
-            if type(x) in forwards and "forward" not in vars(x)
-        ]
+        family, base = family_of(model.config), model.base_model
         pieces = Pieces(*(_piece(function, backend) for function in Pieces()))
-        self.swaps += [(x, "pieces", pieces) for x in attentions]
+        self.swaps: list[Swap] = [(x, "pieces", pieces) for x in family.attentions(model)]
+        # A module with a forward of its own is someone's, as with transformers' other devices.
+        whole = family.finish is not None and not any("forward" in vars(x) for x in base.modules())
+        self.swaps += (_layers if whole else _modules)(model, family, backend)
 
     def install(self) -> None:
         """From here on the model computes the same, but for rounding."""
@@ -80,6 +78,67 @@ class Compiled:
                 f"does not try: {type(error).__name__}: {str(error)[:500]}",
                 stacklevel=2,
             )
+
+
+def _layers(model: Any, family: type[Family], backend: str) -> list[Swap]:
+    """Layers that pass on what is yet to be added, and a last norm that adds it."""
+    assert family.finish is not None
+    enter, finish = _piece(_enter, backend), _piece(family.finish, backend)
+    norm = model.base_model.norm
+    layers = [(x, "forward", partial(_layer, x, enter, finish)) for x in family.layers(model)]
+    inside = [x for attention in family.attentions(model) for x in attention.children()]
+    return [
+        *layers,
+        (norm, "forward", partial(_last, norm, enter)),
+        *_by_class(inside, backend),  # norms of queries and keys
+    ]
+
+
+def _layer(
+    layer: Any,
+    enter: Callable[..., Any],
+    finish: Callable[..., Any],
+    hidden_states: Tensor | Residual,
+    **extra: Any,
+) -> Residual:
+    x, normed = enter(layer.input_layernorm, *_pair(hidden_states))
+    out, _ = layer.self_attn(hidden_states=normed, **extra)
+    found: Residual = finish(layer, x, out)
+    return found
+
+
+def _last(norm: Any, enter: Callable[..., Any], hidden_states: Tensor | Residual) -> Tensor:
+    found: Tensor = enter(norm, *_pair(hidden_states))[1]
+    return found
+
+
+def _pair(x: Tensor | Residual) -> tuple[Tensor, Tensor | None]:
+    return x if isinstance(x, tuple) else (x, None)
+
+
+def _enter(norm: Any, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Hidden states [1, N, D] with what is added to them, and their norm."""
+    x = x if more is None else x + more
+    return x, type(norm).forward(norm, x)
+
+
+def _modules(model: Any, family: type[Family], backend: str) -> list[Swap]:
+    """Norms and MLPs, each by itself."""
+    attentions = set(family.attentions(model))
+    inner = {type(x) for y in family.layers(model) for x in y.children() if x not in attentions}
+    return _by_class([x for x in model.modules() if type(x) in inner], backend)
+
+
+def _by_class(modules: Sequence[nn.Module], backend: str) -> list[Swap]:
+    """Those of them that transformers or this project wrote."""
+    kinds = {type(x) for x in modules}  # PyTorch's own are one launch
+    known = [x for x in kinds if x is GatedMLP or x.__module__.startswith("transformers.")]
+    forwards = {kind: _piece(kind.forward, backend) for kind in known}
+    return [
+        (x, "forward", partial(forwards[type(x)], x))
+        for x in modules
+        if type(x) in forwards and "forward" not in vars(x)
+    ]
 
 
 class _DryContext(AttentionContext):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from kvfold.engine.metadata import decodes, metadata_of
 from kvfold.engine.replay import Replay
 from kvfold.engine.request import Batch, CacheParams, Request
 from kvfold.models.families import family_of
+from kvfold.ops.common.launch import upload
 from kvfold.ops.store import Fill
 
 # transformers makes no mask for an attention without a registered mask function.
@@ -80,7 +82,7 @@ class ModelRunner:
                 self.graphs.warm_up(self._decode)
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return upload(np.array(values, dtype=np.int64), self.device)
 
     @property
     def can_rewind(self) -> bool:

@@ -3,7 +3,7 @@
 Shapes: B batch, T new tokens, S cached tokens, D width, Hq / Hk query / KV heads, d head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +15,9 @@ from kvfold.models.folded import FoldedAttention
 from kvfold.models.rotary import RotaryTable, rope_type
 from kvfold.ops.common.attention import Tables
 from kvfold.spec import CacheSpec, Geometry
+
+# Hidden states [B, T, D], and what is yet to be added to them.
+Residual = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +119,19 @@ class HFAttention(FoldedAttention):
 class Family:
     """A model family, by its differences. Subclasses fill in the class variables and methods.
 
-    not_in_gguf: what of the model transformers does not read from a GGUF file, for users.
+    gated: a layer's MLP, where it computes down(act(gate(x)) * up(x)) by `gate_proj`, `up_proj`,
+    `down_proj` and `act_fn`. finish: all that follows a layer's attention, of the layer, its inputs
+    and attention's output, where attention's inputs are `input_layernorm` of the layer's, and
+    `norm` follows the last. not_in_gguf: what of the model transformers does not read from a GGUF
+    file, for users.
     """
 
     model_types: ClassVar[tuple[str, ...]]
     folded: ClassVar[dict[str, type[HFAttention]]]  # model type -> folded attention class
     attention_name: ClassVar[str] = "self_attn"
     output_name: ClassVar[str] = "o_proj"
+    gated: ClassVar[str | None] = None
+    finish: ClassVar[Callable[..., Residual] | None] = None
     rope: ClassVar[bool] = True
     key_norm: ClassVar[bool] = False
     not_in_gguf: ClassVar[str | None] = None

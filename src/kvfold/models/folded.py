@@ -25,6 +25,7 @@ class FoldedAttention(nn.Module):
     """
 
     pieces = Pieces()  # an engine puts compiled ones in their place
+    merged: Any = None  # all of `products` at once in an engine, a function of x
     rotary: RotaryTable | None = None  # the model's, not a submodule
 
     def __init__(self, config: Any, geometry: Geometry, spec: LayerSpec, layer_idx: int) -> None:
@@ -128,11 +129,28 @@ class FoldedAttention(nn.Module):
         x [B, T, D]; tables cos, sin [B or 1, T, rotary dims]. Returns q [B, Hq, T, d or r] in the
         space the scores are taken in, and rows [B, T, R].
         """
-        q = self._queries(x, tables)
-        rows = self.down_proj(x) if self.linear_width else x.new_zeros(*x.shape[:2], 0)
-        if not self.keys_online:
-            return q, rows
-        return q, self._online_rows(x, tables, rows)
+        q, k, rows = self._multiplied(x)
+        q = self._queries(q, tables)
+        return q, rows if k is None else self._online_rows(k, tables, rows)
+
+    @property
+    def products(self) -> list[nn.Linear]:
+        """The linear layers that take a token's hidden state: of queries, of computed keys, and of
+        what is stored as it comes out, where there are any."""
+        names = ("k_proj",) * self.keys_online + ("down_proj",) * bool(self.linear_width)
+        return [self.q_proj, *(getattr(self, name) for name in names)]
+
+    def _multiplied(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What x [B, T, D] becomes by W_Q, W_K if keys are computed, and the maps of rows, each
+        [B, T, .]."""
+        linears = self.products
+        if self.merged is None:
+            found = [linear(x) for linear in linears]
+        else:
+            found = list(self.merged(x).split([linear.out_features for linear in linears], -1))
+        q, *others = found
+        k = others.pop(0) if self.keys_online else None
+        return q, k, others[0] if others else x.new_zeros(*x.shape[:2], 0)
 
     @property
     def maps(self) -> LayerMaps:
@@ -151,19 +169,19 @@ class FoldedAttention(nn.Module):
             rope=self.rotary if self.keys_rebuilt else None,
         )
 
-    def _queries(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _queries(self, q: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Queries in score space [B, Hq, T, d or r] of W_Q's [B, T, .]."""
         g = self.geometry
-        q = self.q_proj(x)
         if self.query_folded:
             return _split_ragged(q, self.key_columns.head_ranks(g.queries_per_kv))
         q = self.normalize_queries(q.unflatten(-1, (g.num_query_heads, g.head_dim)))
         up = self.key_columns.per_head(self.key_up, g.head_dim) if self.query_mapped else None
         return self.pieces.queries(q, tables if g.rope else None, up)
 
-    def _online_rows(self, x: Tensor, tables: tuple[Tensor, Tensor] | None, rest: Tensor) -> Tensor:
-        """Rows [B, T, R] from x [B, T, D] and what is mapped from it already, rest [B, T, .]."""
+    def _online_rows(self, k: Tensor, tables: tuple[Tensor, Tensor] | None, rest: Tensor) -> Tensor:
+        """Rows [B, T, R] of W_K's keys [B, T, Hk d] and what is mapped already, rest [B, T, .]."""
         g, spec = self.geometry, self.spec
-        k = self.normalize_keys(self.k_proj(x).unflatten(-1, (g.num_kv_heads, g.head_dim)))
+        k = self.normalize_keys(k.unflatten(-1, (g.num_kv_heads, g.head_dim)))
         tables = tables if g.rope and spec.keys in ("post_rope", "plain") else None
         if spec.keys == "plain":
             return self.pieces.rows(k, tables, None, rest)

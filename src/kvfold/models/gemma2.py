@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
 
+from kvfold.models.adapter import Residual
 from kvfold.models.llama import LlamaFamily, RotaryForward
 from kvfold.ops.common.attention import capped
 
@@ -14,9 +15,17 @@ class FoldedGemma2(RotaryForward, Gemma2Attention):
     pass
 
 
+def finish(layer: Any, x: Tensor, out: Tensor) -> Residual:
+    """The second half of a layer with norms before and behind attention and MLP."""
+    x = x + layer.post_attention_layernorm(out)
+    fed = layer.mlp(layer.pre_feedforward_layernorm(x))
+    return x, layer.post_feedforward_layernorm(fed)
+
+
 class Gemma2Family(LlamaFamily):
     model_types = ("gemma2",)
     folded: ClassVar = {"gemma2": FoldedGemma2}
+    finish = staticmethod(finish)
     not_in_gguf = "how scores are scaled and capped"
 
     @classmethod

@@ -7,7 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
-from kvfold.models.adapter import Family, HFAttention
+from kvfold.models.adapter import Family, HFAttention, Residual
 from kvfold.ops.common.attention import Tables
 
 
@@ -37,6 +37,14 @@ class FoldedQwen2(RotaryForward, Qwen2Attention):
     pass
 
 
+def finish(layer: Any, x: Tensor, out: Tensor) -> Residual:
+    """The second half of a layer with a norm before attention and one before the MLP."""
+    x = x + out
+    return x, layer.mlp(layer.post_attention_layernorm(x))
+
+
 class LlamaFamily(Family):
     model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2")
     folded: ClassVar = {"llama": FoldedLlama, "mistral": FoldedMistral, "qwen2": FoldedQwen2}
+    gated = "mlp"
+    finish = staticmethod(finish)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from transformers.models.phi3.modeling_phi3 import Phi3Attention
 
 from kvfold.models.adapter import Family, Projections, linear
-from kvfold.models.llama import RotaryForward
+from kvfold.models.llama import RotaryForward, finish
 from kvfold.spec import Geometry
 
 
@@ -16,6 +16,7 @@ class FoldedPhi3(RotaryForward, Phi3Attention):
 class Phi3Family(Family):
     model_types = ("phi3",)
     folded: ClassVar = {"phi3": FoldedPhi3}
+    finish = staticmethod(finish)
 
     @classmethod
     def projections(cls, attention: Any, geometry: Geometry) -> Projections:
