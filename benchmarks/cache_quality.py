@@ -4,10 +4,11 @@
 
 Sections: policies (each at 2, 4, 8, 16 times fewer tokens), metric (KV-Compress Table 2: power,
 window, all queries), bits (with and without rotation, Palu Table 7; KIVI), factor (dimensions and
-bits together, then eviction on top). Rows are written as they are measured; those already in the
-file are kept.
+bits together, then eviction on top), recipes (ours, planned in dimensions and bits, beside plain
+ones). Rows are written as they are measured; those already in the file are kept.
 """
 
+import argparse
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.session import Sessions
 
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
+PLANNED = {"swift": (3, 4, 5, 6), "lean": (4, 6, 8), "small": (6, 14)}
 METRIC = {  # edits of kv-compress
     "w8-L2": {},
     "w8-L1": {"power": 1},
@@ -41,11 +43,12 @@ METRIC = {  # edits of kv-compress
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row: how tokens are stored, and how many times smaller dims and bits were planned."""
+    """One row: how tokens are stored, and how many times smaller a recipe planned dims and bits."""
 
     name: str
     cache: CacheConfig
     edit: dict[str, Any] = dataclasses.field(default_factory=dict)
+    recipe: str = "small"
     factor: float | None = None
 
 
@@ -70,6 +73,15 @@ def cases(section: str) -> Iterator[Case]:
                     zero = ", zeros" if zeros else ""
                     yield Case(name=f"{bits} bits, {turned}{zero}", cache=cache)
             yield Case(name=f"{bits} bits, KIVI", cache=CacheConfig(bits=bits, format="kivi"))
+    if section == "recipes":
+        for bits in (8, 4):
+            yield Case(name=f"int{bits}, rotated", cache=CacheConfig(bits=bits))
+        for bits in (4, 2):
+            yield Case(name=f"KIVI {bits} bits", cache=CacheConfig(bits=bits, format="kivi"))
+        for recipe, factors in PLANNED.items():
+            for factor in factors:
+                name = f"{recipe} {factor}x"
+                yield Case(name=name, cache=CacheConfig(), recipe=recipe, factor=factor)
     if section == "factor":
         for factor in (8, 10, 14, 18, 24):
             yield Case(name=f"factor {factor}", cache=CacheConfig(), factor=factor)
@@ -83,7 +95,9 @@ def cases(section: str) -> Iterator[Case]:
 class Bench(quality.Bench):
     """Questions are the same for every case too."""
 
-    prepared: Prepared | None = None
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        super().__init__(arguments)
+        self.prepared: dict[str, Prepared] = {}
 
     def row(self, case: Case) -> dict[str, Any]:
         begin = time.perf_counter()
@@ -106,11 +120,12 @@ class Bench(quality.Bench):
     def _model(self, case: Case) -> Any:
         if case.factor is None:
             return self.model
-        if self.prepared is None:
-            small, most = recipes.get("small"), self.arguments.calib_tokens
-            compressor = Compressor(self.model, small, self.tokenizer, max_tokens=most)
-            self.prepared = compressor.prepare(self.arguments.stats)
-        return self.prepared.folded_copy(self.prepared.plan_factor(case.factor))
+        if case.recipe not in self.prepared:
+            recipe, most = recipes.get(case.recipe), self.arguments.calib_tokens
+            compressor = Compressor(self.model, recipe, self.tokenizer, max_tokens=most)
+            self.prepared[case.recipe] = compressor.prepare(self.arguments.stats)
+        prepared = self.prepared[case.recipe]
+        return prepared.folded_copy(prepared.plan_factor(case.factor))
 
     def _needle(self, sessions: Sessions, agnostic: bool) -> dict[int, Any]:
         with closing(Reader(sessions, agnostic=agnostic)) as reader:
@@ -126,7 +141,7 @@ class Bench(quality.Bench):
 
 def main() -> None:
     parser = quality.parser(__doc__, model="reference:gqa", ctx=1024, windows=24)
-    sections = ("policies", "metric", "bits", "factor")
+    sections = ("policies", "metric", "bits", "factor", "recipes")
     parser.add_argument("--section", choices=sections, required=True)
     parser.add_argument("--contexts", type=int, default=25)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
