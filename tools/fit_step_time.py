@@ -19,31 +19,21 @@ from sklearn.linear_model import LinearRegression
 from transformers import LlamaConfig
 
 from kvfold.bench.synthetic_engine import WIDTHS
-from kvfold.bench.variants import ALL, SHAPES, VARIANTS, Variant, variant_layout
+from kvfold.bench.variants import SHAPES, VARIANTS, Variant, variant_layout
 from kvfold.models.size import step_bytes
-from kvfold.spec import Tiers
 from kvfold.step_time import DEFAULT, Coefficients, attention_work
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE = ROOT / "src" / "kvfold" / "data" / "step_time.json"
-STEP = ("layer", "sequence")
+STEP = ("layer", "sequence", "runs", "rebuilt_runs")
+ESTIMATED = ("unpacked", "runs_16", "rebuilt_runs_16")
 MEASURED = ("launch", "stored", "rebuilt", "codes", "products", "wide")
 
 
-def _runs(keys: Tiers, values: Tiers) -> Variant:
-    return Variant(tiers=(keys, values), shares=(1, ALL), page=64)
-
-
-# 64 x 8192 on llama-3.1-8b, microseconds a layer, without a file of results: `lean` in 4 bits
-# (docs/performance-goals.md), and the first cut of the kernels that read runs one by one, which
-# have changed since; of the last three only the size and the bits are known.
-SEEN: list[tuple[str, Variant, float]] = [
-    ("lean-31, 4 bits", replace(VARIANTS["lean-31"], bits=4), 314.0),
-    ("swift 4x, 4 bits", _runs(((128, 4),), ((1024, 4),)), 335.0),
-    ("swift 5x, 4 bits", _runs(((128, 4),), ((608, 4),)), 321.0),
-    ("swift 6x, tiers", _runs(((8, 8), (40, 4), (32, 2)), ((128, 8), (384, 4), (256, 2))), 509.0),
-]
+# 64 x 8192 on llama-3.1-8b, microseconds a layer: `lean` in 4 bits, without a file of results
+# (docs/performance-goals.md).
+SEEN = replace(VARIANTS["lean-31"], bits=4), 314.0
 Work = dict[str, float]
 
 
@@ -82,17 +72,19 @@ def attention_points(found: Sequence[dict[str, Any]], read: float) -> list[Point
 
 
 def step_points(found: Sequence[dict[str, Any]], base: Coefficients) -> list[Point]:
-    """Engine steps on kernels. known: attention and reading weights."""
+    """Engine steps on kernels. known: reading weights, and attention but for what STEP names."""
     points = []
     for row in chain.from_iterable(report["rows"] for report in found):
         if row["variant"] not in VARIANTS or not row["graph"]:
             continue
         variant, shape, batch = VARIANTS[row["variant"]], row["shape"], row["batch"]
         layers = SHAPES[shape].num_layers
-        each = base.attention_us(work_of(shape, variant, batch * row["tokens"], base.read))
+        attention = work_of(shape, variant, batch * row["tokens"], base.read)
+        fitted = {name: layers * attention.pop(name, 0.0) for name in STEP}
+        each = base.attention_us(attention)
         weights = step_bytes(_config(shape), variant_layout(SHAPES[shape], variant).spec)
         known = base.step_us(weights, layers * each, layers, batch)
-        work = {"layer": layers, "sequence": batch}
+        work = fitted | {"layer": layers, "sequence": batch}
         points.append(Point(name=_name(row), us=1e3 * row["ms"], work=work, known=known))
     return points
 
@@ -144,17 +136,18 @@ def coefficients(device: str) -> Coefficients:
     points = attention_points(attention, read)
     print_errors(f"{device}, attention, a layer", MEASURED, points)
     found = fit(MEASURED, points)
-    seen = []
-    for name, variant, us in SEEN:
-        work = work_of("llama-3.1-8b", variant, 64 * 8192, read)
-        known = sum(found[x] * work.get(x, 0.0) for x in found)
-        seen.append(Point(name=name, us=us, work=work, known=known))
-    print_errors(f"{device}, runs, estimated", ["runs"], seen)
-    found |= fit(["runs"], seen)
-    base = Coefficients(read=read, attention=found, estimated=["runs"], layer=0.0, sequence=0.0)
+    variant, us = SEEN
+    work = work_of("llama-3.1-8b", variant, 64 * 8192, read)
+    known = sum(found[x] * work.get(x, 0.0) for x in found)
+    seen = Point(name="lean-31, 4 bits", us=us, work=work, known=known)
+    found |= fit(["unpacked"], [seen])
+    base = Coefficients(read=read, attention=found, estimated=ESTIMATED, layer=0.0, sequence=0.0)
     steps = step_points(decode, base)
     print_errors(f"{device}, engine, a step", STEP, steps)
-    return replace(base, **fit(STEP, steps))
+    fitted = fit(STEP, steps)
+    runs = {name: fitted.pop(name) for name in ("runs", "rebuilt_runs")}
+    wide = {f"{name}_16": us for name, us in runs.items()}  # never timed: as those of fewer bits
+    return replace(base, attention={**found, **runs, **wide}, **fitted)
 
 
 def main() -> None:

@@ -135,8 +135,10 @@ def attention_work(
     launch: 1. stored, rebuilt: microseconds that its bytes take at `read` TB/s, of kernels that
     score what is stored and of those that rebuild keys. codes: millions of numbers that are
     unpacked. products: billions of multiplications and additions, 2 d r a row and KV head, that
-    rebuild keys, wide: those of the numbers beyond ON_CHIP, where all come at once. runs: millions
-    of runs of equal bits that are read by themselves, of every KV head's keys and of values.
+    rebuild keys, wide: those of the numbers beyond ON_CHIP, where all come at once. Millions of
+    runs of equal bits that are read by themselves, of every KV head's keys and of values: runs, or
+    rebuilt_runs by kernels that rebuild keys, with _16 where none has fewer bits; unpacked, by
+    those that rebuild keys of rows they read at once.
     """
     rebuilds, groups = layer.keys == "pre_rope", tuple(groups)
     kernel = LATENT_DECODE.which(GPU, layer, groups) if rebuilds else DECODE.which(GPU, groups)
@@ -156,8 +158,16 @@ def attention_work(
         work["products"] = each * sum(ranks)
         work["wide"] = each * sum(max(0, rank - ON_CHIP) for rank in ranks) * (not in_pieces)
     alone = [x for x in segments if in_pieces or (rebuilds and x.quantized)]
-    work["runs"] = rows / 1e6 * sum(_pieces(x) for x in alone)
+    work[_kind(rebuilds, in_pieces, alone)] = rows / 1e6 * sum(_pieces(x) for x in alone)
     return work
+
+
+def _kind(rebuilds: bool, in_pieces: bool, alone: Sequence[Segment]) -> str:
+    """What runs that are read by themselves are called in `attention_work`."""
+    if rebuilds and not in_pieces:
+        return "unpacked"
+    packed = not alone or any(x.quantized for x in alone)
+    return "rebuilt_" * rebuilds + "runs" + "_16" * (not packed)
 
 
 def _pieces(run: Segment) -> int:

@@ -1,0 +1,100 @@
+"""The recipe and size of the least predicted step time within a perplexity ratio."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
+from kvfold.compression.progress import Progress
+from kvfold.config import LEVELS, CacheConfig
+from kvfold.errors import SettingError
+from kvfold.evaluation.budget import held_out
+from kvfold.evaluation.comparison import ORIGINAL
+from kvfold.evaluation.frontier import stored
+from kvfold.evaluation.measure import Measurement, measure
+from kvfold.spec import CacheSpec
+from kvfold.step_time import Load, Prediction, predict
+
+TRIED = ("fast", "swift", "lean", "small")
+FACTORS = (2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 14.0)
+TEXT = "held-out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A recipe at a size; step: predicted; ratio: of perplexities, where it was measured."""
+
+    prepared: Prepared
+    factor: float
+    spec: CacheSpec
+    step: Prediction
+    ratio: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.prepared.compressor.recipe.name
+
+    def __str__(self) -> str:
+        about = "~" * self.step.estimated
+        return f"{self.name} {self.factor:g}x: {about}{self.step.ms:.2f} ms a step, predicted"
+
+
+def search_fastest(
+    compressors: Sequence[Compressor],
+    limit: float,
+    load: Load,
+    *,
+    say: Callable[[str], None],
+    progress: Progress | None = None,
+) -> Candidate:
+    """The candidate of the least predicted step time whose perplexity ratio, with its bits on
+    pages, is <= `limit`; compressors share a model and its text.
+
+    Candidates are measured from the fastest on, and the first that is within the limit is it: the
+    others are slower. Takes it that a recipe loses more at larger factors. say: hears a line of
+    every one that is measured. Raises SettingError where nothing faster than the original is
+    within.
+    """
+    first = compressors[0]
+    rows = held_out(first, first.windows().shape[1])
+    what = Measurement(windows={TEXT: rows}, tasks={}, cache=CacheConfig())
+
+    def at(model: Any, label: str) -> float:
+        found = measure(model, first.tokenizer, what, progress, f"search {label}")
+        return found.texts[TEXT].perplexity
+
+    whole = predict(first.model.config, stored(first.model), load)
+    original, too_small = at(first.model, ORIGINAL), dict[str, float]()
+    for x in candidates(compressors, load, progress):
+        if whole is not None and x.step.ms >= whole.ms:
+            break
+        if x.factor >= too_small.get(x.name, x.factor + 1):
+            continue
+        label = f"{x.name} {x.factor:g}x"
+        ratio = at(x.prepared.folded_copy(x.spec), label) / original
+        say(f"{x}; {ratio:.4f} times the perplexity")
+        if ratio <= limit:
+            return Candidate(**{**vars(x), "ratio": ratio})
+        too_small[x.name] = x.factor
+    raise SettingError(
+        f"`fastest`: within {limit:g} times the perplexity nothing is predicted to be faster than"
+        f" the original at {load}; allow more with `budget`, or leave `fastest` out"
+    )
+
+
+def candidates(
+    compressors: Sequence[Compressor], load: Load, progress: Progress | None = None
+) -> list[Candidate]:
+    """Every recipe at every size that it can plan and kernels serve, the fastest first."""
+    found: list[Candidate] = []
+    statistics = shared_statistics(compressors, progress)
+    for compressor in compressors:
+        prepared = compressor.prepare(statistics, progress)
+        for factor in FACTORS:
+            try:
+                spec = prepared.plan_factor(factor, LEVELS)
+            except SettingError:
+                continue  # too small for a dimension in every layer
+            if step := predict(compressor.model.config, spec, load):
+                found.append(Candidate(prepared=prepared, factor=factor, spec=spec, step=step))
+    return sorted(found, key=lambda x: (x.step.ms, -x.factor))
