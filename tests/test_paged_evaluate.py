@@ -13,10 +13,12 @@ from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.evaluation.compare import from_json
 from kvfold.evaluation.dense import DenseSession
+from kvfold.evaluation.measure import Measurement, measure
 from kvfold.evaluation.needle import evaluate_needle
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import perplexity, token_nll, window_perplexity
 from kvfold.evaluation.reader import Reader
+from kvfold.evaluation.tasks.asked import AskedTask
 from kvfold.loading import load, load_tokenizer
 from kvfold.text import encode, encode_prompt
 from models import CONFIGS, tiny, tokens
@@ -375,6 +377,11 @@ def test_a_question_comes_after_its_context_was_evicted(plain, tmp_path) -> None
         wanted = session.greedy(session.read(encode(tokenizer, question)), 24)
     ((found,), (other,)) = (next(iter(x["tasks"].values()))["outputs"] for x in (asked, one))
     assert found == tokenizer.decode(wanted).strip() != other
+    # A row says when its question comes, whatever the needle's contexts are told.
+    tasks = {"asked": [AskedTask(context=context, question=question, **row)]}
+    cache = CacheConfig(evict="snapkv-w8", keep_tokens=0.25, page=8, kv_bytes=2**21)
+    what = Measurement(tasks=tasks, cache=cache, agnostic=False)
+    assert measure(model, tokenizer, what).tasks["asked"].outputs == (found,)
 
 
 def test_compare_answers_tasks(plain, rows, text, tmp_path, capsys) -> None:
