@@ -240,6 +240,10 @@ SIZES = {
         "for a larger cache, or a smaller --align than 16"
     ),
 }
+ROWS = (
+    'legal rows: {"prompt", "answer"[, "max_new_tokens"]} or {"context", "question", "answer"[, '
+    '"max_new_tokens"]} or {"context"|"contexts", "choices", "label"}'
+)
 FILES = {
     "kvfold eval reference:gqa --json /dev/null": "/dev/null is a device or a pipe; name a file",
     "kvfold compress reference:gqa --output new --stats /dev/null": (
@@ -286,15 +290,16 @@ FILES = {
         "file nowhere.jsonl: no such file; give a text file, plain, .xz or .gz"
     ),
     "kvfold eval reference:gqa --tasks text.txt": (
-        'task text.txt line 1: not a JSON object; legal rows: {"prompt", "answer"[, '
-        '"max_new_tokens"]} or {"context"|"contexts", "choices", "label"}'
+        f"task text.txt line 1: not a JSON object; {ROWS}"
     ),
     "kvfold eval reference:gqa --tasks keys.jsonl": (
-        'task keys.jsonl line 1: keys question, answer; legal rows: {"prompt", "answer"[, '
-        '"max_new_tokens"]} or {"context"|"contexts", "choices", "label"}'
+        f"task keys.jsonl line 1: keys question, answer; {ROWS}"
     ),
     "kvfold eval reference:gqa --tasks label.jsonl": (
         "task label.jsonl line 1: label is '2'; it must be an integer from 0 to 1"
+    ),
+    "kvfold eval reference:gqa --tasks question.jsonl": (
+        "task question.jsonl line 1: question is ' '; it must be a string that is not blank"
     ),
     "kvfold eval reference:gqa --json nowhere/new.json": (
         "cannot write nowhere/new.json: folder nowhere does not exist; create it first"
@@ -320,16 +325,13 @@ FILES = {
     ),
     "kvfold eval reference:gqa --tasks surrogate.jsonl": (
         "task surrogate.jsonl line 1: holds half a character, a surrogate without the other; "
-        'legal rows: {"prompt", "answer"[, "max_new_tokens"]} or {"context"|"contexts", '
-        '"choices", "label"}'
+        + ROWS
     ),
     "kvfold eval reference:gqa --tasks deep.jsonl": (
-        'task deep.jsonl line 1: nested too deeply; legal rows: {"prompt", "answer"[, '
-        '"max_new_tokens"]} or {"context"|"contexts", "choices", "label"}'
+        f"task deep.jsonl line 1: nested too deeply; {ROWS}"
     ),
     "kvfold eval reference:gqa --tasks digits.jsonl": (
-        "task digits.jsonl line 1: holds a number of thousands of digits; legal rows: "
-        '{"prompt", "answer"[, "max_new_tokens"]} or {"context"|"contexts", "choices", "label"}'
+        f"task digits.jsonl line 1: holds a number of thousands of digits; {ROWS}"
     ),
 }
 CACHE = {

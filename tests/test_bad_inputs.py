@@ -77,6 +77,7 @@ def files(tmp_path_factory) -> Path:
         "blank.txt": " \n",
         "keys.jsonl": '{"question": "Why?", "answer": "So."}',
         "label.jsonl": '{"context": "One", "choices": [" two", " three"], "label": 2}',
+        "question.jsonl": '{"context": "One, two.", "question": " ", "answer": "So."}',
         "folder/text.txt": "",
         "surrogate.jsonl": '{"prompt": "a\\ud800", "answer": "b"}',
         "deep.jsonl": "[" * 20000,

@@ -22,6 +22,7 @@ from kvfold.evaluation.dense import DenseSession, cache_bytes
 from kvfold.evaluation.perplexity import mean_and_se, paired_difference, perplexity
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks import read_tasks
+from kvfold.evaluation.tasks.asked import AskedTask
 from kvfold.evaluation.tasks.choice import ChoiceTask, split_choices
 from kvfold.evaluation.tasks.generation import GenerationTask
 from kvfold.evaluation.tasks.run import run_tasks
@@ -302,6 +303,36 @@ def test_generation_is_greedy_and_as_long_as_the_answer(name):
     assert result.outputs[1] == text and result.rows == 3 and result.record()["accuracy"] is None
 
 
+@pytest.mark.parametrize("name", ["llama", "sliding"])
+def test_a_question_after_its_context_is_one_prompt_where_nothing_goes(name):
+    """The second and third row share a context; the sliding window reads it again for each."""
+    model, tokenizer = tiny(name), letters()
+    pairs = [("once", " upon"), ("The ship", " went"), ("The ship", " is")]
+    row = {"answer": "x", "max_new_tokens": 6}
+    one = [GenerationTask(prompt=context + question, **row) for context, question in pairs]
+    two = [AskedTask(context=context, question=question, **row) for context, question in pairs]
+    result = run_tasks(model, tokenizer, two, chunk=4)
+    assert result == run_tasks(model, tokenizer, one, chunk=4)
+    assert len(set(result.outputs)) == 3
+
+
+def test_questions_about_one_context_read_it_once() -> None:
+    model, made = tiny("llama"), []
+
+    def new_cache() -> hf.DynamicCache:
+        made.append(hf.DynamicCache(config=model.config))
+        return made[-1]
+
+    asked = [
+        AskedTask(context=context, question=question, answer="x")
+        for context, question in (("one", " a"), ("one", " b"), ("two", " b"), ("one", " a"))
+    ]
+    run_tasks(
+        model, letters(), asked, reader=Reader(partial(DenseSession, model, new_cache=new_cache))
+    )
+    assert len(made) == 3
+
+
 def test_generation_stops_before_end_of_text():
     model = tiny("llama")
     with torch.no_grad():
@@ -325,6 +356,8 @@ def test_long_contexts_lose_their_left_and_are_counted():
     assert first.record()["accuracy"] == float(scores[0] > scores[1])
     with pytest.raises(ValueError, match="leaves no context"):
         run_tasks(model, tokenizer, [GenerationTask(prompt="a", answer="z" * 95)])
+    with pytest.raises(ValueError, match="with its question, leaves no context"):
+        run_tasks(model, tokenizer, [AskedTask(context="a", question="y" * 90, answer="z" * 5)])
 
 
 def test_tasks_are_answered_through_the_cache_that_is_given() -> None:
@@ -345,6 +378,8 @@ def test_tasks_are_read_from_packed_files(tmp_path):
         {"prompt": "p", "answer": "a", "id": 7},
         {"context": "c", "choices": ["x", "y"], "label": 1},
         {"contexts": ["c", "d"], "choices": ["x", "x"], "label": 0},
+        {"context": "c", "question": "q", "answer": "a", "max_new_tokens": 3},
+        {"context": "c", "question": "q", "answer": "a", "prompt": "p"},
     ]
     path = tmp_path / "rows.jsonl.xz"
     path.write_bytes(lzma.compress("\n\n".join(map(json.dumps, rows)).encode()))
@@ -352,6 +387,8 @@ def test_tasks_are_read_from_packed_files(tmp_path):
         GenerationTask(prompt="p", answer="a"),
         ChoiceTask(contexts=("c", "c"), choices=("x", "y"), label=1),
         ChoiceTask(contexts=("c", "d"), choices=("x", "x"), label=0),
+        AskedTask(context="c", question="q", answer="a", max_new_tokens=3),
+        GenerationTask(prompt="p", answer="a"),
     ]
 
 
@@ -375,6 +412,9 @@ def test_tasks_are_read_from_packed_files(tmp_path):
             "label is '2'; it must be an integer from 0 to 1",
         ),
         ('{"contexts": ["c"], "choices": ["x", "y"], "label": 0}', "contexts is"),
+        ('{"context": "c", "question": 5, "answer": "a"}', "question is '5'; it must be a string"),
+        ('{"context": " ", "question": "q", "answer": "a"}', "context is ' '; it must be a string"),
+        ('{"context": "c", "question": "q", "answer": ""}', "answer is ''; it must be a string"),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, row, message):

@@ -13,11 +13,14 @@ from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.evaluation.compare import from_json
 from kvfold.evaluation.dense import DenseSession
+from kvfold.evaluation.measure import Measurement, measure
 from kvfold.evaluation.needle import evaluate_needle
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import perplexity, token_nll, window_perplexity
 from kvfold.evaluation.reader import Reader
-from kvfold.loading import load_tokenizer
+from kvfold.evaluation.tasks.asked import AskedTask
+from kvfold.loading import load, load_tokenizer
+from kvfold.text import encode, encode_prompt
 from models import CONFIGS, tiny, tokens
 
 PAGE, CTX = 8, 60
@@ -352,6 +355,33 @@ def test_tasks_are_answered_from_what_eviction_leaves(plain, tmp_path) -> None:
     found = measured(tmp_path, "eval", plain, *options)
     assert found["exact_match"] == 0
     assert found["kept_fraction"] == pytest.approx(0.5 * 0.375, rel=0.2)  # half, at 4 bits
+
+
+def test_a_question_comes_after_its_context_was_evicted(plain, tmp_path) -> None:
+    """The same words as one prompt are compressed together, which keeps other rows."""
+    context, question = "The ship went out to sea. " * 12, "Where did the ship go? It went"
+    row, path = {"answer": "x", "max_new_tokens": 24}, tmp_path / "rows.jsonl"
+
+    def told(**words: str) -> dict:
+        path.write_text(json.dumps(row | words))
+        evict = ["--evict", "snapkv-w8", "--keep-tokens", ".25", "--page", 8]
+        return measured(tmp_path, "eval", plain, "--tasks", path, *evict)
+
+    asked, one = told(context=context, question=question), told(prompt=context + question)
+    model, tokenizer = load(plain), load_tokenizer(plain)
+    runner = runner_of(model, 512, evict="snapkv-w8", keep_tokens=0.25, page=8)
+    with PagedSession(runner) as session:
+        ids = encode_prompt(tokenizer, context)
+        session.read(ids, prompt=len(ids))
+        session.compress()
+        wanted = session.greedy(session.read(encode(tokenizer, question)), 24)
+    ((found,), (other,)) = (next(iter(x["tasks"].values()))["outputs"] for x in (asked, one))
+    assert found == tokenizer.decode(wanted).strip() != other
+    # A row says when its question comes, whatever the needle's contexts are told.
+    tasks = {"asked": [AskedTask(context=context, question=question, **row)]}
+    cache = CacheConfig(evict="snapkv-w8", keep_tokens=0.25, page=8, kv_bytes=2**21)
+    what = Measurement(tasks=tasks, cache=cache, agnostic=False)
+    assert measure(model, tokenizer, what).tasks["asked"].outputs == (found,)
 
 
 def test_compare_answers_tasks(plain, rows, text, tmp_path, capsys) -> None:

@@ -108,8 +108,8 @@ def measure(
                 scored_from=what.scored_from,
                 progress=stage(progress, f"{label} {name}"),
             )
-        with closing(Reader(sessions, agnostic=what.agnostic)) as reader:
-            if lengths:
+        if lengths:
+            with closing(Reader(sessions, agnostic=what.agnostic)) as reader:
                 needle = evaluate_needle(
                     model,
                     tokenizer,
@@ -118,12 +118,13 @@ def measure(
                     reader=reader,
                     progress=stage(progress, f"{label} needle"),
                 )
-                held = held or reader.footprint
-            tasks = {}
+            held = held or reader.footprint
+        tasks = {}
+        with closing(Reader(sessions)) as reader:
             for name, questions in what.tasks.items():
                 report = stage(progress, f"{label} {name}")
                 tasks[name] = run_tasks(model, tokenizer, questions, reader=reader, progress=report)
-            held = held or reader.footprint
+        held = held or reader.footprint
     by_length = {result.length: result for result in needle}
     return Measured(texts=texts, needle=by_length, tasks=tasks, footprint=held)
 

@@ -21,10 +21,13 @@ class Reader:
     def __init__(self, sessions: Sessions, *, agnostic: bool = True) -> None:
         self.sessions, self.agnostic = sessions, agnostic
         self.session: Session | None = None
+        self.context: list[int] = []
         self.footprint: Footprint | None = None
 
     def prefill(self, ids: list[int]) -> None:
-        """Read a context; the one before it is forgotten."""
+        """Read a context; the one before it is forgotten, or is this one and still there."""
+        if self.session is not None and self.context == ids:
+            return
         self.close()
         self.context = ids
         if self.agnostic:

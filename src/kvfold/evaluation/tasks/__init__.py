@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from kvfold.evaluation.tasks.asked import AskedTask
 from kvfold.evaluation.tasks.base import Task
 from kvfold.evaluation.tasks.choice import ChoiceTask
 from kvfold.evaluation.tasks.generation import GenerationTask
@@ -9,6 +10,7 @@ from kvfold.text import json_object, read_text
 
 TASKS: dict[str, type[Task]] = {
     "generation": GenerationTask,
+    "asked": AskedTask,
     "choice": ChoiceTask,
 }
 LEGAL_ROWS = " or ".join(kind.legal for kind in TASKS.values())

@@ -12,16 +12,18 @@ from typing import Any, ClassVar, Self
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """Token ids of a context, of `endings` that are weighed after it, and how many new tokens are
-    wanted. A context that does not fit the model's positions loses tokens on its left."""
+    wanted after it and a `question`, which comes when the context was compressed. A context that
+    does not fit the model's positions loses tokens on its left."""
 
     context: list[int]
+    question: Sequence[int] = ()
     endings: Sequence[list[int]] = ()
     num_new: int = 0
 
     @property
     def room(self) -> int:
         """Most tokens that follow the context."""
-        return max([self.num_new, *map(len, self.endings)])
+        return max([len(self.question) + self.num_new, *map(len, self.endings)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """A prompt that is continued greedily."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -9,33 +10,21 @@ from kvfold.text import encode, encode_prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationTask(Task):
-    """Continue `prompt` greedily; `max_new_tokens` None means as many tokens as the answer has."""
+class WrittenTask(Task):
+    """A row whose answer is written greedily; `max_new_tokens` None means as many tokens as the
+    answer has."""
 
-    legal = '{"prompt", "answer"[, "max_new_tokens"]}'
     scores = ("exact_match", "contains")
 
-    prompt: str
     answer: str
     max_new_tokens: int | None = None
 
-    @classmethod
-    def fits(cls, keys: set[str]) -> bool:
-        return {"prompt", "answer"} <= keys
-
-    @classmethod
-    def parse(cls, row: Mapping[str, Any], where: str) -> Self:
-        prompt, answer, limit = row["prompt"], row["answer"], row.get("max_new_tokens")
-        require(isinstance(prompt, str), where, "prompt", prompt, "a string")
-        filled = isinstance(answer, str) and bool(answer.strip())
-        require(filled, where, "answer", answer, "a string that is not blank")
-        positive = limit is None or (type(limit) is int and limit > 0)
-        require(positive, where, "max_new_tokens", limit, "a positive integer")
-        return cls(prompt=prompt, answer=answer, max_new_tokens=limit)
+    @abstractmethod
+    def prompt_for(self, tokenizer: Any, num_new: int) -> Prompt:
+        """The row's prompt, of which `num_new` tokens are wanted."""
 
     def prompts(self, tokenizer: Any) -> list[Prompt]:
-        context = encode_prompt(tokenizer, self.prompt)
-        return [Prompt(context=context, num_new=max(self._lengths(tokenizer)))]
+        return [self.prompt_for(tokenizer, max(self._lengths(tokenizer)))]
 
     def score(self, tokenizer: Any, answers: Sequence[Answer]) -> dict[str, float]:
         """exact_match: the text equals the answer; contains: the answer is in it."""
@@ -51,3 +40,34 @@ class GenerationTask(Task):
         # A model that writes " 42" after "is:" needs the space's tokens even if the answer is "42".
         texts = (self.answer, " " + self.answer.strip())
         return {len(encode(tokenizer, text)) for text in texts}
+
+
+def answer_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A row's `answer` and `max_new_tokens`. Raises ValueError as `Task.parse`."""
+    answer, limit = row["answer"], row.get("max_new_tokens")
+    filled = isinstance(answer, str) and bool(answer.strip())
+    require(filled, where, "answer", answer, "a string that is not blank")
+    positive = limit is None or (type(limit) is int and limit > 0)
+    require(positive, where, "max_new_tokens", limit, "a positive integer")
+    return {"answer": answer, "max_new_tokens": limit}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationTask(WrittenTask):
+    """Continue `prompt` greedily."""
+
+    legal = '{"prompt", "answer"[, "max_new_tokens"]}'
+
+    prompt: str
+
+    @classmethod
+    def fits(cls, keys: set[str]) -> bool:
+        return {"prompt", "answer"} <= keys
+
+    @classmethod
+    def parse(cls, row: Mapping[str, Any], where: str) -> Self:
+        require(isinstance(row["prompt"], str), where, "prompt", row["prompt"], "a string")
+        return cls(prompt=row["prompt"], **answer_of(row, where))
+
+    def prompt_for(self, tokenizer: Any, num_new: int) -> Prompt:
+        return Prompt(context=encode_prompt(tokenizer, self.prompt), num_new=num_new)

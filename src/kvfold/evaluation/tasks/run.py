@@ -67,7 +67,8 @@ def run_tasks(
     reader: Reader | None = None,
     progress: Report | None = None,
 ) -> TaskResult:
-    """Answer all `tasks`; a prompt is read in chunks, and compressed before its answer.
+    """Answer all `tasks`; a context is read in chunks, and compressed before its question, if it
+    has one, and its answer.
 
     reader: another cache than transformers'. A context that does not fit the model's positions
     loses tokens on its left, after BOS. `progress(done, total)` counts rows. Raises ValueError for
@@ -83,7 +84,7 @@ def run_tasks(
         for index, task in enumerate(tasks):
             asked = task.prompts(tokenizer)
             for prompt in asked:
-                check_ids(chain(prompt.context, *prompt.endings), size)
+                check_ids(chain(prompt.context, prompt.question, *prompt.endings), size)
             prompts = [_fit(prompt, limit, tokenizer.bos_token_id) for prompt in asked]
             answers = [_answer(reader, prompt, stops) for prompt in prompts]
             written = zip(prompts, answers, strict=True)
@@ -100,7 +101,7 @@ def run_tasks(
 def _answer(reader: Reader, prompt: Prompt, stops: Collection[int | None]) -> Answer:
     reader.prefill(prompt.context)
     weighed = [reader.log_likelihood(ending) for ending in prompt.endings]
-    tokens = reader.answer((), prompt.num_new, stops) if prompt.num_new else []
+    tokens = reader.answer(prompt.question, prompt.num_new, stops) if prompt.num_new else []
     return Answer(log_likelihoods=weighed, tokens=tokens)
 
 
@@ -113,7 +114,9 @@ def _fit(prompt: Prompt, limit: int | None, bos: int | None) -> Prompt:
         return prompt
     left = limit - room
     if left < 2:
-        raise ValueError(f"task: an answer of {room} tokens leaves no context in {limit}")
+        raise ValueError(
+            f"task: an answer of {room} tokens, with its question, leaves no context in {limit}"
+        )
     return replace(prompt, context=ids[:1] + ids[1 - left :] if ids[0] == bos else ids[-left:])
 
 
