@@ -289,6 +289,29 @@ def test_no_end_comes_before_its_time() -> None:
     assert going.isinf().nonzero()[:, 0].tolist() == [3]
 
 
+def test_only_allowed_tokens_are_left() -> None:
+    left = edited(LOGITS, [1], [2], allowed_token_ids=[2, 9], logit_bias={9: 1.0})
+    assert left.isfinite().nonzero()[:, 0].tolist() == [2, 9]
+    assert left[2] == LOGITS[2] and left[9] == LOGITS[9] + 1
+    wide = torch.zeros(100)
+    left = edited(wide, [1], [2], allowed_token_ids=[31, 32])
+    assert left.isfinite().nonzero()[:, 0].tolist() == [31, 32]
+
+
+def test_a_bad_word_lacks_its_last_token() -> None:
+    """Once its others are out; those of the prompt are not."""
+    asked = {"bad_words": [(4,), (2, 5, 6)]}
+    for outputs, wanted in (
+        ([], [4]),
+        ([2], [4]),
+        ([5], [4]),
+        ([2, 5], [4, 6]),
+        ([9, 2, 5], [4, 6]),
+    ):
+        found = edited(LOGITS, [2, 5], outputs, **asked)
+        assert found.isinf().nonzero()[:, 0].tolist() == wanted
+
+
 def test_edits_of_a_row_leave_the_others_and_logprobs_alone() -> None:
     rows = [SamplingParams(logprobs=1), SamplingParams(logprobs=1, logit_bias={4: 100})]
     requests = [Request(id=0, token_ids=[1], num_prompt=1, sampling=x) for x in rows]

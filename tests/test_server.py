@@ -129,6 +129,19 @@ def test_tokens_may_be_named(small: Served) -> None:
     assert free[0] not in shunned["token_ids"]
 
 
+def test_tokens_and_words_may_be_forbidden(small: Served) -> None:
+    asked = {"prompt": "The old house", "return_token_ids": True, **GREEDY}
+    free = small.ask(**asked)["choices"][0]
+    few = [5, 6, 4095]
+    allowed = small.ask(**asked, allowed_token_ids=few)["choices"][0]["token_ids"]
+    assert set(allowed) <= set(few) and len(allowed) == 8
+    for word in (free["text"].split()[0], " ".join(free["text"].split()[1:3])):
+        other = small.ask(**asked, bad_words=[word])["choices"][0]
+        assert word in free["text"] and word not in other["text"]
+        before = free["text"][: free["text"].index(word)].rstrip()
+        assert other["text"].startswith(before)
+
+
 def test_echo_and_prompts_of_ids(small: Served) -> None:
     ids = small.llm.encode("The old house")
     plain = small.ask(prompt="The old house", **GREEDY)["choices"][0]["text"]

@@ -13,14 +13,15 @@ from collections.abc import Iterator
 import pytest
 
 from kvfold import AsyncLLM, SamplingParams
+from kvfold.engine import grammar
 from kvfold.engine.async_llm import EngineFault
 from kvfold.server.limits import Limits
 from serving import Served, httpx, serving, small_llm
 
 CHAT = "/v1/chat/completions"
+JSON = {"response_format": {"type": "json_object"}}
 ASKED = [{"role": "user", "content": "Hello"}]
 LIMITS = Limits(max_queue=2, max_choices=6, max_body=20_000, max_stops=2, max_logprobs=3)
-JSON = {"response_format": {"type": "json_object"}}
 LONG = {"prompt": "The old house", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
 
@@ -56,13 +57,22 @@ def small() -> Iterator[Served]:
         (CHAT, {"messages": ASKED, "tools": [{}]}, "tools", "not supported"),
         (CHAT, {"messages": ASKED, "top_logprobs": 1}, "top_logprobs", "logprobs=true"),
         (CHAT, {"messages": ASKED, "chat_template_kwargs": {"chat_template": "x"}}, None, "no var"),
-        (CHAT, {"messages": ASKED, **JSON}, "response_format", "no 'json_object'"),
+        (CHAT, {"messages": ASKED, "response_format": {"type": 5}}, "response_format", "json"),
+        (CHAT, {"messages": ASKED, "allowed_token_ids": []}, "allowed_token_ids", "at least 1"),
+        (CHAT, {"messages": ASKED, "bad_words": [""]}, "bad_words", "not empty"),
     ],
 )  # fmt: skip
 def test_a_request_that_cannot_be_served(small: Served, path, body, param, words) -> None:
     error = small.refused(400, path, **body)
     assert words in error["message"] and error["param"] == param
     assert error["type"] == "invalid_request_error"
+
+
+def test_without_the_extra_no_text_keeps_to_a_schema(small: Served, monkeypatch) -> None:
+    monkeypatch.setattr(grammar, "find_spec", lambda _: None)
+    error = small.refused(400, CHAT, messages=ASKED, **JSON)
+    assert 'pip install "kvfold[structured]"' in error["message"]
+    assert error["param"] == "response_format"
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,32 @@
 """Logits that are changed before a token is chosen, in rows that ask for it: biases, penalties of
-what was said, and ends that come too early.
+what was said, ends that come too early, words that must not come, and all but some tokens.
 
-Shapes: n rows, V vocabulary, e entries that change, each of another row or token.
+Shapes: n rows, V vocabulary, e entries that change, each of another row or token, m masked rows.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.engine.request import Request
 from kvfold.ops.common.launch import upload
 from kvfold.spec.layout import Ints
 
+Before = tuple[tuple[Tensor, ...], Tensor]  # where, and what was there
+
 
 @dataclass(frozen=True, kw_only=True)
 class Edits:
     """Entry i is logits[rows[i], tokens[i]], in the order of vLLM: bias[i] is added, then a
     positive one divided by repetition[i] and another multiplied with it, then penalty[i] taken off.
+    In row masked[j] every token becomes -inf that bits[j] lack: bit i % 32 of number i // 32 is
+    token i's, and tokens behind the last bit are lacking.
 
-    rows, tokens int64 [e]; the others fp32 [e].
+    rows, tokens int64 [e]; bias, repetition, penalty fp32 [e]; masked int64 [m], bits int32 [m, b].
     """
 
     rows: Ints
@@ -29,6 +34,8 @@ class Edits:
     bias: np.ndarray
     repetition: np.ndarray
     penalty: np.ndarray
+    masked: Ints
+    bits: np.ndarray
 
     @torch.inference_mode()  # as logits are
     def apply(self, logits: Tensor) -> "Applied":
@@ -42,48 +49,96 @@ class Edits:
         found = raw + bias
         found = torch.where(found > 0, found / repetition, found * repetition) - penalty
         logits[at] = found
-        return Applied(logits, at, raw)
+        applied: list[Before] = [(at, raw)]
+        if len(self.masked):
+            applied.append(self._mask(logits))
+        return Applied(logits, applied)
+
+    def _mask(self, logits: Tensor) -> Before:
+        device = logits.device
+        rows, bits = upload(self.masked, device), upload(self.bits, device)
+        each = bits[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)
+        allowed = (each & 1).bool().flatten(1)[:, : logits.shape[-1]]
+        lacking = F.pad(~allowed, (0, logits.shape[-1] - allowed.shape[-1]), value=True)
+        raw = logits[rows]
+        logits[rows] = raw.masked_fill(lacking, -torch.inf)
+        return (rows,), raw
 
 
 @dataclass(frozen=True)
 class Applied:
-    """Edits that are in place in logits [n, V]: at (rows, tokens) these were raw, fp32 [e]."""
+    """Edits that are in place in logits [n, V], and what was there before each, in order."""
 
     logits: Tensor
-    at: tuple[Tensor, Tensor]
-    raw: Tensor
+    before: list[Before]
 
     @torch.inference_mode()
     def undo(self) -> None:
-        self.logits[self.at] = self.raw
+        for at, raw in reversed(self.before):
+            self.logits[at] = raw
 
 
 def edits_of(requests: Sequence[Request], eos_ids: Collection[int]) -> Edits | None:
     """What the next tokens of requests, one a row, ask for; None: nothing."""
     asked = [(i, x) for i, x in enumerate(requests) if x.sampling.edits]
-    found = [_edits(row, request, eos_ids) for row, request in asked]
-    if not any(len(x.rows) for x in found):
+    entries = [_entries(row, request, eos_ids) for row, request in asked]
+    masks = {row: bits for row, request in asked for bits in _masks(request)}
+    if not masks and not any(len(x["rows"]) for x in entries):
         return None
-    columns = [np.concatenate(x) for x in zip(*(vars(x).values() for x in found), strict=True)]
-    return Edits(**dict(zip(vars(found[0]), columns, strict=True)))
+    columns = {name: np.concatenate([x[name] for x in entries]) for name in entries[0]}
+    masked = np.array(list(masks), dtype=np.int64)
+    return Edits(**columns, masked=masked, bits=_stack(masks.values()))
 
 
-def _edits(row: int, request: Request, eos_ids: Collection[int]) -> Edits:
+def _entries(row: int, request: Request, eos_ids: Collection[int]) -> dict[str, np.ndarray]:
     """One row's, each token once."""
     wanted = request.sampling
     bias = {int(token): value for token, value in wanted.logit_bias}
-    if request.num_outputs < wanted.min_tokens:
-        ends = (() if wanted.ignore_eos else eos_ids, wanted.stop_token_ids)
-        bias |= {token: -float("inf") for some in ends for token in some}
+    bias |= dict.fromkeys(_forbidden(request, eos_ids), -float("inf"))
     counts = request.seen() if wanted.penalises else {}
     tokens = list(bias.keys() | counts.keys())
     said = np.array([counts.get(token, 0) for token in tokens], dtype=np.float32)
     penalty = wanted.frequency_penalty * said + wanted.presence_penalty * (said > 0)
     repeated = np.array([token in counts for token in tokens], dtype=bool)
-    return Edits(
-        rows=np.full(len(tokens), row),
-        tokens=np.array(tokens, dtype=np.int64),
-        bias=np.array([bias.get(token, 0.0) for token in tokens], dtype=np.float32),
-        repetition=np.where(repeated, wanted.repetition_penalty, 1).astype(np.float32),
-        penalty=penalty.astype(np.float32),
-    )
+    return {
+        "rows": np.full(len(tokens), row),
+        "tokens": np.array(tokens, dtype=np.int64),
+        "bias": np.array([bias.get(token, 0.0) for token in tokens], dtype=np.float32),
+        "repetition": np.where(repeated, wanted.repetition_penalty, 1).astype(np.float32),
+        "penalty": penalty.astype(np.float32),
+    }
+
+
+def _forbidden(request: Request, eos_ids: Collection[int]) -> Iterator[int]:
+    """Ends that come too early, and the last tokens of bad words whose others are out."""
+    wanted, outputs = request.sampling, request.outputs
+    if request.num_outputs < wanted.min_tokens:
+        yield from () if wanted.ignore_eos else eos_ids
+        yield from wanted.stop_token_ids
+    for word in wanted.bad_words:
+        *begun, last = map(int, word)
+        if not begun or outputs[-len(begun) :] == begun:
+            yield last
+
+
+def _masks(request: Request) -> Iterator[np.ndarray]:
+    """Bits of the tokens that may come, where not all may."""
+    found = [request.guide.allowed(request.outputs)] if request.guide is not None else []
+    if (ids := request.sampling.allowed_token_ids) is not None:
+        found.append(bits_of(ids))
+    if found:
+        yield np.bitwise_and.reduce(_stack(found))
+
+
+def bits_of(ids: Sequence[int]) -> np.ndarray:
+    """Token ids as bits, int32, of as many tokens as it takes."""
+    flags = np.zeros(max(ids) // 32 * 32 + 32, dtype=np.uint8)
+    flags[list(ids)] = 1
+    return np.packbits(flags, bitorder="little").view("<i4")
+
+
+def _stack(masks: Collection[np.ndarray]) -> np.ndarray:
+    """Bits of rows, int32 [m, b], where the shorter ones end with zeros."""
+    width = max(map(len, masks), default=0)
+    padded = [np.pad(bits, (0, width - len(bits))) for bits in masks]
+    return np.array(padded, dtype=np.int32).reshape(len(masks), width)

@@ -15,6 +15,7 @@ from kvfold.engine.request import (
     CacheParams,
     Deliver,
     FinishReason,
+    Guide,
     Request,
     Runner,
     SamplingParams,
@@ -113,14 +114,12 @@ class Engine:
         prompt_ids: Items[int],
         sampling: SamplingParams | None = None,
         cache: CacheParams | None = None,
+        guide: Guide | None = None,
     ) -> Request:
-        """What `add` would queue, checked: for who wants all of several requests or none."""
+        """What `add` would queue, checked: for who wants all of several requests or none. guide: of
+        the grammar that `sampling` names, if any."""
         sampling = sampling or SamplingParams()
-        if sampling.stop:
-            raise ValueError(
-                f"stop must be empty here, since an engine sees no text; got {sampling.stop}: "
-                "LLM has a tokenizer to find them with"
-            )
+        _check_textless(sampling, guide)
         ids = token_ids(prompt_ids)
         room = self.scheduler.pool.max_tokens - len(ids) + 1  # the last token needs no row
         limit = max(1, min(sampling.max_new_tokens, room))
@@ -130,6 +129,7 @@ class Engine:
             num_prompt=len(ids),
             sampling=replace(sampling, max_new_tokens=limit),
             cache=cache or CacheParams(),
+            guide=guide,
         )
         self.scheduler.check(request)
         return request
@@ -230,7 +230,10 @@ class Engine:
 
     def _append(self, request: Request, choice: Choice) -> None:
         if choice.token is None:
-            self.scheduler.finish(request, "error", "the model's logits are not finite")
+            why = "the model's logits are not finite"
+            if request.sampling.edits:
+                why += ", or the request's settings leave no token that may come next"
+            self.scheduler.finish(request, "error", why)
             return
         request.token_ids.append(choice.token)
         if choice.logprobs:
@@ -272,6 +275,18 @@ class Engine:
             foreign(argument)
         except Exception:
             logger.exception("a hook or a reader of outputs failed; the engine goes on")
+
+
+def _check_textless(sampling: SamplingParams, guide: Guide | None) -> None:
+    words = tuple(x for x in sampling.bad_words if isinstance(x, str))
+    for name, text in (("stop", sampling.stop), ("bad_words", words)):
+        if text:
+            raise ValueError(
+                f"{name} must be empty here, since an engine sees no text; got {text}: "
+                "LLM has a tokenizer to find them with"
+            )
+    if sampling.guided and guide is None:
+        raise ValueError("json_schema and regex need a guide here: LLM has a tokenizer to make one")
 
 
 def token_ids(prompt_ids: Items[int]) -> list[int]:

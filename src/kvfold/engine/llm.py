@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ from kvfold.config import CacheConfig, Setting, check_types, settings_of
 from kvfold.engine.build import build_runner
 from kvfold.engine.detokenizer import decoder_of
 from kvfold.engine.engine import Engine, default_chunk, token_ids
+from kvfold.engine.grammar import Grammars
 from kvfold.engine.request import (
     CacheParams,
     FinishReason,
@@ -21,7 +23,7 @@ from kvfold.engine.request import (
 from kvfold.engine.scheduler import Schedule
 from kvfold.engine.stream import Answer, Stream
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
-from kvfold.text import check_tokenizer, encode_chat, encode_prompt
+from kvfold.text import check_tokenizer, encode, encode_chat, encode_prompt
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -180,15 +182,34 @@ class LLM:
         """A request, checked, and how it is read: as it comes, or as a whole. For drivers."""
         _check_types(sampling, cache)
         ids, sampling = self.encode(prompt), sampling or SamplingParams()
-        self._check_ids("stop_token_ids and logit_bias", sampling.named_tokens)
+        names = "stop_token_ids, allowed_token_ids, bad_words and logit_bias"
+        self._check_ids(names, sampling.named_tokens)
         self._check_budget(cache or CacheParams())
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling.stop} needs a tokenizer: pass tokenizer= to LLM")
-        request = self.engine.request(ids, replace(sampling, stop=()), cache)
+        guide = self.grammars.guide(sampling) if sampling.guided else None
+        textless = replace(sampling, stop=(), bad_words=self._bad_ids(sampling))
+        request = self.engine.request(ids, textless, cache, guide)
         decode = (
             decoder_of(self.tokenizer, sampling.skip_special_tokens) if self.tokenizer else None
         )
         return request, Answer(decode, ids, sampling, whole=whole)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Of texts that keep to a schema. Raises SettingError where there can be none."""
+        vocab = self.model.get_output_embeddings().weight.shape[0]
+        return Grammars(self.tokenizer, vocab, self.engine.eos_ids)
+
+    def _bad_ids(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Of bad words, as a text begins with them and as they follow other words."""
+        words = [x for x in sampling.bad_words if isinstance(x, str)]
+        if words and self.tokenizer is None:
+            raise ValueError(f"bad_words={words} needs a tokenizer: pass tokenizer= to LLM")
+        found = [x for x in sampling.bad_words if not isinstance(x, str)]
+        for word in words:
+            found += [tuple(encode(self.tokenizer, text)) for text in (word, f" {word}")]
+        return tuple(dict.fromkeys(found))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text, with the start token if the tokenizer has one; ids as they are."""

@@ -1,6 +1,7 @@
 """A request: its settings, its tokens, how far the cache has them, and a step's batch."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -9,6 +10,7 @@ from secrets import randbits
 from time import monotonic
 from typing import Literal, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from kvfold.config import SEEDS, check, setting
@@ -35,6 +37,10 @@ class SamplingParams:
     logit_bias: what is added to tokens' logits, a dict or (token id, bias) pairs.
     presence_penalty, frequency_penalty: taken off the logits of outputs, once, and for each time.
     repetition_penalty: divides positive logits of all tokens so far, and multiplies others.
+    allowed_token_ids: no others are taken (None: all are). bad_words: texts, or their token ids,
+    that do not come: never the last of their tokens behind the others.
+    json_schema, regex: what the whole text keeps to, and ends where it is complete; a schema is a
+    dict, a bool or its text.
     """
 
     max_new_tokens: int = setting(128, "Most tokens to add.", least=1)
@@ -55,24 +61,58 @@ class SamplingParams:
     presence_penalty: float = setting(0.0, "Of tokens said.", least=-2, most=2)
     frequency_penalty: float = setting(0.0, "Of every time said.", least=-2, most=2)
     repetition_penalty: float = setting(1.0, "Of all tokens so far.", above=0)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    json_schema: str | None = None
+    regex: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if isinstance(self.logit_bias, Mapping):
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
+        if isinstance(self.json_schema, Mapping | bool):
+            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
         check(self)
         for name in ("stop", "stop_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "logit_bias", tuple(map(tuple, self.logit_bias)))
         if not all(self.stop):
             raise ValueError(f"stop must be strings that are not empty; got {self.stop!r}")
+        self._check_logit_bias()
+        self._check_allowed()
+
+    def _check_logit_bias(self) -> None:
         for pair in self.logit_bias:
             if len(pair) != 2 or not (isinstance(pair[0], Integral) and abs(pair[1]) <= 100):
                 raise SettingError(
                     "`logit_bias` must give token ids a number in -100..100; got "
                     f"{':'.join(map(str, pair))}"
                 )
+
+    def _check_allowed(self) -> None:
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise SettingError("`allowed_token_ids` must name at least 1 token; got none")
+        words = tuple(x if isinstance(x, str) else tuple(x) for x in self.bad_words)
+        object.__setattr__(self, "bad_words", words)
+        if not all(words):
+            raise SettingError(f"`bad_words` must be texts that are not empty; got {words!r}")
+        if not self.guided:
+            return
+        if self.json_schema is not None and self.regex is not None:
+            raise SettingError("`json_schema` and `regex` both say what the text is: give one")
+        if self.min_tokens or self.ignore_eos:
+            raise SettingError(
+                f"`{'regex' if self.json_schema is None else 'json_schema'}` says itself where the "
+                "text ends: leave out `min_tokens` and `ignore_eos`"
+            )
+
+    @property
+    def guided(self) -> bool:
+        """Whether a grammar says what the text is."""
+        return self.json_schema is not None or self.regex is not None
 
     @cached_property
     def penalises(self) -> bool:
@@ -83,12 +123,15 @@ class SamplingParams:
     @cached_property
     def edits(self) -> bool:
         """Whether logits are changed before a token is chosen."""
-        return bool(self.penalises or self.logit_bias or self.min_tokens)
+        asked = (self.penalises, self.logit_bias, self.min_tokens, self.bad_words, self.guided)
+        return any(asked) or self.allowed_token_ids is not None
 
     @property
     def named_tokens(self) -> tuple[int, ...]:
         """Tokens that these settings name."""
-        return (*self.stop_token_ids, *(int(token) for token, _ in self.logit_bias))
+        found = [*self.stop_token_ids, *(self.allowed_token_ids or ())]
+        found += [id for word in self.bad_words if not isinstance(word, str) for id in word]
+        return (*found, *(int(token) for token, _ in self.logit_bias))
 
     @property
     def greedy(self) -> bool:
@@ -153,6 +196,15 @@ class StepOutput:
 Deliver = Callable[[StepOutput], object]
 
 
+class Guide(Protocol):
+    """A grammar's place in one request's text."""
+
+    def allowed(self, outputs: Sequence[int]) -> np.ndarray:
+        """Tokens that may come next, as bits int32 [ceil(V / 32)]: bit j % 32 of number j // 32 is
+        token j's. outputs: all so far; asking twice changes nothing."""
+        ...
+
+
 @dataclass(kw_only=True, eq=False)
 class Request:
     """One request. Ids count up in order of arrival.
@@ -164,7 +216,7 @@ class Request:
     found within its budget after prefill. seed: of its draws, from entropy where none was given.
     num_overtaken: rows of requests that were let in before it. num_evicted: tokens, averaged over
     groups, that the cache lost to eviction since this slot was opened. deliver: takes its outputs,
-    in place of who steps.
+    in place of who steps. guide: of a text that keeps to a grammar.
     """
 
     id: int
@@ -172,6 +224,7 @@ class Request:
     num_prompt: int
     sampling: SamplingParams
     cache: CacheParams = CacheParams()
+    guide: Guide | None = None
     seed: int = field(init=False)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -204,6 +257,10 @@ class Request:
     @property
     def num_outputs(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def outputs(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
 
     def seen(self) -> dict[int, int]:
         """How often each token so far is an output. Reads what came since the last call only."""

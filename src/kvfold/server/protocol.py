@@ -1,5 +1,6 @@
 """Bodies of requests, and what they ask of the engine."""
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -11,7 +12,10 @@ from kvfold.server.errors import APIError
 from kvfold.server.limits import Limits
 
 MOST_STOP = 1024  # characters of a stop string
-MOST_TOKENS = 1024  # of logit_bias and stop_token_ids
+MOST_TOKENS = 1024  # of lists of them, and of bad words
+# Longer or deeper ones may take xgrammar minutes to compile.
+MOST_SCHEMA, MOST_PATTERN, MOST_DEPTH = 2**16, 1024, 64  # characters, characters, levels
+ANY_OBJECT = {"type": "object"}
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
 
 TokenId = Annotated[int, Field(strict=False)]  # a key of JSON is a string
@@ -31,8 +35,38 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchema(BaseModel):
+    definition: dict[str, Any] | bool = Field(alias="schema")
+
+
 class ResponseFormat(BaseModel):
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_of_text(self) -> dict[str, Any] | bool | None:
+        """What a text keeps to. Raises APIError where it is missing or too much."""
+        if self.type != "json_schema":
+            return ANY_OBJECT if self.type == "json_object" else None
+        if self.json_schema is None:
+            raise APIError(
+                400,
+                "response_format: 'json_schema' needs json_schema={\"schema\": ...}",
+                param="response_format",
+            )
+        found = self.json_schema.definition
+        _check_schema(found)
+        length = len(json.dumps(found))
+        _at_most("response_format", length, MOST_SCHEMA, "characters of a schema")
+        return found
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's, of which this server has one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    regex: str = Field(max_length=MOST_PATTERN)
 
 
 class Sampled(Body):
@@ -58,6 +92,9 @@ class Sampled(Body):
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
 
     keep_tokens: float | None = None
@@ -70,15 +107,12 @@ class Sampled(Body):
     suffix: Any = None
     tools: Any = None
     functions: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
     prompt_logprobs: Any = None
     use_beam_search: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    structured_outputs: Any = None
 
     @property
     def choices(self) -> int:
@@ -109,9 +143,11 @@ class Sampled(Body):
             "top_k": self.top_k if (self.top_k or 0) > 0 else None,
             "stop": (self.stop,) if isinstance(self.stop, str) else self.stop,
             "logprobs": self.num_logprobs,
+            "json_schema": self.response_format and self.response_format.schema_of_text,
+            "regex": self.structured_outputs and self.structured_outputs.regex,
         }
         known = {name: value for name, value in given.items() if value is not None}
-        with renamed(max_new_tokens="max_tokens"):
+        with renamed(**OURS):
             first = SamplingParams(**known)
         if first.seed is None:
             return [first] * self.choices
@@ -124,13 +160,6 @@ class Sampled(Body):
                 raise APIError(
                     400, f"{name} is not supported by this server; leave it out", param=name
                 )
-        if self.response_format is not None and self.response_format.type != "text":
-            raise APIError(
-                400,
-                f"response_format: this server has no {self.response_format.type!r}; leave it out, "
-                "or ask for 'text'",
-                param="response_format",
-            )
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         _at_most("n", self.choices, limits.max_choices)
         _at_most("logprobs", self.num_logprobs or 0, limits.max_logprobs)
@@ -138,16 +167,24 @@ class Sampled(Body):
         _at_most("stop", max(map(len, stops), default=0), MOST_STOP, "characters")
         _at_most("logit_bias", len(self.logit_bias or ()), MOST_TOKENS, "tokens")
         _at_most("stop_token_ids", len(self.stop_token_ids or ()), MOST_TOKENS, "tokens")
+        _at_most("bad_words", len(self.bad_words or ()), MOST_TOKENS, "words")
+        longest = max(map(len, self.bad_words or ()), default=0)
+        _at_most("bad_words", longest, MOST_STOP, "characters")
 
 
 SAME = (  # fields that are called as in SamplingParams
     *("top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "min_p"),
     *("repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
+    *("allowed_token_ids", "bad_words"),
 )
+OURS = {  # fields that a client knows by another name
+    "max_new_tokens": "max_tokens",
+    "json_schema": "response_format",
+    "regex": "structured_outputs",
+}
 REFUSED = (
-    *("best_of", "suffix", "tools", "functions", "allowed_token_ids", "bad_words"),
-    *("prompt_logprobs", "use_beam_search", "guided_json", "guided_regex", "guided_choice"),
-    *("guided_grammar", "structured_outputs"),
+    *("best_of", "suffix", "tools", "functions", "prompt_logprobs", "use_beam_search"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 
 
@@ -156,6 +193,16 @@ def _at_most(name: str, value: int, most: int, unit: str = "") -> None:
         raise APIError(
             400, f"{name} must be at most {most}{unit and ' '}{unit}; got {value}", param=name
         )
+
+
+def _check_schema(item: Any, depth: int = 0) -> None:
+    """How deep a schema is, and how long the strings in it, which may be patterns."""
+    _at_most("response_format", depth, MOST_DEPTH, "levels of a schema")
+    if isinstance(item, str):
+        _at_most("response_format", len(item), MOST_PATTERN, "characters of a schema's string")
+    inside = [*item, *item.values()] if isinstance(item, dict) else item
+    for one in inside if isinstance(inside, list) else ():
+        _check_schema(one, depth + 1)
 
 
 class CompletionBody(Sampled):

@@ -12,10 +12,11 @@ from kvfold.engine.async_llm import AsyncLLM, AsyncStream
 from kvfold.engine.detokenizer import decoder_of
 from kvfold.engine.llm import Prompt
 from kvfold.engine.request import CacheParams, SamplingParams, StepOutput
+from kvfold.errors import renamed
 from kvfold.server.errors import APIError
 from kvfold.server.limits import Limits
 from kvfold.server.metrics import Metrics
-from kvfold.server.protocol import TokenizeBody
+from kvfold.server.protocol import OURS, TokenizeBody
 from kvfold.server.tokens import TokenTexts
 from kvfold.text import encode, encode_prompt
 
@@ -99,7 +100,8 @@ class Service:
         self._admit(len(asked))
         self._preparing += len(asked)
         try:
-            stream = await self.llm.open(asked)
+            with renamed(**OURS):
+                stream = await self.llm.open(asked)
         finally:
             self._preparing -= len(asked)
         return Choices(stream, self.limits.request_seconds, self.metrics)
