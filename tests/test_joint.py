@@ -64,9 +64,17 @@ def test_one_pass_is_the_formula(name: str, dtype: torch.dtype) -> None:
     layout, queries = SERVED[name]
     case = of(layout, queries, dtype, ([2000], [1], [0], [64], [65], [777], [63]))
     q, pages, slots, scale = case.args
-    plan = triton_split.plan_layers([pages.groups], pages.lengths[slots], queries, 9999)[0]
-    assert isinstance(plan, joint.JointPlan)
+    plan = joint.plan_layers([pages.groups], pages.lengths[slots], queries)[0]
     check(case, *triton_split.decode(q, pages, slots, scale, plan))
+
+
+@pytest.mark.skipif(not HOPPER, reason="for Hopper")
+@pytest.mark.parametrize("rows,one_pass", [(joint.ROWS, True), (joint.ROWS - 1, False)])
+def test_few_rows_take_two_passes(rows: int, one_pass: bool) -> None:
+    layout, queries = SERVED["4x"]
+    lengths = torch.tensor([[100]], dtype=torch.int32, device="cuda")
+    plan = triton_split.plan_layers([layout.groups], lengths, queries, rows)[0]
+    assert isinstance(plan, joint.JointPlan) == one_pass
 
 
 def of(layout: CacheLayout, queries: int, dtype: torch.dtype, rows: Sequence[list[int]]) -> Case:
