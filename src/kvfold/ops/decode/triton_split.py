@@ -28,6 +28,7 @@ from kvfold.ops.common.plan import padded_queries
 from kvfold.ops.common.split import SPAN, VALUES, SplitPlan, plan_split
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.common.values_triton import attend_values
+from kvfold.ops.decode import joint
 from kvfold.ops.decode.scores_triton import stored_score_kernel
 from kvfold.spec.layout import Group
 
@@ -39,26 +40,33 @@ def plan_layers(
     lengths: Tensor,
     queries: int,
     rows: int,
-    cuts: tuple[Tuning, Tuning] = (SCORES, VALUES),
-) -> list[SplitPlan]:
-    """As `ops.decode.plan_layers`. cuts: of both passes."""
+    cuts: tuple[Tuning, Tuning] | None = None,
+) -> list[SplitPlan] | list[joint.JointPlan]:
+    """As `ops.decode.plan_layers`. cuts: of both passes; None: as they are fastest, or in one pass
+    where that serves all of the layers and rows are many."""
+    if cuts is None and rows >= joint.ROWS:
+        if all(joint.serves(tuple(x), queries, lengths.device) for x in layers):
+            return joint.plan_layers(layers, lengths, queries)
     keys = [key_pieces(tuple(x), queries, lengths.device) for x in layers]
     tables = [(x.table, x.cost) for x in keys]
-    return plan_split(layers, tables, lengths, queries, rows, *cuts)
+    return plan_split(layers, tables, lengths, queries, rows, *(cuts or (SCORES, VALUES)))
 
 
 def decode(
-    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: SplitPlan | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, pages: LayerPages, slots: Tensor, scale: float,
+    plan: SplitPlan | joint.JointPlan | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `ops.decode.decode`."""
     arena, tables, lengths, groups = pages
     heads = len(owner_of(groups))
     q, queries = q.contiguous(), q.shape[1] // heads
-    keys, values = (of(groups, queries, q.device) for of in (key_pieces, value_pieces))
     if plan is None:
         counts = lengths[slots]
         rows = counts.numel() * tables.shape[2] * groups[0].layout.page
         plan = plan_layers([groups], counts, queries, rows)[0]
+    if isinstance(plan, joint.JointPlan):
+        return joint.decode(q, pages, slots, scale, plan)
+    keys, values = (of(groups, queries, q.device) for of in (key_pieces, value_pieces))
     room, (cut, tune), coded = plan.room, plan.cuts, keys.forms[0][0] < 16
     stored_score_kernel[(plan.scores.starts.shape[0] - 1,)](
         q, q.stride(0), room.weights, room.tops,
