@@ -44,9 +44,9 @@ def plan_layers(
 ) -> list[SplitPlan] | list[joint.JointPlan]:
     """As `ops.decode.plan_layers`. cuts: of both passes; None: as they are fastest, or in one pass
     where that serves all of the layers and rows are many."""
-    if cuts is None and rows >= joint.ROWS:
-        if all(joint.serves(tuple(x), queries, lengths.device) for x in layers):
-            return joint.plan_layers(layers, lengths, queries)
+    whole = cuts is None and rows >= joint.ROWS
+    if whole and all(joint.serves(tuple(x), queries, lengths.device) for x in layers):
+        return joint.plan_layers(layers, lengths, queries)
     keys = [key_pieces(tuple(x), queries, lengths.device) for x in layers]
     tables = [(x.table, x.cost) for x in keys]
     return plan_split(layers, tables, lengths, queries, rows, *(cuts or (SCORES, VALUES)))
