@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from kvfold.compression.bit_allocation import plan_tiers
+from kvfold.compression.preference import rule_of
 from kvfold.compression.ranks import Candidates, LatentCandidate
+from kvfold.config import Prefer
 from kvfold.errors import SettingError
 from kvfold.spec import (
     CacheSpec,
@@ -26,10 +28,10 @@ def by_layer(candidates: Candidates) -> list[list[LatentCandidate]]:
 
 
 def plan_bits(
-    candidates: Candidates, bits: int, levels: Sequence[int], *, alike: bool = False
+    candidates: Candidates, bits: int, levels: Sequence[int], prefer: Prefer = "balanced"
 ) -> list[Size]:
     """Ranks and tiers of `levels` that spend `bits` a token, scales included, for the least
-    predicted loss; alike: the same ones of a layer's keys, and of its values, whatever the head.
+    predicted loss; prefer: see `preference`.
 
     Raises ValueError where skipped layers do not fit, or a layer would store nothing.
     """
@@ -40,8 +42,9 @@ def plan_bits(
             f"skipped layers, at 16 bits a number, take {whole} bits a token of the {bits} that"
             " this factor allows; ask for a smaller `factor`, or skip fewer layers"
         )
-    sets = [(c.layer, c.side, c.width) for c in free] if alike else None
-    tiers_of = plan_tiers([c.singular for c in free], bits - whole, levels, sets)
+    rules = [rule_of(prefer, c.side, c.width, levels) for c in free]
+    sets = [(c.layer, c.side, c.width) for c in free] if prefer == "speed" else None
+    tiers_of = plan_tiers([c.singular for c in free], bits - whole, rules, sets)
     planned = dict(zip(free, tiers_of, strict=True))
     if empty := {c.layer for c in free} - {c.layer for c, tiers in planned.items() if tiers}:
         raise SettingError(

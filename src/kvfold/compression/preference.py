@@ -1,0 +1,44 @@
+"""What a plan of dimensions and bits prefers: few bytes, fast steps, or both.
+
+`balanced` and `size` plan every latent by itself, in LEVELS and in ALL_LEVELS. `speed` plans rows
+that `ops.decode.joint` reads in one pass: runs of the same bits and widths in all heads of a layer,
+whose keys have a latent each, and values one of all heads.
+"""
+
+from collections.abc import Sequence
+
+from kvfold.compression.bases import BasisBuilder
+from kvfold.compression.bit_allocation import TierRule, any_tiers
+from kvfold.config import ALL_LEVELS, LEVELS, Prefer
+from kvfold.spec import Geometry, Side
+
+KEY_LEVELS = (8, 4)  # a step of the kernel's keys costs by numbers, and 2 bits are many of them
+ITEM, ITEMS = {8: 64, 4: 64, 2: 128}, 12  # numbers that warps weigh at a time, of values; warps
+WORDS = {"k": 32, "v": 128}  # bits that its runs are multiples of
+
+
+def default_levels(prefer: Prefer) -> tuple[int, ...]:
+    """Bits of planned numbers where none are named."""
+    return ALL_LEVELS if prefer == "size" else LEVELS
+
+
+def rule_of(prefer: Prefer, side: Side, width: int, levels: Sequence[int]) -> TierRule:
+    """What tiers a latent may have."""
+    return one_pass_tiers(side, width) if prefer == "speed" else any_tiers(width, levels)
+
+
+def one_pass_tiers(side: Side, width: int) -> TierRule:
+    """Runs that the kernel reads, at least one; of values as many numbers as its warps weigh, and
+    whole items where there may be more."""
+    levels = KEY_LEVELS if side == "k" else LEVELS
+    most, units = width, {bits: WORDS[side] // bits for bits in levels}
+    if side == "v" and width > ITEM[4] * (ITEMS - len(levels)):
+        most, units = ITEM[4] * ITEMS, ITEM
+    return TierRule(width=width, units=tuple(units.items()), most=most, needed=True)
+
+
+def in_one_pass(basis: BasisBuilder, geometry: Geometry) -> bool:
+    """Whether plans for speed are of rows as a recipe stores them."""
+    heads, sets = range(geometry.num_kv_heads), basis.head_sets(geometry)
+    wanted = [("k", (head,)) for head in heads] + [("v", tuple(heads))]
+    return basis.predicts_loss and basis.key_kind(geometry) != "pre_rope" and sets == wanted
