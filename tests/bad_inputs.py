@@ -109,7 +109,7 @@ SIZES = {
         'Command "compress" parameter --output requires an argument.'
     ),
     "kvfold compress reference:gqa --recipe zack --factor 4 --output new": (
-        "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean, lean-g or small"
+        "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean or small"
     ),
     "kvfold compress reference:gqa --bytes-per-token 1e6 --output new": (
         "--bytes-per-token must be at most 7168, what the uncompressed cache takes at 16 bits; "
@@ -159,7 +159,7 @@ SIZES = {
     ),
     "kvfold compress reference:gqa --recipe tiny --output new": (
         "unknown recipe 'tiny'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
-        "swift, lean, lean-g, small"
+        "swift, lean, small"
     ),
     "kvfold compress reference:gqa --max-tokens -5 --output new": (
         "--max-tokens must be at least 1, got -5"
@@ -181,7 +181,7 @@ SIZES = {
     ),
     "kvfold compare reference:gqa --recipes small,big": (
         "unknown recipe 'big'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
-        "swift, lean, lean-g, small"
+        "swift, lean, small"
     ),
     "kvfold compare reference:gqa --align 0": "--align must be at least 1 and below 1e+06, got 0",
     "kvfold compare reference:gqa --calib-tokens -5": "--calib-tokens must be at least 1, got -5",
@@ -518,7 +518,7 @@ PYTHON = {
     'kvfold.compress("reference:gqa", recipe=5)': "recipe must be a string or a Recipe; got 5",
     'kvfold.compress("reference:gqa", "tiny")': (
         "unknown recipe 'tiny'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
-        "swift, lean, lean-g, small"
+        "swift, lean, small"
     ),
     'kvfold.compress("reference:gqa", align="8")': "align must be a whole number; got '8'",
     'kvfold.compress("reference:gqa", max_tokens=2.5)': (

@@ -309,7 +309,8 @@ def test_a_basis_per_head_cannot_be_shared(basis: str, name: str):
 
 
 def test_a_layer_that_is_worth_no_bits_is_refused():
-    bases = [SimpleNamespace(singular=torch.full((8,), x), mean=range(8), width=8) for x in (100.0, 1e-3)]
+    of = [torch.full((8,), x) for x in (100.0, 1e-3)]
+    bases = [SimpleNamespace(singular=x, mean=range(8), width=8) for x in of]
     latents = [LatentCandidate(layer=i, side="k", heads=(0,), basis=x) for i, x in enumerate(bases)]
     with pytest.raises(ValueError, match=r"leave layers \[1\] with nothing; ask for a smaller fac"):
         plan_bits(latents, 2 * (32 + SCALE_BITS), LEVELS)

@@ -16,7 +16,7 @@ from kvfold.compression.calibration_text import (
     window_length,
 )
 from kvfold.compression.plan import Size, by_layer, plan_bits, planned_spec
-from kvfold.compression.preference import in_one_pass, rule_of
+from kvfold.compression.preference import check_speed, rule_of
 from kvfold.compression.progress import Progress, stage
 from kvfold.compression.ranks import LatentCandidate, allocate, method_of
 from kvfold.compression.recover import BATCH, check_steps
@@ -303,15 +303,18 @@ def _check_room(
 ) -> None:
     """Raises SettingError for a size that has no room for one step of one latent of every layer."""
     sets, layers = builder_of(recipe).head_sets(geometry), geometry.num_layers
-    widths = [(side, len(side) * len(heads) * geometry.head_dim) for side, heads in sets]
+    widths = [len(side) * len(heads) * geometry.head_dim for side, heads in sets]
     hint = "ask for a larger cache"
     if factor is not None:
         assert target.levels is not None
-        rules = [rule_of(target.prefer, side, width, target.levels) for side, width in widths]
-        needed, what = sum(x.least for x in rules if x.needed), "bits"
-        room, least = _bits(factor, geometry), needed or min(x.least for x in rules)
+        found = [
+            rule_of(target.prefer, side, width, target.levels)
+            for (side, _), width in zip(sets, widths, strict=True)
+        ]
+        needed, what = sum(rule.least for rule in found if rule.needed), "bits"
+        room, least = _bits(factor, geometry), needed or min(rule.least for rule in found)
     elif target.keep is not None:
-        room, least, what = _numbers(target.keep, geometry), min([align, *(width for _, width in widths)]), "numbers"
+        room, least, what = _numbers(target.keep, geometry), min([align, *widths]), "numbers"
         hint += f", or a smaller `align` than {align}"
     else:
         return
@@ -320,16 +323,6 @@ def _check_room(
         raise SettingError(
             f"`{name}={value:g}` leaves {room} {what} a token, and each of {layers} layers takes at"
             f" least {least}: {hint}"
-        )
-
-
-def check_speed(recipe: Recipe, geometry: Geometry) -> None:
-    """Raises SettingError for a recipe whose rows no kernel reads in one pass."""
-    if not in_one_pass(builder_of(recipe), geometry):
-        names = recipes_where(lambda basis: in_one_pass(basis, geometry))
-        raise SettingError(
-            f"`prefer='speed'` plans keys of each head that nothing rebuilds, and values of all"
-            f" heads; recipe {recipe.name!r} stores others: use {names}, or leave `prefer` out"
         )
 
 

@@ -7,9 +7,10 @@ whose keys have a latent each, and values one of all heads.
 
 from collections.abc import Sequence
 
-from kvfold.compression.bases import BasisBuilder
+from kvfold.compression.bases import BasisBuilder, builder_of, recipes_where
 from kvfold.compression.bit_allocation import TierRule, any_tiers
-from kvfold.config import ALL_LEVELS, LEVELS, Prefer
+from kvfold.config import ALL_LEVELS, LEVELS, Prefer, Recipe
+from kvfold.errors import SettingError
 from kvfold.spec import Geometry, Side
 
 KEY_LEVELS = (8, 4)  # a step of the kernel's keys costs by numbers, and 2 bits are many of them
@@ -42,3 +43,13 @@ def in_one_pass(basis: BasisBuilder, geometry: Geometry) -> bool:
     heads, sets = range(geometry.num_kv_heads), basis.head_sets(geometry)
     wanted = [("k", (head,)) for head in heads] + [("v", tuple(heads))]
     return basis.predicts_loss and basis.key_kind(geometry) != "pre_rope" and sets == wanted
+
+
+def check_speed(recipe: Recipe, geometry: Geometry) -> None:
+    """Raises SettingError for a recipe whose rows no kernel reads in one pass."""
+    if not in_one_pass(builder_of(recipe), geometry):
+        names = recipes_where(lambda basis: in_one_pass(basis, geometry))
+        raise SettingError(
+            f"`prefer='speed'` plans keys of each head that nothing rebuilds, and values of all"
+            f" heads; recipe {recipe.name!r} stores others: use {names}, or leave `prefer` out"
+        )
