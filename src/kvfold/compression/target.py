@@ -45,12 +45,13 @@ class Target:
     def _levels(self) -> tuple[int, ...] | None:
         if self.prefer != "balanced" and not self.planned:
             raise SettingError(
-                f"`prefer={self.prefer!r}` is how bits are planned, and none are: give `factor` or"
-                " `bytes_per_token` too"
+                f"`prefer={self.prefer!r}` is how bits are planned, and none are: say the size as"
+                " `factor` or `bytes_per_token`"
             )
+        own = default_levels(self.prefer)
         if self.levels is None:
-            return default_levels(self.prefer) if self.planned else None
-        if self.prefer != "balanced":
+            return own if self.planned else None
+        if self.prefer != "balanced" and tuple(self.levels) != own:
             raise SettingError(
                 f"`levels` and `prefer={self.prefer!r}` exclude each other: each decides which bits"
                 " numbers may have"

@@ -1,12 +1,14 @@
 """The recipe and size of the least predicted step time within a perplexity ratio."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
+from kvfold.compression.preference import in_one_pass
 from kvfold.compression.progress import Progress
-from kvfold.config import LEVELS, CacheConfig
+from kvfold.config import CacheConfig, Prefer
 from kvfold.errors import SettingError
 from kvfold.evaluation.budget import held_out
 from kvfold.evaluation.comparison import ORIGINAL
@@ -22,17 +24,21 @@ TEXT = "held-out"
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A recipe at a size; step: predicted; ratio: of perplexities, where it was measured."""
+    """A recipe at a size; prefer: what its plan is for; step: predicted; ratio: of perplexities,
+    where it was measured."""
 
     prepared: Prepared
     factor: float
+    prefer: Prefer
     spec: CacheSpec
     step: Prediction
     ratio: float | None = None
 
     @property
     def name(self) -> str:
-        return self.prepared.compressor.recipe.name
+        """Of its recipe, and what its plan is for."""
+        plan = "" if self.prefer == "balanced" else f" for {self.prefer}"
+        return f"{self.prepared.compressor.recipe.name}{plan}"
 
     def __str__(self) -> str:
         about = "~" * self.step.estimated
@@ -74,7 +80,7 @@ def search_fastest(
         ratio = at(x.prepared.folded_copy(x.spec), label) / original
         say(f"{x}; {ratio:.4f} times the perplexity")
         if ratio <= limit:
-            return Candidate(**{**vars(x), "ratio": ratio})
+            return replace(x, ratio=ratio)
         too_small[x.name] = x.factor
     raise SettingError(
         f"`fastest`: within {limit:g} times the perplexity nothing is predicted to be faster than"
@@ -85,16 +91,20 @@ def search_fastest(
 def candidates(
     compressors: Sequence[Compressor], load: Load, progress: Progress | None = None
 ) -> list[Candidate]:
-    """Every recipe at every size that it can plan and kernels serve, the fastest first."""
+    """Every recipe at every size that it can plan and kernels serve, also for speed, the fastest
+    first."""
     found: list[Candidate] = []
     statistics = shared_statistics(compressors, progress)
     for compressor in compressors:
-        prepared = compressor.prepare(statistics, progress)
-        for factor in FACTORS:
+        prepared, geometry = compressor.prepare(statistics, progress), compressor.geometry
+        plans: list[Prefer] = ["balanced"]
+        plans += ["speed"] * in_one_pass(compressor.basis, geometry)
+        for factor, prefer in product(FACTORS, plans):
             try:
-                spec = prepared.plan_factor(factor, LEVELS)
+                spec = prepared.plan_factor(factor, prefer=prefer)
             except SettingError:
                 continue  # too small for a dimension in every layer
             if step := predict(compressor.model.config, spec, load):
-                found.append(Candidate(prepared=prepared, factor=factor, spec=spec, step=step))
+                x = Candidate(prepared=prepared, factor=factor, prefer=prefer, spec=spec, step=step)
+                found.append(x)
     return sorted(found, key=lambda x: (x.step.ms, -x.factor))
