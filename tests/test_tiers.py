@@ -29,6 +29,7 @@ from kvfold.compression.bit_allocation import (
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.plan import plan_bits
+from kvfold.compression.preference import one_pass_tiers
 from kvfold.compression.ranks import LatentCandidate
 from kvfold.compression.target import Target
 from kvfold.config import ALL_LEVELS, LEVELS, Recipe
@@ -100,6 +101,33 @@ def test_rows_of_codes_are_whole_units(found: list[Tensor], budget: int, levels:
             end, row = end + width, Integers(bits=bits).row_bytes(width)
             forced = end == len(s) and len(s) % unit(len(s), bits)
             assert row * 8 == width * bits and row % (2 if forced else size) == 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(spectra(), st.sampled_from([64, 256, 640, 768, 1024]), st.integers(500, 20000))
+def test_plans_for_speed_are_runs_that_one_pass_reads(found: list[Tensor], width: int, budget: int):
+    """Whole 4 bytes of keys, 16 of values, which twelve warps weigh, 64 numbers each."""
+    keys = [s for s in found if len(s) % 16 == 0 and len(s) and s[0] > 0]
+    every, sides = [*keys, falling(width)], ["k"] * len(keys) + ["v"]
+    rules = [one_pass_tiers(side, len(s)) for side, s in zip(sides, every, strict=True)]
+    planned = plan_tiers(every, budget, rules)
+    spent = sum(map(cost, planned))
+    assert spent <= budget
+    if budget >= sum(rule.least for rule in rules):
+        assert all(planned)
+    for side, s, tiers in zip(sides, every, planned, strict=True):
+        rows = [Integers(bits=bits).row_bytes(numbers) for numbers, bits in tiers]
+        assert all(row % (4 if side == "k" else 16) == 0 for row in rows)
+        assert sum(numbers for numbers, _ in tiers) <= len(s)
+        if side == "v":
+            assert sum(-(-n // (64 * k)) * k for n, b in tiers for k in [1 + (b == 2)]) <= 12
+
+
+def test_no_width_of_values_is_more_than_the_warps_weigh():
+    """Even where every bit is free: whole items, or so few numbers that parts of items do."""
+    for width in range(64, 2049, 32):
+        (tiers,) = plan_tiers([falling(width, 0.1)], 10**6, [one_pass_tiers("v", width)])
+        assert sum(-(-n // (64 * k)) * k for n, b in tiers for k in [1 + (b == 2)]) <= 12
 
 
 @pytest.mark.parametrize(
