@@ -48,7 +48,6 @@ def test_sizes_beyond_one_that_loses_too_much_are_not_measured(
     monkeypatch,
 ):
     ratios = {"original": 1.0, "fast 8x": 2.0, "swift 8x": 2.0, "fast 2x": 1.5, "swift 2x": 1.5}
-    ratios["swift for speed 2x"] = 1.5  # at 8x there is no room for runs of every head
     seen = []
 
     def measure(model, tokenizer, what, progress, label):
@@ -58,14 +57,14 @@ def test_sizes_beyond_one_that_loses_too_much_are_not_measured(
 
     monkeypatch.setattr(fastest, "measure", measure)
     out = printed(capsys, "compress", plain, *asked("ppl<=1.01"), "--output", tmp_path / "out")
-    assert {*seen[:6]} == {*ratios} and seen[6].split()[0] in ("lean", "small") and len(seen) == 7
+    assert {*seen[:5]} == {*ratios} and seen[5].split()[0] in ("lean", "small") and len(seen) == 6
     assert "1.0050 times the perplexity" in out
     monkeypatch.setattr(fastest, "FACTORS", (2.0, 2.0))
     monkeypatch.setitem(MS, "pre_rope", 10.0)  # slower than the original
     seen.clear()
     error = refused(capsys, "compress", plain, *asked("ppl<=1.01"), "--output", tmp_path / "two")
     assert "nothing is predicted to be faster than the original at 2 x 64" in error
-    assert sorted(seen) == ["fast 2x", "original", "swift 2x", "swift for speed 2x"]
+    assert sorted(seen) == ["fast 2x", "original", "swift 2x"]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from kvfold.compression.preference import one_pass_tiers
 from kvfold.compression.ranks import LatentCandidate
 from kvfold.compression.target import Target
 from kvfold.config import ALL_LEVELS, LEVELS, Recipe
+from kvfold.evaluation import frontier
 from kvfold.formats.integers import Integers
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import cache_layout
@@ -313,6 +314,19 @@ def test_a_plan_for_speed_is_alike_in_all_heads_of_a_layer():
 
     assert all(len(own) == 1 for own in kinds("speed"))
     assert any(len(own) > 1 for own in kinds("balanced"))
+
+
+def test_plans_for_speed_are_tried_where_a_gpu_reads_them_in_one_pass(monkeypatch):
+    model = tiny("llama-gqa")
+
+    def tried(recipe: str, **options) -> list[str]:
+        prepared = Compressor(model, recipes.get(recipe)).prepare(statistics_of(model, recipe))
+        return [prefer for prefer, _ in frontier.plans(prepared, 3.0, **options)]
+
+    assert tried("swift") == ["balanced"]  # two query heads a KV head
+    monkeypatch.setattr(frontier, "fastest_layout", lambda config, spec: object())
+    assert tried("swift") == ["balanced", "speed"] and tried("lean") == ["balanced"]
+    assert tried("swift", levels=(8, 4)) == ["balanced"]
 
 
 def test_inspect_names_the_levels(tmp_path, capsys):

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
-from kvfold.compression.preference import in_one_pass
 from kvfold.compression.progress import Progress
 from kvfold.config import CacheConfig, Prefer
 from kvfold.errors import SettingError
 from kvfold.evaluation.budget import held_out
 from kvfold.evaluation.comparison import ORIGINAL
-from kvfold.evaluation.frontier import stored
+from kvfold.evaluation.frontier import named, plans, stored
 from kvfold.evaluation.measure import Measurement, measure
 from kvfold.spec import CacheSpec
 from kvfold.step_time import Load, Prediction, predict
@@ -36,9 +34,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Of its recipe, and what its plan is for."""
-        plan = "" if self.prefer == "balanced" else f" for {self.prefer}"
-        return f"{self.prepared.compressor.recipe.name}{plan}"
+        return named(self.prepared.compressor.recipe.name, self.prefer)
 
     def __str__(self) -> str:
         about = "~" * self.step.estimated
@@ -91,20 +87,16 @@ def search_fastest(
 def candidates(
     compressors: Sequence[Compressor], load: Load, progress: Progress | None = None
 ) -> list[Candidate]:
-    """Every recipe at every size that it can plan and kernels serve, also for speed, the fastest
-    first."""
+    """Every recipe at every size that it can plan and kernels serve, the fastest first."""
     found: list[Candidate] = []
     statistics = shared_statistics(compressors, progress)
     for compressor in compressors:
-        prepared, geometry = compressor.prepare(statistics, progress), compressor.geometry
-        plans: list[Prefer] = ["balanced"]
-        plans += ["speed"] * in_one_pass(compressor.basis, geometry)
-        for factor, prefer in product(FACTORS, plans):
-            try:
-                spec = prepared.plan_factor(factor, prefer=prefer)
-            except SettingError:
-                continue  # too small for a dimension in every layer
-            if step := predict(compressor.model.config, spec, load):
-                x = Candidate(prepared=prepared, factor=factor, prefer=prefer, spec=spec, step=step)
-                found.append(x)
+        prepared = compressor.prepare(statistics, progress)
+        for factor in FACTORS:
+            for prefer, spec in plans(prepared, factor):
+                if step := predict(compressor.model.config, spec, load):
+                    own = Candidate(
+                        prepared=prepared, factor=factor, prefer=prefer, spec=spec, step=step
+                    )
+                    found.append(own)
     return sorted(found, key=lambda x: (x.step.ms, -x.factor))
