@@ -17,6 +17,7 @@ from kvfold.artifact import provenance_of, spec_of
 from kvfold.card import facts
 from kvfold.cli.main import main
 from kvfold.compression import bit_allocation
+from kvfold.compression import plan as plan_of
 from kvfold.compression.bit_allocation import (
     DISTORTION,
     SCALE_BITS,
@@ -24,6 +25,7 @@ from kvfold.compression.bit_allocation import (
     cost,
     even_tiers,
     plan_tiers,
+    predicted_loss,
     unit,
 )
 from kvfold.compression.calibrate import calibrate
@@ -61,16 +63,6 @@ def plan(found: list[Tensor], budget: int, levels, sets=None) -> list:
 
 def falling(width: int = 128, decay: float = 1.0, top: float = 1.0) -> Tensor:
     return top * torch.arange(1, width + 1, dtype=torch.float64).pow(-decay)
-
-
-def predicted_loss(spectrum: Tensor, tiers) -> float:
-    """Nats a token: what a tier's rotation spreads over its dimensions, and what is dropped."""
-    total, start = 0.0, 0
-    for width, bits in tiers:
-        part = spectrum[start : start + width]
-        total += DISTORTION[bits] * float(part.sum() ** 2) / width / 2
-        start += width
-    return total + float(spectrum[start:].square().sum()) / 2
 
 
 def total_loss(found: list[Tensor], planned: list) -> float:
@@ -314,6 +306,25 @@ def test_a_plan_for_speed_is_alike_in_all_heads_of_a_layer():
 
     assert all(len(own) == 1 for own in kinds("speed"))
     assert any(len(own) > 1 for own in kinds("balanced"))
+
+
+@pytest.mark.parametrize(("factor", "wanted"), [(4, {8, 4}), (6, {8, 4, 2})])
+def test_keys_have_two_bits_where_plans_without_lose_much_more(
+    factor: int, wanted: set, monkeypatch
+):
+    def latent(side: str, heads: tuple[int, ...], width: int) -> LatentCandidate:
+        own = SimpleNamespace(singular=falling(width), mean=range(width), width=width)
+        return LatentCandidate(layer=0, side=side, heads=heads, basis=own)
+
+    latents = [latent("k", (head,), 128) for head in range(4)] + [latent("v", (0, 1, 2, 3), 512)]
+
+    def levels() -> set[int]:
+        sizes = plan_bits(latents, 16 * 1024 // factor, LEVELS, "speed")
+        return {bits for _, tiers in sizes[:4] for _, bits in tiers}
+
+    assert levels() == wanted
+    monkeypatch.setattr(plan_of, "LITTLE", 10.0)
+    assert levels() == {8, 4}
 
 
 def test_plans_for_speed_are_tried_where_a_gpu_reads_them_in_one_pass(monkeypatch):

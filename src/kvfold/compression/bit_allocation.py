@@ -137,6 +137,16 @@ def cost(tiers: Tiers) -> int:
     return sum(width * bits + SCALE_BITS for width, bits in tiers)
 
 
+def predicted_loss(spectrum: Tensor, tiers: Tiers) -> float:
+    """Nats a token of a latent with these singular values [w]: a tier's rotation spreads its error
+    evenly over its numbers, and what is dropped costs all that it holds."""
+    lost, start = 0.0, 0
+    for width, bits in tiers:
+        total = float(spectrum[start : start + width].double().sum())
+        lost, start = lost + DISTORTION[bits] * total**2 / width / 2, start + width
+    return lost + float(spectrum[start:].double().square().sum()) / 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Menu:
     """What sets of latents of one width may become. sets: their numbers; ends: the places E; by

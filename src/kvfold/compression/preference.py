@@ -13,7 +13,8 @@ from kvfold.config import ALL_LEVELS, LEVELS, Prefer, Recipe
 from kvfold.errors import SettingError
 from kvfold.spec import Geometry, Side
 
-KEY_LEVELS = (8, 4)  # a step of the kernel's keys costs by numbers, and 2 bits are many of them
+KEY_LEVELS = (8, 4)  # of keys: the pass unpacks and multiplies them number by number
+LITTLE = 0.1  # more predicted loss, which plans without keys in 2 bits may have
 ITEM, ITEMS = {8: 64, 4: 64, 2: 128}, 12  # numbers that warps weigh at a time, of values; warps
 WORDS = {"k": 32, "v": 128}  # bits that its runs are multiples of
 
@@ -25,13 +26,12 @@ def default_levels(prefer: Prefer) -> tuple[int, ...]:
 
 def rule_of(prefer: Prefer, side: Side, width: int, levels: Sequence[int]) -> TierRule:
     """What tiers a latent may have."""
-    return one_pass_tiers(side, width) if prefer == "speed" else any_tiers(width, levels)
+    return one_pass_tiers(side, width, levels) if prefer == "speed" else any_tiers(width, levels)
 
 
-def one_pass_tiers(side: Side, width: int) -> TierRule:
-    """Runs that the kernel reads, at least one; of values as many numbers as its warps weigh, and
-    whole items where there may be more."""
-    levels = KEY_LEVELS if side == "k" else LEVELS
+def one_pass_tiers(side: Side, width: int, levels: Sequence[int] = LEVELS) -> TierRule:
+    """Runs of LEVELS, or some of them, that the kernel reads, at least one; of values as many
+    numbers as its warps weigh, and whole items where there may be more."""
     most, units = width, {bits: WORDS[side] // bits for bits in levels}
     if side == "v" and width > ITEM[4] * (ITEMS - len(levels)):
         most, units = ITEM[4] * ITEMS, ITEM
