@@ -40,8 +40,9 @@ def two_passes(layout: CacheLayout, queries: int) -> str | None:
         return "triton is not installed"
     from kvfold.ops.decode import joint
 
-    layers = (layout.of_layer(i) for i in range(len(layout.spec.layers)))
-    return next(filter(None, (joint.unread(groups, queries) for groups in layers)), None)
+    layers = [layout.of_layer(i) for i in range(len(layout.spec.layers))]
+    reasons = (pieces.unread("decode", x) or joint.unread(x, queries) for x in layers)
+    return next(filter(None, reasons), None)
 
 
 def one_pass_page(layout_of: Callable[[int], CacheLayout], queries: int) -> int | None:
