@@ -104,7 +104,7 @@ def _fixed_bytes(group: Group, queries: int) -> int:
     """Shared memory beside pages: two buffers of weights a run of values, and what is small."""
     columns = len(group.heads) * queries
     runs = len(latents_of(group, "v")[0])
-    return 2 * runs * group.layout.page * (2 * columns + 16) + 16 * columns + 512
+    return 2 * runs * columns * (2 * group.layout.page + 16) + 16 * columns + 512
 
 
 def _stages(group: Group, queries: int) -> int:
