@@ -1,10 +1,10 @@
 // Decode attention in one pass over rows whose values all KV heads share, keys and values in runs of
 // 8, 4 and 2 bits. For Hopper: pages come whole by bulk copies.
 //
-// A block is alone on its multiprocessor. SCORERS warps score pages, eight query heads each (and
-// one of their threads copies pages ahead), and leave weights in shared memory, times the scale of
-// every run of values; the other warps weigh values by them: 64 numbers of a row each, for all
-// query heads.
+// A block is alone on its multiprocessor. SCORERS warps score pages, eight query heads and half of
+// the rows each (and one of their threads copies pages ahead), and leave weights in shared memory,
+// times the scale of every run of values; the other warps weigh values by them: 64 numbers of a row
+// each, for all query heads.
 //
 // Queries are whole numbers of 16 bits, split into two bytes, so that keys' codes are multiplied as
 // they are, by integer products: the two bytes of four query heads are the eight columns of one.
@@ -24,9 +24,13 @@ typedef unsigned char u8;
 typedef unsigned long long u64;
 
 constexpr int COLS = HEADS * N;            // query heads of a group
-constexpr int SCORERS = COLS / 8;
+constexpr int TEAMS = COLS / 8;            // of scoring warps, by query heads
 constexpr int OWN = 8 / N;                 // KV heads of a scoring warp
 constexpr int STEPS = PAGE / 16;
+constexpr int HALVES = STEPS > 1 ? 2 : 1;  // warps of a team: each scores half of a page's rows
+constexpr int OWN_STEPS = STEPS / HALVES;
+constexpr int SCORERS = TEAMS * HALVES;
+constexpr bool MANY = SCORERS == 8 && ITEMS == 12;  // warps want unlike many registers then
 constexpr int ROW = 2 * PAGE + 16;         // bytes of a query head's weights
 constexpr int WEIGHTS = COLS * ROW;        // bytes of one run's
 constexpr float SLACK = 4.0f;              // a top is raised once it is exceeded by 2^SLACK
@@ -81,7 +85,12 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
       " {%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// Codes, unsigned, by bytes of queries: 32 numbers, or 16.
+// Codes, unsigned, by bytes of queries: 32 numbers, or 16; onto nothing, or onto c.
+__device__ __forceinline__ void begin(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9},"
+      " {%10,%10,%10,%10};" : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
+}
 __device__ __forceinline__ void multiply(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9},"
       " {%0,%1,%2,%3};" : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
@@ -258,9 +267,10 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
   extern __shared__ __align__(128) u8 room[];
   u8 *weights = room + STAGES * PAGE_BYTES;                 // [2][VALUE_RUNS][COLS][ROW]
   float *fades = (float *)(weights + 2 * VALUE_RUNS * WEIGHTS);  // [2][COLS]
-  float *sums = fades + 2 * COLS;                           // [COLS]: masses at the end
-  u32 *faded = (u32 *)(sums + COLS);                        // [2][SCORERS]
-  const u32 full = shared_of(faded + 2 * SCORERS), empty = full + 8 * STAGES, ready = empty + 8 * STAGES, done = ready + 16;
+  float *peaks = fades + 2 * COLS;                          // [2][HALVES][COLS]
+  float *masses = peaks + 2 * HALVES * COLS;                // [HALVES][COLS], at the end
+  u32 *faded = (u32 *)(masses + HALVES * COLS);             // [2][TEAMS]
+  const u32 full = shared_of(faded + 2 * TEAMS), empty = full + 8 * STAGES, ready = empty + 8 * STAGES, done = ready + 16;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     auto begin = [](u32 barrier, int arrivals) {
@@ -280,7 +290,13 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
 
   const int c = lane % 4, g = lane / 4;
   if (warp < SCORERS) {
-    const int first = warp * OWN;                   // its first KV head
+    if (MANY) asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+    const int team = warp % TEAMS, half = warp / TEAMS;
+    const int first = team * OWN, column = team * 8 + c;  // its first KV head; its first query head
+    const int own_row = half * OWN_STEPS * 16 + g;        // and the one eight further on
+    auto meet = [&]() {                                   // the halves of a team
+      if (HALVES == 2) asm volatile("bar.sync %0, 64;" :: "r"(1 + team) : "memory");
+    };
     Pages ahead(starts, slice);
     auto copy = [&]() {
       if (threadIdx.x == 0)
@@ -294,11 +310,11 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
       // what is to be taken off for the codes' middle; and what a whole number stands for. The
       // last two are of query c.
       u32 queries[2][all_registers(KEY_RUNS)];
-      int middle[2][KEY_RUNS];
+      int middles[2][KEY_RUNS];
       float unit[2];
 #pragma unroll
       for (int u = 0; u < 2; u++) {
-        const u16 *own = q + (u64)work.b * q_stride + (work.g * COLS + warp * 8 + u * 4 + g / 2) * DQ;
+        const u16 *own = q + (u64)work.b * q_stride + (work.g * COLS + team * 8 + u * 4 + g / 2) * DQ;
         float most = 0;
         for (int i = c; i < numbers(KEY_RUNS); i += 4) most = fmaxf(most, fabsf(query_of(own[i])));
         for (int far = 1; far < 4; far *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, far));
@@ -325,7 +341,7 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
             }
           }
           for (int far = 1; far < 4; far *= 2) total += __shfl_xor_sync(~0u, total, far);
-          middle[u][R] = -(__shfl_sync(~0u, total, 8 * c) * ((1 << BITS) - 1)) / 2;
+          middles[u][R] = -(__shfl_sync(~0u, total, 8 * c) * ((1 << BITS) - 1)) / 2;
         });
       }
       float top[2] = {__int_as_float(0xFF800000), __int_as_float(0xFF800000)}, mass[2] = {0, 0};
@@ -333,17 +349,21 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
         const u8 *page = room + stage * PAGE_BYTES;
         wait(full + 8 * stage, phase);
         const int rows = work.length - t * PAGE;
-        float s[STEPS][2][2];  // of query c of both sets, rows g and g + 8
+        // Scores of query c of both sets, rows g and g + 8 of a step.
+        float s[OWN_STEPS][2][2];
+        const u8 *own = page + own_row * SCALE_ROW * SCALE;
+        each<KEY_RUNS>([&](auto at) {
+          constexpr int R = decltype(at)::value, BITS = key_bits[R], PER = fields(R);
+          constexpr int WORDS = key_words[R], LOADS = loads(R), REGISTERS = LOADS * PER;
+          constexpr int WIDE = side_by_side(R);
+          constexpr u32 FIELD = ((1u << BITS) - 1) * 0x01010101u;
+          const u8 *codes = page + first * key_next[R] + own_row * (2 * WORDS) + 4 * WIDE * c;
+          const u8 *scales = own + first * key_scale_next[R] * SCALE;
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-          each<KEY_RUNS>([&](auto at) {
-            constexpr int R = decltype(at)::value, BITS = key_bits[R], PER = fields(R);
-            constexpr int WORDS = key_words[R], LOADS = loads(R), REGISTERS = LOADS * PER;
-            constexpr int WIDE = side_by_side(R);
-            constexpr u32 FIELD = ((1u << BITS) - 1) * 0x01010101u;
+          for (int step = 0; step < OWN_STEPS; step++) {
 #pragma unroll
             for (int h = 0; h < OWN; h++) {
-              const u8 *row = page + key_start[R] + (first + h) * key_next[R] + (step * 16 + g) * (2 * WORDS) + 4 * WIDE * c;
+              const u8 *row = codes + key_start[R] + h * key_next[R] + step * 32 * WORDS;
               u32 x[LOADS], y[LOADS];
               each<LOADS / WIDE>([&](auto l) {
                 constexpr int L = decltype(l)::value * WIDE;
@@ -351,9 +371,9 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
                 take<WIDE>(y + L, row + 16 * L + 16 * WORDS);
               });
               int sum[2 / OWN][4];
-#pragma unroll
-              for (int j = 0; j < 2 / OWN; j++)
-                sum[j][0] = sum[j][2] = 0, sum[j][1] = sum[j][3] = middle[h + j][R];
+              if (REGISTERS == 1)
+                for (int j = 0; j < 2 / OWN; j++)
+                  sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0;
               each<REGISTERS / 2>([&](auto m) {
                 constexpr int M = 2 * decltype(m)::value;
                 u32 a[4] = {x[M / PER] >> (BITS * (M % PER)), y[M / PER] >> (BITS * (M % PER)),
@@ -363,40 +383,50 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
                   for (int i = 0; i < 4; i++) a[i] &= FIELD;
 #pragma unroll
                 for (int j = 0; j < 2 / OWN; j++) {
-                  const u32 *own = queries[h + j] + all_registers(R) + M;
-                  multiply(sum[j], a, own[0], own[1]);
+                  const u32 *by = queries[h + j] + all_registers(R) + M;
+                  if constexpr (M == 0) begin(sum[j], a, by[0], by[1]);
+                  else multiply(sum[j], a, by[0], by[1]);
                 }
               });
-              if (REGISTERS % 2)  // of 8 bits alone
-#pragma unroll
+              if constexpr (REGISTERS % 2)  // of 8 bits alone
                 for (int j = 0; j < 2 / OWN; j++)
-                  multiply(sum[j], x[LOADS - 1], y[LOADS - 1], queries[h + j][all_registers(R) + REGISTERS - 1]);
-              const int place = key_scale[R] + (first + h) * key_scale_next[R] + (step * 16 + g) * SCALE_ROW;
+                  multiply(sum[j], x[LOADS - 1], y[LOADS - 1],
+                           queries[h + j][all_registers(R) + REGISTERS - 1]);
+              const int place = key_scale[R] + h * key_scale_next[R] + step * 16 * SCALE_ROW;
               constexpr float SIZE = scale_unit(BITS) / scale_unit(key_bits[0]);
-              const float one = key_scale_of(page, place) * SIZE;
-              const float two = key_scale_of(page, place + 8 * SCALE_ROW) * SIZE;
+              const float one = key_scale_of(scales, place) * SIZE;
+              const float two = key_scale_of(scales, place + 8 * SCALE_ROW) * SIZE;
 #pragma unroll
               for (int j = 0; j < 2 / OWN; j++) {
-                const float above = (float)(256 * sum[j][0] + sum[j][1]) * one;
-                const float below = (float)(256 * sum[j][2] + sum[j][3]) * two;
+                const int middle = middles[h + j][R];
+                const float above = (float)(256 * sum[j][0] + (sum[j][1] + middle)) * one;
+                const float below = (float)(256 * sum[j][2] + (sum[j][3] + middle)) * two;
                 s[step][h + j][0] = R ? s[step][h + j][0] + above : above;
                 s[step][h + j][1] = R ? s[step][h + j][1] + below : below;
               }
             }
-          });
-        }
+          }
+        });
         float peak[2] = {__int_as_float(0xFF800000), __int_as_float(0xFF800000)}, fade[2];
+        float *tell = peaks + buffer * HALVES * COLS + column;
 #pragma unroll
         for (int u = 0; u < 2; u++) {
 #pragma unroll
-          for (int step = 0; step < STEPS; step++) {
+          for (int step = 0; step < OWN_STEPS; step++) {
             if (rows < PAGE) {
-              if (step * 16 + g >= rows) s[step][u][0] = __int_as_float(0xFF800000);
-              if (step * 16 + g + 8 >= rows) s[step][u][1] = __int_as_float(0xFF800000);
+              if (own_row + step * 16 >= rows) s[step][u][0] = __int_as_float(0xFF800000);
+              if (own_row + step * 16 + 8 >= rows) s[step][u][1] = __int_as_float(0xFF800000);
             }
             peak[u] = fmaxf(peak[u], fmaxf(s[step][u][0], s[step][u][1]));
           }
-          for (int far = 4; far < 32; far *= 2) peak[u] = fmaxf(peak[u], __shfl_xor_sync(~0u, peak[u], far));
+          for (int far = 4; far < 32; far *= 2)
+            peak[u] = fmaxf(peak[u], __shfl_xor_sync(~0u, peak[u], far));
+          if (g == 0) tell[half * COLS + 4 * u] = peak[u];
+        }
+        meet();
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+          if (HALVES == 2) peak[u] = fmaxf(peak[u], tell[(half ^ 1) * COLS + 4 * u]);
           peak[u] *= unit[u];
           bool raise = peak[u] > top[u] + SLACK || t == work.tile;
           float old = top[u];
@@ -406,12 +436,13 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
         }
         bool any = __any_sync(~0u, fade[0] != 1.0f || fade[1] != 1.0f);
         wait(done + 8 * buffer, turn ^ 1);
-        const int column = warp * 8 + c;
-        u8 *to = weights + buffer * VALUE_RUNS * WEIGHTS + column * ROW + 4 * g;
-        if (g == 0) fades[buffer * COLS + column] = fade[0], fades[buffer * COLS + column + 4] = fade[1];
-        if (lane == 0) faded[buffer * SCORERS + warp] = any;
+        u8 *to = weights + buffer * VALUE_RUNS * WEIGHTS + column * ROW + half * OWN_STEPS * 32 + 4 * g;
+        if (half == 0) {
+          if (g == 0) fades[buffer * COLS + column] = fade[0], fades[buffer * COLS + column + 4] = fade[1];
+          if (lane == 0) faded[buffer * TEAMS + team] = any;
+        }
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
+        for (int step = 0; step < OWN_STEPS; step++) {
           u32 p[2];
 #pragma unroll
           for (int u = 0; u < 2; u++) {
@@ -422,14 +453,15 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
           }
           each<VALUE_RUNS>([&](auto at) {
             constexpr int R = decltype(at)::value;
-            const int place = value_scale[R] + (step * 16 + g) * SCALE_ROW;
-            u32 scales = two_scales(page, place, place + 8 * SCALE_ROW);
+            const int place = value_scale[R] + step * 16 * SCALE_ROW;
+            u32 scales = two_scales(own, place, place + 8 * SCALE_ROW);
             if (rows < PAGE) {  // what lies beyond may be anything
-              scales &= (step * 16 + g < rows ? 0xFFFF : 0) | (step * 16 + g + 8 < rows ? 0xFFFF0000 : 0);
+              scales &= (own_row + step * 16 < rows ? 0xFFFF : 0) |
+                        (own_row + step * 16 + 8 < rows ? 0xFFFF0000 : 0);
             }
-            u8 *own = to + R * WEIGHTS + step * 32;
-            *(u32 *)own = times(p[0], scales);
-            *(u32 *)(own + 4 * ROW) = times(p[1], scales);
+            u8 *at_run = to + R * WEIGHTS + step * 32;
+            *(u32 *)at_run = times(p[0], scales);
+            *(u32 *)(at_run + 4 * ROW) = times(p[1], scales);
           });
         }
         __syncwarp();
@@ -441,13 +473,16 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
       for (int i = 0; i < 2; i++)
         for (int far = 4; far < 32; far *= 2) mass[i] += __shfl_xor_sync(~0u, mass[i], far);
       wait(done + 8 * buffer, turn ^ 1);
-      for (int u = 0; g == 0 && u < 2; u++) {
-        const int column = warp * 8 + u * 4 + c;
-        sums[column] = mass[u];
+      for (int u = 0; g == 0 && u < 2; u++) masses[half * COLS + column + 4 * u] = mass[u];
+      meet();
+      for (int u = 0; g == 0 && half == 0 && u < 2; u++) {
+        const int at = column + 4 * u;
+        if (HALVES == 2) mass[u] += masses[COLS + at];
+        masses[at] = mass[u];
         if (counts[work.item] == 1) {
-          lse[work.b * QUERY_HEADS + work.g * COLS + column] = top[u] + log2f(mass[u]);
+          lse[work.b * QUERY_HEADS + work.g * COLS + at] = top[u] + log2f(mass[u]);
         } else {
-          float *to = part_ml + (u64)(slice + work.item) * 2 * COLS + column;
+          float *to = part_ml + (u64)(slice + work.item) * 2 * COLS + at;
           to[0] = top[u], to[COLS] = mass[u];
         }
       }
@@ -458,6 +493,7 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
     return;
   }
 
+  if (MANY) asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
   const Item mine = items[warp - SCORERS];
   const int start = value_start[mine.run], words = value_words[mine.run];
   const int bits = value_bits[mine.run];
@@ -477,7 +513,7 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
       wait(ready + 8 * buffer, turn);
       bool any = false;
 #pragma unroll
-      for (int w = 0; w < SCORERS; w++) any |= faded[buffer * SCORERS + w] != 0;
+      for (int w = 0; w < TEAMS; w++) any |= faded[buffer * TEAMS + w] != 0;
       if (any) {
 #pragma unroll
         for (int n = 0; n < COLS / 8; n++) {
@@ -517,7 +553,7 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
           const int column = n * 8 + 2 * c + k % 2;
           float x = sums_of[i][n][k] * size;
           if (whole) {
-            x = __fdividef(x, sums[column]);
+            x = __fdividef(x, masses[column]);
             u32 bits16 = BF16 ? (__float_as_uint(x) + 0x7FFF + ((__float_as_uint(x) >> 16) & 1)) >> 16
                               : pair_of(x, 0.0f) & 0xFFFF;
             out[((u64)work.b * QUERY_HEADS + work.g * COLS + column) * DO + number] = (u16)bits16;
