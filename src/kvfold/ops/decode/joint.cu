@@ -1,10 +1,10 @@
 // Decode attention in one pass over rows whose values all KV heads share, keys and values in runs of
 // 8, 4 and 2 bits. For Hopper: pages come whole by bulk copies.
 //
-// A block is alone on its multiprocessor. SCORERS warps score pages, eight query heads and half of
-// the rows each (and one of their threads copies pages ahead), and leave weights in shared memory,
-// times the scale of every run of values; the other warps weigh values by them: 64 numbers of a row
-// each, for all query heads.
+// A block is alone on its multiprocessor. SCORERS warps score pages, eight query heads each (and
+// one of their threads copies pages ahead), and leave weights in shared memory, times the scale of
+// every run of values; the other warps weigh values by them: 64 numbers of a row each, for all
+// query heads.
 //
 // Queries are whole numbers of 16 bits, split into two bytes, so that keys' codes are multiplied as
 // they are, by integer products: the two bytes of four query heads are the eight columns of one.
@@ -24,13 +24,9 @@ typedef unsigned char u8;
 typedef unsigned long long u64;
 
 constexpr int COLS = HEADS * N;            // query heads of a group
-constexpr int TEAMS = COLS / 8;            // of scoring warps, by query heads
+constexpr int SCORERS = COLS / 8;
 constexpr int OWN = 8 / N;                 // KV heads of a scoring warp
 constexpr int STEPS = PAGE / 16;
-constexpr int HALVES = STEPS > 1 ? 2 : 1;  // warps of a team: each scores half of a page's rows
-constexpr int OWN_STEPS = STEPS / HALVES;
-constexpr int SCORERS = TEAMS * HALVES;
-constexpr bool MANY = SCORERS == 8 && ITEMS == 12;  // warps want unlike many registers then
 constexpr int ROW = 2 * PAGE + 16;         // bytes of a query head's weights
 constexpr int WEIGHTS = COLS * ROW;        // bytes of one run's
 constexpr float SLACK = 4.0f;              // a top is raised once it is exceeded by 2^SLACK
@@ -127,6 +123,17 @@ __device__ __forceinline__ float half_of(u32 bits) {
 __device__ __forceinline__ float query_of(u16 bits) {
   return BF16 ? __uint_as_float((u32)bits << 16) : half_of(bits);
 }
+__device__ __forceinline__ u32 output_of(float low, float high) {
+  if (!BF16) return pair_of(low, high);
+  u32 x;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+// Two or four numbers side by side.
+__device__ __forceinline__ void give(void *to, const u32 (&x)[1]) { *(u32 *)to = x[0]; }
+__device__ __forceinline__ void give(void *to, const u32 (&x)[2]) { *(uint2 *)to = make_uint2(x[0], x[1]); }
+__device__ __forceinline__ void give(void *to, const float (&x)[2]) { *(float2 *)to = make_float2(x[0], x[1]); }
+__device__ __forceinline__ void give(void *to, const float (&x)[4]) { *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]); }
 // Scales of two rows, fp16, so many times too small.
 __device__ constexpr float scale_unit(int bits) { return SCALE == 2 ? 1.0f : 1.0f / (1 << bits); }
 __device__ __forceinline__ u32 two_scales(const u8 *page, int at, int other) {
@@ -267,10 +274,9 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
   extern __shared__ __align__(128) u8 room[];
   u8 *weights = room + STAGES * PAGE_BYTES;                 // [2][VALUE_RUNS][COLS][ROW]
   float *fades = (float *)(weights + 2 * VALUE_RUNS * WEIGHTS);  // [2][COLS]
-  float *peaks = fades + 2 * COLS;                          // [2][HALVES][COLS]
-  float *masses = peaks + 2 * HALVES * COLS;                // [HALVES][COLS], at the end
-  u32 *faded = (u32 *)(masses + HALVES * COLS);             // [2][TEAMS]
-  const u32 full = shared_of(faded + 2 * TEAMS), empty = full + 8 * STAGES, ready = empty + 8 * STAGES, done = ready + 16;
+  float *masses = fades + 2 * COLS;                         // [COLS], at the end
+  u32 *faded = (u32 *)(masses + COLS);                      // [2][SCORERS]
+  const u32 full = shared_of(faded + 2 * SCORERS), empty = full + 8 * STAGES, ready = empty + 8 * STAGES, done = ready + 16;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     auto begin = [](u32 barrier, int arrivals) {
@@ -290,13 +296,7 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
 
   const int c = lane % 4, g = lane / 4;
   if (warp < SCORERS) {
-    if (MANY) asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
-    const int team = warp % TEAMS, half = warp / TEAMS;
-    const int first = team * OWN, column = team * 8 + c;  // its first KV head; its first query head
-    const int own_row = half * OWN_STEPS * 16 + g;        // and the one eight further on
-    auto meet = [&]() {                                   // the halves of a team
-      if (HALVES == 2) asm volatile("bar.sync %0, 64;" :: "r"(1 + team) : "memory");
-    };
+    const int first = warp * OWN, column = warp * 8 + c;  // its first KV head; its first query head
     Pages ahead(starts, slice);
     auto copy = [&]() {
       if (threadIdx.x == 0)
@@ -309,18 +309,35 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
       // Bytes of query g / 2 (even g: the higher one) of both sets of four, as codes lie in words;
       // what is to be taken off for the codes' middle; and what a whole number stands for. The
       // last two are of query c.
-      u32 queries[2][all_registers(KEY_RUNS)];
+      constexpr int REGISTERS = all_registers(KEY_RUNS);
+      u32 queries[2][REGISTERS], pairs[2][2 * REGISTERS];  // pairs: of numbers, as they come
       int middles[2][KEY_RUNS];
       float unit[2];
 #pragma unroll
       for (int u = 0; u < 2; u++) {
-        const u16 *own = q + (u64)work.b * q_stride + (work.g * COLS + team * 8 + u * 4 + g / 2) * DQ;
+        const u16 *own = q + (u64)work.b * q_stride + (work.g * COLS + warp * 8 + u * 4 + g / 2) * DQ;
+        each<KEY_RUNS>([&](auto at) {
+          constexpr int R = decltype(at)::value, PER = fields(R);
+#pragma unroll
+          for (int l = 0; l < loads(R); l++) {
+            const int byte = place_of(R, l, c);
+#pragma unroll
+            for (int j = 0; j < 2 * PER; j++)
+              pairs[u][2 * (all_registers(R) + l * PER) + j] =
+                  byte < 2 * key_words[R] ? *(const u32 *)(own + numbers(R) + byte * PER + 2 * j) : 0;
+          }
+        });
+      }
+#pragma unroll
+      for (int u = 0; u < 2; u++) {
         float most = 0;
-        for (int i = c; i < numbers(KEY_RUNS); i += 4) most = fmaxf(most, fabsf(query_of(own[i])));
+#pragma unroll
+        for (int i = 0; i < 2 * REGISTERS; i++)
+          most = fmaxf(most, fmaxf(fabsf(query_of(pairs[u][i] & 0xFFFF)), fabsf(query_of(pairs[u][i] >> 16))));
         for (int far = 1; far < 4; far *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, far));
         const float inverse = most > 0 ? MOST_QUERY / most : 0.0f;
-        unit[u] = most > 0 ? most / MOST_QUERY * (float)scale_of_scores * (KEY_UNIT * scale_unit(key_bits[0])) : 1.0f;
-        unit[u] = __shfl_sync(~0u, unit[u], 8 * c);
+        unit[u] = KEY_UNIT * scale_unit(key_bits[0]) * (float)scale_of_scores / MOST_QUERY;
+        unit[u] = __shfl_sync(~0u, most > 0 ? most * unit[u] : 1.0f, 8 * c);
         each<KEY_RUNS>([&](auto at) {
           constexpr int R = decltype(at)::value, BITS = key_bits[R], PER = fields(R);
           int total = 0;
@@ -331,8 +348,9 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
               u32 bytes = 0;
 #pragma unroll
               for (int e = 0; e < 4; e++) {
-                const int byte = place_of(R, l, c) + e;
-                const float x = byte < 2 * key_words[R] ? query_of(own[numbers(R) + byte * PER + i]) : 0.0f;
+                const int number = e * PER + i;
+                const u32 pair = pairs[u][2 * (all_registers(R) + l * PER) + number / 2];
+                const float x = query_of(number % 2 ? pair >> 16 : pair & 0xFFFF);
                 const int whole = __float2int_rn(x * inverse), high = (whole + 128) >> 8;
                 total += whole;
                 bytes |= (u32)((g % 2 ? whole - 256 * high : high) & 255) << (8 * e);
@@ -350,17 +368,17 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
         wait(full + 8 * stage, phase);
         const int rows = work.length - t * PAGE;
         // Scores of query c of both sets, rows g and g + 8 of a step.
-        float s[OWN_STEPS][2][2];
-        const u8 *own = page + own_row * SCALE_ROW * SCALE;
+        float s[STEPS][2][2];
+        const u8 *own = page + g * SCALE_ROW * SCALE;
         each<KEY_RUNS>([&](auto at) {
           constexpr int R = decltype(at)::value, BITS = key_bits[R], PER = fields(R);
           constexpr int WORDS = key_words[R], LOADS = loads(R), REGISTERS = LOADS * PER;
           constexpr int WIDE = side_by_side(R);
           constexpr u32 FIELD = ((1u << BITS) - 1) * 0x01010101u;
-          const u8 *codes = page + first * key_next[R] + own_row * (2 * WORDS) + 4 * WIDE * c;
+          const u8 *codes = page + first * key_next[R] + g * (2 * WORDS) + 4 * WIDE * c;
           const u8 *scales = own + first * key_scale_next[R] * SCALE;
 #pragma unroll
-          for (int step = 0; step < OWN_STEPS; step++) {
+          for (int step = 0; step < STEPS; step++) {
 #pragma unroll
             for (int h = 0; h < OWN; h++) {
               const u8 *row = codes + key_start[R] + h * key_next[R] + step * 32 * WORDS;
@@ -408,25 +426,18 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
           }
         });
         float peak[2] = {__int_as_float(0xFF800000), __int_as_float(0xFF800000)}, fade[2];
-        float *tell = peaks + buffer * HALVES * COLS + column;
 #pragma unroll
         for (int u = 0; u < 2; u++) {
 #pragma unroll
-          for (int step = 0; step < OWN_STEPS; step++) {
+          for (int step = 0; step < STEPS; step++) {
             if (rows < PAGE) {
-              if (own_row + step * 16 >= rows) s[step][u][0] = __int_as_float(0xFF800000);
-              if (own_row + step * 16 + 8 >= rows) s[step][u][1] = __int_as_float(0xFF800000);
+              if (g + step * 16 >= rows) s[step][u][0] = __int_as_float(0xFF800000);
+              if (g + step * 16 + 8 >= rows) s[step][u][1] = __int_as_float(0xFF800000);
             }
             peak[u] = fmaxf(peak[u], fmaxf(s[step][u][0], s[step][u][1]));
           }
           for (int far = 4; far < 32; far *= 2)
             peak[u] = fmaxf(peak[u], __shfl_xor_sync(~0u, peak[u], far));
-          if (g == 0) tell[half * COLS + 4 * u] = peak[u];
-        }
-        meet();
-#pragma unroll
-        for (int u = 0; u < 2; u++) {
-          if (HALVES == 2) peak[u] = fmaxf(peak[u], tell[(half ^ 1) * COLS + 4 * u]);
           peak[u] *= unit[u];
           bool raise = peak[u] > top[u] + SLACK || t == work.tile;
           float old = top[u];
@@ -436,13 +447,12 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
         }
         bool any = __any_sync(~0u, fade[0] != 1.0f || fade[1] != 1.0f);
         wait(done + 8 * buffer, turn ^ 1);
-        u8 *to = weights + buffer * VALUE_RUNS * WEIGHTS + column * ROW + half * OWN_STEPS * 32 + 4 * g;
-        if (half == 0) {
-          if (g == 0) fades[buffer * COLS + column] = fade[0], fades[buffer * COLS + column + 4] = fade[1];
-          if (lane == 0) faded[buffer * TEAMS + team] = any;
-        }
+        u8 *to = weights + buffer * VALUE_RUNS * WEIGHTS + column * ROW + 4 * g;
+        if (g == 0)
+          fades[buffer * COLS + column] = fade[0], fades[buffer * COLS + column + 4] = fade[1];
+        if (lane == 0) faded[buffer * SCORERS + warp] = any;
 #pragma unroll
-        for (int step = 0; step < OWN_STEPS; step++) {
+        for (int step = 0; step < STEPS; step++) {
           u32 p[2];
 #pragma unroll
           for (int u = 0; u < 2; u++) {
@@ -456,8 +466,8 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
             const int place = value_scale[R] + step * 16 * SCALE_ROW;
             u32 scales = two_scales(own, place, place + 8 * SCALE_ROW);
             if (rows < PAGE) {  // what lies beyond may be anything
-              scales &= (own_row + step * 16 < rows ? 0xFFFF : 0) |
-                        (own_row + step * 16 + 8 < rows ? 0xFFFF0000 : 0);
+              scales &= (g + step * 16 < rows ? 0xFFFF : 0) |
+                        (g + step * 16 + 8 < rows ? 0xFFFF0000 : 0);
             }
             u8 *at_run = to + R * WEIGHTS + step * 32;
             *(u32 *)at_run = times(p[0], scales);
@@ -473,11 +483,8 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
       for (int i = 0; i < 2; i++)
         for (int far = 4; far < 32; far *= 2) mass[i] += __shfl_xor_sync(~0u, mass[i], far);
       wait(done + 8 * buffer, turn ^ 1);
-      for (int u = 0; g == 0 && u < 2; u++) masses[half * COLS + column + 4 * u] = mass[u];
-      meet();
-      for (int u = 0; g == 0 && half == 0 && u < 2; u++) {
+      for (int u = 0; g == 0 && u < 2; u++) {
         const int at = column + 4 * u;
-        if (HALVES == 2) mass[u] += masses[COLS + at];
         masses[at] = mass[u];
         if (counts[work.item] == 1) {
           lse[work.b * QUERY_HEADS + work.g * COLS + at] = top[u] + log2f(mass[u]);
@@ -493,7 +500,6 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
     return;
   }
 
-  if (MANY) asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
   const Item mine = items[warp - SCORERS];
   const int start = value_start[mine.run], words = value_words[mine.run];
   const int bits = value_bits[mine.run];
@@ -513,7 +519,7 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
       wait(ready + 8 * buffer, turn);
       bool any = false;
 #pragma unroll
-      for (int w = 0; w < TEAMS; w++) any |= faded[buffer * TEAMS + w] != 0;
+      for (int w = 0; w < SCORERS; w++) any |= faded[buffer * SCORERS + w] != 0;
       if (any) {
 #pragma unroll
         for (int n = 0; n < COLS / 8; n++) {
@@ -537,32 +543,40 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
       if (++buffer == 2) buffer = 0, turn ^= 1;
     }
     wait(ready + 8 * buffer, turn);
-    const bool whole = counts[work.item] == 1;
-    const int per = 16 / bits;
+    const int count = counts[work.item];
+    auto finish = [&](auto of) {
+      constexpr int BITS = decltype(of)::value, PER = 16 / BITS, SIDE = BITS == 8 ? 2 : 4;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int j = bits == 8 ? i % 2 : bits == 4 ? i : i + 4 * mine.half;
-      const float size = 0.5f * scale_unit(bits) / (1 << (bits * (j % (8 / bits))));
+      for (int n = 0; n < COLS / 8; n++) {
 #pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const int word = mine.block * 16 + (bits == 8 && i >= 2 ? 16 : 0) + g + 8 * (k / 2);
-        const int number = mine.column + word * per + j;
-        if (word >= words) continue;
-#pragma unroll
-        for (int n = 0; n < COLS / 8; n++) {
+        for (int k = 0; k < 4; k++) {
           const int column = n * 8 + 2 * c + k % 2;
-          float x = sums_of[i][n][k] * size;
-          if (whole) {
-            x = __fdividef(x, masses[column]);
-            u32 bits16 = BF16 ? (__float_as_uint(x) + 0x7FFF + ((__float_as_uint(x) >> 16) & 1)) >> 16
-                              : pair_of(x, 0.0f) & 0xFFFF;
-            out[((u64)work.b * QUERY_HEADS + work.g * COLS + column) * DO + number] = (u16)bits16;
-          } else {
-            part[((u64)(slice + work.item) * COLS + column) * DV + number] = x;
+          const float size = (count == 1 ? __fdividef(0.5f, masses[column]) : 0.5f) * scale_unit(BITS);
+#pragma unroll
+          for (int i = 0; i < 4; i += SIDE) {  // numbers side by side
+            const int word = mine.block * 16 + (BITS == 8 ? 8 * i : 0) + g + 8 * (k / 2);
+            const int number = mine.column + word * PER + (BITS == 2 ? 4 * mine.half : 0);
+            if (word >= words) continue;
+            float x[SIDE];
+#pragma unroll
+            for (int j = 0; j < SIDE; j++)
+              x[j] = sums_of[i + j][n][k] * (size / (1 << (BITS * (j % (8 / BITS)))));
+            const u64 row = (u64)work.b * QUERY_HEADS + work.g * COLS + column;
+            if (count == 1) {
+              u32 two[SIDE / 2];
+#pragma unroll
+              for (int j = 0; j < SIDE / 2; j++) two[j] = output_of(x[2 * j], x[2 * j + 1]);
+              give(out + row * DO + number, two);
+            } else {
+              give(part + ((u64)(slice + work.item) * COLS + column) * DV + number, x);
+            }
           }
         }
       }
-    }
+    };
+    if (bits == 8) finish(At<8>());
+    else if (bits == 4) finish(At<4>());
+    else finish(At<2>());
     __syncwarp();
     if (lane == 0) arrive(done + 8 * buffer);
     if (++buffer == 2) buffer = 0, turn ^= 1;

@@ -104,12 +104,7 @@ def _fixed_bytes(group: Group, queries: int) -> int:
     """Shared memory beside pages: two buffers of weights a run of values, and what is small."""
     columns = len(group.heads) * queries
     runs = len(latents_of(group, "v")[0])
-    return 2 * runs * columns * (2 * group.layout.page + 16) + 32 * columns + 512
-
-
-def _scorers(page: int, columns: int) -> int:
-    """Warps that score: two for eight query heads, one where a page has 16 rows."""
-    return columns // 8 * (2 if page > 16 else 1)
+    return 2 * runs * columns * (2 * group.layout.page + 16) + 16 * columns + 512
 
 
 def _stages(group: Group, queries: int) -> int:
@@ -226,7 +221,7 @@ def decode(
     slices = plan.slices
     kernel(
         grid=(slices.starts.shape[0] - 1, 1, 1),
-        block=((_scorers(groups[0].layout.page, columns) + len(items)) * 32, 1, 1),
+        block=((columns // 8 + len(items)) * 32, 1, 1),
         args=[
             q, q.stride(0), out, lse, plan.part, plan.part_ml, arena, tables, tables.stride(0),
             tables.stride(1), lengths, lengths.stride(0), slots, items, slices.starts,
