@@ -1,5 +1,5 @@
-// Decode attention in one pass over rows whose values all KV heads share, keys and values in runs of
-// 8, 4 and 2 bits. For Hopper: pages come whole by bulk copies.
+// Decode attention in one pass over rows whose values all KV heads share, keys and values in runs
+// of 8, 4 and 2 bits. For Hopper: pages come whole by bulk copies.
 //
 // A block is alone on its multiprocessor. SCORERS warps score pages, eight query heads each (and
 // one of their threads copies pages ahead), and leave weights in shared memory, times the scale of
@@ -29,6 +29,7 @@ constexpr int OWN = 8 / N;                 // KV heads of a scoring warp
 constexpr int STEPS = PAGE / 16;
 constexpr int ROW = 2 * PAGE + 16;         // bytes of a query head's weights
 constexpr int WEIGHTS = COLS * ROW;        // bytes of one run's
+#define NONE_YET __int_as_float(0xFF800000)  // the least score
 constexpr float SLACK = 4.0f;              // a top is raised once it is exceeded by 2^SLACK
 constexpr int MOST_QUERY = 32512;          // so that both of its bytes fit
 
@@ -74,7 +75,8 @@ __device__ __forceinline__ void wait(u32 barrier, u32 phase) {
       " @!p bra again; }" :: "r"(barrier), "r"(phase) : "memory");
 }
 __device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("{ .reg .b64 s; mbarrier.arrive.shared::cta.b64 s, [%0]; }" :: "r"(barrier) : "memory");
+  asm volatile("{ .reg .b64 s; mbarrier.arrive.shared::cta.b64 s, [%0]; }"
+               :: "r"(barrier) : "memory");
 }
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9},"
@@ -105,6 +107,10 @@ __device__ __forceinline__ void load_turned(u32 (&x)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
       : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
 }
+// The sum of both bytes' products; what overflows on the way does not in the end.
+__device__ __forceinline__ int whole_of(int high, int low, int middle) {
+  return (int)(256u * (u32)high + ((u32)low + (u32)middle));
+}
 __device__ __forceinline__ float exp2_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -131,9 +137,15 @@ __device__ __forceinline__ u32 output_of(float low, float high) {
 }
 // Two or four numbers side by side.
 __device__ __forceinline__ void give(void *to, const u32 (&x)[1]) { *(u32 *)to = x[0]; }
-__device__ __forceinline__ void give(void *to, const u32 (&x)[2]) { *(uint2 *)to = make_uint2(x[0], x[1]); }
-__device__ __forceinline__ void give(void *to, const float (&x)[2]) { *(float2 *)to = make_float2(x[0], x[1]); }
-__device__ __forceinline__ void give(void *to, const float (&x)[4]) { *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]); }
+__device__ __forceinline__ void give(void *to, const u32 (&x)[2]) {
+  *(uint2 *)to = make_uint2(x[0], x[1]);
+}
+__device__ __forceinline__ void give(void *to, const float (&x)[2]) {
+  *(float2 *)to = make_float2(x[0], x[1]);
+}
+__device__ __forceinline__ void give(void *to, const float (&x)[4]) {
+  *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
+}
 // Scales of two rows, fp16, so many times too small.
 __device__ constexpr float scale_unit(int bits) { return SCALE == 2 ? 1.0f : 1.0f / (1 << bits); }
 __device__ __forceinline__ u32 two_scales(const u8 *page, int at, int other) {
@@ -189,6 +201,132 @@ template <int END, class F> struct Loop<END, END, F> {
 };
 template <int END, class F> __device__ __forceinline__ void each(F f) { Loop<0, END, F>::run(f); }
 
+// A scoring warp's. Of query g / 2 (even g: its higher byte) of both sets of four: bytes, as codes
+// lie in words; of query c what is to be taken off for the codes' middle, and what a whole number
+// stands for.
+struct Queries {
+  static constexpr int REGISTERS = all_registers(KEY_RUNS);
+  u32 bytes[2][REGISTERS];
+  int middles[2][KEY_RUNS];
+  float unit[2];
+
+  __device__ __forceinline__ Queries(const u16 *q, int c, int g, double scale_of_scores) {
+    u32 pairs[2][2 * REGISTERS];  // of numbers, as they come
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+      const u16 *own = q + (u * 4 + g / 2) * DQ;
+      each<KEY_RUNS>([&](auto at) {
+        constexpr int R = decltype(at)::value, PER = fields(R);
+#pragma unroll
+        for (int l = 0; l < loads(R); l++) {
+          const int byte = place_of(R, l, c);
+          const u32 *from = (const u32 *)(own + numbers(R) + byte * PER);
+#pragma unroll
+          for (int j = 0; j < 2 * PER; j++)
+            pairs[u][2 * (all_registers(R) + l * PER) + j] = byte < 2 * key_words[R] ? from[j] : 0;
+        }
+      });
+    }
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+      float most = 0;
+#pragma unroll
+      for (int i = 0; i < 2 * REGISTERS; i++) {
+        const float low = query_of(pairs[u][i] & 0xFFFF), high = query_of(pairs[u][i] >> 16);
+        most = fmaxf(most, fmaxf(fabsf(low), fabsf(high)));
+      }
+      for (int far = 1; far < 4; far *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, far));
+      const float inverse = most > 0 ? MOST_QUERY / most : 0.0f;
+      unit[u] = KEY_UNIT * scale_unit(key_bits[0]) * (float)scale_of_scores / MOST_QUERY;
+      unit[u] = __shfl_sync(~0u, most > 0 ? most * unit[u] : 1.0f, 8 * c);
+      each<KEY_RUNS>([&](auto at) {
+        constexpr int R = decltype(at)::value, BITS = key_bits[R], PER = fields(R);
+        int total = 0;
+#pragma unroll
+        for (int l = 0; l < loads(R); l++) {
+#pragma unroll
+          for (int i = 0; i < PER; i++) {
+            u32 four = 0;
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+              const int number = e * PER + i;
+              const u32 pair = pairs[u][2 * (all_registers(R) + l * PER) + number / 2];
+              const float x = query_of(number % 2 ? pair >> 16 : pair & 0xFFFF);
+              const int whole = __float2int_rn(x * inverse), high = (whole + 128) >> 8;
+              total += whole;
+              four |= (u32)((g % 2 ? whole - 256 * high : high) & 255) << (8 * e);
+            }
+            bytes[u][all_registers(R) + l * PER + i] = four;
+          }
+        }
+        for (int far = 1; far < 4; far *= 2) total += __shfl_xor_sync(~0u, total, far);
+        const int sum = __shfl_sync(~0u, total, 8 * c);
+        middles[u][R] = (int)(-(long long)sum * ((1 << BITS) - 1) / 2);
+      });
+    }
+  }
+};
+
+// Scores of a page before their unit: of query c of both sets, rows g and g + 8 of every 16.
+__device__ __forceinline__ void score(
+    float (&s)[STEPS][2][2], const Queries &queries, const u8 *page, int first, int c, int g) {
+  each<KEY_RUNS>([&](auto at) {
+    constexpr int R = decltype(at)::value, BITS = key_bits[R], PER = fields(R);
+    constexpr int WORDS = key_words[R], LOADS = loads(R), REGISTERS = LOADS * PER;
+    constexpr int WIDE = side_by_side(R);
+    constexpr u32 FIELD = ((1u << BITS) - 1) * 0x01010101u;
+    const u8 *codes = page + first * key_next[R] + g * (2 * WORDS) + 4 * WIDE * c;
+    const u8 *scales = page + (g * SCALE_ROW + first * key_scale_next[R]) * SCALE;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+#pragma unroll
+      for (int h = 0; h < OWN; h++) {
+        const u8 *row = codes + key_start[R] + h * key_next[R] + step * 32 * WORDS;
+        u32 x[LOADS], y[LOADS];
+        each<LOADS / WIDE>([&](auto l) {
+          constexpr int L = decltype(l)::value * WIDE;
+          take<WIDE>(x + L, row + 16 * L);
+          take<WIDE>(y + L, row + 16 * L + 16 * WORDS);
+        });
+        int sum[2 / OWN][4];
+        if (REGISTERS == 1)
+          for (int j = 0; j < 2 / OWN; j++)
+            sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0;
+        each<REGISTERS / 2>([&](auto m) {
+          constexpr int M = 2 * decltype(m)::value;
+          u32 a[4] = {x[M / PER] >> (BITS * (M % PER)), y[M / PER] >> (BITS * (M % PER)),
+                      x[(M + 1) / PER] >> (BITS * ((M + 1) % PER)),
+                      y[(M + 1) / PER] >> (BITS * ((M + 1) % PER))};
+          if (PER > 1)
+            for (int i = 0; i < 4; i++) a[i] &= FIELD;
+#pragma unroll
+          for (int j = 0; j < 2 / OWN; j++) {
+            const u32 *by = queries.bytes[h + j] + all_registers(R) + M;
+            if constexpr (M == 0) begin(sum[j], a, by[0], by[1]);
+            else multiply(sum[j], a, by[0], by[1]);
+          }
+        });
+        if constexpr (REGISTERS % 2)  // of 8 bits alone
+          for (int j = 0; j < 2 / OWN; j++)
+            multiply(sum[j], x[LOADS - 1], y[LOADS - 1],
+                     queries.bytes[h + j][all_registers(R) + REGISTERS - 1]);
+        const int place = key_scale[R] + h * key_scale_next[R] + step * 16 * SCALE_ROW;
+        constexpr float SIZE = scale_unit(BITS) / scale_unit(key_bits[0]);
+        const float one = key_scale_of(scales, place) * SIZE;
+        const float two = key_scale_of(scales, place + 8 * SCALE_ROW) * SIZE;
+#pragma unroll
+        for (int j = 0; j < 2 / OWN; j++) {
+          const int middle = queries.middles[h + j][R];
+          const float above = (float)whole_of(sum[j][0], sum[j][1], middle) * one;
+          const float below = (float)whole_of(sum[j][2], sum[j][3], middle) * two;
+          s[step][h + j][0] = R ? s[step][h + j][0] + above : above;
+          s[step][h + j][1] = R ? s[step][h + j][1] + below : below;
+        }
+      }
+    }
+  });
+}
+
 struct Work {  // the tiles of a slice, item by item
   int item, tile, end_item, end_tile, b, g, length, stop;
   __device__ Work(const int *starts, int slice) {
@@ -208,27 +346,32 @@ struct Work {  // the tiles of a slice, item by item
 
 struct Pages {  // copied ahead by one thread, in the order in which they are read
   Work work;
-  int stage;
+  int stage, next;  // where the next goes, and which it is: looked up a page earlier, or NONE
   u32 phase;
-  bool within;  // an item has begun
-  __device__ Pages(const int *starts, int slice) : work(starts, slice), stage(0), phase(0), within(false) {}
-  __device__ void copy(u32 room, u32 full, u32 empty, const u8 *arena, const int *tables,
-                       int table_slot, int table_group, const int *lengths, int length_slot,
-                       const u64 *slots) {
+  bool within;      // an item has begun
+  static constexpr int NONE = -1;
+  __device__ Pages(const int *starts, int slice)
+      : work(starts, slice), stage(0), next(NONE), phase(0), within(false) {}
+  __device__ void look_up(const int *tables, int table_slot, int table_group, const int *lengths,
+                          int length_slot, const u64 *slots) {
+    next = NONE;
     while (!within) {
       if (!work.more()) return;
       within = work.begin(lengths, length_slot, slots);
       if (!within) work.next();
     }
-    u64 page = (u64)tables[slots[work.b] * table_slot + (u64)work.g * table_group + work.tile];
+    next = tables[slots[work.b] * table_slot + (u64)work.g * table_group + work.tile];
+    if (++work.tile == work.stop) work.next(), within = false;
+  }
+  __device__ void copy(u32 room, u32 full, u32 empty, const u8 *arena) {
+    if (next == NONE) return;
     wait(empty + 8 * stage, phase ^ 1);
     asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1; }"
                  :: "r"(full + 8 * stage), "r"(PAGE_BYTES) : "memory");
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2,"
-                 " [%3];" :: "r"(room + stage * PAGE_BYTES), "l"((u64)arena + page * 64),
+                 " [%3];" :: "r"(room + stage * PAGE_BYTES), "l"(arena + (u64)(u32)next * 64),
                  "r"(PAGE_BYTES), "r"(full + 8 * stage) : "memory");
     if (++stage == STAGES) stage = 0, phase ^= 1;
-    if (++work.tile == work.stop) work.next(), within = false;
   }
 };
 
@@ -276,7 +419,8 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
   float *fades = (float *)(weights + 2 * VALUE_RUNS * WEIGHTS);  // [2][COLS]
   float *masses = fades + 2 * COLS;                         // [COLS], at the end
   u32 *faded = (u32 *)(masses + COLS);                      // [2][SCORERS]
-  const u32 full = shared_of(faded + 2 * SCORERS), empty = full + 8 * STAGES, ready = empty + 8 * STAGES, done = ready + 16;
+  const u32 full = shared_of(faded + 2 * SCORERS), empty = full + 8 * STAGES;
+  const u32 ready = empty + 8 * STAGES, done = ready + 16;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     auto begin = [](u32 barrier, int arrivals) {
@@ -296,149 +440,42 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
 
   const int c = lane % 4, g = lane / 4;
   if (warp < SCORERS) {
-    const int first = warp * OWN, column = warp * 8 + c;  // its first KV head; its first query head
+    const int column = warp * 8 + c;  // its first query head
     Pages ahead(starts, slice);
     auto copy = [&]() {
-      if (threadIdx.x == 0)
-        ahead.copy(pages, full, empty, arena, tables, table_slot, table_group, lengths, length_slot, slots);
+      if (threadIdx.x == 0) {
+        ahead.copy(pages, full, empty, arena);
+        ahead.look_up(tables, table_slot, table_group, lengths, length_slot, slots);
+      }
       __syncwarp();
     };
-    for (int i = 0; i + 1 < STAGES; i++) copy();
+    for (int i = 0; i < STAGES; i++) copy();  // the first looks up only
     for (; work.more(); work.next()) {
       if (!work.begin(lengths, length_slot, slots)) continue;
-      // Bytes of query g / 2 (even g: the higher one) of both sets of four, as codes lie in words;
-      // what is to be taken off for the codes' middle; and what a whole number stands for. The
-      // last two are of query c.
-      constexpr int REGISTERS = all_registers(KEY_RUNS);
-      u32 queries[2][REGISTERS], pairs[2][2 * REGISTERS];  // pairs: of numbers, as they come
-      int middles[2][KEY_RUNS];
-      float unit[2];
-#pragma unroll
-      for (int u = 0; u < 2; u++) {
-        const u16 *own = q + (u64)work.b * q_stride + (work.g * COLS + warp * 8 + u * 4 + g / 2) * DQ;
-        each<KEY_RUNS>([&](auto at) {
-          constexpr int R = decltype(at)::value, PER = fields(R);
-#pragma unroll
-          for (int l = 0; l < loads(R); l++) {
-            const int byte = place_of(R, l, c);
-#pragma unroll
-            for (int j = 0; j < 2 * PER; j++)
-              pairs[u][2 * (all_registers(R) + l * PER) + j] =
-                  byte < 2 * key_words[R] ? *(const u32 *)(own + numbers(R) + byte * PER + 2 * j) : 0;
-          }
-        });
-      }
-#pragma unroll
-      for (int u = 0; u < 2; u++) {
-        float most = 0;
-#pragma unroll
-        for (int i = 0; i < 2 * REGISTERS; i++)
-          most = fmaxf(most, fmaxf(fabsf(query_of(pairs[u][i] & 0xFFFF)), fabsf(query_of(pairs[u][i] >> 16))));
-        for (int far = 1; far < 4; far *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, far));
-        const float inverse = most > 0 ? MOST_QUERY / most : 0.0f;
-        unit[u] = KEY_UNIT * scale_unit(key_bits[0]) * (float)scale_of_scores / MOST_QUERY;
-        unit[u] = __shfl_sync(~0u, most > 0 ? most * unit[u] : 1.0f, 8 * c);
-        each<KEY_RUNS>([&](auto at) {
-          constexpr int R = decltype(at)::value, BITS = key_bits[R], PER = fields(R);
-          int total = 0;
-#pragma unroll
-          for (int l = 0; l < loads(R); l++) {
-#pragma unroll
-            for (int i = 0; i < PER; i++) {
-              u32 bytes = 0;
-#pragma unroll
-              for (int e = 0; e < 4; e++) {
-                const int number = e * PER + i;
-                const u32 pair = pairs[u][2 * (all_registers(R) + l * PER) + number / 2];
-                const float x = query_of(number % 2 ? pair >> 16 : pair & 0xFFFF);
-                const int whole = __float2int_rn(x * inverse), high = (whole + 128) >> 8;
-                total += whole;
-                bytes |= (u32)((g % 2 ? whole - 256 * high : high) & 255) << (8 * e);
-              }
-              queries[u][all_registers(R) + l * PER + i] = bytes;
-            }
-          }
-          for (int far = 1; far < 4; far *= 2) total += __shfl_xor_sync(~0u, total, far);
-          middles[u][R] = -(__shfl_sync(~0u, total, 8 * c) * ((1 << BITS) - 1)) / 2;
-        });
-      }
-      float top[2] = {__int_as_float(0xFF800000), __int_as_float(0xFF800000)}, mass[2] = {0, 0};
+      const Queries queries(q + (u64)work.b * q_stride + (work.g * COLS + warp * 8) * DQ, c, g,
+                            scale_of_scores);
+      float top[2] = {NONE_YET, NONE_YET}, mass[2] = {0, 0};
       for (int t = work.tile; t < work.stop; t++) {
         const u8 *page = room + stage * PAGE_BYTES;
         wait(full + 8 * stage, phase);
         const int rows = work.length - t * PAGE;
-        // Scores of query c of both sets, rows g and g + 8 of a step.
         float s[STEPS][2][2];
+        score(s, queries, page, warp * OWN, c, g);
         const u8 *own = page + g * SCALE_ROW * SCALE;
-        each<KEY_RUNS>([&](auto at) {
-          constexpr int R = decltype(at)::value, BITS = key_bits[R], PER = fields(R);
-          constexpr int WORDS = key_words[R], LOADS = loads(R), REGISTERS = LOADS * PER;
-          constexpr int WIDE = side_by_side(R);
-          constexpr u32 FIELD = ((1u << BITS) - 1) * 0x01010101u;
-          const u8 *codes = page + first * key_next[R] + g * (2 * WORDS) + 4 * WIDE * c;
-          const u8 *scales = own + first * key_scale_next[R] * SCALE;
-#pragma unroll
-          for (int step = 0; step < STEPS; step++) {
-#pragma unroll
-            for (int h = 0; h < OWN; h++) {
-              const u8 *row = codes + key_start[R] + h * key_next[R] + step * 32 * WORDS;
-              u32 x[LOADS], y[LOADS];
-              each<LOADS / WIDE>([&](auto l) {
-                constexpr int L = decltype(l)::value * WIDE;
-                take<WIDE>(x + L, row + 16 * L);
-                take<WIDE>(y + L, row + 16 * L + 16 * WORDS);
-              });
-              int sum[2 / OWN][4];
-              if (REGISTERS == 1)
-                for (int j = 0; j < 2 / OWN; j++)
-                  sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0;
-              each<REGISTERS / 2>([&](auto m) {
-                constexpr int M = 2 * decltype(m)::value;
-                u32 a[4] = {x[M / PER] >> (BITS * (M % PER)), y[M / PER] >> (BITS * (M % PER)),
-                            x[(M + 1) / PER] >> (BITS * ((M + 1) % PER)),
-                            y[(M + 1) / PER] >> (BITS * ((M + 1) % PER))};
-                if (PER > 1)
-                  for (int i = 0; i < 4; i++) a[i] &= FIELD;
-#pragma unroll
-                for (int j = 0; j < 2 / OWN; j++) {
-                  const u32 *by = queries[h + j] + all_registers(R) + M;
-                  if constexpr (M == 0) begin(sum[j], a, by[0], by[1]);
-                  else multiply(sum[j], a, by[0], by[1]);
-                }
-              });
-              if constexpr (REGISTERS % 2)  // of 8 bits alone
-                for (int j = 0; j < 2 / OWN; j++)
-                  multiply(sum[j], x[LOADS - 1], y[LOADS - 1],
-                           queries[h + j][all_registers(R) + REGISTERS - 1]);
-              const int place = key_scale[R] + h * key_scale_next[R] + step * 16 * SCALE_ROW;
-              constexpr float SIZE = scale_unit(BITS) / scale_unit(key_bits[0]);
-              const float one = key_scale_of(scales, place) * SIZE;
-              const float two = key_scale_of(scales, place + 8 * SCALE_ROW) * SIZE;
-#pragma unroll
-              for (int j = 0; j < 2 / OWN; j++) {
-                const int middle = middles[h + j][R];
-                const float above = (float)(256 * sum[j][0] + (sum[j][1] + middle)) * one;
-                const float below = (float)(256 * sum[j][2] + (sum[j][3] + middle)) * two;
-                s[step][h + j][0] = R ? s[step][h + j][0] + above : above;
-                s[step][h + j][1] = R ? s[step][h + j][1] + below : below;
-              }
-            }
-          }
-        });
-        float peak[2] = {__int_as_float(0xFF800000), __int_as_float(0xFF800000)}, fade[2];
+        float peak[2] = {NONE_YET, NONE_YET}, fade[2];
 #pragma unroll
         for (int u = 0; u < 2; u++) {
 #pragma unroll
           for (int step = 0; step < STEPS; step++) {
             if (rows < PAGE) {
-              if (g + step * 16 >= rows) s[step][u][0] = __int_as_float(0xFF800000);
-              if (g + step * 16 + 8 >= rows) s[step][u][1] = __int_as_float(0xFF800000);
+              if (g + step * 16 >= rows) s[step][u][0] = NONE_YET;
+              if (g + step * 16 + 8 >= rows) s[step][u][1] = NONE_YET;
             }
             peak[u] = fmaxf(peak[u], fmaxf(s[step][u][0], s[step][u][1]));
           }
           for (int far = 4; far < 32; far *= 2)
             peak[u] = fmaxf(peak[u], __shfl_xor_sync(~0u, peak[u], far));
-          peak[u] *= unit[u];
+          peak[u] *= queries.unit[u];
           bool raise = peak[u] > top[u] + SLACK || t == work.tile;
           float old = top[u];
           top[u] = raise ? peak[u] : old;
@@ -456,8 +493,8 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
           u32 p[2];
 #pragma unroll
           for (int u = 0; u < 2; u++) {
-            const float above = exp2_of(s[step][u][0] * unit[u] - top[u]);
-            const float below = exp2_of(s[step][u][1] * unit[u] - top[u]);
+            const float above = exp2_of(s[step][u][0] * queries.unit[u] - top[u]);
+            const float below = exp2_of(s[step][u][1] * queries.unit[u] - top[u]);
             mass[u] += above + below;
             p[u] = pair_of(above, below);
           }
@@ -551,7 +588,8 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
 #pragma unroll
         for (int k = 0; k < 4; k++) {
           const int column = n * 8 + 2 * c + k % 2;
-          const float size = (count == 1 ? __fdividef(0.5f, masses[column]) : 0.5f) * scale_unit(BITS);
+          const float share = count == 1 ? __fdividef(0.5f, masses[column]) : 0.5f;
+          const float size = share * scale_unit(BITS);
 #pragma unroll
           for (int i = 0; i < 4; i += SIDE) {  // numbers side by side
             const int word = mine.block * 16 + (BITS == 8 ? 8 * i : 0) + g + 8 * (k / 2);
