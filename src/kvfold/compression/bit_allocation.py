@@ -31,7 +31,7 @@ class TierRule:
 
     units: (bits, numbers), from the most bits on: a tier of these bits is whole multiples of so
     many numbers. most: numbers of all tiers. loose: the last tier may end where the latent does, in
-    whole words. needed: there is at least one tier.
+    whole words. needed: there is at least one tier. odd: of an odd number of units each.
     """
 
     width: int
@@ -39,6 +39,7 @@ class TierRule:
     most: int
     loose: bool = False
     needed: bool = False
+    odd: bool = False
 
     @property
     def ends(self) -> list[int]:
@@ -222,4 +223,5 @@ def _allowed(ends: Tensor, rule: TierRule, bits: int, step: int) -> Tensor:
     numbers = ends[None, :] - ends[:, None]
     words = numbers * min(PLANES[bits]) % WORD == 0
     forced = (ends == rule.width) & words & (rule.width % step != 0) & rule.loose
-    return (numbers > 0) & ((numbers % step == 0) | forced)
+    whole = numbers % (2 * step) == step if rule.odd else numbers % step == 0
+    return (numbers > 0) & (whole | forced)

@@ -15,7 +15,7 @@ from kvfold.spec import Geometry, Side
 
 KEY_LEVELS = (8, 4)  # of keys: the pass unpacks and multiplies them number by number
 LITTLE = 0.1  # more predicted loss, which plans without keys in 2 bits may have
-ITEM, ITEMS = {8: 64, 4: 64, 2: 128}, 12  # numbers that warps weigh at a time, of values; warps
+ITEM, ITEMS = 64, 12  # numbers of a row that a warp weighs (in 2 bits two warps do), of values; warps
 WORDS = {"k": 32, "v": 128}  # bits that its runs are multiples of
 
 
@@ -30,12 +30,17 @@ def rule_of(prefer: Prefer, side: Side, width: int, levels: Sequence[int]) -> Ti
 
 
 def one_pass_tiers(side: Side, width: int, levels: Sequence[int] = LEVELS) -> TierRule:
-    """Runs of LEVELS, or some of them, that the kernel reads, at least one; of values as many
-    numbers as its warps weigh, and whole items where there may be more."""
-    most, units = width, {bits: WORDS[side] // bits for bits in levels}
-    if side == "v" and width > ITEM[4] * (ITEMS - len(levels)):
-        most, units = ITEM[4] * ITEMS, ITEM
-    return TierRule(width=width, units=tuple(units.items()), most=most, needed=True)
+    """Runs of LEVELS, or some of them, that the kernel reads, at least one. Of values an odd number
+    of words each, so that rows lie in unlike banks of memory, and at most as many as its warps
+    weigh, whatever part of the last one's a run leaves."""
+    units = {bits: WORDS[side] // bits for bits in levels}
+    most = width
+    if side == "v":
+        wasted = sum(ITEM * (2 if bits == 2 else 1) - units[bits] for bits in levels)
+        most = min(width, ITEM * ITEMS - wasted)
+    return TierRule(
+        width=width, units=tuple(units.items()), most=most, needed=True, odd=side == "v"
+    )
 
 
 def in_one_pass(basis: BasisBuilder, geometry: Geometry) -> bool:
