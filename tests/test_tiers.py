@@ -99,7 +99,7 @@ def test_rows_of_codes_are_whole_units(found: list[Tensor], budget: int, levels:
 @settings(max_examples=80, deadline=None)
 @given(spectra(), st.sampled_from([64, 256, 640, 768, 1024]), st.integers(500, 20000))
 def test_plans_for_speed_are_runs_that_one_pass_reads(found: list[Tensor], width: int, budget: int):
-    """Whole 4 bytes of keys, an odd number of 16 of values, which twelve warps weigh, 64 numbers each."""
+    """Whole 4 bytes of keys, odd numbers of 16 of values, which twelve warps weigh, 64 each."""
     keys = [s for s in found if len(s) % 16 == 0 and len(s) and s[0] > 0]
     every, sides = [*keys, falling(width)], ["k"] * len(keys) + ["v"]
     rules = [one_pass_tiers(side, len(s)) for side, s in zip(sides, every, strict=True)]
