@@ -19,6 +19,7 @@ ITEM, ITEMS = (
     64,
     12,
 )  # numbers of a row that a warp weighs (in 2 bits two warps do), of values; warps
+WIDE = 512  # numbers of a value latent that loses little where its runs are odd
 WORDS = {"k": 32, "v": 128}  # bits that its runs are multiples of
 
 
@@ -33,16 +34,20 @@ def rule_of(prefer: Prefer, side: Side, width: int, levels: Sequence[int]) -> Ti
 
 
 def one_pass_tiers(side: Side, width: int, levels: Sequence[int] = LEVELS) -> TierRule:
-    """Runs of LEVELS, or some of them, that the kernel reads, at least one. Of values an odd number
-    of words each, so that rows lie in unlike banks of memory, and at most as many as its warps
-    weigh, whatever part of the last one's a run leaves."""
+    """Runs of LEVELS, or some of them, that the kernel reads, at least one. Of values at most as
+    many as its warps weigh, whatever part of the last one's a run leaves; of WIDE ones an odd
+    number of 16 bytes each, so that rows lie in unlike banks of memory."""
     units = {bits: WORDS[side] // bits for bits in levels}
     most = width
     if side == "v":
         wasted = sum(ITEM * (2 if bits == 2 else 1) - units[bits] for bits in levels)
         most = min(width, ITEM * ITEMS - wasted)
     return TierRule(
-        width=width, units=tuple(units.items()), most=most, needed=True, odd=side == "v"
+        width=width,
+        units=tuple(units.items()),
+        most=most,
+        needed=True,
+        odd=side == "v" and width >= WIDE,
     )
 
 
