@@ -109,7 +109,7 @@ SIZES = {
         'Command "compress" parameter --output requires an argument.'
     ),
     "kvfold compress reference:gqa --recipe zack --factor 4 --output new": (
-        "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean, lean-g or small"
+        "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean or small"
     ),
     "kvfold compress reference:gqa --bytes-per-token 1e6 --output new": (
         "--bytes-per-token must be at most 7168, what the uncompressed cache takes at 16 bits; "
@@ -154,12 +154,45 @@ SIZES = {
         "--levels are the bits of planned numbers, and no bits are planned: give --factor or "
         "--bytes-per-token too"
     ),
+    "kvfold compress reference:gqa --factor 4 --prefer quick --output new": (
+        'Invalid value "quick" for --prefer. Choose from: "speed", "balanced", "size".'
+    ),
+    "kvfold compress reference:gqa --keep 0.5 --prefer speed --output new": (
+        "--prefer speed is how bits are planned, and none are: say the size as --factor or "
+        "--bytes-per-token"
+    ),
+    "kvfold compress reference:gqa --factor 4 --prefer size --levels 8,4 --output new": (
+        "--levels and --prefer size exclude each other: each decides which bits numbers may have"
+    ),
+    "kvfold compress reference:gqa --factor 4 --prefer speed --recipe lean --output new": (
+        "--prefer speed plans keys of each head that nothing rebuilds, and values of all heads; "
+        "recipe 'lean' stores others: use swift, or leave --prefer out"
+    ),
+    "kvfold compress reference:gqa --factor 300 --prefer speed --output new": (
+        "--factor 300 leaves 191 bits a token, and each of 7 layers takes at least 216: ask for a "
+        "larger cache"
+    ),
+    "kvfold compress reference:gqa --fastest --output new": (
+        "--fastest is the fastest within a loss: give --budget too"
+    ),
+    "kvfold compress reference:gqa --batch 8 --output new": (
+        "--batch is of the step that is predicted: give --fastest too"
+    ),
+    "kvfold compress reference:gqa --budget 'ppl<=1.01' --fastest --recipe lean --output new": (
+        "--fastest tries several recipes, sizes and plans: leave --recipe out"
+    ),
+    "kvfold compress reference:gqa --budget 'ppl<=1.01' --fastest --prefer speed --output new": (
+        "--fastest tries several recipes, sizes and plans: leave --prefer out"
+    ),
+    "kvfold compress reference:gqa --budget 'ppl<=1.01' --fastest --context 9999 --output new": (
+        "--context must be at most 4096, the model's positions; got 9999"
+    ),
     "kvfold compress reference:gqa --recover -1 --output new": (
         "--recover must be at least 0 steps, got -1; 0 leaves the maps alone"
     ),
     "kvfold compress reference:gqa --recipe tiny --output new": (
         "unknown recipe 'tiny'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
-        "swift, lean, lean-g, small"
+        "swift, lean, small"
     ),
     "kvfold compress reference:gqa --max-tokens -5 --output new": (
         "--max-tokens must be at least 1, got -5"
@@ -181,7 +214,7 @@ SIZES = {
     ),
     "kvfold compare reference:gqa --recipes small,big": (
         "unknown recipe 'big'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
-        "swift, lean, lean-g, small"
+        "swift, lean, small"
     ),
     "kvfold compare reference:gqa --align 0": "--align must be at least 1 and below 1e+06, got 0",
     "kvfold compare reference:gqa --calib-tokens -5": "--calib-tokens must be at least 1, got -5",
@@ -512,13 +545,20 @@ PYTHON = {
     'kvfold.compress("reference:gqa", factor=4, levels=4)': (
         "levels must be a tuple of whole numbers; got 4"
     ),
+    'kvfold.compress("reference:gqa", factor=4, prefer="quick")': (
+        "prefer must be one of speed, balanced, size; got 'quick'"
+    ),
+    'kvfold.compress("reference:gqa", "small", factor=4, prefer="speed")': (
+        "prefer='speed' plans keys of each head that nothing rebuilds, and values of all heads; "
+        "recipe 'small' stores others: use swift, or leave prefer out"
+    ),
     'kvfold.compress("reference:gqa", keep=0.5, factor=4)': (
         "keep=0.5 and factor=4 exclude each other: each decides the size alone"
     ),
     'kvfold.compress("reference:gqa", recipe=5)': "recipe must be a string or a Recipe; got 5",
     'kvfold.compress("reference:gqa", "tiny")': (
         "unknown recipe 'tiny'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
-        "swift, lean, lean-g, small"
+        "swift, lean, small"
     ),
     'kvfold.compress("reference:gqa", align="8")': "align must be a whole number; got '8'",
     'kvfold.compress("reference:gqa", max_tokens=2.5)': (

@@ -400,6 +400,22 @@ def test_compress_recovers_and_says_what_it_gained(plain, tmp_path, capsys):
     assert "swift" in out and "for a GPU." in out
 
 
+@pytest.mark.parametrize(
+    ("prefer", "recipe", "levels"),
+    [
+        ("speed", ["swift: one pass", "in one pass on a Hopper GPU: no: 2 KV"], [8, 4, 2]),
+        ("size", ["fast kernels on a GPU"], [8, 6, 4, 3, 2, 1]),
+    ],
+)
+def test_a_plan_is_for_what_is_preferred(plain, tmp_path, capsys, prefer, recipe, levels):
+    arguments = ["--factor", "3", "--prefer", prefer, *FEW, "--output", tmp_path / "out"]
+    out = printed(capsys, "compress", plain, *arguments)
+    assert all(words in out for words in recipe)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    made = config["quantization_config"]["provenance"]
+    assert made["prefer"] == prefer and made["levels"] == levels
+
+
 def test_a_budget_finds_the_keep(plain, tmp_path, capsys):
     arguments = ["--budget", "ppl<=1.5", "--align", "1", *FEW, "--output", tmp_path / "out"]
     out = printed(capsys, "compress", plain, *arguments)

@@ -21,6 +21,7 @@ Share = Literal["head", "group", "joint", "kv"]
 PAGE = 32  # rows, where neither the configuration nor a policy says
 SEEDS: dict[str, Any] = {"least": 0, "below": 2**63}  # what every generator takes
 DEFAULT_KEEP = 0.5  # share of the cache that stays where no size is asked for
+Prefer = Literal["speed", "balanced", "size"]  # what plans of dimensions and bits are for
 LEVELS = (8, 4, 2)  # bits of planned numbers where none are named: those that kernels read
 ALL_LEVELS = BITS[1:]
 

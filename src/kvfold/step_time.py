@@ -18,8 +18,10 @@ from kvfold.attention.selector import kernels
 from kvfold.config import check, setting
 from kvfold.errors import SettingError
 from kvfold.models.folded import layer_shapes
+from kvfold.models.kernels import fastest_layout
 from kvfold.models.size import DTYPE, step_bytes
 from kvfold.ops.backend import GPU
+from kvfold.ops.common.pieces import latents_of
 from kvfold.ops.decode import DECODE
 from kvfold.ops.latent_decode import LATENT_DECODE
 from kvfold.spec import CacheSpec, Geometry, LayerSpec
@@ -29,6 +31,10 @@ from kvfold.text import packaged
 DEFAULT = "NVIDIA H200"  # whose coefficients serve where a device has none
 BATCH, CONTEXT = 64, 8192  # of a step, where none are stated
 PIECE = 64  # most 16-bit words of a row that kernels read at a time, where they do by pieces
+ONE_PASS = 32768  # rows from which on Hopper reads them in one pass: `ops.decode.joint.ROWS`
+# Instructions of that pass for 16 rows: to unpack and multiply 16 words of keys, or 8, by each of
+# a word's numbers; for a run's scales; for tops, weights and pages, with which 4x has 1500 a page.
+WIDE, NARROW, KEY_RUN, VALUE_RUN, OTHERS = 5, 3, 15, 12, 209
 ON_CHIP = 256  # numbers of a key latent whose maps kernels hold on chip
 
 
@@ -111,15 +117,17 @@ def predict(
     Every layer is taken to read all tokens. device: as CUDA calls it; DEFAULT serves for others.
     """
     shapes = layer_shapes(config, spec)
+    whole = fastest_layout(config, spec, bits) if load.rows >= ONE_PASS else None
     tracked = [shape.window is not None for shape in shapes]
     layout = cache_layout(spec, itemsize=DTYPE.itemsize, bits=bits, tracked=tracked)
     if not kernels(shapes, layout, DTYPE).complete:
         return None
     name = device if device in tables() else DEFAULT
     table = tables()[name]
+    layout, one_pass = whole or layout, whole is not None
     work = [
-        attention_work(layer, layout.groups[where], spec.geometry, load.rows, table.read)
-        for layer, where in zip(spec.layers, layout.layer_groups, strict=True)
+        attention_work(layer, layout.of_layer(i), spec.geometry, load.rows, table.read, one_pass)
+        for i, layer in enumerate(spec.layers)
     ]
     attention = sum(map(table.attention_us, work))
     us = table.step_us(step_bytes(config, spec), attention, len(work), load.batch)
@@ -128,9 +136,14 @@ def predict(
 
 
 def attention_work(
-    layer: LayerSpec, groups: Sequence[Group], geometry: Geometry, rows: int, read: float
+    layer: LayerSpec,
+    groups: Sequence[Group],
+    geometry: Geometry,
+    rows: int,
+    read: float,
+    one_pass: bool = False,
 ) -> dict[str, float]:
-    """What a layer's decode attention over so many rows does.
+    """What a layer's decode attention over so many rows does. one_pass: by `ops.decode.joint`.
 
     launch: 1. stored, rebuilt: microseconds that its bytes take at `read` TB/s, of kernels that
     score what is stored and of those that rebuild keys. codes: millions of numbers that are
@@ -138,8 +151,12 @@ def attention_work(
     rebuild keys, wide: those of the numbers beyond ON_CHIP, where all come at once. Millions of
     runs of equal bits that are read by themselves, of every KV head's keys and of values: runs, or
     rebuilt_runs by kernels that rebuild keys, with _16 where none has fewer bits; unpacked, by
-    those that rebuild keys of rows they read at once.
+    those that rebuild keys of rows they read at once. In one pass nothing counts but launch,
+    issued: billions of instructions of a warp that scores, and beside: 1, what a step has beside.
     """
+    if one_pass:
+        each = sum(_issued(group, geometry.queries_per_kv) for group in groups)
+        return {"launch": 1.0, "issued": each * rows / 1e9, "beside": 1.0}
     rebuilds, groups = layer.keys == "pre_rope", tuple(groups)
     kernel = LATENT_DECODE.which(GPU, layer, groups) if rebuilds else DECODE.which(GPU, groups)
     layouts = [group.layout for group in groups]
@@ -160,6 +177,17 @@ def attention_work(
     alone = [x for x in segments if in_pieces or (rebuilds and x.quantized)]
     work[_kind(rebuilds, in_pieces, alone)] = rows / 1e6 * sum(_pieces(x) for x in alone)
     return work
+
+
+def _issued(group: Group, queries: int) -> float:
+    """Instructions a row of a warp that scores eight query heads, in one pass."""
+    keys, (values,) = latents_of(group, "k")[0], latents_of(group, "v")
+    unpacked = 0
+    for run in keys:
+        steps, rest = divmod(run.row_bytes // 2, 16)
+        products = 16 // run.bits * (WIDE * (steps + (rest > 8)) + NARROW * (0 < rest <= 8))
+        unpacked += products * (8 // queries)
+    return (unpacked + KEY_RUN * len(keys) + VALUE_RUN * len(values) + OTHERS) / 16
 
 
 def _kind(rebuilds: bool, in_pieces: bool, alone: Sequence[Segment]) -> str:

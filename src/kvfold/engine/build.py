@@ -24,6 +24,7 @@ from kvfold.models.merged import merge_products
 from kvfold.models.rotary import LONG_ROPE, rope_type
 from kvfold.models.rotate import rotate_model, turned
 from kvfold.ops.backend import use_triton
+from kvfold.ops.decode import one_pass_page
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import CacheLayout, cache_layout, plain_spec
 
@@ -116,20 +117,27 @@ def check_served(config: Any, policy: Policy | None, cache: CacheConfig) -> None
 
 
 def _layout(model: Any, spec: CacheSpec, config: CacheConfig, policy: Policy | None) -> CacheLayout:
-    """Pages of the configured size, else of that which the policy was published with."""
-    published = policy.page if policy else None
+    """Pages of the configured size, else of that which the policy was published with, or which is
+    fastest on a GPU."""
     windows = attention_windows(model.config)
-    return cache_layout(
-        spec,
-        page=next(x for x in (config.page, published, PAGE) if x is not None),
-        itemsize=model.dtype.itemsize,
-        bits=config.bits,
-        sub_group=config.sub_group,
-        zeros=config.zeros,
-        tracked=[policy is not None or window is not None for window in windows],
-        format=config.format,
-        residual=config.residual,
-    )
+
+    def layout_of(page: int) -> CacheLayout:
+        return cache_layout(
+            spec,
+            page=page,
+            itemsize=model.dtype.itemsize,
+            bits=config.bits,
+            sub_group=config.sub_group,
+            zeros=config.zeros,
+            tracked=[policy is not None or window is not None for window in windows],
+            format=config.format,
+            residual=config.residual,
+        )
+
+    page = config.page or (policy.page if policy else None)
+    if page is None and model.device.type == "cuda" and config.residual is None:
+        page = one_pass_page(layout_of, spec.geometry.queries_per_kv)
+    return layout_of(page or PAGE)
 
 
 def default_bytes(
