@@ -414,6 +414,8 @@ def test_a_plan_is_for_what_is_preferred(plain, tmp_path, capsys, prefer, recipe
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     made = config["quantization_config"]["provenance"]
     assert made["prefer"] == prefer and made["levels"] == levels
+    shown = printed(capsys, "inspect", tmp_path / "out")
+    assert f"prefer: {prefer}" in shown and ("in one pass" in shown) is (prefer == "speed")
 
 
 def test_a_budget_finds_the_keep(plain, tmp_path, capsys):
