@@ -10,6 +10,7 @@ from typing import Any
 
 from kvfold.cache.pool import Pool
 from kvfold.engine.edits import edits_of
+from kvfold.engine.prefixes import Prefixes
 from kvfold.engine.request import (
     Batch,
     CacheParams,
@@ -58,7 +59,7 @@ class Engine:
     """Serves requests together from one pool. Any thread may add, cancel and step.
 
     eos_ids: tokens that end a sequence. chunk (default: `default_chunk`), max_batch_tokens,
-    headroom, schedule: see Scheduler.
+    headroom, schedule, prefixes: see Scheduler.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Engine:
         max_batch_tokens: int = 2048,
         headroom: int = 32,
         schedule: Schedule | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.scheduler = Scheduler(
             runner,
@@ -80,6 +82,7 @@ class Engine:
             max_batch_tokens=max_batch_tokens,
             headroom=headroom,
             schedule=schedule,
+            prefixes=prefixes,
         )
         self.runner, self.hooks = runner, hooks or Hooks()
         self.eos_ids, self.turn = frozenset(eos_ids), Turn()
@@ -220,8 +223,7 @@ class Engine:
 
     def _advance(self, batch: Batch) -> None:
         self.runner.slide(batch)
-        for chunk in batch.chunks:
-            chunk.request.advance(len(chunk.tokens))
+        self.scheduler.advanced(batch)
         decodes, prefills = batch.chunks[: batch.num_decode], batch.chunks[batch.num_decode :]
         if prefills:
             self._call(self.hooks.on_context_step_end, prefills)

@@ -12,6 +12,7 @@ from kvfold.engine.build import build_runner
 from kvfold.engine.detokenizer import decoder_of
 from kvfold.engine.engine import Engine, default_chunk, token_ids
 from kvfold.engine.grammar import Grammars
+from kvfold.engine.prefixes import PrefixCache, refusal
 from kvfold.engine.request import (
     CacheParams,
     FinishReason,
@@ -22,6 +23,7 @@ from kvfold.engine.request import (
 )
 from kvfold.engine.scheduler import Schedule
 from kvfold.engine.stream import Answer, Stream
+from kvfold.errors import SettingError
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.text import check_tokenizer, encode, encode_chat, encode_prompt
 
@@ -49,6 +51,8 @@ class LLM:
     max_sequences: most requests at once. max_tokens: longest request, prompt and outputs (default:
     the model's positions). chunk: most prompt tokens of a request in one step (default: 2048 on
     CUDA, else 512). seed: of what policies draw; a request's tokens are drawn with its own.
+    prefix_caching: requests that begin alike compute their beginning once (default: where that
+    changes no tokens; True: refuse a cache where it would).
     settings: fields of `CacheConfig`: kv_bytes, bits, evict, keep_tokens, page and so on. With
     `evict` every request needs a budget, these settings' or its own; keep_tokens=1 evicts nothing.
     Raises ValueError for what cannot work.
@@ -67,6 +71,7 @@ class LLM:
         schedule: Schedule | None = None,
         seed: int = 0,
         owned: bool = False,
+        prefix_caching: bool | None = None,
         **settings: Any,
     ) -> None:
         check_types(LLM.__init__, locals())
@@ -105,7 +110,21 @@ class LLM:
             chunk=chunk,
             max_batch_tokens=max(4 * chunk, max_sequences),
             schedule=schedule,
+            prefixes=self._prefixes(prefix_caching),
         )
+
+    def _prefixes(self, wanted: bool | None) -> PrefixCache | None:
+        """Raises SettingError where prefixes are wanted that would change tokens."""
+        runner = self.runner
+        self.shares_no_prefix = refusal(runner.pool, runner.policy, windows=bool(runner.sliding))
+        if wanted and self.shares_no_prefix:
+            raise SettingError(
+                f"`prefix_caching=True` would change tokens: {self.shares_no_prefix}. Leave it out"
+            )
+        if self.shares_no_prefix or wanted is False:
+            self.shares_no_prefix = self.shares_no_prefix or "as asked"
+            return None
+        return PrefixCache(runner.pool, runner.policy)
 
     def generate(
         self,
@@ -236,7 +255,7 @@ class LLM:
 
     def _check_budget(self, own: CacheParams) -> None:
         mine, evict = self.cache, self.cache.evict
-        if evict is None and own != CacheParams():
+        if evict is None and own.limited:
             raise ValueError(
                 f"cache={own} limits what a request keeps, but this LLM evicts nothing: give it a "
                 "policy, such as evict='kv-compress'"

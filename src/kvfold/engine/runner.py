@@ -14,7 +14,7 @@ from kvfold.attention.observer import Turn
 from kvfold.attention.paged import PagedAttention, PagedContext
 from kvfold.cache.eviction.base import Policy
 from kvfold.cache.eviction.replay import ReplayPolicy
-from kvfold.cache.pool import Pool
+from kvfold.cache.sharing import SharingPool
 from kvfold.engine.compiled import Compiled, wanted
 from kvfold.engine.eviction import Eviction
 from kvfold.engine.graphs import DecodeGraphs
@@ -39,7 +39,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Any,
-        pool: Pool,
+        pool: SharingPool,
         *,
         policy: Policy | None = None,
         cache: CacheParams | None = None,
