@@ -225,7 +225,7 @@ def test_what_nobody_reads_makes_room_oldest_and_deepest_first() -> None:
         p.close(slot)
     assert list(p._unread) == [chains[0][1], chains[0][0], chains[1][1], chains[1][0]]
     p.touch(chains[0])
-    assert list(p._unread)[0] is chains[1][1]
+    assert next(iter(p._unread)) is chains[1][1]
     p.extend([p.open()], [p.capacity()])
     assert p.kept_bytes == 0
     p.check_integrity()
@@ -327,7 +327,7 @@ def test_blocks_follow_one_another() -> None:
         p.share(a, 2)
     p.share(a, 1)
     p.extend([a], [9])
-    chain = [x for x in p._chains[a]] + p.share(a, 2)
+    chain = [*p._chains[a], *p.share(a, 2)]
     assert [int(x.first[0]) for x in chain] == [0, 1, 2]
     assert all(int(b.first[0]) * PAGE == int(a.rows[0]) for a, b in pairwise(chain))
     assert isinstance(chain[0].pages, np.ndarray)

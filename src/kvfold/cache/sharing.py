@@ -76,7 +76,7 @@ class SharingPool(Pool):
         return x.readers > 0 or x in self._unread
 
     def can_supply(self, pages: Ints, spare: Chain = ()) -> bool:
-        """Whether so many pages [C] are free, or can be by dropping what nobody reads but `spare`."""
+        """Whether so many pages [C] are free, or can be: nobody reads some, and not `spare`."""
         self.touch(spare)
         return self._can_pop(pages, spare)
 
