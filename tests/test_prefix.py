@@ -1,4 +1,4 @@
-"""Requests that begin alike: what one computed others take, and their tokens are those without it."""
+"""Requests that begin alike: what one computed others take, and all have the same tokens."""
 
 import random
 from collections import Counter
@@ -192,7 +192,7 @@ def test_many_random_events(events: int, pool: str) -> None:
     crowd.finish()
     assert not bench.prefixes._coming
     assert bench.scheduler.num_preemptions > events / 1000
-    assert bench.prefixes.num_hits > 0.2 * bench.prefixes.num_queries
+    assert bench.prefixes.num_hits > 0.1 * bench.prefixes.num_queries
     ends = Counter(x.finish_reason for x in bench.ended.values())
     assert {"eos", "length", "cancelled", "error"} <= ends.keys()
     bench.pool.drop_all()

@@ -63,4 +63,9 @@ def test_a_requests_own_cache_and_what_it_evicted(client) -> None:
     less = client.completions.create(**asked, extra_body={"keep_tokens": 0.5})
     assert kept.usage.evicted_tokens == 0
     assert 0.3 < less.usage.evicted_tokens / less.usage.prompt_tokens < 0.6
-    assert less.usage.prompt_tokens_details.cached_tokens == 0
+    assert kept.usage.prompt_tokens_details.cached_tokens == 0
+    assert less.usage.prompt_tokens_details.cached_tokens > 0.7 * less.usage.prompt_tokens
+    for own in ({"prefix_caching": False}, {"cache_salt": "mine"}):
+        anew = client.completions.create(**asked, extra_body=own)
+        assert anew.usage.prompt_tokens_details.cached_tokens == 0
+        assert anew.choices[0].text == kept.choices[0].text

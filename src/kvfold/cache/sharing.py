@@ -235,7 +235,9 @@ class SharingPool(Pool):
         return self._between(np.array([slot]), np.zeros_like(read), read)
 
     def _num_read(self, slots: Ints) -> Ints:
-        """Pages [S, G]."""
+        """Pages of every run [S, K]."""
+        if self.layout.residual:
+            return np.zeros((len(slots), len(self._starts)), dtype=np.int64)
         page = self.layout.page
         return np.concatenate([self._rows(self._chains[slot]) // page for slot in slots])
 

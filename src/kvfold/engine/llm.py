@@ -296,6 +296,7 @@ class LLM:
             rows.append(("layers with kernels", str(kernels(layers, layout, view.dtype))))
         return [
             *rows,
+            ("prefix caching", f"off: {off}" if (off := self.shares_no_prefix) else "on"),
             ("fits", f"{int(tokens)} tokens; {at_once} requests of {pool.max_tokens} tokens"),
         ]
 

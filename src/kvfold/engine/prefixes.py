@@ -37,7 +37,13 @@ def refusal(pool: SharingPool, policy: Policy | None, *, windows: bool) -> str |
 
 
 class Prefixes:
-    """Of requests that share nothing. chunk: most tokens of one in a step."""
+    """Of requests that share nothing. chunk: most tokens of one in a step.
+
+    num_queries, num_hits: tokens of requests that were let in for the first time, and those of them
+    that were known.
+    """
+
+    num_queries = num_hits = 0
 
     def __init__(self, pool: Pool, chunk: int) -> None:
         self._pool, self._cost = pool, lru_cache(4096)(partial(_pages, pool, chunk))
@@ -78,18 +84,13 @@ def _pages(pool: Pool, chunk: int, rows: int) -> Ints:
 
 
 class PrefixCache(Prefixes):
-    """The prefixes of one pool. policy: of what is evicted.
-
-    num_queries, num_hits: tokens of requests that were let in for the first time, and those of them
-    that were known.
-    """
+    """The prefixes of one pool. policy: of what is evicted."""
 
     def __init__(self, pool: SharingPool, policy: Policy | None = None) -> None:
         self.pool, self.page, self.index = pool, pool.layout.page, PrefixIndex(pool)
         self.copies = pool.layout.tracked
         # Scores come from a prompt's last queries, which have to be computed.
         self.computed_anew = max(1, (policy.window if policy else None) or 1)
-        self.num_queries = self.num_hits = 0
         self._coming: dict[bytes, int] = {}  # blocks that a running request will compute: its id
 
     def find(self, request: Request) -> Chain | None:
