@@ -12,7 +12,7 @@ ASKED = [{"role": "user", "content": "Who went to sea?"}]
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Served]:
-    llm = small_llm(evict="kv-compress", keep_tokens=1.0, page=8, max_tokens=512)
+    llm = small_llm(evict="kv-compress", keep_tokens=1.0, page=8, max_tokens=512, kv_bytes=2**23)
     with serving(llm, api_key="secret") as served:
         yield served
 
@@ -57,8 +57,11 @@ def test_errors_are_the_clients_own(client, small) -> None:
     assert [x.id for x in client.models.list()] == ["small"]
 
 
+PROMPT = "The old house by the sea. " * 30
+
+
 def test_a_requests_own_cache_and_what_it_evicted(client) -> None:
-    asked = {"model": "small", "prompt": "The old house by the sea. " * 30, "max_tokens": 4}
+    asked = {"model": "small", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     kept = client.completions.create(**asked)
     less = client.completions.create(**asked, extra_body={"keep_tokens": 0.5})
     assert kept.usage.evicted_tokens == 0

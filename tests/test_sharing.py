@@ -290,6 +290,15 @@ def test_all_or_nothing() -> None:
     assert p.can_own(other)
 
 
+def test_as_many_are_copied_as_there_is_room_for() -> None:
+    p = pool()
+    slot = opened(p, p.capacity() // PAGE * PAGE - 2 * PAGE)
+    assert len(p.keep(slot, 0, 4)) == 2 and len(p.keep(slot, 2, 4)) == 2  # in place of the others
+    p.extend([slot], [2 * PAGE])
+    assert not p.keep(slot, 4, 1)
+    p.check_integrity()
+
+
 def test_reset_frees_everything() -> None:
     p = pool()
     a = opened(p, 9)

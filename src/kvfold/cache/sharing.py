@@ -179,12 +179,14 @@ class SharingPool(Pool):
 
     def keep(self, slot: int, first: int, count: int) -> list[SharedPages]:
         """Copies of blocks of a sequence, which goes on with its own ones: nobody reads them yet,
-        and metrics are 0 in them. None where pages are missing."""
+        and metrics are 0 in them. Fewer, the first ones, where pages are missing."""
         self._check_blocks(slot, first, count)
+        while not self._can_pop(count * self._block_pages):
+            count //= 2
+        if not count:
+            return []
         start, stop = (np.full((1, len(self.layout.groups)), x) for x in (first, first + count))
         span = self._between(np.array([slot]), start, stop)
-        if not self._can_pop(span.pages):
-            return []
         offsets, slabs = self._slabs.pop(span.pages)
         self._copy(torch.cat(self._offsets(span)), offsets, span.pages)
         self._clear_metrics(offsets, span)
