@@ -340,3 +340,40 @@ def test_blocks_follow_one_another() -> None:
     assert [int(x.first[0]) for x in chain] == [0, 1, 2]
     assert all(int(b.first[0]) * PAGE == int(a.rows[0]) for a, b in pairwise(chain))
     assert isinstance(chain[0].pages, np.ndarray)
+
+
+def test_what_is_dumped_and_loaded_is_the_same_and_nobody_elses() -> None:
+    p, counts = pool(), [9, 8, 3, 1, 0, 5]
+    rows = Rows(p)
+    p.arena.fill_(255)
+    slot = opened(p, 9)
+    for g in range(6):
+        rows.write(slot, g, 0, list(range(9)))
+    p.shrink(slot, counts)
+    lengths, content = p.dump(slot)
+    assert lengths.tolist() == counts and sum(map(len, content)) == 3 + 2 + 1 + 1 + 2
+    assert not content[0][2, 16:].any() and not content[1][2, 48:].any()  # pages of 1 row
+    assert content[0][2, 4:16].all() and content[1][2, 4:48].all()
+    other = pool()
+    x = other.unloaded(9, lengths)
+    assert not other.has(x)
+    other.load(x, content)
+    other.check_integrity()
+    readers = [other.open() for _ in range(2)]
+    for reader in readers:
+        other.attach(reader, [x])
+        other.extend([reader], [2])
+        other.check_integrity()
+    for g in range(6):
+        assert Rows(other).read(readers[1], g)[: counts[g]] == list(range(counts[g]))
+    full = sum(counts[g] // PAGE * other.layout.groups[g].layout.page_bytes for g in range(6))
+    once = other.used_bytes - full
+    other.close(readers[0])
+    assert other.used_bytes - full < once and not other.kept_bytes
+    other.own(readers[1])
+    other.shrink(readers[1], [0] * 6)
+    other.check_integrity()
+    other.drop_all()
+    assert not other.has(x)
+    other.load(x, content)
+    other.check_integrity()

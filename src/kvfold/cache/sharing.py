@@ -19,22 +19,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvfold.cache import arena
 from kvfold.cache.pool import Pool, PoolFull, _Span
 from kvfold.cache.slabs import ceil_div
 from kvfold.ops.common.launch import upload
 from kvfold.spec.layout import METRIC, UNIT, Ints
 
-COPIED = 1 << 26  # bytes of pages that are copied at once, as many as it takes beside them
-
 
 @dataclass(eq=False, kw_only=True)
 class SharedPages:
     """Pages that nobody changes: of every group those from number `first` on that hold its rows up
-    to `rows`, each int64 [G].
+    to `rows`, each int64 [G], which are those of a sequence's first `tokens` tokens.
 
     offsets: int32 [M]; pages: how many of each class [C]; readers: sequences that read them.
     """
 
+    tokens: int
     first: Ints
     rows: Ints
     offsets: Tensor
@@ -196,6 +196,49 @@ class SharingPool(Pool):
             self._keep(x)
         return found
 
+    def unloaded(self, tokens: int, rows: Ints) -> SharedPages:
+        """Rows [G] of so many first tokens of a sequence, which have no pages until `load`."""
+        stop = self._num_pages(rows[None])
+        pages = self._between(np.arange(1), np.zeros_like(stop), stop).pages
+        return SharedPages(
+            tokens=tokens,
+            first=np.zeros_like(rows),
+            rows=rows,
+            offsets=self.tables.new_empty(0),
+            pages=pages,
+        )
+
+    def load(self, x: SharedPages, content: Sequence[Tensor]) -> None:
+        """Give rows without pages some, uint8 [m, page bytes] of every class, in the order that
+        `dump` has them. Nobody reads them yet. Raises PoolFull."""
+        assert not self.has(x), "these have pages"
+        if not self._can_pop(x.pages):
+            raise PoolFull(f"no room to load {x.pages.sum()} pages")
+        x.offsets, slabs = self._slabs.pop(x.pages)
+        arena.write(self.arena, slabs.units, x.offsets, x.pages, content)
+        self._slabs = slabs
+        self._keep(x)
+
+    def dump(self, slot: int) -> tuple[Ints, list[Tensor]]:
+        """Rows [G] of a sequence, and its pages in host memory: uint8 [m, page bytes] of every
+        class, with 0 for metrics and where no row is, which may be another's."""
+        assert not self.layout.residual, "rows that wait in tails are in no page"
+        rows = self.host_lengths[slot].copy()
+        stop = self._num_pages(rows[None])
+        span = self._between(np.array([slot]), np.zeros_like(stop), stop)
+        content = [
+            arena.read(self.arena, size, offsets).cpu()
+            for size, offsets in zip(self._slabs.units.tolist(), self._offsets(span), strict=True)
+        ]
+        begin = np.zeros_like(span.pages)
+        for run in self._by_class:
+            c, count = self._class_of[run], int(stop[0, run])
+            own = content[c][begin[c] : begin[c] + count]
+            left = torch.arange(count)[:, None] * -self.layout.page + int(rows[run])
+            own[arena.row_of_bytes(self.layout.groups[run].layout) >= left] = 0
+            begin[c] += count
+        return rows, content
+
     def drop_all(self) -> None:
         """Free what nobody reads."""
         self._drop(self._unread_pages.copy())
@@ -205,6 +248,7 @@ class SharingPool(Pool):
         size, page = len(self.layout.groups), self.layout.page
         return [
             SharedPages(
+                tokens=(number + 1) * page,
                 first=np.broadcast_to(np.int64(number), size),
                 rows=np.broadcast_to(np.int64((number + 1) * page), size),
                 offsets=own,
@@ -260,16 +304,7 @@ class SharingPool(Pool):
 
     def _copy(self, source: Tensor, target: Tensor, pages: Ints) -> None:
         """The bytes of pages [M], class after class, from offsets to offsets."""
-        arena, sizes = self.arena.view(-1, UNIT), pages.tolist()
-        for units, old, new in zip(
-            self._slabs.units.tolist(), source.split(sizes), target.split(sizes), strict=True
-        ):
-            within = torch.arange(units, device=self.device)
-            most = max(1, COPIED // (units * UNIT))
-            for a, b in zip(old.long().split(most), new.long().split(most), strict=True):
-                if len(a):
-                    rows = arena.index_select(0, (a[:, None] + within).flatten())
-                    arena.index_copy_(0, (b[:, None] + within).flatten(), rows)
+        arena.copy(self.arena, self._slabs.units, source, target, pages)
 
     def _clear_metrics(self, offsets: Tensor, span: _Span) -> None:
         if not self.layout.tracked:

@@ -111,10 +111,7 @@ class PrefixCache(Prefixes):
         return request.names.of(request.token_ids, start, stop)
 
     def cost(self, chain: Chain, rows: int) -> Ints:
-        return self.pool.cost(chain, rows - self._tokens(chain), copy=self.copies)
-
-    def _tokens(self, chain: Chain) -> int:
-        return len(chain) * self.page
+        return self.pool.cost(chain, rows - _tokens(chain), copy=self.copies)
 
     def can_supply(self, pages: Ints, chain: Chain) -> bool:
         return self.pool.can_supply(pages, chain)
@@ -124,15 +121,15 @@ class PrefixCache(Prefixes):
             return 0
         if chain:
             self.pool.attach(request.open_slot, chain, copy=self.copies)
-            request.advance(self._tokens(chain))
+            request.advance(_tokens(chain))
         if not request.num_restarts:
-            request.num_cached = self._tokens(chain)
+            request.num_cached = _tokens(chain)
             self.num_queries += request.num_prefill
             self.num_hits += request.num_cached
         request.num_indexed = len(chain)
         for name in self._names(request, len(chain), request.num_prefill // self.page):
             self._coming.setdefault(name, request.id)
-        return self.cost(chain, self._tokens(chain))
+        return self.cost(chain, _tokens(chain))
 
     def computed(self, request: Request) -> None:
         first, stop = request.num_indexed, request.num_computed // self.page
@@ -188,3 +185,7 @@ class PrefixCache(Prefixes):
         self._coming.clear()
         self.index.clear()
         self.pool.reset()
+
+
+def _tokens(chain: Chain) -> int:
+    return chain[-1].tokens if chain else 0
