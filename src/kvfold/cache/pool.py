@@ -174,6 +174,13 @@ class Pool:
         self._is_open[closed[0]] = True
         return int(closed[0])
 
+    def can_own(self, slot: int) -> bool:
+        """Whether `own` would succeed."""
+        return True
+
+    def own(self, slot: int) -> None:
+        """Make all pages of a sequence its own, before they are changed: here they are."""
+
     @property
     def open_slots(self) -> list[int]:
         return [int(slot) for slot in np.flatnonzero(self._is_open)]

@@ -35,6 +35,7 @@ class SharedPages:
     """
 
     tokens: int
+    compressed: bool = False  # groups' rows may differ, and nothing is shared behind them
     first: Ints
     rows: Ints
     offsets: Tensor
@@ -98,7 +99,7 @@ class SharingPool(Pool):
     def touch(self, chain: Chain) -> None:
         """Have these dropped last, of all that nobody reads."""
         for x in reversed(chain):
-            if not x.readers:
+            if x in self._unread:
                 self._unread.move_to_end(x)
 
     def _keep(self, x: SharedPages) -> None:
@@ -135,7 +136,6 @@ class SharingPool(Pool):
         self._high_water = max(self._high_water, self.used_bytes)
 
     def can_own(self, slot: int) -> bool:
-        """Whether `own` would succeed."""
         return self._can_pop(self._read(slot).pages)
 
     def own(self, slot: int) -> None:
@@ -202,6 +202,7 @@ class SharingPool(Pool):
         pages = self._between(np.arange(1), np.zeros_like(stop), stop).pages
         return SharedPages(
             tokens=tokens,
+            compressed=True,
             first=np.zeros_like(rows),
             rows=rows,
             offsets=self.tables.new_empty(0),
@@ -263,8 +264,9 @@ class SharingPool(Pool):
         most = int(self.host_lengths[slot].min()) // self.layout.page
         assert first + count <= most, f"blocks {first}..{first + count} of {most}"
         chain = self._chains[slot]
-        plain = not chain or (chain[-1].rows == len(chain) * self.layout.page).all()
-        assert plain, "what is behind a compressed chain cannot be shared"
+        assert not (chain and chain[0].compressed), (
+            "what is behind a compressed chain cannot be shared"
+        )
 
     def _table(self, slot: int) -> Tensor:
         """Of one sequence: int32 [G, ..], groups class after class; a copy."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvfold.cache.pool import Pool
 from kvfold.engine.edits import edits_of
+from kvfold.engine.packed import PackedContext
 from kvfold.engine.prefixes import Prefixes
 from kvfold.engine.request import (
     Batch,
@@ -118,9 +119,10 @@ class Engine:
         sampling: SamplingParams | None = None,
         cache: CacheParams | None = None,
         guide: Guide | None = None,
+        context: PackedContext | None = None,
     ) -> Request:
         """What `add` would queue, checked: for who wants all of several requests or none. guide: of
-        the grammar that `sampling` names, if any."""
+        the grammar that `sampling` names, if any. context: of which the first tokens are."""
         sampling = sampling or SamplingParams()
         _check_textless(sampling, guide)
         ids = token_ids(prompt_ids)
@@ -133,6 +135,7 @@ class Engine:
             sampling=replace(sampling, max_new_tokens=limit),
             cache=cache or CacheParams(),
             guide=guide,
+            context=context,
         )
         self.scheduler.check(request)
         return request

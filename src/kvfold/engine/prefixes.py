@@ -7,6 +7,7 @@ it reads them where they are. What it computes itself others may take in turn.
 
 from functools import lru_cache, partial
 from itertools import groupby
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import Pool
 from kvfold.cache.prefix import Names, PrefixIndex
 from kvfold.cache.sharing import SharedPages, SharingPool
+from kvfold.engine.packed import PackedContext
 from kvfold.engine.request import Request
 from kvfold.spec.layout import Ints
 
@@ -46,7 +48,8 @@ class Prefixes:
     num_queries = num_hits = 0
 
     def __init__(self, pool: Pool, chunk: int) -> None:
-        self._pool, self._cost = pool, lru_cache(4096)(partial(_pages, pool, chunk))
+        self._pool, self._chunk = pool, chunk
+        self._cost = lru_cache(4096)(partial(_pages, pool, chunk))
 
     def find(self, request: Request) -> Chain | None:
         """What a waiting request would begin with; None: another computes what comes next in it,
@@ -56,6 +59,10 @@ class Prefixes:
     def cost(self, chain: Chain, rows: int) -> Ints:
         """Pages [C] that a new sequence takes which begins with a chain and has so many rows."""
         return self._cost(rows)
+
+    def fits(self, request: Request, tokens: int) -> bool:
+        """Whether an empty pool holds so many tokens of a request."""
+        return self._pool.fits(tokens, self._chunk)
 
     def can_supply(self, pages: Ints, chain: Chain) -> bool:
         """Whether so many pages [C] are free, or can be and leave the chain alone."""
@@ -84,9 +91,16 @@ def _pages(pool: Pool, chunk: int, rows: int) -> Ints:
 
 
 class PrefixCache(Prefixes):
-    """The prefixes of one pool. policy: of what is evicted."""
+    """The prefixes of one pool. policy: of what is evicted; blocks: whether requests share what
+    they compute, beside packed contexts."""
 
-    def __init__(self, pool: SharingPool, policy: Policy | None = None) -> None:
+    def __init__(
+        self, pool: SharingPool, policy: Policy | None = None, *, blocks: bool = True
+    ) -> None:
+        self.blocks = blocks
+        self._contexts: WeakKeyDictionary[PackedContext, SharedPages] = WeakKeyDictionary()
+        # Then metrics of all rows change while a sequence reads them.
+        self._watched = policy is not None and "attention" in policy.needs
         self.pool, self.page, self.index = pool, pool.layout.page, PrefixIndex(pool)
         self.copies = pool.layout.tracked
         # Scores come from a prompt's last queries, which have to be computed.
@@ -94,12 +108,23 @@ class PrefixCache(Prefixes):
         self._coming: dict[bytes, int] = {}  # blocks that a running request will compute: its id
 
     def find(self, request: Request) -> Chain | None:
-        if not request.cache.prefix_caching:
+        if request.context is not None:
+            return [self._pages_of(request.context)]
+        if not self._shares(request):
             return []
         names = self._names(request, 0, self._most(request))
         chain = self.index.chain(names)
         waits = len(chain) < len(names) and names[len(chain)] in self._coming
         return None if waits else chain
+
+    def _shares(self, request: Request) -> bool:
+        return self.blocks and request.cache.prefix_caching
+
+    def _pages_of(self, context: PackedContext) -> SharedPages:
+        """Of a packed context, once for all who read it."""
+        if context not in self._contexts:
+            self._contexts[context] = self.pool.unloaded(len(context.token_ids), context.rows)
+        return self._contexts[context]
 
     def _most(self, request: Request) -> int:
         """Blocks that a request may take."""
@@ -111,25 +136,52 @@ class PrefixCache(Prefixes):
         return request.names.of(request.token_ids, start, stop)
 
     def cost(self, chain: Chain, rows: int) -> Ints:
-        return self.pool.cost(chain, rows - _tokens(chain), copy=self.copies)
+        pages = self.pool.cost(chain, rows - _tokens(chain), copy=self._copied(chain))
+        absent = [x.pages for x in chain if not self.pool.has(x)]
+        return pages + absent[0] if absent else pages
+
+    def _copied(self, chain: Chain) -> bool:
+        """Whether a sequence gets copies of a chain."""
+        return self._watched if chain and chain[0].compressed else self.copies
+
+    def fits(self, request: Request, tokens: int) -> bool:
+        if request.context is None:
+            return self.pool.fits(tokens)
+        x = self._pages_of(request.context)
+        rest = self.pool.cost([x], tokens - x.tokens, copy=self._watched)
+        return tokens <= self.pool.max_tokens and self.pool.fits_pages(x.pages + rest)
 
     def can_supply(self, pages: Ints, chain: Chain) -> bool:
         return self.pool.can_supply(pages, chain)
 
     def begin(self, request: Request, chain: Chain) -> Ints | int:
-        if not request.cache.prefix_caching:
-            return 0
+        taken = self.cost(chain, _tokens(chain))
+        if request.context is not None:
+            self._load(request.context)
         if chain:
-            self.pool.attach(request.open_slot, chain, copy=self.copies)
+            self.pool.attach(request.open_slot, chain, copy=self._copied(chain))
             request.advance(_tokens(chain))
-        if not request.num_restarts:
+        shares = request.context is not None or self._shares(request)
+        if shares and not request.num_restarts:
             request.num_cached = _tokens(chain)
             self.num_queries += request.num_prefill
             self.num_hits += request.num_cached
+        if request.context is not None:
+            request.num_scored = request.num_computed  # nobody reads a packed context again
+        elif self._shares(request):
+            self._announce(request, chain)
+        return taken
+
+    def _load(self, context: PackedContext) -> None:
+        x = self._pages_of(context)
+        if not self.pool.has(x):
+            self.pool.load(x, context.pages)
+
+    def _announce(self, request: Request, chain: Chain) -> None:
+        """What it computes behind a chain others may have."""
         request.num_indexed = len(chain)
         for name in self._names(request, len(chain), request.num_prefill // self.page):
             self._coming.setdefault(name, request.id)
-        return self.cost(chain, _tokens(chain))
 
     def computed(self, request: Request) -> None:
         first, stop = request.num_indexed, request.num_computed // self.page
@@ -183,6 +235,7 @@ class PrefixCache(Prefixes):
 
     def reset(self) -> None:
         self._coming.clear()
+        self._contexts.clear()
         self.index.clear()
         self.pool.reset()
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvfold.cache.prefix import Names
 from kvfold.config import SEEDS, check, setting
+from kvfold.engine.packed import PackedContext
 from kvfold.errors import SettingError
 
 # An end token; a stop string; its own limit or the longest that a sequence may be; pages that it
@@ -228,7 +229,7 @@ class Request:
     groups, that the cache lost to eviction since this slot was opened. deliver: takes its outputs,
     in place of who steps. guide: of a text that keeps to a grammar. num_cached: leading tokens that
     others had computed when it first ran; names: of its blocks; num_indexed: leading blocks that
-    others may have (None: none of them, nor any that come).
+    others may have (None: none of them, nor any that come). context: rows of its first tokens.
     """
 
     id: int
@@ -252,6 +253,7 @@ class Request:
     num_restarts: int = 0
     num_cached: int = 0
     num_indexed: int | None = None
+    context: PackedContext | None = None
     names: Names | None = None
     started: float | None = None  # when it first ran, in seconds of time.monotonic
     num_delivered: int = 0  # outputs that left the engine

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvfold.cache.eviction.compact import capped
-from kvfold.cache.pool import Pool
+from kvfold.cache.pool import Pool, PoolFull
 from kvfold.engine.prefixes import Prefixes
 from kvfold.engine.request import Batch, FinishReason, Request, Runner, Status
 from kvfold.errors import SettingError
@@ -97,7 +97,7 @@ class Scheduler:
                 f"which are {pool.max_tokens}: shorten it, or raise them where the model has more"
             )
         needed = prompt + (request.sampling.max_new_tokens > 1)
-        if not pool.fits(needed, self.chunk):
+        if not self.prefixes.fits(request, needed):
             raise SettingError(
                 f"`kv_bytes`: a pool of {pool.num_bytes} bytes holds {pool.capacity(self.chunk)} "
                 f"tokens of a sequence, and this one begins with {needed}: "
@@ -204,7 +204,7 @@ class Scheduler:
 
     def _fits(self, request: Request) -> bool:
         """Whether all it knows could be prefilled into the empty pool."""
-        return self.pool.fits(len(request.token_ids), self.chunk)
+        return self.prefixes.fits(request, len(request.token_ids))
 
     def _start(self, request: Request) -> None:
         request.run(self.pool.open())
@@ -334,6 +334,8 @@ class Scheduler:
         except AssertionError:
             raise
         except Exception as error:
+            if len(requests) == 1 and isinstance(error, PoolFull):
+                return  # nowhere to copy pages that others read: it keeps more for now
             if len(requests) == 1:
                 self.fail(requests[0], error)
                 return
