@@ -232,7 +232,9 @@ class PagedStub(StubRunner):
             slot, stop = piece.request.slot, piece.start + len(piece.tokens)
             if piece.wants_logits:
                 held = {position: token - 1 for token, position in self._rows_of(slot, 0)}
-                assert held.items() <= {p: t - 1 for t, p in self._rows_of(slot, 1)}.items()
+                other = {position: token - 1 for token, position in self._rows_of(slot, 1)}
+                assert all(other.get(position, x) == x for position, x in held.items())
+                assert len(held) == self.pool.host_lengths[slot, 0] <= len(other)
                 logits = logits_after([held.get(position) for position in range(stop)])
                 bad = piece.request.id in self.poisoned
                 found.append(logits * torch.nan if bad else logits)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from kvfold.cache.eviction.policies import get
@@ -17,10 +18,10 @@ from kvfold.engine.replay import Replay
 from kvfold.engine.request import Batch, CacheParams, Request
 from kvfold.engine.runner import ModelRunner
 from kvfold.errors import SettingError
+from kvfold.spec.layout import Ints
 
 Report = Callable[[str, int, int], None]  # what is being done, done, total
 SAMPLES, LENGTH = 4, 64  # pieces of the context that are repeated, and tokens of each
-MARGIN = 128  # rows that asking for a piece takes, and more
 
 
 def check_pages(runner: ModelRunner) -> None:
@@ -50,7 +51,9 @@ class Packer:
         # What asks for a piece is the same whatever evicts.
         self.asking = Replay(runner.attention.view, policy, tokenizer, runner._forward)
 
-    def pack(self, ids: list[int], factor: float, measure: bool) -> tuple[Any, Any, dict[str, Any]]:
+    def pack(
+        self, ids: list[int], factor: float, measure: bool
+    ) -> tuple[Ints, list[Tensor], dict[str, Any]]:
         """Rows int64 [G] and pages of a context whose rows are to have `factor` times fewer bits,
         and its report."""
         self._check(len(ids), factor)
@@ -62,11 +65,11 @@ class Packer:
 
     def _check(self, size: int, factor: float) -> None:
         check_pages(self.runner)
-        most = self.pool.max_tokens - MARGIN - LENGTH
-        if size > most:
+        if size >= self.pool.max_tokens:
             raise SettingError(
-                f"the context has {size} tokens, and `max_tokens` leaves room for {most} beside a "
-                "question: shorten it, or raise them where the model has more"
+                f"the context has {size} tokens, and a sequence at most `max_tokens` positions, "
+                f"which are {self.pool.max_tokens}, a question's too: shorten it, or raise them "
+                "where the model has more"
             )
         if factor * self.pool.layout.kept_fraction > 1 and self.runner.policy is None:
             raise SettingError(
@@ -76,7 +79,7 @@ class Packer:
 
     def _packed(
         self, ids: list[int], keep: float, measure: bool
-    ) -> tuple[Any, Any, dict[str, Any]]:
+    ) -> tuple[Ints, list[Tensor], dict[str, float | None]]:
         """Of a context of which a share `keep` stays."""
         policy = self.runner.policy
         watched = policy is not None and policy.needs & {"attention", "queries"}
@@ -114,7 +117,7 @@ class Packer:
         try:
             self.pool.extend([sequence.open_slot], [count])
         except PoolFull:
-            enough = self.pool.layout.bytes_for(1, len(sequence.token_ids) + MARGIN)
+            enough = self.pool.layout.bytes_for(1, len(sequence.token_ids) + count)
             raise SettingError(
                 f"`kv_bytes`: a pool of {self.pool.num_bytes} bytes has no room to read a context "
                 f"of {len(sequence.token_ids)} tokens beside what runs; {enough} bytes would do"
@@ -123,25 +126,31 @@ class Packer:
         sequence.advance(count)
         return found
 
-    def _loss(self, sequence: Request, name: str) -> float:
-        """Nats a token of pieces of the context that the model is asked to repeat."""
+    def _loss(self, sequence: Request, name: str) -> float | None:
+        """Nats a token of pieces of the context that the model is asked to repeat; None where there
+        are no positions left to do so."""
         size = sequence.num_computed
         starts = [i * size // SAMPLES for i in range(SAMPLES)] if size > LENGTH else [0]
+        words = max(len(self._words(sequence, range(start, start + 1))) for start in starts)
+        length = min(LENGTH, self.pool.max_tokens - size - words)
         total = count = 0.0
-        for done, start in enumerate(starts):
+        for done, start in enumerate(starts if length > 0 else ()):
             self.say(name, done, len(starts))
-            piece = range(start, min(start + LENGTH, size))
+            piece = range(start, min(start + length, size))
             total += self._nats(sequence, piece)
             count += len(piece)
         self.say(name, len(starts), len(starts))
-        return total / count
+        return total / count if count else None
+
+    def _words(self, sequence: Request, piece: range) -> list[int]:
+        return self.asking._words(sequence, piece) or sequence.token_ids[:1]
 
     def _nats(self, sequence: Request, piece: range) -> float:
         """Of a piece in all; the sequence is then as it was."""
         size, scored = sequence.num_computed, sequence.num_scored
         lengths = self.pool.host_lengths[sequence.open_slot].copy()
         wanted = sequence.token_ids[piece.start : piece.stop]
-        words = self.asking._words(sequence, piece) or sequence.token_ids[:1]
+        words = self._words(sequence, piece)
         sequence.token_ids += [*words, *wanted]
         sequence.prefill_until(len(sequence.token_ids))
         logits = self._step(sequence, len(words) + len(wanted), self.runner.run_all)

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from kvfold.errors import SettingError
@@ -69,7 +69,7 @@ class PackedContext:
         }
         about = json.dumps({"format": FORMAT, **self.made})
         with writing(Path(path)):
-            save_file(tensors, path, metadata={NAME: about})
+            Path(path).write_bytes(save(tensors, metadata={NAME: about}))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
