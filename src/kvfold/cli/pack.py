@@ -73,8 +73,16 @@ def pack(
     from kvfold.cache.eviction import policies
     from kvfold.engine.build import check_served
     from kvfold.engine.llm import LLM
+    from kvfold.evaluation.perplexity import max_positions
+    from kvfold.text import longer
 
     check_served(config, policies.get(stored.evict), stored.cache)
+    limit = max_positions(config)
+    if limit is not None and longer(tokenizer, text, limit - 1):
+        raise ValueError(
+            f"the context has more tokens than the model's {limit} positions, less one for a "
+            "question; shorten it"
+        )
     began = time.monotonic()
     settings = dataclasses.asdict(stored.cache) | {"max_sequences": 1}
     llm = LLM(common.load(model, place), tokenizer=tokenizer, owned=True, **settings)

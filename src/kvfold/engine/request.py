@@ -153,8 +153,8 @@ class CacheParams:
     max_cache_tokens: int | None = setting(None, "Tokens to keep, averaged over heads.", least=1)
     keep_tokens: float | None = setting(None, "Share of the tokens to keep.", above=0, most=1)
     protected: int | None = setting(None, "Most recent tokens that stay.", least=0)
-    prefix_caching: bool = True
-    cache_salt: str | None = None
+    prefix_caching: bool = field(default=True, repr=False)
+    cache_salt: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check(self)
