@@ -103,14 +103,18 @@ def test_pages_are_read_only_and_counted_once() -> None:
     assert (rows == context.rows).all() and all(map(torch.equal, pages, before))
 
 
-def test_a_budget_copies_the_context_before_it_evicts() -> None:
+def test_a_budget_copies_the_context_before_it_evicts(monkeypatch) -> None:
+    """And what was read again to pack it is not read once more."""
     llm = llm_of()
     context = llm.pack(BOOK, factor=2)
     plain = llm.generate([QUESTIONS[2]], ASKED, context=context)
     less = CacheParams(max_cache_tokens=24)
+    again, read = [], llm.runner.replay._read
+    monkeypatch.setattr(llm.runner.replay, "_read", lambda x, y: again.append(y) or read(x, y))
     llm.generate([QUESTIONS[2]] * 2, ASKED, cache=[less, CacheParams()], context=context)
-    again = llm.generate([QUESTIONS[2]], ASKED, context=context)
-    assert again[0].token_ids == plain[0].token_ids
+    assert again and min(x.start for x in again) == 120
+    later = llm.generate([QUESTIONS[2]], ASKED, context=context)
+    assert later[0].token_ids == plain[0].token_ids
     assert llm.engine.scheduler.num_compressions >= 1
     llm.runner.pool.check_integrity()
 

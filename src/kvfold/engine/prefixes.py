@@ -187,10 +187,7 @@ class PrefixCache(Prefixes):
         first, stop = request.num_indexed, request.num_computed // self.page
         if first is None or first == stop:
             return
-        if (
-            self.copies
-            and (self.pool.host_lengths[request.open_slot] != request.num_computed).any()
-        ):
+        if (self.pool.host_lengths[request.open_slot] != request.num_computed).any():
             request.num_indexed = None  # rows were evicted: others would have kept them
             return
         names = self._names(request, first, stop)
