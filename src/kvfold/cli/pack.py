@@ -37,7 +37,6 @@ class Stored:
 
     def __post_init__(self) -> None:
         check(self)
-        self.cache  # noqa: B018
 
     @property
     def cache(self) -> CacheConfig:
@@ -68,6 +67,7 @@ def pack(
     from kvfold.cli.generate import read_prompt
 
     check_writable(output)
+    cache = stored.cache
     text = read_prompt(None, context)
     config, tokenizer = common.load_config(model), common.load_tokenizer(model)
     from kvfold.cache.eviction import policies
@@ -76,7 +76,7 @@ def pack(
     from kvfold.evaluation.perplexity import max_positions
     from kvfold.text import longer
 
-    check_served(config, policies.get(stored.evict), stored.cache)
+    check_served(config, policies.get(stored.evict), cache)
     limit = max_positions(config)
     if limit is not None and longer(tokenizer, text, limit - 1):
         raise ValueError(
@@ -84,7 +84,7 @@ def pack(
             "question; shorten it"
         )
     began = time.monotonic()
-    settings = dataclasses.asdict(stored.cache) | {"max_sequences": 1}
+    settings = dataclasses.asdict(cache) | {"max_sequences": 1}
     llm = LLM(common.load(model, place), tokenizer=tokenizer, owned=True, **settings)
     with common.progress() as progress:
         measure = not stored.no_sample
