@@ -495,6 +495,33 @@ GENERATING = {
     "kvfold generate reference:gqa --prompt-file long.txt": (
         "the prompt has more tokens than the model's 4096 positions; shorten it"
     ),
+    "kvfold generate reference:gqa --prompt a --context none.kvf": (
+        "packed context none.kvf: no such file; `kvfold pack` makes one"
+    ),
+    "kvfold generate reference:gqa --prompt a --context none.kvf --bits 4": (
+        "--context says how the cache stores tokens: beside it give --kv-bytes alone"
+    ),
+    "kvfold generate reference:gqa --prompt a --context none.kvf --chat": (
+        "--chat begins a conversation, and --context has begun already: write the template's "
+        "marks into the prompt"
+    ),
+    "kvfold pack reference:gqa --context none.txt --output book.kvf": (
+        "file none.txt: no such file; give a text file, plain, .xz or .gz"
+    ),
+    "kvfold pack reference:gqa --context long.txt --output book.kvf": (
+        "the context has more tokens than the model's 4096 positions, less one for a question; "
+        "shorten it"
+    ),
+    "kvfold pack reference:gqa --context text.txt --output nowhere/book.kvf": (
+        "cannot write nowhere/book.kvf: folder nowhere does not exist; create it first"
+    ),
+    "kvfold pack reference:gqa --context text.txt --output book.kvf --factor 0.5": (
+        "--factor must be at least 1, got 0.5"
+    ),
+    "kvfold pack sliding --context text.txt --output book.kvf": (
+        "--evict kvzip: this model's sliding window already drops old tokens, and eviction would "
+        "drop others: leave --evict out"
+    ),
 }
 POOLS = {
     "kvfold generate reference:gqa --prompt a --kv-bytes 1000": (
@@ -523,6 +550,12 @@ PYTHON = {
     'kvfold.LLM("reference:gqa", chunk=0)': "chunk must be at least 1, got 0",
     'kvfold.LLM("reference:gqa", max_tokens=64.5)': "max_tokens must be a whole number; got 64.5",
     'kvfold.LLM("reference:gqa", owned="no")': "owned must be True or False; got 'no'",
+    'kvfold.LLM("reference:gqa", prefix_caching="no")': (
+        "prefix_caching must be True or False; got 'no'"
+    ),
+    'kvfold.PackedContext.load("none.kvf")': (
+        "packed context none.kvf: no such file; `kvfold pack` makes one"
+    ),
     'kvfold.LLM("reference:gqa", bit=4)': (
         "unknown settings: bit; of the cache: kv_bytes, page, bits, zeros, sub_group, rotate, "
         "format, residual, evict, keep_tokens, max_cache_tokens"
@@ -663,6 +696,14 @@ REQUESTS = {
         "prompt_ids must be whole numbers, token ids; got [True, False]"
     ),
     "llm.generate([5.9])": "prompt_ids must be whole numbers, token ids; got [5.9]",
+    'llm.generate("a", context="book.kvf")': (
+        "context must be a PackedContext, of LLM.pack or PackedContext.load; got 'book.kvf'"
+    ),
+    "llm.pack('The ship.', factor=0)": "factor must be at least 1, got 0",
+    "llm.pack([5] * 300)": (
+        "the context has 300 tokens, and a sequence at most max_tokens positions, which are 256, a "
+        "question's too: shorten it, or raise them where the model has more"
+    ),
     "llm.generate([[]])": "prompt_ids must hold at least 1 token; got none",
     "llm.generate([[1, 999999]])": "prompt: token ids must be in 0..4095; got 999999",
     "llm.generate([[5] * 300])": (

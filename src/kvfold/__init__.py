@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvfold.api import compress as compress
     from kvfold.engine.async_llm import AsyncLLM as AsyncLLM
     from kvfold.engine.llm import LLM as LLM
+    from kvfold.engine.packed import PackedContext as PackedContext
     from kvfold.engine.request import CacheParams as CacheParams
     from kvfold.engine.request import SamplingParams as SamplingParams
     from kvfold.loading import load as load
@@ -21,6 +22,7 @@ _HOMES = {
     "LLM": "engine.llm",
     "AsyncLLM": "engine.async_llm",
     "CacheParams": "engine.request",
+    "PackedContext": "engine.packed",
     "SamplingParams": "engine.request",
     "compress": "api",
     "load": "loading",

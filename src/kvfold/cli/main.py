@@ -21,6 +21,7 @@ from kvfold.cli.frontier import frontier
 from kvfold.cli.generate import generate
 from kvfold.cli.inspect import inspect
 from kvfold.cli.options import flag
+from kvfold.cli.pack import pack
 from kvfold.cli.serve import serve
 from kvfold.errors import SettingError
 from kvfold.files import check_here
@@ -42,6 +43,7 @@ LESS = {  # what takes less memory, by command
     ),
     "generate": "shorten the prompt, or lower --max-new-tokens, or --kv-bytes of pages",
     "serve": "lower --max-sequences or --max-tokens, or --kv-bytes of pages",
+    "pack": "shorten the context, or lower --kv-bytes of pages",
     "bench": "lower --batch, --tokens or --layers",
 }
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -53,6 +55,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compare": compare,
     "frontier": frontier,
     "demo": demo,
+    "pack": pack,
 }
 for place, (name, command) in enumerate(COMMANDS.items()):
     app.command(command, name=name, sort_key=place)

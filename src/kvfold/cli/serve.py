@@ -4,11 +4,12 @@ import dataclasses
 import os
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from cyclopts import Parameter
 
 from kvfold.cli import common
-from kvfold.cli.options import PLACE, STORAGE, Model, Place, Storage, flags_of
+from kvfold.cli.options import PLACE, STORAGE, Flag, Model, Place, Storage, flags_of
 from kvfold.config import check, setting
 from kvfold.server import check_installed
 from kvfold.server.limits import Limits
@@ -47,6 +48,13 @@ class Sizes:
     max_tokens: int | None = setting(
         None, "Of a prompt and its answer; by default the model's positions.", least=1
     )
+    no_prefix_caching: Flag = setting(False, "Compute again what prompts begin with.")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of LLM."""
+        found = dataclasses.asdict(self)
+        return found | {"prefix_caching": False if found.pop("no_prefix_caching") else None}
 
     def __post_init__(self) -> None:
         check(self)
@@ -97,7 +105,7 @@ def serve(
     from kvfold.engine.llm import LLM
     from kvfold.server.app import create_app
 
-    settings = dataclasses.asdict(cache) | dataclasses.asdict(sizes)
+    settings = dataclasses.asdict(cache) | sizes.settings
     llm = LLM(common.load(model, place), tokenizer=tokenizer, owned=True, **settings)
     for name, value in llm.summary():
         print(f"{name}: {value}", file=sys.stderr)

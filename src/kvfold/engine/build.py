@@ -10,7 +10,7 @@ import torch
 from kvfold.artifact import spec_of
 from kvfold.cache.eviction import policies
 from kvfold.cache.eviction.base import Policy
-from kvfold.cache.pool import Pool
+from kvfold.cache.sharing import SharingPool
 from kvfold.config import PAGE, CacheConfig
 from kvfold.engine.request import CacheParams
 from kvfold.engine.runner import PAGED, ModelRunner
@@ -66,7 +66,9 @@ def build_runner(
     lengths = {"num_slots": num_slots, "max_tokens": max_tokens}
     windows = attention_windows(model.config)
     with renamed(num_bytes="kv_bytes"), _blamed(config):
-        pool = Pool(layout, size, **lengths, windows=windows, spare=True, device=model.device)
+        pool = SharingPool(
+            layout, size, **lengths, windows=windows, spare=True, device=model.device
+        )
     served = model if owned else shared_copy(model)
     if found is None:
         fold_plain(served, spec, turn)
