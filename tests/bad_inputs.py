@@ -430,6 +430,27 @@ MEASURING = {
         "--ctx must be at least 3 where tokens are evicted, since half of a window is only "
         "read; got 2"
     ),
+    "kvfold bench serve 127.0.0.1:8000 --rate 1": (
+        "'127.0.0.1:8000' is no URL; give one such as http://127.0.0.1:8000"
+    ),
+    "kvfold bench serve http://127.0.0.1:1": (
+        "--rate is needed: this traffic has no times of its own"
+    ),
+    "kvfold bench serve http://127.0.0.1:1 --rate 1,0": "--rate must be above 0; got '1,0'",
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --max-input 9": (
+        "--max-input cuts what a --trace holds: give one, or leave it out"
+    ),
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --trace keys.jsonl": (
+        "keys.jsonl, line 1: a trace has fields TIMESTAMP, ContextTokens, GeneratedTokens; "
+        "timestamp, input_length, output_length; num_prefill_tokens, num_decode_tokens; got nothing"
+        " of these"
+    ),
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --beside keys.jsonl": (
+        "--beside: keys.jsonl is no result of kvfold bench serve; make it with --json"
+    ),
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --plot a.txt": (
+        "--plot: a.txt must end with .svg, .png or .pdf"
+    ),
     "kvfold bench attention --batch 1.5": (
         "--batch: '1.5' is not a comma-separated list of numbers such as 1,8"
     ),
