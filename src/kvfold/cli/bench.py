@@ -9,6 +9,7 @@ from kvfold.cli.bench_compress import compress
 from kvfold.cli.bench_decode import decode
 from kvfold.cli.bench_prefill import prefill
 from kvfold.cli.bench_serve import serve
+from kvfold.cli.bench_throughput import throughput
 
 BENCHMARKS: dict[str, Callable[..., None]] = {
     "attention": attention,
@@ -16,6 +17,7 @@ BENCHMARKS: dict[str, Callable[..., None]] = {
     "prefill": prefill,
     "compress": compress,
     "serve": serve,
+    "throughput": throughput,
 }
 
 bench = App(
