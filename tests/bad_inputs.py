@@ -24,8 +24,8 @@ COMMANDS = {
     "kvfold eval folder": "folder is not a model directory: it has no config.json",
     "kvfold eval text.txt": "text.txt is not a model directory: it has no config.json",
     "kvfold explode": (
-        'Unknown command "explode". Available commands: compress, generate, serve, inspect, eval, '
-        "compare, frontier, demo, ..."
+        'Unknown command "explode". Available commands: compress, generate, serve, route, capacity, '
+        "inspect, eval, compare, ..."
     ),
     "kvfold eval reference:gqa --bogus 1": "Unknown option: --bogus. Did you mean --bits?",
     "kvfold eval reference:gqa --dtype int8": (
@@ -451,6 +451,16 @@ MEASURING = {
     "kvfold bench serve http://127.0.0.1:1 --rate 1 --plot a.txt": (
         "--plot: a.txt must end with .svg, .png or .pdf"
     ),
+    "kvfold bench throughput random:large": (
+        "MODEL: 'large' is none of llama-3.1-8b, llama-2-7b, tiny"
+    ),
+    "kvfold bench throughput random:tiny --rates .5": "--rates must be at least 1, got 0.5",
+    "kvfold route localhost": ("'localhost' is no URL; give one such as http://127.0.0.1:8000"),
+    "kvfold route http://a http://a": "http://a, http://a: give each server once",
+    "kvfold route http://a --pick best": (
+        'Invalid value "best" for --pick. Choose from: "shortest", "round-robin".'
+    ),
+    "kvfold route http://a --check-seconds 0": "--check-seconds must be above 0, got 0.0",
     "kvfold bench attention --batch 1.5": (
         "--batch: '1.5' is not a comma-separated list of numbers such as 1,8"
     ),

@@ -57,7 +57,7 @@ class Stub:
             return JSONResponse({"error": {"message": "full"}}, 429, headers={"Retry-After": "7"})
         if not body.get("stream"):
             if self.how == "dead":
-                raise asyncio.CancelledError
+                return StreamingResponse(self.events(body), media_type="application/json")
             return JSONResponse({"by": self.name, "choices": [{"text": "whole"}]})
         return StreamingResponse(self.events(body), media_type="text/event-stream")
 

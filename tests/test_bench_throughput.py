@@ -32,7 +32,7 @@ def test_more_decode_together_where_less_is_kept(tmp_path: Path, capsys) -> None
         assert 0 < row["used_bytes"] <= row["pool_bytes"] == 499_968
     assert [(x["tokens"], x["rate"]) for x in found["skipped"]] == [(9000, 1), (9000, 4)]
     out = capsys.readouterr().out
-    assert "9000 tokens at rate 4: kv_bytes: a pool of 499968 bytes" in out
+    assert "9000 tokens at rate 4: SettingError: kv_bytes: a pool of 499968 bytes" in out
     assert figure.stat().st_size > 10_000
 
 

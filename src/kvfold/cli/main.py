@@ -21,6 +21,7 @@ from kvfold.cli.frontier import frontier
 from kvfold.cli.generate import generate
 from kvfold.cli.inspect import inspect
 from kvfold.cli.options import flag
+from kvfold.cli.route import route
 from kvfold.cli.serve import serve
 from kvfold.errors import SettingError
 from kvfold.files import check_here
@@ -48,6 +49,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compress": compress,
     "generate": generate,
     "serve": serve,
+    "route": route,
     "inspect": inspect,
     "eval": evaluate,
     "compare": compare,

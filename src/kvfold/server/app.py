@@ -12,7 +12,7 @@ from starlette.responses import Response
 import kvfold
 from kvfold.engine.async_llm import AsyncLLM
 from kvfold.server.errors import APIError, from_value_error, install
-from kvfold.server.guard import Guard
+from kvfold.server.guard import Guard, unless_gone
 from kvfold.server.limits import Limits
 from kvfold.server.protocol import (
     ChatBody,
@@ -21,7 +21,7 @@ from kvfold.server.protocol import (
     TokenizeBody,
 )
 from kvfold.server.replies import ChatReply, CompletionReply, Reply
-from kvfold.server.service import Service, unless_gone
+from kvfold.server.service import Service
 
 NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
