@@ -24,8 +24,8 @@ COMMANDS = {
     "kvfold eval folder": "folder is not a model directory: it has no config.json",
     "kvfold eval text.txt": "text.txt is not a model directory: it has no config.json",
     "kvfold explode": (
-        'Unknown command "explode". Available commands: compress, generate, serve, route, capacity, '
-        "inspect, eval, compare, ..."
+        'Unknown command "explode". Available commands: compress, generate, serve, route, '
+        "capacity, inspect, eval, compare, ..."
     ),
     "kvfold eval reference:gqa --bogus 1": "Unknown option: --bogus. Did you mean --bits?",
     "kvfold eval reference:gqa --dtype int8": (
@@ -455,6 +455,12 @@ MEASURING = {
         "MODEL: 'large' is none of llama-3.1-8b, llama-2-7b, tiny"
     ),
     "kvfold bench throughput random:tiny --rates .5": "--rates must be at least 1, got 0.5",
+    "kvfold capacity reference:gqa --gpu h1000": (
+        "--gpu must be one of t4, l4, a10g, rtx-4090, a100-40, l40s, a100-80, h100, h200, b200; "
+        "got 'h1000'; or --gpu-bytes"
+    ),
+    "kvfold capacity reference:gqa --share 2": "--share must be in (0, 1], got 2.0",
+    "kvfold capacity reference:gqa --context 0": "--context must be at least 1, got 0",
     "kvfold route localhost": ("'localhost' is no URL; give one such as http://127.0.0.1:8000"),
     "kvfold route http://a http://a": "http://a, http://a: give each server once",
     "kvfold route http://a --pick best": (

@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from kvfold import __version__
 from kvfold.cli.bench import bench
+from kvfold.cli.capacity import capacity
 from kvfold.cli.compare import compare
 from kvfold.cli.compress import compress
 from kvfold.cli.demo import demo
@@ -50,6 +51,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "serve": serve,
     "route": route,
+    "capacity": capacity,
     "inspect": inspect,
     "eval": evaluate,
     "compare": compare,

@@ -56,11 +56,8 @@ def build_runner(
     use_triton(model.device.type)
     limits = CacheParams(keep_tokens=config.keep_tokens, max_cache_tokens=config.max_cache_tokens)
     found = spec_of(model)
-    quantized = (config.bits or 16) < 16 or bool(found and found.planned)
-    turn = config.rotate and format_of(config.format).rotates and quantized
-    spec = found or plain_spec(family_of(model.config).geometry(model.config))
-    spec = turned(spec) if turn and found is None else spec
-    layout = _layout(model, spec, config, policy)
+    layout = layout_of(model.config, found, config, policy, model.dtype.itemsize)
+    spec, turn = layout.spec, _turns(found, config)
     size = config.kv_bytes or default_bytes(layout, num_slots, max_tokens, model.device)
     lengths = {"num_slots": num_slots, "max_tokens": max_tokens}
     windows = attention_windows(model.config)
@@ -115,21 +112,32 @@ def check_served(config: Any, policy: Policy | None, cache: CacheConfig) -> None
         )
 
 
-def _layout(model: Any, spec: CacheSpec, config: CacheConfig, policy: Policy | None) -> CacheLayout:
-    """Pages of the configured size, else of that which the policy was published with."""
+def layout_of(
+    config: Any, found: CacheSpec | None, cache: CacheConfig, policy: Policy | None, itemsize: int
+) -> CacheLayout:
+    """How an engine stores a model of this transformers config that was compressed to `found`, or
+    was not, in numbers of `itemsize` bytes. Pages are of the configured size, else of that which
+    the policy was published with."""
+    spec = found or plain_spec(family_of(config).geometry(config))
     published = policy.page if policy else None
-    windows = attention_windows(model.config)
+    windows = attention_windows(config)
     return cache_layout(
-        spec,
-        page=next(x for x in (config.page, published, PAGE) if x is not None),
-        itemsize=model.dtype.itemsize,
-        bits=config.bits,
-        sub_group=config.sub_group,
-        zeros=config.zeros,
+        turned(spec) if found is None and _turns(found, cache) else spec,
+        page=next(x for x in (cache.page, published, PAGE) if x is not None),
+        itemsize=itemsize,
+        bits=cache.bits,
+        sub_group=cache.sub_group,
+        zeros=cache.zeros,
         tracked=[policy is not None or window is not None for window in windows],
-        format=config.format,
-        residual=config.residual,
+        format=cache.format,
+        residual=cache.residual,
     )
+
+
+def _turns(found: CacheSpec | None, cache: CacheConfig) -> bool:
+    """Whether numbers are turned before they are packed."""
+    quantized = (cache.bits or 16) < 16 or bool(found and found.planned)
+    return cache.rotate and format_of(cache.format).rotates and quantized
 
 
 def default_bytes(
