@@ -53,7 +53,8 @@ def test_so_many_requests_run_at_once(tiny, name: str) -> None:
     llm = LLM(
         tiny,
         **vars(CACHES[name]) | {"kv_bytes": pool, "keep_tokens": None},
-        max_tokens=tokens + outputs, max_sequences=200,
+        max_tokens=tokens + outputs,
+        max_sequences=200,
     )
     rate = 1 if name == "16 bits" else (tokens + outputs) / found.kept
     row = measure(llm, tokens, rate, requests=2 * found.requests, outputs=outputs, seed=0)

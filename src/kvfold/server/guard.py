@@ -16,7 +16,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 T = TypeVar("T")
-OPEN = ("/health",)  # asked by what has no key
+OPEN = ("/health", "/")  # asked by what has no key
 
 
 class Guard:
