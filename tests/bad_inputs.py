@@ -24,8 +24,8 @@ COMMANDS = {
     "kvfold eval folder": "folder is not a model directory: it has no config.json",
     "kvfold eval text.txt": "text.txt is not a model directory: it has no config.json",
     "kvfold explode": (
-        'Unknown command "explode". Available commands: compress, generate, serve, inspect, eval, '
-        "compare, frontier, demo, ..."
+        'Unknown command "explode". Available commands: compress, generate, serve, route, '
+        "capacity, inspect, eval, compare, ..."
     ),
     "kvfold eval reference:gqa --bogus 1": "Unknown option: --bogus. Did you mean --bits?",
     "kvfold eval reference:gqa --dtype int8": (
@@ -463,6 +463,43 @@ MEASURING = {
         "--ctx must be at least 3 where tokens are evicted, since half of a window is only "
         "read; got 2"
     ),
+    "kvfold bench serve 127.0.0.1:8000 --rate 1": (
+        "'127.0.0.1:8000' is no URL; give one such as http://127.0.0.1:8000"
+    ),
+    "kvfold bench serve http://127.0.0.1:1": (
+        "--rate is needed: this traffic has no times of its own"
+    ),
+    "kvfold bench serve http://127.0.0.1:1 --rate 1,0": "--rate must be above 0; got '1,0'",
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --max-input 9": (
+        "--max-input cuts what a --trace holds: give one, or leave it out"
+    ),
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --trace keys.jsonl": (
+        "keys.jsonl, line 1: a trace has fields TIMESTAMP, ContextTokens, GeneratedTokens; "
+        "timestamp, input_length, output_length; num_prefill_tokens, num_decode_tokens; got nothing"
+        " of these"
+    ),
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --beside keys.jsonl": (
+        "--beside: keys.jsonl is no result of kvfold bench serve; make it with --json"
+    ),
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --plot a.txt": (
+        "--plot: a.txt must end with .svg, .png or .pdf"
+    ),
+    "kvfold bench throughput random:large": (
+        "MODEL: 'large' is none of llama-3.1-8b, llama-2-7b, tiny"
+    ),
+    "kvfold bench throughput random:tiny --rates .5": "--rates must be at least 1, got 0.5",
+    "kvfold capacity reference:gqa --gpu h1000": (
+        "--gpu must be one of t4, l4, a10g, rtx-4090, a100-40, l40s, a100-80, h100, h200, b200; "
+        "got 'h1000'; or --gpu-bytes"
+    ),
+    "kvfold capacity reference:gqa --share 2": "--share must be in (0, 1], got 2.0",
+    "kvfold capacity reference:gqa --context 0": "--context must be at least 1, got 0",
+    "kvfold route localhost": ("'localhost' is no URL; give one such as http://127.0.0.1:8000"),
+    "kvfold route http://a http://a": "http://a, http://a: give each server once",
+    "kvfold route http://a --pick best": (
+        'Invalid value "best" for --pick. Choose from: "shortest", "round-robin".'
+    ),
+    "kvfold route http://a --check-seconds 0": "--check-seconds must be above 0, got 0.0",
     "kvfold bench attention --batch 1.5": (
         "--batch: '1.5' is not a comma-separated list of numbers such as 1,8"
     ),

@@ -39,6 +39,7 @@ LAYERS: dict[str, set[str]] = {
     | {"config", "errors", "files", "text"},
     "engine": {"formats", "spec", "ops", "cache", "attention", "models", "config", "artifact"}
     | {"errors", "files", "loading", "text", "weights"},
+    "capacity": {"cache", "config", "engine", "errors", "models", "spec", "step_time"},
     "server": {"cache", "config", "engine", "errors", "text"},
     "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"}
     | {"errors"},

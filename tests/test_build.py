@@ -103,8 +103,6 @@ def test_pages_are_those_of_one_pass_on_a_gpu(
     pytest.importorskip("triton", reason="Triton is not installed")
     config = llama_8b(num_hidden_layers=2)
     spec = even_spec(recipes.get("swift"), family_of(config).geometry(config), 0.75, (8, 4))
-    model = SimpleNamespace(
-        config=config, device=SimpleNamespace(type=device), dtype=torch.bfloat16
-    )
     found = policy and policies.get(policy)
-    assert build._layout(model, spec, CacheConfig(**settings), found).page == page
+    layout = build.layout_of(config, spec, CacheConfig(**settings), found, 2, device)
+    assert layout.page == page

@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from kvfold import __version__
 from kvfold.cli.bench import bench
+from kvfold.cli.capacity import capacity
 from kvfold.cli.compare import compare
 from kvfold.cli.compress import compress
 from kvfold.cli.demo import demo
@@ -22,6 +23,7 @@ from kvfold.cli.generate import generate
 from kvfold.cli.inspect import inspect
 from kvfold.cli.options import flag
 from kvfold.cli.pack import pack
+from kvfold.cli.route import route
 from kvfold.cli.serve import serve
 from kvfold.errors import SettingError
 from kvfold.files import check_here
@@ -50,6 +52,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compress": compress,
     "generate": generate,
     "serve": serve,
+    "route": route,
+    "capacity": capacity,
     "inspect": inspect,
     "eval": evaluate,
     "compare": compare,

@@ -57,11 +57,9 @@ def build_runner(
     use_triton(model.device.type)
     limits = CacheParams(keep_tokens=config.keep_tokens, max_cache_tokens=config.max_cache_tokens)
     found = spec_of(model)
-    quantized = (config.bits or 16) < 16 or bool(found and found.planned)
-    turn = config.rotate and format_of(config.format).rotates and quantized
-    spec = found or plain_spec(family_of(model.config).geometry(model.config))
-    spec = turned(spec) if turn and found is None else spec
-    layout = _layout(model, spec, config, policy)
+    itemsize, device = model.dtype.itemsize, model.device.type
+    layout = layout_of(model.config, found, config, policy, itemsize, device)
+    spec, turn = layout.spec, _turns(found, config)
     size = config.kv_bytes or default_bytes(layout, num_slots, max_tokens, model.device)
     lengths = {"num_slots": num_slots, "max_tokens": max_tokens}
     windows = attention_windows(model.config)
@@ -118,28 +116,43 @@ def check_served(config: Any, policy: Policy | None, cache: CacheConfig) -> None
         )
 
 
-def _layout(model: Any, spec: CacheSpec, config: CacheConfig, policy: Policy | None) -> CacheLayout:
-    """Pages of the configured size, else of that which the policy was published with, or which is
-    fastest on a GPU."""
-    windows = attention_windows(model.config)
+def layout_of(
+    config: Any,
+    found: CacheSpec | None,
+    cache: CacheConfig,
+    policy: Policy | None,
+    itemsize: int,
+    device: str = "cpu",
+) -> CacheLayout:
+    """How an engine stores a model of this transformers config that was compressed to `found`, or
+    was not, in numbers of `itemsize` bytes. Pages are of the configured size, else of that which
+    the policy was published with, or which is fastest on a device of this type."""
+    spec = found or plain_spec(family_of(config).geometry(config))
+    windows = attention_windows(config)
 
-    def layout_of(page: int) -> CacheLayout:
+    def paged(page: int) -> CacheLayout:
         return cache_layout(
-            spec,
+            turned(spec) if found is None and _turns(found, cache) else spec,
             page=page,
-            itemsize=model.dtype.itemsize,
-            bits=config.bits,
-            sub_group=config.sub_group,
-            zeros=config.zeros,
+            itemsize=itemsize,
+            bits=cache.bits,
+            sub_group=cache.sub_group,
+            zeros=cache.zeros,
             tracked=[policy is not None or window is not None for window in windows],
-            format=config.format,
-            residual=config.residual,
+            format=cache.format,
+            residual=cache.residual,
         )
 
-    page = config.page or (policy.page if policy else None)
-    if page is None and model.device.type == "cuda" and config.residual is None:
-        page = one_pass_page(layout_of, spec.geometry.queries_per_kv)
-    return layout_of(page or PAGE)
+    page = cache.page or (policy.page if policy else None)
+    if page is None and device == "cuda" and cache.residual is None:
+        page = one_pass_page(paged, spec.geometry.queries_per_kv)
+    return paged(page or PAGE)
+
+
+def _turns(found: CacheSpec | None, cache: CacheConfig) -> bool:
+    """Whether numbers are turned before they are packed."""
+    quantized = (cache.bits or 16) < 16 or bool(found and found.planned)
+    return cache.rotate and format_of(cache.format).rotates and quantized
 
 
 def default_bytes(
