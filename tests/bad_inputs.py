@@ -23,6 +23,24 @@ COMMANDS = {
     ),
     "kvfold eval folder": "folder is not a model directory: it has no config.json",
     "kvfold eval text.txt": "text.txt is not a model directory: it has no config.json",
+    "kvfold serve reference:gqa --engine vllm --evict random --keep-tokens .5": (
+        "--evict: vLLM has one block table for all heads of a layer, so nothing can be evicted by "
+        "head; leave it out, or serve the model with kvfold.LLM"
+    ),
+    "kvfold serve reference:gqa --engine vllm --bits 4 --format kivi": (
+        "--format: numbers that wait in 16 bits, as kivi's do, fit no block that sequences share; "
+        "leave it out, or serve the model with kvfold.LLM"
+    ),
+    "kvfold serve reference:gqa --engine vllm --max-queue 4": (
+        "--max-queue is of kvfold's own server, not of vLLM's: leave it, or --engine vllm, out"
+    ),
+    "kvfold serve reference:gqa --engine vllm --device cpu": (
+        "--device: vLLM runs on what it was built for; leave it out, and name GPUs in "
+        "CUDA_VISIBLE_DEVICES"
+    ),
+    "kvfold serve reference:gqa --engine sglang": (
+        'Invalid value "sglang" for --engine. Choose from: "kvfold", "vllm".'
+    ),
     "kvfold explode": (
         'Unknown command "explode". Available commands: compress, generate, serve, route, '
         "capacity, inspect, eval, compare, ..."
