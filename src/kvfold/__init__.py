@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvfold.engine.llm import LLM as LLM
     from kvfold.engine.request import CacheParams as CacheParams
     from kvfold.engine.request import SamplingParams as SamplingParams
+    from kvfold.evaluation.auto import best_policy as best_policy
     from kvfold.loading import load as load
     from kvfold.loading import reference as reference
 
@@ -22,6 +23,7 @@ _HOMES = {
     "AsyncLLM": "engine.async_llm",
     "CacheParams": "engine.request",
     "SamplingParams": "engine.request",
+    "best_policy": "evaluation.auto",
     "compress": "api",
     "load": "loading",
     "reference": "loading",

@@ -30,6 +30,7 @@ POLICIES: dict[str, str] = {
     "keydiff-all": "keys.keydiff_all",
     "knorm": "keys.knorm",
     "leverage": "keys.leverage",
+    "compactor": "compactor.compactor",
     "kvzip": "replay.kvzip",
     "streaming": "streaming.streaming",
     "random": "random.random",
