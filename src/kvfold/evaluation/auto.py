@@ -12,7 +12,7 @@ from kvfold.evaluation.measure import Measured, Measurement, measure, text_windo
 from kvfold.evaluation.perplexity import max_positions, paired_difference
 from kvfold.text import packaged
 
-CANDIDATES = ("kvzip", "compactor", "keydiff-all", "kv-compress")
+CANDIDATES = ("kvzip", "kvzip-keys", "compactor", "keydiff-all", "kv-compress")
 LENGTH, MORE = 512, 128  # tokens that are read and evicted, and that come after them
 CONTEXTS, FACTS, WINDOWS = 4, 4, 4
 NEAR = 0.1  # shares of right answers that tell no policies apart: two standard errors and less

@@ -32,6 +32,7 @@ POLICIES: dict[str, str] = {
     "leverage": "keys.leverage",
     "compactor": "compactor.compactor",
     "kvzip": "replay.kvzip",
+    "kvzip-keys": "replay.kvzip_keys",
     "streaming": "streaming.streaming",
     "random": "random.random",
 }

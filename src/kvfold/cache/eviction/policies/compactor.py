@@ -47,12 +47,13 @@ class Compactor(LocalPolicy):
 
 
 def standard(x: Tensor, scored: Tensor) -> Tensor:
-    """x [B, G, T] less its mean over the scored rows of a sequence, over their deviation."""
+    """x [B, G, T] less its mean over the scored rows of a sequence, over their deviation. Summed in
+    fp64, so that how long sequences beside it are does not round a score up or down."""
     count = scored.sum((1, 2), keepdim=True).clamp(min=1)
-    known = x.where(scored, 0.0)
+    known = x.where(scored, 0.0).double()
     off = (known - known.sum((1, 2), keepdim=True) / count).where(scored, 0.0)
     spread = (off.square().sum((1, 2), keepdim=True) / count).sqrt()
-    return off / spread.clamp(min=1e-6)
+    return (off / spread.clamp(min=1e-6)).float()
 
 
 def compactor() -> Compactor:
