@@ -7,18 +7,20 @@ A context of --length tokens is read, evicted to a share, and then asked about, 
 rest of a window of --ctx tokens of --text. Contexts to ask about are RULER's (`evaluation/ruler`):
 one of several keys, all values of a key, a chain of variables. A model that chats gets them as a
 user's turn by its chat template, and the beginning of an answer; an answer counts where it holds
-the number, or in parts, where several are asked for.
+the number, or in parts, where several are asked for. --svg FILE draws what --json holds: answers
+and loss against bytes. The policy `auto` is measured first, and the row says which one it was.
 """
 
 import dataclasses
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import quality
 
-from kvfold.config import CacheConfig
-from kvfold.evaluation import ruler
+from kvfold.config import AUTO, CacheConfig
+from kvfold.evaluation import auto, ruler
 from kvfold.evaluation.measure import Measured, Measurement, measure
 from kvfold.evaluation.perplexity import PerplexityResult, paired_difference
 
@@ -41,21 +43,26 @@ class Case:
 class Bench(quality.Bench):
     """Every case answers the same questions and reads the same windows."""
 
-    def measure(self, case: Case) -> Measured:
+    def measure(self, cache: CacheConfig) -> Measured:
         given = self.arguments
         how = {"length": given.length, "contexts": given.contexts, "facts": given.facts}
         rows = {kind: ruler.rows(kind, self.tokenizer, **how) for kind in given.questions}
         what = Measurement(
             windows=self.texts,
             tasks={kind: own for kind, own in rows.items() if own},
-            cache=case.cache(given.page),
+            cache=cache,
             scored_from=given.length,
         )
         return measure(self.model, self.tokenizer, what)
 
     def row(self, case: Case) -> dict[str, Any]:
-        begin, found = time.perf_counter(), self.measure(case)
+        cache, begin = case.cache(self.arguments.page), time.perf_counter()
         result: dict[str, Any] = {"name": case.name, **dataclasses.asdict(case)}
+        if case.evict == AUTO:
+            trials = auto.trials(self.model, self.tokenizer, cache)
+            cache = dataclasses.replace(cache, evict=auto.choose(trials))
+            result |= {"chosen": cache.evict, "trials": [dataclasses.asdict(x) for x in trials]}
+        found = self.measure(cache)
         for kind, asked in found.tasks.items():
             right = asked.scores["contains"].mean * asked.rows
             result.setdefault("answers", {})[kind] = {"right": right, "asked": asked.rows}
@@ -65,11 +72,48 @@ class Bench(quality.Bench):
         return result | {"seconds": time.perf_counter() - begin}
 
     def lost(self, row: dict[str, Any]) -> Iterator[str]:
-        """Nats a token more than the original on the same windows, of every text."""
-        for name, result in row["texts"].items():
-            original = self.rows["original"]["texts"][name]
-            pair = (PerplexityResult(**x) for x in (result, original))
-            yield "{}: {:.4f} ± {:.4f}".format(name, *paired_difference(*pair))
+        for name, pair in losses(row, self.rows["original"]).items():
+            yield "{}: {:.4f} ± {:.4f}".format(name, *pair)
+
+
+def losses(row: dict[str, Any], original: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Nats a token more than the original on the same windows of every text, and their error."""
+    pairs = ((name, x, original["texts"][name]) for name, x in row["texts"].items())
+    return {
+        name: paired_difference(PerplexityResult(**x), PerplexityResult(**y))
+        for name, x, y in pairs
+    }
+
+
+def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
+    """Answers of the first kind, and loss on the first text, against bytes of pages."""
+    import matplotlib.pyplot as plt
+
+    original = rows["original"]
+    kind, (text, *_) = next(iter(original["answers"])), original["texts"]
+    policies = dict.fromkeys(x["evict"] for x in rows.values() if x["evict"])
+    figure, (answers, loss) = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
+    full = original["answers"][kind]
+    answers.axhline(100 * full["right"] / full["asked"], color="grey", ls=":", label="all rows")
+    for number, policy in enumerate(policies):
+        own = sorted((x for x in rows.values() if x["evict"] == policy), key=lambda x: x["keep"])
+        kept = [x["cache_bytes"] / 1024 for x in own]
+        right = [100 * x["answers"][kind]["right"] / x["answers"][kind]["asked"] for x in own]
+        look = {"label": policy, "marker": "os^vDP*X<>"[number % 10], "color": f"C{number % 10}"}
+        look["ls"] = "-" if number < 10 else "--"
+        answers.plot(kept, right, **look)
+        loss.plot(kept, [losses(x, original)[text][0] for x in own], **look)
+    answers.set(ylabel=f"right answers to {kind}, %", ylim=(-3, 103))
+    loss.set(ylabel=f"nats a token lost on {text}")
+    loss.set_yscale("symlog", linthresh=0.01)
+    loss.axhline(0, color="grey", ls=":")
+    for panel in (answers, loss):
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.set_xlabel(f"KiB of pages after {original['tokens']} tokens")
+        panel.grid(alpha=0.3)
+    figure.legend(*answers.get_legend_handles_labels(), loc="outside right center")
+    figure.savefig(path)
 
 
 def main() -> None:
@@ -81,6 +125,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["kvzip", "keydiff-all", "kv-compress"])
     parser.add_argument("--keep", nargs="+", type=float, default=[0.25, 0.125])
     parser.add_argument("--page", type=int, default=16)
+    parser.add_argument("--svg", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     bench = Bench(arguments)
     cases = [Case(evict=name, keep=keep) for name in arguments.policies for keep in arguments.keep]
@@ -88,6 +133,8 @@ def main() -> None:
         answers = row.get("answers", {}).items()
         right = (f"{kind}: {x['right']:g} of {x['asked']}," for kind, x in answers)
         print(row["name"], *right, *bench.lost(row), f"{row['seconds']:.0f} s", flush=True)
+    if arguments.svg is not None:
+        draw(bench.rows, arguments.svg)
 
 
 if __name__ == "__main__":
