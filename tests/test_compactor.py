@@ -63,7 +63,7 @@ def test_metrics_are_of_the_keys_and_queries_that_the_model_computed(name, recip
 
 
 def test_what_was_generated_stays() -> None:
-    policy = replace(get("compactor"), sinks=0, recent=0)
+    policy = replace(get("compactor"), sinks=0, recent_share=0.0)
     runner = runner_of(folded("llama-gqa", None, 0.5), policy)
     session = PagedSession(runner).__enter__()
     session.read(tokens(1, PROMPT)[0].tolist(), prompt=PROMPT)

@@ -59,4 +59,4 @@ def standard(x: Tensor, scored: Tensor) -> Tensor:
 def compactor() -> Compactor:
     """Compactor (Chari and Van Durme 2025, §4) of keys as they are scored, after RoPE; the weight,
     there the share of rows that go, is fixed, so that rows keep their order at any budget."""
-    return Compactor(name="compactor", scope="all", sinks=8, recent=32)
+    return Compactor(name="compactor", scope="all", sinks=8, recent_share=0.125)

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from kvfold.cache.eviction.base import Need, Policy, RowsView
 
 RIDGE = 0.01
-# What further text needs, of which keys say nothing: docs/methods.md has what it measured with and
-# without. None of these methods is published with protected rows, but Compactor with its last 4.
+# Recent rows stay because further text needs them, of which keys say nothing; docs/quality.md has
+# what that measures. None of these methods is published with such rows, but Compactor with 4.
 SINKS = 4
 
 
@@ -52,20 +52,20 @@ def leverage_of(k: Tensor) -> Tensor:
 
 def keydiff() -> KeyPolicy:
     """KeyDiff (Park et al. 2025, §3): keys least like the mean of all, every group alike."""
-    return KeyPolicy(name="keydiff", measure=unlike_others, sinks=SINKS, recent=16)
+    return KeyPolicy(name="keydiff", measure=unlike_others, sinks=SINKS, recent_share=0.25)
 
 
 def keydiff_all() -> KeyPolicy:
     """KeyDiff, for whose rows all groups of all layers compete."""
-    return replace(keydiff(), name="keydiff-all", scope="all", recent=32)
+    return replace(keydiff(), name="keydiff-all", scope="all")
 
 
 def knorm() -> KeyPolicy:
     """Keys of the smallest norm stay (Devoto et al. 2024, §3), every group alike."""
-    return KeyPolicy(name="knorm", measure=shortness, sinks=SINKS, recent=32)
+    return KeyPolicy(name="knorm", measure=shortness, sinks=SINKS, recent_share=0.25)
 
 
 def leverage() -> KeyPolicy:
     """The leverage of Compactor (Chari and Van Durme 2025) without its attention, of keys as they
     are scored; all groups of all layers compete."""
-    return KeyPolicy(name="leverage", measure=leverage_of, scope="all", sinks=8, recent=16)
+    return KeyPolicy(name="leverage", measure=leverage_of, scope="all", sinks=8, recent_share=0.125)

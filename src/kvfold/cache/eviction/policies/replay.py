@@ -53,4 +53,4 @@ def kvzip() -> ReplayPolicy:
 
 def kvzip_keys() -> ReplayAndKeys:
     """KVzip's rows, and those whose keys are least like others' (KeyDiff)."""
-    return ReplayAndKeys(name="kvzip-keys", scope="all", sinks=4, recent=32)
+    return ReplayAndKeys(name="kvzip-keys", scope="all", sinks=4, recent_share=0.125)
