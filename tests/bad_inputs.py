@@ -426,7 +426,8 @@ CACHE = {
     "kvfold eval reference:gqa --evict best --keep-tokens 0.5": (
         "--evict must be one of kv-compress, kv-compress-full, kvc-w8, kvc-w32, kvc-w32-l1, "
         "kvc-full, snapkv, snapkv-w8, h2o, h2o-r32, pyramidkv, ada-snapkv, ada-snapkv-w8, "
-        "keydiff, keydiff-all, knorm, leverage, kvzip, streaming, random; got 'best'"
+        "keydiff, keydiff-all, knorm, leverage, compactor, kvzip, kvzip-keys, streaming, random, "
+        "auto; got 'best'"
     ),
     "kvfold eval reference:gqa --evict snapkv": (
         "--evict snapkv evicts down to a budget: give --keep-tokens, such as 0.5, or "
@@ -601,6 +602,9 @@ PYTHON = {
     "kvfold.LLM(None)": "model must be a name or a loaded causal LM; got None",
     'kvfold.LLM("reference:gqa", max_sequences="4")': (
         "max_sequences must be a whole number; got '4'"
+    ),
+    'kvfold.best_policy("reference:gqa", None)': (
+        "evict='auto' is measured at a budget: give keep_tokens, such as 0.25"
     ),
     'kvfold.LLM("reference:gqa", chunk=0)': "chunk must be at least 1, got 0",
     'kvfold.LLM("reference:gqa", max_tokens=64.5)': "max_tokens must be a whole number; got 64.5",

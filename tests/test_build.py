@@ -1,6 +1,5 @@
 """Constructors of an engine leave the model as it was, whether they fail or not."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest

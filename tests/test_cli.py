@@ -24,7 +24,7 @@ from kvfold.cache.eviction.policies import POLICIES
 from kvfold.cli.common import progress
 from kvfold.cli.main import main
 from kvfold.cli.options import Storage
-from kvfold.config import BITS, CacheConfig, check, setting, settings_of
+from kvfold.config import AUTO, BITS, CacheConfig, check, setting, settings_of
 from kvfold.evaluation.tasks import TASKS
 from kvfold.files import new_directory
 from kvfold.formats import FORMATS, format_of
@@ -620,7 +620,7 @@ def test_every_setting_of_the_cache_is_a_flag_with_its_legal_values(capsys):
         for name, (_, own) in known.items():
             flag, text = own.off or (name, own.text)
             assert f"--{flag.replace('_', '-')}" in shown and text in shown
-        assert f"One of {', '.join(POLICIES)}." in shown and ", 6, 4" in shown
+        assert f"One of {', '.join([*POLICIES, AUTO])}." in shown and ", 6, 4" in shown
     assert set(BITS) == {16}.union(*(format_of(name).widths for name in FORMATS))
 
 

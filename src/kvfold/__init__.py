@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvfold.engine.packed import PackedContext as PackedContext
     from kvfold.engine.request import CacheParams as CacheParams
     from kvfold.engine.request import SamplingParams as SamplingParams
+    from kvfold.evaluation.auto import best_policy as best_policy
     from kvfold.loading import load as load
     from kvfold.loading import reference as reference
 
@@ -24,6 +25,7 @@ _HOMES = {
     "CacheParams": "engine.request",
     "PackedContext": "engine.packed",
     "SamplingParams": "engine.request",
+    "best_policy": "evaluation.auto",
     "compress": "api",
     "load": "loading",
     "reference": "loading",

@@ -67,9 +67,7 @@ class Capacity:
 
     @property
     def layout(self) -> CacheLayout:
-        return layout_of(
-            self.config, self.spec, self.cache, self._policy, DTYPE.itemsize, "cuda"
-        )
+        return layout_of(self.config, self.spec, self.cache, self._policy, DTYPE.itemsize, "cuda")
 
     @property
     def weights(self) -> int:

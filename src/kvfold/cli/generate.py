@@ -48,6 +48,7 @@ def generate(
     cache = common.cache_config(config, storage, place)
     ids = encode(config, tokenizer, text, sampling.max_new_tokens, chat)
     loaded = common.load(model, place)
+    cache = common.with_policy(loaded, tokenizer, cache)
     if cache is None:
         stream(loaded, tokenizer, ids, sampling)
     else:

@@ -111,8 +111,10 @@ def serve(
     from kvfold.engine.llm import LLM
     from kvfold.server.app import create_app
 
+    loaded = common.load(model, place)
+    cache = common.with_policy(loaded, tokenizer, cache) or cache
     settings = dataclasses.asdict(cache) | sizes.settings
-    llm = LLM(common.load(model, place), tokenizer=tokenizer, owned=True, **settings)
+    llm = LLM(loaded, tokenizer=tokenizer, owned=True, **settings)
     for name, value in llm.summary():
         print(f"{name}: {value}", file=sys.stderr)
     name = address.served_model_name or model

@@ -11,7 +11,7 @@ from kvfold.artifact import spec_of
 from kvfold.cache.eviction import policies
 from kvfold.cache.eviction.base import Policy
 from kvfold.cache.sharing import SharingPool
-from kvfold.config import PAGE, CacheConfig
+from kvfold.config import AUTO, PAGE, CacheConfig
 from kvfold.engine.request import CacheParams
 from kvfold.engine.runner import PAGED, ModelRunner
 from kvfold.errors import SettingError, renamed
@@ -51,6 +51,11 @@ def build_runner(
     for settings that contradict each other or the model, and for a pool that cannot hold a page of
     each group.
     """
+    if policy is None and config.evict == AUTO:
+        raise SettingError(
+            "`evict='auto'` is measured before an engine is built: set `evict` to what "
+            "kvfold.best_policy(model, tokenizer, keep_tokens=...) returns"
+        )
     if policy is None and config.evict is not None:
         policy = policies.get(config.evict)
     check_served(model.config, policy, config)
