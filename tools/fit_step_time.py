@@ -28,15 +28,29 @@ RESULTS = ROOT / "benchmarks" / "results"
 TABLE = ROOT / "src" / "kvfold" / "data" / "step_time.json"
 STEP = ("layer", "sequence", "runs", "rebuilt_runs", "beside")
 ESTIMATED = ("unpacked", "runs_16", "rebuilt_runs_16")
-MEASURED = ("launch", "stored", "rebuilt", "codes", "products", "wide", "issued")
+MEASURED = ("launch", "stored", "rebuilt", "codes", "products", "wide")
+MEASURED += ("whole", "whole_runs", "even_runs")
 TWO_PASSES = "decode-tiers-8b.json"  # results from before rows were read in one pass
 
 # Without a file of results (docs/performance-goals.md), on llama-3.1-8b and sequences of 8192: a
 # layer of `lean` in 4 bits, 64 of them, in microseconds; and of rows in one pass, with steps by
 # batch in milliseconds.
 SEEN = replace(VARIANTS["lean-31"], bits=4), 314.0
-ONCE = {"swift-4x": 219.0, "swift-5x": 245.0}
-ONCE_STEPS = {"swift-4x": {8: 8.8, 64: 14.6}, "swift-5x": {8: 9.0, 64: 15.2}}
+RUNS = {  # of a head's keys and of values
+    "once, 4.6x": (((128, 4),), ((144, 8), (416, 4), (64, 2))),
+    "once, 4x": (((32, 8), (96, 4)), ((144, 8), (416, 4), (64, 2))),
+    "once, 5.9x": (((96, 4),), ((80, 8), (416, 4), (64, 2))),
+    "once, 5.5x": (((8, 8), (88, 4)), ((48, 8), (416, 4), (192, 2))),
+    "once, 4 bits": (((128, 4),), ((608, 4),)),
+}
+KNOWN = VARIANTS | {x: replace(VARIANTS["swift-4x"], tiers=tiers) for x, tiers in RUNS.items()}
+ONCE = {"swift-4x": 178.0, "swift-5x": 193.0, "once, 4.6x": 160.0, "once, 4x": 164.0}
+ONCE |= {"once, 5.9x": 153.0, "once, 5.5x": 169.0, "once, 4 bits": 141.5}
+ONCE_STEPS = {
+    "swift-4x": {8: 8.0, 64: 13.8},
+    "once, 4.6x": {8: 7.8, 64: 13.0},
+    "once, 5.9x": {8: 7.5, 64: 11.9},
+}
 Work = dict[str, float]
 
 
@@ -86,7 +100,7 @@ def attention_points(found: Sequence[dict[str, Any]], read: float) -> list[Point
     """Kernels as they are served, over sequences of equal length."""
     points = []
     for row, once in _rows(found):
-        if row["kind"] == "variant" and (variant := VARIANTS[row["variant"]]).served:
+        if row["kind"] == "variant" and (variant := KNOWN[row["variant"]]).served:
             work = work_of(row["shape"], variant, row["batch"] * row["tokens"], read, once)
             points.append(Point(name=_name(row), us=row["us"], work=work))
     return points
@@ -96,9 +110,9 @@ def step_points(found: Sequence[dict[str, Any]], base: Coefficients) -> list[Poi
     """Engine steps on kernels. known: reading weights, and attention but for what STEP names."""
     points = []
     for row, once in _rows(found):
-        if row["variant"] not in VARIANTS or not row["graph"]:
+        if row["variant"] not in KNOWN or not row["graph"]:
             continue
-        variant, shape, batch = VARIANTS[row["variant"]], row["shape"], row["batch"]
+        variant, shape, batch = KNOWN[row["variant"]], row["shape"], row["batch"]
         layers = SHAPES[shape].num_layers
         attention = work_of(shape, variant, batch * row["tokens"], base.read, once)
         fitted = {name: layers * attention.pop(name, 0.0) for name in STEP}

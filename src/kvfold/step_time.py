@@ -32,9 +32,6 @@ DEFAULT = "NVIDIA H200"  # whose coefficients serve where a device has none
 BATCH, CONTEXT = 64, 8192  # of a step, where none are stated
 PIECE = 64  # most 16-bit words of a row that kernels read at a time, where they do by pieces
 ONE_PASS = 32768  # rows from which on Hopper reads them in one pass: `ops.decode.joint.ROWS`
-# Instructions of that pass for 16 rows: to unpack and multiply 16 words of keys, or 8, by each of
-# a word's numbers; for a run's scales; for tops, weights and pages, with which 4x has 1500 a page.
-WIDE, NARROW, KEY_RUN, VALUE_RUN, OTHERS = 5, 3, 15, 12, 209
 ON_CHIP = 256  # numbers of a key latent whose maps kernels hold on chip
 
 
@@ -151,12 +148,12 @@ def attention_work(
     rebuild keys, wide: those of the numbers beyond ON_CHIP, where all come at once. Millions of
     runs of equal bits that are read by themselves, of every KV head's keys and of values: runs, or
     rebuilt_runs by kernels that rebuild keys, with _16 where none has fewer bits; unpacked, by
-    those that rebuild keys of rows they read at once. In one pass nothing counts but launch,
-    issued: billions of instructions of a warp that scores, and beside: 1, what a step has beside.
+    those that rebuild keys of rows they read at once. In one pass nothing counts but launch, whole:
+    millions of rows, by their runs of a head's keys and of values: whole_runs, even_runs: of values
+    with an even number of 16 bytes, and beside: 1, for what a step has beside that pass.
     """
     if one_pass:
-        each = sum(_issued(group, geometry.queries_per_kv) for group in groups)
-        return {"launch": 1.0, "issued": each * rows / 1e9, "beside": 1.0}
+        return _in_one_pass(groups, rows)
     rebuilds, groups = layer.keys == "pre_rope", tuple(groups)
     kernel = LATENT_DECODE.which(GPU, layer, groups) if rebuilds else DECODE.which(GPU, groups)
     layouts = [group.layout for group in groups]
@@ -179,15 +176,15 @@ def attention_work(
     return work
 
 
-def _issued(group: Group, queries: int) -> float:
-    """Instructions a row of a warp that scores eight query heads, in one pass."""
-    keys, (values,) = latents_of(group, "k")[0], latents_of(group, "v")
-    unpacked = 0
-    for run in keys:
-        steps, rest = divmod(run.row_bytes // 2, 16)
-        products = 16 // run.bits * (WIDE * (steps + (rest > 8)) + NARROW * (0 < rest <= 8))
-        unpacked += products * (8 // queries)
-    return (unpacked + KEY_RUN * len(keys) + VALUE_RUN * len(values) + OTHERS) / 16
+def _in_one_pass(groups: Sequence[Group], rows: int) -> dict[str, float]:
+    runs = even = 0
+    for group in groups:
+        (values,) = latents_of(group, "v")
+        runs += len(latents_of(group, "k")[0]) + len(values)
+        even += sum(run.row_bytes % 32 == 0 for run in values)
+    millions = rows / 1e6
+    own = {"whole": millions * len(groups), "whole_runs": millions * runs}
+    return {"launch": 1.0, **own, "even_runs": millions * even, "beside": 1.0}
 
 
 def _kind(rebuilds: bool, in_pieces: bool, alone: Sequence[Segment]) -> str:
