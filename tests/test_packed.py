@@ -230,7 +230,7 @@ def alone(
 
 @pytest.mark.parametrize("pool", ["shared", "tracked"])
 @pytest.mark.parametrize(
-    "events", [2_000, pytest.param(20_000, marks=[pytest.mark.soak, pytest.mark.slow])]
+    "events", [1_000, pytest.param(20_000, marks=[pytest.mark.soak, pytest.mark.slow])]
 )
 def test_many_random_events(events: int, pool: str) -> None:
     """Packing, sharing, evicting, cancelling while pages are short: all pages are conserved, and

@@ -164,7 +164,7 @@ def shared_prompts(count: int) -> list[tuple[list[int], SamplingParams]]:
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize(
-    "events", [1_500, pytest.param(20_000, marks=[pytest.mark.soak, pytest.mark.slow])]
+    "events", [1_000, pytest.param(20_000, marks=[pytest.mark.soak, pytest.mark.slow])]
 )
 def test_many_random_events(events: int, pool: str) -> None:
     """Pages are short most of the time; every end is checked against the reference."""
