@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from commands import refused
-from kvfold.bench.serve_load import Prompts, Traffic, arrivals, read_trace
+from kvfold.bench.serve_load import Bounds, Prompts, Traffic, arrivals, read_trace
 from kvfold.cli.main import main
 from replicas import stub
 from serving import serving, small_llm
 
 from kvfold.bench.serve_client import Outcome  # isort: skip
-from kvfold.bench.serve_results import Bounds, agreement, summary, sustained  # isort: skip
+from kvfold.bench.serve_results import agreement, summary, sustained  # isort: skip
 
 TRACES = Path(__file__).parents[2] / "shared" / "data" / "traces"
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

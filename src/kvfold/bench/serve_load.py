@@ -1,6 +1,8 @@
-"""What a load test sends and when: lengths as stated or of a trace, arrivals, prompts of real text.
+"""What a load test sends and when: lengths as stated or of a trace, arrivals, prompts of real text;
+and what its answers must keep to.
 
-Everything is a function of a seed, so that two servers can be sent the same. Imports no torch.
+Everything is a function of a seed, so that two servers can be sent the same. Imports neither torch
+nor NumPy.
 """
 
 import csv
@@ -12,10 +14,13 @@ from datetime import datetime
 from itertools import accumulate, count, islice
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvfold.config import SEEDS, check, setting
 from kvfold.errors import SettingError
+
+if TYPE_CHECKING:
+    from kvfold.bench.serve_client import Outcome
 
 Arrival = Literal["poisson", "fixed"]
 TRACES = (  # fields of time, prompt and output; what makes their times seconds
@@ -165,3 +170,29 @@ class Prompts:
         start = random.Random(f"{self.seed} {name}").randrange(len(self.units))
         found = [self.units[(start + i) % len(self.units)] for i in range(length)]
         return " ".join(found) if isinstance(found[0], str) else found  # type: ignore[arg-type,return-value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What an answer must keep to, to count. Milliseconds."""
+
+    ttft_ms: float | None = setting(None, "Most time to the first token.", above=0)
+    tpot_ms: float | None = setting(None, "Most time of a token after it, on average.", above=0)
+    normalised_ms: float | None = setting(
+        None, "Most time of a token, from arrival to the answer's end.", above=0
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def given(self) -> bool:
+        return (self.ttft_ms, self.tpot_ms, self.normalised_ms) != (None, None, None)
+
+    def kept(self, outcome: "Outcome") -> bool:
+        pairs = (
+            (outcome.ttft, self.ttft_ms),
+            (outcome.tpot, self.tpot_ms),
+            (outcome.normalised, self.normalised_ms),
+        )
+        return all(most is None or 1e3 * seconds <= most for seconds, most in pairs)

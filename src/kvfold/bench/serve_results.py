@@ -1,7 +1,6 @@
 """What a load test found: percentiles, goodput, and how far answers agree. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from math import inf
 from typing import Any
@@ -9,36 +8,10 @@ from typing import Any
 import numpy as np
 
 from kvfold.bench.serve_client import Outcome
-from kvfold.config import check, setting
+from kvfold.bench.serve_load import Bounds
 
 PERCENTILES = (50, 90, 99)
 ATTAINED = 0.9  # of what was sent must keep to the bounds, for a rate to be called sustained
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """What an answer must keep to, to count. Milliseconds."""
-
-    ttft_ms: float | None = setting(None, "Most time to the first token.", above=0)
-    tpot_ms: float | None = setting(None, "Most time of a token after it, on average.", above=0)
-    normalised_ms: float | None = setting(
-        None, "Most time of a token, from arrival to the answer's end.", above=0
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    @property
-    def given(self) -> bool:
-        return (self.ttft_ms, self.tpot_ms, self.normalised_ms) != (None, None, None)
-
-    def kept(self, outcome: Outcome) -> bool:
-        pairs = (
-            (outcome.ttft, self.ttft_ms),
-            (outcome.tpot, self.tpot_ms),
-            (outcome.normalised, self.normalised_ms),
-        )
-        return all(most is None or 1e3 * seconds <= most for seconds, most in pairs)
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:

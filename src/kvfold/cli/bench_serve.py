@@ -16,8 +16,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from kvfold.bench.serve_load import Job, Prompts, Traffic
-from kvfold.bench.serve_results import Bounds, agreement, summary, sustained
+from kvfold.bench.serve_load import Bounds, Job, Prompts, Traffic
 from kvfold.cli import common
 from kvfold.cli.bench_common import Output, Results, empty_table, say
 from kvfold.cli.options import Files, Flag, flags_of, parse_list
@@ -199,6 +198,7 @@ class Run:
 
     async def measure(self, results: Results) -> None:
         from kvfold.bench.serve_client import Server, connected
+        from kvfold.bench.serve_results import summary
 
         asked = self.asking
         server = Server(
@@ -276,6 +276,8 @@ def answer_of(row: dict[str, Any], number: int, outcome: "Outcome") -> dict[str,
 
 def show(rows: Sequence[dict[str, Any]], bounds: Bounds) -> None:
     """Print a line a rate, then what the lines do not say."""
+    from kvfold.bench.serve_results import sustained
+
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(table(rows, bounds.given))
     for row in rows:
@@ -298,6 +300,8 @@ SAME = (*(field.name for field in fields(Traffic)), "text", "endpoint", "prompts
 
 def compared(results: Results, other: dict[str, Any]) -> str:
     """How far this run's answers are those of an earlier one."""
+    from kvfold.bench.serve_results import agreement
+
     ours, name = results.about["settings"], other["settings"]["label"]
     differ = [key for key in SAME if ours[key] != other["settings"].get(key)]
     pairs = [{(x["rate"], x["number"]): x["text"] for x in found if x["error"] is None}
