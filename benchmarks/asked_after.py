@@ -109,7 +109,8 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
     loss.axhline(0, color="grey", ls=":")
     for panel in (answers, loss):
         panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter("{x:g}")
+        panel.set_xticks(sorted({x["cache_bytes"] / 1024 for x in rows.values() if x["keep"]}))
+        panel.xaxis.set_major_formatter("{x:.0f}")
         panel.set_xlabel(f"KiB of pages after {original['tokens']} tokens")
         panel.grid(alpha=0.3)
     figure.legend(*answers.get_legend_handles_labels(), loc="outside right center")
