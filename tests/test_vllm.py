@@ -73,29 +73,33 @@ def served(model: str, settings: dict | None = None, *, ask=None, again=False, *
         return generated(resolve(model), asked, 1 + again, options)
     import vllm.v1.worker.cpu_worker  # noqa: F401  before the fork
 
+    return forked(generated, resolve(model), asked, 1 + again, options)
+
+
+def forked(call, *args):
+    """What a call returns, made in a process of its own. What such a call imports stays there: of
+    Numba's modules vLLM's search for kernels takes one amiss (0.32)."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    child = context.Process(
-        target=_forked, args=(theirs, resolve(model), asked, 1 + again, options)
-    )
+    child = context.Process(target=_forked, args=(theirs, call, *args))
     child.start()
     theirs.close()
     try:
-        found = ours.recv()
+        done, found = ours.recv()
     except EOFError:
-        found = RuntimeError("the engine's process died")
+        done, found = False, "the engine's process died"
     child.join()
-    if isinstance(found, Served):
-        return found
-    raise RuntimeError(found)
+    if not done:
+        raise RuntimeError(found)
+    return found
 
 
-def _forked(pipe, *args) -> None:
+def _forked(pipe, call, *args) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
-        pipe.send(generated(*args))
+        pipe.send((True, call(*args)))
     except BaseException:
-        pipe.send(traceback.format_exc())
+        pipe.send((False, traceback.format_exc()))
     finally:
         pipe.close()
         os._exit(0)  # without what the parent would do at its end
@@ -181,15 +185,19 @@ def same_as_by_the_engine(model: str, bits: int | None) -> int:
     ids = load_tokenizer("reference:gqa")(packaged("calibration.txt")[:9000])["input_ids"]
     ask = [ids[i : i + 7] for i in range(0, 1000, 50)]
     found = served(model, bits and {"bits": bits}, ask=ask)
-    llm = kvfold.LLM(model, max_tokens=512, kv_bytes=2**28, dtype="float32", bits=bits)
-    wanted = kvfold.SamplingParams(max_new_tokens=1, ignore_eos=True, logprobs=3)
-    want = [dict(out.logprobs[0].top) for out in llm.generate(ask, wanted)]
+    want = forked(by_the_engine, model, bits, ask)
     off = [
         max(abs(a[token] - b[token]) for token in a.keys() & b.keys())
         for a, b in zip(found.first, want, strict=True)
     ]
     assert statistics.median(off) < 1e-4 and max(off) < 0.2, off
     return found.capacity
+
+
+def by_the_engine(model: str, bits: int | None, ask: list[list[int]]) -> list[dict[int, float]]:
+    llm = kvfold.LLM(model, max_tokens=512, kv_bytes=2**28, dtype="float32", bits=bits)
+    wanted = kvfold.SamplingParams(max_new_tokens=1, ignore_eos=True, logprobs=3)
+    return [dict(out.logprobs[0].top) for out in llm.generate(ask, wanted)]
 
 
 def test_what_is_refused(checkpoints) -> None:
