@@ -292,7 +292,7 @@ def test_rows_of_a_plan_for_speed_suit_the_pass_whatever_the_queries() -> None:
 
 
 def test_large_pages_are_smaller_where_two_do_not_fit() -> None:
-    config = llama_8b(num_hidden_layers=4)
+    config = llama_8b(num_hidden_layers=4, head_dim=256)
     layout = fastest_layout(config, planned(config, "swift", 2, "speed"))
     assert layout is not None and layout.page == 32
 
