@@ -4,28 +4,25 @@
         --policies kvzip keydiff-all kv-compress --text wiki.txt --json asked.json
 
 A context of --length tokens is read, evicted to a share, and then asked about, or continued by the
-rest of a window of --ctx tokens of --text. Contexts to ask about are those of the needle test. A
-model that chats gets them as a user's turn by its chat template, and the question's beginning of an
-answer; an answer counts where it holds the number.
+rest of a window of --ctx tokens of --text. Contexts to ask about are RULER's (`evaluation/ruler`):
+one of several keys, all values of a key, a chain of variables. A model that chats gets them as a
+user's turn by its chat template, and the beginning of an answer; an answer counts where it holds
+the number, or in parts, where several are asked for. --svg FILE draws what --json holds: answers
+and loss against bytes. The policy `auto` is measured first, and the row says which one it was.
 """
 
 import dataclasses
-import random
 import time
 from collections.abc import Iterator
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 import quality
 
-from kvfold.config import CacheConfig
-from kvfold.evaluation.haystack import build_sample, load_filler
+from kvfold.config import AUTO, CacheConfig
+from kvfold.evaluation import auto, ruler
 from kvfold.evaluation.measure import Measured, Measurement, measure
 from kvfold.evaluation.perplexity import PerplexityResult, paired_difference
-from kvfold.evaluation.tasks.asked import AskedTask
-from kvfold.text import encode, reply_words
-
-MARK = "The special magic number for"  # with which the answer begins
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,55 +40,81 @@ class Case:
         return CacheConfig(page=page, kv_bytes=2**28, evict=self.evict, keep_tokens=self.keep)
 
 
-def questions(tokenizer: Any, length: int, contexts: int, facts: int) -> Iterator[AskedTask]:
-    """`facts` rows of each context, in a chat's words where the model chats."""
-    count, rng = cache(lambda text: len(encode(tokenizer, text))), random.Random(f"0/{length}")
-    before, after = "", ""
-    if tokenizer.chat_template:
-        asked = [{"role": "user", "content": "\x00"}]
-        whole = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-        before, after = whole.partition("\x00")[0], reply_words(tokenizer)
-    how = {"length": length, "num_facts": facts, "filler": load_filler()}
-    for sample in (build_sample(count, rng=rng, **how) for _ in range(contexts)):
-        for question, answer in zip(sample.questions, sample.answers, strict=True):
-            asked, begun = question.split(MARK, 1)
-            yield AskedTask(
-                context=before + sample.prompt,
-                question=asked.rstrip() + after + MARK + begun if after else question,
-                answer=answer,
-                max_new_tokens=count(answer) + 1,
-            )
-
-
 class Bench(quality.Bench):
     """Every case answers the same questions and reads the same windows."""
 
-    def measure(self, case: Case) -> Measured:
-        length, contexts = self.arguments.length, self.arguments.contexts
-        rows = list(questions(self.tokenizer, length, contexts, self.arguments.facts))
+    def measure(self, cache: CacheConfig) -> Measured:
+        given = self.arguments
+        how = {"length": given.length, "contexts": given.contexts, "facts": given.facts}
+        rows = {kind: ruler.rows(kind, self.tokenizer, **how) for kind in given.questions}
         what = Measurement(
             windows=self.texts,
-            tasks={"asked": rows} if rows else {},
-            cache=case.cache(self.arguments.page),
-            scored_from=length,
+            tasks={kind: own for kind, own in rows.items() if own},
+            cache=cache,
+            scored_from=given.length,
         )
         return measure(self.model, self.tokenizer, what)
 
     def row(self, case: Case) -> dict[str, Any]:
-        begin, found = time.perf_counter(), self.measure(case)
+        cache, begin = case.cache(self.arguments.page), time.perf_counter()
         result: dict[str, Any] = {"name": case.name, **dataclasses.asdict(case)}
-        if asked := found.tasks.get("asked"):
-            right = round(asked.scores["contains"].mean * asked.rows)
-            result |= {"right": right, "asked": asked.rows}
+        if case.evict == AUTO:
+            trials = auto.trials(self.model, self.tokenizer, cache)
+            cache = dataclasses.replace(cache, evict=auto.choose(trials))
+            result |= {"chosen": cache.evict, "trials": [dataclasses.asdict(x) for x in trials]}
+        found = self.measure(cache)
+        for kind, asked in found.tasks.items():
+            right = asked.scores["contains"].mean * asked.rows
+            result.setdefault("answers", {})[kind] = {"right": right, "asked": asked.rows}
+        if found.footprint is not None:
+            result |= dataclasses.asdict(found.footprint)
         result["texts"] = {name: dataclasses.asdict(x) for name, x in found.texts.items()}
         return result | {"seconds": time.perf_counter() - begin}
 
     def lost(self, row: dict[str, Any]) -> Iterator[str]:
-        """Nats a token more than the original on the same windows, of every text."""
-        for name, result in row["texts"].items():
-            original = self.rows["original"]["texts"][name]
-            pair = (PerplexityResult(**x) for x in (result, original))
-            yield "{}: {:.4f} ± {:.4f}".format(name, *paired_difference(*pair))
+        for name, pair in losses(row, self.rows["original"]).items():
+            yield "{}: {:.4f} ± {:.4f}".format(name, *pair)
+
+
+def losses(row: dict[str, Any], original: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Nats a token more than the original on the same windows of every text, and their error."""
+    pairs = ((name, x, original["texts"][name]) for name, x in row["texts"].items())
+    return {
+        name: paired_difference(PerplexityResult(**x), PerplexityResult(**y))
+        for name, x, y in pairs
+    }
+
+
+def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
+    """Answers of the first kind, and loss on the first text, against bytes of pages."""
+    import matplotlib.pyplot as plt
+
+    original = rows["original"]
+    kind, (text, *_) = next(iter(original["answers"])), original["texts"]
+    policies = dict.fromkeys(x["evict"] for x in rows.values() if x["evict"])
+    figure, (answers, loss) = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
+    full = original["answers"][kind]
+    answers.axhline(100 * full["right"] / full["asked"], color="grey", ls=":", label="all rows")
+    for number, policy in enumerate(policies):
+        own = sorted((x for x in rows.values() if x["evict"] == policy), key=lambda x: x["keep"])
+        kept = [x["cache_bytes"] / 1024 for x in own]
+        right = [100 * x["answers"][kind]["right"] / x["answers"][kind]["asked"] for x in own]
+        look = {"label": policy, "marker": "os^vDP*X<>"[number % 10], "color": f"C{number % 10}"}
+        look["ls"] = "-" if number < 10 else "--"
+        answers.plot(kept, right, **look)
+        loss.plot(kept, [losses(x, original)[text][0] for x in own], **look)
+    answers.set(ylabel=f"right answers to {kind}, %", ylim=(-3, 103))
+    loss.set(ylabel=f"nats a token lost on {text}")
+    loss.set_yscale("symlog", linthresh=0.01)
+    loss.axhline(0, color="grey", ls=":")
+    for panel in (answers, loss):
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(sorted({x["cache_bytes"] / 1024 for x in rows.values() if x["keep"]}))
+        panel.xaxis.set_major_formatter("{x:.0f}")
+        panel.set_xlabel(f"KiB of pages after {original['tokens']} tokens")
+        panel.grid(alpha=0.3)
+    figure.legend(*answers.get_legend_handles_labels(), loc="outside right center")
+    figure.savefig(path)
 
 
 def main() -> None:
@@ -99,15 +122,20 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--contexts", type=int, default=25)
     parser.add_argument("--facts", type=int, default=4)
+    parser.add_argument("--questions", nargs="+", choices=list(ruler.KINDS), default=["keys"])
     parser.add_argument("--policies", nargs="+", default=["kvzip", "keydiff-all", "kv-compress"])
     parser.add_argument("--keep", nargs="+", type=float, default=[0.25, 0.125])
     parser.add_argument("--page", type=int, default=16)
+    parser.add_argument("--svg", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     bench = Bench(arguments)
     cases = [Case(evict=name, keep=keep) for name in arguments.policies for keep in arguments.keep]
     for row in bench.run(bench.wanted([Case(), *cases]), bench.row):
-        right = f"{row['right']} of {row['asked']}" if "right" in row else ""
-        print(row["name"], right, *bench.lost(row), f"{row['seconds']:.0f} s", flush=True)
+        answers = row.get("answers", {}).items()
+        right = (f"{kind}: {x['right']:g} of {x['asked']}," for kind, x in answers)
+        print(row["name"], *right, *bench.lost(row), f"{row['seconds']:.0f} s", flush=True)
+    if arguments.svg is not None:
+        draw(bench.rows, arguments.svg)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -21,13 +20,10 @@ import quality
 from kvfold import recipes
 from kvfold.cache.eviction import policies
 from kvfold.compression.compressor import Compressor, Prepared
-from kvfold.config import CacheConfig
+from kvfold.config import CacheConfig, Prefer
 from kvfold.evaluation.measure import runner_for
-from kvfold.evaluation.needle import evaluate_needle
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import window_perplexity
-from kvfold.evaluation.reader import Reader
-from kvfold.evaluation.session import Sessions
 
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
 PLANNED = {"swift": (3, 4, 5, 6), "lean": (4, 6, 8), "small": (6, 14)}
@@ -50,6 +46,7 @@ class Case:
     edit: dict[str, Any] = dataclasses.field(default_factory=dict)
     recipe: str = "small"
     factor: float | None = None
+    prefer: Prefer = "balanced"
 
 
 def cases(section: str) -> Iterator[Case]:
@@ -81,7 +78,10 @@ def cases(section: str) -> Iterator[Case]:
         for recipe, factors in PLANNED.items():
             for factor in factors:
                 name = f"{recipe} {factor}x"
-                yield Case(name=name, cache=CacheConfig(), recipe=recipe, factor=factor)
+                case = Case(name=name, cache=CacheConfig(), recipe=recipe, factor=factor)
+                yield case
+                if recipe == "swift":
+                    yield dataclasses.replace(case, name=f"{name}, for speed", prefer="speed")
     if section == "factor":
         for factor in (8, 10, 14, 18, 24):
             yield Case(name=f"factor {factor}", cache=CacheConfig(), factor=factor)
@@ -114,7 +114,7 @@ class Bench(quality.Bench):
             found |= dataclasses.asdict(held)
         for asked, agnostic in (("after", True), ("before", False)):
             if agnostic or case.cache.evict:
-                found[f"needle_{asked}"] = self._needle(sessions, agnostic)
+                found[f"needle_{asked}"] = self.needle(sessions, agnostic)
         return found | {"seconds": time.perf_counter() - begin}
 
     def _model(self, case: Case) -> Any:
@@ -125,18 +125,7 @@ class Bench(quality.Bench):
             compressor = Compressor(self.model, recipe, self.tokenizer, max_tokens=most)
             self.prepared[case.recipe] = compressor.prepare(self.arguments.stats)
         prepared = self.prepared[case.recipe]
-        return prepared.folded_copy(prepared.plan_factor(case.factor))
-
-    def _needle(self, sessions: Sessions, agnostic: bool) -> dict[int, Any]:
-        with closing(Reader(sessions, agnostic=agnostic)) as reader:
-            results = evaluate_needle(
-                self.model,
-                self.tokenizer,
-                lengths=self.arguments.lengths,
-                num_contexts=self.arguments.contexts,
-                reader=reader,
-            )
-        return {result.length: dataclasses.asdict(result) for result in results}
+        return prepared.folded_copy(prepared.plan_factor(case.factor, prefer=case.prefer))
 
 
 def main() -> None:

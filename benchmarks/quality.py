@@ -3,12 +3,17 @@
 import argparse
 import json
 from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvfold.api import CALIBRATION_TOKENS
 from kvfold.cli.common import named_texts, versions
 from kvfold.evaluation.measure import text_windows
+from kvfold.evaluation.needle import evaluate_needle
+from kvfold.evaluation.reader import Reader
+from kvfold.evaluation.session import Sessions
 from kvfold.files import finite, write_json
 from kvfold.loading import load, load_tokenizer
 
@@ -52,6 +57,20 @@ class Bench:
         self.rows = {row["name"]: row for row in known}
         only = tuple(self.arguments.only or ("",))
         return [x for x in cases if x.name.startswith(only) and x.name not in self.rows]
+
+    def needle(self, sessions: Sessions, agnostic: bool = True) -> dict[int, Any]:
+        """Facts found by length of context; none where no lengths are asked for."""
+        if not self.arguments.lengths:
+            return {}
+        with closing(Reader(sessions, agnostic=agnostic)) as reader:
+            results = evaluate_needle(
+                self.model,
+                self.tokenizer,
+                lengths=self.arguments.lengths,
+                num_contexts=self.arguments.contexts,
+                reader=reader,
+            )
+        return {result.length: asdict(result) for result in results}
 
     def run(
         self, cases: Iterable[Any], row: Callable[[Any], dict[str, Any]], **more: Any

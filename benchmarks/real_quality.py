@@ -4,11 +4,11 @@
 
 Sections: bits (plain integers and KIVI), published (recipes of the papers at a half and a quarter,
 with Palu's bits), ours (dimensions at a half and a quarter, and bits planned with them), levels
-(bits planned in several sets of levels), recovered (the plans of ours after --recover steps on the
-calibration text). Folded models are read with their rows quantised as pages hold them, a window at
-a time, which tests/test_recover.py compares with the engine; plain integers, KIVI and Palu's bits
-go through the engine. Rows of the report are written as they are measured; those already in the
-file are kept.
+(bits planned in several sets of levels), speed (planned for one pass of a kernel), recovered (the
+plans of ours after --recover steps on the calibration text). Folded models are read with their rows
+quantised as pages hold them, a window at a time, which tests/test_recover.py compares with the
+engine; plain integers, KIVI and Palu's bits go through the engine. Rows of the report are written
+as they are measured; those already in the file are kept.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from kvfold.compression.calibrate import artifact_key
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
 from kvfold.compression.recover import QuantisedRows, StoredRows
 from kvfold.compression.statistics import Statistics
-from kvfold.config import ALL_LEVELS, LEVELS, CacheConfig
+from kvfold.config import ALL_LEVELS, LEVELS, CacheConfig, Prefer
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.measure import runner_for
 from kvfold.evaluation.paged import PagedSession
@@ -59,6 +59,7 @@ class Case:
     keep: float | None = None
     factor: float | None = None
     levels: tuple[int, ...] = LEVELS
+    prefer: Prefer = "balanced"
     steps: int = 0
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
 
@@ -86,6 +87,10 @@ def cases(section: str, steps: int) -> Iterator[Case]:
                 for name, levels in LEVEL_SETS.items():
                     name = f"{recipe} {factor}x, {name}"
                     yield Case(name=name, recipe=recipe, factor=factor, levels=levels)
+    if section == "speed":
+        for factor in (3, 4, 5, 6):
+            name = f"swift {factor}x, for speed"
+            yield Case(name=name, recipe="swift", factor=factor, prefer="speed")
     planned = {"ours": (FACTORS, 0), "recovered": (RECOVERED, steps)}
     factors, count = planned.get(section, ({}, 0))
     for recipe, sizes in factors.items():
@@ -160,7 +165,7 @@ class Bench(quality.Bench):
             return self.model, {}
         prepared, model = self.prepared[case.recipe], shared_copy(self.model)
         if case.factor is not None:
-            spec = prepared.plan_factor(case.factor, case.levels)
+            spec = prepared.plan_factor(case.factor, case.levels, case.prefer)
         else:
             spec = prepared.plan(case.keep or 1.0, 1)
         prepared.fold(spec, {}, model=model, recover=case.steps)
@@ -179,7 +184,7 @@ def rows_perplexity(model: Any, spec: CacheSpec, ids: Tensor) -> PerplexityResul
 
 def main() -> None:
     parser = quality.parser(__doc__, model="reference:smollm2", ctx=2048, windows=12)
-    sections = ("bits", "published", "ours", "levels", "recovered")
+    sections = ("bits", "published", "ours", "levels", "speed", "recovered")
     parser.add_argument("--sections", nargs="+", choices=sections, default=sections)
     parser.add_argument("--calib", nargs="*", metavar="FILE")
     parser.add_argument("--recover", type=int, default=100, metavar="STEPS")

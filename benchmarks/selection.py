@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -28,9 +27,7 @@ from kvfold.compression.compressor import Compressor
 from kvfold.compression.recover import through_bits
 from kvfold.engine.runner import PAGED
 from kvfold.evaluation.dense import DenseSession
-from kvfold.evaluation.needle import evaluate_needle
 from kvfold.evaluation.perplexity import window_perplexity
-from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.session import Footprint, Session, Sessions
 from kvfold.ops.common.attention import Tables, attention, rotate
 
@@ -265,21 +262,8 @@ class Bench(quality.Bench):
                 result, _ = window_perplexity(sessions, ids, scored_from=start)
                 found["texts"][name] = dataclasses.asdict(result)
             found["attention"] = sum(mass) / len(mass) if mass else 1.0
-            found["needle"] = self._needle(sessions)
+            found["needle"] = self.needle(sessions)
         return found | {"seconds": time.perf_counter() - begin}
-
-    def _needle(self, sessions: Sessions) -> dict[int, Any]:
-        if not self.arguments.lengths:
-            return {}
-        with closing(Reader(sessions)) as reader:
-            results = evaluate_needle(
-                self.model,
-                self.tokenizer,
-                lengths=self.arguments.lengths,
-                num_contexts=self.arguments.contexts,
-                reader=reader,
-            )
-        return {result.length: dataclasses.asdict(result) for result in results}
 
 
 def main() -> None:

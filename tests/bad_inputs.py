@@ -23,9 +23,27 @@ COMMANDS = {
     ),
     "kvfold eval folder": "folder is not a model directory: it has no config.json",
     "kvfold eval text.txt": "text.txt is not a model directory: it has no config.json",
+    "kvfold serve reference:gqa --engine vllm --evict random --keep-tokens .5": (
+        "--evict: vLLM has one block table for all heads of a layer, so nothing can be evicted by "
+        "head; leave it out, or serve the model with kvfold.LLM"
+    ),
+    "kvfold serve reference:gqa --engine vllm --bits 4 --format kivi": (
+        "--format: numbers that wait in 16 bits, as kivi's do, fit no block that sequences share; "
+        "leave it out, or serve the model with kvfold.LLM"
+    ),
+    "kvfold serve reference:gqa --engine vllm --max-queue 4": (
+        "--max-queue is of kvfold's own server, not of vLLM's: leave it, or --engine vllm, out"
+    ),
+    "kvfold serve reference:gqa --engine vllm --device cpu": (
+        "--device: vLLM runs on what it was built for; leave it out, and name GPUs in "
+        "CUDA_VISIBLE_DEVICES"
+    ),
+    "kvfold serve reference:gqa --engine sglang": (
+        'Invalid value "sglang" for --engine. Choose from: "kvfold", "vllm".'
+    ),
     "kvfold explode": (
-        'Unknown command "explode". Available commands: compress, generate, serve, inspect, eval, '
-        "compare, frontier, demo, ..."
+        'Unknown command "explode". Available commands: compress, generate, serve, route, '
+        "capacity, inspect, eval, compare, ..."
     ),
     "kvfold eval reference:gqa --bogus 1": "Unknown option: --bogus. Did you mean --bits?",
     "kvfold eval reference:gqa --dtype int8": (
@@ -109,7 +127,7 @@ SIZES = {
         'Command "compress" parameter --output requires an argument.'
     ),
     "kvfold compress reference:gqa --recipe zack --factor 4 --output new": (
-        "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean, lean-g or small"
+        "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean or small"
     ),
     "kvfold compress reference:gqa --bytes-per-token 1e6 --output new": (
         "--bytes-per-token must be at most 7168, what the uncompressed cache takes at 16 bits; "
@@ -154,12 +172,45 @@ SIZES = {
         "--levels are the bits of planned numbers, and no bits are planned: give --factor or "
         "--bytes-per-token too"
     ),
+    "kvfold compress reference:gqa --factor 4 --prefer quick --output new": (
+        'Invalid value "quick" for --prefer. Choose from: "speed", "balanced", "size".'
+    ),
+    "kvfold compress reference:gqa --keep 0.5 --prefer speed --output new": (
+        "--prefer speed is how bits are planned, and none are: say the size as --factor or "
+        "--bytes-per-token"
+    ),
+    "kvfold compress reference:gqa --factor 4 --prefer size --levels 8,4 --output new": (
+        "--levels and --prefer size exclude each other: each decides which bits numbers may have"
+    ),
+    "kvfold compress reference:gqa --factor 4 --prefer speed --recipe lean --output new": (
+        "--prefer speed plans keys of each head that nothing rebuilds, and values of all heads; "
+        "recipe 'lean' stores others: use swift, or leave --prefer out"
+    ),
+    "kvfold compress reference:gqa --factor 300 --prefer speed --output new": (
+        "--factor 300 leaves 191 bits a token, and each of 7 layers takes at least 216: ask for a "
+        "larger cache"
+    ),
+    "kvfold compress reference:gqa --fastest --output new": (
+        "--fastest is the fastest within a loss: give --budget too"
+    ),
+    "kvfold compress reference:gqa --batch 8 --output new": (
+        "--batch is of the step that is predicted: give --fastest too"
+    ),
+    "kvfold compress reference:gqa --budget 'ppl<=1.01' --fastest --recipe lean --output new": (
+        "--fastest tries several recipes, sizes and plans: leave --recipe out"
+    ),
+    "kvfold compress reference:gqa --budget 'ppl<=1.01' --fastest --prefer speed --output new": (
+        "--fastest tries several recipes, sizes and plans: leave --prefer out"
+    ),
+    "kvfold compress reference:gqa --budget 'ppl<=1.01' --fastest --context 9999 --output new": (
+        "--context must be at most 4096, the model's positions; got 9999"
+    ),
     "kvfold compress reference:gqa --recover -1 --output new": (
         "--recover must be at least 0 steps, got -1; 0 leaves the maps alone"
     ),
     "kvfold compress reference:gqa --recipe tiny --output new": (
         "unknown recipe 'tiny'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
-        "swift, lean, lean-g, small"
+        "swift, lean, small"
     ),
     "kvfold compress reference:gqa --max-tokens -5 --output new": (
         "--max-tokens must be at least 1, got -5"
@@ -181,7 +232,7 @@ SIZES = {
     ),
     "kvfold compare reference:gqa --recipes small,big": (
         "unknown recipe 'big'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
-        "swift, lean, lean-g, small"
+        "swift, lean, small"
     ),
     "kvfold compare reference:gqa --align 0": "--align must be at least 1 and below 1e+06, got 0",
     "kvfold compare reference:gqa --calib-tokens -5": "--calib-tokens must be at least 1, got -5",
@@ -375,7 +426,8 @@ CACHE = {
     "kvfold eval reference:gqa --evict best --keep-tokens 0.5": (
         "--evict must be one of kv-compress, kv-compress-full, kvc-w8, kvc-w32, kvc-w32-l1, "
         "kvc-full, snapkv, snapkv-w8, h2o, h2o-r32, pyramidkv, ada-snapkv, ada-snapkv-w8, "
-        "keydiff, keydiff-all, knorm, leverage, kvzip, streaming, random; got 'best'"
+        "keydiff, keydiff-all, knorm, leverage, compactor, kvzip, kvzip-keys, streaming, random, "
+        "auto; got 'best'"
     ),
     "kvfold eval reference:gqa --evict snapkv": (
         "--evict snapkv evicts down to a budget: give --keep-tokens, such as 0.5, or "
@@ -430,6 +482,43 @@ MEASURING = {
         "--ctx must be at least 3 where tokens are evicted, since half of a window is only "
         "read; got 2"
     ),
+    "kvfold bench serve 127.0.0.1:8000 --rate 1": (
+        "'127.0.0.1:8000' is no URL; give one such as http://127.0.0.1:8000"
+    ),
+    "kvfold bench serve http://127.0.0.1:1": (
+        "--rate is needed: this traffic has no times of its own"
+    ),
+    "kvfold bench serve http://127.0.0.1:1 --rate 1,0": "--rate must be above 0; got '1,0'",
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --max-input 9": (
+        "--max-input cuts what a --trace holds: give one, or leave it out"
+    ),
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --trace keys.jsonl": (
+        "keys.jsonl, line 1: a trace has fields TIMESTAMP, ContextTokens, GeneratedTokens; "
+        "timestamp, input_length, output_length; num_prefill_tokens, num_decode_tokens; got nothing"
+        " of these"
+    ),
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --beside keys.jsonl": (
+        "--beside: keys.jsonl is no result of kvfold bench serve; make it with --json"
+    ),
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --plot a.txt": (
+        "--plot: a.txt must end with .svg, .png or .pdf"
+    ),
+    "kvfold bench throughput random:large": (
+        "MODEL: 'large' is none of llama-3.1-8b, llama-2-7b, tiny"
+    ),
+    "kvfold bench throughput random:tiny --rates .5": "--rates must be at least 1, got 0.5",
+    "kvfold capacity reference:gqa --gpu h1000": (
+        "--gpu must be one of t4, l4, a10g, rtx-4090, a100-40, l40s, a100-80, h100, h200, b200; "
+        "got 'h1000'; or --gpu-bytes"
+    ),
+    "kvfold capacity reference:gqa --share 2": "--share must be in (0, 1], got 2.0",
+    "kvfold capacity reference:gqa --context 0": "--context must be at least 1, got 0",
+    "kvfold route localhost": ("'localhost' is no URL; give one such as http://127.0.0.1:8000"),
+    "kvfold route http://a http://a": "http://a, http://a: give each server once",
+    "kvfold route http://a --pick best": (
+        'Invalid value "best" for --pick. Choose from: "shortest", "round-robin".'
+    ),
+    "kvfold route http://a --check-seconds 0": "--check-seconds must be above 0, got 0.0",
     "kvfold bench attention --batch 1.5": (
         "--batch: '1.5' is not a comma-separated list of numbers such as 1,8"
     ),
@@ -462,6 +551,33 @@ GENERATING = {
     "kvfold generate reference:gqa --prompt-file long.txt": (
         "the prompt has more tokens than the model's 4096 positions; shorten it"
     ),
+    "kvfold generate reference:gqa --prompt a --context none.kvf": (
+        "packed context none.kvf: no such file; `kvfold pack` makes one"
+    ),
+    "kvfold generate reference:gqa --prompt a --context none.kvf --bits 4": (
+        "--context says how the cache stores tokens: beside it give --kv-bytes alone"
+    ),
+    "kvfold generate reference:gqa --prompt a --context none.kvf --chat": (
+        "--chat begins a conversation, and --context has begun already: write the template's "
+        "marks into the prompt"
+    ),
+    "kvfold pack reference:gqa --context none.txt --output book.kvf": (
+        "file none.txt: no such file; give a text file, plain, .xz or .gz"
+    ),
+    "kvfold pack reference:gqa --context long.txt --output book.kvf": (
+        "the context has more tokens than the model's 4096 positions, less one for a question; "
+        "shorten it"
+    ),
+    "kvfold pack reference:gqa --context text.txt --output nowhere/book.kvf": (
+        "cannot write nowhere/book.kvf: folder nowhere does not exist; create it first"
+    ),
+    "kvfold pack reference:gqa --context text.txt --output book.kvf --factor 0.5": (
+        "--factor must be at least 1, got 0.5"
+    ),
+    "kvfold pack sliding --context text.txt --output book.kvf": (
+        "--evict kvzip: this model's sliding window already drops old tokens, and eviction would "
+        "drop others: leave --evict out"
+    ),
 }
 POOLS = {
     "kvfold generate reference:gqa --prompt a --kv-bytes 1000": (
@@ -487,9 +603,18 @@ PYTHON = {
     'kvfold.LLM("reference:gqa", max_sequences="4")': (
         "max_sequences must be a whole number; got '4'"
     ),
+    'kvfold.best_policy("reference:gqa", None)': (
+        "evict='auto' is measured at a budget: give keep_tokens, such as 0.25"
+    ),
     'kvfold.LLM("reference:gqa", chunk=0)': "chunk must be at least 1, got 0",
     'kvfold.LLM("reference:gqa", max_tokens=64.5)': "max_tokens must be a whole number; got 64.5",
     'kvfold.LLM("reference:gqa", owned="no")': "owned must be True or False; got 'no'",
+    'kvfold.LLM("reference:gqa", prefix_caching="no")': (
+        "prefix_caching must be True or False; got 'no'"
+    ),
+    'kvfold.PackedContext.load("none.kvf")': (
+        "packed context none.kvf: no such file; `kvfold pack` makes one"
+    ),
     'kvfold.LLM("reference:gqa", bit=4)': (
         "unknown settings: bit; of the cache: kv_bytes, page, bits, zeros, sub_group, rotate, "
         "format, residual, evict, keep_tokens, max_cache_tokens"
@@ -512,13 +637,20 @@ PYTHON = {
     'kvfold.compress("reference:gqa", factor=4, levels=4)': (
         "levels must be a tuple of whole numbers; got 4"
     ),
+    'kvfold.compress("reference:gqa", factor=4, prefer="quick")': (
+        "prefer must be one of speed, balanced, size; got 'quick'"
+    ),
+    'kvfold.compress("reference:gqa", "small", factor=4, prefer="speed")': (
+        "prefer='speed' plans keys of each head that nothing rebuilds, and values of all heads; "
+        "recipe 'small' stores others: use swift, or leave prefer out"
+    ),
     'kvfold.compress("reference:gqa", keep=0.5, factor=4)': (
         "keep=0.5 and factor=4 exclude each other: each decides the size alone"
     ),
     'kvfold.compress("reference:gqa", recipe=5)': "recipe must be a string or a Recipe; got 5",
     'kvfold.compress("reference:gqa", "tiny")': (
         "unknown recipe 'tiny'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
-        "swift, lean, lean-g, small"
+        "swift, lean, small"
     ),
     'kvfold.compress("reference:gqa", align="8")': "align must be a whole number; got '8'",
     'kvfold.compress("reference:gqa", max_tokens=2.5)': (
@@ -623,6 +755,14 @@ REQUESTS = {
         "prompt_ids must be whole numbers, token ids; got [True, False]"
     ),
     "llm.generate([5.9])": "prompt_ids must be whole numbers, token ids; got [5.9]",
+    'llm.generate("a", context="book.kvf")': (
+        "context must be a PackedContext, of LLM.pack or PackedContext.load; got 'book.kvf'"
+    ),
+    "llm.pack('The ship.', factor=0)": "factor must be at least 1, got 0",
+    "llm.pack([5] * 300)": (
+        "the context has 300 tokens, and a sequence at most max_tokens positions, which are 256, a "
+        "question's too: shorten it, or raise them where the model has more"
+    ),
     "llm.generate([[]])": "prompt_ids must hold at least 1 token; got none",
     "llm.generate([[1, 999999]])": "prompt: token ids must be in 0..4095; got 999999",
     "llm.generate([[5] * 300])": (

@@ -7,7 +7,7 @@ left over from another sequence changes the hash, and so every token after it.
 import random
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.pool import Pool, PoolFull
+from kvfold.cache.sharing import SharingPool
 from kvfold.engine import request as sequences
 from kvfold.engine.engine import Engine, Hooks
+from kvfold.engine.prefixes import PrefixCache
 from kvfold.engine.request import Batch, CacheParams, SamplingParams, StepOutput
 from kvfold.engine.sampler import sample
 from kvfold.engine.scheduler import Schedule
@@ -102,7 +104,7 @@ class FakePool:
         assert not self.host_lengths[closed].any()
 
 
-def two_classes() -> CacheLayout:
+def two_classes(tracked: bool = False) -> CacheLayout:
     """Two layers of one group each, with pages of different bytes, so that slabs are traded."""
     geometry = Geometry(
         hidden_size=8,
@@ -118,7 +120,7 @@ def two_classes() -> CacheLayout:
         LayerSpec(keys="plain", values="plain", latents=(Latent(side="kv", heads=(0,), rank=rank),))
         for rank in (8, 24)
     )
-    return cache_layout(CacheSpec(geometry=geometry, layers=layers), page=PAGE)
+    return cache_layout(CacheSpec(geometry=geometry, layers=layers), page=PAGE, tracked=tracked)
 
 
 def real_pool(num_pages: int, *, num_slots: int, max_tokens: int) -> Pool:
@@ -128,7 +130,18 @@ def real_pool(num_pages: int, *, num_slots: int, max_tokens: int) -> Pool:
     )
 
 
-POOLS = {"fake": FakePool, "real": real_pool}
+def sharing_pool(tracked: bool, num_pages: int, *, num_slots: int, max_tokens: int) -> SharingPool:
+    layout = two_classes(tracked)
+    size = num_pages // 2 * layout.page_bytes
+    return SharingPool(layout, size, num_slots=num_slots, max_tokens=max_tokens)
+
+
+POOLS = {
+    "fake": FakePool,
+    "real": real_pool,
+    "shared": partial(sharing_pool, False),  # requests read pages of others
+    "tracked": partial(sharing_pool, True),  # or copies of them
+}
 
 
 class StubRunner:
@@ -201,6 +214,59 @@ class StubRunner:
                 self.cells.pop((slot, position), None)
 
 
+class PagedStub(StubRunner):
+    """The same, whose rows lie in the pool's pages and are read through its tables: (token + 1,
+    position) in every group."""
+
+    def run(self, batch: Batch) -> Tensor:
+        self.check(batch)
+        self._fail([chunk.request for chunk in batch.chunks])
+        found = []
+        for piece in batch.chunks:
+            slot = piece.request.slot
+            for group in range(2):
+                first = int(self.pool.host_lengths[slot, group]) - len(piece.tokens)
+                for i, token in enumerate(piece.tokens):
+                    self._cell(slot, group, first + i)[:] = token + 1, piece.start + i
+        for piece in batch.chunks:
+            slot, stop = piece.request.slot, piece.start + len(piece.tokens)
+            if piece.wants_logits:
+                held = {position: token - 1 for token, position in self._rows_of(slot, 0)}
+                other = {position: token - 1 for token, position in self._rows_of(slot, 1)}
+                assert all(other.get(position, x) == x for position, x in held.items())
+                assert len(held) == self.pool.host_lengths[slot, 0] <= len(other)
+                logits = logits_after([held.get(position) for position in range(stop)])
+                bad = piece.request.id in self.poisoned
+                found.append(logits * torch.nan if bad else logits)
+        return torch.stack(found) if found else torch.empty(0, VOCAB)
+
+    def check(self, batch: Batch) -> None:
+        for piece in batch.chunks:
+            slot = piece.request.slot
+            self.rows[slot] = self.pool.host_lengths[slot] - len(piece.tokens)
+        super().check(batch)
+
+    def _cell(self, slot: int, group: int, row: int) -> np.ndarray:
+        page = int(self.pool.tables[slot, group, row // PAGE]) * 16
+        return self.pool.arena.numpy().view(np.int32)[page + 4 * (row % PAGE) :][:2]
+
+    def _rows_of(self, slot: int, group: int) -> list[list[int]]:
+        count = int(self.pool.host_lengths[slot, group])
+        return [self._cell(slot, group, row).tolist() for row in range(count)]
+
+    def compress(self, chosen: list[sequences.Request]) -> None:
+        self.rounds.append([sequence.id for sequence in chosen])
+        self._fail(chosen)
+        for sequence in chosen:
+            slot, most = sequence.slot, sequence.cache.max_cache_tokens
+            self.pool.own(slot)
+            kept = np.minimum(self.pool.host_lengths[slot], [most, most + PAGE])
+            for group, count in enumerate(kept):
+                for i, row in enumerate(self._rows_of(slot, group)[-count:]):
+                    self._cell(slot, group, i)[:] = row
+            self.pool.shrink(slot, kept)
+
+
 class Bench:
     """An engine on a stub, and everything it delivered."""
 
@@ -218,7 +284,10 @@ class Bench:
         hooks: Hooks | None = None,
     ) -> None:
         self.pool = POOLS[pool](num_pages, num_slots=num_slots, max_tokens=max_tokens)
-        self.runner = StubRunner(self.pool, chunk=chunk, max_batch_tokens=max_batch_tokens)
+        shares = isinstance(self.pool, SharingPool)
+        stub = PagedStub if shares else StubRunner
+        self.runner = stub(self.pool, chunk=chunk, max_batch_tokens=max_batch_tokens)
+        self.prefixes = PrefixCache(self.pool) if shares else None
         self.engine = Engine(
             self.runner,
             self.pool,
@@ -228,6 +297,7 @@ class Bench:
             max_batch_tokens=max_batch_tokens,
             headroom=headroom,
             schedule=schedule,
+            prefixes=self.prefixes,
         )
         self.scheduler = self.engine.scheduler
         self.tokens: dict[int, list[int]] = {}

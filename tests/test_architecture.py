@@ -38,7 +38,8 @@ LAYERS: dict[str, set[str]] = {
     "loading": {"artifact", "models", "gguf", "hub", "place", "smollm2", "weights"}
     | {"config", "errors", "files", "text"},
     "engine": {"formats", "spec", "ops", "cache", "attention", "models", "config", "artifact"}
-    | {"errors", "loading", "text"},
+    | {"errors", "files", "loading", "text", "weights"},
+    "capacity": {"cache", "config", "engine", "errors", "models", "spec", "step_time"},
     "server": {"cache", "config", "engine", "errors", "text"},
     "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"}
     | {"errors"},

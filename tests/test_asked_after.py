@@ -1,32 +1,56 @@
-"""The questions of benchmarks/asked_after.py, for models that chat and others."""
+"""The picture of benchmarks/asked_after.py."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
-from kvfold.loading import load_tokenizer
+import pytest
+
+from kvfold.evaluation.perplexity import PerplexityResult
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import asked_after
 
-CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}[assistant]"
+
+def row(evict: str | None, keep: float | None, right: int, nll: float) -> dict:
+    windows = (nll - 0.1, nll + 0.1)
+    text = PerplexityResult(
+        nll=nll,
+        nll_se=0.1,
+        perplexity=1,
+        perplexity_se=0,
+        tokens=256,
+        window_nll=windows,
+        cache_bytes_allocated=1,
+        cached_tokens=1,
+    )
+    return {
+        "name": asked_after.Case(evict=evict, keep=keep).name,
+        "evict": evict,
+        "keep": keep,
+        "tokens": 512,
+        "cache_bytes": 2**20 * (keep or 1),
+        "answers": {"keys": {"right": right, "asked": 100}},
+        "texts": {"wiki": asdict(text)},
+    }
 
 
-def test_questions_continue_their_context() -> None:
-    rows = list(asked_after.questions(load_tokenizer("reference:gqa"), 512, 2, 3))
-    assert [row.context for row in rows] == [rows[0].context] * 3 + [rows[3].context] * 3
-    assert rows[0].context != rows[3].context
-    for row in rows:
-        key = row.question.partition("number for ")[2].partition(" mentioned")[0]
-        assert f"numbers for {key} is:{row.answer}." in row.context
+ROWS = [row(None, None, 90, 3.0)] + [
+    row(evict, keep, round(90 * keep**power), 3.0 + power * 0.01 / keep)
+    for evict, power in (("kvzip", 0.1), ("h2o", 1.0))
+    for keep in (0.5, 0.25, 0.125)
+]
 
 
-def test_a_chat_ends_the_users_turn_before_the_answer_begins() -> None:
-    tokenizer = load_tokenizer("reference:gqa")
-    (plain,) = asked_after.questions(tokenizer, 512, 1, 1)
-    tokenizer.chat_template = CHAT
-    (row,) = asked_after.questions(tokenizer, 512, 1, 1)
-    asked, mark, begun = plain.question.partition(asked_after.MARK)
-    said = [{"role": "user", "content": plain.context + asked.rstrip()}]
-    turn = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    assert row.context + row.question == turn + mark + begun
-    assert row.context == "[user]" + plain.context
+def test_losses_are_paired_with_the_originals() -> None:
+    mean, error = asked_after.losses(ROWS[-1], ROWS[0])["wiki"]
+    assert mean == pytest.approx(0.08) and error == pytest.approx(0)
+
+
+def test_every_policy_is_in_the_picture(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "asked.svg"
+    asked_after.draw({x["name"]: x for x in ROWS}, path)
+    drawn = path.read_text()
+    for words in ("all rows", "kvzip", "h2o", "KiB of pages after 512 tokens"):
+        assert f"<!-- {words} -->" in drawn

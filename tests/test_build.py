@@ -5,8 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvfold import LLM, SamplingParams
-from models import tiny, tokens
+from kvfold import LLM, SamplingParams, recipes
+from kvfold.cache.eviction import policies
+from kvfold.compression.default import even_spec
+from kvfold.config import CacheConfig
+from kvfold.engine import build
+from kvfold.models.families import family_of
+from models import llama_8b, tiny, tokens
 from test_llm import compressed
 
 SETTINGS = {"max_sequences": 2, "max_tokens": 96, "page": 8, "kv_bytes": 2**20}
@@ -78,3 +83,25 @@ def test_what_is_not_turned_is_shared() -> None:
     own = {name for name, x in turned.named_parameters() if id(x) not in mine}
     assert own and all("self_attn" in name for name in own)
     assert not any(name.endswith("o_proj.bias") for name in own)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "policy", "page"),
+    [
+        ("cuda", {}, None, 64),
+        ("cpu", {}, None, 32),
+        ("cuda", {"page": 16}, None, 16),
+        ("cuda", {"bits": 3}, None, 32),  # which one pass does not read
+        ("cuda", {"residual": 32}, None, 32),
+        ("cuda", {}, "snapkv", 32),
+    ],
+)
+def test_pages_are_those_of_one_pass_on_a_gpu(
+    device: str, settings: dict[str, Any], policy: str | None, page: int
+) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    config = llama_8b(num_hidden_layers=2)
+    spec = even_spec(recipes.get("swift"), family_of(config).geometry(config), 0.75, (8, 4))
+    found = policy and policies.get(policy)
+    layout = build.layout_of(config, spec, CacheConfig(**settings), found, 2, device)
+    assert layout.page == page

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -24,7 +25,7 @@ from kvfold.cache.eviction.policies import POLICIES
 from kvfold.cli.common import progress
 from kvfold.cli.main import main
 from kvfold.cli.options import Storage
-from kvfold.config import BITS, CacheConfig, check, setting, settings_of
+from kvfold.config import AUTO, BITS, CacheConfig, check, setting, settings_of
 from kvfold.evaluation.tasks import TASKS
 from kvfold.files import new_directory
 from kvfold.formats import FORMATS, format_of
@@ -366,11 +367,15 @@ def test_an_interrupt_ends_with_130(monkeypatch, capsys, plain):
 # -- what each command does ---------------------------------------------------------------------
 
 
+PROGRESS = re.compile(r"about .* left$")  # which slow machines see
+
+
 def printed(capsys, *arguments):
     capsys.readouterr()
     assert main([str(argument) for argument in arguments]) == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
+    said = [line for line in captured.err.splitlines() if not PROGRESS.search(line)]
+    assert said == []
     return captured.out
 
 
@@ -398,6 +403,24 @@ def test_compress_recovers_and_says_what_it_gained(plain, tmp_path, capsys):
     assert f"recovered in 2 steps: {losses} from the original" in out
     out = printed(capsys, "compress", "--help")
     assert "swift" in out and "for a GPU." in out
+
+
+@pytest.mark.parametrize(
+    ("prefer", "recipe", "levels"),
+    [
+        ("speed", ["swift: one pass", "in one pass on a Hopper GPU: no: 2 KV"], [8, 4, 2]),
+        ("size", ["fast kernels on a GPU"], [8, 6, 4, 3, 2, 1]),
+    ],
+)
+def test_a_plan_is_for_what_is_preferred(plain, tmp_path, capsys, prefer, recipe, levels):
+    arguments = ["--factor", "3", "--prefer", prefer, *FEW, "--output", tmp_path / "out"]
+    out = printed(capsys, "compress", plain, *arguments)
+    assert all(words in out for words in recipe)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    made = config["quantization_config"]["provenance"]
+    assert made["prefer"] == prefer and made["levels"] == levels
+    shown = printed(capsys, "inspect", tmp_path / "out")
+    assert f"prefer: {prefer}" in shown and ("in one pass" in shown) is (prefer == "speed")
 
 
 def test_a_budget_finds_the_keep(plain, tmp_path, capsys):
@@ -602,7 +625,7 @@ def test_every_setting_of_the_cache_is_a_flag_with_its_legal_values(capsys):
         for name, (_, own) in known.items():
             flag, text = own.off or (name, own.text)
             assert f"--{flag.replace('_', '-')}" in shown and text in shown
-        assert f"One of {', '.join(POLICIES)}." in shown and ", 6, 4" in shown
+        assert f"One of {', '.join([*POLICIES, AUTO])}." in shown and ", 6, 4" in shown
     assert set(BITS) == {16}.union(*(format_of(name).widths for name in FORMATS))
 
 

@@ -632,7 +632,10 @@ def test_what_is_not_declared_is_not_there() -> None:
         (lambda: replace(PLAIN, power=3), "power .* got 3"),
         (lambda: replace(PLAIN, pool=4), "pool must be odd .* got 4"),
         (lambda: replace(PLAIN, scope="head"), "group, layer, pyramid, all; got 'head'"),
-        (lambda: Norms(name="norms"), "attention, keys, queries, replay, values; got 'norm'"),
+        (
+            lambda: Norms(name="norms"),
+            "attention, keys, local, queries, replay, values; got 'norm'",
+        ),
         (lambda: Queries(name="queries"), "'queries' needs queries, so window .* got None"),
         (lambda: observing(Claimed(name="mass")), "'mass' needs attention.* a Claimed: derive"),
         (lambda: replace(PLAIN, exclude=-1), "exclude .* got -1"),

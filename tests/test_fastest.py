@@ -75,6 +75,7 @@ def test_sizes_beyond_one_that_loses_too_much_are_not_measured(
         (["--fastest", "--budget", "ppl<=1.1", "--recipe", "lean"], "leave --recipe out"),
         (["--fastest", "--budget", "ppl<=1.1", "--align", "8"], "leave --align out"),
         (["--fastest", "--budget", "ppl<=1.1", "--stats", "s.pt"], "leave --stats out"),
+        (["--fastest", "--budget", "ppl<=1.1", "--prefer", "speed"], "leave --prefer out"),
     ],
 )
 def test_what_it_needs_and_excludes(plain, tmp_path, capsys, arguments, message):  # noqa: F811

@@ -26,6 +26,7 @@ SERVED = {
     "two bits": (swift([((128, 2),)] * 4, [((320, 2),)], page=64), 4),
 }
 OTHERS = {
+    "queries of 32 bits": swift([((64, 4),)] * 8, [((96, 4),)], page=64, itemsize=4),
     "groups of unlike": swift([((64, 4),)] * 8, [((64, 4),), ((96, 4),)], heads=4, page=64),
     "6 KV heads of": swift([((64, 4),)] * 6, [((96, 4),)], page=64),
     "other runs": swift([((64, 4),)] * 4 + [((32, 4),)] * 4, [((96, 4),)], page=64),

@@ -438,6 +438,7 @@ def test_summary_adds_up() -> None:
     model = compressed("llama-gqa", "small", factor=6.0)
     llm = LLM(model, **SMALL, evict="snapkv", keep_tokens=0.5)
     rows = dict(llm.summary())
+    assert rows.pop("prefix caching") == "on"
     layout, geometry = llm.runner.pool.layout, llm.runner.pool.layout.spec.geometry
     full = 2 * geometry.full_numbers
     number = {name: float(re.search(r"[\d.]+", value).group()) for name, value in rows.items()}

@@ -20,6 +20,14 @@ def test_every_row_of_the_report_is_on_the_page() -> None:
 
 
 @pytest.mark.parametrize("model", ["smollm2", "gqa"])
+def test_plans_for_speed_are_on_the_page(model: str) -> None:
+    rows = json.loads((ROOT / f"benchmarks/results/speed-{model}.json").read_text())["rows"]
+    page = (ROOT / "docs/quality.md").read_text(encoding="utf-8").splitlines()
+    lines = table(rows).splitlines()[2:]
+    assert len(lines) > 10 and {*lines} <= set(page)
+
+
+@pytest.mark.parametrize("model", ["smollm2", "gqa"])
 def test_plans_by_levels_are_on_the_page(model: str) -> None:
     rows = json.loads((ROOT / f"benchmarks/results/levels-{model}.json").read_text())["rows"]
     page = (ROOT / "docs/quality.md").read_text(encoding="utf-8").splitlines()

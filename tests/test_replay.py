@@ -5,11 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvfold.cache.eviction.budget import Budget
 from kvfold.cache.eviction.policies import get
 from kvfold.cache.eviction.policies.keys import leverage_of, unlike_others
+from kvfold.cache.eviction.policies.replay import rank_of
 from kvfold.cache.eviction.replay import LEAST, reconstruction
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
+from kvfold.engine.eviction import Held
 from kvfold.engine.request import CacheParams
 from kvfold.evaluation.paged import PagedSession
 from kvfold.text import reply_words
@@ -134,3 +137,29 @@ def test_key_measures_tell_the_odd_one_out() -> None:
 def test_a_piece_has_tokens() -> None:
     with pytest.raises(ValueError, match="chunk must be at least 1 token, got 0"):
         replace(get("kvzip"), chunk=0)
+
+
+def test_ranks_are_shares_of_the_scored_rows() -> None:
+    x = torch.tensor([[[3.0, 1.0, torch.nan], [2.0, 1.0, 9.0]]])
+    scored = torch.tensor([[[True, True, False], [True, True, True]]])
+    assert rank_of(x, scored)[scored].tolist() == pytest.approx([0.6, 0, 0.4, 0.2, 0.8])
+
+
+def test_rows_stay_for_their_reading_or_for_their_key() -> None:
+    config = CacheConfig(kv_bytes=2**23, page=4, evict="kvzip-keys", keep_tokens=0.5)
+    runner = build_runner(tiny("llama-gqa"), config, num_slots=2, max_tokens=160)
+    session = session_of(runner, tokens(1, PROMPT)[0].tolist())
+    runner.replay.score(session.sequence)
+    held = [Held(session.sequence.open_slot, PROMPT, Budget(pages=1), None)]
+    view = runner.eviction._view(held, runner.policy)
+    found = runner.policy.score(view)
+    apart = view.by_layer(lambda layer: unlike_others(view.keys(layer)))
+    alone = replace(runner.policy, behind=1.0).score(view)
+    by_key = found > alone
+    assert by_key.any() and not by_key.all()
+    for mine, of in ((~by_key, view.metrics), (by_key, apart)):
+        order = of[mine].argsort()
+        assert (found[mine][order].diff() >= 0).all()
+    assert float(apart[by_key].mean()) > float(apart[~by_key].mean())
+    with pytest.raises(ValueError, match=r"behind must be in \[0, 1\], got 2"):
+        replace(runner.policy, behind=2)

@@ -18,17 +18,21 @@ from kvfold.compression.bases import builder_of
 from kvfold.compression.default import even_spec
 from kvfold.compression.plan import plan_bits, planned_spec
 from kvfold.compression.ranks import LatentCandidate
-from kvfold.config import LEVELS
+from kvfold.config import LEVELS, Prefer
+from kvfold.loading import load_config
 from kvfold.models.families import family_of
 from kvfold.models.folded import layer_shapes
-from kvfold.models.kernels import kernels_of
+from kvfold.models.kernels import fastest_layout, in_one_pass, kernels_of
 from kvfold.ops.backend import GPU
 from kvfold.spec import CacheSpec, Geometry, KeyKind, Latent, LayerSpec, ValueKind
 from kvfold.spec.layout import Group, cache_layout
+from kvfold.step_time import Load, predict
 from models import CONFIGS, llama_8b, tiny
 from steps import backends
 
 pytest.importorskip("triton", reason="Triton is not installed")
+
+from kvfold.ops.decode import joint
 
 GEOMETRY = Geometry(
     hidden_size=32,
@@ -221,7 +225,9 @@ def stored(config: hf.PretrainedConfig, recipe: str, keep: float) -> CacheSpec:
     return even_spec(recipes.get(recipe), family_of(config).geometry(config), keep)
 
 
-def planned(config: hf.PretrainedConfig, recipe: str, factor: float) -> CacheSpec:
+def planned(
+    config: hf.PretrainedConfig, recipe: str, factor: float, prefer: Prefer = "balanced"
+) -> CacheSpec:
     """What a recipe plans for a model whose latents decay at random."""
     geometry, basis = family_of(config).geometry(config), builder_of(recipes.get(recipe))
     chance = torch.Generator().manual_seed(int(factor))
@@ -231,10 +237,10 @@ def planned(config: hf.PretrainedConfig, recipe: str, factor: float) -> CacheSpe
             width = len(side) * len(heads) * geometry.head_dim
             slope = 4 * torch.rand(1, generator=chance)
             singular = torch.exp(-slope * torch.arange(width) / width).double()
-            own = SimpleNamespace(singular=singular, mean=range(width))
+            own = SimpleNamespace(singular=singular, mean=range(width), width=width)
             latents.append(LatentCandidate(layer=layer, side=side, heads=heads, basis=own))
     bits = int(16 * geometry.full_numbers / factor)
-    sizes = plan_bits(latents, bits, LEVELS)
+    sizes = plan_bits(latents, bits, LEVELS, prefer)
     return planned_spec(latents, sizes, geometry, basis.key_kind(geometry))
 
 
@@ -245,12 +251,59 @@ NARROW = llama_8b(
 
 
 @pytest.mark.parametrize("config", [llama_8b(num_hidden_layers=4), MANY_HEADS, NARROW])
-@pytest.mark.parametrize("recipe", ["fast", "swift", "lean", "lean-g", "small"])
+@pytest.mark.parametrize("recipe", ["fast", "swift", "lean", "small"])
 def test_no_planned_checkpoint_decodes_in_pytorch(config, recipe: str, backend) -> None:
     backend("reference")  # which says nothing of other machines
     for factor in (2, 3, 4, 6, 8, 14, 20):
         found = kernels_of(config, planned(config, recipe, factor))
         assert found.complete, (factor, str(found))
+
+
+FEW_HEADS = llama_8b(num_key_value_heads=4, num_hidden_layers=4)
+
+
+@pytest.mark.parametrize("config", [llama_8b(num_hidden_layers=4), FEW_HEADS])
+@pytest.mark.parametrize("factor", [3, 4, 5, 6, 8, 14])
+def test_plans_for_speed_are_decoded_in_one_pass(config, factor: int) -> None:
+    spec = planned(config, "swift", factor, "speed")
+    layout = fastest_layout(config, spec)
+    assert layout is not None and layout.page == 64 and layout.kept_fraction <= 1 / factor
+    assert in_one_pass(config, spec) == "yes, pages of 64 rows"
+    assert kernels_of(config, spec).complete
+    assert in_one_pass(config, planned(config, "swift", factor)).startswith("no: ")
+
+
+def test_plans_for_speed_are_predicted_to_be_fast() -> None:
+    config = llama_8b(num_hidden_layers=4)
+    plans: list[Prefer] = ["speed", "balanced"]
+    once, twice = (predict(config, planned(config, "swift", 4, x), Load()) for x in plans)
+    assert once is not None and twice is not None and once.ms < 0.8 * twice.ms
+    few = predict(config, planned(config, "swift", 4, "speed"), Load(batch=1))
+    assert few is not None and few.ms < once.ms  # in two passes
+
+
+def test_rows_of_a_plan_for_speed_suit_the_pass_whatever_the_queries() -> None:
+    """The embedded model has two query heads a KV head, and the pass wants four or eight."""
+    config = load_config("reference:gqa")
+    spec = planned(config, "swift", 5, "speed")
+    layout = cache_layout(spec, page=64)
+    assert all(joint.unread(layout.of_layer(i), 8) is None for i in range(len(spec.layers)))
+    assert in_one_pass(config, spec) == "no: 2 KV heads of 2 query heads each"
+
+
+def test_large_pages_are_smaller_where_two_do_not_fit() -> None:
+    config = llama_8b(num_hidden_layers=4, head_dim=256)
+    layout = fastest_layout(config, planned(config, "swift", 2, "speed"))
+    assert layout is not None and layout.page == 32
+
+
+def test_rebuilt_keys_are_not_decoded_in_one_pass() -> None:
+    config = llama_8b(num_hidden_layers=4)
+    spec = planned(config, "swift", 4, "speed")
+    layers = tuple(replace(layer, keys="pre_rope") for layer in spec.layers)
+    assert (
+        in_one_pass(config, replace(spec, layers=layers)) == "no: keys that are rebuilt before RoPE"
+    )
 
 
 @pytest.mark.parametrize(

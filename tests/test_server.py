@@ -185,5 +185,7 @@ def test_metrics_count_what_was_served(small: Served) -> None:
     assert more.pop("vllm:inter_token_latency_seconds_count") == 7
     assert set(more.values()) == {1}
     assert value("vllm:request_success_total", finished_reason="length") == ended + 1
+    found = [value(f"vllm:prefix_cache_{x}_total") for x in ("queries", "hits")]
+    assert found[0] >= usage["prompt_tokens"] and 0 <= found[1] < found[0]
     assert value("vllm:num_requests_running") == value("kvfold:pool_bytes", state="used") == 0
     assert value("kvfold:token_bytes", axis="pages") > 0

@@ -16,6 +16,7 @@ from kvfold import AsyncLLM, SamplingParams
 from kvfold.engine import grammar
 from kvfold.engine.async_llm import EngineFault
 from kvfold.server.limits import Limits
+from memory import resident
 from serving import Served, httpx, serving, small_llm
 
 CHAT = "/v1/chat/completions"
@@ -264,12 +265,18 @@ class Crowd:
     "seconds", [2, pytest.param(900, marks=[pytest.mark.soak, pytest.mark.slow])]
 )
 def test_nothing_is_lost_in_a_crowd_of_clients(seconds: int) -> None:
-    """Pages, answers and health: `serving` checks that nothing is left."""
+    """Pages, answers, health and memory: `serving` checks that no page is left."""
     llm = small_llm(max_sequences=16)
     with serving(llm, limits=Limits(max_queue=40)) as served:
-        crowd = Crowd(served, seconds)
+        first = Crowd(served, seconds / 2)  # of what is kept for good, all is there after it
+        asyncio.run(first.run(64))
+        idle(served)
+        before = resident()
+        crowd = Crowd(served, seconds / 2)
         asyncio.run(crowd.run(64))
         idle(served)
+        grown = resident() - before
+        assert grown < 2**25, f"{grown / 2**20:.1f} MiB more than before {crowd.counts}"
         assert served.client.get("/health").status_code == 200
     assert all(crowd.counts[kind] for kind in ("whole", "stream", "leave", "bad")), crowd.counts
 

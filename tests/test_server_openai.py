@@ -12,7 +12,7 @@ ASKED = [{"role": "user", "content": "Who went to sea?"}]
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Served]:
-    llm = small_llm(evict="kv-compress", keep_tokens=1.0, page=8, max_tokens=512)
+    llm = small_llm(evict="kv-compress", keep_tokens=1.0, page=8, max_tokens=512, kv_bytes=2**23)
     with serving(llm, api_key="secret") as served:
         yield served
 
@@ -57,10 +57,18 @@ def test_errors_are_the_clients_own(client, small) -> None:
     assert [x.id for x in client.models.list()] == ["small"]
 
 
+PROMPT = "The old house by the sea. " * 30
+
+
 def test_a_requests_own_cache_and_what_it_evicted(client) -> None:
-    asked = {"model": "small", "prompt": "The old house by the sea. " * 30, "max_tokens": 4}
+    asked = {"model": "small", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     kept = client.completions.create(**asked)
     less = client.completions.create(**asked, extra_body={"keep_tokens": 0.5})
     assert kept.usage.evicted_tokens == 0
     assert 0.3 < less.usage.evicted_tokens / less.usage.prompt_tokens < 0.6
-    assert less.usage.prompt_tokens_details.cached_tokens == 0
+    assert kept.usage.prompt_tokens_details.cached_tokens == 0
+    assert less.usage.prompt_tokens_details.cached_tokens > 0.7 * less.usage.prompt_tokens
+    for own in ({"prefix_caching": False}, {"cache_salt": "mine"}):
+        anew = client.completions.create(**asked, extra_body=own)
+        assert anew.usage.prompt_tokens_details.cached_tokens == 0
+        assert anew.choices[0].text == kept.choices[0].text

@@ -1,16 +1,15 @@
 """Events from several threads on a stub model: requests, cancels, pre-emption, failures and NaN."""
 
 import gc
-import os
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from kvfold.engine import scheduler
 from kvfold.engine.request import CacheParams, Request
 from kvfold.engine.scheduler import Schedule
+from memory import resident
 from stub import Bench, in_threads, mixed_requests, reference, stream
 
 THREADS = 4
@@ -22,11 +21,6 @@ class Forgetful(list):
     """A record that nobody reads."""
 
     def append(self, _: object) -> None: ...
-
-
-def memory() -> int:
-    """Bytes that this process holds."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Crowd:
@@ -121,10 +115,10 @@ def test_nothing_is_lost_in_a_crowd(events: int, monkeypatch: pytest.MonkeyPatch
     crowd = Crowd(events)
     crowd.run(THREADS)  # a quarter of the events, to have all that is kept
     crowd.bench.drain()
-    before = memory()
+    before = resident()
     in_threads(THREADS, crowd.run, seconds=3600)
     crowd.bench.drain()
-    assert memory() - before < 2**24
+    assert resident() - before < 2**24
     assert not crowd.bench.engine.has_work
     gc.collect()
     assert not [x for x in alive() if id(x) not in known]

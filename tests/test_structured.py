@@ -1,7 +1,9 @@
 """Text that keeps to a schema: the engine's and the server's, in a batch beside other text."""
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ pytest.importorskip("xgrammar", reason='needs pip install "kvfold[structured]"')
 
 from kvfold import LLM, SamplingParams
 from kvfold.engine import engine, sampler
+from kvfold.engine.grammar import Grammars, Guide
 from serving import Served, serving, small_llm
 
 KINDS = ["cat", "dog"]
@@ -186,3 +189,27 @@ def test_a_text_that_cannot_go_on_is_an_error_of_its_own(small: Served) -> None:
 def test_an_engine_alone_needs_a_guide(llm: LLM) -> None:
     with pytest.raises(ValueError, match="need a guide"):
         llm.engine.add([1], SamplingParams(regex="a"))
+
+
+def test_a_slow_schema_holds_up_nobody_else(small: Served, monkeypatch) -> None:
+    """While one is compiled, others are answered; it is answered, too."""
+    begun, go = threading.Event(), threading.Event()
+    guide = Grammars.guide
+
+    def slow(self: Grammars, sampling: SamplingParams) -> Guide:
+        begun.set()
+        assert go.wait(30)
+        return guide(self, sampling)
+
+    monkeypatch.setattr(Grammars, "guide", slow)
+    body = {"prompt": "a", "max_tokens": 9, "structured_outputs": {"regex": "[0-9]{3}"}}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(small.ask, **body)
+        try:
+            assert begun.wait(30)
+            assert small.ask(prompt="a", max_tokens=2)["choices"]
+            assert small.ask("/tokenize", prompt="a")["count"] >= 1
+            assert not waiting.done()
+        finally:
+            go.set()
+        assert waiting.result()["choices"][0]["text"].isdigit()

@@ -17,20 +17,25 @@ from kvfold.artifact import provenance_of, spec_of
 from kvfold.card import facts
 from kvfold.cli.main import main
 from kvfold.compression import bit_allocation
+from kvfold.compression import plan as plan_of
 from kvfold.compression.bit_allocation import (
     DISTORTION,
     SCALE_BITS,
+    any_tiers,
     cost,
     even_tiers,
     plan_tiers,
+    predicted_loss,
     unit,
 )
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.plan import plan_bits
+from kvfold.compression.preference import one_pass_tiers
 from kvfold.compression.ranks import LatentCandidate
 from kvfold.compression.target import Target
 from kvfold.config import ALL_LEVELS, LEVELS, Recipe
+from kvfold.evaluation import frontier
 from kvfold.formats.integers import Integers
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import cache_layout
@@ -52,18 +57,12 @@ def spectra(draw: st.DrawFn) -> list[Tensor]:
     return found
 
 
+def plan(found: list[Tensor], budget: int, levels, sets=None) -> list:
+    return plan_tiers(found, budget, [any_tiers(len(s), levels) for s in found], sets)
+
+
 def falling(width: int = 128, decay: float = 1.0, top: float = 1.0) -> Tensor:
     return top * torch.arange(1, width + 1, dtype=torch.float64).pow(-decay)
-
-
-def predicted_loss(spectrum: Tensor, tiers) -> float:
-    """Nats a token: what a tier's rotation spreads over its dimensions, and what is dropped."""
-    total, start = 0.0, 0
-    for width, bits in tiers:
-        part = spectrum[start : start + width]
-        total += DISTORTION[bits] * float(part.sum() ** 2) / width / 2
-        start += width
-    return total + float(spectrum[start:].square().sum()) / 2
 
 
 def total_loss(found: list[Tensor], planned: list) -> float:
@@ -75,7 +74,7 @@ def total_loss(found: list[Tensor], planned: list) -> float:
 def test_plans_keep_to_the_budget_and_the_rules(
     found: list[Tensor], budget: int, levels: list[int]
 ):
-    planned = plan_tiers(found, budget, levels)
+    planned = plan(found, budget, levels)
     assert sum(map(cost, planned)) <= budget
     for s, tiers in zip(found, planned, strict=True):
         bits = [b for _, b in tiers]
@@ -89,12 +88,40 @@ def test_plans_keep_to_the_budget_and_the_rules(
 @given(spectra(), st.integers(0, 9000), SETS)
 def test_rows_of_codes_are_whole_units(found: list[Tensor], budget: int, levels: list[int]):
     """16 bytes in latents of 256 numbers or more, else 4; where the latent ends between, a word."""
-    for s, tiers in zip(found, plan_tiers(found, budget, levels), strict=True):
+    for s, tiers in zip(found, plan(found, budget, levels), strict=True):
         size, end = 16 if len(s) >= 256 else 4, 0
         for width, bits in tiers:
             end, row = end + width, Integers(bits=bits).row_bytes(width)
             forced = end == len(s) and len(s) % unit(len(s), bits)
             assert row * 8 == width * bits and row % (2 if forced else size) == 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(spectra(), st.sampled_from([64, 256, 640, 768, 1024]), st.integers(500, 20000))
+def test_plans_for_speed_are_runs_that_one_pass_reads(found: list[Tensor], width: int, budget: int):
+    """Whole 4 bytes of keys, 16 of values, oddly many of wide ones, which twelve warps weigh."""
+    keys = [s for s in found if len(s) % 16 == 0 and len(s) and s[0] > 0]
+    every, sides = [*keys, falling(width)], ["k"] * len(keys) + ["v"]
+    rules = [one_pass_tiers(side, len(s)) for side, s in zip(sides, every, strict=True)]
+    planned = plan_tiers(every, budget, rules)
+    spent = sum(map(cost, planned))
+    assert spent <= budget
+    if budget >= sum(rule.least for rule in rules):
+        assert all(planned)
+    for side, s, tiers in zip(sides, every, planned, strict=True):
+        rows = [Integers(bits=bits).row_bytes(numbers) for numbers, bits in tiers]
+        unit, rest = (4, 0) if side == "k" else (32, 16) if len(s) >= 512 else (16, 0)
+        assert all(row % unit == rest for row in rows)
+        assert sum(numbers for numbers, _ in tiers) <= len(s)
+        if side == "v":
+            assert sum(-(-n // (64 * k)) * k for n, b in tiers for k in [1 + (b == 2)]) <= 12
+
+
+def test_no_width_of_values_is_more_than_the_warps_weigh():
+    """Even where every bit is free: whole items, or so few numbers that parts of items do."""
+    for width in range(64, 2049, 32):
+        (tiers,) = plan_tiers([falling(width, 0.1)], 10**6, [one_pass_tiers("v", width)])
+        assert sum(-(-n // (64 * k)) * k for n, b in tiers for k in [1 + (b == 2)]) <= 12
 
 
 @pytest.mark.parametrize(
@@ -107,15 +134,15 @@ def test_a_unit_is_what_a_kernel_reads_at_once(width: int, bits: int, numbers: i
 
 def test_a_width_of_no_whole_units_is_kept_to_its_end():
     everything = [torch.ones(40, dtype=torch.double)]  # 16 numbers of 2 bits are a unit
-    assert plan_tiers(everything, 10**6, [2]) == [((40, 2),)]
-    assert plan_tiers([torch.ones(39)], 10**6, [2]) == [((32, 2),)]  # 78 bits are no words
+    assert plan(everything, 10**6, [2]) == [((40, 2),)]
+    assert plan([torch.ones(39)], 10**6, [2]) == [((32, 2),)]  # 78 bits are no words
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0.2, 2.0), min_size=1, max_size=4), st.integers(200, 4000), SETS)
 def test_what_rounding_leaves_is_small(decays: list[float], budget: int, levels: list[int]):
     found = [falling(128, decay, 1 + i / 7) for i, decay in enumerate(decays)]
-    planned = plan_tiers(found, budget, levels)
+    planned = plan(found, budget, levels)
     most = sum(len(s) * max(levels) + SCALE_BITS for s in found)
     # Between two prices that differ by nothing, one latent gains a unit or two: 32 numbers at most.
     assert sum(map(cost, planned)) >= min(budget, most) - 2 * 32 * max(levels)
@@ -126,16 +153,16 @@ def test_what_rounding_leaves_is_small(decays: list[float], budget: int, levels:
 def test_more_bits_predict_less_loss(found: list[Tensor], budget: int, levels: list[int]):
     """Budgets apart by more than what rounding leaves."""
     budgets = [budget, budget + sum(len(s) * max(levels) + SCALE_BITS for s in found)]
-    little, much = (total_loss(found, plan_tiers(found, b, levels)) for b in budgets)
+    little, much = (total_loss(found, plan(found, b, levels)) for b in budgets)
     nothing = total_loss(found, [()] * len(found))
     assert much <= little * (1 + 1e-9) and little <= nothing * (1 + 1e-9)
 
 
 def test_what_one_price_leaves_is_spent_where_it_fits(monkeypatch):
     found, budget = [falling(128, 0.5 + i / 8) for i in range(6)], 900
-    spent = plan_tiers(found, budget, LEVELS)
+    spent = plan(found, budget, LEVELS)
     monkeypatch.setattr(bit_allocation, "FALLS", 0)
-    before = plan_tiers(found, budget, LEVELS)
+    before = plan(found, budget, LEVELS)
     assert sum(map(cost, before)) < sum(map(cost, spent)) <= budget
     assert total_loss(found, spent) < total_loss(found, before)
 
@@ -155,7 +182,7 @@ def legal_tiers(width: int, levels: tuple[int, ...]):
 @pytest.mark.parametrize("budget", [60, 130, 190])
 def test_no_other_tiers_of_as_many_bits_lose_less(levels, decay: float, budget: int):
     s = falling(32, decay)
-    (found,) = plan_tiers([s], budget, levels)
+    (found,) = plan([s], budget, levels)
     others = [x for x in legal_tiers(32, levels) if cost(x) <= cost(found)]
     assert found in others
     best = min(predicted_loss(s, x) for x in others)
@@ -167,29 +194,29 @@ def test_no_other_tiers_of_as_many_bits_lose_less(levels, decay: float, budget: 
 def test_members_of_a_set_get_the_same_tiers(found: list[Tensor], budget: int, levels: list[int]):
     """Of each width; a set of one is a latent."""
     sets = [len(s) for s in found]
-    planned = plan_tiers(found, budget, levels, sets)
+    planned = plan(found, budget, levels, sets)
     assert sum(map(cost, planned)) <= budget
     assert all(a == b for a, x in zip(planned, sets, strict=True) for b, y in
                zip(planned, sets, strict=True) if x == y)  # fmt: skip
-    alone = plan_tiers(found, budget, levels, list(range(len(found))))
-    assert alone == plan_tiers(found, budget, levels)
+    alone = plan(found, budget, levels, list(range(len(found))))
+    assert alone == plan(found, budget, levels)
 
 
 @pytest.mark.parametrize("budget", [120, 260, 380])
 def test_no_other_tiers_of_a_whole_set_lose_less(budget: int):
     heads = [falling(32, 0.3), falling(32, 1.5, 4.0)]
-    first, second = plan_tiers(heads, budget, LEVELS, ["layer"] * 2)
+    first, second = plan(heads, budget, LEVELS, ["layer"] * 2)
     others = [x for x in legal_tiers(32, LEVELS) if cost(x) <= cost(first)]
     best = min(total_loss(heads, [x, x]) for x in others)
     assert first == second and total_loss(heads, [first] * 2) == pytest.approx(best, rel=1e-9)
-    apart = plan_tiers(heads, budget, LEVELS)
+    apart = plan(heads, budget, LEVELS)
     assert apart[0] != apart[1] and total_loss(heads, apart) < best
 
 
 def test_a_set_pays_for_every_member():
     """Beside a latent of its own, members that are equal get what they would get apart."""
     found = [falling(128, 0.7)] * 8 + [falling(128, 0.5)]
-    together, apart = (plan_tiers(found, 2400, LEVELS, x) for x in ([0] * 8 + [1], None))
+    together, apart = (plan(found, 2400, LEVELS, x) for x in ([0] * 8 + [1], None))
     assert total_loss(found, together) <= 1.02 * total_loss(found, apart)
 
 
@@ -205,7 +232,7 @@ def test_tiers_beat_uniform_bits_and_dimensions_alone(decay: float, share: float
     """At the same cost, each alternative with its best choice of dimensions over both latents."""
     found = [falling(256, decay), falling(256, decay, 3.0)]
     budget = int(share * 16 * 512)
-    ours = total_loss(found, plan_tiers(found, budget, ALL_LEVELS))
+    ours = total_loss(found, plan(found, budget, ALL_LEVELS))
     squares = torch.cat(found).square().sort(descending=True).values / 2
     dims_only = float(squares[budget // 16 :].sum())
     four = (budget - 2 * SCALE_BITS) // 4
@@ -217,18 +244,18 @@ def test_tiers_beat_uniform_bits_and_dimensions_alone(decay: float, share: float
 
 @pytest.mark.parametrize("found", [[], [torch.zeros(16)], [torch.zeros(0)], [torch.zeros(0)] * 3])
 def test_nothing_is_stored_for_nothing(found: list[Tensor]):
-    assert plan_tiers(found, 1000, LEVELS) == [()] * len(found)
+    assert plan(found, 1000, LEVELS) == [()] * len(found)
 
 
 def test_a_latent_of_zeros_leaves_the_budget_to_others():
-    alone, *_ = plan_tiers([falling()], 400, LEVELS)
+    alone, *_ = plan([falling()], 400, LEVELS)
     others = [torch.zeros(64), falling(), torch.zeros(0)]
-    assert plan_tiers(others, 400, LEVELS) == [(), alone, ()]
+    assert plan(others, 400, LEVELS) == [(), alone, ()]
 
 
 def test_a_plan_does_not_depend_on_the_scale_of_the_loss():
     found = [falling(), falling(64, 0.5)]
-    assert plan_tiers(found, 700, LEVELS) == plan_tiers([1e-6 * s for s in found], 700, LEVELS)
+    assert plan(found, 700, LEVELS) == plan([1e-6 * s for s in found], 700, LEVELS)
 
 
 # -- the artifact -------------------------------------------------------------------------------
@@ -268,19 +295,50 @@ def test_a_model_is_planned_in_the_levels_that_were_asked_for(levels):
     )
 
 
-@pytest.mark.parametrize("recipe", ["fast", "swift", "lean"])
-def test_a_plan_may_be_alike_in_all_heads_of_a_layer(recipe: str):
+def test_a_plan_for_speed_is_alike_in_all_heads_of_a_layer():
     model = tiny("llama-gqa")
-    prepared = Compressor(model, recipes.get(recipe)).prepare(statistics_of(model, recipe))
+    prepared = Compressor(model, recipes.get("swift")).prepare(statistics_of(model, "swift"))
 
-    def kinds(**options) -> list[set]:
+    def kinds(prefer: str) -> list[set]:
         """Tiers of the keys of every layer."""
-        spec = prepared.plan_factor(4.0, **options)
+        spec = prepared.plan_factor(4.0, prefer=prefer)
         assert cache_layout(spec).kept_fraction <= 1 / 4
         return [{x.tiers for x in layer.key_latents} for layer in spec.layers]
 
-    assert all(len(own) == 1 for own in kinds(alike=True))
-    assert any(len(own) > 1 for own in kinds())
+    assert all(len(own) == 1 for own in kinds("speed"))
+    assert any(len(own) > 1 for own in kinds("balanced"))
+
+
+@pytest.mark.parametrize(("factor", "wanted"), [(4, {8, 4}), (6, {8, 4, 2})])
+def test_keys_have_two_bits_where_plans_without_lose_much_more(
+    factor: int, wanted: set, monkeypatch
+):
+    def latent(side: str, heads: tuple[int, ...], width: int) -> LatentCandidate:
+        own = SimpleNamespace(singular=falling(width), mean=range(width), width=width)
+        return LatentCandidate(layer=0, side=side, heads=heads, basis=own)
+
+    latents = [latent("k", (head,), 128) for head in range(4)] + [latent("v", (0, 1, 2, 3), 512)]
+
+    def levels() -> set[int]:
+        sizes = plan_bits(latents, 16 * 1024 // factor, LEVELS, "speed")
+        return {bits for _, tiers in sizes[:4] for _, bits in tiers}
+
+    assert levels() == wanted
+    monkeypatch.setattr(plan_of, "LITTLE", 10.0)
+    assert levels() == {8, 4}
+
+
+def test_plans_for_speed_are_tried_where_a_gpu_reads_them_in_one_pass(monkeypatch):
+    model = tiny("llama-gqa")
+
+    def tried(recipe: str, **options) -> list[str]:
+        prepared = Compressor(model, recipes.get(recipe)).prepare(statistics_of(model, recipe))
+        return [prefer for prefer, _ in frontier.plans(prepared, 3.0, **options)]
+
+    assert tried("swift") == ["balanced"]  # two query heads a KV head
+    monkeypatch.setattr(frontier, "fastest_layout", lambda config, spec: object())
+    assert tried("swift") == ["balanced", "speed"] and tried("lean") == ["balanced"]
+    assert tried("swift", levels=(8, 4)) == ["balanced"]
 
 
 def test_inspect_names_the_levels(tmp_path, capsys):
@@ -305,7 +363,8 @@ def test_a_basis_per_head_cannot_be_shared(basis: str, name: str):
 
 
 def test_a_layer_that_is_worth_no_bits_is_refused():
-    bases = [SimpleNamespace(singular=torch.full((8,), x), mean=range(8)) for x in (100.0, 1e-3)]
+    of = [torch.full((8,), x) for x in (100.0, 1e-3)]
+    bases = [SimpleNamespace(singular=x, mean=range(8), width=8) for x in of]
     latents = [LatentCandidate(layer=i, side="k", heads=(0,), basis=x) for i, x in enumerate(bases)]
     with pytest.raises(ValueError, match=r"leave layers \[1\] with nothing; ask for a smaller fac"):
         plan_bits(latents, 2 * (32 + SCALE_BITS), LEVELS)
@@ -319,7 +378,7 @@ def test_a_skipped_layer_is_paid_for_and_moves_no_plan():
     assert spec.layers[0].keys == "plain" and not any(x.tiers for x in spec.layers[0].latents)
     full = spec.geometry.full_numbers
     left = int(16 * full / 1.5) - 16 * full // spec.geometry.num_layers
-    wanted = plan_tiers([c.singular for c in prepared.candidates if c.layer > 0], left, LEVELS)
+    wanted = plan([c.singular for c in prepared.candidates if c.layer > 0], left, LEVELS)
     assert [x.tiers for layer in spec.layers[1:] for x in layer.latents] == wanted
     assert cache_layout(spec).bits_per_token <= 16 * full / 1.5
 
@@ -357,7 +416,7 @@ def test_artifacts_with_earlier_names_of_keys_still_load():
         ({"factor": 4, "keep": 0.5}, "keep=0.5 and factor=4 exclude each other"),
         ({"factor": 0.5}, "factor must be at least 1 and below 1000, got 0.5"),
         ({"factor": float("nan")}, "factor must be at least 1"),
-        ({"factor": 4, "recipe": "zack"}, "use fast, swift, lean, lean-g or small"),
+        ({"factor": 4, "recipe": "zack"}, "use fast, swift, lean or small"),
         ({"factor": 4, "align": 0}, "align must be at least 1"),
         ({"factor": 4, "align": 8}, "align is of ranks whose bits are not planned"),
         ({"factor": 900}, "ask for a larger cache"),

@@ -1,11 +1,15 @@
 """vLLM on a CPU serves what kvfold compressed: the tokens of transformers, and so many more cached.
 
-Its own environment (`make test-vllm`): every test starts an engine in processes of its own.
+Its own environment (`make test-vllm`). Every engine has a process of its own, forked from this one
+lest each import vLLM again; several processes that serve a model together are vLLM's to start.
 """
 
+import multiprocessing
 import os
 import statistics
+import traceback
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -47,32 +51,84 @@ def prompts() -> list[list[int]]:
     return [ids[:5], ids[100:140], ids[300:470], shared + ids[3000:3010], shared + ids[3100:3130]]
 
 
-def served(model: str, settings: dict | None = None, *, ask=None, logprobs=None, **options):
-    """vLLM's outputs for prompts `ask`, greedy, prefill in chunks of at most 128 tokens; and the
-    tokens that its cache holds. logprobs: how many of one token, instead of tokens alone."""
-    from vllm import LLM, SamplingParams
+class Served(NamedTuple):
+    """Of every prompt: tokens, tokens that were cached before, log-probabilities by token of the
+    first new one; and the tokens that the cache holds."""
 
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    tokens: list[list[int]]
+    cached: list[int]
+    first: list[dict[int, float]]
+    capacity: int
+
+
+def served(model: str, settings: dict | None = None, *, ask=None, again=False, **options) -> Served:
+    """vLLM's outputs for prompts `ask`, greedy, prefill in chunks of at most 128 tokens. again: of
+    the second time that it is asked."""
     if settings:
         options |= {"quantization": "kvfold", "additional_config": {"kvfold": settings}}
-    new = NEW if logprobs is None else 1
-    llm = LLM(resolve(model), dtype="float32", max_num_batched_tokens=128, **(SMALL | options))
+    options = {"dtype": "float32", "max_num_batched_tokens": 128} | SMALL | options
+    asked = [{"prompt_token_ids": x} for x in ask or prompts()]
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if options.get("tensor_parallel_size", 1) > 1:
+        return generated(resolve(model), asked, 1 + again, options)
+    import vllm.v1.worker.cpu_worker  # noqa: F401  before the fork
+
+    return forked(generated, resolve(model), asked, 1 + again, options)
+
+
+def forked(call, *args):
+    """What a call returns, made in a process of its own. What such a call imports stays there: of
+    Numba's modules vLLM's search for kernels takes one amiss (0.32)."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_forked, args=(theirs, call, *args))
+    child.start()
+    theirs.close()
     try:
-        wanted = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, logprobs=logprobs)
-        asked = [{"prompt_token_ids": x} for x in ask or prompts()]
-        out = [x.outputs[0] for x in llm.generate(asked, wanted, use_tqdm=False)]
-        return out, llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+        done, found = ours.recv()
+    except EOFError:
+        done, found = False, "the engine's process died"
+    child.join()
+    if not done:
+        raise RuntimeError(found)
+    return found
+
+
+def _forked(pipe, call, *args) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        pipe.send((True, call(*args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        pipe.close()
+        os._exit(0)  # without what the parent would do at its end
+
+
+def generated(model: str, asked: list[dict], times: int, options: dict) -> Served:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model, **options)
+    try:
+        wanted = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=3)
+        for _ in range(times):
+            outputs = llm.generate(asked, wanted, use_tqdm=False)
+        return Served(
+            [list(x.outputs[0].token_ids) for x in outputs],
+            [x.num_cached_tokens for x in outputs],
+            [{t: y.logprob for t, y in x.outputs[0].logprobs[0].items()} for x in outputs],
+            llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens,
+        )
     finally:
         llm.llm_engine.engine_core.shutdown()
 
 
-def check_tokens(outputs, model: str) -> None:
+def check_tokens(tokens: list[list[int]], model: str) -> None:
     """Those of transformers, up to where it finds a second token as likely."""
     loaded = kvfold.load(model, dtype=torch.float32)
-    for prompt, out in zip(prompts(), outputs, strict=True):
+    for prompt, got in zip(prompts(), tokens, strict=True):
         want, ahead = greedy(loaded, prompt, NEW)
         sure = next((i for i, x in enumerate(ahead) if x < TIE), NEW)
-        got = list(out.token_ids)
         assert got[:sure] == want[:sure], (len(prompt), got, want, ahead)
 
 
@@ -80,25 +136,34 @@ def check_tokens(outputs, model: str) -> None:
 def stock() -> dict[str, int]:
     """Tokens that vLLM's own cache holds."""
     names = ("reference:gqa", "reference:mha")
-    return {name: served(name)[1] for name in names}
+    return {name: served(name).capacity for name in names}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", ["reference:gqa", "reference:mha"])
 def test_tokens_and_capacity(model: str, recipe: str, checkpoints, stock: dict[str, int]) -> None:
-    """Prefix caching and chunked prefill are on."""
+    """Prompts come in chunks, and what was cached of them is taken when they come again."""
     path = checkpoints(model, recipe)
-    outputs, size = served(path)
-    check_tokens(outputs, path)
+    found = served(path, again=True)
+    assert found.cached == [x // 64 * 64 for x in map(len, prompts())], "whole blocks are cached"
+    check_tokens(found.tokens, path)
     kept = kvfold.load(path).config.quantization_config.spec.kept_fraction
-    assert size == pytest.approx(stock[model] / kept, rel=0.01)
+    assert found.capacity == pytest.approx(stock[model] / kept, rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["swift", "lean", "small", "palu-j"])
+def test_two_processes(recipe: str, checkpoints) -> None:
+    path = checkpoints("reference:gqa", recipe)
+    found = served(path, again=True, tensor_parallel_size=2)
+    assert max(found.cached) == 128
+    check_tokens(found.tokens, path)
 
 
 @pytest.mark.parametrize("recipe", ["swift", "small"])
-def test_two_processes(recipe: str, checkpoints) -> None:
+def test_compiled(recipe: str, checkpoints) -> None:
+    """vLLM traces the model once, and runs it in pieces around attention."""
     path = checkpoints("reference:gqa", recipe)
-    outputs, _ = served(path, tensor_parallel_size=2)
-    check_tokens(outputs, path)
+    check_tokens(served(path, enforce_eager=False).tokens, path)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -119,21 +184,22 @@ def same_as_by_the_engine(model: str, bits: int | None) -> int:
     holds. Rounding turns a code over now and then, which then is felt."""
     ids = load_tokenizer("reference:gqa")(packaged("calibration.txt")[:9000])["input_ids"]
     ask = [ids[i : i + 7] for i in range(0, 1000, 50)]
-    outputs, size = served(model, bits and {"bits": bits}, ask=ask, logprobs=3)
-    got = [{token: x.logprob for token, x in out.logprobs[0].items()} for out in outputs]
-    llm = kvfold.LLM(model, max_tokens=512, kv_bytes=2**28, dtype="float32", bits=bits)
-    wanted = kvfold.SamplingParams(max_new_tokens=1, ignore_eos=True, logprobs=3)
-    want = [dict(out.logprobs[0].top) for out in llm.generate(ask, wanted)]
+    found = served(model, bits and {"bits": bits}, ask=ask)
+    want = forked(by_the_engine, model, bits, ask)
     off = [
         max(abs(a[token] - b[token]) for token in a.keys() & b.keys())
-        for a, b in zip(got, want, strict=True)
+        for a, b in zip(found.first, want, strict=True)
     ]
     assert statistics.median(off) < 1e-4 and max(off) < 0.2, off
-    return size
+    return found.capacity
 
 
-def test_what_is_refused(checkpoints, capfd: pytest.CaptureFixture) -> None:
-    """The engine's process says why."""
-    with pytest.raises(Exception, match="initialization failed"):
+def by_the_engine(model: str, bits: int | None, ask: list[list[int]]) -> list[dict[int, float]]:
+    llm = kvfold.LLM(model, max_tokens=512, kv_bytes=2**28, dtype="float32", bits=bits)
+    wanted = kvfold.SamplingParams(max_new_tokens=1, ignore_eos=True, logprobs=3)
+    return [dict(out.logprobs[0].top) for out in llm.generate(ask, wanted)]
+
+
+def test_what_is_refused(checkpoints) -> None:
+    with pytest.raises(RuntimeError, match="vLLM has one block table for all heads"):
         served(checkpoints("reference:gqa", "fast"), {"evict": "random"})
-    assert "vLLM has one block table for all heads" in "".join(capfd.readouterr())

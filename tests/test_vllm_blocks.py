@@ -2,6 +2,7 @@
 `test_vllm` runs the whole."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,6 +142,27 @@ def test_blocks_of_an_engine_are_pages(recipe: str, kernels: str, backend) -> No
                 continue
             got, want = engine.step(counts, graph)
             torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_captured_step_copies_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a first step made is there for the next ones: in a graph no copy may wait."""
+    engine = Engine(folded(even("swift"), layers=2), torch.float16)
+    with torch.inference_mode():
+        engine.step((19, 33))
+        unable = SimpleNamespace(**vars(torch) | {"tensor": None})
+        monkeypatch.setattr("kvfold.vllm_plugin.blocks.torch", unable)
+        engine.step((1, 1))
+
+
+@pytest.mark.parametrize("recipe", ["fast", "lean"])
+def test_torch_compile_traces_what_a_layer_projects(recipe: str) -> None:
+    """As vLLM does it, in one piece."""
+    model = compressed("llama-gqa", recipe)
+    layer, x = next(iter(family_of(model.config).attentions(model))), torch.randn(1, 7, 48)
+    tables = layer.rotary.tables(x, torch.arange(7)[None], 7)
+    with torch.no_grad():
+        got = torch.compile(layer.project, backend="eager", fullgraph=True)(x, tables)
+        torch.testing.assert_close(got, layer.project(x, tables))
 
 
 def test_blocks_that_do_not_follow_one_another() -> None:

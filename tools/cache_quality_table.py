@@ -9,7 +9,7 @@ import statistics
 import sys
 from pathlib import Path
 
-SECTIONS = ("policies", "metric", "bits", "factor")
+SECTIONS = ("policies", "metric", "bits", "factor", "recipes")
 
 
 def loss(row: dict, original: dict, text: str) -> str:
@@ -34,7 +34,8 @@ def main(path: str, section: str) -> None:
     original = rows["original"]
     texts = list(original["texts"])
     lengths = list(original["needle_after"])
-    chosen = [row for row in rows.values() if row["section"] == section]
+    chosen = [row for row in rows.values() if row.get("section", section) == section]
+    chosen = [row for row in chosen if row is not original]
     before = any("needle_before" in row for row in chosen)
     asked = ["after", "before"] if before else ["after"]
     names = [f"{length} {when}" for when in asked for length in lengths] if before else lengths

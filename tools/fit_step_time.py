@@ -8,9 +8,8 @@ every time by coefficients that were fitted without it.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,37 @@ from transformers import LlamaConfig
 from kvfold.bench.synthetic_engine import WIDTHS
 from kvfold.bench.variants import SHAPES, VARIANTS, Variant, variant_layout
 from kvfold.models.size import step_bytes
-from kvfold.step_time import DEFAULT, Coefficients, attention_work
+from kvfold.ops.decode import two_passes
+from kvfold.step_time import DEFAULT, ONE_PASS, Coefficients, attention_work
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE = ROOT / "src" / "kvfold" / "data" / "step_time.json"
-STEP = ("layer", "sequence", "runs", "rebuilt_runs")
+STEP = ("layer", "sequence", "runs", "rebuilt_runs", "beside")
 ESTIMATED = ("unpacked", "runs_16", "rebuilt_runs_16")
 MEASURED = ("launch", "stored", "rebuilt", "codes", "products", "wide")
+MEASURED += ("whole", "whole_runs", "even_runs")
+TWO_PASSES = "decode-tiers-8b.json"  # results from before rows were read in one pass
 
-
-# 64 x 8192 on llama-3.1-8b, microseconds a layer: `lean` in 4 bits, without a file of results
-# (docs/performance-goals.md).
+# Without a file of results (docs/performance-goals.md), on llama-3.1-8b and sequences of 8192: a
+# layer of `lean` in 4 bits, 64 of them, in microseconds; and of rows in one pass, with steps by
+# batch in milliseconds.
 SEEN = replace(VARIANTS["lean-31"], bits=4), 314.0
+RUNS = {  # of a head's keys and of values
+    "once, 4.6x": (((128, 4),), ((144, 8), (416, 4), (64, 2))),
+    "once, 4x": (((32, 8), (96, 4)), ((144, 8), (416, 4), (64, 2))),
+    "once, 5.9x": (((96, 4),), ((80, 8), (416, 4), (64, 2))),
+    "once, 5.5x": (((8, 8), (88, 4)), ((48, 8), (416, 4), (192, 2))),
+    "once, 4 bits": (((128, 4),), ((608, 4),)),
+}
+KNOWN = VARIANTS | {x: replace(VARIANTS["swift-4x"], tiers=tiers) for x, tiers in RUNS.items()}
+ONCE = {"swift-4x": 178.0, "swift-5x": 193.0, "once, 4.6x": 160.0, "once, 4x": 164.0}
+ONCE |= {"once, 5.9x": 153.0, "once, 5.5x": 169.0, "once, 4 bits": 141.5}
+ONCE_STEPS = {
+    "swift-4x": {8: 8.0, 64: 13.8},
+    "once, 4.6x": {8: 7.8, 64: 13.0},
+    "once, 5.9x": {8: 7.5, 64: 11.9},
+}
 Work = dict[str, float]
 
 
@@ -51,22 +68,40 @@ class Point:
 
 
 def reports(benchmark: str) -> list[dict[str, Any]]:
-    found = [json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("*.json"))]
+    """once: whether the kernel that reads rows in one pass was there."""
+    each = {path.name: json.loads(path.read_text("utf-8")) for path in RESULTS.glob("*.json")}
+    found = [each[name] | {"once": name != TWO_PASSES} for name in sorted(each)]
     return [x for x in found if x.get("benchmark") == benchmark]
 
 
-def work_of(shape: str, variant: Variant, rows: int, read: float) -> Work:
+def noted() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reports of ONCE and ONCE_STEPS."""
+    shape = {"shape": "llama-3.1-8b", "tokens": 8192}
+    layers = [
+        {"kind": "variant", "variant": name, "batch": 64, "us": us, **shape}
+        for name, us in ONCE.items()
+    ]
+    steps = [
+        {"variant": name, "batch": batch, "ms": ms, "graph": True, **shape}
+        for name, each in ONCE_STEPS.items()
+        for batch, ms in each.items()
+    ]
+    return {"rows": layers, "once": True}, {"rows": steps, "once": True}
+
+
+def work_of(shape: str, variant: Variant, rows: int, read: float, once: bool = True) -> Work:
     """Of one layer."""
     geometry, layout = SHAPES[shape], variant_layout(SHAPES[shape], variant, 1)
-    return attention_work(layout.spec.layers[0], layout.groups, geometry, rows, read)
+    once = once and rows >= ONE_PASS and two_passes(layout, geometry.queries_per_kv) is None
+    return attention_work(layout.spec.layers[0], layout.groups, geometry, rows, read, once)
 
 
 def attention_points(found: Sequence[dict[str, Any]], read: float) -> list[Point]:
     """Kernels as they are served, over sequences of equal length."""
     points = []
-    for row in chain.from_iterable(report["rows"] for report in found):
-        if row["kind"] == "variant" and (variant := VARIANTS[row["variant"]]).served:
-            work = work_of(row["shape"], variant, row["batch"] * row["tokens"], read)
+    for row, once in _rows(found):
+        if row["kind"] == "variant" and (variant := KNOWN[row["variant"]]).served:
+            work = work_of(row["shape"], variant, row["batch"] * row["tokens"], read, once)
             points.append(Point(name=_name(row), us=row["us"], work=work))
     return points
 
@@ -74,12 +109,12 @@ def attention_points(found: Sequence[dict[str, Any]], read: float) -> list[Point
 def step_points(found: Sequence[dict[str, Any]], base: Coefficients) -> list[Point]:
     """Engine steps on kernels. known: reading weights, and attention but for what STEP names."""
     points = []
-    for row in chain.from_iterable(report["rows"] for report in found):
-        if row["variant"] not in VARIANTS or not row["graph"]:
+    for row, once in _rows(found):
+        if row["variant"] not in KNOWN or not row["graph"]:
             continue
-        variant, shape, batch = VARIANTS[row["variant"]], row["shape"], row["batch"]
+        variant, shape, batch = KNOWN[row["variant"]], row["shape"], row["batch"]
         layers = SHAPES[shape].num_layers
-        attention = work_of(shape, variant, batch * row["tokens"], base.read)
+        attention = work_of(shape, variant, batch * row["tokens"], base.read, once)
         fitted = {name: layers * attention.pop(name, 0.0) for name in STEP}
         each = base.attention_us(attention)
         weights = step_bytes(_config(shape), variant_layout(SHAPES[shape], variant).spec)
@@ -87,6 +122,11 @@ def step_points(found: Sequence[dict[str, Any]], base: Coefficients) -> list[Poi
         work = fitted | {"layer": layers, "sequence": batch}
         points.append(Point(name=_name(row), us=1e3 * row["ms"], work=work, known=known))
     return points
+
+
+def _rows(found: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
+    """With `once` of their reports."""
+    return ((row, report["once"]) for report in found for row in report["rows"])
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -132,8 +172,9 @@ def coefficients(device: str) -> Coefficients:
         [x for x in reports(kind) if x["versions"]["device"] == device]
         for kind in ("attention", "decode")
     )
+    once, steps_once = noted()
     read = float(np.median([x["ceiling"]["read_tb_per_s"] for x in attention]).round(3))
-    points = attention_points(attention, read)
+    points = attention_points([*attention, once], read)
     print_errors(f"{device}, attention, a layer", MEASURED, points)
     found = fit(MEASURED, points)
     variant, us = SEEN
@@ -142,11 +183,11 @@ def coefficients(device: str) -> Coefficients:
     seen = Point(name="lean-31, 4 bits", us=us, work=work, known=known)
     found |= fit(["unpacked"], [seen])
     base = Coefficients(read=read, attention=found, estimated=ESTIMATED, layer=0.0, sequence=0.0)
-    steps = step_points(decode, base)
+    steps = step_points([*decode, steps_once], base)
     print_errors(f"{device}, engine, a step", STEP, steps)
     fitted = fit(STEP, steps)
-    runs = {name: fitted.pop(name) for name in ("runs", "rebuilt_runs")}
-    wide = {f"{name}_16": us for name, us in runs.items()}  # never timed: as those of fewer bits
+    runs = {name: fitted.pop(name) for name in ("runs", "rebuilt_runs", "beside")}
+    wide = {f"{x}_16": runs[x] for x in ("runs", "rebuilt_runs")}  # never timed: as of fewer bits
     return replace(base, attention={**found, **runs, **wide}, **fitted)
 
 

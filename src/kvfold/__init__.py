@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from kvfold.api import compress as compress
     from kvfold.engine.async_llm import AsyncLLM as AsyncLLM
     from kvfold.engine.llm import LLM as LLM
+    from kvfold.engine.packed import PackedContext as PackedContext
     from kvfold.engine.request import CacheParams as CacheParams
     from kvfold.engine.request import SamplingParams as SamplingParams
+    from kvfold.evaluation.auto import best_policy as best_policy
     from kvfold.loading import load as load
     from kvfold.loading import reference as reference
 
@@ -21,7 +23,9 @@ _HOMES = {
     "LLM": "engine.llm",
     "AsyncLLM": "engine.async_llm",
     "CacheParams": "engine.request",
+    "PackedContext": "engine.packed",
     "SamplingParams": "engine.request",
+    "best_policy": "evaluation.auto",
     "compress": "api",
     "load": "loading",
     "reference": "loading",

@@ -18,7 +18,7 @@ from kvfold.compression.recover import check_steps
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.statistics.artifact import check_place
 from kvfold.compression.target import Target
-from kvfold.config import Recipe, check_types
+from kvfold.config import Prefer, Recipe, check_types
 from kvfold.evaluation.budget import search_keep
 from kvfold.files import check_makeable, new_directory, writing
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
@@ -36,6 +36,7 @@ def compress(
     factor: float | None = None,
     bytes_per_token: float | None = None,
     levels: tuple[int, ...] | None = None,
+    prefer: Prefer = "balanced",
     budget: str | None = None,
     align: int | None = None,
     calib: list[str | Path] | None = None,
@@ -57,7 +58,9 @@ def compress(
     size is given. factor: dimensions and bits planned together (see `Prepared.plan_factor`); the
     planned bits take effect on the paged cache. bytes_per_token: the same, as bytes. levels: bits
     that planned numbers may have, of 8, 6, 4, 3, 2, 1 (default (8, 4, 2), those that kernels
-    read). budget: "ppl<=1.01", the smallest keep within that ratio of the original's perplexity on
+    read). prefer: what such a plan is for: `speed`, rows that a Hopper GPU reads in one pass, of
+    recipe swift; `size`, the least loss at a size, in all levels (see `compression.preference`).
+    budget: "ppl<=1.01", the smallest keep within that ratio of the original's perplexity on
     calibration text that calibration does not read. align: ranks whose bits are not planned are
     multiples of it (default 16, 8 for head_dim <= 64). calib: text files instead of the packaged
     text. tokenizer: needed with a loaded model. device, dtype: as of `load`, for a model by its
@@ -71,7 +74,12 @@ def compress(
     """
     check_types(compress, locals())
     target = Target(
-        keep=keep, factor=factor, bytes_per_token=bytes_per_token, budget=budget, levels=levels
+        keep=keep,
+        factor=factor,
+        bytes_per_token=bytes_per_token,
+        budget=budget,
+        levels=levels,
+        prefer=prefer,
     )
     target.check_align(align)
     check_steps(recover)
@@ -131,7 +139,7 @@ def fold_to(
         keep, ratio = search_keep(prepared, target.limit, align=align, progress=progress)
     if factor is not None:
         assert target.levels is not None
-        spec = prepared.plan_factor(factor, target.levels)
+        spec = prepared.plan_factor(factor, target.levels, target.prefer)
     else:
         assert keep is not None
         spec = prepared.plan(keep, align)

@@ -21,8 +21,10 @@ Share = Literal["head", "group", "joint", "kv"]
 PAGE = 32  # rows, where neither the configuration nor a policy says
 SEEDS: dict[str, Any] = {"least": 0, "below": 2**63}  # what every generator takes
 DEFAULT_KEEP = 0.5  # share of the cache that stays where no size is asked for
+Prefer = Literal["speed", "balanced", "size"]  # what plans of dimensions and bits are for
 LEVELS = (8, 4, 2)  # bits of planned numbers where none are named: those that kernels read
 ALL_LEVELS = BITS[1:]
+AUTO = "auto"  # the policy that evaluation.auto finds
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,11 @@ class CacheConfig:
         "The last 1 to so many tokens wait in 16 bits, until all are packed at once; whole"
         " pages, 128 with kivi.",
     )
-    evict: str | None = setting(None, "A policy.", choices=POLICIES)
+    evict: str | None = setting(
+        None,
+        f"A policy; {AUTO}: the one that keeps most of a few, measured on the model first.",
+        choices=(*POLICIES, AUTO),
+    )
     keep_tokens: float | None = setting(
         None,
         "Share of the prompt's tokens to keep; never fewer than the policy protects.",

@@ -51,11 +51,6 @@ def lean() -> Recipe:
     return Recipe(name="lean", basis="latent", values="joint", gradients=True)
 
 
-def lean_g() -> Recipe:
-    """Ours: lean with values in groups of four heads, as wide as kernels read on large models."""
-    return Recipe(name="lean-g", basis="latent", values="group", gradients=True)
-
-
 def small() -> Recipe:
     """Ours: one latent a layer for all keys and values. Fewest bytes; rebuilding costs compute."""
     return Recipe(name="small", basis="latent", keys="kv", values="kv", gradients=True)
@@ -71,7 +66,6 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "fast": fast,
     "swift": swift,
     "lean": lean,
-    "lean-g": lean_g,
     "small": small,
 }
 

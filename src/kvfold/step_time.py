@@ -18,8 +18,10 @@ from kvfold.attention.selector import kernels
 from kvfold.config import check, setting
 from kvfold.errors import SettingError
 from kvfold.models.folded import layer_shapes
+from kvfold.models.kernels import fastest_layout
 from kvfold.models.size import DTYPE, step_bytes
 from kvfold.ops.backend import GPU
+from kvfold.ops.common.pieces import latents_of
 from kvfold.ops.decode import DECODE
 from kvfold.ops.latent_decode import LATENT_DECODE
 from kvfold.spec import CacheSpec, Geometry, LayerSpec
@@ -29,6 +31,7 @@ from kvfold.text import packaged
 DEFAULT = "NVIDIA H200"  # whose coefficients serve where a device has none
 BATCH, CONTEXT = 64, 8192  # of a step, where none are stated
 PIECE = 64  # most 16-bit words of a row that kernels read at a time, where they do by pieces
+ONE_PASS = 32768  # rows from which on Hopper reads them in one pass: `ops.decode.joint.ROWS`
 ON_CHIP = 256  # numbers of a key latent whose maps kernels hold on chip
 
 
@@ -111,15 +114,17 @@ def predict(
     Every layer is taken to read all tokens. device: as CUDA calls it; DEFAULT serves for others.
     """
     shapes = layer_shapes(config, spec)
+    whole = fastest_layout(config, spec, bits) if load.rows >= ONE_PASS else None
     tracked = [shape.window is not None for shape in shapes]
     layout = cache_layout(spec, itemsize=DTYPE.itemsize, bits=bits, tracked=tracked)
     if not kernels(shapes, layout, DTYPE).complete:
         return None
     name = device if device in tables() else DEFAULT
     table = tables()[name]
+    layout, one_pass = whole or layout, whole is not None
     work = [
-        attention_work(layer, layout.groups[where], spec.geometry, load.rows, table.read)
-        for layer, where in zip(spec.layers, layout.layer_groups, strict=True)
+        attention_work(layer, layout.of_layer(i), spec.geometry, load.rows, table.read, one_pass)
+        for i, layer in enumerate(spec.layers)
     ]
     attention = sum(map(table.attention_us, work))
     us = table.step_us(step_bytes(config, spec), attention, len(work), load.batch)
@@ -128,9 +133,14 @@ def predict(
 
 
 def attention_work(
-    layer: LayerSpec, groups: Sequence[Group], geometry: Geometry, rows: int, read: float
+    layer: LayerSpec,
+    groups: Sequence[Group],
+    geometry: Geometry,
+    rows: int,
+    read: float,
+    one_pass: bool = False,
 ) -> dict[str, float]:
-    """What a layer's decode attention over so many rows does.
+    """What a layer's decode attention over so many rows does. one_pass: by `ops.decode.joint`.
 
     launch: 1. stored, rebuilt: microseconds that its bytes take at `read` TB/s, of kernels that
     score what is stored and of those that rebuild keys. codes: millions of numbers that are
@@ -138,8 +148,12 @@ def attention_work(
     rebuild keys, wide: those of the numbers beyond ON_CHIP, where all come at once. Millions of
     runs of equal bits that are read by themselves, of every KV head's keys and of values: runs, or
     rebuilt_runs by kernels that rebuild keys, with _16 where none has fewer bits; unpacked, by
-    those that rebuild keys of rows they read at once.
+    those that rebuild keys of rows they read at once. In one pass nothing counts but launch, whole:
+    millions of rows, by their runs of a head's keys and of values: whole_runs, even_runs: of values
+    with an even number of 16 bytes, and beside: 1, for what a step has beside that pass.
     """
+    if one_pass:
+        return _in_one_pass(groups, rows)
     rebuilds, groups = layer.keys == "pre_rope", tuple(groups)
     kernel = LATENT_DECODE.which(GPU, layer, groups) if rebuilds else DECODE.which(GPU, groups)
     layouts = [group.layout for group in groups]
@@ -160,6 +174,17 @@ def attention_work(
     alone = [x for x in segments if in_pieces or (rebuilds and x.quantized)]
     work[_kind(rebuilds, in_pieces, alone)] = rows / 1e6 * sum(_pieces(x) for x in alone)
     return work
+
+
+def _in_one_pass(groups: Sequence[Group], rows: int) -> dict[str, float]:
+    runs = even = 0
+    for group in groups:
+        (values,) = latents_of(group, "v")
+        runs += len(latents_of(group, "k")[0]) + len(values)
+        even += sum(run.row_bytes % 32 == 0 for run in values)
+    millions = rows / 1e6
+    own = {"whole": millions * len(groups), "whole_runs": millions * runs}
+    return {"launch": 1.0, **own, "even_runs": millions * even, "beside": 1.0}
 
 
 def _kind(rebuilds: bool, in_pieces: bool, alone: Sequence[Segment]) -> str:

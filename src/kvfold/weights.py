@@ -1,5 +1,6 @@
 """A checkpoint's tensors: written whole, all there, and all of them numbers."""
 
+import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -84,3 +85,17 @@ def sample(tensors: Mapping[str, Any]) -> Iterator[bytes]:
 
 def shape(tensor: Any) -> tuple[int, ...]:
     return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """A digest of a model's parameter names, shapes and about a thousand numbers of each.
+
+    Numbers, not sums: those depend on how many threads add.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        numbers = parameter.detach().flatten()
+        sample = numbers[:: max(1, numbers.numel() // 1024)].float().cpu()
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()[:32]

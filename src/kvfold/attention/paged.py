@@ -10,12 +10,14 @@ from torch import Tensor
 
 from kvfold.attention.backend import AttentionBackend
 from kvfold.attention.base import AttentionContext, LayerMaps
+from kvfold.attention.local import LocalAttention
 from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.observer import Observer
 from kvfold.attention.queries import RecentQueries
 from kvfold.attention.rows import PoolRows
 from kvfold.attention.selector import Selected
 from kvfold.cache.eviction.base import Policy
+from kvfold.cache.eviction.local import LocalPolicy
 from kvfold.cache.pool import Pool
 from kvfold.ops import store
 
@@ -24,7 +26,7 @@ class PagedAttention:
     """Attention of a model's layers over a pool: what all steps share. dtype: of queries and rows.
 
     observer: keeps decoding queries until their attention is added to metrics; recent: keeps the
-    last queries for the policy; None where nothing is kept.
+    last queries for the policy; local: adds to metrics as prompts come; None where nothing is kept.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class PagedAttention:
         if policy is not None and "queries" in policy.needs:
             assert policy.window is not None
             self.recent = RecentQueries(policy.window, self.view, dict(enumerate(layers)))
+        self.local = LocalAttention(self.view, policy) if isinstance(policy, LocalPolicy) else None
         self.makers: dict[type[AttentionBackend], Callable[[CacheView], AttentionBackend]] = {}
         for backend in {*chosen.decode, *chosen.prefill, *chosen.observed}:
             decoded = [x for x in layers if chosen.decode[x.index] is backend]
@@ -77,7 +80,7 @@ class PagedContext(AttentionContext):
         self.view, self.parts, self.fill = attention.view, parts, fill
         self.slots, self.positions = slots, positions
         self.index = self.view.pool.lengths[slots] + index[:, None]  # int64 [N, all groups]
-        self.recent = attention.recent
+        self.recent, self.local = attention.recent, attention.local
         self.kept = self.recent.begin(parts) if self.recent is not None else ()
         self.chosen = [attention.selected.of_part(part) for part in parts]
         self.backends: Mapping[type[AttentionBackend], AttentionBackend] = {
@@ -91,6 +94,10 @@ class PagedContext(AttentionContext):
         store.append(self.view.pages[layer.index], rows[0], *place)
         if self.recent is not None:
             self.recent.keep(layer.index, self.kept, q)
+        if self.local is not None:
+            for part in self.parts:
+                if not part.decode:
+                    self.local.add(layer, part, q, rows, index)
         outputs = [
             self.backends[chosen[layer.index]].attend(layer, part, part.of(q)).flatten(0, 1)
             for part, chosen in zip(self.parts, self.chosen, strict=True)

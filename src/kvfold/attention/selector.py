@@ -198,4 +198,4 @@ def _prefill_settings(layer: LayerShape, groups: Sequence[Group], task: Task) ->
     if task.dtype.itemsize != 2:
         yield "load the model as bfloat16"
     if max(layer.key_width, layer.value_width) > layer.geometry.head_dim:
-        yield "a smaller keep, or a recipe of narrower latents, such as lean-g or fast, does"
+        yield "a smaller keep, or a recipe of narrower latents, such as fast, does"

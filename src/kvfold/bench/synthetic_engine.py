@@ -30,13 +30,11 @@ WIDTHS = {  # hidden size, MLP, vocabulary
 NEVER = Schedule(after_prefill=False, before_preempt=False)
 
 
-def random_model(shape: str, variant: Variant | None, device: torch.device) -> Any:
-    """A Llama of that shape with random weights in DTYPE, plain, or folded to store what `variant`
-    keeps."""
+def config_of(shape: str) -> LlamaConfig:
+    """Of a Llama of that shape."""
     width, mlp, vocabulary = WIDTHS[shape]
     geometry = SHAPES[shape]
-    spec = variant_layout(geometry, variant).spec if variant else None
-    config = LlamaConfig(
+    return LlamaConfig(
         hidden_size=width,
         intermediate_size=mlp,
         vocab_size=vocabulary,
@@ -47,6 +45,13 @@ def random_model(shape: str, variant: Variant | None, device: torch.device) -> A
         max_position_embeddings=1 << 18,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASES[shape]},
     )
+
+
+def random_model(shape: str, variant: Variant | None, device: torch.device) -> Any:
+    """A Llama of that shape with random weights in DTYPE, plain, or folded to store what `variant`
+    keeps."""
+    geometry, config = SHAPES[shape], config_of(shape)
+    spec = variant_layout(geometry, variant).spec if variant else None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
         if spec is not None:

@@ -161,6 +161,9 @@ class Pool:
 
     def can_supply(self, pages: Ints) -> bool:
         """Whether so many pages [C] are free. Waits as `can_extend` does."""
+        return self._can_pop(pages)
+
+    def _can_pop(self, pages: Ints) -> bool:
         return self._slabs.can_pop(pages)
 
     def open(self) -> int:
@@ -170,6 +173,13 @@ class Pool:
             raise PoolFull(f"all {self.num_slots} slots are open")
         self._is_open[closed[0]] = True
         return int(closed[0])
+
+    def can_own(self, slot: int) -> bool:
+        """Whether `own` would succeed."""
+        return True
+
+    def own(self, slot: int) -> None:
+        """Make all pages of a sequence its own, before they are changed: here they are."""
 
     @property
     def open_slots(self) -> list[int]:
@@ -215,17 +225,27 @@ class Pool:
         lost = (after > 0) & (self.layout.packed(after) < self.layout.packed(before))
         packed = self.layout.residual and bool(lost.any())
         assert not packed, f"from {before} to {after} rows: tails have moved on"
-        span = self._span(index, after, before)
+        span = self._freed(index, after, before)
         slabs = self._slabs
         if span.pages.any():
             slabs = slabs.push(self.tables.view(-1)[self._cells(span)], span.pages)
         self._commit(index, after, slabs)
 
+    def _freed(self, slots: Ints, after: Ints, before: Ints) -> _Span:
+        """Pages that come free where sequences go from `before` to `after` rows [S, G]."""
+        return self._span(slots, after, before)
+
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages that sequences own."""
+        return int(self._num_taken @ self._slabs.units) * UNIT
+
+    @property
+    def _num_taken(self) -> Ints:
+        """Pages [C] that are not free."""
         slabs = self._slabs
-        return int((slabs.held * slabs.per_slab - slabs.num_free) @ slabs.units) * UNIT
+        taken: Ints = slabs.held * slabs.per_slab - slabs.num_free
+        return taken
 
     @property
     def free_bytes(self) -> int:
@@ -271,11 +291,19 @@ class Pool:
         low, high = self.host_lengths.min(), self.host_lengths.max()
         assert low >= 0 and high <= self.max_tokens, f"lengths {low}..{high}"
         assert not self.host_lengths[~self._is_open].any(), "a closed slot has rows"
-        none = np.zeros_like(self.host_lengths)
-        span = self._span(np.arange(self.num_slots), none, self.host_lengths)
-        owned = self.tables.view(-1)[self._cells(span)].split(span.pages.tolist())
-        self._slabs.check_integrity(owned)
+        self._slabs.check_integrity(self._taken())
         assert self.used_bytes <= self._high_water, f"{self.used_bytes} used > {self._high_water}"
+
+    def _taken(self) -> list[Tensor]:
+        """Offsets of the pages that are not free, by class."""
+        none = np.zeros_like(self.host_lengths)
+        return self._offsets(self._freed(np.arange(self.num_slots), none, self.host_lengths))
+
+    def _offsets(self, span: _Span) -> list[Tensor]:
+        """Of pages, as tables have them, by class."""
+        if not span.pages.any():
+            return list(self.tables.new_empty(0).split([0] * len(span.pages)))
+        return list(self.tables.view(-1)[self._cells(span)].split(span.pages.tolist()))
 
     def _num_pages(self, lengths: Ints) -> Ints:
         """Pages of every run [S, K] for `lengths` [S, G] rows."""
@@ -284,8 +312,11 @@ class Pool:
 
     def _span(self, slots: Ints, low: Ints, high: Ints) -> _Span:
         """Pages that lie between `low` and `high` rows, each [S, G]."""
-        first = self._num_pages(low)
-        count = self._num_pages(high) - first
+        return self._between(slots, self._num_pages(low), self._num_pages(high))
+
+    def _between(self, slots: Ints, first: Ints, stop: Ints) -> _Span:
+        """Pages number `first` to `stop`, each [S, K], of every run."""
+        count = np.maximum(stop - first, 0)
         pages = np.bincount(self._class_of, weights=count.sum(0)).astype(np.int64)
         return _Span(slots=slots, first=first, count=count, pages=pages)
 
@@ -304,11 +335,12 @@ class Pool:
 
     def _shortage(self, span: _Span, lengths: Ints) -> str | None:
         """Why sequences cannot have `lengths` [S, G] rows, which add `span`."""
-        longest, slabs = lengths.max(initial=0), self._slabs
+        longest = lengths.max(initial=0)
         if longest > self.max_tokens:
             return f"a sequence of {longest} rows is longer than max_tokens={self.max_tokens}"
-        if slabs.can_pop(span.pages):
+        if self._can_pop(span.pages):
             return None
+        slabs = self._slabs
         columns = (slabs.to_take(span.pages), span.pages, slabs.units * UNIT, slabs.num_free)
         needed = zip(*columns, strict=True)
         return f"{len(slabs.free_slabs)} free slabs of {slabs.slab_units * UNIT} B; needed: " + (

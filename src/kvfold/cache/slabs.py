@@ -48,7 +48,7 @@ class Slabs:
 
     def pop(self, pages: Ints) -> tuple[Tensor, "Slabs"]:
         """Offsets [M] of `pages` [C] pages, class after class; and the slabs without them."""
-        after, popped = self._copy(), []
+        after, popped = self.copy(), []
         *taken, after.free_slabs = np.split(self.free_slabs, np.cumsum(self.to_take(pages)))
         for c in np.flatnonzero(pages):
             after._cut(int(c), taken[c])
@@ -57,7 +57,7 @@ class Slabs:
         after.num_free -= pages
         return torch.cat(popped), after
 
-    def _copy(self) -> "Slabs":
+    def copy(self) -> "Slabs":
         """A change is made in a copy, which its owner takes once nothing can fail any more."""
         after = copy(self)
         after.held, after.num_free = self.held.copy(), self.num_free.copy()
@@ -76,7 +76,7 @@ class Slabs:
     def push(self, offsets: Tensor, pages: Ints) -> "Slabs":
         """The slabs with the pages at `offsets` [M] free: `pages` [C] of every class, class after
         class."""
-        after, parts = self._copy(), offsets.split(pages.tolist())
+        after, parts = self.copy(), offsets.split(pages.tolist())
         for c in np.flatnonzero(pages):
             after.free_pages[c] = torch.cat((after.free_pages[c], parts[c]))
         after.num_free += pages

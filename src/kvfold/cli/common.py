@@ -14,6 +14,7 @@ from rich.console import Console
 
 from kvfold import __version__
 from kvfold.cli.options import Calibration, Place, Storage, Windows
+from kvfold.config import AUTO
 from kvfold.files import check_writable
 
 if TYPE_CHECKING:
@@ -137,9 +138,25 @@ def cache_config(config: Any, storage: Storage, place: Place) -> "CacheConfig | 
     spec = saved_spec(config)
     cache = storage.config(planned=spec is not None and spec.planned)
     if cache is not None:
-        check_served(config, policies.get(cache.evict) if cache.evict else None, cache)
+        named = next(iter(policies.POLICIES)) if cache.evict == AUTO else cache.evict
+        check_served(config, policies.get(named) if named else None, cache)
         use_triton((place.device or default_device()).partition(":")[0])
     return cache
+
+
+def with_policy(model: Any, tokenizer: Any, cache: "CacheConfig | None") -> "CacheConfig | None":
+    """The same with a policy in place of `auto`, which is measured first; what it was measured by
+    goes to stderr."""
+    if cache is None or cache.evict != AUTO:
+        return cache
+    from kvfold.evaluation import auto
+
+    with progress() as report:
+        found = auto.trials(model, tokenizer, cache, report)
+    best = auto.choose(found)
+    each = (f"{x.policy} {x.right:.0%} answered, {x.lost:+.3f} nats" for x in found)
+    print(f"--evict {AUTO}: {best} ({'; '.join(each)})", file=sys.stderr)
+    return dataclasses.replace(cache, evict=best)
 
 
 def saved_spec(config: Any) -> "CacheSpec | None":

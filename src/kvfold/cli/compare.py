@@ -1,6 +1,7 @@
 """kvfold compare: recipes and sizes of one model, on the same text."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,6 +92,7 @@ def compare(
     cache = common.cache_config(config, storage, place)
     what = common.measurement(config, tokenizer, windows, cache, texts, answers)
     loaded = common.load(model, place)
+    what = replace(what, cache=common.with_policy(loaded, tokenizer, cache))
     from kvfold.evaluation import comparison
 
     compressors = comparison.compressors_of(

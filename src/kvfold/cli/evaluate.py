@@ -54,6 +54,7 @@ def evaluate(
     cache = common.cache_config(config, storage, place)
     what = common.measurement(config, tokenizer, windows, cache, texts, rows)
     loaded = common.load(model, place)
+    what = dataclasses.replace(what, cache=common.with_policy(loaded, tokenizer, cache))
     from kvfold.evaluation.measure import measure
     from kvfold.evaluation.measure import storage as stored
     from kvfold.evaluation.tasks.run import pooled

@@ -194,15 +194,17 @@ def command(model: str, row: "Row", flags: Sequence[str], levels: str | None) ->
     from kvfold import recipes
     from kvfold.evaluation.frontier import predicts
 
-    name, factor = row.recipe, f"{1 / row.keep:g}"
+    (name, _, prefer), factor = row.recipe.partition(" for "), f"{1 / row.keep:g}"
     if name not in recipes.RECIPES:  # the original, or its numbers in fewer bits
         bits = [f"--bits {name.removeprefix('int')}"] if name.startswith("int") else []
         return " ".join(["kvfold generate", shlex.quote(model), *bits])
     size = [f"--keep {row.keep:.6g}", "--align 1"]
     if predicts(recipes.get(name)):
         size = [f"--factor {factor}", *([f"--levels {levels}"] if levels else [])]
+    if prefer:
+        size = [f"--factor {factor}", f"--prefer {prefer}"]
     made = ["kvfold compress", shlex.quote(model), f"--recipe {name}", *size, *flags]
-    return " ".join([*made, f"--output {name}-{factor}x"])
+    return " ".join([*made, f"--output {row.recipe.replace(' for ', '-')}-{factor}x"])
 
 
 def print_points(best: Sequence[dict[str, Any]]) -> None:

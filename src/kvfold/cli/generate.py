@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import common
 from kvfold.cli.options import PLACE, SAMPLING, STORAGE, Flag, Model, Place, Sampling, Storage
+from kvfold.errors import SettingError
 
 if TYPE_CHECKING:
     from kvfold.config import CacheConfig
+    from kvfold.engine.packed import PackedContext
 
 
 def generate(
@@ -17,6 +19,7 @@ def generate(
     prompt: str | None = None,
     prompt_file: Path | None = None,
     chat: Flag = False,
+    context: Path | None = None,
     sampling: Sampling = SAMPLING,
     storage: Storage = STORAGE,
     place: Place = PLACE,
@@ -31,16 +34,47 @@ def generate(
         A file with that text.
     chat
         Take the text as a user's message, put into the model's chat template.
+    context
+        A file that `kvfold pack` made of what comes before the prompt; how the cache stores tokens
+        is in it.
     """
     text = read_prompt(prompt, prompt_file)
+    packed = None if context is None else read_context(context, storage, chat)
     config, tokenizer = common.load_config(model), common.load_tokenizer(model)
+    if packed is not None:
+        loaded = common.load(model, place)
+        stream_paged(loaded, tokenizer, text, sampling, *packed)
+        return
     cache = common.cache_config(config, storage, place)
     ids = encode(config, tokenizer, text, sampling.max_new_tokens, chat)
     loaded = common.load(model, place)
+    cache = common.with_policy(loaded, tokenizer, cache)
     if cache is None:
         stream(loaded, tokenizer, ids, sampling)
     else:
         stream_paged(loaded, tokenizer, ids, sampling, cache)
+
+
+def read_context(path: Path, storage: Storage, chat: bool) -> "tuple[CacheConfig, PackedContext]":
+    """A packed context, and the cache that takes it."""
+    from dataclasses import replace
+
+    from kvfold.cli.pack import cache_of
+    from kvfold.engine.packed import PackedContext
+
+    if chat:
+        raise SettingError(
+            "`chat` begins a conversation, and `context` has begun already: write the template's"
+            " marks into the prompt"
+        )
+    size: int | None = getattr(storage, "kv_bytes")  # noqa: B009
+    others: dict[str, Any] = {"kv_bytes": None, "paged": False}
+    if replace(storage, **others).asked:
+        raise SettingError(
+            "`context` says how the cache stores tokens: beside it give `kv_bytes` alone"
+        )
+    found = PackedContext.load(path)
+    return cache_of(found, size), found
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -76,7 +110,12 @@ def stream(model: Any, tokenizer: Any, ids: list[int], sampling: Sampling) -> No
 
 
 def stream_paged(
-    model: Any, tokenizer: Any, ids: list[int], sampling: Sampling, cache: "CacheConfig"
+    model: Any,
+    tokenizer: Any,
+    prompt: str | list[int],
+    sampling: Sampling,
+    cache: "CacheConfig",
+    context: "PackedContext | None" = None,
 ) -> None:
     """The same through the engine's paged cache; what it fits goes to stderr."""
     import dataclasses
@@ -84,9 +123,12 @@ def stream_paged(
 
     from kvfold.engine.llm import LLM
     from kvfold.engine.request import SamplingParams
+    from kvfold.text import encode as encode_on
 
     settings = dataclasses.asdict(cache)
-    total = len(ids) + sampling.max_new_tokens
+    ids = encode_on(tokenizer, prompt) if isinstance(prompt, str) else prompt
+    before = 0 if context is None else len(context.token_ids)
+    total = before + len(ids) + sampling.max_new_tokens
     settings |= {"max_sequences": 1, "max_tokens": total}
     llm = LLM(model, tokenizer=tokenizer, owned=True, **settings)
     for name, value in llm.summary():
@@ -98,7 +140,7 @@ def stream_paged(
         top_p=sampling.top_p or 1.0,
         seed=sampling.seed,
     )
-    for output in llm.stream(ids, wanted):
+    for output in llm.stream(ids, wanted, context=context):
         print(output.text, end="", flush=True)
         if output.error:
             raise ValueError(f"generation failed: {output.error}")

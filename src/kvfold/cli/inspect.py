@@ -48,7 +48,7 @@ def inspect(
     target = check_plan(recipe, keep, align, calibration)
     from kvfold.artifact import KVFoldConfig
     from kvfold.models.families import family_of
-    from kvfold.models.kernels import kernels_of
+    from kvfold.models.kernels import in_one_pass, kernels_of
     from kvfold.spec.layout import plain_spec
 
     config = common.load_config(model)
@@ -71,6 +71,8 @@ def inspect(
     if spec is not None:
         print_spec(spec, provenance)
         print(f"kernels on a GPU: {kernels_of(config, spec)}")
+        if provenance.get("prefer") == "speed":
+            print(f"in one pass on a Hopper GPU: {in_one_pass(config, spec)}")
     for key, value in provenance.items():
         print(f"{key}: {value}")
     if html is not None:

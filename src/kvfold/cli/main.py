@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from kvfold import __version__
 from kvfold.cli.bench import bench
+from kvfold.cli.capacity import capacity
 from kvfold.cli.compare import compare
 from kvfold.cli.compress import compress
 from kvfold.cli.demo import demo
@@ -21,6 +22,8 @@ from kvfold.cli.frontier import frontier
 from kvfold.cli.generate import generate
 from kvfold.cli.inspect import inspect
 from kvfold.cli.options import flag
+from kvfold.cli.pack import pack
+from kvfold.cli.route import route
 from kvfold.cli.serve import serve
 from kvfold.errors import SettingError
 from kvfold.files import check_here
@@ -42,17 +45,21 @@ LESS = {  # what takes less memory, by command
     ),
     "generate": "shorten the prompt, or lower --max-new-tokens, or --kv-bytes of pages",
     "serve": "lower --max-sequences or --max-tokens, or --kv-bytes of pages",
+    "pack": "shorten the context, or lower --kv-bytes of pages",
     "bench": "lower --batch, --tokens or --layers",
 }
 COMMANDS: dict[str, Callable[..., None]] = {
     "compress": compress,
     "generate": generate,
     "serve": serve,
+    "route": route,
+    "capacity": capacity,
     "inspect": inspect,
     "eval": evaluate,
     "compare": compare,
     "frontier": frontier,
     "demo": demo,
+    "pack": pack,
 }
 for place, (name, command) in enumerate(COMMANDS.items()):
     app.command(command, name=name, sort_key=place)

@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
-from kvfold.config import ALL_LEVELS, SEEDS, CacheConfig, check, setting, settings_of
+from kvfold.config import ALL_LEVELS, SEEDS, CacheConfig, Prefer, check, setting, settings_of
 from kvfold.errors import SettingError
 from kvfold.evaluation.tasks import LEGAL_ROWS
 from kvfold.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from kvfold.compression.target import Target
 
 T = TypeVar("T")
 _QUOTES = "'\""
@@ -78,6 +81,85 @@ class Calibration:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How small a cache is to be: a `Target`, which checks it, and what ranks are multiples of."""
+
+    keep: float | None = setting(
+        None, "Share of the cache to keep, in (0, 1]; 0.5 if no size is given."
+    )
+    budget: str | None = setting(
+        None,
+        'Instead of --keep: "ppl<=1.01" finds the smallest cache within 1 % of the perplexity.',
+    )
+    factor: float | None = setting(
+        None,
+        "Instead of --keep: a cache so many times smaller, in dimensions and bits together, for the"
+        " least predicted loss. For recipes that predict it, ours; runs on the paged cache.",
+    )
+    bytes_per_token: float | None = setting(None, "The same, as bytes a token.")
+    levels: str | None = setting(
+        None,
+        "Bits that planned numbers may have, separated by commas, of 8,6,4,3,2,1, or all of them;"
+        " default 8,4,2, those that kernels read.",
+    )
+    prefer: Prefer = setting(
+        "balanced",
+        "What such a plan is for. speed: rows that a Hopper GPU reads in one pass, of recipe swift;"
+        " size: the least loss at a size, in all levels, of which not all have kernels.",
+    )
+    align: int | None = setting(
+        None,
+        "Ranks are multiples of it; default 16, or 8 where heads are narrow. Not of planned bits.",
+    )
+
+    @property
+    def target(self) -> "Target":
+        from kvfold.compression.target import Target
+
+        given = {name: getattr(self, name) for name in ("keep", "budget", "factor", "prefer")}
+        levels = parse_levels(self.levels)
+        return Target(bytes_per_token=self.bytes_per_token, levels=levels, **given)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Fastest:
+    """Whether time decides the recipe and the size, and of which step."""
+
+    fastest: Flag = setting(
+        False,
+        "Of fast, swift, lean and small at sizes from 2 to 14 times, bits planned: the one within"
+        " --budget whose decode step is predicted to take the least time on a GPU.",
+    )
+    batch: int | None = setting(None, "Sequences of that step: 64 without it.")
+    context: int | None = setting(
+        None,
+        "Tokens that each of them has stored: 8192 without it, or as many as the model has"
+        " positions.",
+    )
+
+    def check(self, size: Size, recipe: str | None, stats: Path | None) -> None:
+        """Raises SettingError for what it needs or decides by itself, or what only it has."""
+        given = {"recipe": recipe, "align": size.align, "stats": stats}
+        given["prefer"] = None if size.prefer == Size.prefer else size.prefer
+        if not self.fastest:
+            for name in ("batch", "context"):
+                if getattr(self, name) is not None:
+                    raise SettingError(
+                        f"`{name}` is of the step that is predicted: give `fastest` too"
+                    )
+            return
+        if size.budget is None:
+            raise SettingError("`fastest` is the fastest within a loss: give `budget` too")
+        for name, value in given.items():
+            if value is not None:
+                raise SettingError(
+                    f"`fastest` tries several recipes, sizes and plans: leave `{name}` out"
+                )
 
 
 @Parameter(name="*")
@@ -177,6 +259,7 @@ class Storage:
 
 
 PLACE, CALIBRATION, WINDOWS = Place(), Calibration(), Windows()
+SIZE, FASTEST = Size(), Fastest()
 SAMPLING, STORAGE = Sampling(), Storage()
 
 

@@ -4,16 +4,20 @@ import dataclasses
 import os
 import sys
 from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from kvfold.cli import common
-from kvfold.cli.options import PLACE, STORAGE, Model, Place, Storage, flags_of
+from kvfold.cli import common, serve_vllm
+from kvfold.cli.options import PLACE, STORAGE, Flag, Model, Place, Storage, flags_of
 from kvfold.config import check, setting
 from kvfold.server import check_installed
 from kvfold.server.limits import Limits
 
 KEY = "KVFOLD_API_KEY"
+EngineName = Annotated[
+    Literal["kvfold", "vllm"], Parameter(help="vllm: vLLM's own server, see docs/vllm.md.")
+]
 
 
 @Parameter(name="*")
@@ -47,6 +51,13 @@ class Sizes:
     max_tokens: int | None = setting(
         None, "Of a prompt and its answer; by default the model's positions.", least=1
     )
+    no_prefix_caching: Flag = setting(False, "Compute again what prompts begin with.")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of LLM."""
+        found = dataclasses.asdict(self)
+        return found | {"prefix_caching": False if found.pop("no_prefix_caching") else None}
 
     def __post_init__(self) -> None:
         check(self)
@@ -73,6 +84,7 @@ def serve(
     model: Model,
     /,
     *,
+    engine: EngineName = "kvfold",
     address: Address = ADDRESS,
     sizes: Sizes = SIZES,
     bounds: Bounds = BOUNDS,
@@ -83,8 +95,10 @@ def serve(
 
     Chats, completions, streams; /metrics for Prometheus. SIGTERM answers what is open, then ends.
     """
-    check_installed()
     key = address.key
+    if engine == "vllm":
+        serve_vllm.serve(vllm_words(model, address, sizes, bounds, storage, place), key)
+    check_installed()
     config, tokenizer = common.load_config(model), common.load_tokenizer(model)
     cache = common.cache_config(config, dataclasses.replace(storage, paged=True), place)
     assert cache is not None
@@ -97,10 +111,23 @@ def serve(
     from kvfold.engine.llm import LLM
     from kvfold.server.app import create_app
 
-    settings = dataclasses.asdict(cache) | dataclasses.asdict(sizes)
-    llm = LLM(common.load(model, place), tokenizer=tokenizer, owned=True, **settings)
+    loaded = common.load(model, place)
+    cache = common.with_policy(loaded, tokenizer, cache) or cache
+    settings = dataclasses.asdict(cache) | sizes.settings
+    llm = LLM(loaded, tokenizer=tokenizer, owned=True, **settings)
     for name, value in llm.summary():
         print(f"{name}: {value}", file=sys.stderr)
     name = address.served_model_name or model
     app = create_app(AsyncLLM(llm), name, limits=bounds.limits, api_key=key)
     run(app, listener, bounds.limits)
+
+
+def vllm_words(
+    model: str, address: Address, sizes: Sizes, bounds: Bounds, storage: Storage, place: Place
+) -> list[str]:
+    """The same as a command line of vLLM's."""
+    return serve_vllm.command(
+        model, storage, place, bounds.limits,
+        host=address.host, port=address.port, served_model_name=address.served_model_name,
+        max_num_seqs=sizes.max_sequences, max_model_len=sizes.max_tokens,
+    )  # fmt: skip

@@ -3,8 +3,8 @@
 Dropping a dimension of singular value s costs s^2 / 2 nats, and so few bits of a number leave a
 share of that. At the optimum bits are spent as long as they save more than a common price per bit;
 they fall with s, so a latent is a few runs of equal bits, its tiers. Latents of a set are planned
-as one and get the same tiers. Shapes: N sets of latents of one width w; E places where a tier may
-begin or end.
+as one and get the same tiers. Shapes: N sets of latents of one width w and rule; E places where a
+tier may begin or end.
 """
 
 from collections.abc import Hashable, Sequence
@@ -25,32 +25,71 @@ FALLS, FALL = 16, 0.8  # how often, and to what share, the price falls to spend 
 WORD = 16  # bits: what a tier is a multiple of, whatever the latent's width
 
 
+@dataclass(frozen=True, kw_only=True)
+class TierRule:
+    """What tiers a latent of `width` numbers may have.
+
+    units: (bits, numbers), from the most bits on: a tier of these bits is whole multiples of so
+    many numbers. most: numbers of all tiers. loose: the last tier may end where the latent does, in
+    whole words. needed: there is at least one tier. odd: of an odd number of units each.
+    """
+
+    width: int
+    units: tuple[tuple[int, int], ...]
+    most: int
+    loose: bool = False
+    needed: bool = False
+    odd: bool = False
+
+    @property
+    def ends(self) -> list[int]:
+        """Where tiers may begin or end."""
+        top, step = min(self.width, self.most), min(numbers for _, numbers in self.units)
+        return sorted({*range(0, top + 1, step), *([self.width] if self.loose else [])})
+
+    @property
+    def least(self) -> int:
+        """Bits a token of the smallest tier."""
+        sizes = (min(self.width, numbers) * bits for bits, numbers in self.units)
+        return min(sizes) + SCALE_BITS
+
+
+def any_tiers(width: int, levels: Sequence[int]) -> TierRule:
+    """Tiers of any of `levels`, in whole units, but for the last one where the width is not."""
+    units = tuple((bits, unit(width, bits)) for bits in sorted({*levels}, reverse=True))
+    return TierRule(width=width, units=units, most=width, loose=True)
+
+
 def plan_tiers(
     spectra: Sequence[Tensor],
     budget: int,
-    levels: Sequence[int],
+    rules: Sequence[TierRule],
     sets: Sequence[Hashable] | None = None,
 ) -> list[Tiers]:
     """Tiers of every latent, together at most `budget` bits a token, scales included.
 
-    spectra: singular values [w] of each latent, descending; levels: bits that tiers may have. sets:
+    spectra: singular values [w] of each latent, descending; rules: what tiers each may have. sets:
     of every latent, the name of those that are to have the same tiers (None: each has its own); of
-    one width each. Every tier is whole units (`unit`), but for the last one where the width is not.
-    The price is found by bisection; as it falls further, single sets take what is left.
+    one width and rule each. The price is found by bisection; as it falls further, single sets take
+    what is left.
     """
     names = range(len(spectra)) if sets is None else sets
     members: dict[Hashable, list[Tensor]] = {}
     for name, s in zip(names, spectra, strict=True):
         members.setdefault(name, []).append(s.double())
-    found = dict(zip(members, _plan_sets([*members.values()], budget, levels), strict=True))
+    rule_of = dict(zip(names, rules, strict=True))
+    own = [rule_of[name] for name in members]
+    found = dict(zip(members, _plan_sets([*members.values()], own, budget), strict=True))
     return [found[name] for name in names]
 
 
-def _plan_sets(sets: Sequence[Sequence[Tensor]], budget: int, levels: Sequence[int]) -> list[Tiers]:
+def _plan_sets(
+    sets: Sequence[Sequence[Tensor]], rules: Sequence[TierRule], budget: int
+) -> list[Tiers]:
     """Tiers of every set, whose members' singular values these are."""
     sizes = [len(own) for own in sets]
-    widths = sorted({len(s) for own in sets for s in own})
-    menus = [_menu(sets, width, levels) for width in widths if width]
+    kinds = dict.fromkeys(rule for rule in rules if rule.width)
+    menus = [_menu(sets, [i for i, x in enumerate(rules) if x == kind], kind) for kind in kinds]
 
     def plan(price: float) -> list[Tiers]:
         found: list[Tiers] = [()] * len(sets)
@@ -99,6 +138,16 @@ def cost(tiers: Tiers) -> int:
     return sum(width * bits + SCALE_BITS for width, bits in tiers)
 
 
+def predicted_loss(spectrum: Tensor, tiers: Tiers) -> float:
+    """Nats a token of a latent with these singular values [w]: a tier's rotation spreads its error
+    evenly over its numbers, and what is dropped costs all that it holds."""
+    lost, start = 0.0, 0
+    for width, bits in tiers:
+        total = float(spectrum[start : start + width].double().sum())
+        lost, start = lost + DISTORTION[bits] * total**2 / width / 2, start + width
+    return lost + float(spectrum[start:].double().square().sum()) / 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Menu:
     """What sets of latents of one width may become. sets: their numbers; ends: the places E; by
@@ -137,40 +186,42 @@ class _Menu:
         return tuple(reversed(tiers))
 
 
-def _menu(sets: Sequence[Sequence[Tensor]], width: int, levels: Sequence[int]) -> _Menu:
-    own = [i for i, members in enumerate(sets) if len(members[0]) == width]
+def _menu(sets: Sequence[Sequence[Tensor]], own: list[int], rule: TierRule) -> _Menu:
+    """Of the sets whose numbers are `own`."""
     s = torch.stack([member for i in own for member in sets[i]])
     sizes = torch.tensor([len(sets[i]) for i in own])
-    levels = sorted(set(levels), reverse=True)
-    step = min(unit(width, bits) for bits in levels)
-    ends = torch.tensor([*range(0, width, step), width])
+    ends = torch.tensor(rule.ends)
     total, squares = ((s**power).cumsum(1) for power in (1, 2))
-    total = torch.cat((torch.zeros_like(total[:, :1]), total), 1)[:, ends]
-    squares = torch.cat((torch.zeros_like(squares[:, :1]), squares), 1)[:, ends]
+    total, squares = (torch.cat((torch.zeros_like(x[:, :1]), x), 1) for x in (total, squares))
+    total, dropped = total[:, ends], (squares[:, -1:] - squares[:, ends]) / 2
     numbers = ends[None, :] - ends[:, None]
     # A tier's rotation spreads its error evenly over its numbers.
     spread = (total[:, None, :] - total[:, :, None]).square() / (2 * numbers.clamp(min=1))
     spread, dropped = (
-        torch.stack([each.sum(0) for each in x.split(sizes.tolist())])
-        for x in (spread, (squares[:, -1:] - squares) / 2)
+        torch.stack([each.sum(0) for each in x.split(sizes.tolist())]) for x in (spread, dropped)
     )
+    if rule.needed:
+        dropped[:, 0] = torch.inf
     return _Menu(
         sets=own,
         ends=ends,
-        levels=levels,
+        levels=[bits for bits, _ in rule.units],
         lost=[
-            (DISTORTION[bits] * spread).masked_fill(~_allowed(ends, bits), torch.inf)
-            for bits in levels
+            (DISTORTION[bits] * spread).masked_fill(~_allowed(ends, rule, bits, step), torch.inf)
+            for bits, step in rule.units
         ],
-        bits=[sizes[:, None, None] * (numbers * bits + SCALE_BITS).double() for bits in levels],
+        bits=[
+            sizes[:, None, None] * (numbers * bits + SCALE_BITS).double() for bits, _ in rule.units
+        ],
         dropped=dropped,
     )
 
 
-def _allowed(ends: Tensor, bits: int) -> Tensor:
-    """Whether a tier of these bits may go from one place to another [E, E]."""
-    width, numbers = int(ends[-1]), ends[None, :] - ends[:, None]
-    step = unit(width, bits)
+def _allowed(ends: Tensor, rule: TierRule, bits: int, step: int) -> Tensor:
+    """Whether a tier of these bits, in whole `step` numbers, may go from one place to another
+    [E, E]."""
+    numbers = ends[None, :] - ends[:, None]
     words = numbers * min(PLANES[bits]) % WORD == 0
-    forced = (ends == width) & words & (width % step != 0)
-    return (numbers > 0) & ((numbers % step == 0) | forced)
+    forced = (ends == rule.width) & words & (rule.width % step != 0) & rule.loose
+    whole = numbers % (2 * step) == step if rule.odd else numbers % step == 0
+    return (numbers > 0) & (whole | forced)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from kvfold.compression.positions import shifting
 from kvfold.compression.progress import Report
 from kvfold.compression.statistics import QUANTITIES, Statistics
-from kvfold.compression.statistics.artifact import fingerprint
 from kvfold.compression.statistics.record import Recorder
 from kvfold.compression.statistics.reduce import prune, window_topics
 from kvfold.models.adapter import Family
+from kvfold.weights import fingerprint
 
 
 def calibrate(

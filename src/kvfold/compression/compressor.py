@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvfold.artifact import mark, spec_of
 from kvfold.compression.bases import Source, builder_of, recipes_where
-from kvfold.compression.bit_allocation import SCALE_BITS, unit
 from kvfold.compression.calibrate import artifact_key, calibrate
 from kvfold.compression.calibration_text import (
     CALIBRATION_TOKENS,
@@ -17,13 +16,14 @@ from kvfold.compression.calibration_text import (
     window_length,
 )
 from kvfold.compression.plan import Size, by_layer, plan_bits, planned_spec
+from kvfold.compression.preference import check_speed, rule_of
 from kvfold.compression.progress import Progress, stage
 from kvfold.compression.ranks import LatentCandidate, allocate, method_of
 from kvfold.compression.recover import BATCH, check_steps
 from kvfold.compression.recover import recover as distil
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.target import Target, check_align, check_keep
-from kvfold.config import LEVELS, SEEDS, Recipe, Setting, check_types
+from kvfold.config import SEEDS, Prefer, Recipe, Setting, check_types
 from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
 from kvfold.models.copies import shared_copy
@@ -173,17 +173,23 @@ class Prepared:
         return self._spec([(rank, None) for rank in ranks])
 
     def plan_factor(
-        self, factor: float, levels: Sequence[int] = LEVELS, *, alike: bool = False
+        self,
+        factor: float,
+        levels: Sequence[int] | None = None,
+        prefer: Prefer = "balanced",
     ) -> CacheSpec:
-        """Ranks and bits, of `levels`, that make a token `factor` times smaller than at 16 bits;
-        alike: the same ones in all heads of a layer.
+        """Ranks and bits that make a token `factor` times smaller than at 16 bits. levels: bits
+        that numbers may have (None: as `prefer` has them); prefer: see `preference`.
 
         Needs a basis that predicts losses.
         """
         c = self.compressor
-        c.factor_of(Target(factor=factor, levels=tuple(levels)))
+        given = None if levels is None else tuple(levels)
+        target = Target(factor=factor, levels=given, prefer=prefer)
+        c.factor_of(target)
+        assert target.levels is not None
         bits = _bits(factor, c.geometry)
-        return self._spec(plan_bits(self.candidates, bits, levels, alike=alike))
+        return self._spec(plan_bits(self.candidates, bits, target.levels, prefer))
 
     def _spec(self, sizes: Sequence[Size]) -> CacheSpec:
         c = self.compressor
@@ -286,6 +292,8 @@ def factor_of(
             f"recipe {recipe.name!r} predicts no losses to weigh bits by; use "
             + recipes_where(lambda basis: basis.predicts_loss)
         )
+    if target.prefer == "speed":
+        check_speed(recipe, geometry)
     _check_room(recipe, geometry, target, factor, aligned(geometry, align))
     return factor
 
@@ -299,8 +307,12 @@ def _check_room(
     hint = "ask for a larger cache"
     if factor is not None:
         assert target.levels is not None
-        steps = [bits * min(unit(width, bits), width) for width in widths for bits in target.levels]
-        room, least, what = _bits(factor, geometry), min(steps) + SCALE_BITS, "bits"
+        found = [
+            rule_of(target.prefer, side, width, target.levels)
+            for (side, _), width in zip(sets, widths, strict=True)
+        ]
+        needed, what = sum(rule.least for rule in found if rule.needed), "bits"
+        room, least = _bits(factor, geometry), needed or min(rule.least for rule in found)
     elif target.keep is not None:
         room, least, what = _numbers(target.keep, geometry), min([align, *widths]), "numbers"
         hint += f", or a smaller `align` than {align}"

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from kvfold.compression.bit_allocation import plan_tiers
+from kvfold.compression.bit_allocation import any_tiers, plan_tiers, predicted_loss
+from kvfold.compression.preference import KEY_LEVELS, LITTLE, one_pass_tiers
 from kvfold.compression.ranks import Candidates, LatentCandidate
+from kvfold.config import Prefer
 from kvfold.errors import SettingError
 from kvfold.spec import (
     CacheSpec,
@@ -26,10 +28,10 @@ def by_layer(candidates: Candidates) -> list[list[LatentCandidate]]:
 
 
 def plan_bits(
-    candidates: Candidates, bits: int, levels: Sequence[int], *, alike: bool = False
+    candidates: Candidates, bits: int, levels: Sequence[int], prefer: Prefer = "balanced"
 ) -> list[Size]:
     """Ranks and tiers of `levels` that spend `bits` a token, scales included, for the least
-    predicted loss; alike: the same ones of a layer's keys, and of its values, whatever the head.
+    predicted loss; prefer: see `preference`.
 
     Raises ValueError where skipped layers do not fit, or a layer would store nothing.
     """
@@ -40,8 +42,7 @@ def plan_bits(
             f"skipped layers, at 16 bits a number, take {whole} bits a token of the {bits} that"
             " this factor allows; ask for a smaller `factor`, or skip fewer layers"
         )
-    sets = [(c.layer, c.side, c.width) for c in free] if alike else None
-    tiers_of = plan_tiers([c.singular for c in free], bits - whole, levels, sets)
+    tiers_of = (_for_speed if prefer == "speed" else _planned)(free, bits - whole, levels)
     planned = dict(zip(free, tiers_of, strict=True))
     if empty := {c.layer for c in free} - {c.layer for c, tiers in planned.items() if tiers}:
         raise SettingError(
@@ -52,6 +53,25 @@ def plan_bits(
         (c.numbers, None) if c.skip else (sum(width for width, _ in planned[c]), planned[c])
         for c in candidates
     ]
+
+
+def _planned(free: Candidates, room: int, levels: Sequence[int]) -> list[Tiers]:
+    """Tiers of every candidate by itself, in so many bits a token."""
+    rules = [any_tiers(c.width, levels) for c in free]
+    return plan_tiers([c.singular for c in free], room, rules)
+
+
+def _for_speed(free: Candidates, room: int, levels: Sequence[int]) -> list[Tiers]:
+    """Tiers that the heads of a layer share; keys in KEY_LEVELS, where that loses LITTLE more."""
+    spectra, sets = [c.singular for c in free], [(c.layer, c.side, c.width) for c in free]
+    found = []
+    for keys in (KEY_LEVELS, levels):
+        each = ((c, keys if c.side == "k" else levels) for c in free)
+        rules = [one_pass_tiers(c.side, c.width, own) for c, own in each]
+        tiers = plan_tiers(spectra, room, rules, sets)
+        found.append((sum(map(predicted_loss, spectra, tiers)), tiers))
+    (few, without), (least, every) = found
+    return without if few <= (1 + LITTLE) * least else every
 
 
 def planned_spec(

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from kvfold.config import ALL_LEVELS, DEFAULT_KEEP, LEVELS, Setting, check, setting
+from kvfold.compression.preference import default_levels
+from kvfold.config import ALL_LEVELS, DEFAULT_KEEP, Prefer, Setting, check, setting
 from kvfold.errors import SettingError
 from kvfold.search import parse_budget
 
@@ -18,7 +19,8 @@ class Target:
     keep: share of the numbers, in (0, 1]. factor: so many times smaller, in dimensions and bits
     planned together. bytes_per_token: the same as bytes. budget: "ppl<=RATIO", the smallest keep
     whose perplexity on held-out text is within that ratio of the original's. levels: the bits that
-    planned numbers may have, from the most on; LEVELS where bits are planned and none are given.
+    planned numbers may have, from the most on; where bits are planned and none are given, those of
+    prefer: what the plan is for (see `preference`).
     """
 
     keep: float | None = setting(None, "Share.", **SHARE)
@@ -26,6 +28,7 @@ class Target:
     bytes_per_token: float | None = setting(None, "Bytes.", above=0)
     budget: str | None = None
     levels: tuple[int, ...] | None = None
+    prefer: Prefer = "balanced"
 
     def __post_init__(self) -> None:
         check(self)
@@ -40,8 +43,19 @@ class Target:
         object.__setattr__(self, "levels", self._levels())
 
     def _levels(self) -> tuple[int, ...] | None:
+        if self.prefer != "balanced" and not self.planned:
+            raise SettingError(
+                f"`prefer={self.prefer!r}` is how bits are planned, and none are: say the size as"
+                " `factor` or `bytes_per_token`"
+            )
+        own = default_levels(self.prefer)
         if self.levels is None:
-            return LEVELS if self.planned else None
+            return own if self.planned else None
+        if self.prefer != "balanced" and tuple(self.levels) != own:
+            raise SettingError(
+                f"`levels` and `prefer={self.prefer!r}` exclude each other: each decides which bits"
+                " numbers may have"
+            )
         if not self.levels or not {*self.levels} <= {*ALL_LEVELS}:
             legal = ", ".join(map(str, ALL_LEVELS))
             raise SettingError(f"`levels` must be some of {legal}; got {self.levels!r}")

@@ -17,6 +17,7 @@ from kvfold.engine.stream import Answer, Reading
 
 logger = logging.getLogger(__name__)
 Opened = tuple[Request, Answer]
+Asked = tuple[Prompt, SamplingParams | None, CacheParams | None]
 
 
 class EngineFault(RuntimeError):
@@ -162,7 +163,8 @@ class AsyncStream(Reading, AsyncIterator[StepOutput]):
 
 
 class AsyncLLM:
-    """An `LLM` for event loops: a thread of its own takes all steps, another one tokenises.
+    """An `LLM` for event loops: a thread of its own takes all steps, another one tokenises, a third
+    compiles grammars, which may take seconds.
 
     model: what `LLM` takes, with its settings, or an LLM, which others may go on using. Close it,
     or use it in an `async with` block: its thread lives until then.
@@ -174,6 +176,7 @@ class AsyncLLM:
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
         self.driver = EngineThread(self.llm.engine)
         self._tokenising = ThreadPoolExecutor(1, "kvfold-tokenise")
+        self._compiling = ThreadPoolExecutor(1, "kvfold-grammar")
 
     @property
     def fault(self) -> BaseException | None:
@@ -214,10 +217,11 @@ class AsyncLLM:
         prompt = await self.run(self.llm.encode_chat, messages)
         return await self.generate(prompt, sampling, cache=cache)
 
-    async def open(
-        self, asked: Sequence[tuple[Prompt, SamplingParams | None, CacheParams | None]]
-    ) -> AsyncStream:
+    async def open(self, asked: Sequence[Asked]) -> AsyncStream:
         """Outputs of several requests, all of them or none, as they come."""
+        if any(sampling and sampling.guided for _, sampling, _ in asked):
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._compiling, self._compile, asked)
         return AsyncStream(self.driver, await self.run(self._requests, asked))
 
     async def run(self, function: Any, *arguments: Any) -> Any:
@@ -226,15 +230,20 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenising, function, *arguments)
 
-    def _requests(
-        self, asked: Sequence[tuple[Prompt, SamplingParams | None, CacheParams | None]]
-    ) -> list[Opened]:
+    def _compile(self, asked: Sequence[Asked]) -> None:
+        """Their grammars, which are kept, so that `_requests` finds them ready."""
+        for _, sampling, _ in asked:
+            if sampling and sampling.guided:
+                self.llm.grammars.guide(sampling)
+
+    def _requests(self, asked: Sequence[Asked]) -> list[Opened]:
         return [self.llm.request(*one) for one in asked]
 
     def close(self) -> None:
         """Cancel what is open, end the threads."""
         self.driver.close()
         self._tokenising.shutdown()
+        self._compiling.shutdown()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self

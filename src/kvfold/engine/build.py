@@ -10,8 +10,8 @@ import torch
 from kvfold.artifact import spec_of
 from kvfold.cache.eviction import policies
 from kvfold.cache.eviction.base import Policy
-from kvfold.cache.pool import Pool
-from kvfold.config import PAGE, CacheConfig
+from kvfold.cache.sharing import SharingPool
+from kvfold.config import AUTO, PAGE, CacheConfig
 from kvfold.engine.request import CacheParams
 from kvfold.engine.runner import PAGED, ModelRunner
 from kvfold.errors import SettingError, renamed
@@ -24,6 +24,7 @@ from kvfold.models.merged import merge_products
 from kvfold.models.rotary import LONG_ROPE, rope_type
 from kvfold.models.rotate import rotate_model, turned
 from kvfold.ops.backend import use_triton
+from kvfold.ops.decode import one_pass_page
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import CacheLayout, cache_layout, plain_spec
 
@@ -50,22 +51,27 @@ def build_runner(
     for settings that contradict each other or the model, and for a pool that cannot hold a page of
     each group.
     """
+    if policy is None and config.evict == AUTO:
+        raise SettingError(
+            "`evict='auto'` is measured before an engine is built: set `evict` to what "
+            "kvfold.best_policy(model, tokenizer, keep_tokens=...) returns"
+        )
     if policy is None and config.evict is not None:
         policy = policies.get(config.evict)
     check_served(model.config, policy, config)
     use_triton(model.device.type)
     limits = CacheParams(keep_tokens=config.keep_tokens, max_cache_tokens=config.max_cache_tokens)
     found = spec_of(model)
-    quantized = (config.bits or 16) < 16 or bool(found and found.planned)
-    turn = config.rotate and format_of(config.format).rotates and quantized
-    spec = found or plain_spec(family_of(model.config).geometry(model.config))
-    spec = turned(spec) if turn and found is None else spec
-    layout = _layout(model, spec, config, policy)
+    itemsize, device = model.dtype.itemsize, model.device.type
+    layout = layout_of(model.config, found, config, policy, itemsize, device)
+    spec, turn = layout.spec, _turns(found, config)
     size = config.kv_bytes or default_bytes(layout, num_slots, max_tokens, model.device)
     lengths = {"num_slots": num_slots, "max_tokens": max_tokens}
     windows = attention_windows(model.config)
     with renamed(num_bytes="kv_bytes"), _blamed(config):
-        pool = Pool(layout, size, **lengths, windows=windows, spare=True, device=model.device)
+        pool = SharingPool(
+            layout, size, **lengths, windows=windows, spare=True, device=model.device
+        )
     served = model if owned else shared_copy(model)
     if found is None:
         fold_plain(served, spec, turn)
@@ -115,21 +121,43 @@ def check_served(config: Any, policy: Policy | None, cache: CacheConfig) -> None
         )
 
 
-def _layout(model: Any, spec: CacheSpec, config: CacheConfig, policy: Policy | None) -> CacheLayout:
-    """Pages of the configured size, else of that which the policy was published with."""
-    published = policy.page if policy else None
-    windows = attention_windows(model.config)
-    return cache_layout(
-        spec,
-        page=next(x for x in (config.page, published, PAGE) if x is not None),
-        itemsize=model.dtype.itemsize,
-        bits=config.bits,
-        sub_group=config.sub_group,
-        zeros=config.zeros,
-        tracked=[policy is not None or window is not None for window in windows],
-        format=config.format,
-        residual=config.residual,
-    )
+def layout_of(
+    config: Any,
+    found: CacheSpec | None,
+    cache: CacheConfig,
+    policy: Policy | None,
+    itemsize: int,
+    device: str = "cpu",
+) -> CacheLayout:
+    """How an engine stores a model of this transformers config that was compressed to `found`, or
+    was not, in numbers of `itemsize` bytes. Pages are of the configured size, else of that which
+    the policy was published with, or which is fastest on a device of this type."""
+    spec = found or plain_spec(family_of(config).geometry(config))
+    windows = attention_windows(config)
+
+    def paged(page: int) -> CacheLayout:
+        return cache_layout(
+            turned(spec) if found is None and _turns(found, cache) else spec,
+            page=page,
+            itemsize=itemsize,
+            bits=cache.bits,
+            sub_group=cache.sub_group,
+            zeros=cache.zeros,
+            tracked=[policy is not None or window is not None for window in windows],
+            format=cache.format,
+            residual=cache.residual,
+        )
+
+    page = cache.page or (policy.page if policy else None)
+    if page is None and device == "cuda" and cache.residual is None:
+        page = one_pass_page(paged, spec.geometry.queries_per_kv)
+    return paged(page or PAGE)
+
+
+def _turns(found: CacheSpec | None, cache: CacheConfig) -> bool:
+    """Whether numbers are turned before they are packed."""
+    quantized = (cache.bits or 16) < 16 or bool(found and found.planned)
+    return cache.rotate and format_of(cache.format).rotates and quantized
 
 
 def default_bytes(

@@ -55,14 +55,22 @@ class Edits:
         return Applied(logits, applied)
 
     def _mask(self, logits: Tensor) -> Before:
-        device = logits.device
-        rows, bits = upload(self.masked, device), upload(self.bits, device)
-        each = bits[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)
-        allowed = (each & 1).bool().flatten(1)[:, : logits.shape[-1]]
+        rows = upload(self.masked, logits.device)
+        allowed = self._allowed(logits.device)[:, : logits.shape[-1]]
         lacking = F.pad(~allowed, (0, logits.shape[-1] - allowed.shape[-1]), value=True)
         raw = logits[rows]
         logits[rows] = raw.masked_fill(lacking, -torch.inf)
         return (rows,), raw
+
+    def _allowed(self, device: torch.device) -> Tensor:
+        """Bits as bool [m, 32 b]: unpacked where they are, or behind the copy, which is then of
+        fewer bytes."""
+        if device.type == "cpu":
+            flags = np.unpackbits(self.bits.astype("<i4").view(np.uint8), axis=1, bitorder="little")
+            return torch.from_numpy(flags).view(torch.bool)
+        each = upload(self.bits, device)[:, :, None]
+        each = each >> torch.arange(32, dtype=torch.int32, device=device)
+        return (each & 1).bool().flatten(1)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import Any
 
 from kvfold.cache.pool import Pool
 from kvfold.engine.edits import edits_of
+from kvfold.engine.packed import PackedContext
+from kvfold.engine.prefixes import Prefixes
 from kvfold.engine.request import (
     Batch,
     CacheParams,
@@ -58,7 +60,7 @@ class Engine:
     """Serves requests together from one pool. Any thread may add, cancel and step.
 
     eos_ids: tokens that end a sequence. chunk (default: `default_chunk`), max_batch_tokens,
-    headroom, schedule: see Scheduler.
+    headroom, schedule, prefixes: see Scheduler.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Engine:
         max_batch_tokens: int = 2048,
         headroom: int = 32,
         schedule: Schedule | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.scheduler = Scheduler(
             runner,
@@ -80,6 +83,7 @@ class Engine:
             max_batch_tokens=max_batch_tokens,
             headroom=headroom,
             schedule=schedule,
+            prefixes=prefixes,
         )
         self.runner, self.hooks = runner, hooks or Hooks()
         self.eos_ids, self.turn = frozenset(eos_ids), Turn()
@@ -115,9 +119,10 @@ class Engine:
         sampling: SamplingParams | None = None,
         cache: CacheParams | None = None,
         guide: Guide | None = None,
+        context: PackedContext | None = None,
     ) -> Request:
         """What `add` would queue, checked: for who wants all of several requests or none. guide: of
-        the grammar that `sampling` names, if any."""
+        the grammar that `sampling` names, if any. context: of which the first tokens are."""
         sampling = sampling or SamplingParams()
         _check_textless(sampling, guide)
         ids = token_ids(prompt_ids)
@@ -130,6 +135,7 @@ class Engine:
             sampling=replace(sampling, max_new_tokens=limit),
             cache=cache or CacheParams(),
             guide=guide,
+            context=context,
         )
         self.scheduler.check(request)
         return request
@@ -220,8 +226,7 @@ class Engine:
 
     def _advance(self, batch: Batch) -> None:
         self.runner.slide(batch)
-        for chunk in batch.chunks:
-            chunk.request.advance(len(chunk.tokens))
+        self.scheduler.advanced(batch)
         decodes, prefills = batch.chunks[: batch.num_decode], batch.chunks[batch.num_decode :]
         if prefills:
             self._call(self.hooks.on_context_step_end, prefills)

@@ -12,6 +12,9 @@ from kvfold.engine.build import build_runner
 from kvfold.engine.detokenizer import decoder_of
 from kvfold.engine.engine import Engine, default_chunk, token_ids
 from kvfold.engine.grammar import Grammars
+from kvfold.engine.pack import Packer, Report, check_pages
+from kvfold.engine.packed import PackedContext, layout_key
+from kvfold.engine.prefixes import PrefixCache, refusal
 from kvfold.engine.request import (
     CacheParams,
     FinishReason,
@@ -22,11 +25,15 @@ from kvfold.engine.request import (
 )
 from kvfold.engine.scheduler import Schedule
 from kvfold.engine.stream import Answer, Stream
+from kvfold.errors import SettingError
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.text import check_tokenizer, encode, encode_chat, encode_prompt
+from kvfold.weights import fingerprint
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
+# Settings that say how rows are stored, of a CacheConfig.
+STORED = ("page", "bits", "zeros", "sub_group", "rotate", "format", "evict")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,8 @@ class LLM:
     max_sequences: most requests at once. max_tokens: longest request, prompt and outputs (default:
     the model's positions). chunk: most prompt tokens of a request in one step (default: 2048 on
     CUDA, else 512). seed: of what policies draw; a request's tokens are drawn with its own.
+    prefix_caching: requests that begin alike compute their beginning once (default: where that
+    changes no tokens; True: refuse a cache where it would).
     settings: fields of `CacheConfig`: kv_bytes, bits, evict, keep_tokens, page and so on. With
     `evict` every request needs a budget, these settings' or its own; keep_tokens=1 evicts nothing.
     Raises ValueError for what cannot work.
@@ -67,6 +76,7 @@ class LLM:
         schedule: Schedule | None = None,
         seed: int = 0,
         owned: bool = False,
+        prefix_caching: bool | None = None,
         **settings: Any,
     ) -> None:
         check_types(LLM.__init__, locals())
@@ -81,6 +91,7 @@ class LLM:
         else:
             check_loaded(model, device, dtype)
         self.tokenizer = tokenizer
+        self._fingerprint = fingerprint(model)
         limit = model.config.max_position_embeddings
         if max_tokens is not None and not 0 < max_tokens <= limit:
             raise ValueError(
@@ -105,7 +116,55 @@ class LLM:
             chunk=chunk,
             max_batch_tokens=max(4 * chunk, max_sequences),
             schedule=schedule,
+            prefixes=self._prefixes(prefix_caching),
         )
+
+    def _prefixes(self, wanted: bool | None) -> PrefixCache | None:
+        """Raises SettingError where prefixes are wanted that would change tokens."""
+        runner = self.runner
+        self.shares_no_prefix = refusal(runner.pool, runner.policy, windows=bool(runner.sliding))
+        if wanted and self.shares_no_prefix:
+            raise SettingError(
+                f"`prefix_caching=True` would change tokens: {self.shares_no_prefix}. Leave it out"
+            )
+        if wanted is False and not self.shares_no_prefix:
+            self.shares_no_prefix = "as asked"
+        if runner.sliding or runner.pool.layout.residual:
+            return None
+        return PrefixCache(runner.pool, runner.policy, blocks=self.shares_no_prefix is None)
+
+    def pack(
+        self,
+        text: Prompt,
+        *,
+        factor: float = 100.0,
+        measure: bool = True,
+        progress: Report | None = None,
+    ) -> PackedContext:
+        """A context compressed once, for any number of requests to begin with.
+
+        text: or its token ids. factor: how many times fewer bits its rows are to have than at 16
+        bits uncompressed, of dimensions and bits that are kept too; rows are kept in whole pages of
+        every group on average, one at least, and never fewer than the policy protects. measure: ask
+        the model to repeat a sample of it. progress(what, done, total) follows. Requests that run
+        wait meanwhile. Raises ValueError where nothing can be evicted that has to be, or it does
+        not fit the model or the pool.
+        """
+        Setting(least=1).check("factor", factor, float | int)
+        ids = self.encode(text)
+        with self.engine.turn.take():
+            packer = Packer(self.runner, self.tokenizer, self.engine.scheduler.chunk, progress)
+            rows, pages, report = packer.pack(ids, factor, measure)
+        stored = {x: getattr(self.cache, x) for x in STORED}
+        settings = stored | {"page": self.runner.pool.layout.page}
+        made = {"key": self._context_key, "settings": settings, "report": report}
+        return PackedContext(token_ids=tuple(ids), rows=rows, pages=tuple(pages), made=made)
+
+    @property
+    def _context_key(self) -> dict[str, str]:
+        """What a packed context has to be made with to serve here."""
+        layout = layout_key(self.runner.pool.layout, self.cache.rotate)
+        return {"model": self._fingerprint, "layout": layout}
 
     def generate(
         self,
@@ -113,9 +172,10 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheParams | Sequence[CacheParams] | None = None,
+        context: PackedContext | None = None,
     ) -> list[Completion]:
         """One completion a prompt, in order. prompts: text, token ids, or a list of either.
-        sampling, cache: for all prompts, or one for each.
+        sampling, cache: for all prompts, or one for each. context: what all of them go on from.
 
         Raises ValueError for a prompt that can never be served, and then serves none of them.
         """
@@ -123,7 +183,7 @@ class LLM:
         each = zip(
             asked, _spread("sampling", sampling, asked), _spread("cache", cache, asked), strict=True
         )
-        opened = [self.request(*one, whole=True) for one in each]
+        opened = [self.request(*one, whole=True, context=context) for one in each]
         found: dict[int, list[StepOutput]] = {request.id: [] for request, _ in opened}
         with Stream(self.engine).open(opened) as stream:
             for output in stream:
@@ -136,10 +196,11 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         cache: CacheParams | None = None,
+        context: PackedContext | None = None,
     ) -> Stream:
         """Outputs of one request as they come; leaving the loop early cancels it. Several streams
         may be read in turns, or in threads: they run together. Raises ValueError at once."""
-        return Stream(self.engine).open([self.request(prompt, sampling, cache)])
+        return Stream(self.engine).open([self.request(prompt, sampling, cache, context=context)])
 
     def chat(
         self,
@@ -178,10 +239,11 @@ class LLM:
         cache: CacheParams | None,
         *,
         whole: bool = False,
+        context: PackedContext | None = None,
     ) -> tuple[Request, Answer]:
         """A request, checked, and how it is read: as it comes, or as a whole. For drivers."""
         _check_types(sampling, cache)
-        ids, sampling = self.encode(prompt), sampling or SamplingParams()
+        ids, sampling = self._behind(context, prompt), sampling or SamplingParams()
         names = "stop_token_ids, allowed_token_ids, bad_words and logit_bias"
         self._check_ids(names, sampling.named_tokens)
         self._check_budget(cache or CacheParams())
@@ -189,7 +251,7 @@ class LLM:
             raise ValueError(f"stop={sampling.stop} needs a tokenizer: pass tokenizer= to LLM")
         guide = self.grammars.guide(sampling) if sampling.guided else None
         textless = replace(sampling, stop=(), bad_words=self._bad_ids(sampling))
-        request = self.engine.request(ids, textless, cache, guide)
+        request = self.engine.request(ids, textless, cache, guide, context)
         decode = (
             decoder_of(self.tokenizer, sampling.skip_special_tokens) if self.tokenizer else None
         )
@@ -210,6 +272,21 @@ class LLM:
         for word in words:
             found += [tuple(encode(self.tokenizer, text)) for text in (word, f" {word}")]
         return tuple(dict.fromkeys(found))
+
+    def _behind(self, context: PackedContext | None, prompt: Prompt) -> list[int]:
+        """Token ids of a context and what follows it, without another start token."""
+        if context is None:
+            return self.encode(prompt)
+        if not isinstance(context, PackedContext):
+            raise ValueError(
+                f"context must be a PackedContext, of LLM.pack or PackedContext.load; got "
+                f"{context!r:.100}"
+            )
+        check_pages(self.runner)
+        context.check(self._context_key)
+        if isinstance(prompt, str) and self.tokenizer is not None:
+            prompt = encode(self.tokenizer, prompt)
+        return [*context.token_ids, *self.encode(prompt)]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text, with the start token if the tokenizer has one; ids as they are."""
@@ -236,7 +313,7 @@ class LLM:
 
     def _check_budget(self, own: CacheParams) -> None:
         mine, evict = self.cache, self.cache.evict
-        if evict is None and own != CacheParams():
+        if evict is None and own.limited:
             raise ValueError(
                 f"cache={own} limits what a request keeps, but this LLM evicts nothing: give it a "
                 "policy, such as evict='kv-compress'"
@@ -277,6 +354,7 @@ class LLM:
             rows.append(("layers with kernels", str(kernels(layers, layout, view.dtype))))
         return [
             *rows,
+            ("prefix caching", f"off: {off}" if (off := self.shares_no_prefix) else "on"),
             ("fits", f"{int(tokens)} tokens; {at_once} requests of {pool.max_tokens} tokens"),
         ]
 

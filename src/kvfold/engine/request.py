@@ -13,7 +13,9 @@ from typing import Literal, Protocol
 import numpy as np
 from torch import Tensor
 
+from kvfold.cache.prefix import Names
 from kvfold.config import SEEDS, check, setting
+from kvfold.engine.packed import PackedContext
 from kvfold.errors import SettingError
 
 # An end token; a stop string; its own limit or the longest that a sequence may be; pages that it
@@ -144,12 +146,15 @@ class CacheParams:
 
     max_cache_tokens: rows a group on average. keep_tokens: fraction of the tokens seen so far.
     Neither: nothing is evicted. protected: most recent tokens that are never evicted (None: as the
-    policy says).
+    policy says). prefix_caching: whether it takes rows that others computed, and they may have its
+    own; cache_salt: of those with the same one alone.
     """
 
     max_cache_tokens: int | None = setting(None, "Tokens to keep, averaged over heads.", least=1)
     keep_tokens: float | None = setting(None, "Share of the tokens to keep.", above=0, most=1)
     protected: int | None = setting(None, "Most recent tokens that stay.", least=0)
+    prefix_caching: bool = field(default=True, repr=False)
+    cache_salt: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check(self)
@@ -160,6 +165,12 @@ class CacheParams:
             )
         if most is not None and protected is not None and protected > most:
             raise ValueError(f"protected must be at most max_cache_tokens={most}; got {protected}")
+
+    @property
+    def limited(self) -> bool:
+        """Whether it says what is evicted."""
+        found = (self.max_cache_tokens, self.keep_tokens, self.protected)
+        return any(x is not None for x in found)
 
 
 class Status(Enum):
@@ -216,7 +227,9 @@ class Request:
     found within its budget after prefill. seed: of its draws, from entropy where none was given.
     num_overtaken: rows of requests that were let in before it. num_evicted: tokens, averaged over
     groups, that the cache lost to eviction since this slot was opened. deliver: takes its outputs,
-    in place of who steps. guide: of a text that keeps to a grammar.
+    in place of who steps. guide: of a text that keeps to a grammar. num_cached: leading tokens that
+    others had computed when it first ran; names: of its blocks; num_indexed: leading blocks that
+    others may have (None: none of them, nor any that come). context: rows of its first tokens.
     """
 
     id: int
@@ -237,6 +250,11 @@ class Request:
     num_scored: int = 0  # leading tokens whose rows were read again for a policy
     num_overtaken: int = 0
     num_evicted: float = 0.0
+    num_restarts: int = 0
+    num_cached: int = 0
+    num_indexed: int | None = None
+    context: PackedContext | None = None
+    names: Names | None = None
     started: float | None = None  # when it first ran, in seconds of time.monotonic
     num_delivered: int = 0  # outputs that left the engine
     deliver: Deliver | None = None
@@ -336,6 +354,8 @@ class Request:
         self.status, self.slot = Status.WAITING, None
         self.num_computed = self.num_compressed = self.num_scored = 0
         self.num_evicted = 0.0
+        self.num_indexed = None
+        self.num_restarts += 1
         self.last_compressed = None
         self.num_prefill = len(self.token_ids)
 

@@ -14,7 +14,7 @@ from kvfold.attention.observer import Turn
 from kvfold.attention.paged import PagedAttention, PagedContext
 from kvfold.cache.eviction.base import Policy
 from kvfold.cache.eviction.replay import ReplayPolicy
-from kvfold.cache.pool import Pool
+from kvfold.cache.sharing import SharingPool
 from kvfold.engine.compiled import Compiled, wanted
 from kvfold.engine.eviction import Eviction
 from kvfold.engine.graphs import DecodeGraphs
@@ -39,7 +39,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Any,
-        pool: Pool,
+        pool: SharingPool,
         *,
         policy: Policy | None = None,
         cache: CacheParams | None = None,
@@ -182,11 +182,14 @@ class ModelRunner:
     # -- fewer rows ---------------------------------------------------------------------------
 
     def needs_compression(self, request: Request) -> bool:
-        return self.eviction.is_over(request)
+        return self.eviction.is_over(request) and self.pool.can_own(request.open_slot)
 
     @torch.inference_mode()
     def compress(self, requests: list[Request]) -> None:
-        """Evict to each one's budget and give the pages back to the pool."""
+        """Evict to each one's budget and give the pages back to the pool. Pages that others read
+        are copied first: raises PoolFull where there is no room."""
+        for request in requests:
+            self.pool.own(request.open_slot)
         if self.replay is not None:
             for request in requests:
                 self.replay.score(request)

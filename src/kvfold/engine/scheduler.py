@@ -12,12 +12,10 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
-
-import numpy as np
 
 from kvfold.cache.eviction.compact import capped
-from kvfold.cache.pool import Pool
+from kvfold.cache.pool import Pool, PoolFull
+from kvfold.engine.prefixes import Prefixes
 from kvfold.engine.request import Batch, FinishReason, Request, Runner, Status
 from kvfold.errors import SettingError
 from kvfold.spec.layout import Ints
@@ -57,8 +55,8 @@ class Scheduler:
 
     chunk: most tokens of one request in a step. max_batch_tokens: most tokens in a step, at least
     one a slot, so that every running request decodes. headroom: tokens by which all that run must
-    be able to grow before another is admitted, lest admission leads to pre-emption.
-    Raises ValueError.
+    be able to grow before another is admitted, lest admission leads to pre-emption. prefixes: what
+    requests may begin with; None: nothing. Raises ValueError.
     """
 
     def __init__(
@@ -70,6 +68,7 @@ class Scheduler:
         max_batch_tokens: int = 2048,
         headroom: int = 32,
         schedule: Schedule | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         if chunk < 1 or headroom < 0:
             raise ValueError(f"chunk must be at least 1 and headroom 0; got {chunk} and {headroom}")
@@ -83,7 +82,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.finished: list[Request] = []  # until the engine has delivered them
-        self.pages_of = lru_cache(4096)(partial(_pages, pool, chunk))
+        self.prefixes = Prefixes(pool, chunk) if prefixes is None else prefixes
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_compressions = 0  # of requests
@@ -98,7 +97,7 @@ class Scheduler:
                 f"which are {pool.max_tokens}: shorten it, or raise them where the model has more"
             )
         needed = prompt + (request.sampling.max_new_tokens > 1)
-        if not pool.fits(needed, self.chunk):
+        if not self.prefixes.fits(request, needed):
             raise SettingError(
                 f"`kv_bytes`: a pool of {pool.num_bytes} bytes holds {pool.capacity(self.chunk)} "
                 f"tokens of a sequence, and this one begins with {needed}: "
@@ -127,6 +126,12 @@ class Scheduler:
         request.prefill_until(computed)
         request.advance(computed)
 
+    def advanced(self, batch: Batch) -> None:
+        """A batch is in the cache."""
+        for chunk in batch.chunks:
+            chunk.request.advance(len(chunk.tokens))
+            self.prefixes.computed(chunk.request)
+
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request, if it has not ended, and return its pages."""
         if request.status is Status.FINISHED:
@@ -135,8 +140,7 @@ class Scheduler:
         request.finish(reason, error)
         self.finished.append(request)
         if slot is not None:
-            self.pool.close(slot)
-            self.running.remove(request)
+            self._leave(request, slot)
         elif request in self.waiting:  # else it is on its way there
             self.waiting.remove(request)
 
@@ -162,8 +166,7 @@ class Scheduler:
     def _start_over(self) -> None:
         """All that has not ended waits, and nobody has pages, wherever an interrupt fell: a request
         is in its new list before it leaves the old one."""
-        for slot in self.pool.open_slots:
-            self.pool.close(slot)
+        self.prefixes.reset()
         held = {request.id: request for request in (*self.waiting, *self.running)}
         self.running.clear()
         self.waiting.clear()
@@ -201,7 +204,7 @@ class Scheduler:
 
     def _fits(self, request: Request) -> bool:
         """Whether all it knows could be prefilled into the empty pool."""
-        return self.pool.fits(len(request.token_ids), self.chunk)
+        return self.prefixes.fits(request, len(request.token_ids))
 
     def _start(self, request: Request) -> None:
         request.run(self.pool.open())
@@ -210,9 +213,14 @@ class Scheduler:
 
     def _requeue(self, request: Request) -> None:
         self.waiting.appendleft(request)
-        self.pool.close(request.open_slot)
-        self.running.remove(request)
+        self._leave(request, request.open_slot)
         request.restart()
+
+    def _leave(self, request: Request, slot: int) -> None:
+        """A request gives its slot back."""
+        self.prefixes.leave(request)
+        self.pool.close(slot)
+        self.running.remove(request)
 
     def _demand(self, plan: Plan) -> Ints:
         """Pages of every class for so many more tokens of each."""
@@ -252,24 +260,25 @@ class Scheduler:
             return
         left, late, looked = self._left(plan), None, 0
         for request in tuple(self.waiting):
-            tokens = self._chunk(request, left)
-            if looked == LOOK or tokens < 1 or len(self.running) == self.pool.num_slots:
+            if looked == LOOK or left < 1 or len(self.running) == self.pool.num_slots:
                 return
             if late is not None:
                 looked += 1
                 if not late.lets_by(request):
                     continue
-            need = self.pages_of(request.rows_ahead(self.headroom))
-            beside = need if self.running else self.pages_of(request.num_pending)
-            if not self.pool.can_supply(pages + beside):
+            if (chain := self.prefixes.find(request)) is None:
+                continue
+            need = self.prefixes.cost(chain, request.rows_ahead(self.headroom))
+            beside = need if self.running else self.prefixes.cost(chain, request.num_pending)
+            if not self.prefixes.can_supply(pages + beside, chain):
                 late = late or request
                 continue
             if late is not None:
                 late.num_overtaken += request.most_rows
-            pages = pages + need
             self._start(request)
-            plan[request] = tokens
-            left -= tokens
+            pages = pages + need - self.prefixes.begin(request, chain)
+            plan[request] = self._chunk(request, left)
+            left -= plan[request]
 
     # Compression --------------------------------------------------------------------------------
 
@@ -325,6 +334,8 @@ class Scheduler:
         except AssertionError:
             raise
         except Exception as error:
+            if len(requests) == 1 and isinstance(error, PoolFull):
+                return  # nowhere to copy pages that others read: it keeps more for now
             if len(requests) == 1:
                 self.fail(requests[0], error)
                 return
@@ -350,9 +361,3 @@ class Scheduler:
             return order
         rows = self._rows(order).sum(1)
         return capped(list(zip(order, rows.tolist(), strict=True)), limit) or order[:1]
-
-
-def _pages(pool: Pool, chunk: int, rows: int) -> Ints:
-    """Of every class, for a new sequence of so many rows."""
-    none = np.zeros((1, len(pool.layout.groups)), dtype=np.int64)
-    return pool.demand(none, [rows], chunk)

@@ -1,16 +1,16 @@
 """The recipe and size of the least predicted step time within a perplexity ratio."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
 from kvfold.compression.progress import Progress
-from kvfold.config import LEVELS, CacheConfig
+from kvfold.config import CacheConfig, Prefer
 from kvfold.errors import SettingError
 from kvfold.evaluation.budget import held_out
 from kvfold.evaluation.comparison import ORIGINAL
-from kvfold.evaluation.frontier import stored
+from kvfold.evaluation.frontier import named, plans, stored
 from kvfold.evaluation.measure import Measurement, measure
 from kvfold.spec import CacheSpec
 from kvfold.step_time import Load, Prediction, predict
@@ -22,17 +22,19 @@ TEXT = "held-out"
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A recipe at a size; step: predicted; ratio: of perplexities, where it was measured."""
+    """A recipe at a size; prefer: what its plan is for; step: predicted; ratio: of perplexities,
+    where it was measured."""
 
     prepared: Prepared
     factor: float
+    prefer: Prefer
     spec: CacheSpec
     step: Prediction
     ratio: float | None = None
 
     @property
     def name(self) -> str:
-        return self.prepared.compressor.recipe.name
+        return named(self.prepared.compressor.recipe.name, self.prefer)
 
     def __str__(self) -> str:
         about = "~" * self.step.estimated
@@ -74,7 +76,7 @@ def search_fastest(
         ratio = at(x.prepared.folded_copy(x.spec), label) / original
         say(f"{x}; {ratio:.4f} times the perplexity")
         if ratio <= limit:
-            return Candidate(**{**vars(x), "ratio": ratio})
+            return replace(x, ratio=ratio)
         too_small[x.name] = x.factor
     raise SettingError(
         f"`fastest`: within {limit:g} times the perplexity nothing is predicted to be faster than"
@@ -91,10 +93,10 @@ def candidates(
     for compressor in compressors:
         prepared = compressor.prepare(statistics, progress)
         for factor in FACTORS:
-            try:
-                spec = prepared.plan_factor(factor, LEVELS)
-            except SettingError:
-                continue  # too small for a dimension in every layer
-            if step := predict(compressor.model.config, spec, load):
-                found.append(Candidate(prepared=prepared, factor=factor, spec=spec, step=step))
+            for prefer, spec in plans(prepared, factor):
+                if step := predict(compressor.model.config, spec, load):
+                    own = Candidate(
+                        prepared=prepared, factor=factor, prefer=prefer, spec=spec, step=step
+                    )
+                    found.append(own)
     return sorted(found, key=lambda x: (x.step.ms, -x.factor))

@@ -1,19 +1,22 @@
 """Loss against size: recipes, sizes and plain integers of one model, and the best of them."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from kvfold.artifact import spec_of
 from kvfold.compression.bases import builder_of
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
+from kvfold.compression.preference import in_one_pass
 from kvfold.compression.progress import Progress
-from kvfold.config import CacheConfig
+from kvfold.config import LEVELS, CacheConfig, Prefer
 from kvfold.errors import SettingError
 from kvfold.evaluation.compare import Row
 from kvfold.evaluation.comparison import ORIGINAL, result_row
 from kvfold.evaluation.measure import Measured, Measurement, measure
 from kvfold.models.families import family_of
+from kvfold.models.kernels import fastest_layout
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import plain_spec
 from kvfold.step_time import Load, predict
@@ -57,12 +60,10 @@ def measured(
     for compressor in compressors:
         prepared, name = compressor.prepare(statistics, progress), compressor.recipe.name
         for factor in factors:
-            try:
-                folded = prepared.folded_copy(planned(prepared, factor, levels))
-            except SettingError:
-                continue
-            found = on_pages(folded, f"{name} {factor:g}x")
-            yield timed(result_row(folded, name, 1 / factor, found, original), folded)
+            for prefer, spec in plans(prepared, factor, levels):
+                folded, label = prepared.folded_copy(spec), named(name, prefer)
+                found = on_pages(folded, f"{label} {factor:g}x")
+                yield timed(result_row(folded, label, 1 / factor, found, original), folded)
 
 
 def stored(model: Any) -> CacheSpec:
@@ -70,12 +71,27 @@ def stored(model: Any) -> CacheSpec:
     return spec_of(model) or plain_spec(family_of(model.config).geometry(model.config))
 
 
-def planned(prepared: Prepared, factor: float, levels: Sequence[int]) -> CacheSpec:
-    """So many times smaller: in bits and dimensions, or in dimensions alone where a recipe predicts
-    no losses to weigh bits by."""
-    if predicts(prepared.compressor.recipe):
-        return prepared.plan_factor(factor, levels)
-    return prepared.plan(1 / factor, 1)
+def plans(
+    prepared: Prepared, factor: float, levels: Sequence[int] | None = None
+) -> Iterator[tuple[Prefer, CacheSpec]]:
+    """So many times smaller, and what for: in bits and dimensions, or in dimensions alone where a
+    recipe predicts no losses to weigh bits by; for speed, too, where a GPU reads that in one pass.
+    Nothing that is too small for a recipe to store something in every layer."""
+    compressor = prepared.compressor
+    with suppress(SettingError):
+        if not predicts(compressor.recipe):
+            yield "balanced", prepared.plan(1 / factor, 1)
+            return
+        yield "balanced", prepared.plan_factor(factor, levels)
+        if levels in (None, LEVELS) and in_one_pass(compressor.basis, compressor.geometry):
+            spec = prepared.plan_factor(factor, prefer="speed")
+            if fastest_layout(compressor.model.config, spec) is not None:
+                yield "speed", spec
+
+
+def named(recipe: str, prefer: Prefer) -> str:
+    """A recipe's plans in a table."""
+    return recipe if prefer == "balanced" else f"{recipe} for {prefer}"
 
 
 def predicts(recipe: Any) -> bool:

@@ -45,7 +45,7 @@ def load_words() -> tuple[list[str], list[str]]:
     return packaged("adjectives.txt").split(), packaged("nouns.txt").split()
 
 
-def _draw_facts(num_facts: int, rng: random.Random) -> list[tuple[str, int]]:
+def draw_facts(num_facts: int, rng: random.Random) -> list[tuple[str, int]]:
     """`num_facts` pairs (key, value) with distinct keys and distinct five-digit values."""
     adjectives, nouns = load_words()
     indices = rng.sample(range(len(adjectives) * len(nouns)), num_facts)
@@ -82,14 +82,14 @@ def _cut(count: Callable[[str], int], sentence: str, budget: int) -> str:
     return " ".join(words[:low])
 
 
-def _insert(sentences: Sequence[str], facts: Sequence[str], gaps: Sequence[int]) -> str:
+def _insert(intro: str, sentences: Sequence[str], facts: Sequence[str], gaps: Sequence[int]) -> str:
     """Prompt with `facts[i]` before sentence `gaps[i]`; a gap equal to the length is the end."""
     placed = dict(zip(gaps, facts, strict=True))
     pieces: list[str] = []
     for index in range(len(sentences) + 1):
         pieces += [placed[index]] if index in placed else []
         pieces += list(sentences[index : index + 1])
-    return INTRO + " ".join(pieces) + "\n"
+    return intro + " ".join(pieces) + "\n"
 
 
 def _find_start(
@@ -114,7 +114,7 @@ def _find_start(
     return best
 
 
-def _fit_prompt(
+def fit_prompt(
     count: Callable[[str], int],
     facts: Sequence[str],
     filler: Sequence[str],
@@ -122,13 +122,17 @@ def _fit_prompt(
     *,
     length: int,
     asked: int,
+    intro: str = INTRO,
+    in_order: bool = False,
 ) -> str:
     """The prompt of at most `length - asked` tokens, counted once per sentence and then as a whole.
+
+    Sentences of `filler` after `intro`, and `facts` between them, in their own order if `in_order`.
 
     Most tokenizers count the whole as the sum of its sentences, and the first pass fits; where
     they do not, the difference goes into the next pass.
     """
-    fixed = asked + count(INTRO) + sum(count(" " + fact) for fact in facts) + 1
+    fixed = asked + count(intro) + sum(count(" " + fact) for fact in facts) + 1
     budget = length - fixed
     start, least = _find_start(count, filler, rng, max(1, len(facts) - 1), budget)
     if least > budget:
@@ -143,7 +147,7 @@ def _fit_prompt(
         if len(sentences) < len(facts) - 1:
             break
         gaps = random.Random(gap_seed).sample(range(len(sentences) + 1), len(facts))
-        prompt = _insert(sentences, facts, gaps)
+        prompt = _insert(intro, sentences, facts, sorted(gaps) if in_order else gaps)
         slack = length - asked - count(prompt)
         best = prompt if slack >= 0 else best
         if 0 <= slack <= 8:
@@ -171,10 +175,10 @@ def build_sample(
         raise ValueError(f"num_facts is {num_facts}; ask for at least 1")
     if not filler:
         raise ValueError("filler has no sentences; use load_filler()")
-    pairs = _draw_facts(num_facts, rng)
+    pairs = draw_facts(num_facts, rng)
     facts = [FACT.format(key=key, value=value) for key, value in pairs]
     questions = tuple(QUESTION.format(key=key) for key, _ in pairs)
     answers = tuple(ANSWER.format(value=value) for _, value in pairs)
     asked = max(count_tokens(q) + count_tokens(a) for q, a in zip(questions, answers, strict=True))
-    prompt = _fit_prompt(count_tokens, facts, filler, rng, length=length, asked=asked)
+    prompt = fit_prompt(count_tokens, facts, filler, rng, length=length, asked=asked)
     return NeedleSample(prompt=prompt, questions=questions, answers=answers)

@@ -148,9 +148,10 @@ class FoldedAttention(nn.Module):
             found = [linear(x) for linear in linears]
         else:
             found = list(self.merged(x).split([linear.out_features for linear in linears], -1))
-        q, *others = found
-        k = others.pop(0) if self.keys_online else None
-        return q, k, others[0] if others else x.new_zeros(*x.shape[:2], 0)
+        # By index: of what a star collects torch.compile makes a tuple.
+        q, k = found[0], found[1] if self.keys_online else None
+        rows = found[-1] if self.linear_width else x.new_zeros(*x.shape[:2], 0)
+        return q, k, rows
 
     @property
     def maps(self) -> LayerMaps:

@@ -1,13 +1,15 @@
 """What kernels would serve a model, by its config and what it stores."""
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvfold.attention.selector import Kernels, kernels
-from kvfold.models.folded import layer_shapes
+from kvfold.models.folded import attention_windows, layer_shapes
+from kvfold.ops.decode import one_pass_page, two_passes
 from kvfold.spec import CacheSpec
-from kvfold.spec.layout import cache_layout
+from kvfold.spec.layout import CacheLayout, cache_layout
 
 
 def kernels_of(config: Any, spec: CacheSpec, dtype: torch.dtype | None = None) -> Kernels:
@@ -18,3 +20,24 @@ def kernels_of(config: Any, spec: CacheSpec, dtype: torch.dtype | None = None) -
     tracked = [shape.window is not None for shape in shapes]
     layout = cache_layout(spec, itemsize=dtype.itemsize, tracked=tracked)
     return kernels(shapes, layout, dtype)
+
+
+def fastest_layout(config: Any, spec: CacheSpec, bits: int | None = None) -> CacheLayout | None:
+    """Pages that a Hopper GPU decodes in one pass, all layers, as an engine has them there; None
+    where it does not. bits: of every number, in place of those that are planned."""
+    tracked = [window is not None for window in attention_windows(config)]
+    layout_of = partial(_layout, spec, bits, tracked)
+    page = one_pass_page(layout_of, spec.geometry.queries_per_kv)
+    return None if page is None else layout_of(page)
+
+
+def in_one_pass(config: Any, spec: CacheSpec) -> str:
+    """Whether a Hopper GPU decodes all layers in one pass, for users."""
+    if (layout := fastest_layout(config, spec)) is not None:
+        return f"yes, pages of {layout.page} rows"
+    tracked = [window is not None for window in attention_windows(config)]
+    return f"no: {two_passes(_layout(spec, None, tracked, 32), spec.geometry.queries_per_kv)}"
+
+
+def _layout(spec: CacheSpec, bits: int | None, tracked: list[bool], page: int) -> CacheLayout:
+    return cache_layout(spec, page=page, bits=bits, tracked=tracked)

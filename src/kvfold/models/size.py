@@ -1,4 +1,4 @@
-"""Bytes of weights that a step reads, by a model's config and what it stores."""
+"""Bytes of weights, by a model's config and what it stores."""
 
 from typing import Any
 
@@ -14,11 +14,20 @@ DTYPE = torch.bfloat16  # what a GPU serves models in
 def step_bytes(config: Any, spec: CacheSpec) -> int:
     """Of a model that stores what `spec` says, in DTYPE: all weights but embeddings, of which a
     step looks up a few rows, unless the last layer shares them. Allocates nothing."""
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    return _bytes(config, spec, exclude_embeddings=not tied)
+
+
+def weight_bytes(config: Any, spec: CacheSpec) -> int:
+    """Of all weights of such a model. Allocates nothing."""
+    return _bytes(config, spec, exclude_embeddings=False)
+
+
+def _bytes(config: Any, spec: CacheSpec, *, exclude_embeddings: bool) -> int:
     family = family_of(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
         for index, layer in enumerate(spec.layers):
             if layer.keys != "plain":
                 family.swap(model, spec, index)
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    return DTYPE.itemsize * int(model.num_parameters(exclude_embeddings=not tied))
+    return DTYPE.itemsize * int(model.num_parameters(exclude_embeddings=exclude_embeddings))

@@ -5,9 +5,9 @@ from importlib.util import find_spec
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
-def check_installed() -> None:
+def check_installed(*more: str) -> None:
     """Raises ValueError naming the extra where a package is missing."""
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
+    if missing := [name for name in (*NEEDED, *more) if find_spec(name) is None]:
         raise ValueError(
             f'a server needs {", ".join(missing)}: pip install "kvfold[server]", which has them'
         )

@@ -12,8 +12,9 @@ from starlette.responses import Response
 import kvfold
 from kvfold.engine.async_llm import AsyncLLM
 from kvfold.server.errors import APIError, from_value_error, install
-from kvfold.server.guard import Guard
+from kvfold.server.guard import Guard, unless_gone
 from kvfold.server.limits import Limits
+from kvfold.server.page import add_page
 from kvfold.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -21,7 +22,7 @@ from kvfold.server.protocol import (
     TokenizeBody,
 )
 from kvfold.server.replies import ChatReply, CompletionReply, Reply
-from kvfold.server.service import Service, unless_gone
+from kvfold.server.service import Service
 
 NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -31,7 +32,7 @@ def create_app(
 ) -> FastAPI:
     """An ASGI application that serves `llm` under `name`, and closes it at its end.
 
-    api_key: what clients must send, except to ask for /health.
+    api_key: what clients must send, except to ask for /health and the page, which asks for it.
     """
     limits = limits or Limits()
 
@@ -49,6 +50,7 @@ def create_app(
     service = Service(llm, name, limits)
     _add_generation(app, service)
     _add_rest(app, service)
+    add_page(app, llm.llm)
     return app
 
 

@@ -1,12 +1,13 @@
-"""What comes before any route: who may ask, how much, and how slowly."""
+"""What surrounds any route: who may ask, how much, how slowly, and whether anybody still waits."""
 
 import asyncio
 import hmac
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from kvfold.server.errors import APIError
 from kvfold.server.limits import Limits
@@ -14,7 +15,8 @@ from kvfold.server.limits import Limits
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-OPEN = ("/health",)  # asked by what has no key
+T = TypeVar("T")
+OPEN = ("/health", "/")  # asked by what has no key
 
 
 class Guard:
@@ -110,3 +112,21 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return again
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns; it is cancelled when the client leaves."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise APIError(499, "the client left")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,8 +1,11 @@
-"""What a server lets its clients do. Imports no server."""
+"""What a server lets its clients do, and how a router spreads them. Imports no server."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kvfold.config import check, setting
+
+Pick = Literal["shortest", "round-robin"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,22 @@ class Limits:
     )
     drain_seconds: int = setting(
         30, "After SIGTERM, most time for what is open to be answered.", least=0
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """How requests are spread. Raises SettingError."""
+
+    pick: Pick = setting(
+        "shortest", "Who is asked: whoever has the fewest requests from here, or each in turn."
+    )
+    check_seconds: float = setting(1.0, "Between two looks at a replica's /health.", above=0)
+    retries: int = setting(
+        2, "Other replicas that are asked where one is lost before its answer begins.", least=0
     )
 
     def __post_init__(self) -> None:

@@ -131,7 +131,10 @@ class _Now(Collector):
         yield self._gauge("vllm:num_requests_waiting", "Choices.", len(scheduler.waiting))
         share = used / pool.num_bytes
         yield self._gauge("vllm:kv_cache_usage_perc", "Used share of the pool, 1 is all.", share)
+        prefixes = scheduler.prefixes
         for name, text, value in (
+            ("vllm:prefix_cache_queries", "Tokens of choices let in.", prefixes.num_queries),
+            ("vllm:prefix_cache_hits", "Of them those known already.", prefixes.num_hits),
             ("vllm:num_preemptions", "Choices that lost their pages.", scheduler.num_preemptions),
             ("kvfold:compressions", "Of choices, to their budgets.", scheduler.num_compressions),
             ("kvfold:evicted_tokens", "Averaged over groups of heads.", scheduler.num_evicted),
@@ -140,7 +143,12 @@ class _Now(Collector):
             found.add_metric([self.model], value)
             yield found
         held = GaugeMetricFamily("kvfold:pool_bytes", "Of pages.", labels=["model_name", "state"])
-        for state, count in (("total", pool.num_bytes), ("used", used), ("free", pool.free_bytes)):
+        for state, count in (
+            ("total", pool.num_bytes),
+            ("used", used),
+            ("kept", pool.kept_bytes),
+            ("free", pool.free_bytes),
+        ):
             held.add_metric([self.model, state], count)
         yield held
         token = GaugeMetricFamily(
@@ -172,6 +180,7 @@ class _Now(Collector):
             "block_size": str(pool.layout.page),
             "num_gpu_blocks": str(pool.num_bytes // pool.layout.page_bytes),
             "bits": str(cache.bits),
+            "enable_prefix_caching": str(self.llm.shares_no_prefix is None),
             "evict": str(cache.evict),
             "keep_tokens": str(cache.keep_tokens),
             "max_cache_tokens": str(cache.max_cache_tokens),

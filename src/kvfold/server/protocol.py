@@ -12,6 +12,7 @@ from kvfold.server.errors import APIError
 from kvfold.server.limits import Limits
 
 MOST_STOP = 1024  # characters of a stop string
+MOST_SALT = 1024  # characters
 MOST_TOKENS = 1024  # of lists of them, and of bad words
 # Longer or deeper ones may take xgrammar minutes to compile.
 MOST_SCHEMA, MOST_PATTERN, MOST_DEPTH = 2**16, 1024, 64  # characters, characters, levels
@@ -100,6 +101,8 @@ class Sampled(Body):
     keep_tokens: float | None = None
     max_cache_tokens: int | None = None
     protected: int | None = None
+    prefix_caching: bool | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=MOST_SALT)
 
     response_format: ResponseFormat | None = None
     # Known, and refused: to leave them out would change what the client gets.
@@ -129,8 +132,7 @@ class Sampled(Body):
 
     @property
     def cache(self) -> CacheParams:
-        limits = self.model_dump(include={"keep_tokens", "max_cache_tokens", "protected"})
-        return CacheParams(**limits)
+        return CacheParams(**self.model_dump(include=OF_CACHE, exclude_none=True))
 
     def sampling(self, limits: Limits) -> list[SamplingParams]:
         """Of every choice: with a seed they have seeds one after the other. Raises APIError for
@@ -177,6 +179,7 @@ SAME = (  # fields that are called as in SamplingParams
     *("repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
     *("allowed_token_ids", "bad_words"),
 )
+OF_CACHE = {"keep_tokens", "max_cache_tokens", "protected", "prefix_caching", "cache_salt"}
 OURS = {  # fields that a client knows by another name
     "max_new_tokens": "max_tokens",
     "json_schema": "response_format",

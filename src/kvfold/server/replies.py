@@ -49,12 +49,13 @@ class Reply:
         """Tokens until now. A prompt counts once however many choices it has."""
         requests = self.choices.requests
         prompt = sum(x.num_prompt for x in requests[:: self.body.choices])
+        cached = sum(x.num_cached for x in requests[:: self.body.choices])
         outputs = sum(self.num_outputs)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": outputs,
             "total_tokens": prompt + outputs,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": cached},
             "evicted_tokens": round(sum(x.num_evicted for x in requests)),
         }
 

@@ -2,11 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import cached_property, partial
-from typing import Any, TypeVar
-
-from fastapi import Request
+from typing import Any
 
 from kvfold.engine.async_llm import AsyncLLM, AsyncStream
 from kvfold.engine.detokenizer import decoder_of
@@ -20,7 +18,6 @@ from kvfold.server.protocol import OURS, TokenizeBody
 from kvfold.server.tokens import TokenTexts
 from kvfold.text import encode, encode_prompt
 
-T = TypeVar("T")
 Asked = tuple[Prompt, SamplingParams, CacheParams]
 
 
@@ -153,21 +150,3 @@ class Choices(AsyncIterator[tuple[int, StepOutput]]):
     def close(self) -> None:
         """Cancel what has not ended."""
         self.stream.close()
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; it is cancelled when the client leaves."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise APIError(499, "the client left")
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

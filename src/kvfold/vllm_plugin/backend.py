@@ -40,6 +40,13 @@ class KVFoldBackend(AttentionBackend):
         return KVFoldBuilder
 
     @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *_: Any, **__: Any
+    ) -> tuple[int, ...]:
+        """Of a layer's bytes, which vLLM before 0.28 asks for."""
+        return num_blocks, block_size * num_kv_heads * head_size
+
+    @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         return [MultipleOf(SMALLEST)]
 

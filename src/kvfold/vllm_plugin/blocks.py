@@ -123,6 +123,7 @@ class BlockContext:
         self.parts = self._parts()
         self.backends = {x: make(self.view) for x, make in attention.makers.items()}
         self.tables: dict[tuple[int, ...], Tensor] = {}
+        self.counts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: LayerMaps, cache: Tensor, q: Tensor, rows: Tensor) -> Tensor:
         """Store rows [N, R] of a layer, whose blocks are cache [blocks, ..] of any dtype, and
@@ -139,10 +140,17 @@ class BlockContext:
         groups = self.view.layout.of_layer(layer.index)
         arena, stride = arena_of(cache)
         every = block_tables(groups, len(cache), stride, arena.device)
-        index = self.rows[:, None].expand(-1, len(groups))
-        lengths = self.step.lengths[:, None].expand(-1, len(groups)).contiguous()
+        index, lengths = self._counts(len(groups))
         store.append(LayerPages(arena, every, lengths, groups), rows, self.zeros, index)
         self.pages[layer.index] = LayerPages(arena, self._tables(groups, stride), lengths, groups)
+
+    def _counts(self, groups: int) -> tuple[Tensor, Tensor]:
+        """Of every group alike, where new rows go int64 [N, G], and lengths int32 [B, G]; made once
+        for all layers with as many."""
+        if groups not in self.counts:
+            lengths = self.step.lengths[:, None].expand(-1, groups).contiguous()
+            self.counts[groups] = self.rows[:, None].expand(-1, groups), lengths
+        return self.counts[groups]
 
     def _tables(self, groups: tuple[Group, ...], stride: int) -> Tensor:
         """Offsets of the requests' pages int32 [B, G, n], which layers alike share."""
@@ -199,9 +207,15 @@ def arena_of(cache: Tensor) -> tuple[Tensor, int]:
 
 def _offsets(blocks: Tensor, groups: tuple[Group, ...], stride: int) -> Tensor:
     """blocks int [.., 1, n] -> int32 [.., G, n] offsets of their pages, in units."""
-    units = [group.layout.page_units for group in groups]
-    first = torch.tensor([*accumulate(units[:-1], initial=0)], dtype=torch.int32)
-    return (blocks * stride + first.to(blocks.device)[:, None]).int()
+    units = tuple(group.layout.page_units for group in groups)
+    return (blocks * stride + first_pages(units, blocks.device)).int()
+
+
+@lru_cache(maxsize=256)
+def first_pages(units: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where the pages of block 0 begin, pages of so many units: int32 [G, 1]. Made once, since a
+    graph cannot be captured while the host copies."""
+    return torch.tensor([*accumulate(units[:-1], initial=0)], dtype=torch.int32).to(device)[:, None]
 
 
 @lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ from kvfold.vllm_plugin.shares import Share
 
 SERVED = ("bits", "rotate", "sub_group", "zeros")  # of CacheConfig
 # The others, and the way out.
-_REFUSED = {
+REFUSED = {
     "evict": "vLLM has one block table for all heads of a layer, so nothing can be evicted by "
     "head; leave it out, or serve the model with kvfold.LLM",
     "format": "numbers that wait in 16 bits, as kivi's do, fit no block that sequences share; "
@@ -27,8 +27,8 @@ _REFUSED = {
     "VLLM_CPU_KVCACHE_SPACE",
     "page": "a page is a block of vLLM's: set --block-size",
 }
-_REFUSED["keep_tokens"] = _REFUSED["max_cache_tokens"] = _REFUSED["evict"]
-_REFUSED["residual"] = _REFUSED["format"]
+REFUSED["keep_tokens"] = REFUSED["max_cache_tokens"] = REFUSED["evict"]
+REFUSED["residual"] = REFUSED["format"]
 
 
 def settings(given: Any) -> CacheConfig:
@@ -40,7 +40,7 @@ def settings(given: Any) -> CacheConfig:
         )
     for name in given:
         if name not in SERVED:
-            why = _REFUSED.get(name, "there is no such setting")
+            why = REFUSED.get(name, "there is no such setting")
             raise ValueError(
                 f"kvfold in --additional-config: {name}: {why}. Legal: {', '.join(SERVED)}"
             )

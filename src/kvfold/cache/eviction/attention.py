@@ -5,7 +5,9 @@ Shapes: B sequences, Hq query heads, Hk KV heads, n queries, G groups of one seq
 in `attention_mass`), T row slots.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -103,10 +105,25 @@ def _max_pool(
     """Largest metric of the `width` rows around each, in order of position, gaps closed."""
     if width == 1:
         return metrics
-    known = metrics.where(valid, -torch.inf)
+    how = partial(F.max_pool1d, kernel_size=width, stride=1, padding=width // 2)
+    return _in_order(how, metrics.where(valid, -torch.inf), positions, valid, in_order)
+
+
+def mean_pool(x: Tensor, positions: Tensor, valid: Tensor, width: int, in_order: bool) -> Tensor:
+    """Mean of x [B, G, T] over the valid ones of the `width` (odd) rows around each, in order of
+    position, gaps closed."""
+    how = partial(F.avg_pool1d, kernel_size=width, stride=1, padding=width // 2)
+    pair = x.where(valid, 0.0), valid.float()
+    sums, counts = (_in_order(how, y, positions, valid, in_order) for y in pair)
+    return sums / counts.clamp(min=1 / width)
+
+
+def _in_order(
+    pool: Callable[[Tensor], Tensor], x: Tensor, positions: Tensor, valid: Tensor, in_order: bool
+) -> Tensor:
+    """`pool` along the rows of x [B, G, T] as their positions ascend."""
     if in_order:
-        return F.max_pool1d(known, width, stride=1, padding=width // 2)
+        return pool(x)
     behind = torch.iinfo(positions.dtype).max  # slots without a row are nobody's neighbours
     order = positions.where(valid, behind).argsort(dim=-1)
-    pooled = F.max_pool1d(known.gather(-1, order), width, stride=1, padding=width // 2)
-    return torch.empty_like(metrics).scatter_(-1, order, pooled)
+    return torch.empty_like(x).scatter_(-1, order, pool(x.gather(-1, order)))

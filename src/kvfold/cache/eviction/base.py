@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Scope = Literal["group", "layer", "pyramid", "all"]
-Need = Literal["attention", "keys", "queries", "replay", "values"]
+Need = Literal["attention", "keys", "local", "queries", "replay", "values"]
 Groups = Sequence[tuple[int, ...]]  # KV heads of each of a layer's groups
 
 
@@ -54,9 +54,9 @@ class RowsView:
 
     @property
     def metrics(self) -> Tensor:
-        """fp32 [B, G, T]: summed `attention_mass`, or what a replay made of rows (0: none did);
-        anything where no row is valid."""
-        if "replay" not in self.needs:
+        """fp32 [B, G, T]: summed `attention_mass`, or what a replay or tokens close by made of
+        rows (0: nothing did); anything where no row is valid."""
+        if not self.needs & {"local", "replay"}:
             self._check("attention")
         return self.mass
 
@@ -109,7 +109,8 @@ class Policy(ABC):
     """How rows are scored and how groups share the budget. Lengths are tokens.
 
     needs: what `score` reads beside positions; nothing else is computed. `attention` is for
-        subclasses of `AttentionPolicy`, `queries` for policies with a window.
+        subclasses of `AttentionPolicy`, `local` of `LocalPolicy`, `queries` for policies with a
+        window.
     scope: who shares the pages that are kept. `group`: every group as many; `layer`: every layer
         as many a group, its groups compete (Ada-KV); `pyramid`: fewer the deeper the layer, its
         groups alike (PyramidKV); `all`: all groups of all layers compete (KV-Compress).

@@ -39,9 +39,9 @@ def builder_of(recipe: Recipe) -> BasisBuilder:
     return found(recipe)
 
 
-def recipes_where(suits: Callable[[type[BasisBuilder]], bool]) -> str:
+def recipes_where(suits: Callable[[BasisBuilder], bool]) -> str:
     """Named recipes whose basis suits, such as "fast, swift, lean or small"."""
-    return _either(name for name, made in recipes.RECIPES.items() if suits(BASES[made().basis]))
+    return _either(name for name, made in recipes.RECIPES.items() if suits(builder_of(made())))
 
 
 def _either(names: Iterable[str]) -> str:

@@ -1,6 +1,5 @@
 """Statistics of every layer of a model, and the file that keeps them."""
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,17 +86,3 @@ def check_place(path: Path) -> None:
     """Raises ValueError where statistics could be neither read nor written."""
     if not path.is_file():
         check_writable(path)
-
-
-def fingerprint(model: torch.nn.Module) -> str:
-    """A digest of a model's parameter names, shapes and about a thousand numbers of each.
-
-    Numbers, not sums: those depend on how many threads add.
-    """
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        numbers = parameter.detach().flatten()
-        sample = numbers[:: max(1, numbers.numel() // 1024)].float().cpu()
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        digest.update(sample.numpy().tobytes())
-    return digest.hexdigest()[:32]

@@ -7,8 +7,9 @@ their own: `ops.decode.numba`, and `ops.decode.cpu`, to which the pages of all l
 once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvfold.ops.common import pieces
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import columns_of
 from kvfold.ops.decode.groups import unread
-from kvfold.spec.layout import Group
+from kvfold.spec.layout import CacheLayout, Group
 
 # Each has `plan_layers` and `decode`, which are called as those below.
 DECODE = Operation(__name__, {"triton": unread, "triton_split": partial(pieces.unread, "decode")})
@@ -28,6 +29,27 @@ DECODE = Operation(__name__, {"triton": unread, "triton_split": partial(pieces.u
 def why_not(groups: Sequence[Group], device_type: str) -> str | None:
     """Why `decode` gathers all rows of such pages, in plain PyTorch; None where it does not."""
     return DECODE.why_not(device_type, tuple(groups))
+
+
+def two_passes(layout: CacheLayout, queries: int) -> str | None:
+    """Why a Hopper GPU does not decode all layers in one pass; None where it does, if rows are
+    many. queries: query heads of a KV head."""
+    if any(layer.keys == "pre_rope" for layer in layout.spec.layers):
+        return "keys that are rebuilt before RoPE"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    from kvfold.ops.decode import joint
+
+    layers = [layout.of_layer(i) for i in range(len(layout.spec.layers))]
+    reasons = (pieces.unread("decode", x) or joint.unread(x, queries) for x in layers)
+    return next(filter(None, reasons), None)
+
+
+def one_pass_page(layout_of: Callable[[int], CacheLayout], queries: int) -> int | None:
+    """The rows a page with which one pass decodes all layers fastest; None where it does not.
+    layout_of: pages of so many rows."""
+    pages = (64, 32, 16)  # in fewer where two pages do not fit a multiprocessor
+    return next((page for page in pages if two_passes(layout_of(page), queries) is None), None)
 
 
 def plan_layers(

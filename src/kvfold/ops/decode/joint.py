@@ -45,6 +45,8 @@ def unread(groups: Sequence[Group], queries: int) -> str | None:
         return "groups of unlike layouts"
     layout, heads = first.layout, len(first.heads)
     keys, values = latents_of(first, "k"), latents_of(first, "v")
+    if layout.itemsize != 2:
+        return f"queries of {8 * layout.itemsize} bits"
     if queries not in (4, 8) or heads * queries not in (16, 32):
         return f"{heads} KV heads of {queries} query heads each"
     if any(x.side == "kv" or x.bits > 8 or x.per_channel for x in layout.segments) or layout.zeros:

@@ -30,7 +30,9 @@ POLICIES: dict[str, str] = {
     "keydiff-all": "keys.keydiff_all",
     "knorm": "keys.knorm",
     "leverage": "keys.leverage",
+    "compactor": "compactor.compactor",
     "kvzip": "replay.kvzip",
+    "kvzip-keys": "replay.kvzip_keys",
     "streaming": "streaming.streaming",
     "random": "random.random",
 }

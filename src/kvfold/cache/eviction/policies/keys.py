@@ -13,6 +13,9 @@ from torch.nn import functional as F
 from kvfold.cache.eviction.base import Need, Policy, RowsView
 
 RIDGE = 0.01
+# Recent rows stay because further text needs them, of which keys say nothing; docs/quality.md has
+# what that measures. None of these methods is published with such rows, but Compactor with 4.
+SINKS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ def leverage_of(k: Tensor) -> Tensor:
 
 def keydiff() -> KeyPolicy:
     """KeyDiff (Park et al. 2025, §3): keys least like the mean of all, every group alike."""
-    return KeyPolicy(name="keydiff", measure=unlike_others)
+    return KeyPolicy(name="keydiff", measure=unlike_others, sinks=SINKS, recent_share=0.25)
 
 
 def keydiff_all() -> KeyPolicy:
@@ -59,10 +62,10 @@ def keydiff_all() -> KeyPolicy:
 
 def knorm() -> KeyPolicy:
     """Keys of the smallest norm stay (Devoto et al. 2024, §3), every group alike."""
-    return KeyPolicy(name="knorm", measure=shortness)
+    return KeyPolicy(name="knorm", measure=shortness, sinks=SINKS, recent_share=0.25)
 
 
 def leverage() -> KeyPolicy:
     """The leverage of Compactor (Chari and Van Durme 2025) without its attention, of keys as they
     are scored; all groups of all layers compete."""
-    return KeyPolicy(name="leverage", measure=leverage_of, scope="all", sinks=8, recent=4)
+    return KeyPolicy(name="leverage", measure=leverage_of, scope="all", sinks=8, recent_share=0.125)

@@ -1,0 +1,198 @@
+"""What a load test sends and when: lengths as stated or of a trace, arrivals, prompts of real text;
+and what its answers must keep to.
+
+Everything is a function of a seed, so that two servers can be sent the same. Imports neither torch
+nor NumPy.
+"""
+
+import csv
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import accumulate, count, islice
+from math import inf, isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvfold.config import SEEDS, check, setting
+from kvfold.errors import SettingError
+
+if TYPE_CHECKING:
+    from kvfold.bench.serve_client import Outcome
+
+Arrival = Literal["poisson", "fixed"]
+TRACES = (  # fields of time, prompt and output; what makes their times seconds
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens", None),  # Azure's LLM inference traces
+    ("timestamp", "input_length", "output_length", 1e-3),  # Mooncake's, as JSON lines
+    (None, "num_prefill_tokens", "num_decode_tokens", None),  # lengths alone
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One request. at: seconds after the start; prompt, output: tokens."""
+
+    at: float
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What is sent at every rate. Raises SettingError for what cannot be."""
+
+    requests: int = setting(100, "Requests sent at each rate.", least=1)
+    trace: Path | None = setting(
+        None, "File of lengths and perhaps times: Azure's or arXiv's CSV, Mooncake's JSON lines."
+    )
+    input_tokens: int = setting(256, "Of a prompt, without a trace.", least=1)
+    output_tokens: int = setting(64, "Of an answer, without a trace.", least=1)
+    spread: float = setting(0.0, "Lengths differ by up to this share.", least=0, below=1)
+    max_input: int | None = setting(None, "Cut a trace's prompts to so many tokens.", least=1)
+    max_output: int | None = setting(None, "Cut a trace's answers to so many tokens.", least=1)
+    speed: float = setting(1.0, "Times as fast as a trace's own times.", above=0)
+    arrival: Arrival = setting("poisson", "How requests come at a rate.")
+    seed: int = setting(0, "Of arrivals, lengths and prompts.", **SEEDS)
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name in ("max_input", "max_output"):
+            if self.trace is None and getattr(self, name) is not None:
+                raise SettingError(f"`{name}` cuts what a `trace` holds: give one, or leave it out")
+        if self.trace is None and self.speed != Traffic.speed:
+            raise SettingError("`speed` is about the times of a `trace`: give one, or leave it out")
+        for name in ("input_tokens", "output_tokens", "spread"):
+            if self.trace is not None and getattr(self, name) != getattr(Traffic, name):
+                raise SettingError(f"a `trace` has lengths of its own: leave `{name}` out")
+
+    def jobs(self, rate: float | None) -> list[Job]:
+        """rate: requests a second, infinite: all at once; None: at the trace's own times."""
+        rows = list(islice(self._rows(), self.requests))
+        if rate is None:
+            if not all(isfinite(row.at) for row in rows):
+                raise SettingError("`rate` is needed: this traffic has no times of its own")
+            times = iter([(row.at - rows[0].at) / self.speed for row in rows])
+        else:
+            rng = random.Random(f"{self.seed} arrivals {rate}")
+            times = arrivals(self.arrival, rate, rng)
+        return [replace(row, at=at) for row, at in zip(rows, times, strict=False)]
+
+    def _rows(self) -> Iterator[Job]:
+        """Lengths, with times where a trace has them and infinity where not."""
+        if self.trace is not None:
+            most_in, most_out = self.max_input or inf, self.max_output or inf
+            for row in read_trace(self.trace):
+                prompt, output = min(row.prompt, most_in), min(row.output, most_out)
+                yield Job(at=row.at, prompt=int(prompt), output=int(output))
+            return
+        rng = random.Random(f"{self.seed} lengths")
+        while True:
+            prompt, output = (
+                max(1, round(mean * rng.uniform(1 - self.spread, 1 + self.spread)))
+                for mean in (self.input_tokens, self.output_tokens)
+            )
+            yield Job(at=inf, prompt=prompt, output=output)
+
+
+def arrivals(kind: Arrival, rate: float, rng: random.Random) -> Iterator[float]:
+    """Seconds at which requests come, without an end; the first comes at 0 or after a gap."""
+    if rate == inf:
+        return iter(lambda: 0.0, None)
+    if kind == "fixed":
+        return (i / rate for i in count())
+    return accumulate(rng.expovariate(rate) for _ in count())
+
+
+def read_trace(path: Path) -> list[Job]:
+    """Rows of a trace, in the order of their times. Rows that ask for nothing are left out: Azure's
+    have answers of no tokens. Raises ValueError for a file that is none of TRACES, OSError."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            found = [row for row in _parse(path, file) if row.prompt and row.output]
+    except (UnicodeDecodeError, csv.Error):
+        raise ValueError(f"{path} is no text file with a trace in it; see --help") from None
+    if not found:
+        raise ValueError(f"{path} has no request with a prompt and an answer")
+    return sorted(found, key=lambda row: row.at)
+
+
+def _parse(path: Path, lines: Iterable[str]) -> Iterator[Job]:
+    rows = map(_json, lines) if path.suffix == ".jsonl" else csv.DictReader(lines)
+    kind = None
+    for line, row in enumerate(rows, start=1 if path.suffix == ".jsonl" else 2):
+        kind = kind or next((x for x in TRACES if set(x[:3]) - {None} <= row.keys()), None)
+        if kind is None:
+            known = "; ".join(", ".join(filter(None, x[:3])) for x in TRACES)
+            raise ValueError(
+                f"{path}, line {line}: a trace has fields {known}; got nothing of these"
+            )
+        try:
+            yield _job(row, kind)
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(
+                f"{path}, line {line}: not a time and two whole numbers of tokens: {row!r:.100}"
+            ) from None
+
+
+def _json(line: str) -> Any:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError:
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+def _job(row: Mapping[str, Any], kind: tuple[str | None, str, str, float | None]) -> Job:
+    time, prompt, output, unit = kind
+    at = inf
+    if time is not None:
+        at = float(row[time]) * unit if unit else datetime.fromisoformat(row[time]).timestamp()
+    found = Job(at=at, prompt=int(row[prompt]), output=int(row[output]))
+    if min(found.prompt, found.output) < 0:
+        raise ValueError
+    return found
+
+
+class Prompts:
+    """Prompts of exact lengths, cut from a text that goes round.
+
+    units: token ids of the text, or its words where a server tells no ids.
+    """
+
+    def __init__(self, units: Sequence[int] | Sequence[str], seed: int) -> None:
+        self.units, self.seed = units, seed
+
+    def cut(self, name: str, length: int) -> list[int] | str:
+        """The prompt that belongs to a name: the same one every time, other names begin elsewhere
+        in the text."""
+        start = random.Random(f"{self.seed} {name}").randrange(len(self.units))
+        found = [self.units[(start + i) % len(self.units)] for i in range(length)]
+        return " ".join(found) if isinstance(found[0], str) else found  # type: ignore[arg-type,return-value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What an answer must keep to, to count. Milliseconds."""
+
+    ttft_ms: float | None = setting(None, "Most time to the first token.", above=0)
+    tpot_ms: float | None = setting(None, "Most time of a token after it, on average.", above=0)
+    normalised_ms: float | None = setting(
+        None, "Most time of a token, from arrival to the answer's end.", above=0
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def given(self) -> bool:
+        return (self.ttft_ms, self.tpot_ms, self.normalised_ms) != (None, None, None)
+
+    def kept(self, outcome: "Outcome") -> bool:
+        pairs = (
+            (outcome.ttft, self.ttft_ms),
+            (outcome.tpot, self.tpot_ms),
+            (outcome.normalised, self.normalised_ms),
+        )
+        return all(most is None or 1e3 * seconds <= most for seconds, most in pairs)

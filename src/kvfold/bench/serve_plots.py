@@ -1,0 +1,88 @@
+"""Figures of load tests, of their JSON alone: normalised latency against rate (ZACK Fig. 15, ZDC
+Fig. 21), times to the first token and between tokens, requests answered."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#a0468a", "#c98a00", "#3f9fd8", "#6b7280")
+MARKERS = "osD^vP*"
+Report = Mapping[str, Any]
+
+
+def check_installed() -> None:
+    """Raises ValueError where Matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError('a plot needs Matplotlib: pip install "kvfold[load]"') from None
+
+
+def write_figure(path: Path, reports: Sequence[Report]) -> None:
+    """A line a report and panel, by the rates that were offered; .svg, .png or .pdf. Rows without
+    such a rate are no points."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 6.4), layout="constrained")
+    axes = figure.subplots(2, 2)
+    panels = (
+        ("normalised latency, ms/token", "normalised_ms", "mean"),
+        ("TTFT, ms (p99 dashed)", "ttft_ms", "p50"),
+        ("TBT, ms (p99 dashed)", "tbt_ms", "p50"),
+        ("requests answered a second", "requests_per_s", None),
+    )
+    for axis, (label, name, key) in zip(axes.flat, panels, strict=True):
+        for i, report in enumerate(reports):
+            _draw(axis, report, i, name, key)
+        axis.set(xlabel="requests offered a second", ylabel=label, ylim=(0, None), xlim=(0, None))
+        axis.spines[["top", "right"]].set_visible(False)
+    axes.flat[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+
+
+def _draw(axis: Any, report: Report, number: int, name: str, key: str | None) -> None:
+    rows = [x for x in report["rows"] if x["offered_per_s"] is not None and x[name] is not None]
+    rows.sort(key=lambda row: row["offered_per_s"])
+    rates = [row["offered_per_s"] for row in rows]
+    style = {"color": COLORS[number % 7], "marker": MARKERS[number % 7], "markersize": 4}
+    values = [row[name] if key is None else row[name][key] for row in rows]
+    axis.plot(rates, values, label=report["settings"]["label"], **style)
+    if key == "p50":
+        axis.plot(rates, [row[name]["p99"] for row in rows], linestyle="--", linewidth=0.8, **style)
+    elif name == "requests_per_s" and "goodput_per_s" in (rows or [{}])[0]:
+        kept = [row["goodput_per_s"] for row in rows]
+        label = "within the bounds"
+        axis.plot(rates, kept, linestyle=":", linewidth=1, label=label, **style)
+        axis.legend(frameon=False, fontsize=8)
+
+
+def write_throughput(path: Path, rows: Sequence[Any]) -> None:
+    """Throughput and the largest decode batch by rate of compression (KV-Compress Figs. 1b, 7), and
+    throughput by prompt length (Fig. 8); means over runs. rows: `serve_throughput.Row`s."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    panels = (
+        ("rate", "tokens", "tokens_per_s", "generated tokens/s"),
+        ("rate", "tokens", "largest_batch", "largest decode batch"),
+        ("tokens", "rate", "tokens_per_s", "generated tokens/s"),
+    )
+    for axis, (x, line, y, label) in zip(figure.subplots(1, 3), panels, strict=True):
+        for i, value in enumerate(sorted({getattr(row, line) for row in rows})):
+            points: dict[float, list[float]] = {}
+            for row in rows:
+                if getattr(row, line) == value:
+                    points.setdefault(getattr(row, x), []).append(getattr(row, y))
+            xs = sorted(points)
+            means = [sum(points[at]) / len(points[at]) for at in xs]
+            style = {"color": COLORS[i % 7], "marker": MARKERS[i % 7], "markersize": 4}
+            name = f"{value} tokens" if line == "tokens" else f"rate {value:g}"
+            axis.plot(xs, means, label=name, **style)
+        if x == "rate":
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter(lambda at, _: f"{at:g}")
+        xlabel = "rate of compression" if x == "rate" else "tokens of a prompt"
+        axis.set(xlabel=xlabel, ylabel=label, ylim=(0, None))
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=7)
+    figure.savefig(path)

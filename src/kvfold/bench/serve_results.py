@@ -1,0 +1,93 @@
+"""What a load test found: percentiles, goodput, and how far answers agree. Imports no torch."""
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from kvfold.bench.serve_client import Outcome
+from kvfold.bench.serve_load import Bounds
+
+PERCENTILES = (50, 90, 99)
+ATTAINED = 0.9  # of what was sent must keep to the bounds, for a rate to be called sustained
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean and percentiles of seconds, in milliseconds; None of no values."""
+    if not values:
+        return None
+    ms = 1e3 * np.asarray(values)
+    return {"mean": float(ms.mean())} | {
+        f"p{p}": float(value)
+        for p, value in zip(PERCENTILES, np.percentile(ms, PERCENTILES), strict=True)
+    }
+
+
+def summary(rate: float | None, outcomes: Sequence[Outcome], bounds: Bounds) -> dict[str, Any]:
+    """One rate's row. rate: requests a second that were offered, infinite: all at once; None: at a
+    trace's times. Rates that were reached are over the time from the start to the last end.
+
+    ttft, jct: from when a request was due; tbt: between pieces of text; tpot: see `Outcome`;
+    late_ms: the client's own delay at worst.
+    """
+    good = [x for x in outcomes if x.ok]
+    seconds = max(x.ended for x in outcomes)
+    row: dict[str, Any] = {
+        "rate": "trace" if rate is None else f"{rate:g}",
+        "offered_per_s": None if rate == inf else rate or _offered(outcomes),
+        "requests": len(outcomes),
+        "completed": len(good),
+        "errors": _counts([x.error or "no text" for x in outcomes if not x.ok]),
+        "seconds": seconds,
+        "requests_per_s": len(good) / seconds,
+        "input_tokens_per_s": sum(x.prompt_tokens for x in good) / seconds,
+        "output_tokens_per_s": sum(x.output_tokens for x in good) / seconds,
+        "late_ms": 1e3 * max((x.sent - x.at for x in outcomes if x.sent), default=0.0),
+        "ttft_ms": spread([x.ttft for x in good]),
+        "tbt_ms": spread([gap for x in good for gap in x.gaps]),
+        "tpot_ms": spread([x.tpot for x in good if x.output_tokens > 1]),
+        "jct_ms": spread([x.jct for x in good]),
+        "normalised_ms": spread([x.normalised for x in good]),
+    }
+    if bounds.given:
+        kept = sum(map(bounds.kept, good))
+        row |= {"goodput_per_s": kept / seconds, "attained": kept / len(outcomes)}
+    return row
+
+
+def _offered(outcomes: Sequence[Outcome]) -> float | None:
+    """By a trace's times."""
+    last = max(x.at for x in outcomes)
+    return (len(outcomes) - 1) / last if last else None
+
+
+def _counts(reasons: Sequence[str]) -> dict[str, int]:
+    return {reason: reasons.count(reason) for reason in dict.fromkeys(reasons)}
+
+
+def sustained(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The row of the highest rate at which ATTAINED of what was sent keeps to the bounds, with
+    every lower one."""
+    rated = [x for x in rows if x["offered_per_s"] is not None]
+    rated = sorted(rated, key=lambda row: row["offered_per_s"])
+    return next(reversed([*takewhile(lambda row: row["attained"] >= ATTAINED, rated)]), None)
+
+
+def agreement(ours: Sequence[str], others: Sequence[str]) -> dict[str, Any]:
+    """How far texts of the same requests, of which there are some, are the same.
+
+    equal: share of equal answers; prefix: mean share of an answer before the first difference.
+    """
+    pairs = list(zip(ours, others, strict=True))
+    return {
+        "answers": len(pairs),
+        "equal": sum(a == b for a, b in pairs) / len(pairs),
+        "prefix": sum(_common(a, b) for a, b in pairs) / len(pairs),
+    }
+
+
+def _common(a: str, b: str) -> float:
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    return same / max(len(a), len(b), 1)

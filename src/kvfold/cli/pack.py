@@ -1,0 +1,98 @@
+"""kvfold pack: a text, compressed once for all who ask about it."""
+
+import dataclasses
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from kvfold.cache.eviction.policies import POLICIES
+from kvfold.cli import common
+from kvfold.cli.options import PLACE, Flag, Model, Place
+from kvfold.config import CacheConfig, check, setting
+from kvfold.files import check_writable
+
+if TYPE_CHECKING:
+    from kvfold.engine.packed import PackedContext
+
+DEFAULT = "kvzip"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """How rows of a context are stored and chosen."""
+
+    factor: float = setting(100.0, "How many times fewer bits than at 16 bits, in all.", least=1)
+    evict: str = setting(DEFAULT, "The policy that says which tokens stay.", choices=POLICIES)
+    bits: int | None = setting(None, "Of every number; by default as planned, or 16.")
+    page: int | None = setting(None, "Rows a page, the fewest that a head keeps.", least=1)
+    zeros: Flag = setting(False, "Store a zero beside every scale.")
+    sub_group: int | None = setting(None, "Most numbers that share a scale.")
+    kv_bytes: int | None = setting(None, "Bytes of the page pool that it is read into.", least=1)
+    no_sample: Flag = setting(False, "Measure no loss.")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def cache(self) -> CacheConfig:
+        """Of the pool it is read into, where nothing is evicted but by factor."""
+        given = dataclasses.asdict(self)
+        del given["factor"], given["no_sample"]
+        return CacheConfig(**given, keep_tokens=1.0)
+
+
+STORED = Stored()
+Context = Annotated[Path, Parameter(help="The text's file (.txt, .xz, .gz).")]
+Output = Annotated[Path, Parameter(help="The file to write, such as book.kvf.")]
+
+
+def pack(
+    model: Model,
+    /,
+    *,
+    context: Context,
+    output: Output,
+    stored: Stored = STORED,
+    place: Place = PLACE,
+) -> None:
+    """Read a text, compress what the cache holds of it, and write that to a file.
+
+    `kvfold generate MODEL --context FILE.kvf` goes on from it, in milliseconds.
+    """
+    from kvfold.cli.generate import read_prompt
+
+    check_writable(output)
+    cache = stored.cache
+    text = read_prompt(None, context)
+    config, tokenizer = common.load_config(model), common.load_tokenizer(model)
+    from kvfold.cache.eviction import policies
+    from kvfold.engine.build import check_served
+    from kvfold.engine.llm import LLM
+    from kvfold.evaluation.perplexity import max_positions
+    from kvfold.text import longer
+
+    check_served(config, policies.get(stored.evict), cache)
+    limit = max_positions(config)
+    if limit is not None and longer(tokenizer, text, limit - 1):
+        raise ValueError(
+            f"the context has more tokens than the model's {limit} positions, less one for a "
+            "question; shorten it"
+        )
+    began = time.monotonic()
+    settings = dataclasses.asdict(cache) | {"max_sequences": 1}
+    llm = LLM(common.load(model, place), tokenizer=tokenizer, owned=True, **settings)
+    with common.progress() as progress:
+        measure = not stored.no_sample
+        found = llm.pack(text, factor=stored.factor, measure=measure, progress=progress)
+    found.save(output)
+    print(f"{output}: {found.summary} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
+
+
+def cache_of(context: "PackedContext", kv_bytes: int | None) -> CacheConfig:
+    """The configuration of a cache that takes a packed context."""
+    return CacheConfig(**context.made["settings"], kv_bytes=kv_bytes, keep_tokens=1.0)

@@ -1,0 +1,89 @@
+"""kvfold serve --engine vllm: vLLM's own server, told what the same options mean there."""
+
+import json
+import os
+import sys
+from dataclasses import MISSING, fields
+from importlib.util import find_spec
+from typing import Any
+
+from kvfold.cli import common
+from kvfold.cli.options import Place, Storage
+from kvfold.config import CacheConfig
+from kvfold.errors import SettingError
+from kvfold.server.limits import Limits
+
+# Settings of the cache to vLLM's flags; those of the plugin's come as one object.
+FLAGS = {"page": "--block-size", "kv_bytes": "--kv-cache-memory-bytes"}
+
+
+def changed(settings: Any) -> dict[str, Any]:
+    """Fields that are not as by default."""
+    assert all(x.default is not MISSING for x in fields(settings))
+    found = {x.name: getattr(settings, x.name) for x in fields(settings)}
+    return {x.name: found[x.name] for x in fields(settings) if found[x.name] != x.default}
+
+
+def cache_flags(cache: CacheConfig, compressed: bool) -> list[str]:
+    """Raises SettingError for what the plugin does not serve, by name."""
+    from kvfold.vllm_plugin.stored import REFUSED, SERVED
+
+    own, flags = {}, []
+    for name, value in changed(cache).items():
+        if name in FLAGS:
+            flags += [FLAGS[name], str(value)]
+        elif name in SERVED:
+            own[name] = value
+        else:
+            raise SettingError(f"`{name}`: {REFUSED[name]}")
+    if own:
+        flags += ["--additional-config", json.dumps({"kvfold": own})]
+    if own and not compressed:
+        flags += ["--quantization", "kvfold"]
+    return flags
+
+
+def limit_flags(limits: Limits) -> list[str]:
+    """Raises SettingError for what vLLM's server has no option for."""
+    wanted = changed(limits)
+    most = wanted.pop("max_logprobs", None)
+    for name in wanted:
+        raise SettingError(
+            f"`{name}` is of kvfold's own server, not of vLLM's: leave it, or `engine=vllm`, out"
+        )
+    return [] if most is None else ["--max-logprobs", str(most)]
+
+
+def command(model: str, storage: Storage, place: Place, limits: Limits, **given: Any) -> list[str]:
+    """What comes after `vllm`. given: other flags of vLLM's by name, None for what is not set.
+    Raises ValueError for what is not served there."""
+    from kvfold.loading import resolve
+    from kvfold.vllm_plugin.families import architecture
+
+    config = common.load_config(model)
+    spec = common.saved_spec(config)
+    cache = storage.config(planned=spec is not None and spec.planned) or CacheConfig()
+    flags = cache_flags(cache, spec is not None) + limit_flags(limits)
+    if place.device is not None:
+        raise SettingError(
+            "`device`: vLLM runs on what it was built for; leave it out, and name GPUs in"
+            " CUDA_VISIBLE_DEVICES"
+        )
+    if spec is not None or "--quantization" in flags:
+        architecture(config)
+    given = {"served_model_name": model, "dtype": place.dtype} | {
+        name: value for name, value in given.items() if value is not None
+    }
+    for name, value in given.items():
+        flags += [f"--{name.replace('_', '-')}", str(value)]
+    return ["serve", str(resolve(model)), *flags]
+
+
+def serve(words: list[str], key: str | None) -> None:
+    """Become vLLM's server. Raises ValueError where vLLM is not installed."""
+    if find_spec("vllm") is None:
+        raise ValueError('--engine vllm needs vllm: pip install "kvfold[vllm]", which has it')
+    print("vllm", *words, file=sys.stderr, flush=True)
+    if key is not None:  # which ps would show among the words
+        os.environ["VLLM_API_KEY"] = key
+    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *words])

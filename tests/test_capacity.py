@@ -1,0 +1,84 @@
+"""kvfold capacity: what it says fits is what an engine then holds."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvfold import LLM
+from kvfold.bench.serve_throughput import measure
+from kvfold.bench.synthetic_engine import config_of, random_model
+from kvfold.capacity import GIB, WORK, Capacity
+from kvfold.cli.main import main
+from kvfold.config import CacheConfig
+
+CACHES = {
+    "16 bits": CacheConfig(),
+    "4 bits": CacheConfig(bits=4),
+    "eviction": CacheConfig(evict="kv-compress", keep_tokens=0.25),
+    "kivi": CacheConfig(format="kivi", bits=2),
+}
+
+
+def of(cache: CacheConfig, pool: int = GIB) -> Capacity:
+    """A tiny model on a GPU with so many bytes for pages."""
+    found = Capacity(config=config_of("tiny"), spec=None, cache=cache, gpu_bytes=1, share=1)
+    return replace(found, gpu_bytes=found.weights + WORK + pool)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return random_model("tiny", None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_bytes_are_those_of_an_engine(tiny, name: str) -> None:
+    found = of(CACHES[name], pool=2**20)
+    llm = LLM(tiny, **vars(CACHES[name]) | {"kv_bytes": 2**20}, max_tokens=256)
+    layout = llm.runner.pool.layout
+    assert layout.page_bytes == found.layout.page_bytes
+    assert layout.tail_bytes == found.layout.tail_bytes
+    assert found.pool == 2**20
+    loaded = sum(x.numel() * x.element_size() for x in tiny.parameters())
+    assert loaded <= found.weights <= 1.03 * loaded  # maps that turn numbers are weights, too
+
+
+@pytest.mark.parametrize("name", ["16 bits", "eviction"])
+def test_so_many_requests_run_at_once(tiny, name: str) -> None:
+    """As many as are said to fit, and not many more, decode together; nothing is pre-empted."""
+    pool, tokens, outputs = 2_000_000, 616, 24
+    found = of(CACHES[name], pool).room(tokens + outputs)
+    llm = LLM(
+        tiny,
+        **vars(CACHES[name]) | {"kv_bytes": pool, "keep_tokens": None},
+        max_tokens=tokens + outputs,
+        max_sequences=200,
+    )
+    rate = 1 if name == "16 bits" else (tokens + outputs) / found.kept
+    row = measure(llm, tokens, rate, requests=2 * found.requests, outputs=outputs, seed=0)
+    assert 0.8 * found.requests <= row.largest_batch <= 1.3 * found.requests
+    assert row.preemptions == 0
+
+
+def test_rooms_shrink_and_grow_as_they_must() -> None:
+    whole, few = of(CACHES["16 bits"]), of(CACHES["eviction"])
+    assert whole.room(512).requests > whole.room(1024).requests > 0
+    assert few.room(1024).kept == 256 and few.room(1024).requests > whole.room(1024).requests
+    assert few.kept(8) == 8  # what a policy protects, at most what there is
+    nothing = of(CACHES["16 bits"], pool=-GIB)
+    assert nothing.pool == 0 and nothing.room(512).requests == 0
+    assert nothing.room(512).step_ms is None
+
+
+def test_the_command(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "found.json"
+    call = ["capacity", "random:llama-3.1-8b", "--gpu", "l4", "--context", "2048,131072"]
+    assert main([*call, "--bits", "4", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["weight_bytes"] == pytest.approx(2 * 8.03e9, rel=0.01)
+    first, last = found["rows"]
+    assert first["requests"] == found["pool_bytes"] // first["request_bytes"] > 40
+    assert last["requests"] == 0 and last["step_ms"] is None
+    assert f"--kv-bytes {found['pool_bytes']}" in capsys.readouterr().out
