@@ -124,12 +124,14 @@ VARIANTS = {
     "small-10": _rebuilt(0.1875, None, (ALL, ALL)),
     # So many times smaller on llama-3.1-8b: dimensions and bits in the shares that --factor plans
     # for reference:gqa.
-    "swift-3x": _planned(((64, 8), (64, 4)), ((320, 8), (448, 4))),
     "swift-4x": _planned(((24, 8), (104, 4)), ((128, 8), (384, 4), (256, 2))),
     "swift-5x": _planned(((8, 8), (80, 4), (32, 2)), ((64, 8), (384, 4), (256, 2))),
-    # Without keys in 2 bits, which cost the pass that reads rows once as much as keys in 8.
-    "swift-5x-84": _planned(((16, 8), (80, 4)), ((64, 8), (384, 4), (256, 2))),
-    "swift-6x-84": _planned(((12, 8), (64, 4)), ((64, 8), (320, 4), (256, 2))),
+    # What one pass reads fastest: no keys in 2 bits, value runs of odd numbers of 16 bytes.
+    "swift-4x-odd": _planned(((32, 8), (96, 4)), ((144, 8), (416, 4), (64, 2))),
+    "swift-4.6x-odd": _planned(((128, 4),), ((144, 8), (416, 4), (64, 2))),
+    "swift-5.5x-odd": _planned(((8, 8), (88, 4)), ((48, 8), (416, 4), (192, 2))),
+    "swift-5.9x-odd": _planned(((96, 4),), ((80, 8), (416, 4), (64, 2))),
+    "swift-int4": _planned(((128, 4),), ((608, 4),)),
     "lean-6x": _planned(((32, 4), (64, 2)), ((128, 8), (384, 4), (256, 2)), rebuilt=True),
     "lean-8x": _planned(((16, 4), (48, 2)), ((64, 8), (384, 4), (256, 2)), rebuilt=True),
     "small-6x": _planned(((256, 8), (576, 4), (512, 2)), rebuilt=True),
