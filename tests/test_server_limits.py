@@ -121,8 +121,11 @@ def ends(small: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_full_queue_says_when_to_come_again(small: Served, ends: list[str]) -> None:
-    with small.client.stream("POST", "/v1/completions", json=LONG | {"n": 6, "stream": True}) as a:
-        next(a.iter_lines())
+    body = LONG | {"n": 6, "stream": True}
+    with (
+        small.llm.engine.turn.take(),  # so that none of them ends meanwhile
+        small.client.stream("POST", "/v1/completions", json=body),
+    ):
         answer = small.post(prompt="a")
         assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["code"] == "queue_full"
