@@ -4,6 +4,7 @@ Bytes are those of the engine's own layout, so that a pool of them is what an en
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kvfold.cache.eviction import policies
@@ -65,7 +66,7 @@ class Capacity:
     def _policy(self) -> Any:
         return policies.get(self.cache.evict) if self.cache.evict else None
 
-    @property
+    @cached_property
     def layout(self) -> CacheLayout:
         return layout_of(self.config, self.spec, self.cache, self._policy, DTYPE.itemsize, "cuda")
 

@@ -15,10 +15,7 @@ from kvfold.spec import Geometry, Side
 
 KEY_LEVELS = (8, 4)  # of keys: the pass unpacks and multiplies them number by number
 LITTLE = 0.1  # more predicted loss, which plans without keys in 2 bits may have
-ITEM, ITEMS = (
-    64,
-    12,
-)  # numbers of a row that a warp weighs (in 2 bits two warps do), of values; warps
+ITEM, ITEMS = 64, 12  # numbers of a row that a warp weighs, in 2 bits two warps, of values; warps
 WIDE = 512  # numbers of a value latent that loses little where its runs are odd
 WORDS = {"k": 32, "v": 128}  # bits that its runs are multiples of
 

@@ -133,11 +133,13 @@ def layout_of(
     was not, in numbers of `itemsize` bytes. Pages are of the configured size, else of that which
     the policy was published with, or which is fastest on a device of this type."""
     spec = found or plain_spec(family_of(config).geometry(config))
+    if found is None and _turns(found, cache):
+        spec = turned(spec)
     windows = attention_windows(config)
 
     def paged(page: int) -> CacheLayout:
         return cache_layout(
-            turned(spec) if found is None and _turns(found, cache) else spec,
+            spec,
             page=page,
             itemsize=itemsize,
             bits=cache.bits,

@@ -415,10 +415,10 @@ extern "C" __global__ void __launch_bounds__((SCORERS + ITEMS) * 32, 1) joint_ke
     const u64 *slots, const Item *items, const int *starts, const int *counts,
     double scale_of_scores) {
   extern __shared__ __align__(128) u8 room[];
-  u8 *weights = room + STAGES * PAGE_BYTES;                 // [2][VALUE_RUNS][COLS][ROW]
+  u8 *weights = room + STAGES * PAGE_BYTES;                      // [2][VALUE_RUNS][COLS][ROW]
   float *fades = (float *)(weights + 2 * VALUE_RUNS * WEIGHTS);  // [2][COLS]
-  float *masses = fades + 2 * COLS;                         // [COLS], at the end
-  u32 *faded = (u32 *)(masses + COLS);                      // [2][SCORERS]
+  float *masses = fades + 2 * COLS;                              // [COLS], at the end
+  u32 *faded = (u32 *)(masses + COLS);                           // [2][SCORERS]
   const u32 full = shared_of(faded + 2 * SCORERS), empty = full + 8 * STAGES;
   const u32 ready = empty + 8 * STAGES, done = ready + 16;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
