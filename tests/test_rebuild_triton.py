@@ -62,7 +62,7 @@ class Case:
 
     def __init__(self, kind, keys, values, lengths, *, d=32, queries=2, rotary=None, page=16,
                  bits=None, zeros=False, tracked=False, scaling=1.0, seed=0,
-                 tiers=None):  # fmt: skip
+                 tiers=None, runs=None):  # fmt: skip
         chance = torch.Generator().manual_seed(seed)
         random = lambda *shape: torch.randn(shape, generator=chance)  # noqa: E731
         heads = len(keys)
@@ -73,6 +73,8 @@ class Case:
         own = latents(kind, keys, values)
         if tiers is not None:
             own = tuple(replace(x, tiers=split(x.rank, tiers)) for x in own)
+        if runs is not None:  # of keys, of values
+            own = tuple(replace(x, tiers=runs[x.side == "v"]) for x in own)
         self.layer = LayerSpec(keys="pre_rope", values="fused", latents=own)
         layout = cache_layout(
             CacheSpec(geometry=geometry, layers=(self.layer,)),
@@ -328,7 +330,7 @@ def test_reference_and_kernels_give_the_same_log_sum_exps(monkeypatch) -> None:
     for name in ("reference", "triton"):
         monkeypatch.setenv("KVFOLD_BACKEND", name)
         use_triton.cache_clear()
-        (plan,) = plan_layers(case.q, [(case.layer, case.groups)], lengths, 34)
+        (plan,) = plan_layers(case.q, [(case.layer, case.groups)], lengths, 34, [case.maps])
         assert (plan is None) is (name == "reference")
         found.append(case.run(latent_decode, plan=plan))
     use_triton.cache_clear()

@@ -31,7 +31,7 @@ from kvfold.text import packaged
 DEFAULT = "NVIDIA H200"  # whose coefficients serve where a device has none
 BATCH, CONTEXT = 64, 8192  # of a step, where none are stated
 PIECE = 64  # most 16-bit words of a row that kernels read at a time, where they do by pieces
-ONE_PASS = 32768  # rows from which on Hopper reads them in one pass: `ops.decode.joint.ROWS`
+ONE_PASS = 32768  # rows from which on Hopper reads them in one pass: `ops.one_pass.ROWS`
 ON_CHIP = 256  # numbers of a key latent whose maps kernels hold on chip
 
 
@@ -140,7 +140,7 @@ def attention_work(
     read: float,
     one_pass: bool = False,
 ) -> dict[str, float]:
-    """What a layer's decode attention over so many rows does. one_pass: by `ops.decode.joint`.
+    """What a layer's decode attention over so many rows does. one_pass: by `ops.one_pass`.
 
     launch: 1. stored, rebuilt: microseconds that its bytes take at `read` TB/s, of kernels that
     score what is stored and of those that rebuild keys. codes: millions of numbers that are
@@ -150,10 +150,11 @@ def attention_work(
     rebuilt_runs by kernels that rebuild keys, with _16 where none has fewer bits; unpacked, by
     those that rebuild keys of rows they read at once. In one pass nothing counts but launch, whole:
     millions of rows, by their runs of a head's keys and of values: whole_runs, even_runs: of values
-    with an even number of 16 bytes, and beside: 1, for what a step has beside that pass.
+    with an even number of 16 bytes, whole_rebuilt: of every KV head whose keys are rebuilt, and
+    beside: 1, for what a step has beside that pass.
     """
     if one_pass:
-        return _in_one_pass(groups, rows)
+        return _in_one_pass(groups, rows, layer.keys == "pre_rope")
     rebuilds, groups = layer.keys == "pre_rope", tuple(groups)
     kernel = LATENT_DECODE.which(GPU, layer, groups) if rebuilds else DECODE.which(GPU, groups)
     layouts = [group.layout for group in groups]
@@ -176,7 +177,7 @@ def attention_work(
     return work
 
 
-def _in_one_pass(groups: Sequence[Group], rows: int) -> dict[str, float]:
+def _in_one_pass(groups: Sequence[Group], rows: int, rebuilds: bool) -> dict[str, float]:
     runs = even = 0
     for group in groups:
         (values,) = latents_of(group, "v")
@@ -184,6 +185,8 @@ def _in_one_pass(groups: Sequence[Group], rows: int) -> dict[str, float]:
         even += sum(run.row_bytes % 32 == 0 for run in values)
     millions = rows / 1e6
     own = {"whole": millions * len(groups), "whole_runs": millions * runs}
+    if rebuilds:
+        own["whole_rebuilt"] = millions * sum(len(group.heads) for group in groups)
     return {"launch": 1.0, **own, "even_runs": millions * even, "beside": 1.0}
 
 

@@ -151,7 +151,9 @@ class LatentDecode(AttentionBackend):
         for x in self.layers:
             each, counts = zip(x.layers, x.groups, strict=True), x.lengths(self.view, part)
             layers = [(spec.layers[i], groups) for i, groups in each]
-            plans = latent_decode.plan_layers(q, layers, counts, part.rows)
+            plans = latent_decode.plan_layers(
+                q, layers, counts, part.rows, [self.maps[i] for i in x.layers]
+            )
             self.plans.update(zip(x.layers, plans, strict=True))
 
 

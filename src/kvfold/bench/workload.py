@@ -121,7 +121,7 @@ class Workload:
             if number == 0 or plans[0] is None:
                 layers = list(zip(spec.layers, self.groups, strict=True))
                 counts = self.lengths[self.slots]
-                plans[:] = latent_decode.plan_layers(self.q, layers, counts, most)
+                plans[:] = latent_decode.plan_layers(self.q, layers, counts, most, self.maps)
             at, pages = number % len(plans), self.pages(number)
             maps = spec.geometry.scaling, self.maps[at], plans[at]
             return latent_decode.latent_decode(self.q, pages, self.slots, *maps)[0]

@@ -1,7 +1,7 @@
 """What a plan of dimensions and bits prefers: few bytes, fast steps, or both.
 
 `balanced` and `size` plan every latent by itself, in LEVELS and in ALL_LEVELS. `speed` plans rows
-that `ops.decode.joint` reads in one pass: runs of the same bits and widths in all heads of a layer,
+that `ops.one_pass` reads in one pass: runs of the same bits and widths in all heads of a layer,
 whose keys have a latent each, and values one of all heads.
 """
 

@@ -34,15 +34,20 @@ def why_not(groups: Sequence[Group], device_type: str) -> str | None:
 def two_passes(layout: CacheLayout, queries: int) -> str | None:
     """Why a Hopper GPU does not decode all layers in one pass; None where it does, if rows are
     many. queries: query heads of a KV head."""
-    if any(layer.keys == "pre_rope" for layer in layout.spec.layers):
-        return "keys that are rebuilt before RoPE"
     if find_spec("triton") is None:
         return "triton is not installed"
-    from kvfold.ops.decode import joint
+    from kvfold.ops import one_pass
+    from kvfold.ops.latent_decode.groups import unread as unread_alone
 
-    layers = [layout.of_layer(i) for i in range(len(layout.spec.layers))]
-    reasons = (pieces.unread("decode", x) or joint.unread(x, queries) for x in layers)
-    return next(filter(None, reasons), None)
+    for i, layer in enumerate(layout.spec.layers):
+        groups, rebuilt = layout.of_layer(i), layer.keys == "pre_rope"
+        head_dim = layout.spec.geometry.head_dim if rebuilt else None
+        if rebuilt and unread_alone(layer, groups) is None:
+            return "latents of one precision to rebuild keys from, which other kernels read"
+        reason = pieces.unread("latent_decode" if rebuilt else "decode", groups)
+        if reason := reason or one_pass.unread(groups, queries, head_dim):
+            return reason
+    return None
 
 
 def one_pass_page(layout_of: Callable[[int], CacheLayout], queries: int) -> int | None:

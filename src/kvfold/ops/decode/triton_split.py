@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvfold.ops import one_pass
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.launch import launch_options
 from kvfold.ops.common.pages import LayerPages, owner_of, words_of
@@ -28,7 +29,6 @@ from kvfold.ops.common.plan import padded_queries
 from kvfold.ops.common.split import SPAN, VALUES, SplitPlan, plan_split
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.common.values_triton import attend_values
-from kvfold.ops.decode import joint
 from kvfold.ops.decode.scores_triton import stored_score_kernel
 from kvfold.spec.layout import Group
 
@@ -41,12 +41,12 @@ def plan_layers(
     queries: int,
     rows: int,
     cuts: tuple[Tuning, Tuning] | None = None,
-) -> list[SplitPlan] | list[joint.JointPlan]:
+) -> list[SplitPlan] | list[one_pass.OnePassPlan]:
     """As `ops.decode.plan_layers`. cuts: of both passes; None: as they are fastest, or in one pass
     where that serves all of the layers and rows are many."""
-    whole = cuts is None and rows >= joint.ROWS
-    if whole and all(joint.serves(tuple(x), queries, lengths.device) for x in layers):
-        return joint.plan_layers(layers, lengths, queries)
+    whole = cuts is None and rows >= one_pass.ROWS
+    if whole and all(one_pass.serves(tuple(x), queries, lengths.device) for x in layers):
+        return one_pass.plan_layers(layers, lengths, queries)
     keys = [key_pieces(tuple(x), queries, lengths.device) for x in layers]
     tables = [(x.table, x.cost) for x in keys]
     return plan_split(layers, tables, lengths, queries, rows, *(cuts or (SCORES, VALUES)))
@@ -54,7 +54,7 @@ def plan_layers(
 
 def decode(
     q: Tensor, pages: LayerPages, slots: Tensor, scale: float,
-    plan: SplitPlan | joint.JointPlan | None = None,
+    plan: SplitPlan | one_pass.OnePassPlan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `ops.decode.decode`."""
     arena, tables, lengths, groups = pages
@@ -64,8 +64,8 @@ def decode(
         counts = lengths[slots]
         rows = counts.numel() * tables.shape[2] * groups[0].layout.page
         plan = plan_layers([groups], counts, queries, rows)[0]
-    if isinstance(plan, joint.JointPlan):
-        return joint.decode(q, pages, slots, scale, plan)
+    if isinstance(plan, one_pass.OnePassPlan):
+        return one_pass.decode(q, pages, slots, scale, plan)
     keys, values = (of(groups, queries, q.device) for of in (key_pieces, value_pieces))
     room, (cut, tune), coded = plan.room, plan.cuts, keys.forms[0][0] < 16
     stored_score_kernel[(plan.scores.starts.shape[0] - 1,)](

@@ -35,17 +35,20 @@ def why_not(layer: LayerSpec, groups: Sequence[Group], device_type: str) -> str 
     return LATENT_DECODE.why_not(device_type, layer, tuple(groups))
 
 
-def plan_layers(q: Tensor, layers: Sequence[Layer], lengths: Tensor, rows: int) -> list[Any]:
+def plan_layers(
+    q: Tensor, layers: Sequence[Layer], lengths: Tensor, rows: int, maps: Sequence[KeyMaps]
+) -> list[Any]:
     """How a step's work is cut, of layers with equally many groups and latents at once: what
     `latent_decode` takes of each, or None where nothing is planned. No host sync.
 
     q [B, Hq, d]: any of the step; lengths int [B, groups of all layers], the step's own rows
-    included; rows: at most as many has a layer, its groups added up.
+    included; rows: at most as many has a layer, its groups added up; maps: of every layer.
     """
 
     def make(module: ModuleType, own: list[int]) -> list[Any]:
         counts = columns_of(lengths, len(layers), own)
-        plans: list[Any] = module.plan_layers(q, [layers[i] for i in own], counts, rows)
+        mine = [layers[i] for i in own], counts, rows, [maps[i] for i in own]
+        plans: list[Any] = module.plan_layers(q, *mine)
         return plans
 
     return LATENT_DECODE.plan(q.device.type, layers, make)

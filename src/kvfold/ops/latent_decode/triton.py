@@ -35,7 +35,12 @@ FOLDING = 1024  # programs, about, that fold queries
 
 
 def plan_layers(
-    q: Tensor, layers: Sequence[Layer], lengths: Tensor, rows: int, passes: Passes | None = None
+    q: Tensor,
+    layers: Sequence[Layer],
+    lengths: Tensor,
+    rows: int,
+    maps: Sequence[KeyMaps] = (),
+    passes: Passes | None = None,
 ) -> list[LatentPlan]:
     """As `ops.latent_decode.plan_layers`. passes: how both are cut, by default as was fastest."""
     queries = q.shape[1] // sum(len(latent.heads) for latent in layers[0][0].key_latents)
@@ -77,7 +82,7 @@ def latent_decode(
     if plan is None:
         lengths = pages.lengths[slots]
         rows = lengths.numel() * pages.tables.shape[2] * groups.page
-        plan = plan_layers(q, [(maps.layer, pages.groups)], lengths, rows, passes)[0]
+        plan = plan_layers(q, [(maps.layer, pages.groups)], lengths, rows, passes=passes)[0]
     share = plan.passes.share(groups)
     if (key := (groups, q.dtype, share)) not in maps.packed:
         maps.packed[key] = pack_maps(maps, groups, queries, q.dtype, share)

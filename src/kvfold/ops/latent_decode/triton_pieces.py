@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfold.ops import one_pass
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.codes_triton import factor
 from kvfold.ops.common.launch import launch_options
@@ -23,6 +24,7 @@ from kvfold.ops.latent_decode.groups import Layer
 from kvfold.ops.latent_decode.maps import KeyMaps, halves_of
 from kvfold.ops.latent_decode.pieces import HEAD_FIELDS, PIECE_FIELDS, KeyPieces, key_pieces
 from kvfold.ops.latent_decode.scores_pieces import piece_score_kernel
+from kvfold.ops.one_pass.rebuilt import drift_of
 
 SCORES = Tuning(block=64, stages=2, warps=8, slices=2)
 
@@ -36,10 +38,24 @@ class PieceMaps:
     means: Tensor
 
 
-def plan_layers(q: Tensor, layers: Sequence[Layer], lengths: Tensor, rows: int) -> list[SplitPlan]:
-    """As `ops.latent_decode.plan_layers`."""
+def plan_layers(
+    q: Tensor,
+    layers: Sequence[Layer],
+    lengths: Tensor,
+    rows: int,
+    maps: Sequence[KeyMaps] = (),
+) -> list[SplitPlan] | list[one_pass.OnePassPlan]:
+    """As `ops.latent_decode.plan_layers`: in one pass where that serves all of the layers, whose
+    maps these are, and rows are many."""
     groups = [groups for _, groups in layers]
-    queries = q.shape[1] // len(owner_of(groups[0]))
+    queries, head_dim = q.shape[1] // len(owner_of(groups[0])), q.shape[2]
+    whole = len(maps) == len(layers) and rows >= one_pass.ROWS
+    if whole and all(
+        one_pass.serves(tuple(own), queries, lengths.device, head_dim)
+        and drift_of(x, head_dim, queries) is not None
+        for own, x in zip(groups, maps, strict=True)
+    ):
+        return one_pass.plan_layers(groups, lengths, queries)
     keys = [key_pieces(x, queries, lengths.device) for x in groups]
     tables = [(x.heads, x.cost) for x in keys]
     return plan_split(groups, tables, lengths, queries, rows, SCORES)
@@ -47,17 +63,20 @@ def plan_layers(q: Tensor, layers: Sequence[Layer], lengths: Tensor, rows: int) 
 
 def latent_decode(
     q: Tensor, pages: LayerPages, slots: Tensor, scale: float, maps: KeyMaps,
-    plan: SplitPlan | None = None,
+    plan: SplitPlan | one_pass.OnePassPlan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `ops.latent_decode.latent_decode`."""
     arena, tables, lengths, groups = pages
     queries = q.shape[1] // len(maps.up)
+    if isinstance(plan, one_pass.OnePassPlan):
+        return one_pass.decode(q, pages, slots, scale, plan, maps)
     keys = key_pieces(groups, queries, q.device)
     values = value_pieces(groups, queries, q.device)
     if plan is None:
         counts = lengths[slots]
         rows = counts.numel() * tables.shape[2] * groups[0].layout.page
-        plan = plan_layers(q, [(maps.layer, groups)], counts, rows)[0]
+        (plan,) = plan_layers(q, [(maps.layer, groups)], counts, rows)
+    assert isinstance(plan, SplitPlan), "one pass is planned with a step's maps"
     if (key := (groups, q.dtype)) not in maps.packed:
         maps.packed[key] = pack(maps, keys, q.dtype)
     packed, cut, room = maps.packed[key], plan.cuts[0], plan.room

@@ -2,13 +2,18 @@
 formula."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from kvfold.ops.decode import joint, triton_split
+import test_rebuild_triton as rebuild
+from kvfold.ops import one_pass
+from kvfold.ops.decode import triton_split
+from kvfold.ops.latent_decode import rope_table, triton_pieces
+from kvfold.ops.one_pass.rows import items, latents_of
 from kvfold.spec.layout import CacheLayout
 from pages import Case
 from test_decode_triton import check
@@ -40,18 +45,18 @@ OTHERS = {
 @pytest.mark.parametrize("name", SERVED)
 def test_rows_that_are_served(name: str) -> None:
     layout, queries = SERVED[name]
-    assert joint.unread(layout.groups, queries) is None
+    assert one_pass.unread(layout.groups, queries) is None
 
 
 @pytest.mark.parametrize("reason", OTHERS)
 def test_and_which_are_not(reason: str) -> None:
-    assert reason in str(joint.unread(OTHERS[reason].groups, 4))
+    assert reason in str(one_pass.unread(OTHERS[reason].groups, 4))
 
 
 def test_every_number_of_a_row_is_weighed_once() -> None:
-    (values,) = joint.latents_of(SERVED["4x"][0].groups[0], "v")
+    (values,) = latents_of(SERVED["4x"][0].groups[0], "v")
     found: list[int] = []
-    for run, block, half, column in joint._items(values):
+    for run, block, half, column in items(values):
         bits = values[run].bits
         words = range(block * 16, block * 16 + (32 if bits == 8 else 16))
         codes = range(4 * half, 4 * half + 4) if bits == 2 else range(16 // bits)
@@ -66,17 +71,60 @@ def test_one_pass_is_the_formula(name: str, dtype: torch.dtype) -> None:
     layout, queries = SERVED[name]
     case = of(layout, queries, dtype, ([2000], [1], [0], [64], [65], [777], [63]))
     q, pages, slots, scale = case.args
-    plan = joint.plan_layers([pages.groups], pages.lengths[slots], queries)[0]
+    plan = one_pass.plan_layers([pages.groups], pages.lengths[slots], queries)[0]
     check(case, *triton_split.decode(q, pages, slots, scale, plan))
 
 
 @pytest.mark.skipif(not HOPPER, reason="for Hopper")
-@pytest.mark.parametrize("rows,one_pass", [(joint.ROWS, True), (joint.ROWS - 1, False)])
-def test_few_rows_take_two_passes(rows: int, one_pass: bool) -> None:
+@pytest.mark.parametrize("rows,whole", [(one_pass.ROWS, True), (one_pass.ROWS - 1, False)])
+def test_few_rows_take_two_passes(rows: int, whole: bool) -> None:
     layout, queries = SERVED["4x"]
     lengths = torch.tensor([[100]], dtype=torch.int32, device="cuda")
     plan = triton_split.plan_layers([layout.groups], lengths, queries, rows)[0]
-    assert isinstance(plan, joint.JointPlan) == one_pass
+    assert isinstance(plan, one_pass.OnePassPlan) == whole
+
+
+REBUILT = {
+    "6x": ((((32, 4), (64, 2)), ((128, 8), (384, 4), (256, 2))), {}),
+    "8x": ((((16, 4), (48, 2)), ((64, 8), (384, 4), (256, 2))), {}),
+    "four bits": ((((64, 4),), ((256, 4),)), {"page": 32}),
+    "eight bits": ((((48, 8),), ((128, 8),)), {"rotary": 64, "scaling": 1.2}),
+    "eight queries": ((((64, 4),), ((256, 4),)), {"queries": 8}),
+    "smaller heads": ((((16, 8), (32, 4)), ((128, 8),)), {"d": 64}),
+    "quick": ((((64, 4),), ((256, 4),)), {"base": 1e4}),
+}
+
+
+def rebuilt(name: str) -> rebuild.Case:
+    runs, options = REBUILT[name]
+    options = {"d": 128, "queries": 4, "page": 64, "base": 5e5} | options
+    base, heads = options.pop("base"), 32 // options["queries"]
+    ranks = [sum(width for width, _ in own) for own in runs]
+    lengths = [2000, 1, 0, 64, 65, 777, 63]
+    case = rebuild.Case("lean", [ranks[0]] * heads, ranks[1], lengths, runs=runs, **options)
+    angles = rebuild._angles(base, case.maps.rotary)
+    rope = rope_table(angles, 2048, case.maps.up.shape[1])
+    case.maps = replace(case.maps, inv_freq=angles, rope=rope)
+    return case
+
+
+@pytest.mark.parametrize("name", REBUILT)
+def test_keys_that_are_rebuilt(name: str) -> None:
+    case = rebuilt(name)
+    queries = case.q.shape[1] // len(case.maps.up)
+    assert one_pass.unread(case.groups, queries, case.q.shape[2]) is None
+
+
+@pytest.mark.skipif(not HOPPER, reason="for Hopper")
+@pytest.mark.parametrize("name", REBUILT)
+def test_one_pass_rebuilds_keys(name: str) -> None:
+    case = rebuilt(name)
+    lengths, queries = case.lengths.to("cuda")[case.slots], case.q.shape[1] // len(case.maps.up)
+    plan = one_pass.plan_layers([case.groups], lengths, queries)[0]
+    out, lse = case.run(triton_pieces.latent_decode, plan=plan)
+    want, own = case.run(rebuild.reference.latent_decode, dtype=torch.float64)
+    assert (out.float() - want.float()).norm() / want.float().norm() < 1.5e-3
+    torch.testing.assert_close(lse, own.float(), rtol=0, atol=5e-3)
 
 
 def of(layout: CacheLayout, queries: int, dtype: torch.dtype, rows: Sequence[list[int]]) -> Case:

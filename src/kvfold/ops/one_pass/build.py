@@ -1,0 +1,93 @@
+"""The kernel for given rows: constants, then CUDA C++ that NVRTC compiles, which PyTorch brings."""
+# mypy: allow-untyped-defs
+
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+from kvfold.ops.common.pieces import Place, latents_of
+from kvfold.ops.one_pass.rows import (
+    BUFFERS,
+    WARPS,
+    items,
+    read_bytes,
+    shared_bytes,
+    stages,
+    weighers_scale,
+)
+from kvfold.spec.layout import Group
+
+Constants = tuple[tuple[str, int], ...]
+
+
+def warps(group: Group, queries: int, rebuilt: bool) -> int:
+    """Of a program: those that score, and those that weigh; in fours where registers move."""
+    scoring = len(group.heads) * queries // 8
+    return scoring + (WARPS if rebuilt else len(items(latents_of(group, "v")[0])))
+
+
+def source(
+    groups: tuple[Group, ...],
+    queries: int,
+    numbers: tuple[int, int, int],
+    bf16: bool,
+    rebuilt: Constants = (),
+) -> str:
+    """The kernel for such rows. numbers: of a row of q, of out and of a part; rebuilt: what
+    `rebuilt.cu` wants beside, where keys are."""
+    group, layout = groups[0], groups[0].layout
+    keys = latents_of(group, "k")
+    (values,) = latents_of(group, "v")
+    places = [[Place.of(group, x) for x in own] for own in keys]
+    following = places[1] if len(places) > 1 else places[0]
+    own = [Place.of(group, x) for x in values]
+    known: dict[str, int | list[int]] = {
+        "PAGE": layout.page, "PAGE_BYTES": read_bytes(group),
+        "STAGES": stages(group, queries, numbers[0] if rebuilt else None),
+        "G": len(groups), "HEADS": len(group.heads), "N": queries,
+        "QUERY_HEADS": len(group.heads) * len(groups) * queries, "ITEMS": len(items(values)),
+        "WARPS": warps(group, queries, bool(rebuilt)), "SETS": 2,
+        "BUFFERS": BUFFERS, "WEIGHERS_SCALE": int(weighers_scale(group, bool(rebuilt))),
+        "KEY_BITS": [x.bits for x in keys[0]], "KEY_WORDS": [x.words for x in places[0]],
+        "KEY_START": [2 * x.start for x in places[0]],
+        "KEY_NEXT": [2 * (b.start - a.start) for a, b in zip(places[0], following, strict=True)],
+        "KEY_SCALE": [x.scale for x in places[0]],
+        "KEY_SCALE_NEXT": [b.scale - a.scale for a, b in zip(places[0], following, strict=True)],
+        "VALUE_BITS": [x.bits for x in values], "VALUE_WORDS": [x.words for x in own],
+        "VALUE_START": [2 * x.start for x in own], "VALUE_SCALE": [x.scale for x in own],
+        "SCALE": layout.scale, "SCALE_ROW": layout.scales_per_row,
+        "DQ": numbers[0], "DO": numbers[1], "DV": numbers[2], "BF16": int(bf16), **dict(rebuilt),
+    }  # fmt: skip
+    for i, each in enumerate(places):  # heads lie as far apart as the first two
+        for x, one, two in zip(each, places[0], following, strict=True):
+            assert x.start == one.start + i * (two.start - one.start)
+            assert x.scale == one.scale + i * (two.scale - one.scale)
+    lines = [f"#define {name} {_written(value)}" for name, value in known.items()]
+    parts = ("tools.cu", "rebuilt.cu" if rebuilt else "stored.cu", "kernel.cu")
+    return "\n".join([*lines, *(files(__package__).joinpath(x).read_text() for x in parts)])
+
+
+def _written(value: int | list[int]) -> str:
+    return str(value) if isinstance(value, int) else "{" + ", ".join(map(str, value)) + "}"
+
+
+@lru_cache(maxsize=256)
+def compiled(
+    groups: tuple[Group, ...],
+    queries: int,
+    numbers: tuple[int, int, int],
+    bf16: bool,
+    rebuilt: Constants = (),
+) -> Any:
+    """As `source`."""
+    kernel = torch.cuda._compile_kernel(
+        source(groups, queries, numbers, bf16, rebuilt),
+        "joint_kernel",
+        compute_capability="90a",
+        nvcc_options=["--std=c++17", "--device-as-default-execution-space"],
+    )
+    head_dim = numbers[0] if rebuilt else None
+    kernel.set_shared_memory_config(shared_bytes(groups[0], queries, head_dim))
+    return kernel

@@ -1,0 +1,314 @@
+struct Work {  // the tiles of a slice, item by item
+  int item, tile, end_item, end_tile, b, g, length, stop;
+  __device__ Work(const int *starts, int slice) {
+    item = starts[2 * slice], tile = starts[2 * slice + 1];
+    end_item = starts[2 * slice + 2], end_tile = starts[2 * slice + 3];
+  }
+  __device__ bool more() const { return item < end_item || (item == end_item && tile < end_tile); }
+  __device__ bool begin(const int *lengths, int length_slot, const u64 *slots) {
+    b = item / G, g = item % G;
+    length = lengths[slots[b] * length_slot + g];
+    stop = (length + PAGE - 1) / PAGE;
+    if (item == end_item) stop = end_tile;
+    return tile < stop;
+  }
+  __device__ void next() { item++, tile = 0; }
+};
+
+struct Pages {  // copied ahead by one thread, in the order in which they are read
+  Work work;
+  int stage, next;  // where the next goes, and which it is: looked up a page earlier, or NONE
+  u32 phase;
+  bool within;      // an item has begun
+  static constexpr int NONE = -1;
+  __device__ Pages(const int *starts, int slice)
+      : work(starts, slice), stage(0), next(NONE), phase(0), within(false) {}
+  __device__ void look_up(const int *tables, int table_slot, int table_group, const int *lengths,
+                          int length_slot, const u64 *slots) {
+    next = NONE;
+    while (!within) {
+      if (!work.more()) return;
+      within = work.begin(lengths, length_slot, slots);
+      if (!within) work.next();
+    }
+    next = tables[slots[work.b] * table_slot + (u64)work.g * table_group + work.tile];
+    if (++work.tile == work.stop) work.next(), within = false;
+  }
+  __device__ void copy(u32 room, u32 full, u32 empty, const u8 *arena) {
+    if (next == NONE) return;
+    wait(empty + 8 * stage, phase ^ 1);
+    asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1; }"
+                 :: "r"(full + 8 * stage), "r"(PAGE_BYTES) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2,"
+                 " [%3];" :: "r"(room + stage * PAGE_BYTES), "l"(arena + (u64)(u32)next * 64),
+                 "r"(PAGE_BYTES), "r"(full + 8 * stage) : "memory");
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+};
+
+// Scales of rows `row` and `row + 8` of a page, none beyond its rows, where there may be anything.
+__device__ __forceinline__ u32 scales_of(const u8 *page, int first, int row, int rows) {
+  const int at = first + row * SCALE_ROW;
+  u32 x = two_scales(page, at, at + 8 * SCALE_ROW);
+  if (rows < PAGE) x &= (row < rows ? 0xFFFF : 0) | (row + 8 < rows ? 0xFFFF0000 : 0);
+  return x;
+}
+
+// Codes of a word that an item takes: all of 4 bits; of 8 those of two words; of 2 one byte's.
+template <int BITS, class Scales, class Take>
+__device__ __forceinline__ void weigh(
+    u32 page, u32 weights, const Item &mine, int start, int words, int lane, Scales scales,
+    Take take) {
+  const int in = lane / 8, own = lane % 8, row = 4 * (in / 2) + own / 2 + 8 * (own % 2);
+  u32 value = page + start + row * (2 * words) + (mine.block * 16 + 8 * (in % 2)) * 2;
+  u32 weight = weights + (own + 8 * (in / 2)) * ROW + (in % 2) * 16;
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) {
+    u32 w[COLS / 8][2];
+#pragma unroll
+    for (int n = 0; n < COLS / 8; n += 2) {
+      u32 x[4];
+      load(x, weight + n * 8 * ROW + step * 32);
+      w[n][0] = x[0], w[n][1] = x[1], w[n + 1][0] = x[2], w[n + 1][1] = x[3];
+    }
+    if (WEIGHERS_SCALE) {
+      const u32 one = scales(step * 16 + lane % 4), two = scales(step * 16 + 4 + lane % 4);
+#pragma unroll
+      for (int n = 0; n < COLS / 8; n++)
+        w[n][0] = times(w[n][0], one), w[n][1] = times(w[n][1], two);
+    }
+    u32 v[4], next[4];
+    load_turned(v, value + step * 32 * words);
+    if (BITS == 8) load_turned(next, value + step * 32 * words + 32);
+    each<4>([&](auto at) {
+      constexpr int I = decltype(at)::value;
+      u32 a[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if constexpr (BITS == 8) a[i] = centred<8, I % 2>(I < 2 ? v[i] : next[i]);
+        if constexpr (BITS == 4) a[i] = centred<4, I>(v[i]);
+        if constexpr (BITS == 2) a[i] = centred<2, I>(v[i] >> (8 * mine.half));
+      }
+#pragma unroll
+      for (int n = 0; n < COLS / 8; n++) take(At<I>(), n, a, w[n]);
+    });
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) joint_kernel(
+    const u16 *q, int q_stride, u16 *out, float *lse, float *part, float *part_ml, const u8 *arena,
+    const int *tables, int table_slot, int table_group, const int *lengths, int length_slot,
+    const u64 *slots, const Item *items, const int *starts, const int *counts,
+    double scale_of_scores, const u8 *maps, const u32 *rope) {
+  extern __shared__ __align__(128) u8 room[];
+  u8 *weights = room + STAGES * PAGE_BYTES;                      // [BUFFERS][COLS][ROW]
+  float *fades = (float *)(weights + BUFFERS * WEIGHTS);  // [BUFFERS][COLS]
+  float *masses = fades + BUFFERS * COLS;                              // [COLS], at the end
+  u32 *faded = (u32 *)(masses + COLS);                           // [BUFFERS][SCORERS]
+  u8 *scorers = (u8 *)(faded + BUFFERS * SCORERS);                     // SCORER_BYTES
+  const u32 full = shared_of(scorers + SCORER_BYTES), empty = full + 8 * STAGES;
+  const u32 ready = empty + 8 * STAGES, done = ready + 8 * BUFFERS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    auto begin = [](u32 barrier, int arrivals) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals));
+    };
+    for (int i = 0; i < STAGES; i++) begin(full + 8 * i, 1), begin(empty + 8 * i, SCORERS + ITEMS);
+    for (int i = 0; i < BUFFERS; i++) begin(ready + 8 * i, SCORERS), begin(done + 8 * i, ITEMS);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  Scorer::prepare(scorers, maps, rope);
+  __syncthreads();
+  const int slice = blockIdx.x;
+  const u32 pages = shared_of(room);
+  Work work(starts, slice);
+  int stage = 0, buffer = 0;
+  u32 phase = 0, turn = 0;  // of the ring of pages, of the buffers of weights
+
+  const int c = lane % 4, g = lane / 4;
+  if (warp < SCORERS) {
+    const int column = warp * 4 * SETS + c;  // its first query head
+    more_registers();
+    Scorer scorer(scorers, maps, rope, warp, lane, scale_of_scores);
+    Pages ahead(starts, slice);
+    auto copy = [&]() {
+      if (threadIdx.x == 0) {
+        ahead.copy(pages, full, empty, arena);
+        ahead.look_up(tables, table_slot, table_group, lengths, length_slot, slots);
+      }
+      __syncwarp();
+    };
+    for (int i = 0; i < STAGES; i++) copy();  // the first looks up only
+    for (; work.more(); work.next()) {
+      if (!work.begin(lengths, length_slot, slots)) continue;
+      scorer.begin(q + (u64)work.b * q_stride + (work.g * COLS + warp * 4 * SETS) * DQ);
+      float top[SETS], mass[SETS];
+#pragma unroll
+      for (int u = 0; u < SETS; u++) top[u] = NONE_YET, mass[u] = 0;
+      for (int t = work.tile; t < work.stop; t++) {
+        const u8 *page = room + stage * PAGE_BYTES;
+        wait(full + 8 * stage, phase);
+        const int rows = work.length - t * PAGE;
+        float s[STEPS][SETS][2];
+        scorer.score(s, page, t, t == work.tile);
+        float peak[SETS], fade[SETS];
+        bool any = false;
+#pragma unroll
+        for (int u = 0; u < SETS; u++) {
+          peak[u] = NONE_YET;
+#pragma unroll
+          for (int step = 0; step < STEPS; step++) {
+            if (rows < PAGE) {
+              if (g + step * 16 >= rows) s[step][u][0] = NONE_YET;
+              if (g + step * 16 + 8 >= rows) s[step][u][1] = NONE_YET;
+            }
+            peak[u] = fmaxf(peak[u], fmaxf(s[step][u][0], s[step][u][1]));
+          }
+          for (int far = 4; far < 32; far *= 2)
+            peak[u] = fmaxf(peak[u], __shfl_xor_sync(~0u, peak[u], far));
+          peak[u] *= scorer.unit[u];
+          bool raise = peak[u] > top[u] + SLACK || t == work.tile;
+          float old = top[u];
+          top[u] = raise ? peak[u] : old;
+          fade[u] = raise ? exp2_of(old - peak[u]) : 1.0f;
+          mass[u] *= fade[u];
+          any |= fade[u] != 1.0f;
+        }
+        any = __any_sync(~0u, any);
+        wait(done + 8 * buffer, turn ^ 1);
+        u8 *to = weights + buffer * WEIGHTS + column * ROW + 4 * g;
+#pragma unroll
+        for (int u = 0; u < SETS; u++)
+          if (g == 0) fades[buffer * COLS + column + 4 * u] = fade[u];
+        if (lane == 0) faded[buffer * SCORERS + warp] = any;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+          u32 p[SETS];
+#pragma unroll
+          for (int u = 0; u < SETS; u++) {
+            const float above = exp2_of(s[step][u][0] * scorer.unit[u] - top[u]);
+            const float below = exp2_of(s[step][u][1] * scorer.unit[u] - top[u]);
+            mass[u] += above + below;
+            p[u] = pair_of(above, below);
+          }
+          const u32 scales =
+              WEIGHERS_SCALE ? 0 : scales_of(page, value_scale[0], step * 16 + g, rows);
+#pragma unroll
+          for (int u = 0; u < SETS; u++)
+            *(u32 *)(to + step * 32 + u * 4 * ROW) = WEIGHERS_SCALE ? p[u] : times(p[u], scales);
+        }
+        __syncwarp();
+        if (lane == 0) arrive(ready + 8 * buffer), arrive(empty + 8 * stage);
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+        if (++buffer == BUFFERS) buffer = 0, turn ^= 1;
+        copy();  // to where the page before this one was, whose values the others have weighed
+      }
+      for (int i = 0; i < SETS; i++)
+        for (int far = 4; far < 32; far *= 2) mass[i] += __shfl_xor_sync(~0u, mass[i], far);
+      wait(done + 8 * buffer, turn ^ 1);
+      for (int u = 0; g == 0 && u < SETS; u++) {
+        const int at = column + 4 * u;
+        masses[at] = mass[u];
+        if (counts[work.item] == 1) {
+          lse[work.b * QUERY_HEADS + work.g * COLS + at] = top[u] + log2f(mass[u]);
+        } else {
+          float *to = part_ml + (u64)(slice + work.item) * 2 * COLS + at;
+          to[0] = top[u], to[COLS] = mass[u];
+        }
+      }
+      __syncwarp();
+      if (lane == 0) arrive(ready + 8 * buffer);
+      if (++buffer == BUFFERS) buffer = 0, turn ^= 1;
+    }
+    return;
+  }
+
+  fewer_registers();
+  if (warp >= SCORERS + ITEMS) return;  // fills a group of four
+  const Item mine = items[warp - SCORERS];
+  const int start = value_start[mine.run], words = value_words[mine.run];
+  const int bits = value_bits[mine.run], scale = value_scale[mine.run];
+  for (; work.more(); work.next()) {
+    if (!work.begin(lengths, length_slot, slots)) continue;
+    float sums_of[4][COLS / 8][4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int n = 0; n < COLS / 8; n++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) sums_of[i][n][k] = 0;
+    for (int t = work.tile; t < work.stop; t++) {
+      const u32 page = pages + stage * PAGE_BYTES;
+      const u32 own = shared_of(weights) + buffer * WEIGHTS;
+      wait(full + 8 * stage, phase);
+      wait(ready + 8 * buffer, turn);
+      bool any = false;
+#pragma unroll
+      for (int w = 0; w < SCORERS; w++) any |= faded[buffer * SCORERS + w] != 0;
+      if (any) {
+#pragma unroll
+        for (int n = 0; n < COLS / 8; n++) {
+          float2 fade = *(const float2 *)(fades + buffer * COLS + n * 8 + 2 * c);
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            sums_of[i][n][0] *= fade.x, sums_of[i][n][1] *= fade.y;
+            sums_of[i][n][2] *= fade.x, sums_of[i][n][3] *= fade.y;
+          }
+        }
+      }
+      auto take = [&](auto at, int n, const u32 (&a)[4], const u32 (&w)[2]) {
+        multiply(sums_of[decltype(at)::value][n], a, w[0], w[1]);
+      };
+      auto scales = [&](int row) {
+        return scales_of(room + stage * PAGE_BYTES, scale, row, work.length - t * PAGE);
+      };
+      if (bits == 8) weigh<8>(page, own, mine, start, words, lane, scales, take);
+      else if (bits == 4) weigh<4>(page, own, mine, start, words, lane, scales, take);
+      else weigh<2>(page, own, mine, start, words, lane, scales, take);
+      __syncwarp();
+      if (lane == 0) arrive(done + 8 * buffer), arrive(empty + 8 * stage);
+      if (++stage == STAGES) stage = 0, phase ^= 1;
+      if (++buffer == BUFFERS) buffer = 0, turn ^= 1;
+    }
+    wait(ready + 8 * buffer, turn);
+    const int count = counts[work.item];
+    auto finish = [&](auto of) {
+      constexpr int BITS = decltype(of)::value, PER = 16 / BITS, SIDE = BITS == 8 ? 2 : 4;
+#pragma unroll
+      for (int n = 0; n < COLS / 8; n++) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          const int column = n * 8 + 2 * c + k % 2;
+          const float share = count == 1 ? __fdividef(0.5f, masses[column]) : 0.5f;
+          const float size = share * scale_unit(BITS);
+#pragma unroll
+          for (int i = 0; i < 4; i += SIDE) {  // numbers side by side
+            const int word = mine.block * 16 + (BITS == 8 ? 8 * i : 0) + g + 8 * (k / 2);
+            const int number = mine.column + word * PER + (BITS == 2 ? 4 * mine.half : 0);
+            if (word >= words) continue;
+            float x[SIDE];
+#pragma unroll
+            for (int j = 0; j < SIDE; j++)
+              x[j] = sums_of[i + j][n][k] * (size / (1 << (BITS * (j % (8 / BITS)))));
+            const u64 row = (u64)work.b * QUERY_HEADS + work.g * COLS + column;
+            if (count == 1) {
+              u32 two[SIDE / 2];
+#pragma unroll
+              for (int j = 0; j < SIDE / 2; j++) two[j] = output_of(x[2 * j], x[2 * j + 1]);
+              give(out + row * DO + number, two);
+            } else {
+              give(part + ((u64)(slice + work.item) * COLS + column) * DV + number, x);
+            }
+          }
+        }
+      }
+    };
+    if (bits == 8) finish(At<8>());
+    else if (bits == 4) finish(At<4>());
+    else finish(At<2>());
+    __syncwarp();
+    if (lane == 0) arrive(done + 8 * buffer);
+    if (++buffer == BUFFERS) buffer = 0, turn ^= 1;
+  }
+}

@@ -1,0 +1,308 @@
+// Scores of keys that are rebuilt before RoPE: of a latent z of each KV head, in runs of codes, the
+// key at position p is R_p (A z + mu). Of its PAIRS pairs of numbers (x, y), which R_p turns, the
+// first FAST are rebuilt. The others turn so slowly that over REACH rows cosines and sines are
+// polynomials of POWERS terms: queries go through the map instead, once for as many rows.
+//
+// Products have 16 rows of fp16 latents. k = 2 i and 2 i + 1 are codes of like place in two words.
+// A rebuilt pair is turned by its row's place of 16 alone, and the query back by where those begin:
+// even columns of queries are for the first 16 rows of 32, odd ones for the others.
+//
+// Defined before, beside what kernel.cu wants: PAIRS, FAST, REACH, POWERS; D numbers of a query's
+// head, of which the first 2 HALF turn; byte of every part of `maps`: MAP_* (see rebuilt.py).
+
+constexpr int SLOW = PAIRS - FAST, TURNS = FAST / 4, BLOCKS = FAST / 8;
+__device__ constexpr int products(int runs) {
+  return runs == 0 ? 0 : products(runs - 1) + loads(runs - 1) * fields(runs - 1);
+}
+constexpr int PRODUCTS = products(KEY_RUNS);   // of 16 numbers of a latent
+constexpr int MAP_BYTES = HEADS * BLOCKS * PRODUCTS * 512;  // of what rebuilds, in shared memory
+constexpr int OFFSETS_BYTES = 16 * FAST * 8;   // how pairs turn in 16 rows
+constexpr int FAST_QUERIES = BLOCKS * 16 * 8, TURNED = STEPS * FAST * 4;
+constexpr int SET_BYTES = PRODUCTS * 512 + FAST_QUERIES + 64;   // of four queries
+constexpr int OWN_BYTES = SETS * SET_BYTES + TURNED;            // of a scoring warp
+constexpr int SCORER_BYTES = MAP_BYTES + OFFSETS_BYTES + SCORERS * OWN_BYTES;
+
+// Four scoring warps, twelve others.
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 176;");
+}
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 112;");
+}
+
+// (y, x) of (x, y).
+__device__ __forceinline__ u32 swapped(u32 x) { return __byte_perm(x, 0, 0x1032); }
+__device__ __forceinline__ u32 both(u32 x) { return __byte_perm(x, 0, 0x1010); }
+__device__ __forceinline__ u32 both_high(u32 x) { return __byte_perm(x, 0, 0x3232); }
+__device__ __forceinline__ u32 add_times(u32 a, u32 b, u32 c) {
+  u32 x;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+  return x;
+}
+// Numbers of a query as fp32: x and y of a pair.
+__device__ __forceinline__ float2 pair_at(const u16 *q, int pair) {
+  constexpr int REST = D / 2 - HALF;
+  if (pair >= D / 2) return make_float2(0, 0);
+  const int x = pair < HALF ? pair : HALF + pair;
+  const int y = pair < HALF ? HALF + pair : HALF + REST + pair;
+  return make_float2(query_of(q[x]), query_of(q[y]));
+}
+
+struct Scorer {
+  const u8 *maps;        // in global memory
+  const u32 *rope;       // cosine and sine of a position's pairs
+  const u8 *own_map;     // in shared memory, of this warp's KV heads
+  const uint2 *offsets;  // (cos, cos), (-sin, sin) by pair / 4, row, pair % 4
+  u32 *turns;            // of a tile's rows 0, 16 .. by which queries are turned back
+  // Of a set of queries: slow pairs in the space of latents, by product; fast pairs, fp16, by
+  // block, query, pair % 4; and what mu adds to a query's score, by power.
+  u8 *sets;
+  const u16 *q;
+  float size;
+  int c, g, head;
+  u32 next[STEPS * FAST / 32];  // turns of the tile after
+  float unit[SETS];
+
+  __device__ __forceinline__ Scorer(
+      u8 *room, const u8 *maps_, const u32 *rope_, int warp, int lane, double scale_of_scores)
+      : maps(maps_), rope(rope_), size((float)scale_of_scores), c(lane % 4), g(lane / 4),
+        head(warp * 4 * SETS / N) {
+    own_map = room + head * (BLOCKS * PRODUCTS * 512) + lane * 16;
+    offsets = (const uint2 *)(room + MAP_BYTES) + g * 4 + c;
+    sets = room + MAP_BYTES + OFFSETS_BYTES + warp * OWN_BYTES;
+    turns = (u32 *)(sets + SETS * SET_BYTES);
+    for (int u = 0; u < SETS; u++) unit[u] = 1.0f;
+  }
+  __device__ __forceinline__ uint4 *folded(int u) const {
+    return (uint4 *)(sets + u * SET_BYTES) + 4 * g + c;
+  }
+  __device__ __forceinline__ uint2 *fast(int u) const {
+    return (uint2 *)(sets + u * SET_BYTES + PRODUCTS * 512) + g / 2 * 4 + c;
+  }
+  __device__ __forceinline__ float *extra(int u) const {
+    return (float *)(sets + u * SET_BYTES + PRODUCTS * 512 + FAST_QUERIES);
+  }
+  // What all warps of the block do before.
+  static __device__ __forceinline__ void prepare(u8 *room, const u8 *maps, const u32 *rope) {
+    for (int i = threadIdx.x; i < MAP_BYTES / 16; i += blockDim.x)
+      ((uint4 *)room)[i] = ((const uint4 *)(maps + MAP_FAST))[i];
+    for (int i = threadIdx.x; i < 16 * FAST; i += blockDim.x) {
+      const int pair = i / 64 * 4 + i % 4, row = i / 4 % 16;
+      const u32 turn = rope[row * PAIRS + pair];
+      ((uint2 *)(room + MAP_BYTES))[i] = make_uint2(both(turn), both_high(turn) ^ 0x8000u);
+    }
+  }
+
+  __device__ __forceinline__ void begin(const u16 *queries) {
+    q = queries + g / 2 * DQ;
+    __syncwarp();
+#pragma unroll 1
+    for (int u = 0; u < SETS; u++)
+#pragma unroll
+      for (int m = 0; m < BLOCKS; m++) {
+        const u16 *own = q + 4 * u * DQ;
+        const float2 x = pair_at(own, 8 * m + c), y = pair_at(own, 8 * m + 4 + c);
+        fast(u)[m * 16] =
+            make_uint2(pair_of(x.x * size, x.y * size), pair_of(y.x * size, y.y * size));
+      }
+  }
+  __device__ __forceinline__ void look_up(int start) {
+#pragma unroll
+    for (int i = 0; i < STEPS * FAST / 32; i++) {
+      const int at = 32 * i + 4 * g + c;
+      next[i] = rope[(u64)(start + at / FAST * 16) * PAIRS + at % FAST];
+    }
+  }
+
+  // The slow pairs of queries in the space of latents, for the stretch about row `middle`.
+  __device__ __forceinline__ void fold(int u, int middle) {
+    const int own = head + u * 4 / N;
+    const float *powers = (const float *)(maps + MAP_POWERS) + (g % 2) * SLOW;
+    const u32 *turns_there = rope + (u64)middle * PAIRS + FAST;
+    const float2 *mean = (const float2 *)(maps + MAP_SLOW_MEAN) + own * SLOW;
+    u32 a[SLOW / 8][4];
+    float low = 0, high = 0;
+#pragma unroll
+    for (int i = 0; i < SLOW / 4; i++) {
+      const int pair = 4 * i + c;
+      const float2 x = pair_at(q + 4 * u * DQ, FAST + pair);
+      const u32 turn = turns_there[pair];
+      const float cos = half_of(turn & 0xFFFF) * size, sin = half_of(turn >> 16) * size;
+      const float there_x = x.x * cos + x.y * sin, there_y = x.y * cos - x.x * sin;
+      const float gx = g % 2 ? there_y : there_x, gy = g % 2 ? -there_x : there_y;
+      const float one = powers[pair], two = powers[2 * SLOW + pair];
+      const float added = mean[pair].x * gx + mean[pair].y * gy;
+      low += added * one, high += added * two;
+      a[i / 2][i % 2 * 2] = pair_of(gx * one, gy * one);
+      a[i / 2][i % 2 * 2 + 1] = pair_of(gx * two, gy * two);
+    }
+#pragma unroll
+    for (int far = 1; far < 4; far *= 2) {
+      low += __shfl_xor_sync(~0u, low, far);
+      high += __shfl_xor_sync(~0u, high, far);
+    }
+    // Row g has power g % 2 of query g / 2, and g % 2 + 2.
+    float *to = extra(u) + g / 2 * 4 + g % 2;
+    if (c == 0) to[0] = low, to[2] = high;
+    const uint4 *map = (const uint4 *)(maps + MAP_SLOW) + own * (PRODUCTS * (SLOW / 8) * 32);
+#pragma unroll
+    for (int k = 0; k < PRODUCTS; k++) {
+      float sum[2][4] = {};
+#pragma unroll
+      for (int i = 0; i < SLOW / 8; i++) {
+        const uint4 b = map[(k * (SLOW / 8) + i) * 32 + g * 4 + c];
+        multiply(sum[0], a[i], b.x, b.y);
+        multiply(sum[1], a[i], b.z, b.w);
+      }
+      folded(u)[k * 32] = make_uint4(pair_of(sum[0][0], sum[0][1]), pair_of(sum[1][0], sum[1][1]),
+                                  pair_of(sum[0][2], sum[0][3]), pair_of(sum[1][2], sum[1][3]));
+    }
+  }
+
+  // Latents of a head's 32 rows, as both products take them.
+  __device__ __forceinline__ void unpack(u32 (&a)[PRODUCTS][2][4], const u8 *page, int own, int first) {
+    each<KEY_RUNS>([&](auto at) {
+      constexpr int R = decltype(at)::value, BITS = key_bits[R], PER = 16 / BITS;
+      constexpr int WORDS = key_words[R], LOADS = loads(R);
+      const u8 *row = page + key_start[R] + own * key_next[R] + (first + g) * (2 * WORDS) + 4 * c;
+      const int scale_at = (first + g) * SCALE_ROW + key_scale[R] + own * key_scale_next[R];
+      const u8 *scales = page + scale_at * SCALE;
+#pragma unroll
+      for (int half = 0; half < 4; half++) {  // rows g + 8 * half
+        const u32 scale = twice(scales + half * 8 * SCALE_ROW * SCALE, BITS);
+#pragma unroll
+        for (int l = 0; l < LOADS; l++) {
+          const u32 x = *(const u32 *)(row + half * 16 * WORDS + 16 * l);
+          each<PER>([&](auto of) {
+            constexpr int J = decltype(of)::value;
+            const int e = l * PER + J;
+            a[products(R) + e / 2][half / 2][half % 2 + 2 * (e % 2)] =
+                times(centred<BITS, J>(x), scale);
+          });
+        }
+      }
+    });
+  }
+  // A scale, twice, as fp16.
+  static __device__ __forceinline__ u32 twice(const u8 *at, int bits) {
+    if (SCALE == 2) return *(const u16 *)at * 0x10001u;
+    u32 x;
+    asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.rn.f16x2.e4m3x2 %0, h; }"
+        : "=r"(x) : "r"(*at * 0x101u));
+    return times(x, (u32)((15 - bits) << 10) * 0x10001u);  // 2^-bits
+  }
+
+  __device__ __forceinline__ void score(float (&s)[STEPS][SETS][2], const u8 *page, int tile,
+                                        bool first) {
+    const int start = tile * PAGE;
+    if (first) look_up(start);
+    if (first || start % REACH == 0)
+#pragma unroll 1
+      for (int u = 0; u < SETS; u++) fold(u, start / REACH * REACH + REACH / 2);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < STEPS * FAST / 32; i++) turns[32 * i + 4 * g + c] = next[i];
+    __syncwarp();
+    look_up(start + PAGE);
+#pragma unroll 1
+    for (int turn = 0; turn < SETS * (STEPS / 2); turn++) {
+      const int u = turn % SETS, part = turn / SETS;
+      u32 a[PRODUCTS][2][4];
+      unpack(a, page, head + u * 4 / N, 32 * part);
+      float found[2][2];
+      set_slow(found, a, u, (start + 32 * part) % REACH + g - REACH / 2);
+      add_fast(found, a, u, part);
+      each<SETS * (STEPS / 2)>([&](auto at) {
+        constexpr int T = decltype(at)::value, TO = T / SETS * 2, U = T % SETS;
+        if (turn == T) {
+          s[TO][U][0] = found[0][0], s[TO][U][1] = found[0][1];
+          s[TO + 1][U][0] = found[1][0], s[TO + 1][U][1] = found[1][1];
+        }
+      });
+    }
+  }
+
+  // Scores by slow pairs, of 32 rows: row, from the stretch's middle, is the first.
+  __device__ __forceinline__ void set_slow(
+      float (&found)[2][2], const u32 (&a)[PRODUCTS][2][4], int u, int row) {
+    const float4 by = ((const float4 *)extra(u))[c];
+    float x[2][4], y[2][4];
+#pragma unroll
+    for (int step = 0; step < 2; step++) {
+      x[step][0] = x[step][2] = by.x, x[step][1] = x[step][3] = by.y;
+      y[step][0] = y[step][2] = by.z, y[step][1] = y[step][3] = by.w;
+    }
+#pragma unroll
+    for (int k = 0; k < PRODUCTS; k++) {
+      const uint4 b = folded(u)[k * 32];
+#pragma unroll
+      for (int step = 0; step < 2; step++) {
+        multiply(x[step], a[k][step], b.x, b.y);
+        multiply(y[step], a[k][step], b.z, b.w);
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < 2; step++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float t = (float)(row + 16 * step + 8 * r) * (2.0f / REACH);
+        found[step][r] = x[step][2 * r] + t * (x[step][2 * r + 1] +
+            t * (y[step][2 * r] + t * y[step][2 * r + 1]));
+      }
+  }
+
+  // Scores by fast pairs, which are rebuilt in blocks of 8.
+  __device__ __forceinline__ void add_fast(
+      float (&found)[2][2], const u32 (&a)[PRODUCTS][2][4], int u, int part) {
+    const int own = u * 4 / N;
+    const float2 *means = (const float2 *)(maps + MAP_FAST_MEAN) + (head + own) * FAST + c;
+    const u32 *back = turns + (2 * part + g % 2) * FAST + c;
+    float sum[2][4] = {};
+#pragma unroll
+    for (int m = 0; m < BLOCKS; m++) {
+      float key[2][2][4];  // of 16 rows, 4 pairs
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float2 mean = means[8 * m + 4 * i];
+#pragma unroll
+        for (int step = 0; step < 2; step++) {
+          key[step][i][0] = key[step][i][2] = mean.x;
+          key[step][i][1] = key[step][i][3] = mean.y;
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < PRODUCTS; k++) {
+        const uint4 b = *(const uint4 *)(own_map + ((own * BLOCKS + m) * PRODUCTS + k) * 512);
+#pragma unroll
+        for (int step = 0; step < 2; step++) {
+          multiply(key[step][0], a[k][step], b.x, b.y);
+          multiply(key[step][1], a[k][step], b.z, b.w);
+        }
+      }
+      u32 turned[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const uint2 by = offsets[((2 * m + i) * 16 + 8 * r) * 4];
+#pragma unroll
+          for (int step = 0; step < 2; step++) {
+            const u32 x = pair_of(key[step][i][2 * r], key[step][i][2 * r + 1]);
+            turned[step][2 * i + r] = add_times(swapped(x), by.y, times(x, by.x));
+          }
+        }
+      const uint2 x = fast(u)[m * 16];
+      const u32 b0 = turned_back(x.x, back[8 * m]), b1 = turned_back(x.y, back[8 * m + 4]);
+#pragma unroll
+      for (int step = 0; step < 2; step++) multiply(sum[step], turned[step], b0, b1);
+    }
+#pragma unroll
+    for (int step = 0; step < 2; step++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) found[step][r] += sum[step][step + 2 * r];
+  }
+  // (x cos + y sin, y cos - x sin) of (x, y) and (cos, sin).
+  static __device__ __forceinline__ u32 turned_back(u32 x, u32 turn) {
+    return add_times(swapped(x), both_high(turn) ^ 0x80000000u, times(x, both(turn)));
+  }
+};
