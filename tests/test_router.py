@@ -31,10 +31,7 @@ STREAM = WHOLE | {"stream": True}
 def routing(*stubs: Stub | str, **balance: Any) -> Iterator[httpx.Client]:
     urls = [x if isinstance(x, str) else x.url for x in stubs]
     app = create_router(urls, balance=Balance(**balance), limits=Limits(max_body=20_000))
-    with (
-        running(app) as url,
-        httpx.Client(base_url=url, timeout=20, transport=httpx.HTTPTransport(retries=8)) as client,
-    ):
+    with running(app) as url, httpx.Client(base_url=url, timeout=20) as client:
         yield client
 
 
