@@ -69,6 +69,35 @@ def test_a_request_that_cannot_be_served(small: Served, path, body, param, words
     assert error["type"] == "invalid_request_error"
 
 
+HALF = "a\ud800"  # JSON can hold half a character, which no tokenizer reads
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": HALF}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", HALF], "stream": True}, "prompt"),
+        ("/v1/completions", {"prompt": HALF, "echo": True}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "bad_words": [HALF]}, "bad_words"),
+        ("/v1/completions", {"prompt": "a", "cache_salt": HALF}, "cache_salt"),
+        ("/tokenize", {"prompt": HALF}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": HALF}]}, "messages"),
+        (CHAT, {"messages": [{"role": HALF, "content": "a"}]}, None),
+        (CHAT, {"messages": ASKED, "chat_template_kwargs": {"x": HALF}}, "chat_template_kwargs"),
+        (CHAT, {"messages": ASKED, "chat_template_kwargs": {HALF: 1}}, "chat_template_kwargs"),
+        (CHAT, {"messages": ASKED, "chat_template_kwargs": {"x": [{"y": HALF}]}},
+         "chat_template_kwargs"),
+    ],
+)  # fmt: skip
+def test_half_a_character_is_refused(small: Served, path, body, param) -> None:
+    header = {"content-type": "application/json"}
+    answer = small.client.post(path, content=json.dumps(body), headers=header)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and error["type"] == "invalid_request_error"
+    assert not small.llm.engine.has_work
+
+
 def test_without_the_extra_no_text_keeps_to_a_schema(small: Served, monkeypatch) -> None:
     monkeypatch.setattr(grammar, "find_spec", lambda _: None)
     error = small.refused(400, CHAT, messages=ASKED, **JSON)
@@ -292,7 +321,7 @@ def test_sigterm_answers_what_is_open() -> None:
     try:
         line = next(x for x in process.stderr if x.startswith("serving at "))
         url = line.split()[-1]
-        with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60) as client:
+        with httpx.Client(timeout=60) as client:
             body = LONG | {"stream": True}
             with client.stream("POST", f"{url}/completions", json=body) as answer:
                 lines = answer.iter_lines()
