@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -117,6 +118,27 @@ def test_a_body_that_is_none(small: Served, content: bytes, status: int) -> None
     again = small.client.post("/v1/completions", content=parts, headers=header)
     assert again.status_code == status
     assert small.client.get("/health").status_code == 200
+
+
+TOO_LONG = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 30000\r\n"
+
+
+def test_who_still_sends_too_much_reads_that_it_is(small: Served) -> None:
+    """Nothing is read before all is sent, which takes longer than an answer."""
+    place = (small.client.base_url.host, small.client.base_url.port)
+    with socket.create_connection(place, timeout=20) as client:
+        client.sendall(TOO_LONG + b"\r\n")
+        for _ in range(3):
+            time.sleep(0.1)
+            client.sendall(b"x" * 10_000)
+        assert client.recv(2**16).startswith(b"HTTP/1.1 413 ")
+
+
+def test_who_asks_before_it_sends_is_told_at_once(small: Served) -> None:
+    place = (small.client.base_url.host, small.client.base_url.port)
+    with socket.create_connection(place, timeout=20) as client:
+        client.sendall(TOO_LONG + b"Expect: 100-continue\r\n\r\n")
+        assert client.recv(2**16).startswith(b"HTTP/1.1 413 ")
 
 
 def test_another_model_or_path_is_not_found(small: Served) -> None:
