@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -19,6 +20,9 @@ from kvfold.engine.async_llm import EngineFault
 from kvfold.server.limits import Limits
 from memory import resident
 from serving import Served, httpx, serving, small_llm
+
+from fastapi import FastAPI  # isort: skip
+from kvfold.server.run import bind, run  # isort: skip
 
 CHAT = "/v1/chat/completions"
 JSON = {"response_format": {"type": "json_object"}}
@@ -333,6 +337,22 @@ def test_nothing_is_lost_in_a_crowd_of_clients(seconds: int) -> None:
         assert grown < 2**25, f"{grown / 2**20:.1f} MiB more than before {crowd.counts}"
         assert served.client.get("/health").status_code == 200
     assert all(crowd.counts[kind] for kind in ("whole", "stream", "leave", "bad")), crowd.counts
+
+
+def test_the_address_is_told_once_clients_can_connect(capsys) -> None:
+    said = []
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        said.append(capsys.readouterr().err)
+        asyncio.get_running_loop().call_later(0.3, signal.raise_signal, signal.SIGINT)
+        yield
+        said.append(capsys.readouterr().err)
+
+    listener = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    run(FastAPI(lifespan=lifespan), listener, LIMITS)
+    assert said == ["", f"serving at {url}\n"] and capsys.readouterr().err == "stopped\n"
 
 
 def test_sigterm_answers_what_is_open() -> None:
