@@ -805,7 +805,12 @@ REQUESTS = {
     "CacheParams(max_cache_tokens=8, protected=9)": (
         "protected must be at most max_cache_tokens=8; got 9"
     ),
-    r'llm.generate("a\ud800")': "text: not utf-8 text at character 1",
+    r'llm.generate("a\ud800")': "prompt: not utf-8 text at character 1",
+    r'llm.generate("a", SamplingParams(bad_words=["\ud800"]))': (
+        "bad_words: not utf-8 text at character 0"
+    ),
+    r'llm.pack("a\ud800")': "text: not utf-8 text at character 1",
+    r'CacheParams(cache_salt="\ud800")': "cache_salt: not utf-8 text at character 0",
 }
 CHECKPOINTS = {
     "kvfold eval no-tensor": (

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,15 +86,15 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def running(app: Any, told: Callable[[str], None] = lambda url: None) -> Iterator[str]:
-    """An application at a port of this machine; its URL."""
-    listener = bind("127.0.0.1", 0)
-    server = server_of(app, Limits(drain_seconds=1))
+def running(app: Any) -> Iterator[str]:
+    """An application at a port of this machine; its URL, once clients can connect."""
+    listener, ready = bind("127.0.0.1", 0), threading.Event()
+    server = server_of(app, Limits(drain_seconds=1), ready.set)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    told(url)
     try:
+        assert ready.wait(30)
         yield url
     finally:
         server.should_exit = True

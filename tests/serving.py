@@ -63,14 +63,14 @@ def serving(llm: LLM, *, clean: bool = True, **settings: Any) -> Iterator[Served
     """clean: nothing may be left when it has ended."""
     limits = settings.pop("limits", Limits())
     app = create_app(AsyncLLM(llm), "small", limits=limits, **settings)
-    server, listener = server_of(app, limits), bind("127.0.0.1", 0)
+    listener, ready = bind("127.0.0.1", 0), threading.Event()
+    server = server_of(app, limits, ready.set)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        with httpx.Client(
-            base_url=url, timeout=60, transport=httpx.HTTPTransport(retries=8)
-        ) as client:
+        assert ready.wait(30)
+        with httpx.Client(base_url=url, timeout=60) as client:
             yield Served(llm, url, client, server)
     finally:
         server.should_exit = True

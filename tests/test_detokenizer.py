@@ -163,7 +163,8 @@ def test_what_reads_otherwise_after_the_next_tokens_is_not_shown_again() -> None
 
 
 # A U+FFFD that was written, three byte tokens of it, cannot be told from bytes that do not read.
-READABLE = st.text(st.characters(exclude_characters=UNREAD), max_size=20)
+# No tokenizer encodes half a surrogate pair: LLM refuses a prompt of one.
+READABLE = st.text(st.characters(codec="utf-8", exclude_characters=UNREAD), max_size=20)
 
 
 @settings(max_examples=150, deadline=None)

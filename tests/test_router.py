@@ -1,5 +1,6 @@
 """kvfold route: who is asked, what is asked again, and what a lost replica takes with it."""
 
+import asyncio
 import json
 import os
 import signal
@@ -31,10 +32,7 @@ STREAM = WHOLE | {"stream": True}
 def routing(*stubs: Stub | str, **balance: Any) -> Iterator[httpx.Client]:
     urls = [x if isinstance(x, str) else x.url for x in stubs]
     app = create_router(urls, balance=Balance(**balance), limits=Limits(max_body=20_000))
-    with (
-        running(app) as url,
-        httpx.Client(base_url=url, timeout=20, transport=httpx.HTTPTransport(retries=8)) as client,
-    ):
+    with running(app) as url, httpx.Client(base_url=url, timeout=20) as client:
         yield client
 
 
@@ -75,6 +73,23 @@ def test_who_is_asked_next() -> None:
     turns = Replicas(["http://a", "http://b", "http://c"], Balance(pick="round-robin"))
     turns.all[0].open = 9
     assert [turns.pick(()) for _ in range(4)] == [*turns.all, turns.all[0]]
+
+
+def test_a_look_that_began_before_a_loss_does_not_undo_it() -> None:
+    async def watch() -> str | None:
+        replicas = Replicas(["http://a"], Balance(check_seconds=60))
+        (replica,) = replicas.all
+
+        async def look(*_: Any) -> None:  # it is healthy, and dies before that is read
+            replica.lost += 1
+            replica.turn("lost")
+
+        replicas._look = look
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(replicas.watch(None), 0.05)
+        return replica.why
+
+    assert asyncio.run(watch()) == "lost"
 
 
 def test_what_goes_through_comes_through() -> None:

@@ -5,10 +5,12 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -18,6 +20,9 @@ from kvfold.engine.async_llm import EngineFault
 from kvfold.server.limits import Limits
 from memory import resident
 from serving import Served, httpx, serving, small_llm
+
+from fastapi import FastAPI  # isort: skip
+from kvfold.server.run import bind, run  # isort: skip
 
 CHAT = "/v1/chat/completions"
 JSON = {"response_format": {"type": "json_object"}}
@@ -69,6 +74,35 @@ def test_a_request_that_cannot_be_served(small: Served, path, body, param, words
     assert error["type"] == "invalid_request_error"
 
 
+HALF = "a\ud800"  # JSON can hold half a character, which no tokenizer reads
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": HALF}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", HALF], "stream": True}, "prompt"),
+        ("/v1/completions", {"prompt": HALF, "echo": True}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "bad_words": [HALF]}, "bad_words"),
+        ("/v1/completions", {"prompt": "a", "cache_salt": HALF}, "cache_salt"),
+        ("/tokenize", {"prompt": HALF}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": HALF}]}, "messages"),
+        (CHAT, {"messages": [{"role": HALF, "content": "a"}]}, None),
+        (CHAT, {"messages": ASKED, "chat_template_kwargs": {"x": HALF}}, "chat_template_kwargs"),
+        (CHAT, {"messages": ASKED, "chat_template_kwargs": {HALF: 1}}, "chat_template_kwargs"),
+        (CHAT, {"messages": ASKED, "chat_template_kwargs": {"x": [{"y": HALF}]}},
+         "chat_template_kwargs"),
+    ],
+)  # fmt: skip
+def test_half_a_character_is_refused(small: Served, path, body, param) -> None:
+    header = {"content-type": "application/json"}
+    answer = small.client.post(path, content=json.dumps(body), headers=header)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and error["type"] == "invalid_request_error"
+    assert not small.llm.engine.has_work
+
+
 def test_without_the_extra_no_text_keeps_to_a_schema(small: Served, monkeypatch) -> None:
     monkeypatch.setattr(grammar, "find_spec", lambda _: None)
     error = small.refused(400, CHAT, messages=ASKED, **JSON)
@@ -88,6 +122,27 @@ def test_a_body_that_is_none(small: Served, content: bytes, status: int) -> None
     again = small.client.post("/v1/completions", content=parts, headers=header)
     assert again.status_code == status
     assert small.client.get("/health").status_code == 200
+
+
+TOO_LONG = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 30000\r\n"
+
+
+def test_who_still_sends_too_much_reads_that_it_is(small: Served) -> None:
+    """Nothing is read before all is sent, which takes longer than an answer."""
+    place = (small.client.base_url.host, small.client.base_url.port)
+    with socket.create_connection(place, timeout=20) as client:
+        client.sendall(TOO_LONG + b"\r\n")
+        for _ in range(3):
+            time.sleep(0.1)
+            client.sendall(b"x" * 10_000)
+        assert client.recv(2**16).startswith(b"HTTP/1.1 413 ")
+
+
+def test_who_asks_before_it_sends_is_told_at_once(small: Served) -> None:
+    place = (small.client.base_url.host, small.client.base_url.port)
+    with socket.create_connection(place, timeout=20) as client:
+        client.sendall(TOO_LONG + b"Expect: 100-continue\r\n\r\n")
+        assert client.recv(2**16).startswith(b"HTTP/1.1 413 ")
 
 
 def test_another_model_or_path_is_not_found(small: Served) -> None:
@@ -284,6 +339,22 @@ def test_nothing_is_lost_in_a_crowd_of_clients(seconds: int) -> None:
     assert all(crowd.counts[kind] for kind in ("whole", "stream", "leave", "bad")), crowd.counts
 
 
+def test_the_address_is_told_once_clients_can_connect(capsys) -> None:
+    said = []
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        said.append(capsys.readouterr().err)
+        asyncio.get_running_loop().call_later(0.3, signal.raise_signal, signal.SIGINT)
+        yield
+        said.append(capsys.readouterr().err)
+
+    listener = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    run(FastAPI(lifespan=lifespan), listener, LIMITS)
+    assert said == ["", f"serving at {url}\n"] and capsys.readouterr().err == "stopped\n"
+
+
 def test_sigterm_answers_what_is_open() -> None:
     """A stream that was begun goes on to its end, and the process ends with 0."""
     call = [sys.executable, "-m", "kvfold", "serve", "reference:gqa", "--device", "cpu"]
@@ -292,7 +363,7 @@ def test_sigterm_answers_what_is_open() -> None:
     try:
         line = next(x for x in process.stderr if x.startswith("serving at "))
         url = line.split()[-1]
-        with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60) as client:
+        with httpx.Client(timeout=60) as client:
             body = LONG | {"stream": True}
             with client.stream("POST", f"{url}/completions", json=body) as answer:
                 lines = answer.iter_lines()

@@ -6,7 +6,7 @@ Shape legend: n windows, T tokens of a window (`ctx`).
 import gzip
 import json
 import lzma
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from inspect import signature
 from pathlib import Path
@@ -136,14 +136,16 @@ def encode_chat(
 
     messages: {"role": one of ROLES, "content": text} each, or one user's text. variables: of the
     template, such as `enable_thinking`; a parameter of the tokenizer's method is none. Raises
-    ValueError for anything else, a tokenizer without a chat template, and what the template
-    refuses.
+    ValueError for anything else, a tokenizer without a chat template, what the template refuses,
+    and what is no text (SettingError; variables are `chat_template_kwargs` there).
     """
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: this model continues text only")
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     _check_messages(messages)
+    for text in _texts(variables):
+        check_text("chat_template_kwargs", text)
     from jinja2 import TemplateError  # what transformers renders with
 
     if taken := variables.keys() & signature(tokenizer.apply_chat_template).parameters.keys():
@@ -180,6 +182,19 @@ def _check_messages(messages: Any) -> None:
         ):
             raise ValueError(f"messages[{number}] must be {legal}; got {message!r}")
         check_text("content", message["content"])
+
+
+def _texts(inside: Any) -> Iterator[str]:
+    """Every text in mappings and lists, however deep."""
+    rest = [inside]
+    while rest:
+        found = rest.pop()
+        if isinstance(found, str):
+            yield found
+        elif isinstance(found, Mapping):
+            rest += [*found, *found.values()]
+        elif isinstance(found, list | tuple):
+            rest += found
 
 
 def longer(tokenizer: Any, text: str, limit: int) -> bool:

@@ -25,7 +25,7 @@ from kvfold.engine.request import (
 )
 from kvfold.engine.scheduler import Schedule
 from kvfold.engine.stream import Answer, Stream
-from kvfold.errors import SettingError
+from kvfold.errors import SettingError, renamed
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.text import check_tokenizer, encode, encode_chat, encode_prompt
 from kvfold.weights import fingerprint
@@ -151,7 +151,8 @@ class LLM:
         not fit the model or the pool.
         """
         Setting(least=1).check("factor", factor, float | int)
-        ids = self.encode(text)
+        with renamed(prompt="text"):
+            ids = self.encode(text)
         with self.engine.turn.take():
             packer = Packer(self.runner, self.tokenizer, self.engine.scheduler.chunk, progress)
             rows, pages, report = packer.pack(ids, factor, measure)
@@ -270,7 +271,8 @@ class LLM:
             raise ValueError(f"bad_words={words} needs a tokenizer: pass tokenizer= to LLM")
         found = [x for x in sampling.bad_words if not isinstance(x, str)]
         for word in words:
-            found += [tuple(encode(self.tokenizer, text)) for text in (word, f" {word}")]
+            with renamed(text="bad_words"):
+                found += [tuple(encode(self.tokenizer, text)) for text in (word, f" {word}")]
         return tuple(dict.fromkeys(found))
 
     def _behind(self, context: PackedContext | None, prompt: Prompt) -> list[int]:
@@ -285,7 +287,8 @@ class LLM:
         check_pages(self.runner)
         context.check(self._context_key)
         if isinstance(prompt, str) and self.tokenizer is not None:
-            prompt = encode(self.tokenizer, prompt)
+            with renamed(text="prompt"):
+                prompt = encode(self.tokenizer, prompt)
         return [*context.token_ids, *self.encode(prompt)]
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -293,7 +296,8 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt is text, but this LLM has no tokenizer: pass tokenizer=")
-            prompt = encode_prompt(self.tokenizer, prompt)
+            with renamed(text="prompt"):
+                prompt = encode_prompt(self.tokenizer, prompt)
         ids = token_ids(prompt)
         self._check_ids("prompt", ids)
         return ids

@@ -17,6 +17,7 @@ from kvfold.cache.prefix import Names
 from kvfold.config import SEEDS, check, setting
 from kvfold.engine.packed import PackedContext
 from kvfold.errors import SettingError
+from kvfold.text import check_text
 
 # An end token; a stop string; its own limit or the longest that a sequence may be; pages that it
 # grew to need and nobody has.
@@ -158,6 +159,7 @@ class CacheParams:
 
     def __post_init__(self) -> None:
         check(self)
+        check_text("cache_salt", self.cache_salt or "")
         most, keep, protected = self.max_cache_tokens, self.keep_tokens, self.protected
         if most is not None and keep is not None:
             raise ValueError(

@@ -69,25 +69,31 @@ class Guard:
             )
 
     async def _body(self, scope: Message, receive: Receive) -> bytes:
-        """The whole body. Raises APIError where it is too long or too late."""
-        length = Headers(scope=scope).get("content-length", "")
-        if re.fullmatch("[0-9]{1,18}", length):
+        """The whole body. Raises APIError where it is too long or too late.
+
+        As much again is read and dropped before a refusal, which whoever still sends when the
+        connection is closed may never read; a client that waits to be asked is told at once."""
+        headers, most = Headers(scope=scope), self.limits.max_body
+        length = headers.get("content-length", "")
+        if "expect" in headers and re.fullmatch("[0-9]{1,18}", length):
             self._check_size(int(length))
         parts, size, more = [], 0, True
         try:
             async with asyncio.timeout(self.limits.body_seconds):
-                while more:
+                while more and size <= 2 * most:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise APIError(400, "the client left while it sent its request")
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    self._check_size(size)
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size <= most:
+                        parts.append(part)
                     more = message.get("more_body", False)
         except TimeoutError:
             raise APIError(
                 408, f"the body took over {self.limits.body_seconds} s to arrive", headers=CLOSE
             ) from None
+        self._check_size(size)
         return b"".join(parts)
 
     def _check_size(self, size: int) -> None:

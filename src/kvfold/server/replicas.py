@@ -65,7 +65,10 @@ class Replicas(Collector):
 
     async def _watch(self, replica: Replica, session: aiohttp.ClientSession) -> None:
         while True:
-            replica.turn(await self._look(replica, session))
+            lost = replica.lost
+            why = await self._look(replica, session)
+            if replica.lost == lost:  # else a request knows something newer
+                replica.turn(why)
             await asyncio.sleep(self.balance.check_seconds)
 
     async def _look(self, replica: Replica, session: aiohttp.ClientSession) -> str | None:

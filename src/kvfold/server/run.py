@@ -2,6 +2,7 @@
 
 import socket
 import sys
+from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
@@ -24,8 +25,20 @@ def bind(host: str, port: int) -> socket.socket:
     return found
 
 
-def server_of(app: FastAPI, limits: Limits) -> uvicorn.Server:
-    """uvicorn, which answers what is open for a while when it is told to end."""
+class Server(uvicorn.Server):
+    """uvicorn, which calls `ready` once clients can connect, not before."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
+        super().__init__(config)
+        self.ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready()
+
+
+def server_of(app: FastAPI, limits: Limits, ready: Callable[[], object]) -> Server:
+    """A server that answers what is open for a while when it is told to end."""
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -34,14 +47,18 @@ def server_of(app: FastAPI, limits: Limits) -> uvicorn.Server:
         server_header=False,
         timeout_graceful_shutdown=limits.drain_seconds,
     )
-    return uvicorn.Server(config)
+    return Server(config, ready)
 
 
 def run(app: FastAPI, listener: socket.socket, limits: Limits) -> None:
     """Serve until SIGINT or SIGTERM, and answer what is open; a second one leaves that."""
     host, port = listener.getsockname()[:2]
-    print(f"serving at http://{f'[{host}]' if ':' in host else host}:{port}/v1", file=sys.stderr)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+    def tell() -> None:
+        print(f"serving at {url}", file=sys.stderr)
+
     try:
-        server_of(app, limits).run(sockets=[listener])
+        server_of(app, limits, tell).run(sockets=[listener])
     except KeyboardInterrupt:  # raised again once all is answered
         print("stopped", file=sys.stderr)

@@ -71,9 +71,10 @@ class Service:
     async def encode_chat(
         self, turns: list[dict[str, str]], variables: dict[str, Any] | None
     ) -> list[int]:
-        ids: list[int] = await self.llm.run(
-            partial(self.llm.llm.encode_chat, turns, **(variables or {}))
-        )
+        with renamed(content="messages"):
+            ids: list[int] = await self.llm.run(
+                partial(self.llm.llm.encode_chat, turns, **(variables or {}))
+            )
         return ids
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
@@ -81,7 +82,8 @@ class Service:
             ids = await self.encode_chat(body.turns, body.chat_template_kwargs)
         else:
             how = encode_prompt if body.add_special_tokens else encode
-            ids = await self.llm.run(how, self.tokenizer, body.prompt)
+            with renamed(text="prompt"):
+                ids = await self.llm.run(how, self.tokenizer, body.prompt)
         found = {"count": len(ids), "max_model_len": self.max_tokens, "tokens": ids}
         texts = [self.token_texts.of(id) for id in ids] if body.return_token_strs else None
         return found | {"token_strs": texts}
