@@ -92,15 +92,20 @@ class ModelRunner:
 
     # -- forward ------------------------------------------------------------------------------
 
+    @property
+    def goes_ahead(self) -> bool:
+        """As of `Runner`: where graphs hold steps, and nothing of the host's changes rows."""
+        return self.graphs is not None and self.policy is None and not self.sliding
+
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Tensor:
-        """Store every chunk's rows; logits fp32 [chunks with logits, V], which the next call may
-        overwrite."""
+    def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
+        """Store every chunk's rows; logits [chunks with logits, V] of the model's type, which the
+        next call may overwrite. tokens: as of `Runner.run`."""
         if self.graphs is not None and self.graphs.fits(batch):
             graphs = self.graphs
             with self._observed(batch):
-                return graphs.run(batch, self._decode)
-        hidden = self._hidden(batch)
+                return graphs.run(batch, self._decode, tokens)
+        hidden = self._hidden(batch, tokens)
         ends, end = [], 0
         for chunk in batch.chunks:
             end += len(chunk.tokens)
@@ -111,19 +116,20 @@ class ModelRunner:
     @torch.inference_mode()
     def run_all(self, batch: Batch) -> Tensor:
         """The same with logits of every token, fp32 [N, V]."""
-        return self._logits(self._hidden(batch))
+        return self._logits(self._hidden(batch)).float()
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self.family.logits(self.model, hidden).float()
+        return self.family.logits(self.model, hidden)
 
-    def _hidden(self, batch: Batch) -> Tensor:
+    def _hidden(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
         """Last hidden states [N, D]."""
-        tokens = [token for chunk in batch.chunks for token in chunk.tokens]
+        if tokens is None:
+            tokens = self._tensor([token for chunk in batch.chunks for token in chunk.tokens])
         positions = self._tensor(
             [chunk.start + i for chunk in batch.chunks for i in range(len(chunk.tokens))]
         )
         with self._observed(batch):
-            return self._forward(self._tensor(tokens), positions, self._step(batch, positions))
+            return self._forward(tokens, positions, self._step(batch, positions))
 
     @property
     def repeatable(self) -> bool:
@@ -159,7 +165,7 @@ class ModelRunner:
         return hidden
 
     def _decode(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """One token a sequence, with nothing from the host: logits fp32 [B, V]."""
+        """One token a sequence, with nothing from the host: logits [B, V]."""
         part = AttentionMetadata.of_decodes(self.attention.view, slots, positions)
         last = torch.full_like(slots, -1)
         step = PagedContext(self.attention, [part], slots, last, positions.int())
