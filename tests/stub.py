@@ -159,6 +159,7 @@ class StubRunner:
         self.fail: BaseException | None = None
         self.repeatable = True
         self.goes_ahead, self.num_ahead = False, 0
+        self.long_chunks = False
         self.culprits: set[int] = set()
         self.poisoned: set[int] = set()
         self.batches: list[list[tuple[int, int, int]]] = []  # (id, start, tokens)
@@ -192,7 +193,8 @@ class StubRunner:
         decode = [piece.is_decode for piece in batch.chunks]
         assert decode == sorted(decode, reverse=True) and sum(decode) == batch.num_decode
         sizes = [len(piece.tokens) for piece in batch.chunks]
-        assert sum(sizes) <= self.max_batch_tokens and max(sizes) <= self.chunk and min(sizes) >= 1
+        longest = self.max_batch_tokens if self.long_chunks and not any(decode) else self.chunk
+        assert sum(sizes) <= self.max_batch_tokens and max(sizes) <= longest and min(sizes) >= 1
         assert all(len(p.tokens) == 1 and p.wants_logits for p in batch.chunks if p.is_decode)
         for piece in batch.chunks:
             slot = piece.request.slot

@@ -432,6 +432,11 @@ class Runner(Protocol):
         """Whether a step may be launched before the tokens of the one in front are read."""
         ...
 
+    @property
+    def long_chunks(self) -> bool:
+        """Whether a prompt's chunk may be as long as a step: its work space grows no faster."""
+        ...
+
     def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
         """Write every chunk's rows; logits [len(batch.with_logits), V] in order. tokens: int64 [N]
         on the device, in place of the batch's own, which nobody has read yet."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.base import AttentionContext
+from kvfold.attention.fallback import Fallback
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.observer import Turn
 from kvfold.attention.paged import PagedAttention, PagedContext
@@ -96,6 +97,11 @@ class ModelRunner:
     def goes_ahead(self) -> bool:
         """As of `Runner`: where graphs hold steps, and nothing of the host's changes rows."""
         return self.graphs is not None and self.policy is None and not self.sliding
+
+    @property
+    def long_chunks(self) -> bool:
+        """As of `Runner`: where kernels read prompts, and nothing is observed."""
+        return self.goes_ahead and Fallback not in self.attention.selected.prefill
 
     @torch.inference_mode()
     def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from kvfold.engine.request import SamplingParams, TokenLogprobs
 from kvfold.ops.common.launch import Download, upload
 from kvfold.ops.noise import add_gumbel, keys_of
 
+BAD = -1  # in place of a token on its way to the host
 BLOCK = 2**19  # logits that a CPU works on at once: more of them leave its caches
 
 
@@ -40,19 +41,19 @@ class Sampled:
     def __init__(self, tokens: Tensor, bad: Tensor, logprobs: Logprobs | None) -> None:
         self.tokens, self.bad, self.logprobs = tokens, bad, logprobs
         more = (logprobs.ids, logprobs.values) if logprobs else ()
-        self._sent = Download(torch.stack((tokens, bad.long())), *more)
+        self._sent = Download(tokens.masked_fill(bad, BAD), *more)
 
     def choices(self, params: Sequence[SamplingParams]) -> list["Choice"]:
         """On the host; waits for the device until the sampling is done, and no longer. `params`:
         those it was sampled with."""
-        (tokens, bad), *more = (x.tolist() for x in self._sent.wait())
+        tokens, *more = (x.tolist() for x in self._sent.wait())
         found: dict[int, TokenLogprobs] = {}
         if x := self.logprobs:
             for row, ids, values in zip(x.rows, *more, strict=True):
                 top = tuple(zip(ids[1:], values[1:], strict=True))[: params[row].logprobs]
                 found[row] = TokenLogprobs(chosen=values[0], top=top)
         return [
-            Choice(token=None if bad[i] else token, logprobs=found.get(i))
+            Choice(token=None if token == BAD else token, logprobs=found.get(i))
             for i, token in enumerate(tokens)
         ]
 
@@ -91,7 +92,7 @@ def sample(
         index, keys = (upload(np.asarray(x), logits.device) for x in (rows, keys))
         scaled = _scale(logits[index].float(), most[index], chosen)
         tokens[index] = _draw(scaled, keys, chosen)
-    bad = ~most.isfinite()  # the maximum of a row with a NaN is NaN
+    bad = most - most != 0  # of infinities, and of NaN, which the maximum of a row with one is
     if applied is not None:
         applied.undo()
     return Sampled(tokens, bad, _logprobs(logits, tokens, params))

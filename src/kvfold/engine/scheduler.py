@@ -53,7 +53,8 @@ class Schedule:
 class Scheduler:
     """First come, first served: decodes of all running requests, then prefill chunks.
 
-    chunk: most tokens of one request in a step. max_batch_tokens: most tokens in a step, at least
+    chunk: most tokens of one request in a step, lest those that decode wait for it; where nobody
+    does, and the runner takes them, all that a step may have. max_batch_tokens: most tokens in a step, at least
     one a slot, so that every running request decodes. headroom: tokens by which all that run must
     be able to grow before another is admitted, lest admission leads to pre-emption. prefixes: what
     requests may begin with; None: nothing. Raises ValueError.
@@ -257,10 +258,16 @@ class Scheduler:
 
     # Prefill ------------------------------------------------------------------------------------
 
+    @property
+    def longest_chunk(self) -> int:
+        """Tokens of one request in the coming step, at most."""
+        whole = self.runner.long_chunks and not any(x.prefilled for x in self.running)
+        return self.max_batch_tokens if whole else self.chunk
+
     def _chunk(self, request: Request, left: int) -> int:
         """Tokens of its next chunk, where a step has `left` for it."""
         most = self.pool.layout.most_at(request.num_computed)
-        return min(self.chunk, request.num_pending, left, most)
+        return min(self.longest_chunk, request.num_pending, left, most)
 
     def _left(self, plan: Plan) -> int:
         return self.max_batch_tokens - sum(plan.values())
