@@ -54,10 +54,10 @@ class Scheduler:
     """First come, first served: decodes of all running requests, then prefill chunks.
 
     chunk: most tokens of one request in a step, lest those that decode wait for it; where nobody
-    does, and the runner takes them, all that a step may have. max_batch_tokens: most tokens in a step, at least
-    one a slot, so that every running request decodes. headroom: tokens by which all that run must
-    be able to grow before another is admitted, lest admission leads to pre-emption. prefixes: what
-    requests may begin with; None: nothing. Raises ValueError.
+    does, and the runner takes them, all that a step may have. max_batch_tokens: most tokens in a
+    step, at least one a slot, so that every running request decodes. headroom: tokens by which all
+    that run must be able to grow before another is admitted, lest admission leads to pre-emption.
+    prefixes: what requests may begin with; None: nothing. Raises ValueError.
     """
 
     def __init__(
