@@ -1,10 +1,15 @@
 """Steps that are launched before the tokens of the one in front are read: the same outputs, pages
 and prefixes as one after another, and nothing launched whose tokens the host must know."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
+from torch import Tensor
 
 from kvfold.engine.engine import Engine
-from kvfold.engine.request import CacheParams, SamplingParams
+from kvfold.engine.graphs import DecodeGraphs
+from kvfold.engine.request import Batch, CacheParams, Request, SamplingParams
 from kvfold.engine.runner import ModelRunner
 from kvfold.engine.sampler import Sampled
 from models import tiny
@@ -163,6 +168,19 @@ def test_prefixes_are_shared_as_without() -> None:
     assert hits[0] == hits[1] == 40
 
 
+def test_a_prompt_that_is_read_beside_them_goes_on_with_every_step() -> None:
+    found = []
+    for ahead in (False, True):
+        bench = Bench(chunk=7, ahead=ahead)
+        bench.add([1] * 5, max_new_tokens=20, ignore_eos=True)
+        bench.step()
+        bench.add([2] * 35, **NINE)
+        bench.drain()
+        found.append([batch for batch in bench.runner.batches if any(x[0] for x in batch)])
+    assert found[0][:5] == [[(0, 5 + i, 1), (1, 7 * i, 7)] for i in range(5)]
+    assert [x[1:] for x in found[1][:5]] == [x[1:] for x in found[0][:5]]
+
+
 def test_what_is_over_its_budget_is_compressed_first() -> None:
     found = []
     for ahead in (False, True):
@@ -193,6 +211,27 @@ def test_an_engine_may_be_told_not_to() -> None:
     bench.add([1] * 5, **NINE)
     bench.drain()
     assert not bench.runner.num_ahead
+
+
+def test_a_graph_takes_tokens_that_nobody_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        return torch.stack((tokens, positions, slots), 1)
+
+    def capture(graphs: DecodeGraphs, size: int, forward) -> SimpleNamespace:
+        return SimpleNamespace(replay=lambda: graphs._step(size, forward))
+
+    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    graphs = DecodeGraphs(torch.device("cpu"), most=4, spare=9)
+    chunks = []
+    for slot in range(3):
+        request = Request(id=slot, token_ids=[7], num_prompt=1, sampling=SamplingParams())
+        request.run(slot)
+        request.advance(1)
+        chunks.append(request.chunk_ahead())
+    batch = Batch(chunks=tuple(chunks))
+    found = graphs.run(batch, forward, torch.tensor([5, 6, 8]))
+    assert found.tolist() == [[5, 1, 0], [6, 1, 1], [8, 1, 2]]
+    assert graphs.inputs[:, 3].tolist() == [0, 0, 9], "who fills the batch up is nobody still"
 
 
 def test_a_model_computes_the_tokens_that_nobody_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
