@@ -79,7 +79,7 @@ def test_a_step_decodes_what_was_read():
     seen = []
     runner = served.runner_of(engine)
     step = runner.run
-    runner.run = lambda batch: seen.append(batch) or step(batch)
+    runner.run = lambda batch, tokens: seen.append(batch) or step(batch, tokens)
     assert len(served.step(engine)) == 3
     pieces = seen[0].chunks
     assert all(x.is_decode and x.wants_logits and x.start == 39 for x in pieces)

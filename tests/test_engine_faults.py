@@ -22,6 +22,13 @@ from stub import EOS, Bench, in_threads, mixed_requests, reference, stream
 NINE = {"max_new_tokens": 9, "ignore_eos": True}
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["plain", "ahead"])
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """All of it with steps that are launched before the one in front is read, and without."""
+    monkeypatch.setattr(Bench, "goes_ahead", request.param)
+    return request.param
+
+
 def started(bench: Bench) -> list[int]:
     """Requests, of which as many run as there are slots."""
     ids = [bench.add([i + 1] * 5, **NINE) for i in range(3)]
@@ -111,14 +118,14 @@ def test_whom_compression_fails_for_ends_alone() -> None:
     assert len(bench.tokens[plain]) == 9
 
 
-def test_nan_logits_end_one_request() -> None:
+def test_nan_logits_end_one_request(ahead: bool) -> None:
     bench = Bench()
     ids = started(bench)
     bench.runner.poisoned = {ids[1]}
     bench.drain()
     assert bench.ended[ids[1]].finish_reason == "error"
     assert "not finite" in bench.ended[ids[1]].error
-    assert [len(bench.tokens[id]) for id in ids] == [9, 1, 9]
+    assert [len(bench.tokens[id]) for id in ids] == [9, 1 + ahead, 9]  # a step was launched
 
 
 def test_where_tokens_are_packed_together_all_of_a_batch_end() -> None:
@@ -139,13 +146,13 @@ def test_a_failed_batch_holds_no_memory_while_its_halves_run() -> None:
     bench = Bench()
     run = bench.runner.run
 
-    def run_out(batch: sequences.Batch) -> Tensor:
+    def run_out(batch: sequences.Batch, tokens: Tensor | None = None) -> Tensor:
         activations = Activations()
         assert not any(other() for other in alive)
         alive.append(weakref.ref(activations))
         if len(batch.chunks) > 1:
             raise RuntimeError("out of memory")
-        return run(batch)
+        return run(batch, tokens)
 
     ids = started(bench)
     bench.runner.run = run_out
@@ -364,23 +371,24 @@ def test_streams_of_several_threads_run_together() -> None:
     bench.drain()
 
 
-def test_a_stream_that_is_lost_within_a_step_is_cancelled_after_it() -> None:
+def test_a_stream_that_is_lost_within_a_step_is_cancelled_after_it(ahead: bool) -> None:
     """As the garbage collector does it, which runs wherever it likes."""
     bench = Bench(40, pool="real")
     lost = [stream(bench, [1] * 5, SamplingParams(**NINE))]
     kept = stream(bench, [2] * 5, SamplingParams(**NINE))
     next(kept)
-    schedule = bench.scheduler.schedule
+    name = "ahead" if ahead else "schedule"
+    schedule = getattr(bench.scheduler, name)
 
-    def schedule_and_collect() -> sequences.Batch:
+    def schedule_and_collect(*batch: sequences.Batch) -> sequences.Batch:
         lost.clear()
         gc.collect()
-        batch = schedule()
-        assert len(batch.chunks) == 2  # not in here
-        bench.scheduler.schedule = schedule
-        return batch
+        found = schedule(*batch)
+        assert len(found.chunks) == 2  # not in here
+        setattr(bench.scheduler, name, schedule)
+        return found
 
-    bench.scheduler.schedule = schedule_and_collect
+    setattr(bench.scheduler, name, schedule_and_collect)
     next(kept)
     assert [x.id for x in bench.scheduler.running] == [1]
     bench.check()

@@ -72,6 +72,22 @@ def test_a_prefill_without_decodes_keeps_its_chunk() -> None:
     assert bench.runner.batches[:2] == [[(0, 0, 10), (1, 0, 6)], [(0, 10, 10), (1, 6, 6)]]
 
 
+def test_where_nobody_decodes_a_chunk_is_all_of_a_step() -> None:
+    bench = Bench(chunk=10, max_batch_tokens=32)
+    bench.runner.long_chunks = True
+    for length in (40, 45):
+        bench.add([1] * length, max_new_tokens=3, ignore_eos=True)
+    bench.drain()
+    assert bench.runner.batches[:4] == [
+        [(0, 0, 32)],
+        [(0, 32, 8), (1, 0, 24)],
+        [(0, 40, 1), (1, 24, 10)],
+        [(0, 41, 1), (1, 34, 10)],
+    ]
+    for id, length in enumerate((40, 45)):
+        assert bench.tokens[id] == reference([1] * length, SamplingParams(max_new_tokens=3))
+
+
 # Room ------------------------------------------------------------------------------------------
 
 

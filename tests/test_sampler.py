@@ -323,6 +323,27 @@ def test_edits_of_a_row_leave_the_others_and_logprobs_alone() -> None:
     assert found[0].logprobs.top == found[1].logprobs.top
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"temperature": 0.9}, {"temperature": 1.0, "top_p": 0.8}, {"logit_bias": {4: 0.001}}],
+)
+def test_logits_of_16_bits_are_what_they_are_in_fp32(asked: dict) -> None:
+    """Nothing is rounded once more: not draws, logprobs, or a bias that 16 bits do not show."""
+    logits = LOGITS.repeat(50, 1).bfloat16()
+    logits[:, 4] = logits[:, :4].amax(-1) + 0  # a tie, which the bias breaks
+    logits[:, 5:] = logits[:, 5:].clamp(max=logits[0, 4].item())
+    rows = [SamplingParams(logprobs=2, **asked)] * 50
+    requests = [Request(id=0, token_ids=[1], num_prompt=1, sampling=x) for x in rows]
+    place = [3] * 50, range(50)
+    found, wanted = (
+        sample(x, rows, *place, edits_of(requests, [])).choices(rows)
+        for x in (logits, logits.float())
+    )
+    assert found == wanted
+    if "logit_bias" in asked:
+        assert {x.token for x in found} == {4}
+
+
 @pytest.mark.parametrize("top_k", [None, 5])
 def test_min_p_is_a_share_of_the_likeliest(top_k: int | None) -> None:
     params = SamplingParams(temperature=1.5, min_p=0.2, top_k=top_k)

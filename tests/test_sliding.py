@@ -134,8 +134,8 @@ def test_a_batch_that_fails_once_is_run_again_on_the_same_rows(
     found: dict[int, list[int]] = {engine.add(x, sampling): [] for x in prompts}
     run, calls = runner.run, count()
 
-    def fail(batch: Batch) -> Tensor:
-        logits = run(batch)
+    def fail(batch: Batch, tokens: Tensor | None) -> Tensor:
+        logits = run(batch, tokens)
         if len(batch.chunks) > 1 and next(calls) % 3 == 0:
             raise RuntimeError("out of memory")
         return logits

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("xgrammar", reason='needs pip install "kvfold[structured]"')
 
 from kvfold import LLM, SamplingParams
-from kvfold.engine import engine, sampler
+from kvfold.engine import flight, sampler
 from kvfold.engine.grammar import Grammars, Guide
 from serving import Served, serving, small_llm
 
@@ -91,7 +91,7 @@ def test_a_grammar_goes_on_after_pre_emptions_and_steps_run_again(llm: LLM, monk
             raise ValueError("lost")
         return found
 
-    monkeypatch.setattr(engine, "sample", sample)
+    monkeypatch.setattr(flight, "sample", sample)
     outputs = []
     for request in requests:
         llm.engine.submit(request)

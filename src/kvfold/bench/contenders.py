@@ -77,7 +77,7 @@ class Ours(Contender):
 
     def first_token(self, tokens: int) -> Run:
         engine = self._engine(1, tokens + 1)
-        self.chunk = engine.scheduler.chunk
+        self.chunk = engine.scheduler.longest_chunk
         one = SamplingParams(max_new_tokens=1, ignore_eos=True)
 
         def run() -> None:

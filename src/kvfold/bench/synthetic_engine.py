@@ -14,7 +14,7 @@ from kvfold.bench.variants import DTYPE, ROPE_BASES, SHAPES, Variant, variant_la
 from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
-from kvfold.engine.engine import Engine, StepOutput
+from kvfold.engine.engine import Engine, StepOutput, default_chunk
 from kvfold.engine.request import CacheParams, SamplingParams
 from kvfold.engine.runner import ModelRunner
 from kvfold.engine.scheduler import Schedule
@@ -91,7 +91,8 @@ def build_engine(
     )
     runner = build_runner(model, config, num_slots=batch, max_tokens=longest)
     assert runner.pool.layout.page_bytes == layout.page_bytes, "pages are not as predicted"
-    return Engine(runner, runner.pool, max_batch_tokens=max(2048, batch), schedule=NEVER)
+    most = max(4 * default_chunk(runner.device.type), batch)  # as an LLM has it
+    return Engine(runner, runner.pool, max_batch_tokens=most, schedule=NEVER)
 
 
 def fill(engine: Engine, batch: int, tokens: int, new: int, cache: CacheParams) -> None:

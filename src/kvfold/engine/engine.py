@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from kvfold.cache.pool import Pool
-from kvfold.engine.edits import edits_of
+from kvfold.engine.flight import Flight
 from kvfold.engine.packed import PackedContext
 from kvfold.engine.prefixes import Prefixes
 from kvfold.engine.request import (
@@ -25,13 +25,12 @@ from kvfold.engine.request import (
     Status,
     StepOutput,
 )
-from kvfold.engine.sampler import Choice, sample
+from kvfold.engine.sampler import Choice
 from kvfold.engine.scheduler import Schedule, Scheduler
 from kvfold.engine.turn import Turn
 
 logger = logging.getLogger(__name__)
 Chunks = tuple[ScheduledChunk, ...]
-Chosen = list[tuple[Request, Choice]]
 
 
 class Hooks:
@@ -60,7 +59,8 @@ class Engine:
     """Serves requests together from one pool. Any thread may add, cancel and step.
 
     eos_ids: tokens that end a sequence. chunk (default: `default_chunk`), max_batch_tokens,
-    headroom, schedule, prefixes: see Scheduler.
+    headroom, schedule, prefixes: see Scheduler. ahead: launch a step before the tokens of the one
+    in front are read, where the runner can and nothing depends on them.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Engine:
         headroom: int = 32,
         schedule: Schedule | None = None,
         prefixes: Prefixes | None = None,
+        ahead: bool = True,
     ) -> None:
         self.scheduler = Scheduler(
             runner,
@@ -87,6 +88,8 @@ class Engine:
         )
         self.runner, self.hooks = runner, hooks or Hooks()
         self.eos_ids, self.turn = frozenset(eos_ids), Turn()
+        self.ahead = ahead
+        self._flight: Flight | None = None  # the step that was launched ahead
         self._requests: dict[int, Request] = {}  # accepted and not yet delivered to the end
         self._owed: list[StepOutput] = []  # what `step` has yet to return
         self._ids = count()
@@ -187,19 +190,28 @@ class Engine:
 
     def _step(self) -> None:
         with self.scheduler.guard():
-            batch = self.scheduler.schedule()
-            for request, choice in self._run(batch.chunks):
-                self._append(request, choice)
-        self._deliver([chunk.request for chunk in batch.with_logits])
+            flights = self._landing() or self._launch(self.scheduler.schedule().chunks)
+            for flight in flights:
+                self._advance(flight.batch)
+            self._flight = self._launch_ahead(flights)
+            chosen = [x for flight in flights for x in flight.choices()]
+            for request, choice in chosen:
+                if request.status is not Status.FINISHED:
+                    self._append(request, choice)
+        self._deliver([request for request, _ in chosen])
 
-    def _run(self, chunks: Chunks) -> Chosen:
-        """The model, then a choice for every chunk that wants one. Where it fails halves are tried
-        alone, if they may be, so that only those end with an error that cannot be served."""
+    def _landing(self) -> list[Flight]:
+        """The step that was launched ahead, if one of its requests still goes on."""
+        flight, self._flight = self._flight, None
+        return [flight] if flight and any(x.is_next for x in flight.batch.chunks) else []
+
+    def _launch(self, chunks: Chunks) -> list[Flight]:
+        """One step for all of them. Where it fails halves are tried alone, if they may be, so that
+        only those end with an error that cannot be served."""
         if not chunks:
             return []
-        batch = Batch(chunks=chunks)
         try:
-            found = self._choose(batch)
+            return [Flight.launch(self.runner, Batch(chunks=chunks), self.eos_ids)]
         except AssertionError:
             raise
         except Exception as error:
@@ -207,24 +219,30 @@ class Engine:
                 for chunk in chunks:
                     self.scheduler.fail(chunk.request, error)
                 return []
-        else:
-            self._advance(batch)
-            return found
         # Here the error's frames are gone, and with them what they held of the device's memory.
         half = len(chunks) // 2
-        return self._run(chunks[:half]) + self._run(chunks[half:])
+        return self._launch(chunks[:half]) + self._launch(chunks[half:])
 
-    def _choose(self, batch: Batch) -> Chosen:
-        logits = self.runner.run(batch)
-        requests = [chunk.request for chunk in batch.with_logits]
-        if not requests:
-            return []
-        params, seeds = [x.sampling for x in requests], [x.seed for x in requests]
-        edits = edits_of(requests, self.eos_ids)
-        choices = sample(logits, params, seeds, [len(x.token_ids) for x in requests], edits)
-        return list(zip(requests, choices.choices(params), strict=True))
+    def _launch_ahead(self, flights: list[Flight]) -> Flight | None:
+        """The next step while this one runs: the device then never waits for the host. One that a
+        token ends in between computes a token more, which nobody reads."""
+        if len(flights) != 1 or not (self.ahead and self.runner.goes_ahead):
+            return None
+        (flight,) = flights
+        if (batch := self.scheduler.ahead(flight.batch)) is None:
+            return None
+        try:
+            return Flight.launch(self.runner, batch, self.eos_ids, flight.tokens(batch))
+        except AssertionError:
+            raise
+        except Exception as error:  # the usual way says who cannot be served
+            logger.warning("a step could not be launched ahead: %s", str(error))
+            self.scheduler.take_back(batch)
+            return None
 
     def _advance(self, batch: Batch) -> None:
+        """A batch is in the cache, but for requests that ended since it was launched."""
+        batch = Batch(chunks=tuple(x for x in batch.chunks if x.is_next))
         self.runner.slide(batch)
         self.scheduler.advanced(batch)
         decodes, prefills = batch.chunks[: batch.num_decode], batch.chunks[batch.num_decode :]

@@ -9,10 +9,12 @@ next one with sequences that are nobody's.
 from bisect import bisect_left
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvfold.engine.request import Batch
+from kvfold.ops.common.launch import upload
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -27,9 +29,9 @@ class DecodeGraphs:
     """most: sequences of the largest batch; spare: the slot of those that fill a batch up.
 
     What is captured is given with each call, lest it and this hold each other: a function from
-    tokens, positions, slots int64 [B] to logits fp32 [B, V], which waits for nothing and depends on
+    tokens, positions, slots int64 [B] to logits [B, V], which waits for nothing and depends on
     nothing of the host.
-    inputs int64 [3, most]: tokens, positions, slots; logits fp32 [most, V] of all graphs alike.
+    inputs int64 [3, most]: tokens, positions, slots; logits [most, V] of all graphs alike.
     """
 
     def __init__(self, device: torch.device, *, most: int, spare: int) -> None:
@@ -52,14 +54,17 @@ class DecodeGraphs:
         for size in reversed(self.sizes):
             self._graph(size, forward)
 
-    def run(self, batch: Batch, forward: Forward) -> Tensor:
-        """Logits fp32 [B, V], which the next step overwrites."""
+    def run(self, batch: Batch, forward: Forward, tokens: Tensor | None = None) -> Tensor:
+        """Logits [B, V], which the next step overwrites. tokens: int64 [B] in place of the
+        batch's."""
         chunks = batch.chunks
         size = self.sizes[bisect_left(self.sizes, len(chunks))]
         rows = [(chunk.tokens[0], chunk.start, chunk.request.open_slot) for chunk in chunks]
         rows += [self.nobody] * (size - len(rows))
         graph = self._graph(size, forward)
-        self.inputs[:, :size].copy_(torch.tensor(rows).T, non_blocking=True)
+        self.inputs[:, :size].copy_(upload(np.array(rows).T.copy(), self.device))
+        if tokens is not None:
+            self.inputs[0, : len(chunks)].copy_(tokens)
         graph.replay()
         assert self.logits is not None
         return self.logits[: len(chunks)]

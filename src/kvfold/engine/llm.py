@@ -55,7 +55,8 @@ class LLM:
     memory twice, as by its name. tokenizer: needed with a loaded model for text prompts.
     max_sequences: most requests at once. max_tokens: longest request, prompt and outputs (default:
     the model's positions). chunk: most prompt tokens of a request in one step (default: 2048 on
-    CUDA, else 512). seed: of what policies draw; a request's tokens are drawn with its own.
+    CUDA, else 512), or four times as many where nobody decodes and kernels read prompts. seed: of
+    what policies draw; a request's tokens are drawn with its own.
     prefix_caching: requests that begin alike compute their beginning once (default: where that
     changes no tokens; True: refuse a cache where it would).
     settings: fields of `CacheConfig`: kv_bytes, bits, evict, keep_tokens, page and so on. With

@@ -23,6 +23,7 @@ from kvfold.text import check_text
 # grew to need and nobody has.
 FinishReason = Literal["eos", "stop", "length", "pool", "cancelled", "error"]
 
+UNREAD = -1  # a token that the device alone knows yet
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it says nothing more
 
 
@@ -342,6 +343,13 @@ class Request:
         ends = end == len(self.token_ids)
         return ScheduledChunk(request=self, start=start, tokens=tokens, wants_logits=ends)
 
+    def chunk_ahead(self) -> "ScheduledChunk":
+        """Its next token once all known ones are computed: the one that these lead to."""
+        assert not self.num_pending, f"{self.num_pending} tokens are not computed"
+        return ScheduledChunk(
+            request=self, start=self.num_computed, tokens=(UNREAD,), wants_logits=True
+        )
+
     def advance(self, count: int) -> None:
         """The next `count` tokens went through the model."""
         self.num_computed += count
@@ -380,7 +388,8 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledChunk:
-    """Consecutive tokens of one request, the first at position `start`."""
+    """Consecutive tokens of one request, the first at position `start`. One that nobody has read
+    yet is UNREAD."""
 
     request: Request
     start: int
@@ -388,8 +397,18 @@ class ScheduledChunk:
     wants_logits: bool  # of its last token
 
     @property
+    def stop(self) -> int:
+        """Position behind its last token."""
+        return self.start + len(self.tokens)
+
+    @property
     def is_decode(self) -> bool:
         return self.start >= self.request.num_prefill
+
+    @property
+    def is_next(self) -> bool:
+        """Whether its request goes on with it still."""
+        return self.request.status is Status.RUNNING and self.request.num_computed == self.start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,8 +429,19 @@ class Batch:
 class Runner(Protocol):
     """The model side of the engine."""
 
-    def run(self, batch: Batch) -> Tensor:
-        """Write every chunk's rows; logits fp32 [len(batch.with_logits), V] in order."""
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether a step may be launched before the tokens of the one in front are read."""
+        ...
+
+    @property
+    def long_chunks(self) -> bool:
+        """Whether a prompt's chunk may be as long as a step: its work space grows no faster."""
+        ...
+
+    def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
+        """Write every chunk's rows; logits [len(batch.with_logits), V] in order. tokens: int64 [N]
+        on the device, in place of the batch's own, which nobody has read yet."""
         ...
 
     @property

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.base import AttentionContext
+from kvfold.attention.fallback import Fallback
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.observer import Turn
 from kvfold.attention.paged import PagedAttention, PagedContext
@@ -92,15 +93,25 @@ class ModelRunner:
 
     # -- forward ------------------------------------------------------------------------------
 
+    @property
+    def goes_ahead(self) -> bool:
+        """As of `Runner`: where graphs hold steps, and nothing of the host's changes rows."""
+        return self.graphs is not None and self.policy is None and not self.sliding
+
+    @property
+    def long_chunks(self) -> bool:
+        """As of `Runner`: where kernels read prompts, and nothing is observed."""
+        return self.goes_ahead and Fallback not in self.attention.selected.prefill
+
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Tensor:
-        """Store every chunk's rows; logits fp32 [chunks with logits, V], which the next call may
-        overwrite."""
+    def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
+        """Store every chunk's rows; logits [chunks with logits, V] of the model's type, which the
+        next call may overwrite. tokens: as of `Runner.run`."""
         if self.graphs is not None and self.graphs.fits(batch):
             graphs = self.graphs
             with self._observed(batch):
-                return graphs.run(batch, self._decode)
-        hidden = self._hidden(batch)
+                return graphs.run(batch, self._decode, tokens)
+        hidden = self._hidden(batch, tokens)
         ends, end = [], 0
         for chunk in batch.chunks:
             end += len(chunk.tokens)
@@ -111,19 +122,20 @@ class ModelRunner:
     @torch.inference_mode()
     def run_all(self, batch: Batch) -> Tensor:
         """The same with logits of every token, fp32 [N, V]."""
-        return self._logits(self._hidden(batch))
+        return self._logits(self._hidden(batch)).float()
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self.family.logits(self.model, hidden).float()
+        return self.family.logits(self.model, hidden)
 
-    def _hidden(self, batch: Batch) -> Tensor:
+    def _hidden(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
         """Last hidden states [N, D]."""
-        tokens = [token for chunk in batch.chunks for token in chunk.tokens]
+        if tokens is None:
+            tokens = self._tensor([token for chunk in batch.chunks for token in chunk.tokens])
         positions = self._tensor(
             [chunk.start + i for chunk in batch.chunks for i in range(len(chunk.tokens))]
         )
         with self._observed(batch):
-            return self._forward(self._tensor(tokens), positions, self._step(batch, positions))
+            return self._forward(tokens, positions, self._step(batch, positions))
 
     @property
     def repeatable(self) -> bool:
@@ -159,7 +171,7 @@ class ModelRunner:
         return hidden
 
     def _decode(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """One token a sequence, with nothing from the host: logits fp32 [B, V]."""
+        """One token a sequence, with nothing from the host: logits [B, V]."""
         part = AttentionMetadata.of_decodes(self.attention.view, slots, positions)
         last = torch.full_like(slots, -1)
         step = PagedContext(self.attention, [part], slots, last, positions.int())

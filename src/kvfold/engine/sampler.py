@@ -14,9 +14,10 @@ from torch import Tensor
 
 from kvfold.engine.edits import Edits
 from kvfold.engine.request import SamplingParams, TokenLogprobs
-from kvfold.ops.common.launch import upload
+from kvfold.ops.common.launch import Download, upload
 from kvfold.ops.noise import add_gumbel, keys_of
 
+BAD = -1  # in place of a token on its way to the host
 BLOCK = 2**19  # logits that a CPU works on at once: more of them leave its caches
 
 
@@ -33,25 +34,26 @@ class Logprobs:
     values: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """On the logits' device. tokens int64 [n]; bad bool [n]: rows with NaN or without a finite
-    maximum, whose token means nothing."""
+    """On the logits' device, and from there on their way to the host. tokens int64 [n]; bad bool
+    [n]: rows with NaN or without a finite maximum, whose token means nothing."""
 
-    tokens: Tensor
-    bad: Tensor
-    logprobs: Logprobs | None
+    def __init__(self, tokens: Tensor, bad: Tensor, logprobs: Logprobs | None) -> None:
+        self.tokens, self.bad, self.logprobs = tokens, bad, logprobs
+        more = (logprobs.ids, logprobs.values) if logprobs else ()
+        self._sent = Download(tokens.masked_fill(bad, BAD), *more)
 
     def choices(self, params: Sequence[SamplingParams]) -> list["Choice"]:
-        """On the host; waits for the device. `params`: those it was sampled with."""
-        tokens, bad = torch.stack((self.tokens, self.bad.long())).tolist()
+        """On the host; waits for the device until the sampling is done, and no longer. `params`:
+        those it was sampled with."""
+        tokens, *more = (x.tolist() for x in self._sent.wait())
         found: dict[int, TokenLogprobs] = {}
         if x := self.logprobs:
-            for row, ids, values in zip(x.rows, x.ids.tolist(), x.values.tolist(), strict=True):
+            for row, ids, values in zip(x.rows, *more, strict=True):
                 top = tuple(zip(ids[1:], values[1:], strict=True))[: params[row].logprobs]
                 found[row] = TokenLogprobs(chosen=values[0], top=top)
         return [
-            Choice(token=None if bad[i] else token, logprobs=found.get(i))
+            Choice(token=None if token == BAD else token, logprobs=found.get(i))
             for i, token in enumerate(tokens)
         ]
 
@@ -71,25 +73,29 @@ def sample(
     positions: Sequence[int],
     edits: Edits | None = None,
 ) -> Sampled:
-    """One token a row of logits [n, V] fp32. A row's token depends on nothing in other rows.
+    """One token a row of logits [n, V], of any type. A row's token depends on nothing in other
+    rows.
 
     seeds: of the requests; positions: index of each new token in its sequence. Both say what is
     drawn, and there is no other randomness; a greedy row ignores them. edits: of some logits, which
-    logprobs do without. Never waits for the device.
+    logprobs do without. All but a maximum is computed in fp32. Never waits for the device.
     """
     assert len(logits) == len(params) == len(seeds) == len(positions), (logits.shape, len(params))
-    applied = edits.apply(logits) if edits is not None else None
+    applied = None
+    if edits is not None:
+        logits = logits.float()  # a bias of 16 bits would be another one
+        applied = edits.apply(logits)
     most, tokens = logits.max(-1)
     for rows in _blocks(params, logits):
         chosen = [params[i] for i in rows]
         keys = keys_of([seeds[i] for i in rows], [positions[i] for i in rows])
         index, keys = (upload(np.asarray(x), logits.device) for x in (rows, keys))
-        scaled = _scale(logits[index], most[index], chosen)
+        scaled = _scale(logits[index].float(), most[index], chosen)
         tokens[index] = _draw(scaled, keys, chosen)
-    bad = ~most.isfinite()  # the maximum of a row with a NaN is NaN
+    bad = most - most != 0  # of infinities, and of NaN, which the maximum of a row with one is
     if applied is not None:
         applied.undo()
-    return Sampled(tokens=tokens, bad=bad, logprobs=_logprobs(logits, tokens, params))
+    return Sampled(tokens, bad, _logprobs(logits, tokens, params))
 
 
 def _blocks(params: Sequence[SamplingParams], logits: Tensor) -> Iterator[list[int]]:
@@ -176,7 +182,7 @@ def _logprobs(logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) 
     if not counts:
         return None
     rows = upload(np.array(list(counts)), logits.device)
-    logs, chosen = logits[rows].log_softmax(-1), tokens[rows, None]
+    logs, chosen = logits[rows].float().log_softmax(-1), tokens[rows, None]
     values, ids = logs.topk(min(max(counts.values()), logits.shape[-1]))
     return Logprobs(
         rows=tuple(counts),

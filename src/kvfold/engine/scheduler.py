@@ -53,10 +53,11 @@ class Schedule:
 class Scheduler:
     """First come, first served: decodes of all running requests, then prefill chunks.
 
-    chunk: most tokens of one request in a step. max_batch_tokens: most tokens in a step, at least
-    one a slot, so that every running request decodes. headroom: tokens by which all that run must
-    be able to grow before another is admitted, lest admission leads to pre-emption. prefixes: what
-    requests may begin with; None: nothing. Raises ValueError.
+    chunk: most tokens of one request in a step, lest those that decode wait for it; where nobody
+    does, and the runner takes them, all that a step may have. max_batch_tokens: most tokens in a
+    step, at least one a slot, so that every running request decodes. headroom: tokens by which all
+    that run must be able to grow before another is admitted, lest admission leads to pre-emption.
+    prefixes: what requests may begin with; None: nothing. Raises ValueError.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.finished: list[Request] = []  # until the engine has delivered them
         self.prefixes = Prefixes(pool, chunk) if prefixes is None else prefixes
+        self.full = False  # whether nobody who waits can be let in until one ends or comes
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_compressions = 0  # of requests
@@ -107,6 +109,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         if request.status is not Status.FINISHED:  # cancelled on its way here
             self.waiting.append(request)
+            self.full = False
 
     def schedule(self) -> Batch:
         """Compress what is due, make room, and give pages to the coming step's tokens."""
@@ -116,7 +119,33 @@ class Scheduler:
         self._continue_prefills(plan)
         self._admit(plan)
         self.pool.extend([request.open_slot for request in plan], list(plan.values()))
-        return Batch(chunks=tuple(request.next_chunk(tokens) for request, tokens in plan.items()))
+        chunks = tuple(request.next_chunk(tokens) for request, tokens in plan.items())
+        self.full = all(chunk.is_decode for chunk in chunks)
+        return Batch(chunks=chunks)
+
+    def ahead(self, batch: Batch) -> Batch | None:
+        """The step behind a batch that is computed, before its tokens are read, and pages for it:
+        one more token of all that run, but for those that end by their own limits. None where
+        tokens, or who waits, may make it another step."""
+        done = [x.request for x in batch.with_logits if x.request.status is Status.RUNNING]
+        going = [x for x in done if x.num_outputs + 1 < x.sampling.max_new_tokens]
+        joined = self.waiting and not (self.full and len(going) == len(done))
+        if joined or not going or len(done) < len(self.running):
+            return None
+        if any(x.sampling.edits or self.runner.needs_compression(x) for x in going):
+            return None
+        slots = [x.open_slot for x in going]
+        if not self.pool.can_extend(slots, [1] * len(slots)):
+            return None
+        self.pool.extend(slots, [1] * len(slots))
+        self.num_steps += 1
+        return Batch(chunks=tuple(x.chunk_ahead() for x in going))
+
+    def take_back(self, batch: Batch) -> None:
+        """Free the pages of a step that was to be `ahead`, and was not."""
+        for chunk in batch.chunks:
+            slot = chunk.request.open_slot
+            self.pool.shrink(slot, self.pool.host_lengths[slot] - 1)
 
     def adopt(self, request: Request, computed: int) -> None:
         """Run a waiting request as if its first `computed` tokens had been computed: their rows get
@@ -136,7 +165,7 @@ class Scheduler:
         """End a request, if it has not ended, and return its pages."""
         if request.status is Status.FINISHED:
             return
-        slot = request.slot
+        slot, self.full = request.slot, False
         request.finish(reason, error)
         self.finished.append(request)
         if slot is not None:
@@ -229,10 +258,16 @@ class Scheduler:
 
     # Prefill ------------------------------------------------------------------------------------
 
+    @property
+    def longest_chunk(self) -> int:
+        """Tokens of one request in the coming step, at most."""
+        whole = self.runner.long_chunks and not any(x.prefilled for x in self.running)
+        return self.max_batch_tokens if whole else self.chunk
+
     def _chunk(self, request: Request, left: int) -> int:
         """Tokens of its next chunk, where a step has `left` for it."""
         most = self.pool.layout.most_at(request.num_computed)
-        return min(self.chunk, request.num_pending, left, most)
+        return min(self.longest_chunk, request.num_pending, left, most)
 
     def _left(self, plan: Plan) -> int:
         return self.max_batch_tokens - sum(plan.values())

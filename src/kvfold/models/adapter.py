@@ -112,7 +112,8 @@ class HFAttention(FoldedAttention):
             eager = self.config._attn_implementation == "eager"
             context = CacheContext(past, mask, extra.get("position_ids"), x, eager)
         q, rows = self.project(x, tables)
-        out = self.o_proj(context.attend(self.maps, q, rows))
+        found = context.attend(self.maps, q, rows)
+        out = self.o_proj(found) if self.output is None else self.output(found)
         return out, context.weights
 
 

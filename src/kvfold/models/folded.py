@@ -26,6 +26,7 @@ class FoldedAttention(nn.Module):
 
     pieces = Pieces()  # an engine puts compiled ones in their place
     merged: Any = None  # all of `products` at once in an engine, a function of x
+    output: Any = None  # there, W_O as such a function
     rotary: RotaryTable | None = None  # the model's, not a submodule
 
     def __init__(self, config: Any, geometry: Geometry, spec: LayerSpec, layer_idx: int) -> None:

@@ -1,18 +1,20 @@
 """Products of the same inputs as one wide product, over weights that do not exist twice.
 
 A step of few tokens reads weights and does little else: three launches of narrow products take
-longer than one. Shapes: N tokens, D width, I inner width of an MLP.
+longer than one, and `ops.linear` has kernels for it. Shapes: N tokens, D width, I inner width of an
+MLP.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from kvfold.models.adapter import Family
 from kvfold.models.folded import FoldedAttention
+from kvfold.ops.linear import gated, linear
 
 
 class Merged(NamedTuple):
@@ -32,7 +34,7 @@ class Merged(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [.., D] -> [.., sum of outputs]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 def _joined(parts: Sequence[nn.Parameter]) -> Tensor:
@@ -65,22 +67,31 @@ class GatedMLP(nn.Module):
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         self.act_fn = mlp.act_fn
         self.merged = Merged.of((mlp.gate_proj, mlp.up_proj))
+        self.down = Merged.of((mlp.down_proj,)) if _plain(mlp, (mlp.down_proj,)) else mlp.down_proj
+        self.silu = isinstance(mlp.act_fn, type(ACT2FN["silu"])) and self.merged.bias is None
         self.train(mlp.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.merged(x).chunk(2, dim=-1)
-        found: Tensor = self.down_proj(self.act_fn(gate) * up)
+        if self.silu:
+            inner = gated(x, self.merged.weight)
+        else:
+            gate, up = self.merged(x).chunk(2, dim=-1)
+            inner = self.act_fn(gate) * up
+        found: Tensor = self.down(inner)
         return found
 
 
 def merge_products(model: Any, family: type[Family]) -> None:
     """One product for what a layer's attention makes of its inputs, and one for gate and up where
-    its MLP has them. The model is a runner's own; what it shares weights with computes as before.
+    its MLP has them; what follows either as such a product too. The model is a runner's own; what
+    it shares weights with computes as before.
     """
     for layer in family.layers(model):
         attention = getattr(layer, family.attention_name)
         if isinstance(attention, FoldedAttention) and _plain(attention, attention.products):
             attention.merged = Merged.of(attention.products)
+            if _plain(attention, (attention.o_proj,)):
+                attention.output = Merged.of((attention.o_proj,))
         if name := family.gated:
             mlp = getattr(layer, name)
             if _plain(mlp, (mlp.gate_proj, mlp.up_proj)):

@@ -29,3 +29,20 @@ def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+class Download:
+    """Tensors on their way to the host: copies that queue like kernels. What is queued behind them
+    is not waited for."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._host = [x.to("cpu", non_blocking=True) for x in tensors]  # pinned, from a GPU
+        self._done = torch.cuda.Event() if tensors[0].is_cuda else None
+        if self._done is not None:
+            self._done.record(torch.cuda.current_stream(tensors[0].device))
+
+    def wait(self) -> list[Tensor]:
+        """On the host."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host
