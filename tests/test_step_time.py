@@ -54,7 +54,7 @@ def test_a_step_is_near_what_was_measured() -> None:
         ("swift-4x", 1, 7.33),
         ("swift-4x", 8, 8.0),
         ("swift-4x", 64, 13.8),
-        ("lean-6x", 64, 130.9),
+        ("lean-6x", 64, 23.7),
         ("small-6x", 64, 465),
     ],
 )

@@ -13,7 +13,9 @@ from kvfold.ops.store.reference import gather
 from kvfold.spec import Latent, LayerSpec
 
 
-def plan_layers(q: Tensor, layers: Sequence[Layer], lengths: Tensor, rows: int) -> list[None]:
+def plan_layers(
+    q: Tensor, layers: Sequence[Layer], lengths: Tensor, rows: int, maps: Sequence[KeyMaps] = ()
+) -> list[None]:
     """Nothing is planned."""
     return [None] * len(layers)
 
