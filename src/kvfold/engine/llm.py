@@ -277,6 +277,13 @@ class LLM:
         """Token ids of a context and what follows it, without another start token."""
         if context is None:
             return self.encode(prompt)
+        self.check_context(context)
+        if isinstance(prompt, str) and self.tokenizer is not None:
+            prompt = encode(self.tokenizer, prompt)
+        return [*context.token_ids, *self.encode(prompt)]
+
+    def check_context(self, context: PackedContext) -> None:
+        """Raises ValueError for one that requests to this LLM cannot begin with."""
         if not isinstance(context, PackedContext):
             raise ValueError(
                 f"context must be a PackedContext, of LLM.pack or PackedContext.load; got "
@@ -284,9 +291,12 @@ class LLM:
             )
         check_pages(self.runner)
         context.check(self._context_key)
-        if isinstance(prompt, str) and self.tokenizer is not None:
-            prompt = encode(self.tokenizer, prompt)
-        return [*context.token_ids, *self.encode(prompt)]
+        tokens, most = len(context.token_ids), self.runner.pool.max_tokens
+        if tokens >= most:
+            raise SettingError(
+                f"`context` has {tokens} tokens, and a sequence at most `max_tokens` positions, "
+                f"which are {most}: raise them where the model has more"
+            )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text, with the start token if the tokenizer has one; ids as they are."""

@@ -210,6 +210,7 @@ def _check_schema(item: Any, depth: int = 0) -> None:
 
 class CompletionBody(Sampled):
     prompt: str | Ids | list[str] | list[Ids]
+    context: str | None = None  # a packed one's name
     logprobs: int | None = Field(None, ge=0)
     echo: bool | None = None
 
@@ -273,6 +274,7 @@ class ChatBody(Conversation, Sampled):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
+    context: Any = None  # refused
 
     @property
     def most_tokens(self) -> int:
@@ -285,6 +287,13 @@ class ChatBody(Conversation, Sampled):
 
     def _check(self, limits: Limits) -> None:
         super()._check(limits)
+        if self.context is not None:
+            raise APIError(
+                400,
+                "context: a chat template begins a conversation, and a context has begun already: "
+                "ask /v1/completions, with the template's marks in the prompt",
+                param="context",
+            )
         if self.top_logprobs and not self.logprobs:
             raise APIError(
                 400, "top_logprobs needs logprobs=true: set it too", param="top_logprobs"
