@@ -83,7 +83,7 @@ def stream(model: Any, tokenizer: Any, ids: list[int], sampling: Sampling) -> No
     import torch
     from transformers import TextStreamer
 
-    from kvfold.engine.request import GREEDY_BELOW
+    from kvfold.engine.params import GREEDY_BELOW
 
     torch.manual_seed(sampling.seed)
     prompt = torch.tensor([ids], device=model.device)

@@ -38,13 +38,15 @@ STORED = ("page", "bits", "zeros", "sub_group", "rotate", "format", "evict")
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A request's outputs. error says why, where finish_reason is "error"."""
+    """A request's outputs. error says why, where finish_reason is "error". prompt_logprobs: of all
+    but the prompt's first token, where they are wanted."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class LLM:
@@ -433,4 +435,7 @@ def completion_of(outputs: list[StepOutput]) -> Completion:
         finish_reason=last.finish_reason,
         logprobs=tuple(logprobs) if last.logprobs is not None else None,
         error=last.error,
+        prompt_logprobs=next(
+            (x.prompt_logprobs for x in outputs if x.prompt_logprobs is not None), None
+        ),
     )
