@@ -15,7 +15,7 @@ MOST = 2**24  # logits at once: 64 MiB
 
 def score_prompts(batch: Batch, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> None:
     """Note in requests that want it how likely each token of a prompt was, for those whose
-    predecessors a batch holds. hidden [tokens of the batch, D]; logits_of: of rows, fp32 [n, V]."""
+    predecessors a batch holds. hidden [tokens of the batch, D]; logits_of: of rows, [n, V]."""
     end = 0
     for chunk in batch.chunks:
         first, end = end, end + len(chunk.tokens)
@@ -41,7 +41,7 @@ def _score(chunk: ScheduledChunk, hidden: Tensor, logits_of: Callable[[Tensor], 
 
 def logprobs_of(logits: Tensor, told: Sequence[int], most: int) -> list[TokenLogprobs]:
     """Of the tokens told after each row of logits [n, V], the `most` likeliest beside each."""
-    logs = logits.log_softmax(-1)
+    logs = logits.float().log_softmax(-1)
     tokens = torch.tensor(told, device=logits.device)[:, None]
     chosen = logs.gather(-1, tokens)
     ranks = (logs > chosen).sum(-1).add_(1).tolist()
