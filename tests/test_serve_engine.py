@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,22 +68,34 @@ def test_arrivals() -> None:
     assert times[-1] == pytest.approx(500, rel=0.1)
 
 
-@pytest.mark.parametrize("part", ["throughput", "latency"])
-def test_the_script(part: str, tmp_path: Path, monkeypatch) -> None:
+@pytest.fixture(scope="module")
+def script():
     spec = importlib.util.spec_from_file_location("serving_speed", FILE)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_rates_close_in_on_what_is_sustained(script) -> None:
+    rates = script.Rates(6.0)
+    for sustained, wanted in ((True, 7.8), (True, 10.14), (False, 8.893), (True, 9.496)):
+        rates.learn(rates.next, sustained)
+        assert rates.next == pytest.approx(wanted, abs=1e-3)
+    rates = script.Rates(6.0)
+    rates.learn(6.0, False)
+    assert rates.next == pytest.approx(6 / 1.3)
+
+
+def test_the_script_writes_what_engines_of_their_own_found(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    words = f"{part} --json {path} --shape tiny --device cpu --kv-bytes 400000 --planned int4-full"
-    words += " --outputs 8 --shrink 16 --span 0.5 --seconds 45 --bound 1e-3"
-    monkeypatch.setattr("sys.argv", ["serving_speed", *words.split()])
-    monkeypatch.setattr(script, "MOST_POINTS", 1)
-    script.main()
+    words = f"--json {path} --shape tiny --device cpu --kv-bytes 600000 --engines kv-compress,none"
+    words += " --outputs 8 --shrink 16 --seconds 100 --start 60 --only throughput"
+    run = subprocess.run([sys.executable, FILE, *words.split()], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
     found = json.loads(path.read_text())
-    assert found["failed"] == [] and {x["engine"] for x in found["rows"]} >= {
-        "bf16-full",
-        "int4-full",
-    }
-    if part == "throughput":
-        less = next(x for x in found["rows"] if (x["tokens"], x["rate"]) == (375, 64))
-        assert less["complete"] and less["kept"] == 128 and less["compressions"] == less["requests"]
+    (engine,), (none,) = found["engines"], found["failed"]
+    assert engine["engine"] == "kv-compress" and none["why"] == "KeyError: 'none'"
+    long, *others = found["rows"]
+    assert (long["tokens"], long["rate"], long["kept"], long["complete"]) == (625, 64, 128, True)
+    assert long["compressions"] == long["requests"] == long["ended"] == 7
+    assert [x["kept"] for x in others] == [128] * len(others)
