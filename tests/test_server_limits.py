@@ -52,7 +52,6 @@ def small() -> Iterator[Served]:
         ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, None, "token ids must"),
         ("/v1/completions", {"prompt": "a", "keep_tokens": 0.5}, None, "evicts nothing"),
         ("/v1/completions", {"prompt": "a", "best_of": 2}, "best_of", "not supported"),
-        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo", "no logprobs"),
         (CHAT, {"messages": []}, "messages", "at least 1"),
         (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, None, "must be"),
         (CHAT, {"messages": ASKED, "tools": [{}]}, "tools", "not supported"),

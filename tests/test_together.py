@@ -22,6 +22,11 @@ CASES = {
     "last queries observed": {"evict": "kv-compress", "max_cache_tokens": 16},
     "in chunks, last queries observed": {"evict": "snapkv", "max_cache_tokens": 16, "chunk": 16},
     "keys rebuilt": {"recipe": "small"},
+    "keys rebuilt, last queries observed": {
+        "recipe": "small",
+        "evict": "kv-compress",
+        "max_cache_tokens": 16,
+    },
     "heads apart": {"recipe": "fast", "bits": 8},
     "sliding window": {"name": "mistral-sliding"},
     "attention within chunks": {"evict": "compactor", "max_cache_tokens": 16},

@@ -24,7 +24,7 @@ ROWS = 2**15  # rows that pieces which go together read at most, padding include
 @dataclass(frozen=True)
 class _Piece:
     """`count` tokens of a chunk, from token `begin` of the batch on. stop: the position behind
-    them; observed: whether their queries add to metrics."""
+    all that are stored, the chunk's; observed: whether their queries add to metrics."""
 
     chunk: ScheduledChunk
     begin: int
@@ -67,7 +67,7 @@ def _pieces(view: PoolView, batch: Batch, num_decode: int) -> list[_Piece]:
     for chunk in batch.chunks[num_decode:]:
         count, plain = len(chunk.tokens), _unobserved(view, chunk)
         if plain:
-            found.append(_Piece(chunk, begin, plain, chunk.start + plain, False))
+            found.append(_Piece(chunk, begin, plain, chunk.end, False))
         if plain < count:
             found.append(_Piece(chunk, begin + plain, count - plain, chunk.end, True))
         begin += count
