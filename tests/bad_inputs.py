@@ -38,6 +38,18 @@ COMMANDS = {
         "--device: vLLM runs on what it was built for; leave it out, and name GPUs in "
         "CUDA_VISIBLE_DEVICES"
     ),
+    "kvfold serve reference:gqa --engine vllm --context book=book.kvf": (
+        "--context is of kvfold's own server: leave --engine vllm out"
+    ),
+    "kvfold serve reference:gqa --context book.kvf": (
+        "--context must be NAME=FILE, such as book=book.kvf; got 'book.kvf'"
+    ),
+    "kvfold serve reference:gqa --context book=none.kvf": (
+        "packed context none.kvf: no such file; `kvfold pack` makes one"
+    ),
+    "kvfold serve reference:gqa --context book=none.kvf --bits 4": (
+        "--context says how the cache stores tokens: beside it give --kv-bytes alone"
+    ),
     "kvfold serve reference:gqa --engine sglang": (
         'Invalid value "sglang" for --engine. Choose from: "kvfold", "vllm".'
     ),

@@ -335,6 +335,21 @@ def test_capped_rounds_take_the_never_compressed_first() -> None:
     assert bench.runner.rounds[3:] == [[0, 1], [2, 3], [0]]
 
 
+def test_others_are_let_in_every_so_many_steps() -> None:
+    """All that wait by then at once; at once, too, where nobody would be held up."""
+    bench = Bench(chunk=64, schedule=Schedule(admit_every=5))
+    found, read = {}, []
+    for step in range(1, 24):
+        if step in (1, 3, 4, 14):
+            found[step] = bench.add([5] * 4, max_new_tokens=9, ignore_eos=True)
+        bench.step()
+        read += [
+            (step, ids) for ids in [[x[0] for x in bench.runner.batches[-1] if x[2] == 4]] if ids
+        ]
+    assert read == [(1, [found[1]]), (6, [found[3], found[4]]), (14, [found[14]])]
+    bench.drain()
+
+
 def test_one_longer_than_the_pool_by_eviction_is_not_preempted() -> None:
     """Its tokens cannot be prefilled again. The other one waits instead, and loses nothing."""
     bench = Bench(12, headroom=0, schedule=Schedule(before_preempt=False, every=1))

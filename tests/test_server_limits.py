@@ -57,7 +57,6 @@ def small() -> Iterator[Served]:
         ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, None, "token ids must"),
         ("/v1/completions", {"prompt": "a", "keep_tokens": 0.5}, None, "evicts nothing"),
         ("/v1/completions", {"prompt": "a", "best_of": 2}, "best_of", "not supported"),
-        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo", "no logprobs"),
         (CHAT, {"messages": []}, "messages", "at least 1"),
         (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, None, "must be"),
         (CHAT, {"messages": ASKED, "tools": [{}]}, "tools", "not supported"),
@@ -266,13 +265,19 @@ def test_async_llm_serves_an_event_loop() -> None:
 class Crowd:
     """Clients that ask, leave and err, each on its own; greedy answers are compared."""
 
-    def __init__(self, served: Served, seconds: float) -> None:
+    def __init__(self, served: Served, seconds: float, before: "Crowd | None" = None) -> None:
         self.served, self.until = served, time.monotonic() + seconds
         texts = ("The old house", "A ship", "In the middle of the sea", "Once, when the wind")
-        self.prompts = [f"{text} {i}" for text in texts for i in range(4)]
+        # Beginnings of two pages and more, asked for by Zipf's law.
+        begin = [
+            f"{text} {i} " + "stood by the sea and waited. " * 9 for text in texts for i in "ab"
+        ]
+        self.prompts = [f"{text}{end}" for text in begin for end in ("Then", "But no one")]
+        self.weights = [1 / (1 + number // 2) for number in range(len(self.prompts))]
         params = SamplingParams(max_new_tokens=24)
-        answers = [served.llm.generate(x, params)[0].text for x in self.prompts]
-        self.wanted = dict(zip(self.prompts, answers, strict=True))
+        self.wanted = before.wanted if before else {}
+        for alone in self.prompts if not before else ():
+            self.wanted[alone] = served.llm.generate(alone, params)[0].text
         self.counts = dict.fromkeys(("whole", "stream", "leave", "bad", "full"), 0)
 
     async def run(self, clients: int) -> None:
@@ -284,7 +289,7 @@ class Crowd:
     async def client(self, client: httpx.AsyncClient, rng: random.Random) -> None:
         while time.monotonic() < self.until or not self.counts["whole"]:
             kind = rng.choices(("whole", "stream", "leave", "bad"), (5, 5, 3, 2))[0]
-            prompt = rng.choice(self.prompts)
+            (prompt,) = rng.choices(self.prompts, self.weights)
             body = {"prompt": prompt, "max_tokens": 24, "temperature": 0}
             kind = await getattr(self, kind)(client, body, self.wanted[prompt], rng) or kind
             self.counts[kind] += 1
@@ -320,23 +325,35 @@ class Crowd:
 
 
 @pytest.mark.parametrize(
-    "seconds", [2, pytest.param(900, marks=[pytest.mark.soak, pytest.mark.slow])]
+    ("seconds", "caching"),
+    [
+        (2, True),
+        pytest.param(900, True, marks=[pytest.mark.soak, pytest.mark.slow]),
+        pytest.param(900, False, marks=[pytest.mark.soak, pytest.mark.slow]),
+    ],
 )
-def test_nothing_is_lost_in_a_crowd_of_clients(seconds: int) -> None:
-    """Pages, answers, health and memory: `serving` checks that no page is left."""
-    llm = small_llm(max_sequences=16)
+def test_nothing_is_lost_in_a_crowd_of_clients(seconds: int, caching: bool) -> None:
+    """Pages, answers, health and memory: `serving` checks that no page is left. Prefixes of all
+    prompts together do not fit the pool."""
+    llm = small_llm(max_sequences=16, prefix_caching=caching, kv_bytes=2**23)
     with serving(llm, limits=Limits(max_queue=40)) as served:
         first = Crowd(served, seconds / 2)  # of what is kept for good, all is there after it
         asyncio.run(first.run(64))
         idle(served)
         before = resident()
-        crowd = Crowd(served, seconds / 2)
+        crowd = Crowd(served, seconds / 2, first)
         asyncio.run(crowd.run(64))
         idle(served)
         grown = resident() - before
         assert grown < 2**25, f"{grown / 2**20:.1f} MiB more than before {crowd.counts}"
         assert served.client.get("/health").status_code == 200
+    scheduler = llm.engine.scheduler
+    prefixes = scheduler.prefixes
+    hits = prefixes.num_hits / max(1, prefixes.num_queries)
+    print(f"{crowd.counts}, {hits:.0%} of prompts cached, {scheduler.num_preemptions} pre-empted, ")
+    print(f"{grown / 2**20:.1f} MiB more")
     assert all(crowd.counts[kind] for kind in ("whole", "stream", "leave", "bad")), crowd.counts
+    assert (hits > 0.1) == caching
 
 
 def test_the_address_is_told_once_clients_can_connect(capsys) -> None:

@@ -58,4 +58,5 @@ def _take(part: AttentionMetadata, bucket: list[int], index: Tensor) -> Attentio
         positions=part.positions[index],
         lengths=part.lengths[:, bucket],
         prompt_lengths=None if prompts is None else prompts[index],
+        tokens=None if part.tokens is None else part.tokens[index],
     )

@@ -94,7 +94,9 @@ class PoolView:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """Tokens begin..begin + B * T of the packed row: T queries each of the sequences `slots` [B].
+    """Tokens begin..begin + B * T of the packed row, or `tokens` int64 [B, T] of it, where a token
+    may come more than once at the beginning of a sequence: T queries each of the sequences `slots`
+    [B].
 
     positions int [B, T]; lengths [layers, B]: rows of every sequence's longest group, on the host
     (nothing in a graph); rows: at least as many as any layer holds for these sequences, in all of
@@ -111,6 +113,7 @@ class AttentionMetadata:
     stop: int
     prompt_lengths: Tensor | None = None
     decode: bool = False
+    tokens: Tensor | None = None
 
     @classmethod
     def of_step(
@@ -123,6 +126,7 @@ class AttentionMetadata:
         stop: int,
         prompt_lengths: list[int] | None,
         decode: bool = False,
+        tokens: Tensor | None = None,
     ) -> "AttentionMetadata":
         """Of sequences `slots`, whose lengths the host knows. positions [B * T]; prompt_lengths:
         where their queries are observed."""
@@ -138,6 +142,7 @@ class AttentionMetadata:
             stop=stop,
             prompt_lengths=lengths,
             decode=decode,
+            tokens=tokens,
         )
 
     @classmethod
@@ -155,12 +160,22 @@ class AttentionMetadata:
             decode=True,
         )
 
+    @property
+    def packed(self) -> Tensor:
+        """Where its B * T queries are in the packed row, int64."""
+        if self.tokens is not None:
+            return self.tokens.flatten()
+        stop = self.begin + self.positions.numel()
+        return torch.arange(self.begin, stop, device=self.positions.device)
+
     def size(self, layer: int) -> int:
         """Rows of the longest group of a layer."""
         return int(self.lengths[layer].max())
 
     def of(self, packed: Tensor) -> Tensor:
         """This part of packed [1, H, N, n] as [B, H, T, n]."""
+        if self.tokens is not None:
+            return packed[0][:, self.tokens].transpose(0, 1)
         rows = packed[0, :, self.begin : self.begin + self.positions.numel()]
         return rows.unflatten(1, self.positions.shape).transpose(0, 1)
 

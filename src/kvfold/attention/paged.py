@@ -82,6 +82,7 @@ class PagedContext(AttentionContext):
         self.index = self.view.pool.lengths[slots] + index[:, None]  # int64 [N, all groups]
         self.recent, self.local = attention.recent, attention.local
         self.kept = self.recent.begin(parts) if self.recent is not None else ()
+        self.order = _order(parts, len(positions))
         self.chosen = [attention.selected.of_part(part) for part in parts]
         self.backends: Mapping[type[AttentionBackend], AttentionBackend] = {
             backend: make(self.view) for backend, make in attention.makers.items()
@@ -102,4 +103,16 @@ class PagedContext(AttentionContext):
             self.backends[chosen[layer.index]].attend(layer, part, part.of(q)).flatten(0, 1)
             for part, chosen in zip(self.parts, self.chosen, strict=True)
         ]
+        if self.order is not None:
+            return torch.cat(outputs)[self.order][None]
         return (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[None]
+
+
+def _order(parts: Sequence[AttentionMetadata], num_tokens: int) -> Tensor | None:
+    """Where each of N tokens is among what parts give, int64 [N]; None where all are in order. A
+    token that comes more than once gives the same every time."""
+    if all(part.tokens is None for part in parts):
+        return None
+    packed = torch.cat([part.packed for part in parts])
+    found = torch.empty(num_tokens, dtype=torch.int64, device=packed.device)
+    return found.index_copy_(0, packed, torch.arange(len(packed), device=packed.device))

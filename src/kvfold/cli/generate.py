@@ -57,24 +57,14 @@ def generate(
 
 def read_context(path: Path, storage: Storage, chat: bool) -> "tuple[CacheConfig, PackedContext]":
     """A packed context, and the cache that takes it."""
-    from dataclasses import replace
-
-    from kvfold.cli.pack import cache_of
-    from kvfold.engine.packed import PackedContext
+    from kvfold.cli.pack import read
 
     if chat:
         raise SettingError(
             "`chat` begins a conversation, and `context` has begun already: write the template's"
             " marks into the prompt"
         )
-    size: int | None = getattr(storage, "kv_bytes")  # noqa: B009
-    others: dict[str, Any] = {"kv_bytes": None, "paged": False}
-    if replace(storage, **others).asked:
-        raise SettingError(
-            "`context` says how the cache stores tokens: beside it give `kv_bytes` alone"
-        )
-    found = PackedContext.load(path)
-    return cache_of(found, size), found
+    return read(path, storage)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -93,7 +83,7 @@ def stream(model: Any, tokenizer: Any, ids: list[int], sampling: Sampling) -> No
     import torch
     from transformers import TextStreamer
 
-    from kvfold.engine.request import GREEDY_BELOW
+    from kvfold.engine.params import GREEDY_BELOW
 
     torch.manual_seed(sampling.seed)
     prompt = torch.tensor([ids], device=model.device)

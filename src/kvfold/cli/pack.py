@@ -5,14 +5,15 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from kvfold.cache.eviction.policies import POLICIES
 from kvfold.cli import common
-from kvfold.cli.options import PLACE, Flag, Model, Place
+from kvfold.cli.options import PLACE, Flag, Model, Place, Storage
 from kvfold.config import CacheConfig, check, setting
+from kvfold.errors import SettingError
 from kvfold.files import check_writable
 
 if TYPE_CHECKING:
@@ -93,6 +94,16 @@ def pack(
     print(f"{output}: {found.summary} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
 
 
-def cache_of(context: "PackedContext", kv_bytes: int | None) -> CacheConfig:
-    """The configuration of a cache that takes a packed context."""
-    return CacheConfig(**context.made["settings"], kv_bytes=kv_bytes, keep_tokens=1.0)
+def read(path: Path, storage: Storage) -> "tuple[CacheConfig, PackedContext]":
+    """A packed context, and the cache that takes it. Raises ValueError where it cannot be read, or
+    storage says what it says itself."""
+    from kvfold.engine.packed import PackedContext
+
+    size: int | None = getattr(storage, "kv_bytes")  # noqa: B009
+    others: dict[str, Any] = {"kv_bytes": None, "paged": False}
+    if dataclasses.replace(storage, **others).asked:
+        raise SettingError(
+            "`context` says how the cache stores tokens: beside it give `kv_bytes` alone"
+        )
+    found = PackedContext.load(path)
+    return CacheConfig(**found.made["settings"], kv_bytes=size, keep_tokens=1.0), found

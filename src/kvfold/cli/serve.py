@@ -3,16 +3,23 @@
 import dataclasses
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from kvfold.cli import common, serve_vllm
 from kvfold.cli.options import PLACE, STORAGE, Flag, Model, Place, Storage, flags_of
 from kvfold.config import check, setting
+from kvfold.errors import SettingError
 from kvfold.server import check_installed
 from kvfold.server.limits import Limits
+
+if TYPE_CHECKING:
+    from kvfold.config import CacheConfig
+    from kvfold.engine.packed import PackedContext
 
 KEY = "KVFOLD_API_KEY"
 EngineName = Annotated[
@@ -85,6 +92,7 @@ def serve(
     /,
     *,
     engine: EngineName = "kvfold",
+    context: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     address: Address = ADDRESS,
     sizes: Sizes = SIZES,
     bounds: Bounds = BOUNDS,
@@ -94,13 +102,22 @@ def serve(
     """Serve a model to OpenAI's clients, from the paged cache.
 
     Chats, completions, streams; /metrics for Prometheus. SIGTERM answers what is open, then ends.
+
+    Parameters
+    ----------
+    context
+        NAME=FILE, of a file that `kvfold pack` made: completions that send {"context": "NAME"} go
+        on from it. Any number of them, made alike; how the cache stores tokens is in them.
     """
     key = address.key
     if engine == "vllm":
+        if context:
+            raise SettingError("`context` is of kvfold's own server: leave `engine=vllm` out")
         serve_vllm.serve(vllm_words(model, address, sizes, bounds, storage, place), key)
     check_installed()
+    packed, contexts = read_contexts(context, storage)
     config, tokenizer = common.load_config(model), common.load_tokenizer(model)
-    cache = common.cache_config(config, dataclasses.replace(storage, paged=True), place)
+    cache = packed or common.cache_config(config, dataclasses.replace(storage, paged=True), place)
     assert cache is not None
     from kvfold.server.run import LOCAL, bind, run
 
@@ -118,8 +135,29 @@ def serve(
     for name, value in llm.summary():
         print(f"{name}: {value}", file=sys.stderr)
     name = address.served_model_name or model
-    app = create_app(AsyncLLM(llm), name, limits=bounds.limits, api_key=key)
+    for each, one in contexts.items():
+        print(f"context {each}: {one.summary}", file=sys.stderr)
+    asked = AsyncLLM(llm)
+    app = create_app(asked, name, limits=bounds.limits, api_key=key, contexts=contexts)
     run(app, listener, bounds.limits)
+
+
+def read_contexts(
+    named: Sequence[str], storage: Storage
+) -> "tuple[CacheConfig | None, dict[str, PackedContext]]":
+    """Packed contexts by name, and the cache that takes the first; None where there are none."""
+    from kvfold.cli.pack import read
+
+    cache, found = None, {}
+    for item in named:
+        name, _, path = item.partition("=")
+        if not (name and path):
+            raise SettingError(f"`context` must be NAME=FILE, such as book=book.kvf; got {item!r}")
+        if name in found:
+            raise SettingError(f"`context`: {name!r} is given twice; take another name")
+        own, found[name] = read(Path(path), storage)
+        cache = cache or own
+    return cache, found
 
 
 def vllm_words(

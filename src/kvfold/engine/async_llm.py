@@ -12,6 +12,7 @@ from typing import Any
 
 from kvfold.engine.engine import Engine
 from kvfold.engine.llm import LLM, Completion, Prompt, completion_of
+from kvfold.engine.packed import PackedContext
 from kvfold.engine.request import CacheParams, Request, SamplingParams, StepOutput
 from kvfold.engine.stream import Answer, Reading
 
@@ -189,10 +190,12 @@ class AsyncLLM:
         sampling: SamplingParams | None = None,
         *,
         cache: CacheParams | None = None,
+        context: PackedContext | None = None,
     ) -> Completion:
-        """The completion of one prompt. Cancelling the task cancels the request. Raises ValueError
-        for a prompt that can never be served, EngineFault where the engine failed."""
-        async with await self.stream(prompt, sampling, cache=cache) as stream:
+        """The completion of one prompt, behind a context, if any. Cancelling the task cancels the
+        request. Raises ValueError for a prompt that can never be served, EngineFault where the
+        engine failed."""
+        async with await self.stream(prompt, sampling, cache=cache, context=context) as stream:
             return completion_of([output async for output in stream])
 
     async def stream(
@@ -201,10 +204,11 @@ class AsyncLLM:
         sampling: SamplingParams | None = None,
         *,
         cache: CacheParams | None = None,
+        context: PackedContext | None = None,
     ) -> AsyncStream:
         """Outputs of one request as they come: `async for output in await llm.stream(prompt)`.
         Raises as `generate` does, before it returns."""
-        return await self.open([(prompt, sampling, cache)])
+        return await self.open([(prompt, sampling, cache)], context)
 
     async def chat(
         self,
@@ -217,12 +221,15 @@ class AsyncLLM:
         prompt = await self.run(self.llm.encode_chat, messages)
         return await self.generate(prompt, sampling, cache=cache)
 
-    async def open(self, asked: Sequence[Asked]) -> AsyncStream:
-        """Outputs of several requests, all of them or none, as they come."""
+    async def open(
+        self, asked: Sequence[Asked], context: PackedContext | None = None
+    ) -> AsyncStream:
+        """Outputs of several requests, all of them or none, as they come. context: what all of them
+        go on from."""
         if any(sampling and sampling.guided for _, sampling, _ in asked):
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compiling, self._compile, asked)
-        return AsyncStream(self.driver, await self.run(self._requests, asked))
+        return AsyncStream(self.driver, await self.run(self._requests, asked, context))
 
     async def run(self, function: Any, *arguments: Any) -> Any:
         """Call what takes a while, such as a tokenizer, beside the event loop; one at a time, since
@@ -236,8 +243,8 @@ class AsyncLLM:
             if sampling and sampling.guided:
                 self.llm.grammars.guide(sampling)
 
-    def _requests(self, asked: Sequence[Asked]) -> list[Opened]:
-        return [self.llm.request(*one) for one in asked]
+    def _requests(self, asked: Sequence[Asked], context: PackedContext | None) -> list[Opened]:
+        return [self.llm.request(*one, context=context) for one in asked]
 
     def close(self) -> None:
         """Cancel what is open, end the threads."""

@@ -28,6 +28,7 @@ from kvfold.engine.request import (
 from kvfold.engine.sampler import Choice
 from kvfold.engine.scheduler import Schedule, Scheduler
 from kvfold.engine.turn import Turn
+from kvfold.errors import SettingError
 
 logger = logging.getLogger(__name__)
 Chunks = tuple[ScheduledChunk, ...]
@@ -131,12 +132,15 @@ class Engine:
         ids = token_ids(prompt_ids)
         room = self.scheduler.pool.max_tokens - len(ids) + 1  # the last token needs no row
         limit = max(1, min(sampling.max_new_tokens, room))
+        cache = cache or CacheParams()
+        if sampling.prompt_logprobs is not None:
+            cache = _read_whole(cache, context)
         request = Request(
             id=next(self._ids),
             token_ids=ids,
             num_prompt=len(ids),
             sampling=replace(sampling, max_new_tokens=limit),
-            cache=cache or CacheParams(),
+            cache=cache,
             guide=guide,
             context=context,
         )
@@ -298,6 +302,16 @@ class Engine:
             foreign(argument)
         except Exception:
             logger.exception("a hook or a reader of outputs failed; the engine goes on")
+
+
+def _read_whole(cache: CacheParams, context: PackedContext | None) -> CacheParams:
+    """Of a prompt whose every token goes through the model."""
+    if context is not None:
+        raise SettingError(
+            "`prompt_logprobs`: a packed context is not read again, so nobody knows how likely its "
+            "tokens are: leave it or `context` out"
+        )
+    return replace(cache, prefix_caching=False)
 
 
 def _check_textless(sampling: SamplingParams, guide: Guide | None) -> None:

@@ -37,7 +37,7 @@ class Flight:
         requests = [chunk.request for chunk in chunks]
         params, seeds = [x.sampling for x in requests], [x.seed for x in requests]
         edits = edits_of(requests, eos_ids)
-        sampled = sample(logits, params, seeds, [chunk.stop for chunk in chunks], edits)
+        sampled = sample(logits, params, seeds, [chunk.end for chunk in chunks], edits)
         return cls(batch=batch, sampled=sampled)
 
     def tokens(self, batch: Batch) -> Tensor:

@@ -38,13 +38,15 @@ STORED = ("page", "bits", "zeros", "sub_group", "rotate", "format", "evict")
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A request's outputs. error says why, where finish_reason is "error"."""
+    """A request's outputs. error says why, where finish_reason is "error". prompt_logprobs: of all
+    but the prompt's first token, where they are wanted."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class LLM:
@@ -280,6 +282,14 @@ class LLM:
         """Token ids of a context and what follows it, without another start token."""
         if context is None:
             return self.encode(prompt)
+        self.check_context(context)
+        if isinstance(prompt, str) and self.tokenizer is not None:
+            with renamed(text="prompt"):
+                prompt = encode(self.tokenizer, prompt)
+        return [*context.token_ids, *self.encode(prompt)]
+
+    def check_context(self, context: PackedContext) -> None:
+        """Raises ValueError for one that requests to this LLM cannot begin with."""
         if not isinstance(context, PackedContext):
             raise ValueError(
                 f"context must be a PackedContext, of LLM.pack or PackedContext.load; got "
@@ -287,10 +297,12 @@ class LLM:
             )
         check_pages(self.runner)
         context.check(self._context_key)
-        if isinstance(prompt, str) and self.tokenizer is not None:
-            with renamed(text="prompt"):
-                prompt = encode(self.tokenizer, prompt)
-        return [*context.token_ids, *self.encode(prompt)]
+        tokens, most = len(context.token_ids), self.runner.pool.max_tokens
+        if tokens >= most:
+            raise SettingError(
+                f"`context` has {tokens} tokens, and a sequence at most `max_tokens` positions, "
+                f"which are {most}: raise them where the model has more"
+            )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text, with the start token if the tokenizer has one; ids as they are."""
@@ -428,4 +440,7 @@ def completion_of(outputs: list[StepOutput]) -> Completion:
         finish_reason=last.finish_reason,
         logprobs=tuple(logprobs) if last.logprobs is not None else None,
         error=last.error,
+        prompt_logprobs=next(
+            (x.prompt_logprobs for x in outputs if x.prompt_logprobs is not None), None
+        ),
     )

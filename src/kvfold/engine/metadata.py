@@ -1,15 +1,36 @@
 """Batches to the metadata of attention: which tokens attend together.
 
-All decoding sequences do; prefill chunks go one by one, cut where observation of their queries
-begins, since that takes more. Shapes: N tokens of a batch.
+All decoding sequences do. Prefill chunks are cut where observation of their queries begins, since
+that takes more; on a GPU, whose launches would else wait for the host, those of like lengths then
+go together, padded, and elsewhere one by one. Shapes: N tokens of a batch; B pieces of chunks that
+go together, T tokens of the longest.
 """
 
+from dataclasses import dataclass
 from itertools import takewhile
 
+import numpy as np
 from torch import Tensor
 
 from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.cache.eviction.local import LocalPolicy
 from kvfold.engine.request import Batch, ScheduledChunk
+from kvfold.ops.common.launch import upload
+
+TOGETHER = frozenset({"cuda"})  # types of devices
+ROWS = 2**15  # rows that pieces which go together read at most, padding included
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """`count` tokens of a chunk, from token `begin` of the batch on. stop: the position behind
+    all that are stored, the chunk's; observed: whether their queries add to metrics."""
+
+    chunk: ScheduledChunk
+    begin: int
+    count: int
+    stop: int
+    observed: bool
 
 
 def decodes(batch: Batch) -> tuple[ScheduledChunk, ...]:
@@ -18,19 +39,39 @@ def decodes(batch: Batch) -> tuple[ScheduledChunk, ...]:
 
 
 def metadata_of(view: PoolView, batch: Batch, positions: Tensor) -> list[AttentionMetadata]:
-    """Parts of the tokens at `positions` int64 [N], one after another."""
+    """Parts of the tokens at `positions` int64 [N], each of which is in one."""
     parts, singles = [], decodes(batch)
-    begin = len(singles)
     if singles:
-        parts.append(_part(view, singles, positions[:begin], 0, view.observes_decodes, decode=True))
-    for chunk in batch.chunks[len(singles) :]:
-        end, border = begin + len(chunk.tokens), begin + _unobserved(view, chunk)
-        if border > begin:
-            parts.append(_part(view, (chunk,), positions[begin:border], begin, False))
-        if end > border:
-            parts.append(_part(view, (chunk,), positions[border:end], border, True))
-        begin = end
-    return parts
+        parts.append(
+            AttentionMetadata.of_step(
+                view,
+                [chunk.request.open_slot for chunk in singles],
+                positions[: len(singles)],
+                begin=0,
+                stop=max(chunk.end for chunk in singles),
+                prompt_lengths=_prompts(singles) if view.observes_decodes else None,
+                decode=True,
+            )
+        )
+    pieces = _pieces(view, batch, len(singles))
+    return parts + [_part(view, some, positions) for some in _together(view, pieces)]
+
+
+def _prompts(chunks: tuple[ScheduledChunk, ...]) -> list[int]:
+    return [chunk.request.num_prefill for chunk in chunks]
+
+
+def _pieces(view: PoolView, batch: Batch, num_decode: int) -> list[_Piece]:
+    """Of all chunks but the first, which decode."""
+    found, begin = [], num_decode
+    for chunk in batch.chunks[num_decode:]:
+        count, plain = len(chunk.tokens), _unobserved(view, chunk)
+        if plain:
+            found.append(_Piece(chunk, begin, plain, chunk.end, False))
+        if plain < count:
+            found.append(_Piece(chunk, begin + plain, count - plain, chunk.end, True))
+        begin += count
+    return found
 
 
 def _unobserved(view: PoolView, chunk: ScheduledChunk) -> int:
@@ -42,21 +83,45 @@ def _unobserved(view: PoolView, chunk: ScheduledChunk) -> int:
     return min(max(first - chunk.start, 0), len(chunk.tokens))
 
 
-def _part(
-    view: PoolView,
-    chunks: tuple[ScheduledChunk, ...],
-    positions: Tensor,
-    begin: int,
-    observed: bool,
-    decode: bool = False,
-) -> AttentionMetadata:
-    """positions [B * T], from token `begin` on."""
+def _together(view: PoolView, pieces: list[_Piece]) -> list[list[_Piece]]:
+    """Pieces that attend in one call: of at least half the length of the longest, and equally long
+    where queries count, which must not do so twice."""
+    if view.device.type not in TOGETHER or isinstance(view.policy, LocalPolicy):
+        return [[piece] for piece in pieces]
+    found: list[list[_Piece]] = []
+    for piece in sorted(pieces, key=lambda x: (x.observed, -x.count, x.stop)):
+        if found and _joins(found[-1], piece):
+            found[-1].append(piece)
+        else:
+            found.append([piece])
+    return found
+
+
+def _joins(some: list[_Piece], piece: _Piece) -> bool:
+    longest = max(x.stop for x in (*some, piece))
+    least = some[0].count if piece.observed else some[0].count / 2
+    alike = piece.observed == some[0].observed and piece.count >= least
+    return alike and (len(some) + 1) * longest <= ROWS
+
+
+def _part(view: PoolView, some: list[_Piece], positions: Tensor) -> AttentionMetadata:
+    chunks, first = tuple(x.chunk for x in some), some[0]
+    alone = slice(first.begin, first.begin + first.count)
+    tokens = None if len(some) == 1 else upload(_tokens(some), view.device)
     return AttentionMetadata.of_step(
         view,
         [chunk.request.open_slot for chunk in chunks],
-        positions,
-        begin=begin,
-        stop=max(chunk.start + len(chunk.tokens) for chunk in chunks),
-        prompt_lengths=[chunk.request.num_prefill for chunk in chunks] if observed else None,
-        decode=decode,
+        positions[alone if tokens is None else tokens].flatten(),
+        begin=first.begin,
+        stop=max(x.stop for x in some),
+        prompt_lengths=_prompts(chunks) if first.observed else None,
+        tokens=tokens,
     )
+
+
+def _tokens(some: list[_Piece]) -> np.ndarray:
+    """Where their tokens are in the batch, int64 [B, T]; short ones begin with their first one more
+    than once, so that positions ascend and the last are at the end."""
+    begin, count = np.array([(x.begin, x.count) for x in some]).T[..., None]
+    found: np.ndarray = begin + np.maximum(np.arange(-count.max(), 0) + count, 0)
+    return found

@@ -60,6 +60,10 @@ class Prefixes:
         """Pages [C] that a new sequence takes which begins with a chain and has so many rows."""
         return self._cost(rows)
 
+    def holds(self, context: PackedContext) -> bool:
+        """Whether the pool has a packed context's pages."""
+        return False
+
     def fits(self, request: Request, tokens: int) -> bool:
         """Whether an empty pool holds so many tokens of a request."""
         return self._pool.fits(tokens, self._chunk)
@@ -125,6 +129,9 @@ class PrefixCache(Prefixes):
         if context not in self._contexts:
             self._contexts[context] = self.pool.unloaded(len(context.token_ids), context.rows)
         return self._contexts[context]
+
+    def holds(self, context: PackedContext) -> bool:
+        return context in self._contexts and self.pool.has(self._contexts[context])
 
     def _most(self, request: Request) -> int:
         """Blocks that a request may take."""

@@ -1,11 +1,9 @@
-"""A request: its settings, its tokens, how far the cache has them, and a step's batch."""
+"""A request: its tokens, how far the cache has them, and a step's batch."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from numbers import Integral
 from secrets import randbits
 from time import monotonic
 from typing import Literal, Protocol
@@ -14,166 +12,15 @@ import numpy as np
 from torch import Tensor
 
 from kvfold.cache.prefix import Names
-from kvfold.config import SEEDS, check, setting
 from kvfold.engine.packed import PackedContext
-from kvfold.errors import SettingError
-from kvfold.text import check_text
+from kvfold.engine.params import CacheParams as CacheParams
+from kvfold.engine.params import SamplingParams as SamplingParams
 
 # An end token; a stop string; its own limit or the longest that a sequence may be; pages that it
 # grew to need and nobody has.
 FinishReason = Literal["eos", "stop", "length", "pool", "cancelled", "error"]
 
 UNREAD = -1  # a token that the device alone knows yet
-GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it says nothing more
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How one request's tokens are chosen and when it ends. Raises ValueError.
-
-    temperature: 0 is greedy. top_k, then top_p, limit what temperature leaves (None, 1: no limit).
-    min_p: nor is a token taken that is less likely than this share of the likeliest.
-    seed: the same seed gives the same tokens (None: from entropy). stop: strings that end the text,
-    which is cut before them; stop_token_ids: tokens that do, and are no text. min_tokens: before so
-    many no end token, and none of these, is taken. skip_special_tokens: these are no text.
-    logprobs: how many of the likeliest tokens are reported beside the chosen one (None: nothing
-    is), before all that changes or limits what is likely.
-    logit_bias: what is added to tokens' logits, a dict or (token id, bias) pairs.
-    presence_penalty, frequency_penalty: taken off the logits of outputs, once, and for each time.
-    repetition_penalty: divides positive logits of all tokens so far, and multiplies others.
-    allowed_token_ids: no others are taken (None: all are). bad_words: texts, or their token ids,
-    that do not come: never the last of their tokens behind the others.
-    json_schema, regex: what the whole text keeps to, and ends where it is complete; a schema is a
-    dict, a bool or its text.
-    """
-
-    max_new_tokens: int = setting(128, "Most tokens to add.", least=1)
-    temperature: float = setting(0.0, "Sample at this temperature; 0 is greedy.", least=0)
-    top_k: int | None = setting(None, "Sample from the K likeliest tokens only.", least=1)
-    top_p: float = setting(
-        1.0, "Sample from the likeliest tokens that hold this probability only.", above=0, most=1
-    )
-    min_p: float = setting(0.0, "Least share of the likeliest's probability.", least=0, most=1)
-    seed: int | None = setting(None, "Of the sampling.", **SEEDS)
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = setting(0, "Tokens before an end.", least=0)
-    ignore_eos: bool = setting(False, "Go on after an end token.")
-    skip_special_tokens: bool = setting(True, "Show no special tokens.")
-    logprobs: int | None = setting(None, "Likeliest tokens to report.", least=0)
-    logit_bias: tuple[tuple[float, float], ...] = ()
-    presence_penalty: float = setting(0.0, "Of tokens said.", least=-2, most=2)
-    frequency_penalty: float = setting(0.0, "Of every time said.", least=-2, most=2)
-    repetition_penalty: float = setting(1.0, "Of all tokens so far.", above=0)
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str | tuple[int, ...], ...] = ()
-    json_schema: str | None = None
-    regex: str | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        if isinstance(self.logit_bias, Mapping):
-            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
-        if isinstance(self.json_schema, Mapping | bool):
-            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
-        check(self)
-        for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "logit_bias", tuple(map(tuple, self.logit_bias)))
-        if not all(self.stop):
-            raise ValueError(f"stop must be strings that are not empty; got {self.stop!r}")
-        self._check_logit_bias()
-        self._check_allowed()
-
-    def _check_logit_bias(self) -> None:
-        for pair in self.logit_bias:
-            if len(pair) != 2 or not (isinstance(pair[0], Integral) and abs(pair[1]) <= 100):
-                raise SettingError(
-                    "`logit_bias` must give token ids a number in -100..100; got "
-                    f"{':'.join(map(str, pair))}"
-                )
-
-    def _check_allowed(self) -> None:
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-            if not self.allowed_token_ids:
-                raise SettingError("`allowed_token_ids` must name at least 1 token; got none")
-        words = tuple(x if isinstance(x, str) else tuple(x) for x in self.bad_words)
-        object.__setattr__(self, "bad_words", words)
-        if not all(words):
-            raise SettingError(f"`bad_words` must be texts that are not empty; got {words!r}")
-        if not self.guided:
-            return
-        if self.json_schema is not None and self.regex is not None:
-            raise SettingError("`json_schema` and `regex` both say what the text is: give one")
-        if self.min_tokens or self.ignore_eos:
-            raise SettingError(
-                f"`{'regex' if self.json_schema is None else 'json_schema'}` says itself where the "
-                "text ends: leave out `min_tokens` and `ignore_eos`"
-            )
-
-    @property
-    def guided(self) -> bool:
-        """Whether a grammar says what the text is."""
-        return self.json_schema is not None or self.regex is not None
-
-    @cached_property
-    def penalises(self) -> bool:
-        """Whether tokens so far change logits."""
-        neutral = (0, 0, 1)
-        return neutral != (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-
-    @cached_property
-    def edits(self) -> bool:
-        """Whether logits are changed before a token is chosen."""
-        asked = (self.penalises, self.logit_bias, self.min_tokens, self.bad_words, self.guided)
-        return any(asked) or self.allowed_token_ids is not None
-
-    @property
-    def named_tokens(self) -> tuple[int, ...]:
-        """Tokens that these settings name."""
-        found = [*self.stop_token_ids, *(self.allowed_token_ids or ())]
-        found += [id for word in self.bad_words if not isinstance(word, str) for id in word]
-        return (*found, *(int(token) for token, _ in self.logit_bias))
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheParams:
-    """How many tokens' rows a request may keep after compression. Raises ValueError.
-
-    max_cache_tokens: rows a group on average. keep_tokens: fraction of the tokens seen so far.
-    Neither: nothing is evicted. protected: most recent tokens that are never evicted (None: as the
-    policy says). prefix_caching: whether it takes rows that others computed, and they may have its
-    own; cache_salt: of those with the same one alone.
-    """
-
-    max_cache_tokens: int | None = setting(None, "Tokens to keep, averaged over heads.", least=1)
-    keep_tokens: float | None = setting(None, "Share of the tokens to keep.", above=0, most=1)
-    protected: int | None = setting(None, "Most recent tokens that stay.", least=0)
-    prefix_caching: bool = field(default=True, repr=False)
-    cache_salt: str | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        check(self)
-        check_text("cache_salt", self.cache_salt or "")
-        most, keep, protected = self.max_cache_tokens, self.keep_tokens, self.protected
-        if most is not None and keep is not None:
-            raise ValueError(
-                f"max_cache_tokens={most} and keep_tokens={keep} both limit the cache: give one"
-            )
-        if most is not None and protected is not None and protected > most:
-            raise ValueError(f"protected must be at most max_cache_tokens={most}; got {protected}")
-
-    @property
-    def limited(self) -> bool:
-        """Whether it says what is evicted."""
-        found = (self.max_cache_tokens, self.keep_tokens, self.protected)
-        return any(x is not None for x in found)
 
 
 class Status(Enum):
@@ -184,10 +31,12 @@ class Status(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-    """Natural log-probability of the chosen token, and the likeliest (token id, logprob) pairs."""
+    """Natural log-probability of the chosen token, and the likeliest (token id, logprob) pairs.
+    rank: of a prompt's token among all, 1 of the likeliest."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]
+    rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +45,8 @@ class StepOutput:
 
     token_ids: new outputs, an end token included. text: what of it may be shown; empty without a
     tokenizer. logprobs: one entry a token, or None. finish_reason: set in a request's last output.
-    error: what went wrong, if that is "error".
+    error: what went wrong, if that is "error". prompt_logprobs: where they are wanted, of all but
+    the prompt's first token, with the first outputs.
     """
 
     id: int
@@ -205,6 +55,7 @@ class StepOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 Deliver = Callable[[StepOutput], object]
@@ -239,7 +90,7 @@ class Request:
     token_ids: list[int]
     num_prompt: int
     sampling: SamplingParams
-    cache: CacheParams = CacheParams()
+    cache: CacheParams = field(default_factory=CacheParams)
     guide: Guide | None = None
     seed: int = field(init=False)
     status: Status = Status.WAITING
@@ -262,6 +113,7 @@ class Request:
     num_delivered: int = 0  # outputs that left the engine
     deliver: Deliver | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     _counts: dict[int, int] = field(default_factory=dict)
     _num_counted: int = 0
 
@@ -377,12 +229,14 @@ class Request:
         """Outputs that have not left the engine yet."""
         start = self.num_delivered
         wanted = self.sampling.logprobs is not None
+        scored = self.sampling.prompt_logprobs is not None and not start and self.num_outputs
         return StepOutput(
             id=self.id,
             token_ids=tuple(self.token_ids[self.num_prompt + start :]),
             logprobs=tuple(self.logprobs[start:]) if wanted else None,
             finish_reason=self.finish_reason,
             error=self.error,
+            prompt_logprobs=tuple(self.prompt_logprobs) if scored else None,
         )
 
 
@@ -397,9 +251,17 @@ class ScheduledChunk:
     wants_logits: bool  # of its last token
 
     @property
-    def stop(self) -> int:
-        """Position behind its last token."""
+    def end(self) -> int:
+        """The position behind its last token."""
         return self.start + len(self.tokens)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it tells how likely tokens of a prompt are that wants to know."""
+        request = self.request
+        if request.sampling.prompt_logprobs is None or request.num_outputs:
+            return False
+        return self.start + 1 < request.num_prompt
 
     @property
     def is_decode(self) -> bool:

@@ -22,6 +22,7 @@ from kvfold.engine.graphs import DecodeGraphs
 from kvfold.engine.metadata import decodes, metadata_of
 from kvfold.engine.replay import Replay
 from kvfold.engine.request import Batch, CacheParams, Request
+from kvfold.engine.scored import score_prompts
 from kvfold.models.families import family_of
 from kvfold.ops.common.launch import upload
 from kvfold.ops.store import Fill
@@ -112,6 +113,7 @@ class ModelRunner:
             with self._observed(batch):
                 return graphs.run(batch, self._decode, tokens)
         hidden = self._hidden(batch, tokens)
+        score_prompts(batch, hidden, self._logits)
         ends, end = [], 0
         for chunk in batch.chunks:
             end += len(chunk.tokens)

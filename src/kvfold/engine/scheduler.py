@@ -28,13 +28,16 @@ LOOK = 64  # waiting requests that a step considers behind one that lacks pages
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """When requests over their budget are compressed (KV-Compress §4.2.3). Raises ValueError.
+    """When requests over their budget are compressed (KV-Compress §4.2.3), and when others are let
+    in. Raises ValueError.
 
     after_prefill: each one once its prompt is in the cache. before_preempt: all, before pages are
     taken from one. every: all, every so many steps. uncompressed: all, once they have computed so
     many tokens, added up, since their last compressions.
     max_compressed_rows: most rows (over all groups) that one compression sorts; the rest waits for
     the next. One request is always taken, so that none waits for ever.
+    admit_every: while some decode, others are let in at most once in so many steps, together: a
+    step that reads prompts holds up all that decode.
     """
 
     after_prefill: bool = True
@@ -42,9 +45,10 @@ class Schedule:
     every: int | None = None
     uncompressed: int | None = None
     max_compressed_rows: int | None = None
+    admit_every: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("every", "uncompressed", "max_compressed_rows"):
+        for field in ("every", "uncompressed", "max_compressed_rows", "admit_every"):
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"{field} must be at least 1, or None for never; got {value}")
@@ -85,7 +89,7 @@ class Scheduler:
         self.finished: list[Request] = []  # until the engine has delivered them
         self.prefixes = Prefixes(pool, chunk) if prefixes is None else prefixes
         self.full = False  # whether nobody who waits can be let in until one ends or comes
-        self.num_steps = 0
+        self.num_steps = self.last_admitted = 0
         self.num_preemptions = 0
         self.num_compressions = 0  # of requests
         self.num_evicted = 0.0  # tokens, averaged over groups
@@ -290,6 +294,9 @@ class Scheduler:
         first that lacks pages is overtaken by some that do not: by so many rows as it needs."""
         if not self.waiting or len(self.running) == self.pool.num_slots:
             return
+        early = self.num_steps - self.last_admitted < self.when.admit_every
+        if early and any(request.prefilled for request in self.running):
+            return
         pages = self._demand({x: x.rows_ahead(self.headroom) for x in self.running})
         if not self.pool.can_supply(pages):
             return
@@ -311,6 +318,7 @@ class Scheduler:
             if late is not None:
                 late.num_overtaken += request.most_rows
             self._start(request)
+            self.last_admitted = self.num_steps
             pages = pages + need - self.prefixes.begin(request, chain)
             plan[request] = self._chunk(request, left)
             left -= plan[request]

@@ -1,6 +1,6 @@
 """The routes."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 import kvfold
 from kvfold.engine.async_llm import AsyncLLM
+from kvfold.engine.packed import PackedContext
 from kvfold.server.errors import APIError, from_value_error, install
 from kvfold.server.guard import Guard, unless_gone
 from kvfold.server.limits import Limits
@@ -28,11 +29,18 @@ NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def create_app(
-    llm: AsyncLLM, name: str, *, limits: Limits | None = None, api_key: str | None = None
+    llm: AsyncLLM,
+    name: str,
+    *,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    contexts: Mapping[str, PackedContext] | None = None,
 ) -> FastAPI:
     """An ASGI application that serves `llm` under `name`, and closes it at its end.
 
     api_key: what clients must send, except to ask for /health and the page, which asks for it.
+    contexts: what completions may begin with, by name. Raises ValueError for one that `llm` cannot
+    take.
     """
     limits = limits or Limits()
 
@@ -47,7 +55,7 @@ def create_app(
     app.add_middleware(Guard, limits=limits, key=api_key)
     install(app)
     app.add_exception_handler(ValueError, _refused)
-    service = Service(llm, name, limits)
+    service = Service(llm, name, limits, contexts or {})
     _add_generation(app, service)
     _add_rest(app, service)
     add_page(app, llm.llm)
@@ -66,7 +74,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         sampling, prompts = body.sampling(service.limits), body.prompts
         asked = [(prompt, params, body.cache) for prompt in prompts for params in sampling]
         echoed = [service.text_of(prompt) for prompt in prompts] if body.echo else []
-        choices = await service.open(asked)
+        choices = await service.open(asked, service.context(body.context))
         return await _answer(request, CompletionReply(service, body, choices, echoed))
 
     @app.post("/v1/chat/completions")

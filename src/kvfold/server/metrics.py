@@ -1,7 +1,7 @@
 """What Prometheus reads: vLLM's names where the thing is the same, ours beside them."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from kvfold.engine.engine import Hooks
 from kvfold.engine.llm import LLM
+from kvfold.engine.packed import PackedContext
 from kvfold.engine.request import FinishReason, Request, ScheduledChunk
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -40,12 +41,15 @@ class _Times:
 
 
 class Metrics(Hooks):
-    """Follows an engine, as its hooks. model: what the label `model_name` says.
+    """Follows an engine, as its hooks. model: what the label `model_name` says. contexts: those of
+    the label `context`.
 
     Times are those of the engine's steps; what text takes is not in them.
     """
 
-    def __init__(self, llm: LLM, model: str) -> None:
+    def __init__(
+        self, llm: LLM, model: str, contexts: Mapping[str, PackedContext] | None = None
+    ) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model}
         self._times: dict[int, _Times] = {}
@@ -65,7 +69,16 @@ class Metrics(Hooks):
             )
             for name, text in COUNTERS.items()
         }
-        self.registry.register(_Now(llm, model))
+        self._contexts = {id(x): name for name, x in (contexts or {}).items()}
+        self._begun = Counter(
+            "kvfold:context_requests",
+            "Choices let in that begin with a packed context.",
+            (*names, "context"),
+            registry=self.registry,
+        )
+        for name in contexts or {}:
+            self._begun.labels(model, name)
+        self.registry.register(_Now(llm, model, contexts or {}))
 
     @property
     def text(self) -> bytes:
@@ -77,6 +90,8 @@ class Metrics(Hooks):
 
     def on_request_init(self, request: Request) -> None:
         self._times[request.id] = _Times()
+        if name := self._contexts.get(id(request.context)):
+            self._begun.labels(**self._labels, context=name).inc()
 
     def on_context_step_end(self, chunks: Sequence[ScheduledChunk]) -> None:
         self._stepped([chunk for chunk in chunks if chunk.wants_logits])
@@ -120,8 +135,8 @@ class Metrics(Hooks):
 class _Now(Collector):
     """What an engine is and holds when it is asked."""
 
-    def __init__(self, llm: LLM, model: str) -> None:
-        self.llm, self.model = llm, model
+    def __init__(self, llm: LLM, model: str, contexts: Mapping[str, PackedContext]) -> None:
+        self.llm, self.model, self.contexts = llm, model, contexts
 
     def collect(self) -> Iterator[Metric]:
         pool, scheduler = self.llm.runner.pool, self.llm.engine.scheduler
@@ -165,7 +180,20 @@ class _Now(Collector):
         ):
             token.add_metric([self.model, axis], size)
         yield token
+        if self.contexts:
+            yield self._loaded()
         yield self._config()
+
+    def _loaded(self) -> Metric:
+        prefixes = self.llm.engine.scheduler.prefixes
+        labels = ["model_name", "context"]
+        found = GaugeMetricFamily(
+            "kvfold:context_bytes", "Of a packed context in the pool; 0: not loaded.", labels=labels
+        )
+        for name, context in self.contexts.items():
+            size = context.num_bytes if prefixes.holds(context) else 0
+            found.add_metric([self.model, name], size)
+        return found
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         found = GaugeMetricFamily(name, text, labels=["model_name"])

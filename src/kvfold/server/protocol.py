@@ -110,7 +110,6 @@ class Sampled(Body):
     suffix: Any = None
     tools: Any = None
     functions: Any = None
-    prompt_logprobs: Any = None
     use_beam_search: Any = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -131,6 +130,11 @@ class Sampled(Body):
         return None
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return None
+
+    @property
     def cache(self) -> CacheParams:
         return CacheParams(**self.model_dump(include=OF_CACHE, exclude_none=True))
 
@@ -145,6 +149,7 @@ class Sampled(Body):
             "top_k": self.top_k if (self.top_k or 0) > 0 else None,
             "stop": (self.stop,) if isinstance(self.stop, str) else self.stop,
             "logprobs": self.num_logprobs,
+            "prompt_logprobs": self.num_prompt_logprobs,
             "json_schema": self.response_format and self.response_format.schema_of_text,
             "regex": self.structured_outputs and self.structured_outputs.regex,
         }
@@ -186,7 +191,7 @@ OURS = {  # fields that a client knows by another name
     "regex": "structured_outputs",
 }
 REFUSED = (
-    *("best_of", "suffix", "tools", "functions", "prompt_logprobs", "use_beam_search"),
+    *("best_of", "suffix", "tools", "functions", "use_beam_search"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 
@@ -210,6 +215,8 @@ def _check_schema(item: Any, depth: int = 0) -> None:
 
 class CompletionBody(Sampled):
     prompt: str | Ids | list[str] | list[Ids]
+    prompt_logprobs: int | None = Field(None, ge=0)
+    context: str | None = None  # a packed one's name
     logprobs: int | None = Field(None, ge=0)
     echo: bool | None = None
 
@@ -222,6 +229,12 @@ class CompletionBody(Sampled):
         return self.logprobs
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Where the prompt is echoed, as many as of outputs."""
+        echoed = self.logprobs if self.echo else None
+        return echoed if self.prompt_logprobs is None else max(self.prompt_logprobs, echoed or 0)
+
+    @property
     def prompts(self) -> Sequence[str | Ids]:
         """One or several."""
         prompt = self.prompt
@@ -231,9 +244,12 @@ class CompletionBody(Sampled):
 
     def _check(self, limits: Limits) -> None:
         super()._check(limits)
-        if self.echo and self.logprobs is not None:
+        _at_most("prompt_logprobs", self.prompt_logprobs or 0, limits.max_logprobs)
+        if self.stream and self.prompt_logprobs is not None:
             raise APIError(
-                400, "echo: this server has no logprobs of a prompt; leave one out", param="echo"
+                400,
+                "prompt_logprobs come with a whole answer: leave stream out",
+                param="prompt_logprobs",
             )
         if not self.prompts:
             raise APIError(400, "prompt must hold at least 1 prompt; got none", param="prompt")
@@ -273,6 +289,8 @@ class ChatBody(Conversation, Sampled):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
+    prompt_logprobs: Any = None
+    context: Any = None
 
     @property
     def most_tokens(self) -> int:
@@ -285,6 +303,15 @@ class ChatBody(Conversation, Sampled):
 
     def _check(self, limits: Limits) -> None:
         super()._check(limits)
+        if self.prompt_logprobs is not None:
+            raise APIError(400, "prompt_logprobs are of /v1/completions", param="prompt_logprobs")
+        if self.context is not None:
+            raise APIError(
+                400,
+                "context: a chat template begins a conversation, and a context has begun already: "
+                "ask /v1/completions, with the template's marks in the prompt",
+                param="context",
+            )
         if self.top_logprobs and not self.logprobs:
             raise APIError(
                 400, "top_logprobs needs logprobs=true: set it too", param="top_logprobs"

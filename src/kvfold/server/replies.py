@@ -133,17 +133,59 @@ class CompletionReply(Reply):
     def content(self, number: int, text: str, *, whole: bool) -> Json:
         return {"text": self._echoed.pop(number, "") + text}
 
+    def choice(self, number: int, output: StepOutput, *, whole: bool) -> Json:
+        found = super().choice(number, output, whole=whole)
+        if self.body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = self._of_prompt(number, output)
+        return found
+
+    def _of_prompt(self, number: int, output: StepOutput) -> list[dict[int, Json] | None]:
+        """vLLM's form: of every token of the prompt, the first of which has none."""
+        most = self.body.prompt_logprobs
+        _, *told = self._prompt(number)
+        found: list[dict[int, Json] | None] = [None]
+        for token, scored in zip(told, output.prompt_logprobs or (), strict=True):
+            each = {
+                id: self._told(id, value, rank)
+                for rank, (id, value) in enumerate(scored.top[:most], 1)
+            }
+            found.append(each | {token: self._told(token, scored.chosen, scored.rank)})
+        return found
+
+    def _told(self, token: int, logprob: float, rank: int | None) -> Json:
+        text = self.texts.of(token)
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+
+    def _prompt(self, number: int) -> list[int]:
+        request = self.choices.requests[number]
+        return request.token_ids[: request.num_prompt]
+
     def logprobs(self, number: int, output: StepOutput) -> Json:
         found: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        if self.body.echo and output.prompt_logprobs is not None:
+            first, *told = self._prompt(number)
+            self._add(found, number, first, None)
+            for token, scored in zip(told, output.prompt_logprobs, strict=True):
+                self._add(found, number, token, scored)
         for token, logprobs in _pairs(output):
-            text = self.texts.of(token)
-            found["tokens"].append(text)
-            found["text_offset"].append(self._offsets[number])
-            found["token_logprobs"].append(_finite(logprobs.chosen))
-            likeliest = {self.texts.of(id): _finite(value) for id, value in logprobs.top}
-            found["top_logprobs"].append({text: _finite(logprobs.chosen)} | likeliest)
-            self._offsets[number] += len(text)
+            self._add(found, number, token, logprobs)
         return found
+
+    def _add(self, found: Json, number: int, token: int, of: TokenLogprobs | None) -> None:
+        """A token, of which None is known where nothing came before it."""
+        text = self.texts.of(token)
+        found["tokens"].append(text)
+        found["text_offset"].append(self._offsets[number])
+        self._offsets[number] += len(text)
+        if of is None:
+            found["token_logprobs"].append(None)
+            found["top_logprobs"].append(None)
+            return
+        found["token_logprobs"].append(_finite(of.chosen))
+        likeliest = {
+            self.texts.of(id): _finite(value) for id, value in of.top[: self.body.logprobs]
+        }
+        found["top_logprobs"].append({text: _finite(of.chosen)} | likeliest)
 
 
 class ChatReply(Reply):
@@ -188,6 +230,7 @@ def _joined(outputs: list[StepOutput]) -> StepOutput:
         text=done.text,
         logprobs=done.logprobs,
         finish_reason=done.finish_reason,
+        prompt_logprobs=done.prompt_logprobs,
     )
 
 

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 from kvfold.engine.async_llm import AsyncLLM, AsyncStream
 from kvfold.engine.detokenizer import decoder_of
 from kvfold.engine.llm import Prompt
+from kvfold.engine.packed import PackedContext
 from kvfold.engine.request import CacheParams, SamplingParams, StepOutput
 from kvfold.errors import renamed
 from kvfold.server.errors import APIError
@@ -22,12 +23,17 @@ Asked = tuple[Prompt, SamplingParams, CacheParams]
 
 
 class Service:
-    """A model under a name, with limits."""
+    """A model under a name, with limits. contexts: what requests may begin with, by name. Raises
+    ValueError for one that is of another model or cache."""
 
-    def __init__(self, llm: AsyncLLM, name: str, limits: Limits) -> None:
-        self.llm, self.name, self.limits = llm, name, limits
+    def __init__(
+        self, llm: AsyncLLM, name: str, limits: Limits, contexts: Mapping[str, PackedContext]
+    ) -> None:
+        for context in contexts.values():
+            llm.llm.check_context(context)
+        self.llm, self.name, self.limits, self.contexts = llm, name, limits, contexts
         self.created = int(time.time())
-        self.metrics = Metrics(llm.llm, name)
+        self.metrics = Metrics(llm.llm, name, contexts)
         llm.llm.engine.hooks = self.metrics
         self._preparing = 0  # choices that are not with the engine yet
 
@@ -66,7 +72,20 @@ class Service:
             "root": self.name,
             "parent": None,
             "max_model_len": self.max_tokens,
+            "contexts": {name: len(x.token_ids) for name, x in self.contexts.items()},
         }
+
+    def context(self, name: str | None) -> PackedContext | None:
+        """Of a name; None of none."""
+        if name is None or name in self.contexts:
+            return None if name is None else self.contexts[name]
+        known = ", ".join(map(repr, self.contexts)) or "none: kvfold serve --context NAME=FILE"
+        raise APIError(
+            404,
+            f"the context {name!r:.100} does not exist; this server has {known}",
+            param="context",
+            code="context_not_found",
+        )
 
     async def encode_chat(
         self, turns: list[dict[str, str]], variables: dict[str, Any] | None
@@ -94,13 +113,13 @@ class Service:
             return prompt
         return decoder_of(self.tokenizer)(self.llm.llm.encode(prompt))
 
-    async def open(self, asked: Sequence[Asked]) -> "Choices":
+    async def open(self, asked: Sequence[Asked], context: PackedContext | None = None) -> "Choices":
         """Queue choices, all or none. Raises APIError where the queue is full."""
         self._admit(len(asked))
         self._preparing += len(asked)
         try:
             with renamed(**OURS):
-                stream = await self.llm.open(asked)
+                stream = await self.llm.open(asked, context)
         finally:
             self._preparing -= len(asked)
         return Choices(stream, self.limits.request_seconds, self.metrics)
