@@ -111,8 +111,10 @@ class HFAttention(FoldedAttention):
         if not isinstance(past, AttentionContext):
             eager = self.config._attn_implementation == "eager"
             context = CacheContext(past, mask, extra.get("position_ids"), x, eager)
+        maps = self.maps
+        context.enter(maps, x)
         q, rows = self.project(x, tables)
-        out = self.o_proj(context.attend(self.maps, q, rows))
+        out = self.o_proj(context.attend(maps, q, rows))
         return out, context.weights
 
 

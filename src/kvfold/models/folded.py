@@ -167,6 +167,7 @@ class FoldedAttention(nn.Module):
             key_up=self.key_up if self.keys_rebuilt else None,
             key_mean=self.key_mean if self.keys_rebuilt else None,
             value_up=self.value_up if self.values_rebuilt else None,
+            output=self.o_proj.weight,
             rope=self.rotary if self.keys_rebuilt else None,
         )
 

@@ -39,7 +39,8 @@ class RowsView:
 
     positions int [B, G, T]; valid bool [B, G, T]; mass fp32 [B, G, T]: read it as `metrics`; sizes:
     T of every sequence alone; in_order: positions ascend; layers: the groups of every layer;
-    needs: of the policy; generator: for what is drawn, on the rows' device; source: of the rest.
+    needs: of the policy; generator: for what is drawn, on the rows' device; source: of the rest;
+    scale: of scores q k.
     """
 
     positions: Tensor
@@ -51,6 +52,7 @@ class RowsView:
     needs: frozenset[Need]
     source: RowSource
     generator: torch.Generator | None = None
+    scale: float = 1.0
 
     @property
     def metrics(self) -> Tensor:
