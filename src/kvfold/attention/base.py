@@ -126,7 +126,8 @@ class LayerMaps(LayerShape):
 
     key_up [n, heads * d, r] and key_mean [Hk, d]: of keys that are rebuilt before RoPE, else None;
     value_up [n, heads * d, r]: of values that W_O does not take as they are stored, else None;
-    output: W_O [D, W]; rope: of keys that are rebuilt, None where the model has none.
+    output: W_O [D, W]; rope: of keys that are rebuilt, None where the model has none; score_map
+    [Hk, D + 1]: from hidden states and a one to the log of what rows are worth, if it was learned.
     """
 
     key_columns: Columns
@@ -136,6 +137,7 @@ class LayerMaps(LayerShape):
     value_up: Tensor | None
     output: Tensor
     rope: Rope | None
+    score_map: Tensor | None = None
 
     @property
     def scale(self) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Scope = Literal["group", "layer", "pyramid", "all"]
-Need = Literal["attention", "keys", "local", "queries", "replay", "values"]
+Need = Literal["attention", "keys", "learned", "local", "queries", "replay", "values"]
 Groups = Sequence[tuple[int, ...]]  # KV heads of each of a layer's groups
 
 
@@ -56,9 +56,9 @@ class RowsView:
 
     @property
     def metrics(self) -> Tensor:
-        """fp32 [B, G, T]: summed `attention_mass`, or what a replay or tokens close by made of
-        rows (0: nothing did); anything where no row is valid."""
-        if not self.needs & {"local", "replay"}:
+        """fp32 [B, G, T]: summed `attention_mass`, or what a replay, tokens close by or a learned
+        map made of rows (0: nothing did); anything where no row is valid."""
+        if not self.needs & {"learned", "local", "replay"}:
             self._check("attention")
         return self.mass
 

@@ -34,6 +34,7 @@ POLICIES: dict[str, str] = {
     "kvzip": "replay.kvzip",
     "kvzip+": "kvzip_plus.kvzip_plus",
     "kvzip-keys": "replay.kvzip_keys",
+    "learned": "learned.learned",
     "expected-attention": "expected.expected_attention",
     "streaming": "streaming.streaming",
     "random": "random.random",
