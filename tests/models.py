@@ -4,6 +4,9 @@ import torch
 import transformers as hf
 from torch import Tensor
 
+from kvfold.cache.eviction.policies import POLICIES
+
+SERVED = [x for x in POLICIES if x != "learned"]  # whatever the model has learned
 COMMON = {
     "vocab_size": 97,
     "hidden_size": 48,

@@ -634,7 +634,7 @@ def test_what_is_not_declared_is_not_there() -> None:
         (lambda: replace(PLAIN, scope="head"), "group, layer, pyramid, all; got 'head'"),
         (
             lambda: Norms(name="norms"),
-            "attention, keys, local, queries, replay, values; got 'norm'",
+            "attention, keys, learned, local, queries, replay, values; got 'norm'",
         ),
         (lambda: Queries(name="queries"), "'queries' needs queries, so window .* got None"),
         (lambda: observing(Claimed(name="mass")), "'mass' needs attention.* a Claimed: derive"),

@@ -10,10 +10,13 @@ from kvfold import compress, recipes
 from kvfold.cache.eviction import policies
 from kvfold.cache.eviction.attention import AttentionPolicy
 from kvfold.cache.eviction.base import Policy, RowsView
+from kvfold.cache.eviction.budget import Budget
+from kvfold.cache.eviction.policies.expected import expected
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
+from kvfold.engine.eviction import Held
 from kvfold.engine.runner import ModelRunner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.families import family_of
@@ -179,3 +182,41 @@ def test_queries_of_who_had_the_slot_before_are_gone() -> None:
 def test_nobody_keeps_queries_that_nobody_needs() -> None:
     policy = AttentionPolicy(name="plain", window=WINDOW)
     assert runner_of(tiny("llama-gqa"), policy).attention.recent is None
+
+
+def test_expected_attention_is_that_of_gaussian_queries() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 1, 4000, 4) * 0.7 + 0.3, torch.randn(1, 12, 4)
+    asked = torch.ones(1, 4000, dtype=torch.bool)
+    scored = torch.arange(12)[None] > 1
+    found = expected(q, k, asked, scored, 0.5)[0]
+    drawn = torch.randn(400_000, 4) * 0.7 + 0.3
+    wanted = (drawn @ k[0, 2:].T * 0.5).exp().mean(0)
+    assert float(found[:2].sum()) == 0
+    torch.testing.assert_close(found[2:], wanted / wanted.sum(), rtol=0.1, atol=1e-3)
+    half = asked & (torch.arange(4000) < 2000)
+    again = expected(q.where(half[:, None, :, None], 0), k, half, scored, 0.5)
+    torch.testing.assert_close(again, expected(q[:, :, :2000], k, half[:, :2000], scored, 0.5))
+
+
+@pytest.mark.parametrize("recipe", [None, "zack", "small"])
+def test_expected_attention_reads_a_pool(recipe: str | None) -> None:
+    """By hand of what the view gives, at the model's scale."""
+    policy = policies.get("expected-attention")
+    runner = runner_of(folded("llama3-scaling", recipe, 0.6), policy)
+    (session,) = fed(runner, [PROMPT])
+    held = Held(session.sequence.open_slot, PROMPT, Budget(pages=1), None)
+    view = runner.eviction._view([held], policy)
+    found = policy.score(view)
+    group = 0
+    for layer, groups in enumerate(view.layers):
+        k, v, (q, _) = view.keys(layer), view.values(layer), view.queries(layer)
+        q = q[:, :, -PROMPT:]  # fewer than the window: zeros come first
+        for heads in groups:
+            wanted = torch.zeros(PROMPT)
+            for head in heads:
+                s = q[0, 2 * head : 2 * head + 2] @ k[0, head, 4:].T / 16**0.5
+                worth = (s.mean(1) + s.var(1, correction=0) / 2).softmax(-1).mean(0)
+                wanted[4:] += (worth + policy.epsilon) * v[0, head, 4:].norm(dim=-1)
+            torch.testing.assert_close(found[0, group, 4:], wanted[4:], rtol=1e-3, atol=1e-6)
+            group += 1

@@ -17,7 +17,7 @@ from kvfold.engine.runner import ModelRunner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.folded import attention_windows
 from kvfold.ops.common.attention import attention
-from models import CONFIGS, tiny, tokens
+from models import CONFIGS, SERVED, tiny, tokens
 from steps import logits_of
 
 PROMPT, MORE, PAGE = 60, 12, 4
@@ -79,7 +79,7 @@ def _num_kv_heads(model) -> int:
     return getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
 
 
-@pytest.mark.parametrize("evict", policies.POLICIES)
+@pytest.mark.parametrize("evict", SERVED)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_a_masked_dense_model(name: str, evict: str) -> None:
     ids = tokens(1, PROMPT + MORE)
@@ -97,7 +97,7 @@ def test_logits_equal_a_masked_dense_model(name: str, evict: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 16])
-@pytest.mark.parametrize("evict", policies.POLICIES)
+@pytest.mark.parametrize("evict", SERVED)
 def test_budgets_are_exact_for_every_sequence(evict: str, count: int) -> None:
     model = tiny("llama-gqa")
     config = CacheConfig(kv_bytes=2**23, page=PAGE, evict=evict, keep_tokens=0.5)
@@ -126,7 +126,7 @@ def filled(evict: str, lengths: list[int]) -> tuple[ModelRunner, list[PagedSessi
     return runner, sessions
 
 
-@pytest.mark.parametrize("evict", policies.POLICIES)
+@pytest.mark.parametrize("evict", SERVED)
 def test_how_many_go_at_once_does_not_matter(evict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one, two by two, all: twice, so that most are out of order the second time."""
     lengths, found = [44, 50, 71, 62, 48], []

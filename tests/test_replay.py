@@ -15,8 +15,10 @@ from kvfold.engine.build import build_runner
 from kvfold.engine.eviction import Held
 from kvfold.engine.request import CacheParams
 from kvfold.evaluation.paged import PagedSession
+from kvfold.models.families import family_of
 from kvfold.text import reply_words
 from models import tiny, tokens
+from test_eviction_view import folded
 
 PROMPT = 45
 
@@ -86,6 +88,61 @@ def test_metrics_are_those_of_the_model_reading_its_context_twice(runner) -> Non
         torch.testing.assert_close(
             metrics[0, 2 * layer : 2 * layer + 2], most, atol=1e-5, rtol=1e-3
         )
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "opt"])
+def test_metrics_of_kvzip_plus_are_of_what_attention_adds(name: str) -> None:
+    """A dense model's attention times |W_O v| over |x|, one piece that covers everything."""
+    ids = tokens(1, PROMPT)[0].tolist()
+    model, config = tiny(name), CacheConfig(kv_bytes=2**23, page=4, evict="kvzip+", keep_tokens=0.5)
+    runner = build_runner(tiny(name), config, num_slots=2, max_tokens=160)
+    session = session_of(runner, ids)
+    runner.replay.score(session.sequence)
+    metrics, _, _ = runner.eviction.tracked(session.sequence.open_slot)
+    model.set_attn_implementation("eager")
+    family, seen = family_of(model.config), {}
+    layers = list(family.attentions(model))
+    heads, d = model.config.num_attention_heads, 12
+    groups = heads // (getattr(model.config, "num_key_value_heads", None) or heads)
+    for i, layer in enumerate(layers):
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs, i=i: seen.update({i: (kwargs["hidden_states"], *args)[0]}),
+            with_kwargs=True,
+        )
+    with torch.no_grad():
+        found = model(torch.tensor([ids + ids]), output_attentions=True).attentions
+        for i, layer in enumerate(layers):
+            x = seen[i][0]
+            w_o = getattr(layer, family.output_name).weight
+            v = layer.v_proj(x).unflatten(-1, (-1, d))  # [2 PROMPT, Hk, d]
+            wanted = torch.zeros(heads // groups, PROMPT)
+            for h in range(heads):
+                added = v[:PROMPT, h // groups] @ w_o[:, h * d : (h + 1) * d].T
+                worth = found[i][0, h, PROMPT:, :PROMPT] * added.norm(dim=-1)
+                worth = worth / x[PROMPT:].norm(dim=-1, keepdim=True)
+                wanted[h // groups] = wanted[h // groups].maximum(worth.amax(0))
+            size = len(wanted)
+            torch.testing.assert_close(
+                metrics[0, size * i : size * (i + 1)], wanted, atol=1e-5, rtol=1e-3
+            )
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "opt"])
+@pytest.mark.parametrize("recipe", [None, "zack", "lean", "small", "fast"])
+def test_output_norms_are_of_what_each_head_alone_adds(name: str, recipe: str | None) -> None:
+    """However values are stored: attention that takes each row whole, by one head."""
+    config = CacheConfig(kv_bytes=2**22, page=4, evict="kvzip+", keep_tokens=0.5)
+    model = build_runner(folded(name, recipe, 0.6), config, num_slots=1, max_tokens=64).model
+    layer = next(family_of(model.config).attentions(model))
+    maps = layer.maps
+    rows = torch.randn(1, 7, maps.spec.row_width)
+    v = maps.value_columns.spread(maps.value_columns.gather(rows))
+    found = maps.output_norms(rows)
+    for head in range(4):
+        out = torch.zeros(1, 4, *v.shape[2:])
+        out[:, head] = v[:, head // maps.geometry.queries_per_kv]
+        added = maps.joined(out) @ layer.o_proj.weight.T
+        torch.testing.assert_close(found[:, head], added.norm(dim=-1), rtol=1e-3, atol=1e-5)
 
 
 def test_rows_are_scored_once_and_again_from_where_they_were_forgotten(runner) -> None:

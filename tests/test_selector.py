@@ -84,6 +84,7 @@ def layer_of(
         key_up=up if keys == "pre_rope" else None,
         key_mean=torch.zeros(2, 16) if keys == "pre_rope" else None,
         value_up=up if values == "rebuilt" else None,
+        output=torch.zeros(1, 1),
         rope=rope if keys == "pre_rope" else None,
     )
     return maps, found.groups

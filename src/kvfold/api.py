@@ -19,6 +19,7 @@ from kvfold.compression.statistics import Statistics
 from kvfold.compression.statistics.artifact import check_place
 from kvfold.compression.target import Target
 from kvfold.config import Prefer, Recipe, check_types
+from kvfold.evaluation import scores
 from kvfold.evaluation.budget import search_keep
 from kvfold.files import check_makeable, new_directory, writing
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
@@ -47,6 +48,7 @@ def compress(
     output: Path | str | None = None,
     max_tokens: int = CALIBRATION_TOKENS,
     recover: int = 0,
+    learn_scores: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Any:
@@ -66,8 +68,9 @@ def compress(
     text. tokenizer: needed with a loaded model. device, dtype: as of `load`, for a model by its
     name. statistics: an artifact file, reused if it exists and fits, written if not. recover: steps
     in which the maps learn from the original on the calibration text (see `compression.recover`;
-    for a GPU). output: a directory to save to, in the checkpoint's own dtype unless another is
-    asked for; written whole or not at all.
+    for a GPU). learn_scores: learn what rows are worth, too, for `evict="learned"` (see
+    `evaluation.scores`). output: a directory to save to, in the checkpoint's own dtype unless
+    another is asked for; written whole or not at all.
 
     Returns the folded model. Raises ValueError for settings or inputs that cannot work, and then
     leaves the model as it was, unless it is recovery that diverges.
@@ -92,6 +95,8 @@ def compress(
         config = model.config if name is None else load_config(name)
         recipe, why = chosen(recipe, config, target)
         factor_of(recipe, family_of(config).geometry(config), target, align)
+        if learn_scores:
+            scores.check_learnable(config)
         stored = stored_dtype(config, dtype) if name is not None else None
         if name is not None:
             tokenizer = tokenizer or load_tokenizer(name)
@@ -109,6 +114,8 @@ def compress(
             recover=recover,
             progress=progress,
         )
+        if learn_scores:
+            scores.learn_scores(model, tokenizer, compressor.windows(), progress)
         if folder is not None and output is not None:
             with writing(Path(output)):
                 fill(folder, model, tokenizer, stored)

@@ -25,13 +25,15 @@ _ATTENTIONS = ("sdpa", "eager")
 @register_quantization_config("kvfold")
 class KVFoldConfig(QuantizationConfigMixin):
     """cache: a CacheSpec as a dict; provenance: the recipe, budget and text it was made with;
-    digest: of `cache` and the weights saved with it, None in earlier checkpoints."""
+    digest: of `cache` and the weights saved with it, None in earlier checkpoints; scores: whether
+    attentions hold a learned `score_map`."""
 
     def __init__(
         self,
         cache: dict[str, Any] | None = None,
         provenance: dict[str, Any] | None = None,
         digest: str | None = None,
+        scores: bool = False,
         format: int = FORMAT,
         quant_method: str = "kvfold",
         **unknown: Any,
@@ -54,7 +56,7 @@ class KVFoldConfig(QuantizationConfigMixin):
         self.quant_method = quant_method  # type: ignore[assignment]  # theirs is an enum
         self.cache = cache or {}
         self.provenance = provenance or {}
-        self.digest = digest
+        self.digest, self.scores = digest, scores
         self.format = format
 
     @property
@@ -92,7 +94,9 @@ class KVFoldQuantizer(HfQuantizer):
         check_attention(model.config)
         with torch.device("meta"):
             for index in range(found.num_layers):
-                family.swap(model, spec, index)
+                folded = family.swap(model, spec, index)
+                if self.quantization_config.scores:
+                    folded.add_score_map()
         family.connect(model)
         if checkpoint_files and all(x.endswith(".safetensors") for x in checkpoint_files):
             self._check_files(model, checkpoint_files)
@@ -163,7 +167,8 @@ def folded_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 def mark(model: Any, spec: CacheSpec, provenance: dict[str, Any]) -> None:
     """Make a model folded in memory the same as one loaded from disk: `save_pretrained` works."""
-    config = KVFoldConfig(cache=spec.to_dict(), provenance=provenance)
+    scores = any(name.endswith(".score_map") for name in folded_tensors(model))
+    config = KVFoldConfig(cache=spec.to_dict(), provenance=provenance, scores=scores)
     quantizer = KVFoldQuantizer(config)
     model.config.quantization_config = config
     model.hf_quantizer = quantizer

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 FEW = 3  # names that an error lists
 # Parameters of a folded attention alone.
-_FOLDED = re.compile(r"\.(down_proj\.\w+|key_(up|down|shift|mean)|value_up)$")
+_FOLDED = re.compile(r"\.(down_proj\.\w+|key_(up|down|shift|mean)|value_up|score_map)$")
 
 
 def write(model: Any, tokenizer: Any, folder: Path) -> None:

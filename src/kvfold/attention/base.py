@@ -126,7 +126,8 @@ class LayerMaps(LayerShape):
 
     key_up [n, heads * d, r] and key_mean [Hk, d]: of keys that are rebuilt before RoPE, else None;
     value_up [n, heads * d, r]: of values that W_O does not take as they are stored, else None;
-    rope: of keys that are rebuilt, None where the model has none.
+    output: W_O [D, W]; rope: of keys that are rebuilt, None where the model has none; score_map
+    [Hk, D + 1]: from hidden states and a one to the log of what rows are worth, if it was learned.
     """
 
     key_columns: Columns
@@ -134,7 +135,9 @@ class LayerMaps(LayerShape):
     key_up: Tensor | None
     key_mean: Tensor | None
     value_up: Tensor | None
+    output: Tensor
     rope: Rope | None
+    score_map: Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -153,6 +156,22 @@ class LayerMaps(LayerShape):
         """Values of rows [B, S, R] as the model made them [B, S, Hk, d]."""
         assert self.value_up is not None, "these values are not rebuilt"
         return self._mapped(self.value_columns.gather(rows), self.value_up)
+
+    def output_norms(self, rows: Tensor) -> Tensor:
+        """Norms fp32 [B, Hq, S] of what W_O makes of the values of rows [B, S, R], alone, by query
+        head. Of compressed values less their mean, which is in W_O's bias."""
+        g = self.geometry
+        if self.value_up is None:
+            v = self.value_columns.spread(self.value_columns.gather(rows))
+            widths = self.value_columns.head_ranks(g.queries_per_kv)
+        else:
+            v = self.mapped_values(rows).transpose(1, 2)
+            widths = [g.head_dim] * g.num_query_heads
+        found = []
+        for head, w in enumerate(self.output.float().split(widths, 1)):
+            own = v[:, head // g.queries_per_kv, :, : w.shape[1]].float()
+            found.append(((own @ (w.mT @ w)) * own).sum(-1).clamp(min=0).sqrt())
+        return torch.stack(found, 1)
 
     def maps_values_first(self, queries: int, cached: int) -> bool:
         """Map values before attention where that costs less than wider attention (long chunks)."""
@@ -213,6 +232,10 @@ class AttentionContext(ABC):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
+
+    def enter(self, layer: LayerMaps, x: Tensor) -> None:  # noqa: B027 (few look)
+        """The hidden states x [B, T, D] that a layer's attention takes, before it attends; for
+        contexts that look at them."""
 
     @abstractmethod
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:

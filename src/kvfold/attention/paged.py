@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvfold.attention.backend import AttentionBackend
 from kvfold.attention.base import AttentionContext, LayerMaps
+from kvfold.attention.learned import LearnedScores
 from kvfold.attention.local import LocalAttention
 from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.observer import Observer
@@ -26,7 +27,8 @@ class PagedAttention:
     """Attention of a model's layers over a pool: what all steps share. dtype: of queries and rows.
 
     observer: keeps decoding queries until their attention is added to metrics; recent: keeps the
-    last queries for the policy; local: adds to metrics as prompts come; None where nothing is kept.
+    last queries for the policy; local: adds to metrics as prompts come; learned: writes them as
+    rows are stored; None where nothing is kept.
     """
 
     def __init__(
@@ -45,6 +47,8 @@ class PagedAttention:
             assert policy.window is not None
             self.recent = RecentQueries(policy.window, self.view, dict(enumerate(layers)))
         self.local = LocalAttention(self.view, policy) if isinstance(policy, LocalPolicy) else None
+        reads_map = policy is not None and "learned" in policy.needs
+        self.learned = LearnedScores(self.view) if reads_map else None
         self.makers: dict[type[AttentionBackend], Callable[[CacheView], AttentionBackend]] = {}
         for backend in {*chosen.decode, *chosen.prefill, *chosen.observed}:
             decoded = [x for x in layers if chosen.decode[x.index] is backend]
@@ -81,6 +85,7 @@ class PagedContext(AttentionContext):
         self.slots, self.positions = slots, positions
         self.index = self.view.pool.lengths[slots] + index[:, None]  # int64 [N, all groups]
         self.recent, self.local = attention.recent, attention.local
+        self.learned, self.worth = attention.learned, torch.empty(0)
         self.kept = self.recent.begin(parts) if self.recent is not None else ()
         self.order = _order(parts, len(positions))
         self.chosen = [attention.selected.of_part(part) for part in parts]
@@ -88,11 +93,17 @@ class PagedContext(AttentionContext):
             backend: make(self.view) for backend, make in attention.makers.items()
         }
 
+    def enter(self, layer: LayerMaps, x: Tensor) -> None:
+        if self.learned is not None:
+            self.worth = self.learned.of(layer, x)
+
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
         """q [1, Hq, N, .] and rows [1, N, R] of the step's tokens: [1, N, W]."""
         index = self.index[:, self.view.pool.layout.layer_groups[layer.index]]
         place = self.slots, index, self.positions, self.fill
         store.append(self.view.pages[layer.index], rows[0], *place)
+        if self.learned is not None:
+            self.learned.write(layer, self.slots, index, self.worth)
         if self.recent is not None:
             self.recent.keep(layer.index, self.kept, q)
         if self.local is not None:

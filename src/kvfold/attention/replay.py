@@ -10,7 +10,7 @@ from torch import Tensor
 from kvfold.attention.base import AttentionContext, LayerMaps
 from kvfold.attention.metadata import PoolView
 from kvfold.attention.rows import gather_rows, member_of, rope_of
-from kvfold.cache.eviction.replay import LEAST, reconstruction
+from kvfold.cache.eviction.replay import LEAST, ReplayPolicy, reconstruction
 from kvfold.ops.store import StoredRows, add_metrics
 
 
@@ -18,18 +18,30 @@ class ReplayContext(AttentionContext):
     """Replayed tokens see all of a sequence's pages and each other, and are stored nowhere; rows of
     the tokens `piece` get metrics.
 
-    slot: of the sequence, which computed `start` tokens; num_tokens: n; sinks: first tokens that
-    every score's softmax covers.
+    slot: of the sequence, which computed `start` tokens; num_tokens: n; policy: whose first tokens
+    (`sinks`) every score's softmax covers.
     """
 
+    norms: Tensor | None = None  # of hidden states fp32 [1, n], where attention is weighed by them
+
     def __init__(
-        self, view: PoolView, slot: int, start: int, num_tokens: int, piece: range, sinks: int
+        self,
+        view: PoolView,
+        slot: int,
+        start: int,
+        num_tokens: int,
+        piece: range,
+        policy: ReplayPolicy,
     ) -> None:
-        self.view, self.piece, self.sinks = view, piece, sinks
+        self.view, self.piece, self.policy = view, piece, policy
         self.slot = torch.tensor([slot], device=view.pool.device)
         self.size = int(view.pool.host_lengths[slot].max())
         self.start, self.stop = start, start + num_tokens
         self.positions = torch.arange(start, self.stop, device=view.pool.device)
+
+    def enter(self, layer: LayerMaps, x: Tensor) -> None:
+        if self.policy.by_output:
+            self.norms = torch.linalg.vector_norm(x.float(), dim=-1)
 
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
         """q [1, Hq, n, .] and rows [1, n, R]: what W_O takes [1, n, W]."""
@@ -40,9 +52,13 @@ class ReplayContext(AttentionContext):
         member = member_of(pages.groups, q.device)
         positions = whole.positions[:, member, None]  # [1, 1 or Hk, 1, T]
         seen = whole.valid[:, member, None] & (positions <= self.positions[:, None])
-        scored = seen & (self._counted(positions) | (positions < self.sinks))
+        scored = seen & (self._counted(positions) | (positions < self.policy.sinks))
         scored |= seen & (positions >= self.start)
-        worth = reconstruction(q, layer.score_keys(whole.rows, rope), scored, layer.scale)
+        of_rows, of_queries = None, None
+        if self.norms is not None:
+            of_rows, of_queries = layer.output_norms(whole.rows), 1 / self.norms.clamp(min=LEAST)
+        k = layer.score_keys(whole.rows, rope)
+        worth = reconstruction(q, k, scored, layer.scale, of_rows, of_queries)
         groups = [worth[:, list(x.heads), : self.size].amax(1) for x in pages.groups]
         counted = stored.valid & self._counted(stored.positions)
         add_metrics(pages, self.slot, torch.stack(groups, 1).clamp(min=LEAST), counted)

@@ -13,6 +13,7 @@ from kvfold.cli.options import (
     SIZE,
     Calibration,
     Fastest,
+    Flag,
     Model,
     Place,
     RecipeName,
@@ -34,6 +35,7 @@ def compress(
     size: Size = SIZE,
     fastest: Fastest = FASTEST,
     recover: int = 0,
+    learn_scores: Flag = False,
     output: Path,
     calibration: Calibration = CALIBRATION,
     place: Place = PLACE,
@@ -44,11 +46,14 @@ def compress(
     ----------
     recover
         Steps in which the maps learn from the original on the calibration text; for a GPU.
+    learn_scores
+        Learn what rows are worth, for --evict learned.
     output
         New directory, written whole or not at all.
     """
     from kvfold.api import check_files, fill, stored_dtype
     from kvfold.compression.recover import check_steps
+    from kvfold.evaluation import scores
     from kvfold.files import new_directory, writing
 
     fastest.check(size, recipe, calibration.stats)
@@ -57,10 +62,16 @@ def compress(
     check_files(calibration.calib, calibration.stats, output)
     with new_directory(output) as folder:
         config = common.load_config(model)
+        if learn_scores:
+            scores.check_learnable(config)
         if fastest.fastest:
             made = fold_fastest(model, config, size, fastest, calibration, place, recover)
         else:
             made = fold_asked(model, config, recipe, size, calibration, place, recover)
+        if learn_scores:
+            own = made.compressor
+            with common.progress() as progress:
+                scores.learn_scores(own.model, own.tokenizer, own.windows(), progress)
         stored = stored_dtype(config, place.dtype) or made.compressor.model.dtype
         with writing(output):
             fill(folder, made.compressor.model, made.compressor.tokenizer, stored)

@@ -59,6 +59,7 @@ def build_runner(
     if policy is None and config.evict is not None:
         policy = policies.get(config.evict)
     check_served(model.config, policy, config)
+    check_scores(model, policy)
     use_triton(model.device.type)
     limits = CacheParams(keep_tokens=config.keep_tokens, max_cache_tokens=config.max_cache_tokens)
     found = spec_of(model)
@@ -118,6 +119,19 @@ def check_served(config: Any, policy: Policy | None, cache: CacheConfig) -> None
         raise SettingError(
             f"`evict={policy.name!r}`: this model's sliding window already drops old tokens, and "
             "eviction would drop others: leave `evict` out"
+        )
+
+
+def check_scores(model: Any, policy: Policy | None) -> None:
+    """Raises SettingError for a policy that reads scores which the model has not learned."""
+    if policy is None or "learned" not in policy.needs:
+        return
+    if any(
+        getattr(x, "score_map", None) is None for x in family_of(model.config).attentions(model)
+    ):
+        raise SettingError(
+            f"`evict={policy.name!r}`: this model has no learned scores; compress it with "
+            "`learn_scores=True`, or take another policy, such as 'kvzip'"
         )
 
 

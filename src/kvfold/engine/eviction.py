@@ -144,6 +144,7 @@ class Eviction:
             needs=policy.needs,
             source=self.attention.rows(index, valid.shape[2], computed),
             generator=self.generator,
+            scale=self.pool.layout.spec.geometry.scaling,
         )
 
     def tracked(self, *slots: int) -> tuple[Tensor, Tensor, Tensor]:

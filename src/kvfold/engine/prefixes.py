@@ -20,7 +20,9 @@ from kvfold.engine.request import Request
 from kvfold.spec.layout import Ints
 
 Chain = list[SharedPages]
-KNOWN = frozenset({"attention", "keys", "queries", "replay", "values"})  # needs of policies
+KNOWN = frozenset(
+    {"attention", "keys", "learned", "queries", "replay", "values"}
+)  # needs of policies
 
 
 def refusal(pool: SharingPool, policy: Policy | None, *, windows: bool) -> str | None:

@@ -41,7 +41,7 @@ class Replay:
         tokens = [*self._words(request, piece), *request.token_ids[piece.start : piece.stop]]
         device, start = self.view.pool.device, request.num_computed
         context = ReplayContext(
-            self.view, request.open_slot, start, len(tokens), piece, self.policy.sinks
+            self.view, request.open_slot, start, len(tokens), piece, self.policy
         )
         ids = torch.tensor(tokens, dtype=torch.int64, device=device)
         self.forward(ids, context.positions, context)

@@ -111,8 +111,10 @@ class HFAttention(FoldedAttention):
         if not isinstance(past, AttentionContext):
             eager = self.config._attn_implementation == "eager"
             context = CacheContext(past, mask, extra.get("position_ids"), x, eager)
+        maps = self.maps
+        context.enter(maps, x)
         q, rows = self.project(x, tables)
-        found = context.attend(self.maps, q, rows)
+        found = context.attend(maps, q, rows)
         out = self.o_proj(found) if self.output is None else self.output(found)
         return out, context.weights
 

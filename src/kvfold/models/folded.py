@@ -57,6 +57,7 @@ class FoldedAttention(nn.Module):
             self.value_up = nn.Parameter(self._stack(spec.value_latents))
         fused = self._query_numbers(spec.value_latents) if spec.values == "fused" else whole
         self.o_proj = _linear(fused, g.hidden_size)
+        self.register_parameter("score_map", None)
         # Column numbers as plain lists: buffers on the meta device would not survive loading.
         self.key_columns = Columns(spec, spec.key_latents)
         self.value_columns = Columns(spec, spec.value_latents)
@@ -68,6 +69,12 @@ class FoldedAttention(nn.Module):
     def _query_numbers(self, latents: tuple[Latent, ...]) -> int:
         """Of all query heads, each with the rank of its latent."""
         return self.geometry.queries_per_kv * sum(x.rank * len(x.heads) for x in latents)
+
+    def add_score_map(self) -> None:
+        """An empty map [Hk, D + 1] from hidden states and a one to the logarithm of what rows are
+        worth, which eviction may read."""
+        g = self.geometry
+        self.score_map = nn.Parameter(torch.empty(g.num_kv_heads, g.hidden_size + 1))
 
     # -- mode: which maps sit in weights, and which act at run time -----------------------------
 
@@ -168,6 +175,8 @@ class FoldedAttention(nn.Module):
             key_up=self.key_up if self.keys_rebuilt else None,
             key_mean=self.key_mean if self.keys_rebuilt else None,
             value_up=self.value_up if self.values_rebuilt else None,
+            output=self.o_proj.weight,
+            score_map=self.score_map,
             rope=self.rotary if self.keys_rebuilt else None,
         )
 

@@ -28,7 +28,8 @@ def fold_layer(stored: StoredCache, index: int, tensors: Mapping[str, Tensor]) -
     shape."""
     with torch.device("meta"):
         whole = empty_layer(stored.config, stored.spec, index)
-    found = {name: x.to(stored.dtype) for name, x in tensors.items()}
+    # vLLM evicts nothing by what was learned of rows.
+    found = {name: x.to(stored.dtype) for name, x in tensors.items() if name != "score_map"}
     if stored.artifact is None:
         found = _fold_plain(stored, whole, found)
     wanted = {name: x.shape for name, x in whole.state_dict().items()}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Scope = Literal["group", "layer", "pyramid", "all"]
-Need = Literal["attention", "keys", "local", "queries", "replay", "values"]
+Need = Literal["attention", "keys", "learned", "local", "queries", "replay", "values"]
 Groups = Sequence[tuple[int, ...]]  # KV heads of each of a layer's groups
 
 
@@ -39,7 +39,8 @@ class RowsView:
 
     positions int [B, G, T]; valid bool [B, G, T]; mass fp32 [B, G, T]: read it as `metrics`; sizes:
     T of every sequence alone; in_order: positions ascend; layers: the groups of every layer;
-    needs: of the policy; generator: for what is drawn, on the rows' device; source: of the rest.
+    needs: of the policy; generator: for what is drawn, on the rows' device; source: of the rest;
+    scale: of scores q k.
     """
 
     positions: Tensor
@@ -51,12 +52,13 @@ class RowsView:
     needs: frozenset[Need]
     source: RowSource
     generator: torch.Generator | None = None
+    scale: float = 1.0
 
     @property
     def metrics(self) -> Tensor:
-        """fp32 [B, G, T]: summed `attention_mass`, or what a replay or tokens close by made of
-        rows (0: nothing did); anything where no row is valid."""
-        if not self.needs & {"local", "replay"}:
+        """fp32 [B, G, T]: summed `attention_mass`, or what a replay, tokens close by or a learned
+        map made of rows (0: nothing did); anything where no row is valid."""
+        if not self.needs & {"learned", "local", "replay"}:
             self._check("attention")
         return self.mass
 

@@ -22,13 +22,15 @@ class ReplayPolicy(Policy):
     for the first, for others `follow` and the last `lead` tokens of the piece before; then what
     stands before a reply. It sees the whole cache, but a score's softmax covers only the first
     tokens (`sinks`), the piece's own rows, and the reading so far. Rows that no reading scored
-    stay.
+    stay. by_output: attention counts times the norm of what W_O makes of the value, over that of
+    the hidden states that ask (KVzip+).
     """
 
     needs = frozenset[Need]({"replay"})
 
     chunk: int = 2048
     lead: int = 8
+    by_output: bool = False
     prompt: str = "\n\nRepeat the previous context exactly."
     follow: str = "\n\nRepeat the part of the previous context exactly, starting with"
 
@@ -42,20 +44,34 @@ class ReplayPolicy(Policy):
         return view.metrics.where(view.metrics > 0, torch.inf)
 
 
-def reconstruction(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
+def reconstruction(
+    q: Tensor,
+    k: Tensor,
+    seen: Tensor,
+    scale: float,
+    of_rows: Tensor | None = None,
+    of_queries: Tensor | None = None,
+) -> Tensor:
     """The largest weight fp32 [B, Hk, T] that any query of any of a KV head's query heads gives to
     each row, of a softmax over the rows that are seen.
 
-    q [B, Hq, n, d], k [B, Hk, T, d], seen bool [B, 1 or Hk, n, T], at least one row a query.
+    q [B, Hq, n, d], k [B, Hk, T, d], seen bool [B, 1 or Hk, n, T], at least one row a query;
+    of_rows fp32 [B, Hq, T] and of_queries fp32 [B, n]: what multiplies weights first.
     """
     found = []
-    for own, keys, rows in zip(
-        q.unflatten(1, (k.shape[1], -1)).unbind(1),
-        k.unbind(1),
-        seen.expand(-1, k.shape[1], -1, -1).unbind(1),
-        strict=True,
-    ):
-        scores = (own @ keys[:, None].mT).float() * scale
-        weights = scores.masked_fill(~rows[:, None], -torch.inf).softmax(-1)
+    for head in range(k.shape[1]):
+        weights = attention_of(head, q, k, seen, scale)
+        if of_queries is not None:
+            weights *= of_queries[:, None, :, None]
+        if of_rows is not None:
+            weights *= of_rows.unflatten(1, (k.shape[1], -1))[:, head, :, None]
         found.append(weights.amax((1, 2)))
     return torch.stack(found, 1)
+
+
+def attention_of(head: int, q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """Attention fp32 [B, Hq / Hk, n, T] of the query heads of a KV head; arguments as above."""
+    own = q.unflatten(1, (k.shape[1], -1))[:, head]
+    scores = (own @ k[:, head, None].mT).float() * scale
+    rows = seen.expand(-1, k.shape[1], -1, -1)[:, head, None]
+    return scores.masked_fill(~rows, -torch.inf).softmax(-1)

@@ -13,13 +13,23 @@ from torch import Tensor
 
 from kvfold.ops.backend import Operation, use_triton
 from kvfold.ops.common.pages import LayerPages
-from kvfold.ops.store import residual
+from kvfold.ops.store import reference, residual
 from kvfold.ops.store.reference import StoredRows
 from kvfold.ops.store.residual import Fill
 from kvfold.ops.store.segments import unserved
 from kvfold.spec.layout import CacheLayout
 
-__all__ = ["Fill", "StoredRows", "add_metrics", "append", "gather", "move", "read_tracked", "spans"]
+__all__ = [
+    "Fill",
+    "StoredRows",
+    "add_metrics",
+    "append",
+    "gather",
+    "move",
+    "read_tracked",
+    "set_metrics",
+    "spans",
+]
 
 # Each has the functions below but `spans`.
 STORE = Operation(__name__, {"triton": unserved, "numba": unserved})
@@ -73,6 +83,12 @@ def add_metrics(pages: LayerPages, slots: Tensor, values: Tensor, valid: Tensor)
     `slots` are distinct. Rows that are not valid are left alone, whatever their value.
     """
     _of(pages).add_metrics(pages, slots, values, valid)
+
+
+def set_metrics(pages: LayerPages, slots: Tensor, index: Tensor, values: Tensor) -> None:
+    """Give row index[i, g] of (slots[i], group g) the metric values[i, g]: int64 [N], int64 [N, G],
+    fp32 [N, G]. PyTorch on every device; never waits for it."""
+    reference.set_metrics(pages, slots, index, values)
 
 
 def read_tracked(

@@ -87,6 +87,16 @@ def add_metrics(pages: LayerPages, slots: Tensor, values: Tensor, valid: Tensor)
         words.index_add_(0, address.flatten(), ((new - old) * keep).flatten())
 
 
+def set_metrics(pages: LayerPages, slots: Tensor, index: Tensor, values: Tensor) -> None:
+    """As `ops.store.set_metrics`."""
+    words = words_of(pages.arena, torch.int32)
+    for kind in plan_pages(pages.groups, pages.arena.device).kinds:
+        layout, row = kind.layout, index[:, kind.numbers]
+        page = pages.tables[slots[:, None], kind.numbers, row // layout.page].long()
+        address = page * (UNIT // 4) + layout.blocks.metrics.offset // 4 + row % layout.page
+        words[address] = values[:, kind.numbers].view(torch.int32)
+
+
 def read_metrics(pages: LayerPages, slots: Tensor, valid: Tensor) -> Tensor:
     """Metrics fp32 [B, G, T] of the rows of `slots` [B]; 0 where not valid (bool [B, G, T])."""
     return _read_track(pages, "metrics", slots, valid).view(torch.float32)

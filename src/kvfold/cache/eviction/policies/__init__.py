@@ -32,7 +32,10 @@ POLICIES: dict[str, str] = {
     "leverage": "keys.leverage",
     "compactor": "compactor.compactor",
     "kvzip": "replay.kvzip",
+    "kvzip+": "kvzip_plus.kvzip_plus",
     "kvzip-keys": "replay.kvzip_keys",
+    "learned": "learned.learned",
+    "expected-attention": "expected.expected_attention",
     "streaming": "streaming.streaming",
     "random": "random.random",
 }
