@@ -36,6 +36,11 @@ PAPERS = {  # name: recipe (None: the model as it is), share of dimensions, and 
     "ZACK": ("zack", 0.25, {}),
     "ZDC": ("zdc", 0.25, {}),
     "Keyformer-Z": ("zack", 0.5, {"evict": "keyformer", "keep_tokens": 0.5}),
+    **{
+        f"{name} {bits} bits": (recipe, keep, {"bits": bits, "format": "kvquant"})
+        for name, recipe, keep in (("KVQuant", "kvquant", 1), ("KVQuant-Z", "kvquant-z", 0.5))
+        for bits in (4, 3, 2)
+    },
     "H2O-ZDC": ("zdc", 0.5, {"evict": "h2o", "keep_tokens": 0.5}),
 }
 PLANNED = {"swift": (3, 4, 5, 6), "lean": (4, 6, 8), "small": (6, 14)}

@@ -129,6 +129,7 @@ class Recipe:
     (`kv`, set on both). ranks: how the budget is spent (see compression.ranks). equal_ranks: all
     latents of W_K in a layer, and all of W_V, get one rank (ranks 'fisher', Palu §4.1). gradients:
     weigh errors by the loss's gradient. reduce: prune and cluster rows before the SVD (ZDC §5.1).
+    codebooks: levels for few bits are calibrated (format kvquant).
     centroids: of its k-means, for each of q, k and v (None: see statistics.reduce). skip_layers:
     layers that stay whole, counted from 0. skip_threshold: so do those whose cumulative condition
     number has a log10 above it (ranks 'condition', LoRC §6.2).
@@ -143,6 +144,7 @@ class Recipe:
     group_size: int = setting(4, "Heads of a group.", least=1)
     gradients: bool = False
     reduce: bool = False
+    codebooks: bool = False
     centroids: int | None = None
     skip_layers: tuple[int, ...] = ()
     skip_threshold: float | None = None
@@ -151,6 +153,8 @@ class Recipe:
         check(self)
         if (self.keys == "kv") != (self.values == "kv"):
             raise SettingError("`keys='kv'` and `values='kv'` go together: one latent serves both")
+        if self.codebooks and self.keys == "kv":
+            raise SettingError("`codebooks` are of keys or of values, and `keys='kv'` is of both")
         if self.centroids is not None and (not self.reduce or self.centroids < 1):
             raise SettingError(
                 f"`centroids` must be at least 1 and needs `reduce=True`, got {self.centroids} and "

@@ -198,8 +198,10 @@ def _decode_settings(layer: LayerShape, groups: Sequence[Group], task: Task) -> 
     runs = [[x.bits for x in own] for group in groups for own in latents_of(group, "k")]
     runs += [[x.bits for x in own] for group in groups for own in latents_of(group, "v")]
     bits = {x.bits for x in segments}
-    if layout.residual or any(x.per_channel for x in segments):
-        yield f"leave residual and KIVI out; {SERVED}"
+    unread = {x.format.name for x in segments if "decode" not in x.format.kernels}
+    if layout.residual or unread:
+        given = ["residual"] * bool(layout.residual) + [f"format={x!r}" for x in sorted(unread)]
+        yield f"leave {' and '.join(given)} out; {SERVED}"
     elif not bits <= {16, *CODES}:
         yield SERVED
     elif any(len(set(own)) < len(own) for own in runs):

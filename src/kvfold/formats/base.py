@@ -12,6 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvfold.formats import Codebooks
+
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -49,6 +51,11 @@ class Format(ABC):
     def row_bytes(self, width: int) -> int:
         """Bytes of one row's codes of `width` numbers."""
 
+    def sparse_bytes(self, width: int) -> int:
+        """Bytes of a row's codes, of those of `row_bytes`, that are beside the `bits` of each
+        number, such as outliers."""
+        return 0
+
     @abstractmethod
     def encode(self, x: Tensor, page: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """x float [N, g, n] -> codes uint8 [N, g, row_bytes(n)] and metadata, each [N, g]; per
@@ -66,9 +73,12 @@ class Format(ABC):
         """
 
     @classmethod
-    def of(cls, side: str, bits: int, *, zeros: bool, planned: bool) -> "Format":
+    def of(
+        cls, side: str, bits: int, *, zeros: bool, planned: bool, codebooks: Codebooks | None = None
+    ) -> "Format":
         """The format of a latent's numbers: `side` k, v or kv; zeros: asked for beside scales;
-        planned: a checkpoint's. Raises ValueError for zeros that it does not store."""
+        planned: a checkpoint's; codebooks: the latent's. Raises ValueError for zeros that it does
+        not store, and without codebooks that it needs."""
         if zeros:
             raise ValueError(f"format={cls.name!r} stores no zeros: leave zeros out")
         return cls(bits=bits)

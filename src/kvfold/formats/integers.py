@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.formats import Codebooks
 from kvfold.formats.base import Format
 
 FP16_MAX = 65504.0
@@ -69,7 +70,9 @@ class Integers(Format):
         dequantize(unpack(codes, out.shape[-1], self.bits), scale, zero, self.bits, out)
 
     @classmethod
-    def of(cls, side: str, bits: int, *, zeros: bool, planned: bool) -> Format:
+    def of(
+        cls, side: str, bits: int, *, zeros: bool, planned: bool, codebooks: Codebooks | None = None
+    ) -> Format:
         """With fp8 scales for what is planned, because of its many tiers."""
         return cls(bits=bits, zeros=zeros, metadata=SCALES_IN[1 if planned and not zeros else 2])
 
