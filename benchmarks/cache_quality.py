@@ -41,6 +41,15 @@ PAPERS = {  # name: recipe (None: the model as it is), share of dimensions, and 
         for name, recipe, keep in (("KVQuant", "kvquant", 1), ("KVQuant-Z", "kvquant-z", 0.5))
         for bits in (4, 3, 2)
     },
+    "GEAR 4 bits": (None, 1, {"bits": 4, "format": "gear"}),
+    "GEAR 2 bits": (None, 1, {"bits": 2, "format": "gear"}),
+    "GEAR 2 bits, pages of 256": (
+        None,
+        1,
+        {"bits": 2, "format": "gear", "page": 256, "residual": 256},
+    ),
+    "GEAR-ZDC 4 bits": ("zdc", 0.5, {"bits": 4, "format": "gear"}),
+    "GEAR-ZDC 2 bits": ("zdc", 0.5, {"bits": 2, "format": "gear"}),
     "H2O-ZDC": ("zdc", 0.5, {"evict": "h2o", "keep_tokens": 0.5}),
 }
 PLANNED = {"swift": (3, 4, 5, 6), "lean": (4, 6, 8), "small": (6, 14)}

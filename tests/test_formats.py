@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from kvfold.formats import FORMATS, format_of
-from kvfold.formats.base import Format
+from kvfold.formats.base import Asked, Format
 from kvfold.formats.unquantized import Unquantized
 from test_store import numbers
 
 PAGE, GROUPS, PAGES, WIDTH = 8, 3, 2, 20
 BOOKS = tuple(tuple(torch.linspace(-1, 1, 2**bits).tolist()) for bits in (4, 3, 2))
 CASES = [Unquantized(itemsize=2)] + [
-    format_of(name).of(side, bits, zeros=False, planned=False, codebooks=BOOKS)
+    format_of(name).of(Asked(side=side, bits=bits, page=PAGE, codebooks=BOOKS))
     for name in FORMATS
     for side in ("k", "v")
     for bits in format_of(name).widths

@@ -174,7 +174,7 @@ class CacheConfig:
     )
     page: int | None = setting(
         None,
-        f"Rows a page; by default {PAGE}, or what the policy was published with.",
+        f"Rows a page; by default {PAGE}, or what the policy or format was published with.",
         least=1,
         unit="row",
     )
@@ -184,7 +184,7 @@ class CacheConfig:
     zeros: bool = setting(False, "Store a zero beside every scale.")
     sub_group: int | None = setting(
         None,
-        "Most numbers that share a scale; by default a whole latent, 32 with kivi.",
+        "Most numbers that share a scale; by default a whole latent, 32 with kivi, 64 with gear.",
         least=8,
         unit="numbers",
     )
@@ -196,13 +196,14 @@ class CacheConfig:
     format: str = setting(
         "integers",
         "How numbers are packed; kivi: keys per channel of a page, values per token, with "
-        "zeros, not turned.",
+        "zeros, not turned; kvquant: at calibrated levels, with outliers, of a model compressed "
+        "by recipe kvquant or kvquant-z; gear: kivi, outliers and a low-rank part of the rest.",
         choices=FORMATS,
     )
     residual: int | None = setting(
         None,
         "The last 1 to so many tokens wait in 16 bits, until all are packed at once; whole"
-        " pages, 128 with kivi.",
+        " pages, 128 with kivi, 64 with gear.",
     )
     evict: str | None = setting(
         None,
@@ -256,7 +257,7 @@ class CacheConfig:
                 f"{got}: set `bits` to one of {', '.join(map(str, chosen.widths))}, or leave "
                 "`format` out"
             )
-        page = self.page or PAGE
+        page = self.page or chosen.rows or PAGE
         residual = chosen.residual if self.residual is None else self.residual
         if residual is not None and (residual < page or residual % page):
             raise SettingError(

@@ -13,6 +13,7 @@ FORMATS = {
     "integers": "Integers",
     "kivi": "Kivi",
     "kvquant": "KVQuant",
+    "gear": "Gear",
 }
 
 

@@ -18,6 +18,19 @@ INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by by
 
 
 @dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a latent's numbers are to be stored in. side: k, v or kv; page: rows; zeros: beside
+    scales; planned: a checkpoint's bits; codebooks: the latent's."""
+
+    side: str
+    bits: int
+    page: int
+    zeros: bool = False
+    planned: bool = False
+    codebooks: Codebooks | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Format(ABC):
     """How the numbers of a segment are stored.
 
@@ -26,8 +39,9 @@ class Format(ABC):
 
     Of all numbers of a cache in this format: widths: bits that it has; plans: whether a checkpoint
     may plan bits in it, so that none need be given; rotates: whether numbers that share a scale are
-    turned first, so that they are alike; sub_group: most of them, and residual: rows that wait
-    unquantised, where nothing else is asked for (None: a whole latent, and none).
+    turned first, so that they are alike; sub_group: most of them, rows: of a page, and residual:
+    rows that wait unquantised, where nothing else is asked for (None: a whole latent, as many as
+    ever, and none).
     """
 
     bits: int
@@ -39,6 +53,7 @@ class Format(ABC):
     widths: ClassVar[tuple[int, ...]] = ()
     plans: ClassVar[bool] = False
     rotates: ClassVar[bool] = True
+    rows: ClassVar[int | None] = None
     sub_group: ClassVar[int | None] = None
     residual: ClassVar[int | None] = None
 
@@ -73,15 +88,12 @@ class Format(ABC):
         """
 
     @classmethod
-    def of(
-        cls, side: str, bits: int, *, zeros: bool, planned: bool, codebooks: Codebooks | None = None
-    ) -> "Format":
-        """The format of a latent's numbers: `side` k, v or kv; zeros: asked for beside scales;
-        planned: a checkpoint's; codebooks: the latent's. Raises ValueError for zeros that it does
-        not store, and without codebooks that it needs."""
-        if zeros:
+    def of(cls, asked: Asked) -> "Format":
+        """The format of a latent's numbers. Raises ValueError for what it cannot store, and for
+        codebooks that it needs and are not there."""
+        if asked.zeros:
             raise ValueError(f"format={cls.name!r} stores no zeros: leave zeros out")
-        return cls(bits=bits)
+        return cls(bits=asked.bits)
 
     @classmethod
     def refusal(cls, side: str, keys: str, num_heads: int) -> str | None:

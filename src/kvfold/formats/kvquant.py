@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.formats import Codebooks
-from kvfold.formats.base import Format
+from kvfold.formats.base import Asked, Format
 from kvfold.formats.integers import FP16_MAX, pack, unpack
 
 SHARE = 100  # one number in so many, rounded up, is an outlier
@@ -82,18 +81,16 @@ class KVQuant(Format):
         )
 
     @classmethod
-    def of(
-        cls, side: str, bits: int, *, zeros: bool, planned: bool, codebooks: Codebooks | None = None
-    ) -> Format:
-        levels = next((x for x in codebooks or () if len(x) == 2**bits), None)
-        if zeros:
+    def of(cls, asked: Asked) -> Format:
+        levels = next((x for x in asked.codebooks or () if len(x) == 2**asked.bits), None)
+        if asked.zeros:
             raise ValueError("format='kvquant' stores zeros where it needs them: leave zeros out")
         if levels is None:
             raise ValueError(
                 "format='kvquant' needs levels that were calibrated on the model: compress it with"
                 " recipe kvquant (keep 1) or kvquant-z first, or take another format"
             )
-        return cls(bits=bits, levels=levels, ranged=side == "v")
+        return cls(bits=asked.bits, levels=levels, ranged=asked.side == "v")
 
 
 def words(x: Tensor, dtype: torch.dtype) -> Tensor:

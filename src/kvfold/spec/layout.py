@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from kvfold.formats import format_of
-from kvfold.formats.base import Format
+from kvfold.formats.base import Asked, Format
 from kvfold.formats.unquantized import Unquantized
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side, Tiers, plain_layer
 
@@ -304,13 +304,15 @@ def cache_layout(
             if number == WHOLE:
                 found: Format = Unquantized(itemsize=itemsize)
             else:
-                found = chosen.of(
-                    latent.side,
-                    number,
+                asked = Asked(
+                    side=latent.side,
+                    bits=number,
+                    page=page,
                     zeros=zeros,
                     planned=bits is None,
                     codebooks=latent.codebooks,
                 )
+                found = chosen.of(asked)
             for size in filter(None, found.cut(width, sub_group)):
                 yield Segment(
                     side=latent.side, heads=latent.heads, start=start, width=size, format=found
