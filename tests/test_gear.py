@@ -140,7 +140,7 @@ def test_mistakes_are_explained() -> None:
     with pytest.raises(ValueError, match="pages of at most 256 rows, got 512: take smaller"):
         config = CacheConfig(format="gear", bits=2, page=512, residual=512)
         build_runner(model, config, **about)
-    with pytest.raises(ValueError, match="whole pages of 64 rows.*got 32"):
+    with pytest.raises(ValueError, match=r"whole pages of 64 rows.*got 32"):
         CacheConfig(format="gear", bits=2, residual=32)
     with pytest.raises(ValueError, match="stores zeros in any case"):
         build_runner(model, CacheConfig(format="gear", bits=2, zeros=True), **about)
