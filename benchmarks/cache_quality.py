@@ -5,7 +5,8 @@
 Sections: policies (each at 2, 4, 8, 16 times fewer tokens), metric (KV-Compress Table 2: power,
 window, all queries), bits (with and without rotation, Palu Table 7; KIVI), factor (dimensions and
 bits together, then eviction on top), recipes (ours, planned in dimensions and bits, beside plain
-ones). Rows are written as they are measured; those already in the file are kept.
+ones), papers (methods that the papers compare themselves with, alone and over their bases, beside
+ours at the same bytes). Rows are written as they are measured; those already in the file are kept.
 """
 
 import argparse
@@ -26,6 +27,31 @@ from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import window_perplexity
 
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
+PAPERS = {  # name: recipe (None: the model as it is), share of dimensions, and what else is cut
+    "KIVI 2 bits": (None, 1, {"bits": 2, "format": "kivi"}),
+    "int4, rotated": (None, 1, {"bits": 4}),
+    "Keyformer": (None, 1, {"evict": "keyformer", "keep_tokens": 0.25}),
+    "H2O": (None, 1, {"evict": "h2o", "keep_tokens": 0.25}),
+    "KV-Compress": (None, 1, {"evict": "kv-compress", "keep_tokens": 0.25}),
+    "ZACK": ("zack", 0.25, {}),
+    "ZDC": ("zdc", 0.25, {}),
+    "Keyformer-Z": ("zack", 0.5, {"evict": "keyformer", "keep_tokens": 0.5}),
+    **{
+        f"{name} {bits} bits": (recipe, keep, {"bits": bits, "format": "kvquant"})
+        for name, recipe, keep in (("KVQuant", "kvquant", 1), ("KVQuant-Z", "kvquant-z", 0.5))
+        for bits in (4, 3, 2)
+    },
+    "GEAR 4 bits": (None, 1, {"bits": 4, "format": "gear"}),
+    "GEAR 2 bits": (None, 1, {"bits": 2, "format": "gear"}),
+    "GEAR 2 bits, pages of 256": (
+        None,
+        1,
+        {"bits": 2, "format": "gear", "page": 256, "residual": 256},
+    ),
+    "GEAR-ZDC 4 bits": ("zdc", 0.5, {"bits": 4, "format": "gear"}),
+    "GEAR-ZDC 2 bits": ("zdc", 0.5, {"bits": 2, "format": "gear"}),
+    "H2O-ZDC": ("zdc", 0.5, {"evict": "h2o", "keep_tokens": 0.5}),
+}
 PLANNED = {"swift": (3, 4, 5, 6), "lean": (4, 6, 8), "small": (6, 14)}
 METRIC = {  # edits of kv-compress
     "w8-L2": {},
@@ -39,13 +65,15 @@ METRIC = {  # edits of kv-compress
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row: how tokens are stored, and how many times smaller a recipe planned dims and bits."""
+    """One row: how tokens are stored, and how many times smaller a recipe planned dims and bits, or
+    which share of the dimensions it kept."""
 
     name: str
     cache: CacheConfig
     edit: dict[str, Any] = dataclasses.field(default_factory=dict)
     recipe: str = "small"
     factor: float | None = None
+    keep: float | None = None
     prefer: Prefer = "balanced"
 
 
@@ -82,6 +110,15 @@ def cases(section: str) -> Iterator[Case]:
                 yield case
                 if recipe == "swift":
                     yield dataclasses.replace(case, name=f"{name}, for speed", prefer="speed")
+    if section == "papers":
+        for name, (recipe, keep, more) in PAPERS.items():
+            own = CacheConfig(**(evict | more if "evict" in more else more))
+            yield Case(name=name, cache=own, recipe=recipe or "", keep=keep if recipe else None)
+        for recipe in PLANNED:
+            for factor in (4, 6):
+                yield Case(
+                    name=f"{recipe} {factor}x", cache=CacheConfig(), recipe=recipe, factor=factor
+                )
     if section == "factor":
         for factor in (8, 10, 14, 18, 24):
             yield Case(name=f"factor {factor}", cache=CacheConfig(), factor=factor)
@@ -118,19 +155,21 @@ class Bench(quality.Bench):
         return found | {"seconds": time.perf_counter() - begin}
 
     def _model(self, case: Case) -> Any:
-        if case.factor is None:
+        if case.factor is None and case.keep is None:
             return self.model
         if case.recipe not in self.prepared:
             recipe, most = recipes.get(case.recipe), self.arguments.calib_tokens
             compressor = Compressor(self.model, recipe, self.tokenizer, max_tokens=most)
             self.prepared[case.recipe] = compressor.prepare(self.arguments.stats)
         prepared = self.prepared[case.recipe]
+        if case.factor is None:
+            return prepared.folded_copy(prepared.plan(case.keep))
         return prepared.folded_copy(prepared.plan_factor(case.factor, prefer=case.prefer))
 
 
 def main() -> None:
     parser = quality.parser(__doc__, model="reference:gqa", ctx=1024, windows=24)
-    sections = ("policies", "metric", "bits", "factor", "recipes")
+    sections = ("policies", "metric", "bits", "factor", "recipes", "papers")
     parser.add_argument("--section", choices=sections, required=True)
     parser.add_argument("--contexts", type=int, default=25)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])

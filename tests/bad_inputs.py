@@ -221,7 +221,8 @@ SIZES = {
         "--recover must be at least 0 steps, got -1; 0 leaves the maps alone"
     ),
     "kvfold compress reference:gqa --recipe tiny --output new": (
-        "unknown recipe 'tiny'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
+        "unknown recipe 'tiny'; recipes: zack, zdc, kvquant, kvquant-z, lorc, palu-m, palu-g, "
+        "palu-j, fast, "
         "swift, lean, small"
     ),
     "kvfold compress reference:gqa --max-tokens -5 --output new": (
@@ -243,7 +244,8 @@ SIZES = {
         "--keep: '0.5,half' is not a comma-separated list of numbers such as .5,.25"
     ),
     "kvfold compare reference:gqa --recipes small,big": (
-        "unknown recipe 'big'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
+        "unknown recipe 'big'; recipes: zack, zdc, kvquant, kvquant-z, lorc, palu-m, palu-g, "
+        "palu-j, fast, "
         "swift, lean, small"
     ),
     "kvfold compare reference:gqa --align 0": "--align must be at least 1 and below 1e+06, got 0",
@@ -437,7 +439,7 @@ CACHE = {
     ),
     "kvfold eval reference:gqa --evict best --keep-tokens 0.5": (
         "--evict must be one of kv-compress, kv-compress-full, kvc-w8, kvc-w32, kvc-w32-l1, "
-        "kvc-full, snapkv, snapkv-w8, h2o, h2o-r32, pyramidkv, ada-snapkv, ada-snapkv-w8, "
+        "kvc-full, snapkv, snapkv-w8, h2o, h2o-r32, keyformer, pyramidkv, ada-snapkv, ada-snapkv-w8, "
         "keydiff, keydiff-all, knorm, leverage, compactor, kvzip, kvzip+, kvzip-keys, "
         "learned, expected-attention, streaming, random, auto; got 'best'"
     ),
@@ -661,7 +663,8 @@ PYTHON = {
     ),
     'kvfold.compress("reference:gqa", recipe=5)': "recipe must be a string or a Recipe; got 5",
     'kvfold.compress("reference:gqa", "tiny")': (
-        "unknown recipe 'tiny'; recipes: zack, zdc, lorc, palu-m, palu-g, palu-j, fast, "
+        "unknown recipe 'tiny'; recipes: zack, zdc, kvquant, kvquant-z, lorc, palu-m, palu-g, "
+        "palu-j, fast, "
         "swift, lean, small"
     ),
     'kvfold.compress("reference:gqa", align="8")': "align must be a whole number; got '8'",

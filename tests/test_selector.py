@@ -58,6 +58,7 @@ def layer_of(
     *,
     shared: bool = False,
     tiers=None,
+    codebooks=None,
     window: int | None = None,
     softcap: float | None = None,
     fixed: bool = True,
@@ -66,7 +67,9 @@ def layer_of(
     """A layer of 16 numbers a head and side, or of 16 for all of them."""
     heads = [(0, 1)] if shared else [(0,), (1,)]
     latents = tuple(
-        Latent(side=side, heads=own, rank=16, tiers=tiers) for side in "kv" for own in heads
+        Latent(side=side, heads=own, rank=16, tiers=tiers, codebooks=codebooks)
+        for side in "kv"
+        for own in heads
     )
     spec = LayerSpec(keys=keys, values=values, latents=latents)
     geometry = replace(GEOMETRY, softcap=softcap)
@@ -139,7 +142,19 @@ def test_kernels_decode_on_a_gpu(layer: Layer, observed: bool, wanted: str) -> N
         (layer_of(bits=3), False, "3 bits", "8, 4 and 2 bits have kernels"),
         (layer_of("pre_rope", tiers=((8, 6), (8, 4))), False, "6 bits", "8, 4 and 2 bits have"),
         (layer_of(tiers=((12, 4), (4, 2))), False, "whole 16-bit words", "a recipe that keeps"),
-        (layer_of(bits=4, residual=32), False, "residual", "leave residual and KIVI out"),
+        (layer_of(bits=4, residual=32), False, "residual", "leave residual out"),
+        (
+            layer_of(bits=2, format="kivi", residual=32, page=32),
+            False,
+            "residual",
+            "leave residual and format='kivi' out; 8, 4 and 2 bits have kernels",
+        ),
+        (
+            layer_of(bits=4, format="kvquant", codebooks=(tuple(range(16)),)),
+            False,
+            "in format kvquant, which the kernels do not read",
+            "leave format='kvquant' out; 8, 4 and 2 bits have kernels",
+        ),
         (layer_of(bits=4, sub_group=8), False, "", "leave sub_group out"),
         (layer_of(itemsize=4), False, "", "load the model as bfloat16"),
         (layer_of(window=64, tracked=True), False, "window of 64 tokens", "no setting avoids it"),

@@ -9,7 +9,7 @@ import statistics
 import sys
 from pathlib import Path
 
-SECTIONS = ("policies", "metric", "bits", "factor", "recipes")
+SECTIONS = ("policies", "metric", "bits", "factor", "recipes", "papers")
 
 
 def loss(row: dict, original: dict, text: str) -> str:

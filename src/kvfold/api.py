@@ -11,10 +11,11 @@ import torch
 from kvfold import card
 from kvfold.artifact import provenance_of, spec_of
 from kvfold.compression.calibration_text import CALIBRATION_TOKENS
-from kvfold.compression.compressor import Compressor, factor_of
+from kvfold.compression.compressor import Compressor
 from kvfold.compression.default import chosen
 from kvfold.compression.progress import Progress
 from kvfold.compression.recover import check_steps
+from kvfold.compression.room import factor_of
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.statistics.artifact import check_place
 from kvfold.compression.target import Target

@@ -129,6 +129,7 @@ class Recipe:
     (`kv`, set on both). ranks: how the budget is spent (see compression.ranks). equal_ranks: all
     latents of W_K in a layer, and all of W_V, get one rank (ranks 'fisher', Palu §4.1). gradients:
     weigh errors by the loss's gradient. reduce: prune and cluster rows before the SVD (ZDC §5.1).
+    codebooks: levels for few bits are calibrated (format kvquant).
     centroids: of its k-means, for each of q, k and v (None: see statistics.reduce). skip_layers:
     layers that stay whole, counted from 0. skip_threshold: so do those whose cumulative condition
     number has a log10 above it (ranks 'condition', LoRC §6.2).
@@ -143,6 +144,7 @@ class Recipe:
     group_size: int = setting(4, "Heads of a group.", least=1)
     gradients: bool = False
     reduce: bool = False
+    codebooks: bool = False
     centroids: int | None = None
     skip_layers: tuple[int, ...] = ()
     skip_threshold: float | None = None
@@ -151,6 +153,8 @@ class Recipe:
         check(self)
         if (self.keys == "kv") != (self.values == "kv"):
             raise SettingError("`keys='kv'` and `values='kv'` go together: one latent serves both")
+        if self.codebooks and self.keys == "kv":
+            raise SettingError("`codebooks` are of keys or of values, and `keys='kv'` is of both")
         if self.centroids is not None and (not self.reduce or self.centroids < 1):
             raise SettingError(
                 f"`centroids` must be at least 1 and needs `reduce=True`, got {self.centroids} and "
@@ -170,7 +174,7 @@ class CacheConfig:
     )
     page: int | None = setting(
         None,
-        f"Rows a page; by default {PAGE}, or what the policy was published with.",
+        f"Rows a page; by default {PAGE}, or what the policy or format was published with.",
         least=1,
         unit="row",
     )
@@ -180,7 +184,7 @@ class CacheConfig:
     zeros: bool = setting(False, "Store a zero beside every scale.")
     sub_group: int | None = setting(
         None,
-        "Most numbers that share a scale; by default a whole latent, 32 with kivi.",
+        "Most numbers that share a scale; by default a whole latent, 32 with kivi, 64 with gear.",
         least=8,
         unit="numbers",
     )
@@ -192,13 +196,14 @@ class CacheConfig:
     format: str = setting(
         "integers",
         "How numbers are packed; kivi: keys per channel of a page, values per token, with "
-        "zeros, not turned.",
+        "zeros, not turned; kvquant: at calibrated levels, with outliers, of a model compressed "
+        "by recipe kvquant or kvquant-z; gear: kivi, outliers and a low-rank part of the rest.",
         choices=FORMATS,
     )
     residual: int | None = setting(
         None,
         "The last 1 to so many tokens wait in 16 bits, until all are packed at once; whole"
-        " pages, 128 with kivi.",
+        " pages, 128 with kivi, 64 with gear.",
     )
     evict: str | None = setting(
         None,
@@ -252,7 +257,7 @@ class CacheConfig:
                 f"{got}: set `bits` to one of {', '.join(map(str, chosen.widths))}, or leave "
                 "`format` out"
             )
-        page = self.page or PAGE
+        page = self.page or chosen.rows or PAGE
         residual = chosen.residual if self.residual is None else self.residual
         if residual is not None and (residual < page or residual % page):
             raise SettingError(

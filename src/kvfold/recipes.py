@@ -16,6 +16,17 @@ def zdc() -> Recipe:
     return Recipe(name="zdc", basis="zack", ranks="uniform", reduce=True)
 
 
+def kvquant() -> Recipe:
+    """KVQuant: keys before RoPE and values as they are, with levels and ranges for format kvquant,
+    in which it is served: nothing is dropped, so keep is 1 (§3)."""
+    return Recipe(name="kvquant", basis="channels", ranks="uniform", codebooks=True)
+
+
+def kvquant_z() -> Recipe:
+    """KVQuant-Z: the same for what ZACK stores, keys after RoPE (ZACK §6.2)."""
+    return replace(zack(), name="kvquant-z", codebooks=True)
+
+
 def lorc() -> Recipe:
     """LoRC: SVD of W_K and W_V over all heads, ranks by cumulative condition number (§4)."""
     return Recipe(name="lorc", basis="lorc", keys="joint", values="joint", ranks="condition")
@@ -59,6 +70,8 @@ def small() -> Recipe:
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "zack": zack,
     "zdc": zdc,
+    "kvquant": kvquant,
+    "kvquant-z": kvquant_z,
     "lorc": lorc,
     "palu-m": palu_m,
     "palu-g": palu_g,

@@ -20,21 +20,24 @@ from kvfold.spec.layout import Group
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A kind of queries that a backend is chosen for. decode: one a sequence, which sees all of its
-    rows; observed: what they attend to is added to metrics; dtype: of queries."""
+    rows; observed: what they attend to is added to metrics; dtype: of queries; reweighed: by a
+    policy that needs their weights as they are."""
 
     decode: bool
     observed: bool
     device_type: str
     dtype: torch.dtype
+    reweighed: bool = False
 
 
 class AttentionBackend(ABC):
     """One way to attend over a cache, made anew for every step, in which what it plans is kept.
 
-    captures: whether a CUDA graph can hold it.
+    captures: whether a CUDA graph can hold it; weighs: whether it has the weights of whole rows.
     """
 
     captures: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
 
     def __init__(self, view: CacheView) -> None:
         self.view = view

@@ -6,6 +6,7 @@ a row, Hk KV heads, W numbers that W_O takes.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from kvfold.spec.layout import Group
 
 class Fallback(AttentionBackend):
     """Any layer and any queries, with explicit weights where these are observed."""
+
+    weighs: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> None:
@@ -47,6 +50,7 @@ class Fallback(AttentionBackend):
         if policy is not None and lengths is not None and weights is not None:
             heads = [group.heads for group in pages.groups]
             each = positions.expand(-1, layer.geometry.num_kv_heads, -1)
+            policy = policy.of_layer(layer.index)
             mass = attention_mass(weights, each, part.positions, lengths, policy, heads)
             add_metrics(pages, part.slots, mass, stored.valid)
         return out

@@ -32,6 +32,7 @@ DECODE: tuple[type[AttentionBackend], ...] = (
 )
 PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
 SERVED = "8, 4 and 2 bits have kernels, alone or planned together"
+REWEIGHED = "the policy makes scores of weights, which no kernel writes"
 EVEN = "a recipe that keeps as much of every head, such as fast with align=8, does"
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,10 @@ def select(
     preference, the last serving everything; all where nothing is given."""
     passed: dict[str, str] = {}
     for backend in among or (DECODE if task.decode else PREFILL):
-        reason = backend.supports(layer, groups, task)
+        if task.reweighed and not backend.weighs:
+            reason: str | None = REWEIGHED
+        else:
+            reason = backend.supports(layer, groups, task)
         if reason is None:
             return Choice(backend, passed)
         passed[backend.__name__] = reason
@@ -75,12 +79,20 @@ class Selected:
         """Choose for every layer of a model, and say so."""
         groups, device = [*map(view.layout.of_layer, range(len(layers)))], view.device.type
         found = []
+        reweighs = view.observing is not None and view.observing.reweighs
         for decode, observed in ((True, view.observes_decodes), (False, False), (False, True)):
-            task = Task(decode=decode, observed=observed, device_type=device, dtype=view.dtype)
+            reweighed = observed and reweighs
+            task = Task(
+                decode=decode,
+                observed=observed,
+                device_type=device,
+                dtype=view.dtype,
+                reweighed=reweighed,
+            )
             choices = [select(x, own, task) for x, own in zip(layers, groups, strict=True)]
             if decode or not observed or view.observing is not None:
                 _log(task, choices)
-            if decode and view.pool.layout.kept_fraction < 1:
+            if decode and (reweighed or view.pool.layout.kept_fraction < 1):
                 warn_of_fallback(layers, groups, choices, task)
             found.append(tuple(choice.backend for choice in choices))
         return cls(*found)
@@ -172,6 +184,8 @@ def _remedy(layer: LayerShape, groups: Sequence[Group], task: Task) -> str:
     """The settings by which kernels would serve a layer, where there are any."""
     if not use_triton(task.device_type):
         return "install triton, and leave KVFOLD_BACKEND at auto"
+    if task.reweighed:
+        return "another policy, such as kv-compress, has kernels"
     if layer.softcap is not None or (task.decode and layer.window is not None):
         return "no setting avoids it"
     settings = _decode_settings if task.decode else _prefill_settings
@@ -184,8 +198,10 @@ def _decode_settings(layer: LayerShape, groups: Sequence[Group], task: Task) -> 
     runs = [[x.bits for x in own] for group in groups for own in latents_of(group, "k")]
     runs += [[x.bits for x in own] for group in groups for own in latents_of(group, "v")]
     bits = {x.bits for x in segments}
-    if layout.residual or any(x.per_channel for x in segments):
-        yield f"leave residual and KIVI out; {SERVED}"
+    unread = {x.format.name for x in segments if "decode" not in x.format.kernels}
+    if layout.residual or unread:
+        given = ["residual"] * bool(layout.residual) + [f"format={x!r}" for x in sorted(unread)]
+        yield f"leave {' and '.join(given)} out; {SERVED}"
     elif not bits <= {16, *CODES}:
         yield SERVED
     elif any(len(set(own)) < len(own) for own in runs):

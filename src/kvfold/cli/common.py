@@ -284,7 +284,8 @@ def check_recipe(
     folded by it to such a size, or not calibrated on so many tokens; before one is loaded."""
     from kvfold import recipes
     from kvfold.compression.calibration_text import check_tokens
-    from kvfold.compression.compressor import check, factor_of, needs
+    from kvfold.compression.compressor import check, needs
+    from kvfold.compression.room import factor_of
     from kvfold.models.families import family_of
 
     recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe

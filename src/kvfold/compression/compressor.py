@@ -15,16 +15,16 @@ from kvfold.compression.calibration_text import (
     calibration_windows,
     window_length,
 )
+from kvfold.compression.codebooks import with_codebooks
 from kvfold.compression.plan import Size, by_layer, plan_bits, planned_spec
-from kvfold.compression.preference import check_speed, rule_of
 from kvfold.compression.progress import Progress, stage
 from kvfold.compression.ranks import LatentCandidate, allocate, method_of
 from kvfold.compression.recover import BATCH, check_steps
 from kvfold.compression.recover import recover as distil
+from kvfold.compression.room import aligned, bits_of, factor_of, numbers
 from kvfold.compression.statistics import Statistics
-from kvfold.compression.target import Target, check_align, check_keep
+from kvfold.compression.target import Target, check_keep
 from kvfold.config import SEEDS, Prefer, Recipe, Setting, check_types
-from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import check_model, family_of
@@ -169,7 +169,7 @@ class Prepared:
         """The ranks that spend `keep` of the cache."""
         check_keep(keep)
         c = self.compressor
-        ranks = allocate(self.candidates, c.ranks, _numbers(keep, c.geometry), c.align(align))
+        ranks = allocate(self.candidates, c.ranks, numbers(keep, c.geometry), c.align(align))
         return self._spec([(rank, None) for rank in ranks])
 
     def plan_factor(
@@ -188,12 +188,16 @@ class Prepared:
         target = Target(factor=factor, levels=given, prefer=prefer)
         c.factor_of(target)
         assert target.levels is not None
-        bits = _bits(factor, c.geometry)
+        bits = bits_of(factor, c.geometry)
         return self._spec(plan_bits(self.candidates, bits, target.levels, prefer))
 
     def _spec(self, sizes: Sequence[Size]) -> CacheSpec:
         c = self.compressor
-        return planned_spec(self.candidates, sizes, c.geometry, c.basis.key_kind(c.geometry))
+        spec = planned_spec(self.candidates, sizes, c.geometry, c.basis.key_kind(c.geometry))
+        if c.recipe.codebooks:
+            layers = with_codebooks(spec, self._maps(spec), self.statistics)
+            return replace(spec, layers=tuple(layer for layer, _ in layers))
+        return spec
 
     def fold(
         self,
@@ -239,8 +243,19 @@ class Prepared:
         return copy
 
     def _fold(self, model: Any, spec: CacheSpec) -> None:
-        maps: list[list[LatentMaps | None]] = [
-            [None] * len(layer.latents)
+        maps = self._maps(spec)
+        if self.compressor.recipe.codebooks:
+            maps = [own for _, own in with_codebooks(spec, maps, self.statistics)]
+        plain: list[list[LatentMaps | None]] = [
+            list(own) if own else [None] * len(layer.latents)
+            for layer, own in zip(spec.layers, maps, strict=True)
+        ]
+        fold_model(model, self.compressor.family, spec, plain)
+
+    def _maps(self, spec: CacheSpec) -> list[list[LatentMaps]]:
+        """Of every layer's latents; none of a plain one's."""
+        return [
+            []
             if layer.keys == "plain"
             else [
                 LatentMaps(*c.basis.truncated(latent.rank), c.basis.mean)
@@ -248,7 +263,6 @@ class Prepared:
             ]
             for layer, own in zip(spec.layers, self.layers, strict=True)
         ]
-        fold_model(model, self.compressor.family, spec, maps)
 
 
 def shared_statistics(
@@ -260,80 +274,8 @@ def shared_statistics(
 
 def needs(recipe: Recipe) -> set[str]:
     """Names of the statistics that a recipe reads."""
-    return builder_of(recipe).needs() | method_of(recipe).needs()
-
-
-def aligned(geometry: Geometry, given: int | None) -> int:
-    """A divisor of all ranks: by default 16 for tensor-core tiles, 8 for narrow heads."""
-    check_align(given)
-    if given is None:
-        return 16 if geometry.head_dim > 64 else 8
-    return given
-
-
-def factor_of(
-    recipe: Recipe, geometry: Geometry, target: Target, align: int | None = None
-) -> float | None:
-    """How many times smaller bits are to make a token; None where only dimensions are planned.
-
-    Raises ValueError for a size that the recipe cannot plan, whatever calibration finds, or the
-    model already has.
-    """
-    factor, full = target.factor, 2 * geometry.full_numbers
-    if target.bytes_per_token is not None:
-        if target.bytes_per_token > full:
-            raise SettingError(
-                f"`bytes_per_token` must be at most {full}, what the uncompressed cache takes"
-                f" at 16 bits; got {target.bytes_per_token:g}"
-            )
-        factor = full / target.bytes_per_token
-    if factor is not None and not builder_of(recipe).predicts_loss:
-        raise ValueError(
-            f"recipe {recipe.name!r} predicts no losses to weigh bits by; use "
-            + recipes_where(lambda basis: basis.predicts_loss)
-        )
-    if target.prefer == "speed":
-        check_speed(recipe, geometry)
-    _check_room(recipe, geometry, target, factor, aligned(geometry, align))
-    return factor
-
-
-def _check_room(
-    recipe: Recipe, geometry: Geometry, target: Target, factor: float | None, align: int
-) -> None:
-    """Raises SettingError for a size that has no room for one step of one latent of every layer."""
-    sets, layers = builder_of(recipe).head_sets(geometry), geometry.num_layers
-    widths = [len(side) * len(heads) * geometry.head_dim for side, heads in sets]
-    hint = "ask for a larger cache"
-    if factor is not None:
-        assert target.levels is not None
-        found = [
-            rule_of(target.prefer, side, width, target.levels)
-            for (side, _), width in zip(sets, widths, strict=True)
-        ]
-        needed, what = sum(rule.least for rule in found if rule.needed), "bits"
-        room, least = _bits(factor, geometry), needed or min(rule.least for rule in found)
-    elif target.keep is not None:
-        room, least, what = _numbers(target.keep, geometry), min([align, *widths]), "numbers"
-        hint += f", or a smaller `align` than {align}"
-    else:
-        return
-    if room < layers * least:
-        name, value = target.size
-        raise SettingError(
-            f"`{name}={value:g}` leaves {room} {what} a token, and each of {layers} layers takes at"
-            f" least {least}: {hint}"
-        )
-
-
-def _numbers(keep: float, geometry: Geometry) -> int:
-    """Numbers a token that are this share of the cache."""
-    return int(keep * geometry.full_numbers + 1e-6)
-
-
-def _bits(factor: float, geometry: Geometry) -> int:
-    """Bits a token of a cache so many times smaller than at 16 bits."""
-    return int(16 * geometry.full_numbers / factor)
+    more = {"samples"} if recipe.codebooks else set()
+    return builder_of(recipe).needs() | method_of(recipe).needs() | more
 
 
 def check(recipe: Recipe, geometry: Geometry, model_type: str) -> None:

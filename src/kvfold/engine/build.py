@@ -164,7 +164,7 @@ def layout_of(
             residual=cache.residual,
         )
 
-    page = cache.page or (policy.page if policy else None)
+    page = cache.page or (policy.page if policy else None) or format_of(cache.format).rows
     if page is None and device == "cuda" and cache.residual is None:
         page = one_pass_page(paged, spec.geometry.queries_per_kv)
     return paged(page or PAGE)

@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvfold.formats.base import Format
 
+Codebooks = tuple[tuple[float, ...], ...]  # calibrated levels, ascending, of some bits each
+
 # A module beside this, and its class: torch is imported when the class is asked for, not the name.
 FORMATS = {
     "integers": "Integers",
     "kivi": "Kivi",
+    "kvquant": "KVQuant",
+    "gear": "Gear",
 }
 
 

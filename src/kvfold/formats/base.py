@@ -12,7 +12,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvfold.formats import Codebooks
+
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a latent's numbers are to be stored in. side: k, v or kv; page: rows; zeros: beside
+    scales; planned: a checkpoint's bits; codebooks: the latent's."""
+
+    side: str
+    bits: int
+    page: int
+    zeros: bool = False
+    planned: bool = False
+    codebooks: Codebooks | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +39,9 @@ class Format(ABC):
 
     Of all numbers of a cache in this format: widths: bits that it has; plans: whether a checkpoint
     may plan bits in it, so that none need be given; rotates: whether numbers that share a scale are
-    turned first, so that they are alike; sub_group: most of them, and residual: rows that wait
-    unquantised, where nothing else is asked for (None: a whole latent, and none).
+    turned first, so that they are alike; sub_group: most of them, rows: of a page, and residual:
+    rows that wait unquantised, where nothing else is asked for (None: a whole latent, as many as
+    ever, and none).
     """
 
     bits: int
@@ -37,6 +53,7 @@ class Format(ABC):
     widths: ClassVar[tuple[int, ...]] = ()
     plans: ClassVar[bool] = False
     rotates: ClassVar[bool] = True
+    rows: ClassVar[int | None] = None
     sub_group: ClassVar[int | None] = None
     residual: ClassVar[int | None] = None
 
@@ -48,6 +65,11 @@ class Format(ABC):
     @abstractmethod
     def row_bytes(self, width: int) -> int:
         """Bytes of one row's codes of `width` numbers."""
+
+    def sparse_bytes(self, width: int) -> int:
+        """Bytes of a row's codes, of those of `row_bytes`, that are beside the `bits` of each
+        number, such as outliers."""
+        return 0
 
     @abstractmethod
     def encode(self, x: Tensor, page: int) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -66,12 +88,12 @@ class Format(ABC):
         """
 
     @classmethod
-    def of(cls, side: str, bits: int, *, zeros: bool, planned: bool) -> "Format":
-        """The format of a latent's numbers: `side` k, v or kv; zeros: asked for beside scales;
-        planned: a checkpoint's. Raises ValueError for zeros that it does not store."""
-        if zeros:
+    def of(cls, asked: Asked) -> "Format":
+        """The format of a latent's numbers. Raises ValueError for what it cannot store, and for
+        codebooks that it needs and are not there."""
+        if asked.zeros:
             raise ValueError(f"format={cls.name!r} stores no zeros: leave zeros out")
-        return cls(bits=bits)
+        return cls(bits=asked.bits)
 
     @classmethod
     def refusal(cls, side: str, keys: str, num_heads: int) -> str | None:

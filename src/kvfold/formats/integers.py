@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.formats.base import Format
+from kvfold.formats.base import Asked, Format
 
 FP16_MAX = 65504.0
 # Step of the uniform quantiser of least squared error for a unit Gaussian (Max 1960, table II).
@@ -69,9 +69,10 @@ class Integers(Format):
         dequantize(unpack(codes, out.shape[-1], self.bits), scale, zero, self.bits, out)
 
     @classmethod
-    def of(cls, side: str, bits: int, *, zeros: bool, planned: bool) -> Format:
+    def of(cls, asked: Asked) -> Format:
         """With fp8 scales for what is planned, because of its many tiers."""
-        return cls(bits=bits, zeros=zeros, metadata=SCALES_IN[1 if planned and not zeros else 2])
+        size = 1 if asked.planned and not asked.zeros else 2
+        return cls(bits=asked.bits, zeros=asked.zeros, metadata=SCALES_IN[size])
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.formats.base import Format
+from kvfold.formats.base import Asked, Format
 from kvfold.formats.integers import Integers, dequantize, pack, quantize, unpack
 
 
@@ -39,8 +39,9 @@ class Kivi(Integers):
         out.copy_(dequantize(columns, scale, zero, self.bits).mT)
 
     @classmethod
-    def of(cls, side: str, bits: int, *, zeros: bool, planned: bool) -> Format:
-        return cls(bits=bits) if side == "k" else Integers(bits=bits, zeros=True)
+    def of(cls, asked: Asked) -> Format:
+        kind = cls if asked.side == "k" else Integers
+        return kind(bits=asked.bits, zeros=True)
 
     @classmethod
     def refusal(cls, side: str, keys: str, num_heads: int) -> str | None:

@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
+from kvfold.formats import Codebooks
 from kvfold.spec.geometry import Geometry
 
 Side = Literal["k", "v", "kv"]
@@ -24,12 +25,14 @@ class Latent:
     """`rank` stored numbers that stand for the keys and / or values of `heads`.
 
     tiers: planned (numbers, bits) from the first number on; None: bits are chosen at run time.
+    codebooks: calibrated levels of its numbers, ascending, for some numbers of bits each.
     """
 
     side: Side
     heads: tuple[int, ...]
     rank: int
     tiers: Tiers | None = None
+    codebooks: Codebooks | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

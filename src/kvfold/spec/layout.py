@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from kvfold.formats import format_of
-from kvfold.formats.base import Format
+from kvfold.formats.base import Asked, Format
 from kvfold.formats.unquantized import Unquantized
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side, Tiers, plain_layer
 
@@ -169,9 +169,9 @@ class PageLayout:
 
     @cached_property
     def row_bits(self) -> float:
-        """Bits that count as stored: numbers (unquantised ones as 16) and quantiser metadata, a
-        page's being shared by its rows."""
-        codes = sum(x.width * x.bits for x in self.segments)
+        """Bits that count as stored: numbers (unquantised ones as 16), what is stored beside
+        them, and quantiser metadata, a page's being shared by its rows."""
+        codes = sum(x.width * x.bits + 8 * x.format.sparse_bytes(x.width) for x in self.segments)
         channels = self.blocks.channels.size / self.page
         return codes + 8 * (self.scale * self.scales_per_row + channels)
 
@@ -304,7 +304,15 @@ def cache_layout(
             if number == WHOLE:
                 found: Format = Unquantized(itemsize=itemsize)
             else:
-                found = chosen.of(latent.side, number, zeros=zeros, planned=bits is None)
+                asked = Asked(
+                    side=latent.side,
+                    bits=number,
+                    page=page,
+                    zeros=zeros,
+                    planned=bits is None,
+                    codebooks=latent.codebooks,
+                )
+                found = chosen.of(asked)
             for size in filter(None, found.cut(width, sub_group)):
                 yield Segment(
                     side=latent.side, heads=latent.heads, start=start, width=size, format=found

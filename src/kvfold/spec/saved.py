@@ -11,7 +11,7 @@ from itertools import chain
 from reprlib import repr as shortened
 from typing import Any, NoReturn, get_args
 
-from kvfold.formats import FORMATS, format_of
+from kvfold.formats import FORMATS, Codebooks, format_of
 from kvfold.spec.geometry import Geometry
 from kvfold.spec.latents import CacheSpec, KeyKind, Latent, LayerSpec, Side, Tiers, ValueKind
 
@@ -21,6 +21,7 @@ KEY_KINDS: dict[bool, tuple[KeyKind, ...]] = {  # by whether the model has RoPE
     False: ("plain", "absorbed"),
 }
 _BITS = sorted({16}.union(*(format_of(name).widths for name in FORMATS)))
+_LEVELS = [2**bits for bits in sorted(format_of("kvquant").widths)]
 _SIZES = ("hidden_size", "num_query_heads", "num_kv_heads", "head_dim", "num_layers")
 
 
@@ -62,6 +63,12 @@ class Saved:
             legal = f"in {least}..{most}" if most is not None else f"of at least {least}"
             self.refuse(f"an integer {legal}")
         return int(self.value)
+
+    def number(self) -> float:
+        number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
+        if not number or not math.isfinite(self.value):
+            self.refuse("a finite number")
+        return float(self.value)
 
     def positive(self) -> float:
         number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
@@ -113,13 +120,14 @@ def _layer(saved: Saved, geometry: Geometry) -> LayerSpec:
 
 
 def _latent(saved: Saved, geometry: Geometry) -> Latent:
-    fields = saved.fields("side", "heads", "rank", optional=("tiers",))
+    fields = saved.fields("side", "heads", "rank", optional=("tiers", "codebooks"))
     side = fields["side"].choice(get_args(Side))
     heads = tuple(x.integer(0, geometry.num_kv_heads - 1) for x in fields["heads"].items())
     if not heads:
         fields["heads"].refuse("a list of at least one head")
     rank = fields["rank"].integer(0, len(side) * len(heads) * geometry.head_dim)
-    return Latent(side=side, heads=heads, rank=rank, tiers=_tiers(fields["tiers"], rank))
+    tiers, codebooks = _tiers(fields["tiers"], rank), _codebooks(fields["codebooks"])
+    return Latent(side=side, heads=heads, rank=rank, tiers=tiers, codebooks=codebooks)
 
 
 def _tiers(saved: Saved, rank: int) -> Tiers | None:
@@ -131,6 +139,15 @@ def _tiers(saved: Saved, rank: int) -> Tiers | None:
     found = tuple((width.integer(1), bits.choice(_BITS)) for width, bits in pairs)
     if sum(width for width, _ in found) != rank:
         saved.refuse(f"tiers whose numbers add up to rank {rank}")
+    return found
+
+
+def _codebooks(saved: Saved) -> Codebooks | None:
+    if saved.value is None:
+        return None
+    found = tuple(tuple(level.number() for level in x.items()) for x in saved.items())
+    if any(len(levels) not in _LEVELS or sorted(levels) != [*levels] for levels in found):
+        saved.refuse(f"lists of {', '.join(map(str, _LEVELS))} ascending levels")
     return found
 
 

@@ -8,7 +8,7 @@ in `attention_mass`), T row slots.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,9 +26,13 @@ class AttentionPolicy(Policy):
     pool: width of the max-pool over neighbours in position order, odd (eq. 8); 1 is off.
     continual: queries of generated tokens add to the metric too (eq. 20). Without it generated
         tokens have none, so compress once only, after the prompt: a later round evicts them first.
+
+    reweighs: whether `worth` is its own. It then needs weights as they are, which kernels do not
+    write: plain PyTorch serves all queries that are observed.
     """
 
     needs = frozenset[Need]({"attention"})
+    reweighs: ClassVar[bool] = False
 
     power: Literal[1, 2] = 1
     exclude: int = 0
@@ -50,6 +54,18 @@ class AttentionPolicy(Policy):
 
     def protected_recent(self, tokens: int) -> int:
         return max(super().protected_recent(tokens), self.exclude)
+
+    def worth(self, weights: Tensor, keys: Tensor, queries: Tensor, generated: Tensor) -> Tensor:
+        """What each query adds to each row, fp32 as weights [B, Hq, n, T].
+
+        keys int [B, Hk, T], queries int [B, n]: positions; generated int [B, n]: how many tokens
+        after the prompt's last a query is, 0 in the prompt.
+        """
+        return weights.float() ** self.power
+
+    def of_layer(self, layer: int) -> "AttentionPolicy":
+        """The policy as queries of a layer are observed by it: the same, unless layers differ."""
+        return self
 
 
 def observing(policy: Policy | None) -> AttentionPolicy | None:
@@ -86,8 +102,9 @@ def attention_mass(
     if policy.exclude:
         distance = query_positions[:, None, :, None] - key_positions[:, :, None]
         counted = counted & (distance >= policy.exclude)
-    powers = weights.detach().float() ** policy.power
-    by_head = powers.reshape(len(weights), heads, -1, *weights.shape[2:]).sum(2)
+    generated = (query_positions - prompt_lengths[:, None] + 1).clamp(min=0)
+    worth = policy.worth(weights.detach(), key_positions, query_positions, generated)
+    by_head = worth.reshape(len(weights), heads, -1, *weights.shape[2:]).sum(2)
     return by_group(by_head.where(counted, 0.0).sum(2), groups)
 
 

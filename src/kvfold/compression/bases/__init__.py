@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 
 from kvfold import recipes
 from kvfold.compression.bases.base import BasisBuilder, Source
+from kvfold.compression.bases.channels import Channels
 from kvfold.compression.bases.lorc import LoRC
 from kvfold.compression.bases.palu import Palu
 from kvfold.compression.bases.post_rope import PostRope
@@ -20,6 +21,7 @@ BASES: dict[str, type[BasisBuilder]] = {
     "palu": Palu,
     "post": PostRope,
     "latent": PreRope,
+    "channels": Channels,
 }
 
 
@@ -40,8 +42,10 @@ def builder_of(recipe: Recipe) -> BasisBuilder:
 
 
 def recipes_where(suits: Callable[[BasisBuilder], bool]) -> str:
-    """Named recipes whose basis suits, such as "fast, swift, lean or small"."""
-    return _either(name for name, made in recipes.RECIPES.items() if suits(builder_of(made())))
+    """Named recipes whose basis suits, such as "fast, swift, lean or small", but those for one
+    format."""
+    made = ((name, recipe()) for name, recipe in recipes.RECIPES.items())
+    return _either(name for name, x in made if not x.codebooks and suits(builder_of(x)))
 
 
 def _either(names: Iterable[str]) -> str:

@@ -59,7 +59,7 @@ class BasisBuilder(ABC):
     key_shares, value_shares: what a Recipe may say of keys and values. after_rope: keys are
     rotated, then mapped. factors_weights: W_K's outputs are what is factored, so no norm may
     follow. predicts_loss: singular^2 / 2 is the predicted loss (nats a token), so that bits can be
-    planned.
+    planned. whole: nothing is to be dropped.
     """
 
     key_shares: ClassVar[tuple[Share, ...]] = ("head", "group", "joint")
@@ -67,6 +67,7 @@ class BasisBuilder(ABC):
     after_rope: ClassVar[bool] = False
     factors_weights: ClassVar[bool] = False
     predicts_loss: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

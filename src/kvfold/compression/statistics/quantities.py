@@ -122,6 +122,22 @@ class OutputGradients:
     gradient: Tensor
 
 
+MOST = 4096  # tokens that `samples` keeps, or up to twice as many
+
+
+class Sampled:
+    """Every so many-th token of all windows, at least MOST where there are as many: rows [N, n]."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows, self.stride = rows.cpu(), 1
+
+    def __iadd__(self, other: "Sampled") -> "Sampled":
+        self.rows = torch.cat((self.rows, other.rows[:: self.stride]))
+        while len(self.rows) > 2 * MOST:
+            self.rows, self.stride = self.rows[::2], 2 * self.stride
+        return self
+
+
 @dataclass(frozen=True)
 class Quantity:
     """A statistic: what it is, with the shape of its second moment, and how it is measured.
@@ -177,6 +193,15 @@ def _grad_kv(x: KeyValueGradients) -> Moment:
 def _first(x: KeyValueGradients) -> Moment:
     row = torch.cat((x.rows, _flat(x.k)), -1)[0].double()
     return Moment.once(row.square(), row)
+
+
+def _samples(x: KeyValueGradients) -> Sampled:
+    each = x.rows, _flat(x.k), x.grads, _flat(x.grad_key)
+    return Sampled(torch.cat(each, -1)[FIRST:].float())
+
+
+def _as_moment(found: Sampled, *_: Any) -> Moment:
+    return Moment.once(found.rows, found.rows.sum(0))
 
 
 def _grad_out(x: OutputGradients) -> Moment:
@@ -279,6 +304,13 @@ QUANTITIES: dict[str, Quantity] = {
         "a window's first token: keys before RoPE, values, keys after RoPE [3K]; squares",
         _first,
         KeyValueGradients,
+    ),
+    "samples": Quantity(
+        "some tokens' keys before RoPE, values and keys after RoPE, and loss gradients there, not"
+        " a moment [N, 6K]",
+        _samples,
+        KeyValueGradients,
+        finish=_as_moment,
     ),
     "grad_out": Quantity(
         "loss gradient at attention outputs, summed over query heads [Hk, d, d]",

@@ -23,6 +23,7 @@ POLICIES: dict[str, str] = {
     "snapkv-w8": "attention.snapkv_w8",
     "h2o": "attention.h2o",
     "h2o-r32": "attention.h2o_r32",
+    "keyformer": "keyformer.keyformer",
     "pyramidkv": "attention.pyramidkv",
     "ada-snapkv": "attention.ada_snapkv",
     "ada-snapkv-w8": "attention.ada_snapkv_w8",
