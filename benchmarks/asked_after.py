@@ -7,8 +7,9 @@ A context of --length tokens is read, evicted to a share, and then asked about, 
 rest of a window of --ctx tokens of --text. Contexts to ask about are RULER's (`evaluation/ruler`):
 one of several keys, all values of a key, a chain of variables. A model that chats gets them as a
 user's turn by its chat template, and the beginning of an answer; an answer counts where it holds
-the number, or in parts, where several are asked for. --svg FILE draws what --json holds: answers
-and loss against bytes. The policy `auto` is measured first, and the row says which one it was.
+the number, or in parts, where several are asked for. The policy `auto` is measured first, and the
+row says which one it was. --together feeds all contexts and windows at once, with the same outcome.
+--svg FILE draws what --json holds: answers and loss against bytes.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ class Case:
         return f"{self.evict} {self.keep:g}" if self.keep else "original"
 
     def cache(self, page: int) -> CacheConfig:
-        return CacheConfig(page=page, kv_bytes=2**28, evict=self.evict, keep_tokens=self.keep)
+        return CacheConfig(page=page, evict=self.evict, keep_tokens=self.keep)
 
 
 class Bench(quality.Bench):
@@ -53,6 +54,10 @@ class Bench(quality.Bench):
             cache=cache,
             scored_from=given.length,
         )
+        if given.together:
+            import together
+
+            return together.measure(self.model, self.tokenizer, what)
         return measure(self.model, self.tokenizer, what)
 
     def row(self, case: Case) -> dict[str, Any]:
@@ -126,6 +131,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["kvzip", "keydiff-all", "kv-compress"])
     parser.add_argument("--keep", nargs="+", type=float, default=[0.25, 0.125])
     parser.add_argument("--page", type=int, default=16)
+    parser.add_argument("--together", action="store_true", help="all contexts at once, for GPUs")
     parser.add_argument("--svg", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     bench = Bench(arguments)
