@@ -7,18 +7,24 @@ A context of --length tokens is read, evicted to a share, and then asked about, 
 rest of a window of --ctx tokens of --text. Contexts to ask about are RULER's (`evaluation/ruler`):
 one of several keys, all values of a key, a chain of variables. A model that chats gets them as a
 user's turn by its chat template, and the beginning of an answer; an answer counts where it holds
-the number, or in parts, where several are asked for. --svg FILE draws what --json holds: answers
-and loss against bytes. The policy `auto` is measured first, and the row says which one it was.
+the number, or in parts, where several are asked for. The policy `auto` is measured first, and the
+row says which one it was. --together feeds all contexts and windows at once, with the same outcome.
+--recipe and --factor: rows that are evicted are planned in dimensions and bits.
+--svg FILE draws what --json holds: answers and loss against bytes.
 """
 
 import dataclasses
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import quality
+import together
 
+from kvfold import recipes
+from kvfold.compression.compressor import Compressor
 from kvfold.config import AUTO, CacheConfig
 from kvfold.evaluation import auto, ruler
 from kvfold.evaluation.measure import Measured, Measurement, measure
@@ -37,11 +43,21 @@ class Case:
         return f"{self.evict} {self.keep:g}" if self.keep else "original"
 
     def cache(self, page: int) -> CacheConfig:
-        return CacheConfig(page=page, kv_bytes=2**28, evict=self.evict, keep_tokens=self.keep)
+        return CacheConfig(page=page, evict=self.evict, keep_tokens=self.keep)
 
 
 class Bench(quality.Bench):
     """Every case answers the same questions and reads the same windows."""
+
+    @cached_property
+    def folded(self) -> Any:
+        """The model with rows as --recipe and --factor plan them; without them, as it is."""
+        given = self.arguments
+        if given.recipe is None:
+            return self.model
+        most, recipe = given.calib_tokens, recipes.get(given.recipe)
+        prepared = Compressor(self.model, recipe, self.tokenizer, max_tokens=most).prepare()
+        return prepared.folded_copy(prepared.plan_factor(given.factor))
 
     def measure(self, cache: CacheConfig) -> Measured:
         given = self.arguments
@@ -53,13 +69,14 @@ class Bench(quality.Bench):
             cache=cache,
             scored_from=given.length,
         )
-        return measure(self.model, self.tokenizer, what)
+        model = self.folded if cache.evict else self.model
+        return (together.measure if given.together else measure)(model, self.tokenizer, what)
 
     def row(self, case: Case) -> dict[str, Any]:
         cache, begin = case.cache(self.arguments.page), time.perf_counter()
         result: dict[str, Any] = {"name": case.name, **dataclasses.asdict(case)}
         if case.evict == AUTO:
-            trials = auto.trials(self.model, self.tokenizer, cache)
+            trials = auto.trials(self.folded, self.tokenizer, cache)
             cache = dataclasses.replace(cache, evict=auto.choose(trials))
             result |= {"chosen": cache.evict, "trials": [dataclasses.asdict(x) for x in trials]}
         found = self.measure(cache)
@@ -126,8 +143,13 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["kvzip", "keydiff-all", "kv-compress"])
     parser.add_argument("--keep", nargs="+", type=float, default=[0.25, 0.125])
     parser.add_argument("--page", type=int, default=16)
+    parser.add_argument("--recipe", help="of rows that are evicted, with --factor")
+    parser.add_argument("--factor", type=float)
+    parser.add_argument("--together", action="store_true", help="all contexts at once, for GPUs")
     parser.add_argument("--svg", type=Path, metavar="FILE")
     arguments = parser.parse_args()
+    if (arguments.recipe is None) != (arguments.factor is None):
+        parser.error("--recipe and --factor go together: give both, or neither")
     bench = Bench(arguments)
     cases = [Case(evict=name, keep=keep) for name in arguments.policies for keep in arguments.keep]
     for row in bench.run(bench.wanted([Case(), *cases]), bench.row):

@@ -1,0 +1,251 @@
+"""As `kvfold.evaluation.measure`, over the engine's pages, with all contexts and windows at once.
+
+One sequence at a time leaves a GPU idle: here every context has a slot, all of them are read and
+compressed together, and their first questions are answered together, then their second ones.
+Shapes: B sequences, T tokens fed, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.metadata import AttentionMetadata
+from kvfold.config import CacheConfig
+from kvfold.engine.build import build_runner
+from kvfold.engine.metadata import decodes
+from kvfold.engine.metadata import metadata_of as own_metadata
+from kvfold.engine.request import Batch, Request, ScheduledChunk
+from kvfold.engine.runner import ModelRunner
+from kvfold.evaluation.dense import inference
+from kvfold.evaluation.measure import Measured, Measurement
+from kvfold.evaluation.paged import PagedSession
+from kvfold.evaluation.perplexity import AFTER, PerplexityResult, mean_and_se, token_nll
+from kvfold.evaluation.session import Footprint
+from kvfold.evaluation.tasks import SCORES
+from kvfold.evaluation.tasks.base import Answer, Prompt, decode
+from kvfold.evaluation.tasks.run import Score, TaskResult, _stop_ids
+
+Asked = tuple[Any, Prompt]  # a row of a task, and its prompt
+
+
+def measure(
+    model: Any, tokenizer: Any, what: Measurement, progress: Any = None, label: str = ""
+) -> Measured:
+    """Texts and questions of `what`, whose `cache` says how; needle is not asked for here."""
+    assert what.cache is not None and not what.needle
+    rows = {
+        name: [(row, row.prompts(tokenizer)[0]) for row in own] for name, own in what.tasks.items()
+    }
+    contexts = [len({tuple(x.context) for _, x in own}) for own in rows.values()]
+    slots = max([*contexts, *(len(ids) for ids in what.windows.values())])
+    sizes = [len(x.context) + x.room for own in rows.values() for _, x in own]
+    longest = max([*sizes, *(ids.shape[1] for ids in what.windows.values())])
+    pages = Pages(model, tokenizer, what.cache, slots, longest + 64)
+    texts, tasks, held = {}, {}, None
+    with inference(model), patch("kvfold.engine.runner.metadata_of", metadata_of):
+        for name, ids in what.windows.items():
+            texts[name], held = pages.perplexity(ids, what.scored_from or 0)
+        for name, own in rows.items():
+            tasks[name], found = pages.answered(own)
+            held = held or found
+    return Measured(texts=texts, needle={}, tasks=tasks, footprint=held)
+
+
+class Pages:
+    """A runner whose sequences are driven by hand, all at once."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, cache: CacheConfig, slots: int, longest: int
+    ) -> None:
+        most = min(longest, model.config.max_position_embeddings)
+        self.runner: ModelRunner = build_runner(
+            model, cache, num_slots=slots, max_tokens=most, tokenizer=tokenizer
+        )
+        self.tokenizer, self.stops = tokenizer, _stop_ids(model, tokenizer)
+
+    def read(self, contexts: Sequence[Sequence[int]]) -> list[Request]:
+        """Sequences of their own for all contexts, read and compressed; with the last logits."""
+        requests = [Request.by_hand(self.runner.pool.open()) for _ in contexts]
+        for request, tokens in zip(requests, contexts, strict=True):
+            request.prefill_until(len(tokens))
+        self.logits = self.feed(requests, contexts)
+        if needy := [x for x in requests if self.runner.needs_compression(x)]:
+            self.runner.compress(needy)
+        return requests
+
+    @torch.inference_mode()
+    def feed(self, requests: list[Request], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Append tokens to each sequence; logits [B, V] of the last ones."""
+        hidden, ends = self._hidden(requests, tokens)
+        return self.runner._logits(hidden[ends])
+
+    def _hidden(
+        self, requests: list[Request], tokens: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states [all, D] of tokens, and where those of the last ones are [B]."""
+        counts = [len(own) for own in tokens]
+        self.runner.pool.extend([x.open_slot for x in requests], counts)
+        for request, own in zip(requests, tokens, strict=True):
+            request.token_ids += own
+        chunks = (x.next_chunk(count) for x, count in zip(requests, counts, strict=True))
+        hidden = self.runner._hidden(Batch(chunks=tuple(chunks)))
+        for request, count in zip(requests, counts, strict=True):
+            request.advance(count)
+        return hidden, torch.tensor(counts, device=hidden.device).cumsum(0) - 1
+
+    def close(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.runner.pool.close(request.open_slot)
+
+    def footprint(self, request: Request) -> Footprint:
+        session = PagedSession(self.runner)
+        session.sequence = request
+        return session.footprint()
+
+    def perplexity(self, ids: Tensor, start: int) -> tuple[PerplexityResult, Footprint]:
+        """As `window_perplexity` on windows [B, T], scored from `start` on."""
+        requests = self.read(ids[:, :start].tolist())
+        held, logits = self.footprint(requests[-1]), self.logits[:, None]
+        losses = [token_nll(logits, ids[:, start : start + 1])]
+        for begin in range(start, ids.shape[1] - 1, AFTER):
+            part = ids[:, begin : min(begin + AFTER, ids.shape[1] - 1)]
+            with torch.inference_mode():
+                hidden, _ = self._hidden(requests, part.tolist())
+                logits = self.runner._logits(hidden).view(*part.shape, -1)
+            losses.append(token_nll(logits, ids[:, begin + 1 : begin + 1 + part.shape[1]]))
+        self.close(requests)
+        each = torch.cat(losses, 1).mean(1).tolist()
+        assert all(x == x for x in each), "logits are finite"
+        nll, error = mean_and_se(each)
+        value = float(torch.tensor(nll).exp())
+        return PerplexityResult(
+            nll=nll,
+            nll_se=error,
+            perplexity=value,
+            perplexity_se=value * error,
+            tokens=len(ids) * (ids.shape[1] - start),
+            window_nll=tuple(each),
+            cache_bytes_allocated=held.cache_bytes,
+            cached_tokens=held.tokens,
+        ), held
+
+    def answered(self, rows: Sequence[Asked]) -> tuple[TaskResult, Footprint]:
+        """Greedy answers to all questions, each continuing from its context alone."""
+        contexts: dict[tuple[int, ...], list[int]] = {}
+        for index, (_, prompt) in enumerate(rows):
+            contexts.setdefault(tuple(prompt.context), []).append(index)
+        requests = self.read([list(context) for context in contexts])
+        held, answers = self.footprint(requests[-1]), {}
+        asked = list(contexts.values())
+        for turn in range(max(map(len, asked))):
+            pairs = zip(requests, asked, strict=True)
+            mine = [(x, own[turn]) for x, own in pairs if turn < len(own)]
+            prompts = [rows[index][1] for _, index in mine]
+            found = self._continued([x for x, _ in mine], prompts)
+            answers |= {index: tokens for (_, index), tokens in zip(mine, found, strict=True)}
+        self.close(requests)
+        return self._result([row for row, _ in rows], [answers[i] for i in range(len(rows))]), held
+
+    def _result(self, rows: Sequence[Any], answers: Sequence[list[int]]) -> TaskResult:
+        scored: dict[str, list[float]] = {}
+        for row, tokens in zip(rows, answers, strict=True):
+            answer = Answer(log_likelihoods=[], tokens=tokens)
+            for name, value in row.score(self.tokenizer, [answer]).items():
+                scored.setdefault(name, []).append(value)
+        return TaskResult(
+            rows=len(rows),
+            truncated=0,
+            outputs=tuple(decode(self.tokenizer, tokens) for tokens in answers),
+            scores={
+                name: Score(*mean_and_se(scored[name]), len(scored[name]))
+                for name in SCORES
+                if name in scored
+            },
+        )
+
+    def _continued(self, requests: list[Request], prompts: Sequence[Prompt]) -> list[list[int]]:
+        """What follows each one's question; then sequences are as they were."""
+        slots = [x.open_slot for x in requests]
+        rows = torch.from_numpy(self.runner.pool.host_lengths[slots].copy())
+        starts = [x.num_computed for x in requests]
+        logits = self._ask(requests, [prompt.question for prompt in prompts])
+        found: list[list[int]] = [[] for _ in requests]
+        open_ = [True] * len(requests)
+        for step in range(max(prompt.num_new for prompt in prompts)):
+            tokens = logits.argmax(-1).tolist()
+            for i, token in enumerate(tokens):
+                open_[i] &= token not in self.stops and step < prompts[i].num_new
+                if open_[i]:
+                    found[i].append(token)
+            if not any(open_) or step + 1 == max(prompt.num_new for prompt in prompts):
+                break
+            logits = self.feed(requests, [[token] for token in tokens])
+        for request, start in zip(requests, starts, strict=True):
+            request.rewind(start)
+        self.runner.pool.shrink(slots, rows)
+        return found
+
+    @torch.inference_mode()
+    def _ask(self, requests: list[Request], questions: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [B, V] after each one's question. All are padded on their right to the longest, so
+        that they attend together: no token sees what comes after it, and padding goes again."""
+        slots, most = [x.open_slot for x in requests], max(map(len, questions))
+        rows = torch.from_numpy(self.runner.pool.host_lengths[slots].copy())
+        starts = [x.num_computed for x in requests]
+        padded = [[*own, *[own[-1]] * (most - len(own))] for own in questions]
+        hidden, _ = self._hidden(requests, padded)
+        counts = torch.tensor([len(own) for own in questions])
+        last = torch.arange(len(questions)) * most + counts - 1
+        logits = self.runner._logits(hidden[last.to(hidden.device)])
+        for request, start, count in zip(requests, starts, counts.tolist(), strict=True):
+            request.rewind(start + count)
+        self.runner.pool.shrink(slots, rows + counts[:, None])
+        return logits
+
+
+def metadata_of(view: Any, batch: Batch, positions: Tensor) -> list[AttentionMetadata]:
+    """As the engine's, but prefill chunks of one length whose queries are all observed, or none of
+    them, attend together."""
+    singles = decodes(batch)
+    begin, parts = len(singles), []
+    if singles:
+        parts += own_metadata(view, Batch(chunks=singles), positions[:begin])
+    for (count, _), own in groupby(batch.chunks[begin:], lambda x: (len(x.tokens), _kind(view, x))):
+        chunks = tuple(own)
+        end = begin + count * len(chunks)
+        if _kind(view, chunks[0]) is None:
+            for chunk in chunks:
+                here = positions[begin : begin + count]
+                found = own_metadata(view, Batch(chunks=(chunk,)), here)
+                parts += [replace(part, begin=part.begin + begin) for part in found]
+                begin += count
+            continue
+        observed = _kind(view, chunks[0])
+        parts.append(
+            AttentionMetadata.of_step(
+                view,
+                [x.request.open_slot for x in chunks],
+                positions[begin:end],
+                begin=begin,
+                stop=max(x.start + count for x in chunks),
+                prompt_lengths=[x.request.num_prefill for x in chunks] if observed else None,
+            )
+        )
+        begin = end
+    return parts
+
+
+def _kind(view: Any, chunk: ScheduledChunk) -> bool | None:
+    """Whether a chunk's queries are observed; None: some are."""
+    if view.observing is None:
+        return False
+    window = view.observing.window
+    first = 0 if window is None else chunk.request.num_prefill - window
+    if chunk.start >= first:
+        return True
+    return None if chunk.start + len(chunk.tokens) > first else False
