@@ -439,7 +439,8 @@ CACHE = {
     ),
     "kvfold eval reference:gqa --evict best --keep-tokens 0.5": (
         "--evict must be one of kv-compress, kv-compress-full, kvc-w8, kvc-w32, kvc-w32-l1, "
-        "kvc-full, snapkv, snapkv-w8, h2o, h2o-r32, keyformer, pyramidkv, ada-snapkv, ada-snapkv-w8, "
+        "kvc-full, snapkv, snapkv-w8, h2o, h2o-r32, keyformer, pyramidkv, "
+        "ada-snapkv, ada-snapkv-w8, "
         "keydiff, keydiff-all, knorm, leverage, compactor, kvzip, kvzip+, kvzip-keys, "
         "learned, expected-attention, streaming, random, auto; got 'best'"
     ),

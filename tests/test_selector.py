@@ -32,7 +32,7 @@ from steps import backends
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from kvfold.ops.decode import joint
+from kvfold.ops import one_pass
 
 GEOMETRY = Geometry(
     hidden_size=32,
@@ -303,7 +303,7 @@ def test_rows_of_a_plan_for_speed_suit_the_pass_whatever_the_queries() -> None:
     config = load_config("reference:gqa")
     spec = planned(config, "swift", 5, "speed")
     layout = cache_layout(spec, page=64)
-    assert all(joint.unread(layout.of_layer(i), 8) is None for i in range(len(spec.layers)))
+    assert all(one_pass.unread(layout.of_layer(i), 8) is None for i in range(len(spec.layers)))
     assert in_one_pass(config, spec) == "no: 2 KV heads of 2 query heads each"
 
 
@@ -313,13 +313,15 @@ def test_large_pages_are_smaller_where_two_do_not_fit() -> None:
     assert layout is not None and layout.page == 32
 
 
-def test_rebuilt_keys_are_not_decoded_in_one_pass() -> None:
+def test_rebuilt_keys_are_decoded_in_one_pass_where_their_maps_fit() -> None:
     config = llama_8b(num_hidden_layers=4)
-    spec = planned(config, "swift", 4, "speed")
-    layers = tuple(replace(layer, keys="pre_rope") for layer in spec.layers)
-    assert (
-        in_one_pass(config, replace(spec, layers=layers)) == "no: keys that are rebuilt before RoPE"
-    )
+    found = []
+    for factor in (4, 8):
+        spec = planned(config, "swift", factor, "speed")
+        layers = tuple(replace(layer, keys="pre_rope") for layer in spec.layers)
+        found.append(in_one_pass(config, replace(spec, layers=layers)))
+    assert found[0] == "no: pages larger than half of a multiprocessor's memory"
+    assert found[1].startswith("yes, pages of")
 
 
 @pytest.mark.parametrize(
