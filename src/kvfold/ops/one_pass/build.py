@@ -48,7 +48,7 @@ def source(
         "STAGES": stages(group, queries, numbers[0] if rebuilt else None),
         "G": len(groups), "HEADS": len(group.heads), "N": queries,
         "QUERY_HEADS": len(group.heads) * len(groups) * queries, "ITEMS": len(items(values)),
-        "WARPS": warps(group, queries, bool(rebuilt)), "SETS": 2,
+        "WARPS": warps(group, queries, bool(rebuilt)),
         "BUFFERS": BUFFERS, "WEIGHERS_SCALE": int(weighers_scale(group, bool(rebuilt))),
         "KEY_BITS": [x.bits for x in keys[0]], "KEY_WORDS": [x.words for x in places[0]],
         "KEY_START": [2 * x.start for x in places[0]],
@@ -84,7 +84,7 @@ def compiled(
     """As `source`."""
     kernel = torch.cuda._compile_kernel(
         source(groups, queries, numbers, bf16, rebuilt),
-        "joint_kernel",
+        "one_pass_kernel",
         compute_capability="90a",
         nvcc_options=["--std=c++17", "--device-as-default-execution-space"],
     )

@@ -95,7 +95,7 @@ __device__ __forceinline__ void weigh(
   }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) joint_kernel(
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
     const u16 *q, int q_stride, u16 *out, float *lse, float *part, float *part_ml, const u8 *arena,
     const int *tables, int table_slot, int table_group, const int *lengths, int length_slot,
     const u64 *slots, const Item *items, const int *starts, const int *counts,

@@ -81,7 +81,7 @@ def decode(
     beside = q, q  # nothing is rebuilt: neither is read
     if maps is not None:
         packed = _packed(maps, groups[0], rank, queries)
-        known, beside = _constants(packed, maps, rank), (packed.data, maps.rope)
+        known, beside = packed.constants, (packed.data, maps.rope)
     numbers = rank, width, held
     kernel = compiled(tuple(groups), queries, numbers, q.dtype == torch.bfloat16, known)
     own, lines = _tables(tuple(groups), queries, q.device)
@@ -112,12 +112,3 @@ def _packed(maps: KeyMaps, group: Group, head_dim: int, queries: int) -> Rebuilt
         maps.packed[key] = pack(maps, group, head_dim, queries)
     packed: RebuiltMaps = maps.packed[key]
     return packed
-
-
-def _constants(packed: RebuiltMaps, maps: KeyMaps, head_dim: int) -> Constants:
-    drift = packed.drift
-    known = {
-        "PAIRS": maps.rope.shape[1], "FAST": drift.fast, "REACH": drift.reach,
-        "POWERS": len(drift.powers), "D": head_dim, "HALF": maps.rotary // 2,
-    }  # fmt: skip
-    return tuple({**known, **packed.offsets}.items())

@@ -10,6 +10,7 @@
 // Defined before, beside what kernel.cu wants: PAIRS, FAST, REACH, POWERS; D numbers of a query's
 // head, of which the first 2 HALF turn; byte of every part of `maps`: MAP_* (see rebuilt.py).
 
+static_assert(POWERS == 4, "eight columns are two powers of four queries, and there are two");
 constexpr int SLOW = PAIRS - FAST, TURNS = FAST / 4, BLOCKS = FAST / 8;
 __device__ constexpr int products(int runs) {
   return runs == 0 ? 0 : products(runs - 1) + loads(runs - 1) * fields(runs - 1);

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvfold.ops.common.pieces import latents_of
 from kvfold.ops.latent_decode.maps import Drift, KeyMaps, find_drift, halves_of
+from kvfold.ops.one_pass.build import Constants
 from kvfold.ops.one_pass.rows import fast_pairs
 from kvfold.spec.layout import Group, Segment
 
@@ -21,12 +22,10 @@ NONE = -1
 
 @dataclass(frozen=True, eq=False)
 class RebuiltMaps:
-    """A layer's maps: `data` uint8, its parts from bytes of `offsets` on; of the slow pairs
-    `drift`."""
+    """A layer's maps: `data` uint8; constants: what `rebuilt.cu` wants, where parts begin too."""
 
     data: Tensor
-    offsets: dict[str, int]
-    drift: Drift
+    constants: Constants
 
 
 def drift_of(maps: KeyMaps, head_dim: int, queries: int) -> Drift | None:
@@ -57,12 +56,16 @@ def pack(maps: KeyMaps, group: Group, head_dim: int, queries: int) -> RebuiltMap
         "MAP_SLOW_MEAN": mean[:, fast:].contiguous(),
         "MAP_POWERS": drift.powers,
     }
-    offsets, found, end = {}, [], 0
+    constants = {
+        "PAIRS": maps.rope.shape[1], "FAST": fast, "REACH": drift.reach,
+        "POWERS": len(drift.powers), "D": head_dim, "HALF": maps.rotary // 2,
+    }  # fmt: skip
+    found, end = [], 0
     for name, part in parts.items():
-        offsets[name] = end
+        constants[name] = end
         found.append(part.contiguous().view(-1).view(torch.uint8))
         end += len(found[-1])
-    return RebuiltMaps(torch.cat(found), offsets, drift)
+    return RebuiltMaps(torch.cat(found), tuple(constants.items()))
 
 
 def _numbers(keys: Sequence[Segment]) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,3 @@
-static_assert(SETS == 2, "a product has the two bytes of eight queries");
 constexpr int SCORER_BYTES = 0;
 __device__ __forceinline__ void more_registers() {}
 __device__ __forceinline__ void fewer_registers() {}

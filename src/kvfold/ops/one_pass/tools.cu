@@ -3,7 +3,8 @@
 //
 // A block is alone on its multiprocessor. SCORERS warps score pages, eight query heads each (and
 // one of their threads copies pages ahead), and leave weights in shared memory; the other warps
-// weigh values by them, times the scales of their run: 64 numbers of a row each, for all query heads.
+// weigh values by them: 64 numbers of a row each, for all query heads. Scales of values are
+// multiplied with weights by the latter (WEIGHERS_SCALE), or by the former where there is one run.
 //
 // Queries are whole numbers of 16 bits, split into two bytes, so that keys' codes are multiplied as
 // they are, by integer products: the two bytes of four query heads are the eight columns of one.
@@ -12,19 +13,21 @@
 // Items are (sequence, group); a tile is a page. Words are of 16 bits.
 //
 // Defined before (see build.py): PAGE rows, PAGE_BYTES copied of a page, STAGES of them at once; G
-// groups of HEADS KV heads, N query heads of each, QUERY_HEADS of all; ITEMS weighing warps; of
-// every run its bits, words of a row, byte of the first row and number of its first scale, of keys
-// how far on the next head's are; SCALE bytes of a scale, SCALE_ROW of them a row; DQ, DO, DV
-// numbers of a row of q, out and part; BF16.
+// groups of HEADS KV heads, N query heads of each, QUERY_HEADS of all; ITEMS weighing warps,
+// WARPS with what fills them up; BUFFERS of weights; WEIGHERS_SCALE; of every run its bits, words of
+// a row, byte of the first row and number of its first scale, of keys how far on the next head's
+// are; SCALE bytes of a scale, SCALE_ROW of them a row; DQ, DO, DV numbers of a row of q, out and
+// part; BF16.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 typedef unsigned long long u64;
 
+constexpr int SETS = 2;                    // of four query heads, of a scoring warp
 constexpr int COLS = HEADS * N;            // query heads of a group
 constexpr int SCORERS = COLS / (4 * SETS);
-constexpr int OWN = 4 * SETS > N ? 4 * SETS / N : 1;  // KV heads of a scoring warp
+constexpr int OWN = 8 / N;                 // KV heads of a scoring warp
 constexpr int STEPS = PAGE / 16;
 constexpr int ROW = 2 * PAGE + 16;         // bytes of a query head's weights
 constexpr int WEIGHTS = COLS * ROW;        // bytes of a page's
