@@ -18,7 +18,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from importlib.metadata import version
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -28,29 +28,45 @@ from typing import Any
 POOL = 3_529_603_481  # bytes: 0.9 of an L4 without weights and work space (docs/serving.md)
 FULL, EVICT = "bf16-full", "kv-compress"
 SLOTS, LONGEST = 256, 12_000
-SIZES = [1, 8, *range(16, 64, 16), *range(64, SLOTS, 32), SLOTS]  # of graphs: fewer, to start soon
-FIRST_RATES = {FULL: 6.0, EVICT: 8.0}  # a second, 12 for others; then as they do
-# What is done, most telling first: kind, engine, tokens, rate, requests, most seconds. What keeps
-# all serves few at once, so that few prompts already take turns many times.
-PLAN = (
-    ("throughput", EVICT, 10_000, 64, 112, 60),
-    ("throughput", FULL, 10_000, 1, 8, 25),
-    ("throughput", EVICT, 500, 2, 192, 35),
-    ("throughput", FULL, 500, 1, 80, 25),
+SIZES = [
+    1,
+    2,
+    4,
+    8,
+    *range(16, 64, 16),
+    *range(64, SLOTS, 32),
+    SLOTS,
+]  # of graphs: fewer, to start soon
+FIRST_RATES = {FULL: 5.5, EVICT: 8.0}  # a second, 12 for others; then as they do
+# What is done, most telling first: kind, engine, tokens, rate, requests, most seconds, and steps
+# between compressions of all that run. What keeps all serves few at once, so that few prompts
+# already take turns many times.
+PLAN: tuple[Any, ...] = (
+    ("throughput", EVICT, 6000, 64, 192, 62, 32),
+    ("throughput", FULL, 6000, 1, 8, 20, None),
+    ("throughput", EVICT, 500, 2, 256, 32, None),
+    ("throughput", FULL, 500, 1, 128, 26, None),
+    ("latency", "planned"),
+    ("latency", FULL),
+    ("latency", "planned"),
+    ("latency", FULL),
+    ("throughput", EVICT, 10_000, 64, 64, 30, 32),
+    ("throughput", FULL, 10_000, 1, 4, 16, None),
+    ("throughput", EVICT, 6000, 8, 64, 28, None),
+    ("throughput", EVICT, 500, 8, 256, 26, None),
+    ("latency", "planned"),
+    ("latency", FULL),
+    ("throughput", "planned", 500, 1, 256, 26, None),
+    ("throughput", EVICT, 6000, 2, 24, 28, None),
     ("first", FULL, 8192),
     ("first", "planned", 8192),
-    ("latency", FULL),
-    ("latency", "planned"),
-    ("latency", FULL),
-    ("latency", "planned"),
-    ("throughput", EVICT, 500, 4, 192, 30),
-    ("throughput", "planned", 500, 1, 192, 30),
-    ("latency", "planned"),
-    ("latency", FULL),
-    ("throughput", EVICT, 6000, 64, 128, 45),
-    ("throughput", FULL, 6000, 1, 16, 25),
-    ("throughput", EVICT, 6000, 8, 96, 35),
 )
+# Before all that, so that nothing compiles in it: tokens, prompts, outputs and tokens kept.
+WARM: dict[str, tuple[tuple[int, int, int, int | None], ...]] = {
+    EVICT: ((6000, 12, 60, 128), (500, 110, 60, 250), (500, 60, 30, 128), (6000, 5, 12, 3000)),
+    FULL: ((6000, 5, 12, None), (500, 70, 60, None)),
+}
+USUAL = (500, 140, 60, None), (6000, 5, 12, None)
 
 
 # -- in an engine's process -----------------------------------------------------------------------
@@ -105,12 +121,10 @@ class Worker:
             **settings,
         )
         ready = time.perf_counter() - begun
-        # What is compiled at first use: prompts alone, some together, and beside who decodes.
-        for tokens, count in ((8, 1), (64, 3), (500, 2), (LONGEST // 4, 1), (500, 6)):
-            self._warm(max(2, tokens // asked.shrink), count, None)
-        if name == EVICT:
-            for tokens, count in ((2000, 1), (1000, 9)):
-                self._warm(tokens // asked.shrink, count, 128)
+        for tokens, count in ((8, 1), (64, 3)):
+            self._warm(tokens, count, 20, None)
+        for tokens, count, outputs, keep in WARM.get(name, USUAL):
+            self._warm(max(2, tokens // asked.shrink), max(1, count // asked.shrink), outputs, keep)
         pool, seconds = self.llm.runner.pool, time.perf_counter() - begun
         cuda = self.device.type == "cuda"
         self.about = {
@@ -123,12 +137,12 @@ class Worker:
             "seconds": {"model": made, "engine": ready - made, "warm": seconds - ready},
         }
 
-    def _warm(self, tokens: int, count: int, keep: int | None) -> None:
+    def _warm(self, tokens: int, count: int, outputs: int, keep: int | None) -> None:
         from kvfold.bench import serve_engine as load
 
-        jobs = [self._job(tokens, f"warm {tokens} {i}", 40, keep) for i in range(count)]
+        jobs = [self._job(tokens, f"warm {tokens} {i}", outputs, keep) for i in range(count)]
         for i, job in enumerate(jobs):
-            job.due = 0.02 * (i // 2)
+            job.due = 0.01 * (i // 8)
         load.drive(self.llm.engine, jobs)
 
     def _job(self, tokens: int, seed: str, outputs: int, keep: int | None, due: float = 0) -> Any:
@@ -140,7 +154,9 @@ class Worker:
         cache = CacheParams(prefix_caching=False, max_cache_tokens=keep, keep_tokens=all_of_it)
         return load.Job(prompt=prompt, outputs=outputs, cache=cache, due=due)
 
-    def throughput(self, tokens: int, rate: float, requests: int, limit: float) -> dict[str, Any]:
+    def throughput(
+        self, tokens: int, rate: float, requests: int, limit: float, every: int | None
+    ) -> dict[str, Any]:
         """So many prompts at once."""
         from kvfold.bench import serve_engine as load
         from kvfold.bench.serve_throughput import kept
@@ -149,12 +165,14 @@ class Worker:
         jobs = [self._job(tokens, f"{tokens} {i}", outputs, keep) for i in range(requests)]
         scheduler, runner = self.llm.engine.scheduler, self.llm.runner
         before = scheduler.num_preemptions, scheduler.num_compressions
+        scheduler.when = replace(scheduler.when, every=every)
         timed = Timed(runner.compress)
         vars(runner)["compress"] = timed
         try:
             found = load.drive(self.llm.engine, jobs, limit)
         finally:
             del vars(runner)["compress"]
+            scheduler.when = replace(scheduler.when, every=None)
         return self._row("throughput", found) | {
             "tokens": tokens,
             "rate": rate,
@@ -162,8 +180,8 @@ class Worker:
             "tokens_per_s": found.tokens_per_s,
             "preemptions": scheduler.num_preemptions - before[0],
             "compressions": scheduler.num_compressions - before[1],
-            "compress_s": timed.seconds,
-            "compress_calls": timed.count,
+            "every": every,
+            "compressing": timed.steps.summary(),
         }
 
     def latency(self, rate: float, span: float) -> dict[str, Any]:
@@ -197,7 +215,8 @@ class Worker:
         row |= {"outputs": self.asked.outputs, "complete": found.complete}
         row |= {"seconds": found.seconds, "largest_batch": found.decoding.largest}
         row |= {"used_bytes": found.used_bytes, "admit_every": self.asked.admit_every}
-        return row | {"decoding": asdict(found.decoding), "reading": asdict(found.reading)}
+        steps = {"decoding": found.decoding.summary(), "reading": found.reading.summary()}
+        return row | steps
 
     def first(self, tokens: int) -> dict[str, Any]:
         """Prompts that share nine tenths with one before, one at a time; and the same, not
@@ -229,7 +248,9 @@ class Timed:
     """Seconds of a function, the device's work with it."""
 
     def __init__(self, work: Any) -> None:
-        self.work, self.seconds, self.count = work, 0.0, 0
+        from kvfold.bench.serve_engine import Steps
+
+        self.work, self.steps = work, Steps()
 
     def __call__(self, *given: Any) -> Any:
         import torch
@@ -240,8 +261,7 @@ class Timed:
         finally:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self.seconds += time.perf_counter() - begun
-            self.count += 1
+            self.steps.add(time.perf_counter() - begun, 0)
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -327,10 +347,10 @@ class Script:
                 continue
             limit = self.left - 3
             if kind == "throughput":
-                tokens, rate, requests, most = given
+                tokens, rate, requests, most, every = given
                 limit = min(limit, most)
                 number = max(1, requests // self.asked.shrink)
-                call = tokens // self.asked.shrink, rate, number, limit
+                call = tokens // self.asked.shrink, rate, number, limit, every
             elif kind == "latency":
                 if limit < 14:
                     continue

@@ -44,8 +44,8 @@ def test_nobody_waits_for_time_to_pass(llm: LLM) -> None:
 
 def test_steps_are_told_apart(llm: LLM) -> None:
     found = load.drive(llm.engine, jobs(llm, 0.0, 0.0, 0.0))
-    assert (found.reading.count, found.reading.decodes) == (1, 0)
-    assert (found.decoding.count, found.decoding.decodes, found.decoding.largest) == (5, 15, 3)
+    assert (len(found.reading.times), found.reading.decodes) == (1, 0)
+    assert (len(found.decoding.times), found.decoding.decodes, found.decoding.largest) == (5, 15, 3)
     assert 0 < found.used_bytes <= llm.runner.pool.num_bytes
 
 

@@ -62,6 +62,19 @@ def test_outputs_are_those_of_chunks_one_by_one(case: str, monkeypatch) -> None:
     assert (max(sizes) > 1) == (case != "attention within chunks")
 
 
+@pytest.mark.parametrize("lengths", [(5, 40), (9, 70, 20), (20, 9, 70, 1)])
+@pytest.mark.parametrize("evict", [None, "h2o"])
+def test_those_of_other_lengths_keep_their_order(lengths, evict, monkeypatch) -> None:
+    """None of them goes with another; the longest is attended first."""
+    keep = {"evict": evict, "max_cache_tokens": 16} if evict else {}
+    prompts = [tokens(1, n, seed=i)[0].tolist() for i, n in enumerate(lengths)]
+    keep |= {"page": 8, "kv_bytes": 2**22, "max_tokens": 160, "prefix_caching": False}
+    llm = LLM(model_of("llama-gqa", None), **keep)
+    alone = llm.generate(prompts, ASKED)
+    monkeypatch.setattr(metadata, "TOGETHER", {"cpu"})
+    assert llm.generate(prompts, ASKED) == alone
+
+
 def test_last_queries_are_kept_of_all(monkeypatch) -> None:
     """Those of short pieces too, whose first queries are there more than once."""
     seen = []

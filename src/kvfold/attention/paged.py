@@ -122,7 +122,8 @@ class PagedContext(AttentionContext):
 def _order(parts: Sequence[AttentionMetadata], num_tokens: int) -> Tensor | None:
     """Where each of N tokens is among what parts give, int64 [N]; None where all are in order. A
     token that comes more than once gives the same every time."""
-    if all(part.tokens is None for part in parts):
+    begins = [part.begin for part in parts]
+    if all(part.tokens is None for part in parts) and begins == sorted(begins):
         return None
     packed = torch.cat([part.packed for part in parts])
     found = torch.empty(num_tokens, dtype=torch.int64, device=packed.device)

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from kvfold.engine.engine import Engine, Hooks
 from kvfold.engine.request import CacheParams, Request, SamplingParams, ScheduledChunk, StepOutput
@@ -40,18 +41,29 @@ class Job:
 
 @dataclass(kw_only=True)
 class Steps:
-    """What steps took: seconds, how many, tokens of decoding requests in them; most at once."""
+    """What steps took: seconds of each; tokens of decoding requests in them, most at once."""
 
-    seconds: float = 0.0
-    count: int = 0
+    times: list[float] = field(default_factory=list)
     decodes: int = 0
     largest: int = 0
 
+    @property
+    def seconds(self) -> float:
+        return sum(self.times)
+
     def add(self, seconds: float, decodes: int) -> None:
-        self.seconds += seconds
-        self.count += 1
+        self.times.append(seconds)
         self.decodes += decodes
         self.largest = max(self.largest, decodes)
+
+    def summary(self) -> dict[str, float]:
+        """The sums, and milliseconds of a step in the middle and of the slowest."""
+        found: dict[str, float] = {"seconds": self.seconds, "count": len(self.times)}
+        found |= {"decodes": self.decodes, "largest": self.largest}
+        if self.times:
+            middle, slowest = median(self.times), max(self.times)
+            found |= {"median_ms": 1e3 * middle, "slowest_ms": 1e3 * slowest}
+        return found
 
 
 @dataclass(kw_only=True)

@@ -136,13 +136,13 @@ class SharingPool(Pool):
         self._high_water = max(self._high_water, self.used_bytes)
 
     def can_own(self, slot: int) -> bool:
-        return self._can_pop(self._read(slot).pages)
+        return not self._chains[slot] or self._can_pop(self._read(slot).pages)
 
     def own(self, slot: int) -> None:
         """Copy what a sequence reads, so that all of its pages are its own. Raises PoolFull."""
-        chain, span = self._chains[slot], self._read(slot)
-        if not chain:
+        if not (chain := self._chains[slot]):
             return
+        span = self._read(slot)
         own, slabs = self._popped(span)
         self._replace(span, own)
         self._chains[slot], self._slabs = [], slabs

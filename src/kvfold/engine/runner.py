@@ -96,13 +96,14 @@ class ModelRunner:
 
     @property
     def goes_ahead(self) -> bool:
-        """As of `Runner`: where graphs hold steps, and nothing of the host's changes rows."""
-        return self.graphs is not None and self.policy is None and not self.sliding
+        """As of `Runner`: where graphs hold steps, and none but the scheduler frees rows."""
+        return self.graphs is not None and not self.sliding
 
     @property
     def long_chunks(self) -> bool:
         """As of `Runner`: where kernels read prompts, and nothing is observed."""
-        return self.goes_ahead and Fallback not in self.attention.selected.prefill
+        plain = self.goes_ahead and self.policy is None
+        return plain and Fallback not in self.attention.selected.prefill
 
     @torch.inference_mode()
     def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 from kvfold.cache.eviction.compact import capped
 from kvfold.cache.pool import Pool, PoolFull
@@ -37,7 +38,7 @@ class Schedule:
     max_compressed_rows: most rows (over all groups) that one compression sorts; the rest waits for
     the next. One request is always taken, so that none waits for ever.
     admit_every: while some decode, others are let in at most once in so many steps, together: a
-    step that reads prompts holds up all that decode.
+    step that reads prompts holds up all that decode. A prompt of a whole chunk need not wait.
     """
 
     after_prefill: bool = True
@@ -124,7 +125,7 @@ class Scheduler:
         self._admit(plan)
         self.pool.extend([request.open_slot for request in plan], list(plan.values()))
         chunks = tuple(request.next_chunk(tokens) for request, tokens in plan.items())
-        self.full = all(chunk.is_decode for chunk in chunks)
+        self.full = all(chunk.is_decode for chunk in chunks) and not self._early()
         return Batch(chunks=chunks)
 
     def ahead(self, batch: Batch) -> Batch | None:
@@ -133,10 +134,10 @@ class Scheduler:
         tokens, or who waits, may make it another step."""
         done = [x.request for x in batch.with_logits if x.request.status is Status.RUNNING]
         going = [x for x in done if x.num_outputs + 1 < x.sampling.max_new_tokens]
-        joined = self.waiting and not (self.full and len(going) == len(done))
-        if joined or not going or len(done) < len(self.running):
+        may_join = not (self.full and len(going) == len(done)) and not self._early(1)
+        if self.waiting and may_join or not going or len(done) < len(self.running):
             return None
-        if any(x.sampling.edits or self.runner.needs_compression(x) for x in going):
+        if any(x.sampling.edits for x in going) or self._due_next(going):
             return None
         slots = [x.open_slot for x in going]
         if not self.pool.can_extend(slots, [1] * len(slots)):
@@ -289,13 +290,17 @@ class Scheduler:
             plan[request] = tokens
             left -= tokens
 
+    def _early(self, steps: int = 0) -> bool:
+        """Whether those who wait had better go on, so many steps from now."""
+        early = self.num_steps + steps - self.last_admitted < self.when.admit_every
+        return early and all(x.num_pending < self.chunk for x in islice(self.waiting, 1))
+
     def _admit(self, plan: Plan) -> None:
         """Let requests in while slots, tokens and pages for all they and the others need last. The
         first that lacks pages is overtaken by some that do not: by so many rows as it needs."""
         if not self.waiting or len(self.running) == self.pool.num_slots:
             return
-        early = self.num_steps - self.last_admitted < self.when.admit_every
-        if early and any(request.prefilled for request in self.running):
+        if self._early() and any(request.prefilled for request in self.running):
             return
         pages = self._demand({x: x.rows_ahead(self.headroom) for x in self.running})
         if not self.pool.can_supply(pages):
@@ -346,6 +351,14 @@ class Scheduler:
             if sum(request.num_uncompressed for request in found) >= when.uncompressed:
                 return found
         return self._new() if when.after_prefill else []
+
+    def _due_next(self, going: list[Request]) -> bool:
+        """Whether the schedule may compress some of these before the next step."""
+        when = self.when
+        timed = when.uncompressed or (when.every and (self.num_steps + 1) % when.every == 0)
+        if timed and any(map(self.runner.needs_compression, going)):
+            return True
+        return when.after_prefill and bool(self._new())
 
     def _new(self) -> list[Request]:
         """Prefilled and over their budget since. One that was within it may grow over it."""
