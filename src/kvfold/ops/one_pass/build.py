@@ -10,7 +10,6 @@ import torch
 from kvfold.ops.common.pieces import Place, latents_of
 from kvfold.ops.one_pass.rows import (
     BUFFERS,
-    WARPS,
     items,
     read_bytes,
     shared_bytes,
@@ -23,9 +22,10 @@ Constants = tuple[tuple[str, int], ...]
 
 
 def warps(group: Group, queries: int, rebuilt: bool) -> int:
-    """Of a program: those that score, and those that weigh; in fours where registers move."""
-    scoring = len(group.heads) * queries // 8
-    return scoring + (WARPS if rebuilt else len(items(latents_of(group, "v")[0])))
+    """Of a program: those that score, and those that weigh."""
+    if rebuilt:
+        return 16  # in fours, between which registers move
+    return len(group.heads) * queries // 8 + len(items(latents_of(group, "v")[0]))
 
 
 def source(
@@ -42,12 +42,13 @@ def source(
     (values,) = latents_of(group, "v")
     places = [[Place.of(group, x) for x in own] for own in keys]
     following = places[1] if len(places) > 1 else places[0]
-    own = [Place.of(group, x) for x in values]
+    own, number = [Place.of(group, x) for x in values], len(items(values))
     known: dict[str, int | list[int]] = {
         "PAGE": layout.page, "PAGE_BYTES": read_bytes(group),
         "STAGES": stages(group, queries, numbers[0] if rebuilt else None),
         "G": len(groups), "HEADS": len(group.heads), "N": queries,
-        "QUERY_HEADS": len(group.heads) * len(groups) * queries, "ITEMS": len(items(values)),
+        "QUERY_HEADS": len(group.heads) * len(groups) * queries, "SETS": 1 if rebuilt else 2,
+        "ITEMS": number, "WEIGHERS": number - 4 if rebuilt and number > 8 else number,
         "WARPS": warps(group, queries, bool(rebuilt)),
         "BUFFERS": BUFFERS, "WEIGHERS_SCALE": int(weighers_scale(group, bool(rebuilt))),
         "KEY_BITS": [x.bits for x in keys[0]], "KEY_WORDS": [x.words for x in places[0]],

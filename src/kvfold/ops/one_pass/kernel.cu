@@ -95,6 +95,61 @@ __device__ __forceinline__ void weigh(
   }
 }
 
+// Sums of an item, [4 numbers or twice 2][query heads / 8][4], less `by` of query heads 2 c, + 1 ..
+__device__ __forceinline__ void fade(float (&sums)[4][COLS / 8][4], const float *by) {
+#pragma unroll
+  for (int n = 0; n < COLS / 8; n++) {
+    const float2 x = *(const float2 *)(by + n * 8);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      sums[i][n][0] *= x.x, sums[i][n][1] *= x.y;
+      sums[i][n][2] *= x.x, sums[i][n][3] *= x.y;
+    }
+  }
+}
+
+// Leaves them in `out`, divided by masses, where they are whole, and else in `part`.
+template <int BITS>
+__device__ __forceinline__ void finish(
+    const float (&sums)[4][COLS / 8][4], const Item &mine, int words, const float *masses,
+    bool whole, int lane, u16 *out, float *part) {
+  constexpr int PER = 16 / BITS, SIDE = BITS == 8 ? 2 : 4;
+  const int c = lane % 4, g = lane / 4;
+#pragma unroll
+  for (int n = 0; n < COLS / 8; n++) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const int column = n * 8 + 2 * c + k % 2;
+      const float share = whole ? __fdividef(0.5f, masses[column]) : 0.5f;
+      const float size = share * scale_unit(BITS);
+#pragma unroll
+      for (int i = 0; i < 4; i += SIDE) {  // numbers side by side
+        const int word = mine.block * 16 + (BITS == 8 ? 8 * i : 0) + g + 8 * (k / 2);
+        const int number = mine.column + word * PER + (BITS == 2 ? 4 * mine.half : 0);
+        if (word >= words) continue;
+        float x[SIDE];
+#pragma unroll
+        for (int j = 0; j < SIDE; j++)
+          x[j] = sums[i + j][n][k] * (size / (1 << (BITS * (j % (8 / BITS)))));
+        if (whole) {
+          u32 two[SIDE / 2];
+#pragma unroll
+          for (int j = 0; j < SIDE / 2; j++) two[j] = output_of(x[2 * j], x[2 * j + 1]);
+          give(out + (u64)column * DO + number, two);
+        } else {
+          give(part + column * DV + number, x);
+        }
+      }
+    }
+  }
+}
+
+template <class F> __device__ __forceinline__ void with_bits(int bits, F f) {
+  if (bits == 8) f(At<8>());
+  else if (bits == 4) f(At<4>());
+  else f(At<2>());
+}
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
     const u16 *q, int q_stride, u16 *out, float *lse, float *part, float *part_ml, const u8 *arena,
     const int *tables, int table_slot, int table_group, const int *lengths, int length_slot,
@@ -113,8 +168,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
     auto begin = [](u32 barrier, int arrivals) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals));
     };
-    for (int i = 0; i < STAGES; i++) begin(full + 8 * i, 1), begin(empty + 8 * i, SCORERS + ITEMS);
-    for (int i = 0; i < BUFFERS; i++) begin(ready + 8 * i, SCORERS), begin(done + 8 * i, ITEMS);
+    for (int i = 0; i < STAGES; i++) begin(full + 8 * i, 1), begin(empty + 8 * i, SCORERS + WEIGHERS);
+    for (int i = 0; i < BUFFERS; i++) begin(ready + 8 * i, SCORERS), begin(done + 8 * i, WEIGHERS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
@@ -129,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
   const int c = lane % 4, g = lane / 4;
   if (warp < SCORERS) {
     const int column = warp * 4 * SETS + c;  // its first query head
-    more_registers();
+    registers_to_score();
     Scorer scorer(scorers, maps, rope, warp, lane, scale_of_scores);
     Pages ahead(starts, slice);
     auto copy = [&]() {
@@ -224,91 +279,62 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
     return;
   }
 
-  fewer_registers();
-  if (warp >= SCORERS + ITEMS) return;  // fills a group of four
-  const Item mine = items[warp - SCORERS];
-  const int start = value_start[mine.run], words = value_words[mine.run];
-  const int bits = value_bits[mine.run], scale = value_scale[mine.run];
-  for (; work.more(); work.next()) {
-    if (!work.begin(lengths, length_slot, slots)) continue;
-    float sums_of[4][COLS / 8][4];
+  auto weigh_pages = [&](auto owned, int first) {
+    constexpr int OWN_ITEMS = decltype(owned)::value;
+    registers_to_weigh<OWN_ITEMS>();
+    if (warp >= SCORERS + WEIGHERS) return;  // fills a group of four
+    Item mine[OWN_ITEMS];
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int o = 0; o < OWN_ITEMS; o++) mine[o] = items[first + o];
+    for (; work.more(); work.next()) {
+      if (!work.begin(lengths, length_slot, slots)) continue;
+      float sums_of[OWN_ITEMS][4][COLS / 8][4] = {};
+      for (int t = work.tile; t < work.stop; t++) {
+        wait(full + 8 * stage, phase);
+        wait(ready + 8 * buffer, turn);
+        bool any = false;
 #pragma unroll
-      for (int n = 0; n < COLS / 8; n++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) sums_of[i][n][k] = 0;
-    for (int t = work.tile; t < work.stop; t++) {
-      const u32 page = pages + stage * PAGE_BYTES;
-      const u32 own = shared_of(weights) + buffer * WEIGHTS;
-      wait(full + 8 * stage, phase);
-      wait(ready + 8 * buffer, turn);
-      bool any = false;
-#pragma unroll
-      for (int w = 0; w < SCORERS; w++) any |= faded[buffer * SCORERS + w] != 0;
-      if (any) {
-#pragma unroll
-        for (int n = 0; n < COLS / 8; n++) {
-          float2 fade = *(const float2 *)(fades + buffer * COLS + n * 8 + 2 * c);
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            sums_of[i][n][0] *= fade.x, sums_of[i][n][1] *= fade.y;
-            sums_of[i][n][2] *= fade.x, sums_of[i][n][3] *= fade.y;
-          }
-        }
+        for (int w = 0; w < SCORERS; w++) any |= faded[buffer * SCORERS + w] != 0;
+        each<OWN_ITEMS>([&](auto o) {
+          constexpr int O = decltype(o)::value;
+          if (any) fade(sums_of[O], fades + buffer * COLS + 2 * c);
+          const int run = mine[O].run, scale = value_scale[run];
+          auto take = [&](auto at, int n, const u32 (&a)[4], const u32 (&w)[2]) {
+            multiply(sums_of[O][decltype(at)::value][n], a, w[0], w[1]);
+          };
+          auto scales = [&](int row) {
+            return scales_of(room + stage * PAGE_BYTES, scale, row, work.length - t * PAGE);
+          };
+          with_bits(value_bits[run], [&](auto bits) {
+            weigh<decltype(bits)::value>(
+                pages + stage * PAGE_BYTES, shared_of(weights) + buffer * WEIGHTS, mine[O],
+                value_start[run], value_words[run], lane, scales, take);
+          });
+        });
+        __syncwarp();
+        if (lane == 0) arrive(done + 8 * buffer), arrive(empty + 8 * stage);
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+        if (++buffer == BUFFERS) buffer = 0, turn ^= 1;
       }
-      auto take = [&](auto at, int n, const u32 (&a)[4], const u32 (&w)[2]) {
-        multiply(sums_of[decltype(at)::value][n], a, w[0], w[1]);
-      };
-      auto scales = [&](int row) {
-        return scales_of(room + stage * PAGE_BYTES, scale, row, work.length - t * PAGE);
-      };
-      if (bits == 8) weigh<8>(page, own, mine, start, words, lane, scales, take);
-      else if (bits == 4) weigh<4>(page, own, mine, start, words, lane, scales, take);
-      else weigh<2>(page, own, mine, start, words, lane, scales, take);
+      wait(ready + 8 * buffer, turn);
+      const bool whole = counts[work.item] == 1;
+      each<OWN_ITEMS>([&](auto o) {
+        constexpr int O = decltype(o)::value;
+        with_bits(value_bits[mine[O].run], [&](auto bits) {
+          finish<decltype(bits)::value>(
+              sums_of[O], mine[O], value_words[mine[O].run], masses, whole, lane,
+              out + ((u64)work.b * QUERY_HEADS + work.g * COLS) * DO,
+              part + (u64)(slice + work.item) * COLS * DV);
+        });
+      });
       __syncwarp();
-      if (lane == 0) arrive(done + 8 * buffer), arrive(empty + 8 * stage);
-      if (++stage == STAGES) stage = 0, phase ^= 1;
+      if (lane == 0) arrive(done + 8 * buffer);
       if (++buffer == BUFFERS) buffer = 0, turn ^= 1;
     }
-    wait(ready + 8 * buffer, turn);
-    const int count = counts[work.item];
-    auto finish = [&](auto of) {
-      constexpr int BITS = decltype(of)::value, PER = 16 / BITS, SIDE = BITS == 8 ? 2 : 4;
-#pragma unroll
-      for (int n = 0; n < COLS / 8; n++) {
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-          const int column = n * 8 + 2 * c + k % 2;
-          const float share = count == 1 ? __fdividef(0.5f, masses[column]) : 0.5f;
-          const float size = share * scale_unit(BITS);
-#pragma unroll
-          for (int i = 0; i < 4; i += SIDE) {  // numbers side by side
-            const int word = mine.block * 16 + (BITS == 8 ? 8 * i : 0) + g + 8 * (k / 2);
-            const int number = mine.column + word * PER + (BITS == 2 ? 4 * mine.half : 0);
-            if (word >= words) continue;
-            float x[SIDE];
-#pragma unroll
-            for (int j = 0; j < SIDE; j++)
-              x[j] = sums_of[i + j][n][k] * (size / (1 << (BITS * (j % (8 / BITS)))));
-            const u64 row = (u64)work.b * QUERY_HEADS + work.g * COLS + column;
-            if (count == 1) {
-              u32 two[SIDE / 2];
-#pragma unroll
-              for (int j = 0; j < SIDE / 2; j++) two[j] = output_of(x[2 * j], x[2 * j + 1]);
-              give(out + row * DO + number, two);
-            } else {
-              give(part + ((u64)(slice + work.item) * COLS + column) * DV + number, x);
-            }
-          }
-        }
-      }
-    };
-    if (bits == 8) finish(At<8>());
-    else if (bits == 4) finish(At<4>());
-    else finish(At<2>());
-    __syncwarp();
-    if (lane == 0) arrive(done + 8 * buffer);
-    if (++buffer == BUFFERS) buffer = 0, turn ^= 1;
-  }
+  };
+  // Of more items than warps the first four have two each.
+  constexpr bool TWO = ITEMS > WEIGHERS;
+  const int own = warp - SCORERS;
+  if (TWO && own < 4) weigh_pages(At<TWO + 1>(), 2 * own);
+  else weigh_pages(At<1>(), TWO ? own + 4 : own);
 }

@@ -23,12 +23,14 @@ constexpr int SET_BYTES = PRODUCTS * 512 + FAST_QUERIES + 64;   // of four queri
 constexpr int OWN_BYTES = SETS * SET_BYTES + TURNED;            // of a scoring warp
 constexpr int SCORER_BYTES = MAP_BYTES + OFFSETS_BYTES + SCORERS * OWN_BYTES;
 
-// Four scoring warps, twelve others.
-__device__ __forceinline__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 176;");
+// Of sixteen warps with 128 registers a thread: eight score, four weigh up to two items each, and
+// four weigh one.
+__device__ __forceinline__ void registers_to_score() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
 }
-__device__ __forceinline__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 112;");
+template <int OWN_ITEMS> __device__ __forceinline__ void registers_to_weigh() {
+  if (OWN_ITEMS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
+  else asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
 }
 
 // (y, x) of (x, y).

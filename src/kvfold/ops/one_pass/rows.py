@@ -11,11 +11,11 @@ from kvfold.ops.common.plan import padded_width
 from kvfold.spec.layout import Group, Segment
 
 ROOM = 227 * 1024  # bytes of shared memory that a program may have
-WARPS = 12  # most that weigh values: each has 64 numbers of a row
+WARPS = 12  # most items of values, of 64 numbers of a row
 PAGES = (16, 32, 64)  # rows of one; the more, the faster
 STAGES = 2  # fewest pages at once
 BUFFERS = 2  # of weights
-REBUILT_COLUMNS = 32  # query heads of a group whose keys are rebuilt: as many as four warps score
+REBUILT_COLUMNS = 32  # query heads of a group whose keys are rebuilt: as many as eight warps score
 
 
 def unread(groups: Sequence[Group], queries: int, head_dim: int | None = None) -> str | None:
@@ -111,9 +111,9 @@ def map_bytes(group: Group, queries: int, head_dim: int) -> int:
     """Of the maps that rebuild keys, of how these turn within 16 rows, and of scoring warps'
     queries, turns and sums."""
     fast, made = fast_pairs(head_dim), products(latents_of(group, "k")[0])
-    sets = len(group.heads) * queries // 4  # of four queries, two a warp
-    own = 2 * (16 * fast + 64 + 512 * made) + group.layout.page // 4 * fast
-    return len(group.heads) * made * 64 * fast + 128 * fast + sets // 2 * own
+    warps = len(group.heads) * queries // 4
+    own = 16 * fast + 64 + 512 * made + group.layout.page // 4 * fast
+    return len(group.heads) * made * 64 * fast + 128 * fast + warps * own
 
 
 def fixed_bytes(group: Group, queries: int, head_dim: int | None) -> int:

@@ -1,6 +1,6 @@
 constexpr int SCORER_BYTES = 0;
-__device__ __forceinline__ void more_registers() {}
-__device__ __forceinline__ void fewer_registers() {}
+__device__ __forceinline__ void registers_to_score() {}
+template <int OWN_ITEMS> __device__ __forceinline__ void registers_to_weigh() {}
 
 // A scoring warp's. Of query g / 2 (even g: its higher byte) of both sets of four: bytes, as codes
 // lie in words; of query c what is to be taken off for the codes' middle, and what a whole number

@@ -1,9 +1,9 @@
 // Decode attention in one pass over rows whose values all KV heads share, keys and values in runs
 // of 8, 4 and 2 bits. For Hopper: pages come whole by bulk copies.
 //
-// A block is alone on its multiprocessor. SCORERS warps score pages, eight query heads each (and
-// one of their threads copies pages ahead), and leave weights in shared memory; the other warps
-// weigh values by them: 64 numbers of a row each, for all query heads. Scales of values are
+// A block is alone on its multiprocessor. SCORERS warps score pages, SETS times four query heads each
+// (and one of their threads copies pages ahead), and leave weights in shared memory; the other warps
+// weigh values by them: an item or two of 64 numbers of a row, for all query heads. Scales of values are
 // multiplied with weights by the latter (WEIGHERS_SCALE), or by the former where there is one run.
 //
 // Queries are whole numbers of 16 bits, split into two bytes, so that keys' codes are multiplied as
@@ -13,8 +13,8 @@
 // Items are (sequence, group); a tile is a page. Words are of 16 bits.
 //
 // Defined before (see build.py): PAGE rows, PAGE_BYTES copied of a page, STAGES of them at once; G
-// groups of HEADS KV heads, N query heads of each, QUERY_HEADS of all; ITEMS weighing warps,
-// WARPS with what fills them up; BUFFERS of weights; WEIGHERS_SCALE; of every run its bits, words of
+// groups of HEADS KV heads, N query heads of each, QUERY_HEADS of all; ITEMS of values, of
+// WEIGHERS warps, and WARPS of all; BUFFERS of weights; WEIGHERS_SCALE; of every run its bits, words of
 // a row, byte of the first row and number of its first scale, of keys how far on the next head's
 // are; SCALE bytes of a scale, SCALE_ROW of them a row; DQ, DO, DV numbers of a row of q, out and
 // part; BF16.
@@ -24,7 +24,6 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef unsigned long long u64;
 
-constexpr int SETS = 2;                    // of four query heads, of a scoring warp
 constexpr int COLS = HEADS * N;            // query heads of a group
 constexpr int SCORERS = COLS / (4 * SETS);
 constexpr int OWN = 8 / N;                 // KV heads of a scoring warp
@@ -35,7 +34,7 @@ constexpr int WEIGHTS = COLS * ROW;        // bytes of a page's
 constexpr float SLACK = 4.0f;              // a top is raised once it is exceeded by 2^SLACK
 constexpr int MOST_QUERY = 32512;          // so that both of its bytes fit
 
-// What a weighing warp takes of a row: its run, the first word / 16, of 2 bits which bytes of
+// What a weighing warp takes of a row at a time: its run, the first word / 16, of 2 bits which bytes of
 // words; and the run's first column of the output.
 struct Item { int run, block, half, column; };
 
