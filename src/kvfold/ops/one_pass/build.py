@@ -42,7 +42,7 @@ def source(
     (values,) = latents_of(group, "v")
     places = [[Place.of(group, x) for x in own] for own in keys]
     following = places[1] if len(places) > 1 else places[0]
-    own, number = [Place.of(group, x) for x in values], len(items(values))
+    number = len(items(values))
     known: dict[str, int | list[int]] = {
         "PAGE": layout.page, "PAGE_BYTES": read_bytes(group),
         "STAGES": stages(group, queries, numbers[0] if rebuilt else None),
@@ -56,8 +56,7 @@ def source(
         "KEY_NEXT": [2 * (b.start - a.start) for a, b in zip(places[0], following, strict=True)],
         "KEY_SCALE": [x.scale for x in places[0]],
         "KEY_SCALE_NEXT": [b.scale - a.scale for a, b in zip(places[0], following, strict=True)],
-        "VALUE_BITS": [x.bits for x in values], "VALUE_WORDS": [x.words for x in own],
-        "VALUE_START": [2 * x.start for x in own], "VALUE_SCALE": [x.scale for x in own],
+        "VALUE_SCALE": Place.of(group, values[0]).scale,
         "SCALE": layout.scale, "SCALE_ROW": layout.scales_per_row,
         "DQ": numbers[0], "DO": numbers[1], "DV": numbers[2], "BF16": int(bf16), **dict(rebuilt),
     }  # fmt: skip

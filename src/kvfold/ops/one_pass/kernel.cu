@@ -57,10 +57,10 @@ __device__ __forceinline__ u32 scales_of(const u8 *page, int first, int row, int
 // Codes of a word that an item takes: all of 4 bits; of 8 those of two words; of 2 one byte's.
 template <int BITS, class Scales, class Take>
 __device__ __forceinline__ void weigh(
-    u32 page, u32 weights, const Item &mine, int start, int words, int lane, Scales scales,
-    Take take) {
+    u32 page, u32 weights, const Item &mine, int lane, Scales scales, Take take) {
+  const int words = mine.words, half = mine.half;
   const int in = lane / 8, own = lane % 8, row = 4 * (in / 2) + own / 2 + 8 * (own % 2);
-  u32 value = page + start + row * (2 * words) + (mine.block * 16 + 8 * (in % 2)) * 2;
+  u32 value = page + mine.start + row * (2 * words) + (mine.block * 16 + 8 * (in % 2)) * 2;
   u32 weight = weights + (own + 8 * (in / 2)) * ROW + (in % 2) * 16;
 #pragma unroll
   for (int step = 0; step < STEPS; step++) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void weigh(
       for (int i = 0; i < 4; i++) {
         if constexpr (BITS == 8) a[i] = centred<8, I % 2>(I < 2 ? v[i] : next[i]);
         if constexpr (BITS == 4) a[i] = centred<4, I>(v[i]);
-        if constexpr (BITS == 2) a[i] = centred<2, I>(v[i] >> (8 * mine.half));
+        if constexpr (BITS == 2) a[i] = centred<2, I>(v[i] >> (8 * half));
       }
 #pragma unroll
       for (int n = 0; n < COLS / 8; n++) take(At<I>(), n, a, w[n]);
@@ -111,7 +111,7 @@ __device__ __forceinline__ void fade(float (&sums)[4][COLS / 8][4], const float 
 // Leaves them in `out`, divided by masses, where they are whole, and else in `part`.
 template <int BITS>
 __device__ __forceinline__ void finish(
-    const float (&sums)[4][COLS / 8][4], const Item &mine, int words, const float *masses,
+    const float (&sums)[4][COLS / 8][4], const Item &mine, const float *masses,
     bool whole, int lane, u16 *out, float *part) {
   constexpr int PER = 16 / BITS, SIDE = BITS == 8 ? 2 : 4;
   const int c = lane % 4, g = lane / 4;
@@ -126,7 +126,7 @@ __device__ __forceinline__ void finish(
       for (int i = 0; i < 4; i += SIDE) {  // numbers side by side
         const int word = mine.block * 16 + (BITS == 8 ? 8 * i : 0) + g + 8 * (k / 2);
         const int number = mine.column + word * PER + (BITS == 2 ? 4 * mine.half : 0);
-        if (word >= words) continue;
+        if (word >= mine.words) continue;
         float x[SIDE];
 #pragma unroll
         for (int j = 0; j < SIDE; j++)
@@ -163,6 +163,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
   u8 *scorers = (u8 *)(faded + BUFFERS * SCORERS);                     // SCORER_BYTES
   const u32 full = shared_of(scorers + SCORER_BYTES), empty = full + 8 * STAGES;
   const u32 ready = empty + 8 * STAGES, done = ready + 8 * BUFFERS;
+  // Kept here, since registers are dear: what one thread reads, and items.
+  Pages &ahead = *(Pages *)(scorers + SCORER_BYTES + 16 * (STAGES + BUFFERS));
+  Item *all_items = (Item *)(&ahead + 1);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     auto begin = [](u32 barrier, int arrivals) {
@@ -174,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   Scorer::prepare(scorers, maps, rope);
+  if (threadIdx.x < ITEMS) all_items[threadIdx.x] = items[threadIdx.x];
   __syncthreads();
   const int slice = blockIdx.x;
   const u32 pages = shared_of(room);
@@ -186,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
     const int column = warp * 4 * SETS + c;  // its first query head
     registers_to_score();
     Scorer scorer(scorers, maps, rope, warp, lane, scale_of_scores);
-    Pages ahead(starts, slice);
+    if (threadIdx.x == 0) ahead = Pages(starts, slice);
     auto copy = [&]() {
       if (threadIdx.x == 0) {
         ahead.copy(pages, full, empty, arena);
@@ -248,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
             p[u] = pair_of(above, below);
           }
           const u32 scales =
-              WEIGHERS_SCALE ? 0 : scales_of(page, value_scale[0], step * 16 + g, rows);
+              WEIGHERS_SCALE ? 0 : scales_of(page, VALUE_SCALE, step * 16 + g, rows);
 #pragma unroll
           for (int u = 0; u < SETS; u++)
             *(u32 *)(to + step * 32 + u * 4 * ROW) = WEIGHERS_SCALE ? p[u] : times(p[u], scales);
@@ -283,9 +287,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
     constexpr int OWN_ITEMS = decltype(owned)::value;
     registers_to_weigh<OWN_ITEMS>();
     if (warp >= SCORERS + WEIGHERS) return;  // fills a group of four
-    Item mine[OWN_ITEMS];
-#pragma unroll
-    for (int o = 0; o < OWN_ITEMS; o++) mine[o] = items[first + o];
+    const Item *mine = all_items + first;
     for (; work.more(); work.next()) {
       if (!work.begin(lengths, length_slot, slots)) continue;
       float sums_of[OWN_ITEMS][4][COLS / 8][4] = {};
@@ -298,17 +300,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
         each<OWN_ITEMS>([&](auto o) {
           constexpr int O = decltype(o)::value;
           if (any) fade(sums_of[O], fades + buffer * COLS + 2 * c);
-          const int run = mine[O].run, scale = value_scale[run];
+          const Item &it = mine[O];
           auto take = [&](auto at, int n, const u32 (&a)[4], const u32 (&w)[2]) {
             multiply(sums_of[O][decltype(at)::value][n], a, w[0], w[1]);
           };
           auto scales = [&](int row) {
-            return scales_of(room + stage * PAGE_BYTES, scale, row, work.length - t * PAGE);
+            return scales_of(room + stage * PAGE_BYTES, it.scale, row, work.length - t * PAGE);
           };
-          with_bits(value_bits[run], [&](auto bits) {
-            weigh<decltype(bits)::value>(
-                pages + stage * PAGE_BYTES, shared_of(weights) + buffer * WEIGHTS, mine[O],
-                value_start[run], value_words[run], lane, scales, take);
+          with_bits(it.bits, [&](auto bits) {
+            weigh<decltype(bits)::value>(pages + stage * PAGE_BYTES,
+                shared_of(weights) + buffer * WEIGHTS, it, lane, scales, take);
           });
         });
         __syncwarp();
@@ -320,9 +321,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
       const bool whole = counts[work.item] == 1;
       each<OWN_ITEMS>([&](auto o) {
         constexpr int O = decltype(o)::value;
-        with_bits(value_bits[mine[O].run], [&](auto bits) {
+        with_bits(mine[O].bits, [&](auto bits) {
           finish<decltype(bits)::value>(
-              sums_of[O], mine[O], value_words[mine[O].run], masses, whole, lane,
+              sums_of[O], mine[O], masses, whole, lane,
               out + ((u64)work.b * QUERY_HEADS + work.g * COLS) * DO,
               part + (u64)(slice + work.item) * COLS * DV);
         });

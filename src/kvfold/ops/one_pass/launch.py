@@ -11,7 +11,7 @@ from torch import Tensor
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.launch import launch_options, multiprocessors
 from kvfold.ops.common.pages import LayerPages, owner_of
-from kvfold.ops.common.pieces import VALUE_FIELDS, latents_of, widest_value
+from kvfold.ops.common.pieces import VALUE_FIELDS, widest_value
 from kvfold.ops.common.plan import Slices, power_of_two
 from kvfold.ops.common.plan_triton import plan_slices
 from kvfold.ops.decode.kernels import combine_kernel
@@ -19,7 +19,7 @@ from kvfold.ops.decode.triton import combine_options
 from kvfold.ops.latent_decode.maps import KeyMaps
 from kvfold.ops.one_pass.build import Constants, compiled, warps
 from kvfold.ops.one_pass.rebuilt import RebuiltMaps, pack
-from kvfold.ops.one_pass.rows import items, shared_bytes
+from kvfold.ops.one_pass.rows import items_read, shared_bytes
 from kvfold.spec.layout import Group
 
 OVERHEAD, SMALLEST = 2, 2  # cost of beginning an item, and least work of a slice, in pages
@@ -31,13 +31,12 @@ ROWS = 32768
 @lru_cache(maxsize=4096)
 def _tables(groups: tuple[Group, ...], queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """int32: items of the weighing warps, and lines of groups as `combine_kernel` reads them."""
-    (values,) = latents_of(groups[0], "v")
     lines = []
     for g, group in enumerate(groups):
         line = [0] * VALUE_FIELDS
         line[1], line[6], line[7], line[10] = widest_value(groups), g, group.heads[0] * queries, 1
         lines.append(line)
-    made = (torch.tensor(x, dtype=torch.int32, device=device) for x in (items(values), lines))
+    made = (torch.tensor(x, dtype=torch.int32, device=device) for x in (items_read(groups[0]), lines))
     first, second = made
     return first, second
 

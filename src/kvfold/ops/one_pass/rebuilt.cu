@@ -21,7 +21,9 @@ constexpr int OFFSETS_BYTES = 16 * FAST * 8;   // how pairs turn in 16 rows
 constexpr int FAST_QUERIES = BLOCKS * 16 * 8, TURNED = STEPS * FAST * 4;
 constexpr int SET_BYTES = PRODUCTS * 512 + FAST_QUERIES + 64;   // of four queries
 constexpr int OWN_BYTES = SETS * SET_BYTES + TURNED;            // of a scoring warp
-constexpr int SCORER_BYTES = MAP_BYTES + OFFSETS_BYTES + SCORERS * OWN_BYTES;
+constexpr int MEANS_BYTES = HEADS * FAST * 8;  // of pairs that are rebuilt
+constexpr int FIXED_BYTES = MAP_BYTES + OFFSETS_BYTES + MEANS_BYTES;
+constexpr int SCORER_BYTES = FIXED_BYTES + SCORERS * OWN_BYTES;
 
 // Of sixteen warps with 128 registers a thread: eight score, four weigh up to two items each, and
 // four weigh one.
@@ -56,6 +58,7 @@ struct Scorer {
   const u32 *rope;       // cosine and sine of a position's pairs
   const u8 *own_map;     // in shared memory, of this warp's KV heads
   const uint2 *offsets;  // (cos, cos), (-sin, sin) by pair / 4, row, pair % 4
+  const float2 *means;   // of this warp's first KV head
   u32 *turns;            // of a tile's rows 0, 16 .. by which queries are turned back
   // Of a set of queries: slow pairs in the space of latents, by product; fast pairs, fp16, by
   // block, query, pair % 4; and what mu adds to a query's score, by power.
@@ -63,7 +66,6 @@ struct Scorer {
   const u16 *q;
   float size;
   int c, g, head;
-  u32 next[STEPS * FAST / 32];  // turns of the tile after
   float unit[SETS];
 
   __device__ __forceinline__ Scorer(
@@ -72,7 +74,8 @@ struct Scorer {
         head(warp * 4 * SETS / N) {
     own_map = room + head * (BLOCKS * PRODUCTS * 512) + lane * 16;
     offsets = (const uint2 *)(room + MAP_BYTES) + g * 4 + c;
-    sets = room + MAP_BYTES + OFFSETS_BYTES + warp * OWN_BYTES;
+    means = (const float2 *)(room + MAP_BYTES + OFFSETS_BYTES) + head * FAST + c;
+    sets = room + FIXED_BYTES + warp * OWN_BYTES;
     turns = (u32 *)(sets + SETS * SET_BYTES);
     for (int u = 0; u < SETS; u++) unit[u] = 1.0f;
   }
@@ -89,6 +92,8 @@ struct Scorer {
   static __device__ __forceinline__ void prepare(u8 *room, const u8 *maps, const u32 *rope) {
     for (int i = threadIdx.x; i < MAP_BYTES / 16; i += blockDim.x)
       ((uint4 *)room)[i] = ((const uint4 *)(maps + MAP_FAST))[i];
+    for (int i = threadIdx.x; i < HEADS * FAST; i += blockDim.x)
+      ((float2 *)(room + MAP_BYTES + OFFSETS_BYTES))[i] = ((const float2 *)(maps + MAP_FAST_MEAN))[i];
     for (int i = threadIdx.x; i < 16 * FAST; i += blockDim.x) {
       const int pair = i / 64 * 4 + i % 4, row = i / 4 % 16;
       const u32 turn = rope[row * PAIRS + pair];
@@ -109,11 +114,15 @@ struct Scorer {
             make_uint2(pair_of(x.x * size, x.y * size), pair_of(y.x * size, y.y * size));
       }
   }
+  // Turns of a tile, on their way to where those of the one before are no longer read.
   __device__ __forceinline__ void look_up(int start) {
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < STEPS * FAST / 32; i++) {
       const int at = 32 * i + 4 * g + c;
-      next[i] = rope[(u64)(start + at / FAST * 16) * PAIRS + at % FAST];
+      const u32 *from = rope + (u64)(start + at / FAST * 16) * PAIRS + at % FAST;
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+                   :: "r"(shared_of(turns + at)), "l"(from) : "memory");
     }
   }
 
@@ -153,7 +162,7 @@ struct Scorer {
       float sum[2][4] = {};
 #pragma unroll
       for (int i = 0; i < SLOW / 8; i++) {
-        const uint4 b = map[(k * (SLOW / 8) + i) * 32 + g * 4 + c];
+        const uint4 b = __ldcg(map + (k * (SLOW / 8) + i) * 32 + g * 4 + c);
         multiply(sum[0], a[i], b.x, b.y);
         multiply(sum[1], a[i], b.z, b.w);
       }
@@ -202,11 +211,8 @@ struct Scorer {
     if (first || start % REACH == 0)
 #pragma unroll 1
       for (int u = 0; u < SETS; u++) fold(u, start / REACH * REACH + REACH / 2);
+    asm volatile("cp.async.wait_all;" ::: "memory");
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < STEPS * FAST / 32; i++) turns[32 * i + 4 * g + c] = next[i];
-    __syncwarp();
-    look_up(start + PAGE);
 #pragma unroll 1
     for (int turn = 0; turn < SETS * (STEPS / 2); turn++) {
       const int u = turn % SETS, part = turn / SETS;
@@ -223,6 +229,7 @@ struct Scorer {
         }
       });
     }
+    look_up(start + PAGE);
   }
 
   // Scores by slow pairs, of 32 rows: row, from the stretch's middle, is the first.
@@ -258,24 +265,24 @@ struct Scorer {
   __device__ __forceinline__ void add_fast(
       float (&found)[2][2], const u32 (&a)[PRODUCTS][2][4], int u, int part) {
     const int own = u * 4 / N;
-    const float2 *means = (const float2 *)(maps + MAP_FAST_MEAN) + (head + own) * FAST + c;
     const u32 *back = turns + (2 * part + g % 2) * FAST + c;
     float sum[2][4] = {};
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++) {
       float key[2][2][4];  // of 16 rows, 4 pairs
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float2 mean = means[8 * m + 4 * i];
-#pragma unroll
-        for (int step = 0; step < 2; step++) {
-          key[step][i][0] = key[step][i][2] = mean.x;
-          key[step][i][1] = key[step][i][3] = mean.y;
-        }
-      }
-#pragma unroll
       for (int k = 0; k < PRODUCTS; k++) {
         const uint4 b = *(const uint4 *)(own_map + ((own * BLOCKS + m) * PRODUCTS + k) * 512);
+        if (k == 0) {
+          const float2 x = means[own * FAST + 8 * m], y = means[own * FAST + 8 * m + 4];
+          const float first[4] = {x.x, x.y, x.x, x.y}, second[4] = {y.x, y.y, y.x, y.y};
+#pragma unroll
+          for (int step = 0; step < 2; step++) {
+            multiply(key[step][0], a[0][step], b.x, b.y, first);
+            multiply(key[step][1], a[0][step], b.z, b.w, second);
+          }
+          continue;
+        }
 #pragma unroll
         for (int step = 0; step < 2; step++) {
           multiply(key[step][0], a[k][step], b.x, b.y);

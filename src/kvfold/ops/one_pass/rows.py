@@ -13,7 +13,7 @@ from kvfold.spec.layout import Group, Segment
 ROOM = 227 * 1024  # bytes of shared memory that a program may have
 WARPS = 12  # most items of values, of 64 numbers of a row
 PAGES = (16, 32, 64)  # rows of one; the more, the faster
-STAGES = 2  # fewest pages at once
+STAGES, MOST_STAGES = 2, 8  # pages at once
 BUFFERS = 2  # of weights
 REBUILT_COLUMNS = 32  # query heads of a group whose keys are rebuilt: as many as eight warps score
 
@@ -90,6 +90,16 @@ def items(values: Sequence[Segment]) -> list[tuple[int, int, int, int]]:
     return found
 
 
+def items_read(group: Group) -> list[tuple[int, ...]]:
+    """`items` as the kernel reads them: `Item` of tools.cu."""
+    (values,) = latents_of(group, "v")
+    found = []
+    for run, *own in items(values):
+        place = Place.of(group, values[run])
+        found.append((*own, values[run].bits, place.words, 2 * place.start, place.scale, 0))
+    return found
+
+
 def read_bytes(group: Group) -> int:
     """Bytes of a page up to its last scale, in whole 16."""
     layout = group.layout
@@ -113,19 +123,22 @@ def map_bytes(group: Group, queries: int, head_dim: int) -> int:
     fast, made = fast_pairs(head_dim), products(latents_of(group, "k")[0])
     warps = len(group.heads) * queries // 4
     own = 16 * fast + 64 + 512 * made + group.layout.page // 4 * fast
-    return len(group.heads) * made * 64 * fast + 128 * fast + warps * own
+    return len(group.heads) * (made * 64 * fast + 8 * fast) + 128 * fast + warps * own
 
 
 def fixed_bytes(group: Group, queries: int, head_dim: int | None) -> int:
     """Shared memory beside pages: buffers of weights, what rebuilds keys, and what is small."""
     columns = len(group.heads) * queries
+    scorers = columns // (8 if head_dim is None else 4)
+    number = len(items(latents_of(group, "v")[0]))
+    each = columns * (2 * group.layout.page + 16) + 4 * columns + 4 * scorers
+    beside = 4 * columns + 16 * (MOST_STAGES + BUFFERS) + 48 + 32 * number  # masses, barriers ..
     maps = 0 if head_dim is None else map_bytes(group, queries, head_dim)
-    each = columns * (2 * group.layout.page + 16) + 5 * columns + 16
-    return BUFFERS * each + 4 * columns + 128 + maps
+    return BUFFERS * each + beside + maps
 
 
 def stages(group: Group, queries: int, head_dim: int | None) -> int:
-    return min(8, (ROOM - fixed_bytes(group, queries, head_dim)) // read_bytes(group))
+    return min(MOST_STAGES, (ROOM - fixed_bytes(group, queries, head_dim)) // read_bytes(group))
 
 
 def shared_bytes(group: Group, queries: int, head_dim: int | None) -> int:

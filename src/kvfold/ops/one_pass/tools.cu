@@ -14,9 +14,9 @@
 //
 // Defined before (see build.py): PAGE rows, PAGE_BYTES copied of a page, STAGES of them at once; G
 // groups of HEADS KV heads, N query heads of each, QUERY_HEADS of all; ITEMS of values, of
-// WEIGHERS warps, and WARPS of all; BUFFERS of weights; WEIGHERS_SCALE; of every run its bits, words of
-// a row, byte of the first row and number of its first scale, of keys how far on the next head's
-// are; SCALE bytes of a scale, SCALE_ROW of them a row; DQ, DO, DV numbers of a row of q, out and
+// WEIGHERS warps, and WARPS of all; BUFFERS of weights; WEIGHERS_SCALE; of every run of keys its
+// bits, words of a row, byte of the first row and number of its first scale, and how far on the next
+// head's are; VALUE_SCALE of the first run of values; SCALE bytes of a scale, SCALE_ROW of them a row; DQ, DO, DV numbers of a row of q, out and
 // part; BF16.
 
 typedef unsigned int u32;
@@ -34,17 +34,15 @@ constexpr int WEIGHTS = COLS * ROW;        // bytes of a page's
 constexpr float SLACK = 4.0f;              // a top is raised once it is exceeded by 2^SLACK
 constexpr int MOST_QUERY = 32512;          // so that both of its bytes fit
 
-// What a weighing warp takes of a row at a time: its run, the first word / 16, of 2 bits which bytes of
-// words; and the run's first column of the output.
-struct Item { int run, block, half, column; };
+// What a weighing warp takes of a row at a time: the first word / 16 of a run, of 2 bits which bytes
+// of words, and the run's first column of the output; then the run's bits, words of a row, byte of
+// the first row and number of its first scale.
+struct __align__(16) Item { int block, half, column, bits, words, start, scale, unused; };
 
 __device__ constexpr int key_bits[] = KEY_BITS, key_words[] = KEY_WORDS, key_start[] = KEY_START;
 __device__ constexpr int key_next[] = KEY_NEXT, key_scale[] = KEY_SCALE;
 __device__ constexpr int key_scale_next[] = KEY_SCALE_NEXT;
-__device__ constexpr int value_bits[] = VALUE_BITS, value_words[] = VALUE_WORDS;
-__device__ constexpr int value_start[] = VALUE_START, value_scale[] = VALUE_SCALE;
 constexpr int KEY_RUNS = sizeof(key_bits) / sizeof(int);
-constexpr int VALUE_RUNS = sizeof(value_bits) / sizeof(int);
 __device__ constexpr int numbers(int runs) {
   return runs == 0 ? 0 : numbers(runs - 1) + key_words[runs - 1] * (16 / key_bits[runs - 1]);
 }
@@ -99,6 +97,13 @@ __device__ __forceinline__ void multiply(int (&c)[4], u32 a0, u32 a1, u32 b0) {
   asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6},"
       " {%0,%1,%2,%3};" : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a0), "r"(a1), "r"(b0));
+}
+__device__ __forceinline__ void multiply(
+    float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9},"
+      " {%10,%11,%12,%13};" : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1),
+        "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 __device__ __forceinline__ void load(u32 (&x)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
