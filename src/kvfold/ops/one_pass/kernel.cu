@@ -62,7 +62,7 @@ __device__ __forceinline__ void weigh(
   const int in = lane / 8, own = lane % 8, row = 4 * (in / 2) + own / 2 + 8 * (own % 2);
   u32 value = page + mine.start + row * (2 * words) + (mine.block * 16 + 8 * (in % 2)) * 2;
   u32 weight = weights + (own + 8 * (in / 2)) * ROW + (in % 2) * 16;
-#pragma unroll
+#pragma unroll (SETS == 1 ? 1 : STEPS)  // of two items registers are short
   for (int step = 0; step < STEPS; step++) {
     u32 w[COLS / 8][2];
 #pragma unroll
