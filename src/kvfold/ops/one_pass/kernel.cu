@@ -190,15 +190,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
     const int column = warp * 4 * SETS + c;  // its first query head
     registers_to_score();
     Scorer scorer(scorers, maps, rope, warp, lane, scale_of_scores);
-    if (threadIdx.x == 0) ahead = Pages(starts, slice);
-    auto copy = [&]() {
-      if (threadIdx.x == 0) {
-        ahead.copy(pages, full, empty, arena);
-        ahead.look_up(tables, table_slot, table_group, lengths, length_slot, slots);
-      }
-      __syncwarp();
-    };
-    for (int i = 0; i < STAGES; i++) copy();  // the first looks up only
     for (; work.more(); work.next()) {
       if (!work.begin(lengths, length_slot, slots)) continue;
       scorer.begin(q + (u64)work.b * q_stride + (work.g * COLS + warp * 4 * SETS) * DQ);
@@ -261,7 +252,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
         if (lane == 0) arrive(ready + 8 * buffer), arrive(empty + 8 * stage);
         if (++stage == STAGES) stage = 0, phase ^= 1;
         if (++buffer == BUFFERS) buffer = 0, turn ^= 1;
-        copy();  // to where the page before this one was, whose values the others have weighed
       }
       for (int i = 0; i < SETS; i++)
         for (int far = 4; far < 32; far *= 2) mass[i] += __shfl_xor_sync(~0u, mass[i], far);
@@ -288,6 +278,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
     registers_to_weigh<OWN_ITEMS>();
     if (warp >= SCORERS + WEIGHERS) return;  // fills a group of four
     const Item *mine = all_items + first;
+    // One thread copies pages: the next to where this one was, once all are through with it.
+    const bool copies = warp == SCORERS + WEIGHERS - 1 && lane == 0;
+    auto copy = [&]() {
+      ahead.copy(pages, full, empty, arena);
+      ahead.look_up(tables, table_slot, table_group, lengths, length_slot, slots);
+    };
+    if (copies) {
+      ahead = Pages(starts, slice);
+      for (int i = 0; i <= STAGES; i++) copy();  // the first looks up only
+    }
+    __syncwarp();
     for (; work.more(); work.next()) {
       if (!work.begin(lengths, length_slot, slots)) continue;
       float sums_of[OWN_ITEMS][4][COLS / 8][4] = {};
@@ -314,6 +315,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
         });
         __syncwarp();
         if (lane == 0) arrive(done + 8 * buffer), arrive(empty + 8 * stage);
+        if (copies) copy();
+        __syncwarp();
         if (++stage == STAGES) stage = 0, phase ^= 1;
         if (++buffer == BUFFERS) buffer = 0, turn ^= 1;
       }

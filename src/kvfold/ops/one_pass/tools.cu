@@ -1,9 +1,9 @@
 // Decode attention in one pass over rows whose values all KV heads share, keys and values in runs
 // of 8, 4 and 2 bits. For Hopper: pages come whole by bulk copies.
 //
-// A block is alone on its multiprocessor. SCORERS warps score pages, SETS times four query heads each
-// (and one of their threads copies pages ahead), and leave weights in shared memory; the other warps
-// weigh values by them: an item or two of 64 numbers of a row, for all query heads. Scales of values are
+// A block is alone on its multiprocessor. SCORERS warps score pages, SETS times four query heads each,
+// and leave weights in shared memory; the other warps weigh values by them: an item or two of 64
+// numbers of a row, for all query heads. One of their threads copies pages ahead. Scales of values are
 // multiplied with weights by the latter (WEIGHERS_SCALE), or by the former where there is one run.
 //
 // Queries are whole numbers of 16 bits, split into two bytes, so that keys' codes are multiplied as
