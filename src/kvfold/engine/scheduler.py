@@ -135,7 +135,7 @@ class Scheduler:
         done = [x.request for x in batch.with_logits if x.request.status is Status.RUNNING]
         going = [x for x in done if x.num_outputs + 1 < x.sampling.max_new_tokens]
         may_join = not (self.full and len(going) == len(done)) and not self._early(1)
-        if self.waiting and may_join or not going or len(done) < len(self.running):
+        if (self.waiting and may_join) or not going or len(done) < len(self.running):
             return None
         if any(x.sampling.edits for x in going) or self._due_next(going):
             return None

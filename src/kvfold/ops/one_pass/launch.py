@@ -36,7 +36,9 @@ def _tables(groups: tuple[Group, ...], queries: int, device: torch.device) -> tu
         line = [0] * VALUE_FIELDS
         line[1], line[6], line[7], line[10] = widest_value(groups), g, group.heads[0] * queries, 1
         lines.append(line)
-    made = (torch.tensor(x, dtype=torch.int32, device=device) for x in (items_read(groups[0]), lines))
+    made = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in (items_read(groups[0]), lines)
+    )
     first, second = made
     return first, second
 
