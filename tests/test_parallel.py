@@ -3,10 +3,9 @@
 Shapes: T tokens, Hq query heads.
 """
 
+import re
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
-from itertools import combinations, pairwise
+from itertools import combinations_with_replacement, pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -16,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kvfold import recipes
-from kvfold.attention.base import LayerMaps
-from kvfold.bench.variants import SHAPES, Variant, variant_layout
+from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
 from kvfold.errors import SettingError
+from kvfold.models.adapter import PAGED
 from kvfold.models.families import family_of
 from kvfold.models.fold import fold_plain
 from kvfold.ops.backend import use_triton
-from kvfold.parallel import SequenceParallel, attend, wire_bytes
-from kvfold.parallel.shares import SLACK, key_rank, runs, shares_of, token_counts, value_rank
+from kvfold.parallel import SequenceParallel, wire_bytes
+from kvfold.parallel.attend import attend
+from kvfold.parallel.shares import SLACK, runs, shares_of
 from kvfold.spec.layout import plain_spec
 from models import CONFIGS, tiny, tokens
 from ranks import Ranks
@@ -102,28 +102,172 @@ def last_logits(group: dist.ProcessGroup, model: Any, ids: Any) -> Tensor:
     return SequenceParallel(model, group).prefill(ids).logits
 
 
-# -- what is sent, and by whom attention is done: no process, no tensor --------------------------
+# -- shares and bytes: no process, no model -----------------------------------------------------
 
 
 def test_runs_are_the_best_of_all() -> None:
-    """Among all ways to cut: the busiest has SLACK more than the least, and no price is lower."""
+    """Of all ways to cut: the busiest has SLACK more than it must, and no other price is lower."""
     generator = torch.Generator().manual_seed(0)
     for trial in range(60):
         size, parts = 1 + trial % 7, 1 + trial % 5
         work = torch.randint(0, 9, (size,), generator=generator).tolist()
-        prices = torch.randint(1, 9, (size + 1, size + 1), generator=generator).tolist()
-
-        def loads(ends: list[int], work: list[int] = work) -> list[int]:
-            return [sum(work[a:b]) for a, b in pairwise([0, *ends])]
-
-        def price(ends: list[int], prices: Any = prices) -> int:
-            return sum(prices[a][b] for a, b in pairwise([0, *ends]) if a < b)
-
-        every = [
-            [*inner, size] for inner in combinations_of(range(size + 1), parts - 1)
-        ]
-        most = min(max(loads(ends)) for ends in every) * (1 + SLACK)
-        want = min(price(ends) for ends in every if max(loads(ends)) <= most)
+        prices = torch.randint(1, 9, (size, size + 1), generator=generator).tolist()
+        every = []
+        for inner in combinations_with_replacement(range(size + 1), parts - 1):
+            cuts = list(pairwise([0, *inner, size]))
+            load = max(sum(work[a:b]) for a, b in cuts)
+            every.append((load, sum(prices[a][b] for a, b in cuts if a < b), [*inner, size]))
+        most = min(load for load, *_ in every) * (1 + SLACK)
         found = runs(work, parts, lambda a, b, prices=prices: prices[a][b])
-        assert len(found) == parts and found[-1] == size
-        assert max(loads(found)) <= most and price(found) == want
+        load, price = next(x[:2] for x in every if x[2] == found)
+        assert load <= most and price == min(price for load, price, _ in every if load <= most)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 8, 16, 32, 40])
+@pytest.mark.parametrize(
+    "name", ["bf16-full", "bf16-half-ragged", "lean-35", "small-25", "palu-g4"]
+)
+def test_every_head_has_one_rank(name: str, num_ranks: int) -> None:
+    layer = variant_layout(EIGHT, VARIANTS[name]).spec.layers[0]
+    shares = shares_of(layer, EIGHT, num_ranks)
+    assert [h for share in shares for h in share.heads] == list(range(EIGHT.num_query_heads))
+    assert len(shares) == num_ranks
+    work = [sum(share.query_ranks) + share.output_width for share in shares]
+    widest = max(a + b for x in shares for a, b in zip(x.query_ranks, x.output_ranks, strict=True))
+    assert max(work) <= (sum(work) / num_ranks + widest) * (1 + SLACK)
+    for share in shares:
+        group = len(share.heads) // max(len(share.units), 1)
+        owners = [share.kv[i] for i in share.units for _ in range(group)]
+        assert owners == [head // EIGHT.queries_per_kv for head in share.heads]
+        columns = [range(at, at + rank) for at, rank in (*share.keys, *share.values)]
+        queries = range(sum(share.query_ranks))
+        assert {i for own in (queries, *columns) for i in own} == set(range(share.width))
+
+
+def test_bytes_of_the_8b_shape() -> None:
+    """Uncompressed: 32 + 8 + 8 + 32 heads of 128 numbers, but for those that stay. At a half: half;
+    and no recipe sends more than nothing compressed does."""
+    plain, tokens = plain_spec(EIGHT), 32768
+    half = variant_layout(EIGHT, VARIANTS["bf16-half"]).spec
+    for num_ranks in (1, 2, 4, 8):
+        want = tokens * 80 * 128 * (num_ranks - 1) // num_ranks * EIGHT.num_layers * 2
+        assert wire_bytes(plain, tokens, num_ranks) == want
+        assert wire_bytes(half, tokens, num_ranks) == want // 2
+    shared = (64 + 2 * 16) * 128  # two ranks have each KV head
+    assert wire_bytes(plain, tokens, 16) == tokens * shared * 15 // 16 * EIGHT.num_layers * 2
+    for num_ranks in (2, 3, 5, 8, 16, 40):
+        most = wire_bytes(plain, tokens, num_ranks)
+        for name in ("lean-31", "small-10", "small-25", "swift-4x", "palu-g4", "lorc"):
+            assert wire_bytes(variant_layout(EIGHT, VARIANTS[name]).spec, tokens, num_ranks) <= most
+
+
+# -- attention of a share: no process -----------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*ndim > 0.*:DeprecationWarning")
+@pytest.mark.parametrize("recipe", [None, "fast", "lean", "small"])
+def test_kernels_see_what_pytorch_sees(recipe: str | None, monkeypatch: Any) -> None:
+    """Triton's kernel, interpreted, in 16 bits: of KV heads that others have a part of, too, and of
+    heads of different ranks."""
+    model, spec = model_of("llama-gqa", recipe)
+    if recipe is None:
+        fold_plain(model, spec, turned=False)
+    layer = next(iter(family_of(model.config).attentions(model))).half().maps
+    torch.manual_seed(0)
+    for share in shares_of(layer.spec, spec.geometry, 3)[:2]:
+        messages = torch.randn(LENGTH, share.width).half()
+        want = attend(layer, share, messages)
+        with monkeypatch.context() as patched:
+            patched.setenv("KVFOLD_BACKEND", "triton")
+            use_triton.cache_clear()
+            with patch("kvfold.parallel.attend.attention", side_effect=AssertionError):
+                got = attend(layer, share, messages)
+        use_triton.cache_clear()
+        assert (got - want).norm() <= 2e-3 * want.norm()
+
+
+# -- mistakes -----------------------------------------------------------------------------------
+
+
+def told(group: dist.ProcessGroup, how: str, model: Any) -> str:
+    """What a rank is told about a mistake."""
+    rank, ids = dist.get_rank(group), list(IDS)
+    try:
+        if how == "models" and rank == 1:
+            model = model.double()
+        parallel = SequenceParallel(model, group)
+        if how == "ids" and rank == 1:
+            ids[3] += 1
+        found = parallel.prefill(ids)
+        parallel.cache(found)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_differ_are_told(pool: Ranks) -> None:
+    model = tiny("llama-gqa")
+    for how, want in (
+        ("models", "rank 1 has another model than rank 0: load the same one on every rank"),
+        ("ids", "rank 1 has other ids than rank 0: give every rank the whole prompt"),
+        ("rows", "prompt has no rows: prefill it with keep_rows=True"),
+    ):
+        assert pool.run(2, told, how, model) == [want] * 2
+
+
+ONE = "ids must be the token ids of one prompt"
+LIMITS = "ids must be 2 tokens at least, one a rank, and 256 at most, the model's positions; got "
+
+
+@pytest.mark.parametrize(
+    ("ids", "want"),
+    [
+        (IDS[:1], LIMITS + "1"),
+        (IDS * 6, LIMITS + "288"),
+        ([3, 97], "ids must be of the model's 97 tokens; got some from 3 to 97"),
+        ([3, -1], "ids must be of the model's 97 tokens; got some from -1 to 3"),
+        ("The old house", f"{ONE}; got 'The old house'"),
+        ([IDS], f"{ONE}, whole numbers in one dimension; got torch.int64 of shape (1, 48)"),
+        ([0.5, 1], f"{ONE}, whole numbers in one dimension; got torch.float32 of shape (2,)"),
+    ],
+)
+def test_ids_that_are_no_prompt(pool: Ranks, ids: Any, want: str) -> None:
+    with pytest.raises(SettingError, match=f"^{re.escape(want)}$"):
+        pool.run(2, last_logits, tiny("llama-gqa"), ids)
+
+
+def test_models_that_ranks_cannot_share(pool: Ranks) -> None:
+    long = tiny("llama-gqa")
+    long.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    served = tiny("llama-gqa")
+    served.config._attn_implementation = PAGED
+    for model, want in (
+        (long, "model has rope_type 'dynamic', whose angles depend on how long a prompt is"),
+        (served, "model is an engine's for good"),
+    ):
+        with pytest.raises(SettingError, match=want):
+            pool.run(2, last_logits, model, IDS)
+
+
+def test_groups_that_cannot_be_used(pool: Ranks) -> None:
+    model = tiny("llama-gqa")
+    with pytest.raises(SettingError, match="group: this process is in no process group"):
+        SequenceParallel(model)
+    told = pool.run(2, outside, model)[1]
+    assert told.startswith("group: this process, rank 1 of 5, is none of its ranks")
+    mixed = {
+        "is_initialized": lambda: True,
+        "get_rank": lambda _: 0,
+        "get_backend": lambda _: "nccl",
+    }
+    with patch.multiple(dist, **mixed), pytest.raises(SettingError, match="make it with 'gloo'"):
+        SequenceParallel(model, object())
+
+
+def outside(group: dist.ProcessGroup, model: Any) -> str:
+    """What a rank is told of a group without it."""
+    if dist.get_rank(group) == 0:
+        return ""
+    with pytest.raises(SettingError) as found:
+        SequenceParallel(model, dist.GroupMember.NON_GROUP_MEMBER)
+    return str(found.value)

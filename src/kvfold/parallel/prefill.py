@@ -70,7 +70,7 @@ class SequenceParallel:
         self.spec = found or plain_spec(self.family.geometry(model.config))
         said = f"{self.spec} {model.dtype}".encode()
         self.model = shared_copy(model).eval()
-        self._agree(said, "what models store", "load the same one on every rank")
+        self._agree(said, "another model", "load the same one on every rank")
         self.folded = found is not None
         if found is None:
             fold_plain(self.model, self.spec, turned=False)
@@ -131,32 +131,43 @@ class SequenceParallel:
 
     def _checked(self, ids: Sequence[int] | Tensor) -> Tensor:
         """int64 [N]."""
-        tokens = torch.as_tensor(ids)
-        if tokens.ndim != 1 or tokens.is_floating_point() or not len(tokens):
+        try:
+            tokens = torch.as_tensor(ids)
+        except (RuntimeError, TypeError, ValueError):
             raise SettingError(
-                f"`ids` must be the token ids of one prompt; got {ids!r:.100}, of shape"
-                f" {tuple(tokens.shape)}"
+                f"`ids` must be the token ids of one prompt; got {ids!r:.100}"
+            ) from None
+        if tokens.ndim != 1 or tokens.dtype not in (torch.int64, torch.int32):
+            raise SettingError(
+                "`ids` must be the token ids of one prompt, whole numbers in one dimension; got"
+                f" {tokens.dtype} of shape {tuple(tokens.shape)}"
             )
-        size, most = self.size, self.model.config.max_position_embeddings
-        if not size <= len(tokens) <= most:
+        most = self.model.config.max_position_embeddings
+        if not self.size <= len(tokens) <= most:
             raise SettingError(
-                f"`ids` must be {size} tokens at least, one a rank, and {most} at most, the model's"
-                f" positions; got {len(tokens)}"
+                f"`ids` must be {self.size} tokens at least, one a rank, and {most} at most, the"
+                f" model's positions; got {len(tokens)}"
+            )
+        least, last = (int(x) for x in tokens.aminmax())
+        known = self.model.get_input_embeddings().num_embeddings
+        if least < 0 or last >= known:
+            raise SettingError(
+                f"`ids` must be of the model's {known} tokens; got some from {least} to {last}"
             )
         tokens = tokens.to(self.model.device, torch.int64)
         said = tokens.cpu().numpy().tobytes()
-        self._agree(said, "ids", "give every rank the whole prompt")
+        self._agree(said, "other ids", "give every rank the whole prompt")
         return tokens
 
-    def _agree(self, said: bytes, name: str, way_out: str) -> None:
+    def _agree(self, said: bytes, other: str, way_out: str) -> None:
         """Raises ValueError where ranks say different things. Collective."""
         digest = int.from_bytes(sha256(said).digest()[:8], signed=True)
         own = torch.tensor([digest], device=self.model.device)
         found = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(found, own, group=self.group)
-        if odd := [rank for rank, other in enumerate(found) if int(other) != int(found[0])]:
+        if odd := [rank for rank, x in enumerate(found) if int(x) != int(found[0])]:
             listed = ", ".join(map(str, odd))
-            raise ValueError(f"{name} of rank {listed} are not those of rank 0: {way_out}")
+            raise ValueError(f"rank {listed} has {other} than rank 0: {way_out}")
 
 
 def _group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
@@ -166,7 +177,8 @@ def _group(group: dist.ProcessGroup | None, device: torch.device) -> dist.Proces
             "`group`: this process is in no process group: start it with torchrun, and call"
             " torch.distributed.init_process_group first"
         )
-    group = dist.group.WORLD if group is None else group
+    group = group or dist.group.WORLD
+    assert group is not None
     if dist.get_rank(group) < 0:
         raise SettingError(
             f"`group`: this process, rank {dist.get_rank()} of {dist.get_world_size()}, is none of"

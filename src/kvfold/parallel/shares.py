@@ -5,7 +5,7 @@ Shapes: N tokens, P ranks, Hq / Hk query / KV heads, d head dim.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, product
 from math import gcd, inf
 
@@ -129,8 +129,8 @@ def shares_of(spec: LayerSpec, geometry: Geometry, num_ranks: int) -> tuple[Shar
 
     @cache
     def share(first: int, last: int) -> Share:
-        place = {"spec": spec, "geometry": geometry, "heads": range(first, last)}
-        each = [Share(**place, keys_made=k, values_made=v) for k, v in product(keys, values)]
+        of = partial(Share, spec=spec, geometry=geometry, heads=range(first, last))
+        each = (of(keys_made=k, values_made=v) for k, v in product(keys, values))
         return min(each, key=lambda x: x.row_width)
 
     heads = range(geometry.num_query_heads)
