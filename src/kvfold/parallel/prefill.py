@@ -56,7 +56,7 @@ class SequenceParallel:
         Raises SettingError without a process group, where this process is none of its ranks, and
         for models that cannot be read in parts, and ValueError where the ranks' models differ.
         """
-        check_model(model)
+        check_model(model, "a loaded causal LM, such as kvfold.load gives")
         if model.config._attn_implementation == PAGED:
             raise SettingError("`model` is an engine's for good (owned=True): load it once more")
         self.group = _group(group, model.device)
