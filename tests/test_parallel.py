@@ -3,9 +3,13 @@
 Shapes: T tokens, Hq query heads.
 """
 
+import argparse
 import re
+import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import combinations_with_replacement, pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,9 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import kvfold
 from kvfold import recipes
 from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
 from kvfold.errors import SettingError
+from kvfold.loading import load_tokenizer
 from kvfold.models.adapter import PAGED
 from kvfold.models.families import family_of
 from kvfold.models.fold import fold_plain
@@ -25,9 +31,13 @@ from kvfold.parallel import SequenceParallel, wire_bytes
 from kvfold.parallel.attend import attend
 from kvfold.parallel.shares import SLACK, runs, shares_of
 from kvfold.spec.layout import plain_spec
+from kvfold.text import packaged, running, windows
 from models import CONFIGS, tiny, tokens
 from ranks import Ranks
 from test_fold import close, prepared
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from sequence_parallel import Bench
 
 SIZES = (1, 2, 3, 5)
 LENGTH = 47  # a multiple of none of them
@@ -184,6 +194,35 @@ def test_kernels_see_what_pytorch_sees(recipe: str | None, monkeypatch: Any) -> 
                 got = attend(layer, share, messages)
         use_triton.cache_clear()
         assert (got - want).norm() <= 2e-3 * want.norm()
+
+
+# -- the benchmark ------------------------------------------------------------------------------
+
+
+def measured(group: dist.ProcessGroup, tokens: int, **settings: Any) -> list[dict[str, Any]]:
+    """Rows of benchmarks/sequence_parallel.py, whose ranks are all there are."""
+    given = {"models": [], "shape": "tiny", "p": [0.5], "rounds": 2, **settings}
+    return Bench(argparse.Namespace(**given), torch.device("cpu")).measure(tokens)
+
+
+def test_benchmark_of_random_weights(pool: Ranks) -> None:
+    rows = pool.run(5, measured, 64)[0]
+    places = [(row["name"], row["ranks"]) for row in rows]
+    assert places == [("uncompressed", 5), ("uncompressed", 1), ("p 0.5", 5), ("p 0.5", 1)]
+    whole, alone, half, _ = rows
+    assert half["wire_bytes"] * 2 == whole["wire_bytes"] > 0 == alone["wire_bytes"]
+    assert all(row["seconds"] > 0 and row["loss"] is None for row in rows)
+
+
+def test_benchmark_of_a_model(pool: Ranks) -> None:
+    """Its loss is what one process finds, however many ranks read."""
+    rows = pool.run(5, partial(measured, models=["reference:gqa"]), 64)[0]
+    ids = windows(load_tokenizer("reference:gqa"), running(packaged("filler.txt")), 64, 256)
+    model = kvfold.reference("gqa")
+    with torch.no_grad():
+        losses = [float(model(x[None], labels=x[None]).loss) for x in ids[1:3]]
+    for row in rows:
+        assert row["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
 
 
 # -- mistakes -----------------------------------------------------------------------------------
