@@ -154,7 +154,10 @@ class Bench:
         for p in a.p:
             head_dim = SHAPES[a.shape].head_dim
             variant = kept(p, head_dim, head_dim // 16)
-            yield f"p {1 - variant.keys[0]:.3g}", folded(plain, variant, a.shape)
+            yield (
+                f"p {1 - variant.keys[0]:.3g}",
+                folded(plain, variant_layout(SHAPES[a.shape], variant).spec),
+            )
 
     def prompts(self, tokens: int) -> Tensor:
         """One a round, int64 [rounds + 2, N]: one to warm up and one for the parts."""
@@ -226,10 +229,9 @@ class Bench:
         }
 
 
-def folded(plain: Any, variant: Variant, shape: str) -> Any:
-    """A copy of a random model that stores what `variant` keeps, by maps as random."""
+def folded(plain: Any, spec: CacheSpec) -> Any:
+    """A copy of a random model that stores what `spec` says, by maps as random."""
     model, family = shared_copy(plain), family_of(plain.config)
-    spec = variant_layout(SHAPES[shape], variant).spec
     with torch.device(plain.device):
         for index in range(len(spec.layers)):
             attention = family.swap(model, spec, index).to(plain.dtype).requires_grad_(False)

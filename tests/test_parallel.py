@@ -7,6 +7,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
@@ -30,6 +31,7 @@ from kvfold.ops.backend import use_triton
 from kvfold.parallel import SequenceParallel, wire_bytes
 from kvfold.parallel.attend import attend
 from kvfold.parallel.shares import SLACK, runs, shares_of
+from kvfold.spec import CacheSpec, Latent, LayerSpec
 from kvfold.spec.layout import plain_spec
 from kvfold.text import packaged, running, windows
 from models import CONFIGS, tiny, tokens
@@ -37,7 +39,7 @@ from ranks import Ranks
 from test_fold import close, prepared
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from sequence_parallel import Bench
+from sequence_parallel import Bench, folded
 
 SIZES = (1, 2, 3, 5)
 LENGTH = 47  # a multiple of none of them
@@ -87,7 +89,29 @@ def read(group: dist.ProcessGroup, model: Any) -> tuple[Tensor, Tensor, int]:
 
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_ranks_read_what_one_process_reads(pool: Ranks, name: str, recipe: str | None) -> None:
-    model, spec = model_of(name, recipe)
+    check(pool, *model_of(name, recipe))
+
+
+def test_heads_of_any_rank(pool: Ranks) -> None:
+    """Some keep no keys, some no values."""
+    latents = [
+        Latent(side=side, heads=(head,), rank=rank)
+        for side, ranks in (("k", (0, 7, 12, 1)), ("v", (12, 0, 5, 3)))
+        for head, rank in enumerate(ranks)
+    ]
+    layer = LayerSpec(keys="post_rope", values="fused", latents=tuple(latents))
+    model = tiny("llama-mha")
+    spec = replace(plain_spec(family_of(model.config).geometry(model.config)), layers=(layer,) * 2)
+    model = folded(model, spec)
+    for attention in family_of(model.config).attentions(model):
+        for parameter in attention.parameters():
+            parameter.data.mul_(20)  # so that attention matters
+        for i, rank in enumerate((0, 7, 12, 1)):
+            attention.key_up.data[i, :, rank:] = attention.key_down.data[i, :, rank:] = 0
+    check(pool, model, spec)
+
+
+def check(pool: Ranks, model: Any, spec: CacheSpec) -> None:
     with torch.no_grad():
         want = model(torch.tensor([IDS])).logits[0, -2:]
     for size in SIZES:

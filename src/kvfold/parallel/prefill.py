@@ -184,9 +184,8 @@ def _group(group: dist.ProcessGroup | None, device: torch.device) -> dist.Proces
             f"`group`: this process, rank {dist.get_rank()} of {dist.get_world_size()}, is none of"
             " its ranks: call it on those alone"
         )
-    backend = dist.get_backend(group)
-    if (backend == "nccl") != (device.type == "cuda"):
-        wanted = "nccl" if device.type == "cuda" else "gloo"
+    backend, wanted = dist.get_backend(group), "nccl" if device.type == "cuda" else "gloo"
+    if backend in ("nccl", "gloo") and backend != wanted:
         raise SettingError(
             f"`group` is of backend {backend!r}, and the model is on {device}: make it with"
             f" {wanted!r}, or move the model"
