@@ -230,7 +230,8 @@ class Bench:
 
 
 def folded(plain: Any, spec: CacheSpec) -> Any:
-    """A copy of a random model that stores what `spec` says, by maps as random."""
+    """A copy of a random model that stores what `spec` says, by maps as random, their padding too:
+    for latents of one rank."""
     model, family = shared_copy(plain), family_of(plain.config)
     with torch.device(plain.device):
         for index in range(len(spec.layers)):
