@@ -21,7 +21,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold import recipes
-from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
+from kvfold.bench.variants import SHAPES, VARIANTS, Variant, variant_layout
 from kvfold.errors import SettingError
 from kvfold.loading import load_tokenizer
 from kvfold.models.adapter import PAGED
@@ -164,7 +164,8 @@ def test_runs_are_the_best_of_all() -> None:
 def test_every_head_has_one_rank(name: str, num_ranks: int) -> None:
     layer = variant_layout(EIGHT, VARIANTS[name]).spec.layers[0]
     shares = shares_of(layer, EIGHT, num_ranks)
-    assert [h for share in shares for h in share.heads] == list(range(EIGHT.num_query_heads))
+    heads = [head for share in shares for head in share.heads]
+    assert sorted(heads) == list(range(EIGHT.num_query_heads))
     assert len(shares) == num_ranks
     work = [sum(share.query_ranks) + share.output_width for share in shares]
     widest = max(a + b for x in shares for a, b in zip(x.query_ranks, x.output_ranks, strict=True))
@@ -176,6 +177,15 @@ def test_every_head_has_one_rank(name: str, num_ranks: int) -> None:
         columns = [range(at, at + rank) for at, rank in (*share.keys, *share.values)]
         queries = range(sum(share.query_ranks))
         assert {i for own in (queries, *columns) for i in own} == set(range(share.width))
+
+
+def test_ragged_heads_are_spread_evenly() -> None:
+    """The busiest of 8 ranks has 6 % more than the mean; in the order of heads it would be 18 %."""
+    geometry = SHAPES["llama-2-7b"]
+    uneven = Variant(keys=(0.25, 0.5, 0.75), values=(0.25, 0.5, 1.0))
+    layer = variant_layout(geometry, uneven).spec.layers[0]
+    work = [sum(share.query_ranks) + share.output_width for share in shares_of(layer, geometry, 8)]
+    assert max(work) <= 1.06 * sum(work) / 8
 
 
 def test_bytes_of_the_8b_shape() -> None:

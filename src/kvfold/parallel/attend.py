@@ -20,8 +20,8 @@ def message(layer: LayerMaps, share: Share, q: Tensor, rows: Tensor, tokens: ran
     """[n, W] of queries q [1, Hq, n, .] and rows [n, R] of a rank's tokens."""
     if not share.heads:
         return rows[:, :0]
-    heads, stored = slice(share.heads.start, share.heads.stop), layer.spec.latents
-    parts = [_side_by_side(q[0, heads], share.query_ranks)]
+    stored = layer.spec.latents
+    parts = [_side_by_side([q[0, head] for head in share.heads], share.query_ranks)]
     parts += [rows[:, layer.spec.columns(latent)] for latent in share.latents]
     if share.keys_made:
         parts.append(_keys(layer, share, rows, places(stored, "k", share.kv), tokens).flatten(1))
@@ -46,7 +46,7 @@ def attend(layer: LayerMaps, share: Share, received: Tensor) -> Tensor:
         out = _by_kernel(layer, q, keys, values)
     else:
         out = _by_torch(layer, q, keys, values)
-    return _side_by_side(out[0], share.output_ranks)
+    return _side_by_side(out[0].unbind(), share.output_ranks)
 
 
 def _by_kernel(layer: LayerMaps, q: Tensor, keys: KVView, values: KVView) -> Tensor:
@@ -82,8 +82,8 @@ def _keys(
 ) -> Tensor:
     """The share's keys [n, K, d], rebuilt from what x [n, .] has of `tokens` at `where`."""
     assert layer.key_up is not None and layer.key_mean is not None, "keys are rebuilt"
-    mean = layer.key_mean[share.kv.start : share.kv.stop]
-    k = _mapped(share, x, where, layer.key_columns, layer.key_up) + mean
+    k = _mapped(share, x, where, layer.key_columns, layer.key_up)
+    k = k + torch.stack([layer.key_mean[head] for head in share.kv])
     if layer.rope is None:
         return k
     positions = torch.arange(tokens.start, tokens.stop, device=x.device)
@@ -101,9 +101,9 @@ def _mapped(
     share: Share, x: Tensor, where: Sequence[Place], columns: Columns, stack: Tensor
 ) -> Tensor:
     """x [n, .] through the maps of a stack that the share's KV heads have: [n, K, d]."""
-    ups = columns.per_head(stack, share.geometry.head_dim)[share.kv.start : share.kv.stop]
-    each = zip(where, ups, strict=True)
-    return torch.stack([x[:, at : at + r] @ up[:, :r].mT for (at, r), up in each], 1)
+    ups = columns.per_head(stack, share.geometry.head_dim)
+    each = zip(where, share.kv, strict=True)
+    return torch.stack([x[:, at : at + r] @ ups[head, :, :r].mT for (at, r), head in each], 1)
 
 
 def _view(x: Tensor, where: Sequence[Place], share: Share) -> KVView:
@@ -118,11 +118,9 @@ def _whole(x: Tensor, share: Share) -> KVView:
     return _view(x.flatten(1), [(i * d, d) for i in range(x.shape[1])], share)
 
 
-def _side_by_side(x: Tensor, ranks: Sequence[int]) -> Tensor:
-    """x [H, n, at least the widest rank] -> [n, sum of ranks]."""
-    if len({*ranks}) == 1:
-        return x[..., : ranks[0]].transpose(0, 1).flatten(1)
-    return torch.cat([own[:, :rank] for own, rank in zip(x, ranks, strict=True)], 1)
+def _side_by_side(heads: Sequence[Tensor], ranks: Sequence[int]) -> Tensor:
+    """[n, at least its rank] of every head -> [n, sum of ranks]."""
+    return torch.cat([own[:, :rank] for own, rank in zip(heads, ranks, strict=True)], 1)
 
 
 def _spread(x: Tensor, ranks: Sequence[int]) -> Tensor:

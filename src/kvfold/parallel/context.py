@@ -44,8 +44,11 @@ class UlyssesContext(AttentionContext):
         answers = attend(layer, mine, received.view(sum(self.counts), mine.width))
         sizes = [own * share.output_width for share in shares]
         back = self._exchange(answers.split(list(self.counts)), sizes)
-        heads = zip(back.split(sizes), shares, strict=True)
-        return torch.cat([x.view(own, share.output_width) for x, share in heads], 1)[None]
+        heads: dict[int, Tensor] = {}
+        for share, x in zip(shares, back.split(sizes), strict=True):
+            parts = x.view(own, share.output_width).split(share.output_ranks, 1)
+            heads |= zip(share.heads, parts, strict=True)
+        return torch.cat([heads[head] for head in sorted(heads)], 1)[None]
 
     def _exchange(self, blocks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """Send every rank its block, nothing padded: sizes[i] numbers of every rank i, flat."""

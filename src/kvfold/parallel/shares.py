@@ -3,12 +3,13 @@
 Shapes: N tokens, P ranks, Hq / Hk query / KV heads, d head dim.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import gcd, inf
 
+from kvfold.ops.common.plan import longest_first
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side
 
 SLACK = 1 / 32  # of the work of the busiest rank, for fewer numbers on the wire
@@ -17,7 +18,7 @@ Place = tuple[int, int]  # of a KV head's keys or values: first column, numbers
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Consecutive query heads of a layer, which one rank attends with.
+    """Query heads of a layer, KV head by KV head, which one rank attends with.
 
     A token's message to that rank is [queries | latents as they are stored | keys | values]: the
     latents that its KV heads need; but keys or values are `made`, d numbers a KV head as the model
@@ -26,15 +27,14 @@ class Share:
 
     spec: LayerSpec
     geometry: Geometry
-    heads: range
+    heads: tuple[int, ...]
     keys_made: bool
     values_made: bool
 
     @cached_property
-    def kv(self) -> range:
+    def kv(self) -> tuple[int, ...]:
         """The KV heads of its query heads. Others may have the first and the last of them too."""
-        owners = [head // self.geometry.queries_per_kv for head in self.heads]
-        return range(owners[0], owners[-1] + 1) if owners else range(0)
+        return tuple(dict.fromkeys(head // self.geometry.queries_per_kv for head in self.heads))
 
     @cached_property
     def units(self) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class Share:
         return [(first + i * d, d) for i in range(count)]
 
 
-def places(latents: Sequence[Latent], side: Side, kv: range, first: int = 0) -> list[Place]:
+def places(latents: Sequence[Latent], side: Side, kv: Iterable[int], first: int = 0) -> list[Place]:
     """Where KV heads have their keys or values among latents that lie from column `first` on."""
     starts = accumulate((x.rank for x in latents), initial=first)
     each = [(x, start) for x, start in zip(latents, starts, strict=False) if side in x.side]
@@ -122,21 +122,41 @@ def _rank(latents: Sequence[Latent], geometry: Geometry, head: int) -> int:
 
 @lru_cache
 def shares_of(spec: LayerSpec, geometry: Geometry, num_ranks: int) -> tuple[Share, ...]:
-    """One share a rank, in the order of heads: attention costs the busiest as little as can be, or
-    SLACK more where less is sent for it. Where there are more ranks than heads some get none."""
-    keys = (False, True) if spec.keys == "pre_rope" else (False,)
-    values = (False, True) if spec.values == "rebuilt" else (False,)
+    """One share a rank: attention costs the busiest as little as runs of heads allow, or SLACK more
+    where less is sent for it. Where there are more ranks than heads some get none.
 
-    @cache
-    def share(first: int, last: int) -> Share:
-        of = partial(Share, spec=spec, geometry=geometry, heads=range(first, last))
-        each = (of(keys_made=k, values_made=v) for k, v in product(keys, values))
-        return min(each, key=lambda x: x.row_width)
-
+    Runs are of KV heads in their order, or in that which gives each whole to the rank with least
+    work, the longest first (ZACK §5.3).
+    """
+    group, kv = geometry.queries_per_kv, range(geometry.num_kv_heads)
     heads = range(geometry.num_query_heads)
     work = [key_rank(spec, geometry, h) + value_rank(spec, geometry, h) for h in heads]
-    ends = runs(work, num_ranks, lambda first, last: share(first, last).row_width)
-    return tuple(share(*x) for x in zip([0, *ends[:-1]], ends, strict=True))
+
+    def cut(order: Sequence[int]) -> tuple[Share, ...]:
+        own = [head for i in order for head in range(i * group, (i + 1) * group)]
+        share = cache(lambda first, last: smallest(spec, geometry, tuple(own[first:last])))
+        price = lambda first, last: share(first, last).row_width  # noqa: E731
+        ends = runs([work[head] for head in own], num_ranks, price)
+        return tuple(share(*x) for x in pairwise([0, *ends]))
+
+    def busiest(shares: tuple[Share, ...]) -> int:
+        return max(sum(work[head] for head in share.heads) for share in shares)
+
+    longest = longest_first([work[i * group] for i in kv], [1] * len(kv), num_ranks).order
+    assert longest is not None, "items were put in order"
+    found = [cut(kv), cut(longest.tolist())]
+    most = min(map(busiest, found)) * (1 + SLACK)
+    fitting = (shares for shares in found if busiest(shares) <= most)
+    return min(fitting, key=lambda shares: sum(x.row_width for x in shares))
+
+
+def smallest(spec: LayerSpec, geometry: Geometry, heads: tuple[int, ...]) -> Share:
+    """The share of these heads that has the smallest message."""
+    keys = (False, True) if spec.keys == "pre_rope" else (False,)
+    values = (False, True) if spec.values == "rebuilt" else (False,)
+    of = partial(Share, spec=spec, geometry=geometry, heads=heads)
+    each = (of(keys_made=k, values_made=v) for k, v in product(keys, values))
+    return min(each, key=lambda x: x.row_width)
 
 
 def runs(work: Sequence[int], parts: int, price: Callable[[int, int], int]) -> list[int]:
