@@ -135,8 +135,8 @@ def shares_of(spec: LayerSpec, geometry: Geometry, num_ranks: int) -> tuple[Shar
     def cut(order: Sequence[int]) -> tuple[Share, ...]:
         own = [head for i in order for head in range(i * group, (i + 1) * group)]
         share = cache(lambda first, last: smallest(spec, geometry, tuple(own[first:last])))
-        price = lambda first, last: share(first, last).row_width  # noqa: E731
-        ends = runs([work[head] for head in own], num_ranks, price)
+        load = [work[head] for head in own]
+        ends = runs(load, num_ranks, lambda first, last: share(first, last).row_width)
         return tuple(share(*x) for x in pairwise([0, *ends]))
 
     def busiest(shares: tuple[Share, ...]) -> int:
