@@ -25,10 +25,10 @@ from kvfold import recipes
 from kvfold.attention.base import AttentionContext, LayerMaps
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.recover import through_bits
-from kvfold.engine.runner import PAGED
 from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.perplexity import window_perplexity
 from kvfold.evaluation.session import Footprint, Session, Sessions
+from kvfold.models.adapter import PAGED
 from kvfold.ops.common.attention import Tables, attention, rotate
 
 FIRST = 4  # rows that every token sees

@@ -731,6 +731,9 @@ PYTHON = {
     'kvfold.load("reference:gqa", torch_dtype="float16")': (
         "torch_dtype is called dtype here: pass dtype='float16'"
     ),
+    'kvfold.parallel.SequenceParallel("reference:gqa")': (
+        "model must be a loaded causal LM, such as kvfold.load gives; got 'reference:gqa'"
+    ),
 }
 FULL_DISK = {
     "kvfold eval reference:gqa --ctx 64 --max-tokens 64 --json new.json": (

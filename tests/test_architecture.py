@@ -33,6 +33,7 @@ LAYERS: dict[str, set[str]] = {
     "step_time": {"attention", "config", "errors", "models", "ops", "spec", "text"},
     "recipes": {"config"},
     "artifact": {"spec", "models", "weights"},
+    "parallel": {"spec", "ops", "attention", "models", "artifact", "errors"},
     "compression": {"formats", "spec", "ops", "models", "config", "recipes", "artifact"}
     | {"errors", "files", "search", "text", "weights"},
     "loading": {"artifact", "models", "gguf", "hub", "place", "smollm2", "weights"}

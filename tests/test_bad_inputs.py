@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import bad_inputs as bad
 import kvfold
+import kvfold.parallel
 from commands import refused
 from kvfold import LLM, CacheParams, SamplingParams, hub, report
 from kvfold.artifact import KVFoldConfig

@@ -14,9 +14,9 @@ from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
-from kvfold.engine.runner import PAGED
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import window_perplexity
+from kvfold.models.adapter import PAGED
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
 from models import tiny, tokens

@@ -13,9 +13,10 @@ from kvfold.cache.eviction.base import Policy
 from kvfold.cache.sharing import SharingPool
 from kvfold.config import AUTO, PAGE, CacheConfig
 from kvfold.engine.request import CacheParams
-from kvfold.engine.runner import PAGED, ModelRunner
+from kvfold.engine.runner import ModelRunner
 from kvfold.errors import SettingError, renamed
 from kvfold.formats import format_of
+from kvfold.models.adapter import PAGED
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
 from kvfold.models.fold import fold_plain

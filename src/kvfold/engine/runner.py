@@ -23,12 +23,10 @@ from kvfold.engine.metadata import decodes, metadata_of
 from kvfold.engine.replay import Replay
 from kvfold.engine.request import Batch, CacheParams, Request
 from kvfold.engine.scored import score_prompts
+from kvfold.models.adapter import PAGED
 from kvfold.models.families import family_of
 from kvfold.ops.common.launch import upload
 from kvfold.ops.store import Fill
-
-# transformers makes no mask for an attention without a registered mask function.
-PAGED = "kvfold_paged"
 
 
 class ModelRunner:

@@ -16,6 +16,8 @@ from kvfold.models.rotary import RotaryTable, rope_type
 from kvfold.ops.common.attention import Tables
 from kvfold.spec import CacheSpec, Geometry
 
+# transformers makes no mask for an attention without a registered mask function.
+PAGED = "kvfold_paged"
 # Hidden states [B, T, D], and what is yet to be added to them.
 Residual = tuple[Tensor, Tensor]
 

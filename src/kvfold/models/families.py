@@ -23,10 +23,10 @@ FAMILIES: tuple[type[Family], ...] = (
 )
 
 
-def check_model(model: Any) -> None:
-    """Raises SettingError for what is no causal LM of transformers', loaded."""
+def check_model(model: Any, legal: str = "a name or a loaded causal LM") -> None:
+    """Raises SettingError for what is no causal LM of transformers', loaded. legal: for users."""
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
-        raise SettingError(f"`model` must be a name or a loaded causal LM; got {model!r:.100}")
+        raise SettingError(f"`model` must be {legal}; got {model!r:.100}")
 
 
 def family_of(config: Any) -> type[Family]:

@@ -1,0 +1,132 @@
+"""What a rank sends of its tokens to another's heads, and what its own heads make of all tokens.
+
+Shapes: n tokens of a rank, N of all; H query heads of a share, K KV heads, W numbers of a message;
+d head dim, R numbers of a row.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.attention.base import Columns, LayerMaps
+from kvfold.ops.common.attention import attention, rotate
+from kvfold.ops.prefill import KVView, Seen, prefill, why_not
+from kvfold.parallel.shares import Place, Share, places
+
+
+def message(layer: LayerMaps, share: Share, q: Tensor, rows: Tensor, tokens: range) -> Tensor:
+    """[n, W] of queries q [1, Hq, n, .] and rows [n, R] of a rank's tokens."""
+    if not share.heads:
+        return rows[:, :0]
+    stored = layer.spec.latents
+    parts = [_side_by_side([q[0, head] for head in share.heads], share.query_ranks)]
+    parts += [rows[:, layer.spec.columns(latent)] for latent in share.latents]
+    if share.keys_made:
+        parts.append(_keys(layer, share, rows, places(stored, "k", share.kv), tokens).flatten(1))
+    if share.values_made:
+        parts.append(_values(layer, share, rows, places(stored, "v", share.kv)).flatten(1))
+    return torch.cat(parts, 1)
+
+
+def attend(layer: LayerMaps, share: Share, received: Tensor) -> Tensor:
+    """Causal attention of a share's heads over the messages [N, W] of all tokens, in order: what
+    W_O takes of them, [N, sum of ranks]."""
+    if not share.heads:
+        return received.new_empty(len(received), 0)
+    q = _spread(received[:, : sum(share.query_ranks)], share.query_ranks)
+    keys, values = (_view(received, own, share) for own in (share.keys, share.values))
+    if layer.rebuilds_keys and not share.keys_made:
+        everything = range(len(received))
+        keys = _whole(_keys(layer, share, received, share.keys, everything), share)
+    if layer.value_up is not None and not share.values_made:
+        values = _whole(_values(layer, share, received, share.values), share)
+    if layer.softcap is None and why_not(q, keys, values) is None:
+        out = _by_kernel(layer, q, keys, values)
+    else:
+        out = _by_torch(layer, q, keys, values)
+    return _side_by_side(out[0].unbind(), share.output_ranks)
+
+
+def _by_kernel(layer: LayerMaps, q: Tensor, keys: KVView, values: KVView) -> Tensor:
+    """[1, H, N, the widest value]."""
+    size = q.shape[2]
+    seen = Seen(
+        counts=torch.full((1, 1), size, dtype=torch.int32, device=q.device),
+        owner=(0,) * len(keys.ranks),
+        positions=None,
+        queries=torch.arange(size, dtype=torch.int32, device=q.device)[None],
+        window=layer.window,
+    )
+    return prefill(q, keys, values, seen, layer.scale)[0]
+
+
+def _by_torch(layer: LayerMaps, q: Tensor, keys: KVView, values: KVView) -> Tensor:
+    """[1, H, N, .]: of queries, keys and values of one width, which PyTorch's flash attention on a
+    CPU asks for."""
+    width, mask = max(*keys.ranks, *values.ranks), None
+    k, v = (
+        torch.stack([F.pad(x.head(i)[0], (0, width - r)) for i, r in enumerate(x.ranks)])[None]
+        for x in (keys, values)
+    )
+    if layer.window is not None:
+        ones = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
+        mask = ones.tril() & ones.triu(1 - layer.window)
+    q = F.pad(q, (0, width - q.shape[-1]))
+    return attention(q, k, v, mask, layer.scale, softcap=layer.softcap)[0]
+
+
+def _keys(
+    layer: LayerMaps, share: Share, x: Tensor, where: Sequence[Place], tokens: range
+) -> Tensor:
+    """The share's keys [n, K, d], rebuilt from what x [n, .] has of `tokens` at `where`."""
+    assert layer.key_up is not None and layer.key_mean is not None, "keys are rebuilt"
+    k = _mapped(share, x, where, layer.key_columns, layer.key_up)
+    k = k + torch.stack([layer.key_mean[head] for head in share.kv])
+    if layer.rope is None:
+        return k
+    positions = torch.arange(tokens.start, tokens.stop, device=x.device)
+    cos, sin = layer.rope.tables(k, positions, tokens.stop)
+    return rotate(k, cos[:, None], sin[:, None])
+
+
+def _values(layer: LayerMaps, share: Share, x: Tensor, where: Sequence[Place]) -> Tensor:
+    """The share's values [n, K, d], rebuilt from what x [n, .] has at `where`."""
+    assert layer.value_up is not None, "values are rebuilt"
+    return _mapped(share, x, where, layer.value_columns, layer.value_up)
+
+
+def _mapped(
+    share: Share, x: Tensor, where: Sequence[Place], columns: Columns, stack: Tensor
+) -> Tensor:
+    """x [n, .] through the maps of a stack that the share's KV heads have: [n, K, d]."""
+    ups = columns.per_head(stack, share.geometry.head_dim)
+    each = zip(where, share.kv, strict=True)
+    return torch.stack([x[:, at : at + r] @ ups[head, :, :r].mT for (at, r), head in each], 1)
+
+
+def _view(x: Tensor, where: Sequence[Place], share: Share) -> KVView:
+    """Keys or values of the share's units, as messages [N, W] have them."""
+    own = [where[i] for i in share.units]
+    return KVView(x[None], tuple(at for at, _ in own), tuple(rank for _, rank in own))
+
+
+def _whole(x: Tensor, share: Share) -> KVView:
+    """The same of rebuilt ones [N, K, d]."""
+    d = x.shape[-1]
+    return _view(x.flatten(1), [(i * d, d) for i in range(x.shape[1])], share)
+
+
+def _side_by_side(heads: Sequence[Tensor], ranks: Sequence[int]) -> Tensor:
+    """[n, at least its rank] of every head -> [n, sum of ranks]."""
+    return torch.cat([own[:, :rank] for own, rank in zip(heads, ranks, strict=True)], 1)
+
+
+def _spread(x: Tensor, ranks: Sequence[int]) -> Tensor:
+    """x [N, sum of ranks] -> [1, H, N, the widest rank], zeros beyond a head's own."""
+    widest = max(ranks)
+    if min(ranks) == widest:
+        return x.unflatten(1, (len(ranks), widest)).transpose(0, 1)[None]
+    parts = [F.pad(own, (0, widest - own.shape[1])) for own in x.split(list(ranks), 1)]
+    return torch.stack(parts)[None]

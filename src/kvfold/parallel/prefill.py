@@ -1,0 +1,193 @@
+"""Prefill of one long prompt by all ranks of a process group.
+
+Shapes: N tokens of the prompt, n of this rank; D width, V vocabulary, R numbers of a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvfold.artifact import spec_of
+from kvfold.errors import SettingError
+from kvfold.models.adapter import PAGED
+from kvfold.models.copies import shared_copy
+from kvfold.models.families import check_model, family_of
+from kvfold.models.fold import fold_plain
+from kvfold.models.rotary import LONG_ROPE, rope_type
+from kvfold.parallel.context import UlyssesContext
+from kvfold.parallel.shares import shares_of, token_counts
+from kvfold.spec.layout import plain_spec
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prefilled:
+    """A prompt that was read.
+
+    logits [V]: after its last token, on every rank; counts: tokens of every rank, which are
+    consecutive; hidden [n, D]: the last hidden states of this rank's; rows: what a cache stores of
+    these, [n, R] of every layer, or nothing where they were not kept.
+    """
+
+    logits: Tensor
+    counts: tuple[int, ...]
+    hidden: Tensor
+    rows: tuple[Tensor, ...]
+
+
+class SequenceParallel:
+    """A model whose prompts are read by all ranks of a group (Ulysses; ZDC §5.3).
+
+    Every rank has the whole model, on a device of its own, and N / P of a prompt's tokens; for
+    attention it has some heads of all tokens. What is sent is compressed if the model is: queries
+    and keys of r numbers a head, or the latents that keys are rebuilt from, and outputs as W_O
+    takes them.
+    """
+
+    def __init__(self, model: Any, group: dist.ProcessGroup | None = None) -> None:
+        """model: a causal LM of transformers', folded or not, which stays as it is; group: ranks
+        in the order of a prompt's tokens (None: all).
+
+        Raises SettingError without a process group, where this process is none of its ranks, and
+        for models that cannot be read in parts, and ValueError where the ranks' models differ.
+        """
+        check_model(model, "a loaded causal LM, such as kvfold.load gives")
+        if model.config._attn_implementation == PAGED:
+            raise SettingError("`model` is an engine's for good (owned=True): load it once more")
+        self.group = _group(group, model.device)
+        if rope_type(model.config) in LONG_ROPE:
+            raise SettingError(
+                f"`model` has rope_type {rope_type(model.config)!r}, whose angles depend on how "
+                "long a prompt is, and ranks see parts of it: prefill it on one device"
+            )
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.family, found = family_of(model.config), spec_of(model)
+        self.spec = found or plain_spec(self.family.geometry(model.config))
+        said = f"{self.spec} {model.dtype}".encode()
+        self.model = shared_copy(model).eval()
+        self._agree(said, "another model", "load the same one on every rank")
+        self.folded = found is not None
+        if found is None:
+            fold_plain(self.model, self.spec, turned=False)
+        self.model.config._attn_implementation = PAGED
+        geometry = self.spec.geometry
+        self.shares = [shares_of(layer, geometry, self.size) for layer in self.spec.layers]
+
+    @torch.inference_mode()
+    def prefill(self, ids: Sequence[int] | Tensor, *, keep_rows: bool = False) -> Prefilled:
+        """Read a prompt, the same N token ids on every rank, at least as many as there are ranks.
+
+        Collective: every rank calls it. keep_rows: of what a cache stores of this rank's tokens.
+        Raises SettingError for ids that are none, or too few or many, and ValueError where ranks
+        were given different ones.
+        """
+        tokens = self._checked(ids)
+        counts = token_counts(len(tokens), self.size)
+        context = UlyssesContext(self.shares, counts, self.group, keep_rows)
+        own = torch.arange(context.tokens.start, context.tokens.stop, device=tokens.device)
+        out = self.model.base_model(
+            input_ids=tokens[None, own],
+            position_ids=own[None],
+            past_key_values=context,
+            use_cache=False,
+        )
+        hidden = out.last_hidden_state[0]
+        logits = self.family.logits(self.model, hidden[-1])
+        dist.broadcast(logits, dist.get_global_rank(self.group, self.size - 1), group=self.group)
+        return Prefilled(
+            logits=logits, counts=tuple(counts), hidden=hidden, rows=tuple(context.rows)
+        )
+
+    @torch.inference_mode()
+    def cache(self, prompt: Prefilled) -> DynamicCache:
+        """The rows of all ranks as a cache of transformers', with which the model that this one was
+        made of goes on, on whichever rank. Collective. Raises SettingError where no rows were kept.
+        """
+        if not prompt.rows:
+            raise SettingError("`prompt` has no rows: prefill it with keep_rows=True")
+        found = DynamicCache(config=self.model.config)
+        g = self.spec.geometry
+        for layer, rows in enumerate(prompt.rows):
+            whole = self._gathered(rows, prompt.counts)[None, None]
+            sides = whole, whole[..., :0]
+            if not self.folded:
+                heads = whole[0].unflatten(-1, (2, g.num_kv_heads, g.head_dim))
+                sides = heads[:, :, 0].transpose(1, 2), heads[:, :, 1].transpose(1, 2)
+            found.update(*sides, layer)
+        return found
+
+    def _gathered(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """[n, R] of every rank -> [N, R]."""
+        parts = [rows.new_empty(count, rows.shape[1]) for count in counts]
+        parts[self.rank].copy_(rows)
+        for rank, part in enumerate(parts):
+            dist.broadcast(part, dist.get_global_rank(self.group, rank), group=self.group)
+        return torch.cat(parts)
+
+    def _checked(self, ids: Sequence[int] | Tensor) -> Tensor:
+        """int64 [N]."""
+        try:
+            tokens = torch.as_tensor(ids)
+        except (RuntimeError, TypeError, ValueError):
+            raise SettingError(
+                f"`ids` must be the token ids of one prompt; got {ids!r:.100}"
+            ) from None
+        if tokens.ndim != 1 or tokens.dtype not in (torch.int64, torch.int32):
+            raise SettingError(
+                "`ids` must be the token ids of one prompt, whole numbers in one dimension; got"
+                f" {tokens.dtype} of shape {tuple(tokens.shape)}"
+            )
+        most = self.model.config.max_position_embeddings
+        if not self.size <= len(tokens) <= most:
+            raise SettingError(
+                f"`ids` must be {self.size} tokens at least, one a rank, and {most} at most, the"
+                f" model's positions; got {len(tokens)}"
+            )
+        least, last = (int(x) for x in tokens.aminmax())
+        known = self.model.get_input_embeddings().num_embeddings
+        if least < 0 or last >= known:
+            raise SettingError(
+                f"`ids` must be of the model's {known} tokens; got some from {least} to {last}"
+            )
+        tokens = tokens.to(self.model.device, torch.int64)
+        said = tokens.cpu().numpy().tobytes()
+        self._agree(said, "other ids", "give every rank the whole prompt")
+        return tokens
+
+    def _agree(self, said: bytes, other: str, way_out: str) -> None:
+        """Raises ValueError where ranks say different things. Collective."""
+        digest = int.from_bytes(sha256(said).digest()[:8], signed=True)
+        own = torch.tensor([digest], device=self.model.device)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own, group=self.group)
+        if odd := [rank for rank, x in enumerate(found) if int(x) != int(found[0])]:
+            listed = ", ".join(map(str, odd))
+            raise ValueError(f"rank {listed} has {other} than rank 0: {way_out}")
+
+
+def _group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
+    """The group, or that of all ranks, if this process and a model on `device` can use it."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise SettingError(
+            "`group`: this process is in no process group: start it with torchrun, and call"
+            " torch.distributed.init_process_group first"
+        )
+    group = group or dist.group.WORLD
+    assert group is not None
+    if dist.get_rank(group) < 0:
+        raise SettingError(
+            f"`group`: this process, rank {dist.get_rank()} of {dist.get_world_size()}, is none of"
+            " its ranks: call it on those alone"
+        )
+    backend, wanted = dist.get_backend(group), "nccl" if device.type == "cuda" else "gloo"
+    if backend in ("nccl", "gloo") and backend != wanted:
+        raise SettingError(
+            f"`group` is of backend {backend!r}, and the model is on {device}: make it with"
+            f" {wanted!r}, or move the model"
+        )
+    return group

@@ -1,0 +1,205 @@
+"""Every rank's share of a layer: query heads, and the numbers of a token that they need. Pure data.
+
+Shapes: N tokens, P ranks, Hq / Hk query / KV heads, d head dim.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache, partial
+from itertools import accumulate, pairwise, product
+from math import gcd, inf
+
+from kvfold.ops.common.plan import longest_first
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side
+
+SLACK = 1 / 32  # of the work of the busiest rank, for fewer numbers on the wire
+Place = tuple[int, int]  # of a KV head's keys or values: first column, numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Query heads of a layer, KV head by KV head, which one rank attends with.
+
+    A token's message to that rank is [queries | latents as they are stored | keys | values]: the
+    latents that its KV heads need; but keys or values are `made`, d numbers a KV head as the model
+    has them, where that is less than a latent of many heads.
+    """
+
+    spec: LayerSpec
+    geometry: Geometry
+    heads: tuple[int, ...]
+    keys_made: bool
+    values_made: bool
+
+    @cached_property
+    def kv(self) -> tuple[int, ...]:
+        """The KV heads of its query heads. Others may have the first and the last of them too."""
+        return tuple(dict.fromkeys(head // self.geometry.queries_per_kv for head in self.heads))
+
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        """KV heads, counted within `kv`, each as often as makes all of them have equally many query
+        heads: once, where no other share has some of these."""
+        group = self.geometry.queries_per_kv
+        counts = [sum(head // group == kv for head in self.heads) for kv in self.kv]
+        return tuple(i for i, n in enumerate(counts) for _ in range(n // gcd(*counts)))
+
+    @cached_property
+    def latents(self) -> tuple[Latent, ...]:
+        """The latents that are sent, in the order of the row."""
+        sides = {
+            side for side, made in (("k", self.keys_made), ("v", self.values_made)) if not made
+        }
+        own = (x for x in self.spec.latents if {*x.heads} & {*self.kv})
+        return tuple(x for x in own if {*x.side} & sides)
+
+    @cached_property
+    def query_ranks(self) -> tuple[int, ...]:
+        return tuple(key_rank(self.spec, self.geometry, head) for head in self.heads)
+
+    @cached_property
+    def output_ranks(self) -> tuple[int, ...]:
+        return tuple(value_rank(self.spec, self.geometry, head) for head in self.heads)
+
+    @cached_property
+    def row_width(self) -> int:
+        """Numbers of a message that are keys and values."""
+        made = self.geometry.head_dim * len(self.kv) * (self.keys_made + self.values_made)
+        return sum(x.rank for x in self.latents) + made
+
+    @property
+    def width(self) -> int:
+        """Numbers of a message."""
+        return sum(self.query_ranks) + self.row_width
+
+    @property
+    def output_width(self) -> int:
+        """Numbers of a token's answer, which W_O takes."""
+        return sum(self.output_ranks)
+
+    @cached_property
+    def keys(self) -> list[Place]:
+        """Where a message has the keys of `kv`, or what they are rebuilt from."""
+        if self.keys_made:
+            return self._made(1 + self.values_made)
+        return places(self.latents, "k", self.kv, sum(self.query_ranks))
+
+    @cached_property
+    def values(self) -> list[Place]:
+        """Where a message has the values of `kv`, or what they are rebuilt from."""
+        if self.values_made:
+            return self._made(1)
+        return places(self.latents, "v", self.kv, sum(self.query_ranks))
+
+    def _made(self, from_the_end: int) -> list[Place]:
+        d, count = self.geometry.head_dim, len(self.kv)
+        first = self.width - from_the_end * d * count
+        return [(first + i * d, d) for i in range(count)]
+
+
+def places(latents: Sequence[Latent], side: Side, kv: Iterable[int], first: int = 0) -> list[Place]:
+    """Where KV heads have their keys or values among latents that lie from column `first` on."""
+    starts = accumulate((x.rank for x in latents), initial=first)
+    each = [(x, start) for x, start in zip(latents, starts, strict=False) if side in x.side]
+    return [next((at, x.rank) for x, at in each if head in x.heads) for head in kv]
+
+
+def key_rank(spec: LayerSpec, geometry: Geometry, head: int) -> int:
+    """Numbers of a query head that its scores are taken of."""
+    rebuilt = spec.keys == "pre_rope"
+    return geometry.head_dim if rebuilt else _rank(spec.key_latents, geometry, head)
+
+
+def value_rank(spec: LayerSpec, geometry: Geometry, head: int) -> int:
+    """Numbers of a query head's output that W_O takes."""
+    rebuilt = spec.values == "rebuilt"
+    return geometry.head_dim if rebuilt else _rank(spec.value_latents, geometry, head)
+
+
+def _rank(latents: Sequence[Latent], geometry: Geometry, head: int) -> int:
+    return next(x.rank for x in latents if head // geometry.queries_per_kv in x.heads)
+
+
+@lru_cache
+def shares_of(spec: LayerSpec, geometry: Geometry, num_ranks: int) -> tuple[Share, ...]:
+    """One share a rank: attention costs the busiest as little as runs of heads allow, or SLACK more
+    where less is sent for it. Where there are more ranks than heads some get none.
+
+    Runs are of KV heads in their order, or in that which gives each whole to the rank with least
+    work, the longest first (ZACK §5.3).
+    """
+    group, kv = geometry.queries_per_kv, range(geometry.num_kv_heads)
+    heads = range(geometry.num_query_heads)
+    work = [key_rank(spec, geometry, h) + value_rank(spec, geometry, h) for h in heads]
+
+    def cut(order: Sequence[int]) -> tuple[Share, ...]:
+        own = [head for i in order for head in range(i * group, (i + 1) * group)]
+        share = cache(lambda first, last: smallest(spec, geometry, tuple(own[first:last])))
+        load = [work[head] for head in own]
+        ends = runs(load, num_ranks, lambda first, last: share(first, last).row_width)
+        return tuple(share(*x) for x in pairwise([0, *ends]))
+
+    def busiest(shares: tuple[Share, ...]) -> int:
+        return max(sum(work[head] for head in share.heads) for share in shares)
+
+    longest = longest_first([work[i * group] for i in kv], [1] * len(kv), num_ranks).order
+    assert longest is not None, "items were put in order"
+    found = [cut(kv), cut(longest.tolist())]
+    most = min(map(busiest, found)) * (1 + SLACK)
+    fitting = (shares for shares in found if busiest(shares) <= most)
+    return min(fitting, key=lambda shares: sum(x.row_width for x in shares))
+
+
+def smallest(spec: LayerSpec, geometry: Geometry, heads: tuple[int, ...]) -> Share:
+    """The share of these heads that has the smallest message."""
+    keys = (False, True) if spec.keys == "pre_rope" else (False,)
+    values = (False, True) if spec.values == "rebuilt" else (False,)
+    of = partial(Share, spec=spec, geometry=geometry, heads=heads)
+    each = (of(keys_made=k, values_made=v) for k, v in product(keys, values))
+    return min(each, key=lambda x: x.row_width)
+
+
+def runs(work: Sequence[int], parts: int, price: Callable[[int, int], int]) -> list[int]:
+    """Ends of `parts` consecutive runs of items, some of them empty where items are few.
+
+    The run with most work has as little as can be, or up to SLACK more where that lowers the sum of
+    all runs' price(first, last).
+    """
+    sums, size = [0, *accumulate(work)], len(work)
+    busiest = [0, *[inf] * size]  # of the first items in as many runs as were made
+    for _ in range(parts):
+        busiest = [
+            min(max(busiest[i], sums[j] - sums[i]) for i in range(j + 1)) for j in range(size + 1)
+        ]
+    most = busiest[size] * (1 + SLACK)
+    best: list[tuple[float, list[int]]] = [(0, []), *[(inf, [])] * size]
+    for _ in range(parts):
+        best = [
+            min(
+                (best[i][0] + (price(i, j) if i < j else 0), [*best[i][1], j])
+                for i in range(j + 1)
+                if sums[j] - sums[i] <= most
+            )
+            for j in range(size + 1)
+        ]
+    return best[size][1]
+
+
+def token_counts(num_tokens: int, num_ranks: int) -> list[int]:
+    """Consecutive tokens of every rank: the first have one more than the last."""
+    each, more = divmod(num_tokens, num_ranks)
+    return [each + (rank < more) for rank in range(num_ranks)]
+
+
+def wire_bytes(spec: CacheSpec, num_tokens: int, num_ranks: int, itemsize: int = 2) -> int:
+    """Bytes that all ranks together send each other to prefill `num_tokens`, in all layers: of
+    queries, keys, values and attention's outputs. itemsize: bytes of a number.
+
+    What a rank keeps is not counted. `kvfold.spec.layout.plain_spec` says what an uncompressed
+    model stores.
+    """
+    counts, numbers = token_counts(num_tokens, num_ranks), 0
+    for layer in spec.layers:
+        each = zip(shares_of(layer, spec.geometry, num_ranks), counts, strict=True)
+        numbers += sum((num_tokens - own) * (x.width + x.output_width) for x, own in each)
+    return numbers * itemsize
