@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.ops.common.plan import Slices, longest_first
+from kvfold.ops.common.plan import Slices, longest_first, whole_items
 from kvfold.ops.store import gather
 
 if TYPE_CHECKING:
@@ -22,15 +22,18 @@ if TYPE_CHECKING:
 
 def recut(plan: "DecodePlan", rows: Tensor, cost: list[int], how: str) -> "DecodePlan":
     """`plan` (stream-K) cut by whole heads: `longest-first` on as many slices (ZACK §5.3), or
-    `whole`, a slice each. rows [B, G] on the host; cost [G]: of a row. Made on the host, once.
+    `whole`, a slice each in the order of items. rows [B, G] on the host; cost [G]: of a row. Made
+    on the host, once.
     """
     tiles = (-(-rows // plan.tuning.block)).flatten().tolist()
-    num_slices = len(tiles) if how == "whole" else plan.slices.starts.shape[0] - 1
-    slices = longest_first(tiles, cost * len(rows), num_slices)
+    if how == "whole":
+        slices = whole_items(tiles)
+    else:
+        slices = longest_first(tiles, cost * len(rows), plan.slices.starts.shape[0] - 1)
     device = plan.part.device
-    names = ("starts", "firsts", "counts", "order")
-    slices = Slices(**{name: getattr(slices, name).to(device) for name in names})
-    number = num_slices + len(tiles)
+    fields = vars(slices).items()
+    slices = Slices(**{name: x if x is None else x.to(device) for name, x in fields})
+    number = slices.starts.shape[0] - 1 + len(tiles)
     return replace(
         plan,
         slices=slices,

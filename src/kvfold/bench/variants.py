@@ -105,12 +105,17 @@ def _planned(*tiers: Tiers, rebuilt: bool = False) -> Variant:
 
 _HALF = Variant(keys=(0.5,), values=(0.5,))
 _PARETO = replace(_HALF, lengths="pareto")
+# Heads of a third of the work and of three times as much, as ranks of ZACK's removal rate are.
+_UNEVEN = Variant(keys=(0.25, 0.5, 0.5, 0.75), values=(0.25, 0.5, 0.5, 0.75))
+_UNEVEN_PARETO = replace(_UNEVEN, lengths="pareto")
 VARIANTS = {
     "bf16-full": Variant(),
     "bf16-half": _HALF,
     # ZACK's adaptive rates (AC, §6.5) at the same average: bf16-half is what they are without.
     "bf16-half-ragged": Variant(keys=(0.25, 0.5, 0.5, 0.75), values=(0.75, 0.5, 0.5, 0.25)),
     "bf16-half-pareto": _PARETO,
+    "bf16-half-uneven": _UNEVEN,
+    "bf16-half-uneven-pareto": _UNEVEN_PARETO,
     "int8-full": Variant(bits=8),
     "int8-half": replace(_HALF, bits=8),
     "int4-full": Variant(bits=4),
@@ -150,6 +155,10 @@ VARIANTS = {
     "bf16-half-whole": replace(_HALF, how="whole"),
     "bf16-half-pareto-longest": replace(_PARETO, how="longest-first"),
     "bf16-half-pareto-whole": replace(_PARETO, how="whole"),
+    "bf16-half-uneven-longest": replace(_UNEVEN, how="longest-first"),
+    "bf16-half-uneven-whole": replace(_UNEVEN, how="whole"),
+    "bf16-half-uneven-pareto-longest": replace(_UNEVEN_PARETO, how="longest-first"),
+    "bf16-half-uneven-pareto-whole": replace(_UNEVEN_PARETO, how="whole"),
 }
 
 

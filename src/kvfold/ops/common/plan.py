@@ -81,6 +81,14 @@ def longest_first(tiles: Sequence[int], cost: Sequence[int], num_slices: int) ->
     return Slices(*(torch.tensor(x, dtype=torch.int32) for x in (starts, owner, counts, order)))
 
 
+def whole_items(tiles: Sequence[int]) -> Slices:
+    """A slice an item, in their order: attention as it is without ZACK §5.3. On the host."""
+    number = len(tiles)
+    starts = torch.tensor([(item, 0) for item in range(number + 1)], dtype=torch.int32)
+    counts = torch.tensor([int(n > 0) for n in tiles], dtype=torch.int32)
+    return Slices(starts, torch.arange(number, dtype=torch.int32), counts)
+
+
 def columns_of(lengths: Tensor, num_layers: int, own: Sequence[int]) -> Tensor:
     """lengths [B, groups of all layers], as many of each: those of some layers, in that order."""
     if list(own) == list(range(num_layers)):
