@@ -290,6 +290,21 @@ def test_kernels_rebuild_keys(kernels):
     assert not torch.equal(step(0), step(1))
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+@pytest.mark.parametrize("name", ["palu-g1", "palu-g4", "palu-g32"])
+def test_palu_without_rope_has_kernels(name, kernels):
+    """Absorbed latents of one, four and all heads of a model like OPT."""
+    geometry = replace(TINY, num_query_heads=8, num_kv_heads=8, rope=False)
+    kept = variants.VARIANTS[name]
+    work = workload.build_workload(
+        geometry, kept, batch=2, tokens=70, num_layers=2, device=CPU, seed=1
+    )
+    layer = work.layout.spec.layers[0]
+    assert layer.keys == "absorbed" and work.has_kernel and not work.maps
+    assert work.q.shape == (2, 8, 4 * min(kept.shares[0], 8))
+    check(name, work.step(decode_kernel)(1)[0], expected_in(work, 1))
+
+
 def expected_in(work, number):
     return decode_one(work.q[0], work.pages(number), 0, TINY.scaling, work.dv)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from kvfold.bench import synthetic_engine as served
+from kvfold.bench.ablations import tiles_of
 from kvfold.bench.timing import record
 from kvfold.bench.variants import DTYPE, SHAPES, VARIANTS, variant_layout
 from kvfold.engine.engine import Engine
@@ -80,10 +81,13 @@ class Ours(Contender):
         self.chunk = engine.scheduler.longest_chunk
         one = SamplingParams(max_new_tokens=1, ignore_eos=True)
 
+        device = self.model.device.type
+
         def run() -> None:
-            engine.add(_prompt(tokens).tolist(), one)
-            while engine.has_work:
-                served.step(engine)
+            with tiles_of(self.variant, SHAPES[self.shape], device):
+                engine.add(_prompt(tokens).tolist(), one)
+                while engine.has_work:
+                    served.step(engine)
 
         return run
 

@@ -26,6 +26,7 @@ ALL = 1 << 30  # heads of a latent: as many as there are
 
 Lengths = Literal["uniform", "pareto", "evicted"]
 How = Literal["stream-k", "longest-first", "whole", "decompressed"]
+Tiles = Literal["ours", "zack", "fixed"]
 
 
 def _shape(kv_heads: int, rope: bool = True) -> Geometry:
@@ -60,7 +61,8 @@ class Variant:
     rebuilt: keys are stored before RoPE and rebuilt. online: values are mapped back after attention
     where W_O could hold the map. bits: of every number; lengths: equal, Pareto over sequences, or
     log-normal over (sequence, group); evict: tokens over rows, on average; page: rows a page; how:
-    work is cut, or what is done in place of decoding (see `ablations`).
+    work is cut, or what is done in place of decoding; tiles: of queries, in prefill (see
+    `ablations`).
     """
 
     keys: tuple[float, ...] = (1.0,)
@@ -74,6 +76,7 @@ class Variant:
     evict: int = 1
     page: int = 32
     how: How = "stream-k"
+    tiles: Tiles = "ours"
 
     @property
     def whole(self) -> bool:
@@ -82,7 +85,7 @@ class Variant:
     @property
     def ablation(self) -> bool:
         """Whether something is left out that makes it fast."""
-        return self.online or self.how != "stream-k"
+        return self.online or (self.how, self.tiles) != ("stream-k", "ours")
 
     @property
     def served(self) -> bool:
@@ -159,6 +162,9 @@ VARIANTS = {
     "bf16-half-uneven-whole": replace(_UNEVEN, how="whole"),
     "bf16-half-uneven-pareto-longest": replace(_UNEVEN_PARETO, how="longest-first"),
     "bf16-half-uneven-pareto-whole": replace(_UNEVEN_PARETO, how="whole"),
+    # The same of prefill: tiles of as many queries for all heads, or by rank as published.
+    "bf16-half-uneven-fixed": replace(_UNEVEN, tiles="fixed"),
+    "bf16-half-uneven-zack": replace(_UNEVEN, tiles="zack"),
 }
 
 
