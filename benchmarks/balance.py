@@ -1,7 +1,7 @@
 """How evenly attention's work falls on multiprocessors, counted from the plans; nothing is timed.
 
     python tests/test_prefill_compile.py > cuts.jsonl    # needs Triton; compiles for sm_90a
-    python benchmarks/balance.py --cuts cuts.jsonl --zack CHECKPOINT --json FILE
+    python benchmarks/balance.py --cuts cuts.jsonl --checkpoints zack-gqa --json FILE
 
 Decode: work of a program by the plan's own cost (bits of a row and more, by tiles, and what an item
 costs to begin), programs dealt to the first free of the places for them on a device of 132
@@ -45,15 +45,17 @@ WAYS = "whole", "longest-first", "stream-k"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cuts", type=Path, help="lines of tests/test_prefill_compile.py")
-    parser.add_argument("--zack", type=Path, help="a checkpoint whose ranks are counted too")
+    parser.add_argument(
+        "--checkpoints", type=Path, nargs="*", default=(), help="whose ranks are counted too"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     geometry = SHAPES["llama-3.1-8b"]
     kinds = {name: variant_layout(geometry, VARIANTS[name], 1) for name in HEADS}
-    if arguments.zack:
-        config = json.loads((arguments.zack / "config.json").read_text("utf-8"))
+    for path in arguments.checkpoints:
+        config = json.loads((path / "config.json").read_text("utf-8"))
         spec = CacheSpec.from_dict(config["quantization_config"]["cache"])
-        kinds["zack"] = cache_layout(spec, page=32, itemsize=DTYPE.itemsize, bits=None)
+        kinds[path.name] = cache_layout(spec, page=32, itemsize=DTYPE.itemsize)
     decode = [
         row
         for name, layout in kinds.items()
@@ -61,14 +63,15 @@ def main() -> None:
         for batch, tokens in DECODED
         for row in decode_rows(name, layout, lengths, batch, tokens)
     ]
-    prefill = []
+    prefill, lines = [], []
     if arguments.cuts:
         lines = [json.loads(line) for line in arguments.cuts.read_text("utf-8").splitlines()]
         prefill = [row for case in CHUNKS for row in prefill_rows(lines, *case)]
     for row in decode + prefill:
         print(json.dumps(row))
     if arguments.json:
-        write_json(arguments.json, {"benchmark": "balance", "decode": decode, "prefill": prefill})
+        found = {"benchmark": "balance", "decode": decode, "prefill": prefill, "compiled": lines}
+        write_json(arguments.json, found)
 
 
 # -- decode -------------------------------------------------------------------------------------

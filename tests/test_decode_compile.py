@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from hopper import need_compiler, run_alone  # noqa: E402
+from hopper import need_compiler, registers, run_alone  # noqa: E402
 from kvfold.ops.common import plan_triton, values_triton  # noqa: E402
 from kvfold.ops.common.pages import LayerPages  # noqa: E402
 from kvfold.ops.common.plan import padded_queries  # noqa: E402
@@ -268,7 +268,7 @@ def products(known: Shape, tuning: Tuning) -> int:
     return tuning.block // 16 * each * (padded_queries(known.queries) // 8)
 
 
-def print_report(what: str, recorder: Recorder, wanted: dict[str, int]) -> None:
+def print_report(what: str, recorder: Recorder, wanted: dict[str, int], **more: Any) -> None:
     listing, shared = recorder.compiled()
     names, labels = operations(listing)
     body = hot_loop(names, labels)
@@ -277,7 +277,8 @@ def print_report(what: str, recorder: Recorder, wanted: dict[str, int]) -> None:
     report |= {"spills": sum(name.startswith(("STL", "LDL")) for name in names)}
     report |= {"in_loop": body.count("STL") + body.count("LDL")}
     report |= {"copies": body.count("LDGSTS"), "products": {x: body.count(x) for x in wanted}}
-    print(json.dumps(report | {"wanted": wanted, "shared": shared}), flush=True)
+    report |= {"registers": registers(listing)}
+    print(json.dumps(report | {"wanted": wanted, "shared": shared} | more), flush=True)
 
 
 def compile_all() -> None:
@@ -318,7 +319,7 @@ def compile_all() -> None:
             print_report("in pieces", kernel, {})
     for of, both in SHARED_LATENTS.items():
         for kernel, wanted in zip(shared(*of), both, strict=True):
-            print_report("in pieces", kernel, wanted)
+            print_report("in pieces", kernel, wanted, latents=of)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvfold.bench.baselines import Unavailable
 from kvfold.bench.variants import Variant
 from kvfold.ops.backend import use_triton
-from kvfold.ops.common.plan import Slices, longest_first, whole_items
+from kvfold.ops.common.plan import longest_first, whole_items
 from kvfold.ops.prefill.plan import Cut, Widths, rescaled_cut
 from kvfold.ops.store import gather
 from kvfold.spec import Geometry
@@ -38,9 +38,7 @@ def recut(plan: "DecodePlan", rows: Tensor, cost: list[int], how: str) -> "Decod
         slices = whole_items(tiles)
     else:
         slices = longest_first(tiles, cost * len(rows), plan.slices.starts.shape[0] - 1)
-    device = plan.part.device
-    fields = vars(slices).items()
-    slices = Slices(**{name: x if x is None else x.to(device) for name, x in fields})
+    slices = slices.to(plan.part.device)
     number = slices.starts.shape[0] - 1 + len(tiles)
     return replace(
         plan,

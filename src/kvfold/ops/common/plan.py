@@ -31,6 +31,10 @@ class Slices:
         """Of one of the leading dimension."""
         return Slices(self.starts[number], self.firsts[number], self.counts[number])
 
+    def to(self, device: torch.device) -> "Slices":
+        order = None if self.order is None else self.order.to(device)
+        return Slices(self.starts.to(device), self.firsts.to(device), self.counts.to(device), order)
+
 
 def stream_k(
     tiles: Tensor, cost: Tensor, overhead: int, num_slices: int, smallest: int = 1
