@@ -152,8 +152,12 @@ def test_what_slices_do_not_change(slices: int) -> None:
     assert torch.equal(out, again)
 
 
-def test_layers_of_unlike_pieces_are_planned_together() -> None:
-    layouts = LAYOUTS["four bits"], LAYOUTS["long runs"]
+@pytest.mark.parametrize("layouts", [
+    (LAYOUTS["four bits"], LAYOUTS["long runs"]),
+    (shared(2, 2, [48], [32]), swift([((160, 16),), ((32, 16),)], [((64, 16),)])),
+])  # fmt: skip
+def test_layers_of_unlike_pieces_are_planned_together(layouts: tuple[CacheLayout, ...]) -> None:
+    """Heads that share keys or not, which a warp holds or not, too."""
     cases = [Case.of(x, [[40], [9]], 2, torch.float16) for x in layouts]
     counts = [case.args[1].lengths[case.args[2]] for case in cases]
     plans = triton_split.plan_layers(

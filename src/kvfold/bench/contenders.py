@@ -80,11 +80,10 @@ class Ours(Contender):
         engine = self._engine(1, tokens + 1)
         self.chunk = engine.scheduler.longest_chunk
         one = SamplingParams(max_new_tokens=1, ignore_eos=True)
-
-        device = self.model.device.type
+        place = self.variant, SHAPES[self.shape], self.model.device.type
 
         def run() -> None:
-            with tiles_of(self.variant, SHAPES[self.shape], device):
+            with tiles_of(*place):
                 engine.add(_prompt(tokens).tolist(), one)
                 while engine.has_work:
                     served.step(engine)

@@ -108,7 +108,7 @@ def _planned(*tiers: Tiers, rebuilt: bool = False) -> Variant:
 
 _HALF = Variant(keys=(0.5,), values=(0.5,))
 _PARETO = replace(_HALF, lengths="pareto")
-# Heads of a third of the work and of three times as much, as ranks of ZACK's removal rate are.
+# Adaptive rates of keys and of values alike: the widest heads are three times the narrowest's work.
 _UNEVEN = Variant(keys=(0.25, 0.5, 0.5, 0.75), values=(0.25, 0.5, 0.5, 0.75))
 _UNEVEN_PARETO = replace(_UNEVEN, lengths="pareto")
 VARIANTS = {
