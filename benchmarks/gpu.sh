@@ -1,7 +1,7 @@
 #!/bin/sh
 # Measurements of docs/performance.md on a GPU, one JSON file each:
 #     benchmarks/gpu.sh [attention|rebuilt|ablations|engine|prefill|compress]...   (default: all)
-#     benchmarks/gpu.sh uneven      ZACK's KE on unequal heads, Palu's shared latents: about 5 minutes
+#     benchmarks/gpu.sh uneven      of the ablations, ZACK's KE on unequal heads and Palu's shared latents (not run yet)
 # RESULTS: folder of the files (benchmarks/results); KVFOLD: the command (kvfold).
 # `pip install flashinfer-python` adds that baseline. Then: python tools/performance_page.py
 set -e
