@@ -1,6 +1,7 @@
 #!/bin/sh
 # Measurements of docs/performance.md on a GPU, one JSON file each:
 #     benchmarks/gpu.sh [attention|rebuilt|ablations|engine|prefill|compress]...   (default: all)
+#     benchmarks/gpu.sh uneven      of the ablations, ZACK's KE on unequal heads and Palu's shared latents (not run yet)
 # RESULTS: folder of the files (benchmarks/results); KVFOLD: the command (kvfold).
 # `pip install flashinfer-python` adds that baseline. Then: python tools/performance_page.py
 set -e
@@ -21,8 +22,7 @@ rebuilt() {
     $bench attention --batch 64 --tokens 8192 --rounds 10 --json "$results/rebuilt-8b-64x8192.json" \
         --variants lean-31,lean-35,small-10,small-25 --baselines sdpa-cudnn
     $bench attention --shape llama-2-7b --batch 1 --tokens 65536 --rounds 10 --json "$results/rebuilt-7b-1x65536.json" \
-        --variants palu-g1,palu-g4 --baselines sdpa-cudnn
-    # Latents of 32 heads have no kernel: PyTorch attends.
+        --variants palu-g1,palu-g4,palu-g32 --baselines sdpa-cudnn
     $bench decode --shape llama-2-7b --batch 1 --tokens 65536 --steps 4 --json "$results/rebuilt-decode-7b.json" \
         --variants bf16-full,palu-g1,palu-g4,palu-g32
 }
@@ -30,8 +30,24 @@ rebuilt() {
 ablations() {
     $bench attention --batch 1,64 --tokens 8192 --rounds 10 --json "$results/ablations-8b.json" --baselines sdpa-cudnn \
         --variants bf16-half,bf16-half-decompressed,bf16-half-longest,bf16-half-whole,bf16-half-pareto,bf16-half-pareto-longest,bf16-half-pareto-whole
-    $bench decode --batch 1,64 --tokens 8192 --steps 10 --json "$results/ablations-decode-8b.json" \
-        --variants bf16-half,bf16-half-online
+    $bench decode --batch 1,64 --tokens 8192 --steps 10 --json "$results/ablations-decode-8b.json" --prefill \
+        --variants bf16-half,bf16-half-online,bf16-half-ragged
+    uneven
+}
+
+uneven() {
+    heads=bf16-half-uneven
+    $bench attention --batch 1,16,64 --tokens 8192 --rounds 5 --json "$results/ablations-uneven-8b.json" \
+        --variants $heads,$heads-longest,$heads-whole,$heads-pareto,$heads-pareto-longest,$heads-pareto-whole \
+        --baselines sdpa-cudnn
+    $bench prefill --batch 1 --tokens 1024,8192 --rounds 10 --json "$results/ablations-prefill-8b.json" \
+        --variants half-uneven,half-uneven@zack,half-uneven@64x64w4s3,quarter,quarter@128x64w8s3 --baselines sdpa-cudnn
+    $bench decode --batch 1 --tokens 8192 --steps 4 --json "$results/ablations-first-8b.json" --prefill \
+        --variants $heads,$heads-zack,$heads-fixed
+    for shape in llama-2-7b llama-2-7b-norope; do
+        $bench attention --shape $shape --batch 1 --tokens 65536 --rounds 5 --json "$results/shared-$shape.json" \
+            --variants palu-g1,palu-g4,palu-g32 --baselines sdpa-cudnn
+    done
 }
 
 engine() {

@@ -2,6 +2,7 @@
 Triton's interpreter."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,11 @@ def need_compiler() -> None:
     except (AttributeError, RuntimeError) as error:
         pytest.skip(f"this Triton cannot compile for sm_90a: {error}")
     assert all(map(Path.exists, map(Path, tools)))
+
+
+def registers(listing: str) -> int:
+    """Of a thread, as ptxas counts them: two more than SASS names."""
+    return max(int(n) for n in re.findall(r"\bR(\d+)", listing)) + 3
 
 
 def run_alone(file: str) -> list[str]:

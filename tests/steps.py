@@ -33,10 +33,11 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
     use_triton.cache_clear()
 
 
-def folded(recipe: Recipe | None, align: int = 8, layers: int = 1):
+def folded(recipe: Recipe | None, align: int = 8, layers: int = 1, name: str = "llama3-scaling"):
     """A tiny fp16 model of so many layers, folded as a recipe says to half of its numbers."""
-    model = tiny("llama3-scaling")
-    model.model.layers, model.config.num_hidden_layers = model.model.layers[:layers], layers
+    model = tiny(name)
+    body = getattr(model.model, "decoder", model.model)  # OPT's
+    body.layers, model.config.num_hidden_layers = body.layers[:layers], layers
     if recipe is not None:
         wanted = Compressor(model, recipe).needs
         statistics = calibrate(model, family_of(model.config), tokens(8, 64), wanted)

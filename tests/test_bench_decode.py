@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvfold.bench import compression, contenders, decode
+from kvfold.bench import ablations, compression, contenders, decode
 from kvfold.bench import synthetic_engine as served
-from kvfold.bench.variants import VARIANTS
+from kvfold.bench.baselines import Unavailable
+from kvfold.bench.variants import SHAPES, VARIANTS
 from kvfold.cli.main import main
 from kvfold.engine.request import CacheParams
 
@@ -126,6 +127,28 @@ def test_bad_settings_are_one_line(capsys, options, message):
     assert main(["bench", *options]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and message in lines[0]
+
+
+# -- tiles of queries ---------------------------------------------------------------------------
+
+
+def test_first_tokens_with_other_tiles(monkeypatch):
+    """ZACK/KE in prefill, in a whole engine: the same kernel, other cuts; none without kernels."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from kvfold.ops.prefill import triton as kernel
+
+    rows = [(16, 0, 64), (32, 32, 128)]  # of a quarter and of three quarters of a head
+    ours = kernel.cut_for
+    for name, pairs in (("fixed", [64, 64]), ("zack", [128, 64]), ("", [64, 128])):
+        variant = VARIANTS["-".join(filter(None, ("bf16-half-uneven", name)))]
+        assert variant.served and variant.ablation == bool(name)
+        monkeypatch.setattr(ablations, "use_triton", lambda _: True)
+        with ablations.tiles_of(variant, SHAPES["llama-3.1-8b"], "cpu"):
+            assert [kernel.cut_for(x, False).pairs for x in rows] == pairs
+        assert kernel.cut_for is ours
+    monkeypatch.undo()
+    with pytest.raises(Unavailable, match="no kernel to cut"):
+        contenders.Ours("tiny", "bf16-half-uneven-zack", CPU).first_token(20)()
 
 
 # -- compression --------------------------------------------------------------------------------

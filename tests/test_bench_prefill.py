@@ -96,13 +96,14 @@ def test_kernels_can_be_cut_otherwise(monkeypatch):
 
     monkeypatch.setattr(prefill_triton, "prefill", run)
     wide = SHAPES["llama-3.1-8b"]
-    for name in ("half@16x32w4s1r99", "full@zack"):
+    for name in ("half@16x32w4s1r99", "full@zack", "half-uneven@zack"):
         work = bench.build_work(wide, bench.KEPT[name.partition("@")[0]], (1, 3, 3), 1, CPU)
         work.check(name, bench.variant_step(name, work)(0))
     use_triton.cache_clear()
     one = prefill_triton.Cut(pairs=16, rows=32, warps=4, stages=1, registers=99)
     assert cuts[(64,) * 8] == 3 * [one]
     assert [cut.pairs for cut in cuts[(128,) * 8]] == [256, 128, 64]
+    assert [cut.pairs for cut in cuts[(32, 64, 64, 96) * 2]] == [256, 128, 64]
 
 
 # -- command ------------------------------------------------------------------------------------

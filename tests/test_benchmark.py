@@ -261,9 +261,11 @@ def kernels(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
-@pytest.mark.parametrize("name", ["longest", "whole", "pareto-longest", "pareto-whole"])
-def test_other_cuts_give_the_same(name, kernels):
+@pytest.mark.parametrize("how", ["longest", "whole"])
+@pytest.mark.parametrize("kind", ["", "pareto-", "uneven-", "uneven-pareto-"])
+def test_other_cuts_give_the_same(kind, how, kernels):
     """Kernels over whole heads: no item is shared by slices; every slice of `whole` has one."""
+    name = kind + how
     work = build(f"bf16-half-{name}")
     plans = []
 
@@ -274,9 +276,9 @@ def test_other_cuts_give_the_same(name, kernels):
     check(name, work.step(spy)(1)[0], expected_in(work, 1))
     slices = plans[0].slices
     assert (slices.starts[:, 1] == 0).all() and slices.counts.tolist() == [1] * 6
-    assert slices.order is not None
-    if "whole" in name:
-        assert sorted(slices.starts[:, 0].tolist()) == list(range(7))
+    assert (slices.order is None) == (how == "whole")
+    if how == "whole":
+        assert slices.starts[:, 0].tolist() == list(range(7))
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
@@ -286,6 +288,21 @@ def test_kernels_rebuild_keys(kernels):
     step = work.step(None)
     check("lean-35", step(0)[0], work.expected())
     assert not torch.equal(step(0), step(1))
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+@pytest.mark.parametrize("name", ["palu-g1", "palu-g4", "palu-g32"])
+def test_palu_without_rope_has_kernels(name, kernels):
+    """Absorbed latents of one, four and all heads of a model like OPT."""
+    geometry = replace(TINY, num_query_heads=8, num_kv_heads=8, rope=False)
+    kept = variants.VARIANTS[name]
+    work = workload.build_workload(
+        geometry, kept, batch=2, tokens=70, num_layers=2, device=CPU, seed=1
+    )
+    layer = work.layout.spec.layers[0]
+    assert layer.keys == "absorbed" and work.has_kernel and not work.maps
+    assert work.q.shape == (2, 8, 4 * min(kept.shares[0], 8))
+    check(name, work.step(decode_kernel)(1)[0], expected_in(work, 1))
 
 
 def expected_in(work, number):

@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from hopper import need_compiler, run_alone  # noqa: E402
+from hopper import need_compiler, registers, run_alone  # noqa: E402
 from kvfold.ops.common import plan_triton, values_triton  # noqa: E402
 from kvfold.ops.common.pages import LayerPages  # noqa: E402
 from kvfold.ops.common.plan import padded_queries  # noqa: E402
@@ -45,6 +45,15 @@ SHARED = 227 * 1024  # bytes of a block on sm_90
 SPILLS = {"score_kernel": 8, "value_kernel": 8}  # a few registers, once an item, in no loop
 SHORT = {  # pages shorter than a tile
     Shape(bits=(4, 4), widths=(64, 64), page=16, queries=4): Tuning(block=64, stages=3, warps=1),
+}
+# Keys, heads of a latent and ranks; products of both passes. Keys that a warp holds: 4 x 16 rows by
+# 8 x 16 numbers; others: 2 x 16 rows a warp, or 2 x 64 a warp group, by 4 x 16; rebuilt ones: both
+# halves of pairs by 4 x 16. Values: 64 of them by 4 x 16 rows, and as many to sum the weights.
+SHARED_LATENTS: dict[tuple[KeyKind, int, int, int], tuple[dict[str, int], dict[str, int]]] = {
+    ("absorbed", 4, 128, 384): ({"HMMA": 32}, {"HMMA": 8}),
+    ("absorbed", 4, 256, 256): ({"HMMA": 8}, {"HMMA": 8}),
+    ("absorbed", 32, 1024, 3072): ({"HGMMA": 8}, {"HGMMA": 4, "HMMA": 4}),
+    ("pre_rope", 32, 1024, 3072): ({"HGMMA": 8}, {"HGMMA": 4, "HMMA": 4}),
 }
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint16: "u16",
@@ -179,33 +188,53 @@ def in_pieces(keys: KeyKind, *runs: Tiers) -> tuple[Recorder, Recorder]:
     )  # fmt: skip
     side = "v" if len(runs) > 1 else "kv"
     latents += (Latent(side=side, heads=every, rank=ranks[-1], tiers=runs[-1]),)
+    return both_passes(keys, latents, 8)
+
+
+def shared(keys: KeyKind, heads: int, *ranks: int) -> tuple[Recorder, Recorder]:
+    """The same of Llama-2-7B's shape: a key and a value latent of so many of its 32 heads."""
+    latents = tuple(
+        Latent(side=side, heads=tuple(range(first, first + heads)), rank=rank)
+        for side, rank in zip("kv", ranks, strict=True)
+        for first in range(0, 32, heads)
+    )
+    return both_passes(keys, latents, 32)
+
+
+def both_passes(
+    keys: KeyKind, latents: tuple[Latent, ...], heads: int
+) -> tuple[Recorder, Recorder]:
+    """Scores and values of a layer of 32 query heads."""
     layer = LayerSpec(keys=keys, values="rebuilt", latents=latents)
     geometry = Geometry(
-        hidden_size=8, num_query_heads=32, num_kv_heads=8, head_dim=128, num_layers=1, rope=True,
-        key_norm=False, scaling=0.1,
+        hidden_size=8, num_query_heads=32, num_kv_heads=heads, head_dim=128, num_layers=1,
+        rope=True, key_norm=False, scaling=0.1,
     )  # fmt: skip
     groups = cache_layout(CacheSpec(geometry=geometry, layers=(layer,)), page=64).groups
-    place = (*one_sequence(groups, 32, 128), torch.zeros(1, dtype=torch.int64), 0.1)
-    module, name = (
-        (triton_pieces, "piece_score_kernel")
-        if keys == "pre_rope"
-        else (triton_split, "stored_score_kernel")
+    rebuilds, rank = keys == "pre_rope", max(x.rank for x in layer.key_latents)
+    width = 128 if rebuilds else rank
+    place = (*one_sequence(groups, 32, width), torch.zeros(1, dtype=torch.int64), 0.1)
+    module, names = (
+        (triton_pieces, ("piece_score_kernel",))
+        if rebuilds
+        else (triton_split, ("stored_score_kernel", "wide_score_kernel"))
     )
-    scores, planned = recorders(module, name), recorders(plan_triton, "plan_kernel")
+    scores, planned = recorders(module, *names), recorders(plan_triton, "plan_kernel")
     values = recorders(values_triton, "value_kernel", "combine_kernel")
     with (
         mock.patch.multiple(module, **scores),
         mock.patch.multiple(values_triton, **values),
         mock.patch.multiple(plan_triton, **planned),
     ):
-        if keys == "pre_rope":
-            rope = rope_table(5e5 ** (-torch.arange(64) / 64), 64, 128)
+        if rebuilds:
             angles = 5e5 ** (-torch.arange(64) / 64)
-            maps = torch.zeros(8, 128, ranks[0]), torch.zeros(8, 128), angles, rope
-            triton_pieces.latent_decode(*place, KeyMaps(layer, *maps))
+            maps = torch.zeros(heads, 128, rank), torch.zeros(heads, 128)
+            rope = rope_table(angles, 64, 128)
+            triton_pieces.latent_decode(*place, KeyMaps(layer, *maps, angles, rope))
         else:
             triton_split.decode(*place)
-    return scores[name], values["value_kernel"]
+    (used,) = (x for x in scores.values() if hasattr(x, "source"))
+    return used, values["value_kernel"]
 
 
 def operations(listing: str) -> tuple[list[str], dict[str, int]]:
@@ -227,7 +256,7 @@ def hot_loop(names: list[str], labels: dict[str, int]) -> list[str]:
         target = re.search(r"BRA.*`\((\.L_x_\d+)\)", name)
         if target and labels.get(target[1], end + 1) <= end:
             body = [re.split(r"[. ]", x)[0] for x in names[labels[target[1]] : end]]
-            if {"HMMA", "LDGSTS"} <= set(body):
+            if "LDGSTS" in body and {"HMMA", "HGMMA"} & set(body):
                 loops.append(body)
     return min(loops, key=len, default=[])
 
@@ -239,7 +268,7 @@ def products(known: Shape, tuning: Tuning) -> int:
     return tuning.block // 16 * each * (padded_queries(known.queries) // 8)
 
 
-def print_report(what: str, recorder: Recorder, wanted: dict[str, int]) -> None:
+def print_report(what: str, recorder: Recorder, wanted: dict[str, int], **more: Any) -> None:
     listing, shared = recorder.compiled()
     names, labels = operations(listing)
     body = hot_loop(names, labels)
@@ -248,7 +277,8 @@ def print_report(what: str, recorder: Recorder, wanted: dict[str, int]) -> None:
     report |= {"spills": sum(name.startswith(("STL", "LDL")) for name in names)}
     report |= {"in_loop": body.count("STL") + body.count("LDL")}
     report |= {"copies": body.count("LDGSTS"), "products": {x: body.count(x) for x in wanted}}
-    print(json.dumps(report | {"wanted": wanted, "shared": shared}), flush=True)
+    report |= {"registers": registers(listing)}
+    print(json.dumps(report | {"wanted": wanted, "shared": shared} | more), flush=True)
 
 
 def compile_all() -> None:
@@ -287,6 +317,9 @@ def compile_all() -> None:
     ):
         for kernel in in_pieces(keys, *runs):
             print_report("in pieces", kernel, {})
+    for of, both in SHARED_LATENTS.items():
+        for kernel, wanted in zip(shared(*of), both, strict=True):
+            print_report("in pieces", kernel, wanted, latents=of)
 
 
 @pytest.mark.slow
@@ -295,7 +328,7 @@ def test_kernels_compile_well_for_hopper() -> None:
     reports = [json.loads(line) for line in run_alone(__file__)]
     cuts = (table() | SHORT).values()
     limited = sum(tuning.registers is not None for tuning in cuts)
-    assert len(reports) == len(cuts) + limited + 18
+    assert len(reports) == len(cuts) + limited + 18 + 2 * len(SHARED_LATENTS)
     for report in reports:
         assert report["spills"] <= SPILLS.get(report["kernel"], 0) and not report["in_loop"], report
         assert report["shared"] <= SHARED, report

@@ -103,6 +103,22 @@ def test_logits_are_the_reference_s(
     assert not (apart and ways["chunk in torch"]), "rows of one head, or no query is observed"
 
 
+@pytest.mark.parametrize("name", ["palu-g", "palu-j"])
+@pytest.mark.parametrize("settings", [{}, OBSERVED])
+def test_heads_that_share_absorbed_latents(
+    name: str, settings: dict, backend, ways: Counter
+) -> None:
+    """Palu's groups of four and all heads of a model without RoPE."""
+    backend("reference")
+    wanted = conversation(runner_of(folded(even(name), 4, name="opt"), **settings))
+    ways.clear()
+    backend("triton")
+    runner = runner_of(folded(even(name), 4, name="opt"), **settings)
+    assert runner.pool.layout.spec.layers[0].keys == "absorbed"
+    close(conversation(runner), wanted)
+    assert ways["direct"] >= 2 and not ways["torch"]
+
+
 class Replayed:
     """In place of a CUDA graph: the step itself."""
 

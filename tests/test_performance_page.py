@@ -174,11 +174,15 @@ def test_steps_and_first_tokens(page_tool, tmp_path):
     first |= {"ms_low": 299, "ms_high": 302, "runs": 5, "tokens_per_s": 13635, "peak_bytes": 2e10}
     left = [{"variant": "bf16-full", "batch": 8, "tokens": 8192, "reason": "its cache takes 9 GB"}]
     settings = {"batch": [1, 8], "tokens": [4096, 8192], "steps": 12, "prefill": True}
-    found = made("decode", settings, rows, first_tokens=[first]) | {"skipped": left}
+    slower = {"variant": "bf16-half-online", "ms": 330.44}
+    both = [first, first | slower]
+    found = made("decode", settings, rows, first_tokens=both) | {"skipped": left}
     text = write_page(page_tool, tmp_path, found)
     assert "|  | 1 x 4096 | 1 x 8192 | 8 x 4096 | 8 x 8192 |" in text
     assert "| `transformers` | 20.00 | – | – | – |" in text
     assert "| `bf16-half` | 300 |" in text and "- `bf16-full` at 8 x 8192: its cache" in text
+    assert "| OE: values mapped back beside W_O | 1 | 4096 | 330.4 | 300.4 | 10 % |" in text
+    assert "| `bf16-half-online` | 330 |" not in text
     assert "--batch 1,8 --tokens 4096,8192" in text and "--steps 12 --prefill" in text
     old = made("decode", {"steps": 12}, rows[:1])
     assert "--batch 1 --tokens 4096 --variants bf16-half" in page_tool.command(old)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.ops.common.plan import Slices, longest_first, stream_k
+from kvfold.ops.common.plan import Slices, longest_first, stream_k, whole_items
 
 
 def walk(slices: Slices, tiles: list[int]) -> list[list[tuple[int, int]]]:
@@ -77,6 +77,13 @@ def test_longest_first_keeps_items_whole() -> None:
     assert sorted(order) == list(range(5))
     loads = sorted(sum(cost[order[i]] for i, _ in mine) for mine in found)
     assert loads == [6, 7, 9]
+
+
+def test_a_slice_an_item_in_order() -> None:
+    tiles = [4, 0, 1]
+    found = walk(whole_items(tiles), tiles)
+    assert found == [[(0, 0), (0, 1), (0, 2), (0, 3)], [], [(2, 0)]]
+    assert whole_items(tiles).counts.tolist() == [1, 0, 1]
 
 
 def both_plans(

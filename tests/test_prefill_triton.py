@@ -31,7 +31,15 @@ if not GPU and not isinstance(tl.sum, interpreter.InterpretedFunction):
 from kvfold.ops.backend import use_triton  # noqa: E402
 from kvfold.ops.prefill import KVView, Seen, prefill, why_not  # noqa: E402
 from kvfold.ops.prefill import triton as prefill_triton  # noqa: E402
-from kvfold.ops.prefill.plan import Cut, classes_of, longest_first, parts, widths_of  # noqa: E402
+from kvfold.ops.prefill.plan import (  # noqa: E402
+    Cut,
+    Widths,
+    classes_of,
+    longest_first,
+    parts,
+    rescaled_cut,
+    widths_of,
+)
 from kvfold.ops.prefill.reference import prefill as prefill_reference  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -108,9 +116,10 @@ class Case:
         sides = (replace(side, data=side.data.double()) for side in (self.keys, self.values))
         return prefill_reference(self.q.double(), *sides, self.seen, self.scale)
 
-    def check(self, cut: Cut = CUT) -> tuple[Tensor, Tensor]:
+    def check(self, cut: Cut | Callable[[Widths], Cut] = CUT) -> tuple[Tensor, Tensor]:
         place = self.q, self.keys, self.values, self.seen, self.scale
-        launch = partial(prefill_triton.prefill, *place, cut=lambda _: cut)
+        of = (lambda _: cut) if isinstance(cut, Cut) else cut
+        launch = partial(prefill_triton.prefill, *place, cut=of)
         if GPU:
             compile_ahead(launch)
         out, lse = launch()
@@ -163,6 +172,24 @@ def brute(case: Case) -> Tensor:
             weights = (k @ case.q[b, h, t, : k.shape[-1]].double() * case.scale).softmax(0)
             out[b, h, t, : v.shape[-1]] = weights @ v
     return out
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_tiles_of_equal_work(tracked: bool) -> None:
+    """ZACK's B_r by rank: 256, 128 and 64 pairs of one layer, in parts and whole."""
+    seen: dict[Widths, int] = {}
+
+    def cut(widths: Widths) -> Cut:
+        found = rescaled_cut(widths, 192)
+        seen[widths] = found.pairs
+        return found
+
+    ranks = ((32, 32), (64, 64), (48, 64), (96, 96))
+    case = Case.of(ranks, counts=((70,) * 4, (0, 1, 64, 65)), num_queries=70, group=4,
+                   positions=tracked)  # fmt: skip
+    case.check(cut)
+    wanted = {64: 256, 112: 128, 128: 128, 224: 64}  # by padded widths
+    assert {sum(widths): pairs for widths, pairs in seen.items()} == wanted
 
 
 @pytest.mark.skipif(GPU, reason="slow on a GPU, and says nothing about it")

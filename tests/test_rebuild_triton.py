@@ -47,8 +47,17 @@ def poisoned():
 
 
 def latents(kind: str, keys: list[int], values: int) -> tuple[Latent, ...]:
-    """lean: keys per head, values of all; palu: both per head; small: one latent of all."""
+    """lean: keys per head, values of all; palu: both per head; small: one latent of all; joint,
+    fours: both of all heads (LoRC, Palu's J-LRD), or of four (G-LRD)."""
     heads = tuple(range(len(keys)))
+    if kind in ("joint", "fours"):
+        share = len(heads) if kind == "joint" else 4
+        own = [heads[first : first + share] for first in heads[::share]]
+        return tuple(
+            Latent(side=side, heads=each, rank=rank)
+            for side, rank in (("k", keys[0]), ("v", values))
+            for each in own
+        )
     if kind == "small":
         return (Latent(side="kv", heads=heads, rank=values),)
     found = tuple(Latent(side="k", heads=(h,), rank=r) for h, r in enumerate(keys))
@@ -215,6 +224,22 @@ def test_codes(kind: str, bits: int, zeros: bool) -> None:
 def test_piece_by_piece(kind: str, keys: list[int], values: int, options: dict) -> None:
     """Several precisions, and latents of any width."""
     assert error_of_pieces(Case(kind, keys, values, [70, 0, 17], **options)) < 1e-3
+
+
+@pytest.mark.parametrize("kind,keys,values,options", [
+    ("joint", [640] * 32, 528, {}),
+    ("joint", [640] * 32, 528, {"bits": 8}),
+    ("joint", [640] * 32, 528, {"bits": 4, "zeros": True, "tracked": True}),
+    ("fours", [80] * 32, 96, {}),
+])  # fmt: skip
+def test_thirty_two_heads(kind: str, keys: list[int], values: int, options: dict) -> None:
+    """Llama-2-7B's heads, which have one query each: all of a latent, as LoRC and Palu's J-LRD have
+    them, wider than other kernels hold; or four."""
+    case = Case(kind, keys, values, [37, 0, 1], queries=1, d=16, **options)
+    assert bool(unread(case.layer, case.groups)) == (kind == "joint")
+    assert error_of_pieces(case) < 1e-3
+    if kind == "fours":
+        assert error(case) < 1e-3
 
 
 @pytest.mark.parametrize("options", [

@@ -345,6 +345,23 @@ def test_any_machine_tells_how_many_layers_have_kernels(
     assert str(found).startswith(f"{decode} of 32 layers in decoding, 32 in prefill")
 
 
+@pytest.mark.parametrize("heads", [8, 32])
+@pytest.mark.parametrize("recipe", ["palu-m", "palu-g", "palu-j", "lorc"])
+def test_latents_of_many_heads_have_kernels(heads: int, recipe: str, backend) -> None:
+    """Of a model without RoPE, whose keys are absorbed, and of Llama-2's shape, whose are rebuilt;
+    wide absorbed keys are prefilled in PyTorch."""
+    backend("reference")
+    sizes = {"hidden_size": 128 * heads, "num_attention_heads": heads, "num_hidden_layers": 2}
+    without = hf.OPTConfig(**sizes, ffn_dim=64, word_embed_proj_dim=128 * heads)
+    for config in (without, llama_8b(**sizes, num_key_value_heads=heads)):
+        spec = stored(config, recipe, 0.5)
+        found = kernels_of(config, spec, torch.bfloat16)
+        shared = max(len(x.heads) for layer in spec.layers for x in layer.latents)
+        assert shared == {"palu-m": 1, "palu-g": 4}.get(recipe, heads)
+        wide = config is without and shared > 4
+        assert (found.decode, found.prefill) == (2, 0 if wide else 2), str(found)
+
+
 def test_it_names_every_setting_in_the_way() -> None:
     config = llama_8b(dtype=torch.float32)
     text = str(kernels_of(config, stored(config, "small", 0.5)))

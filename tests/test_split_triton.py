@@ -79,6 +79,59 @@ def test_kernels_are_the_formula(name: str, dtype: torch.dtype) -> None:
     check(case, *run(case))
 
 
+def shared(heads: int, share: int, keys: list[int], values: list[int], **options) -> CacheLayout:
+    """Latents of `share` heads each, of so many numbers in turn: Palu's groups without RoPE."""
+    latents = [
+        Latent(side=side, heads=tuple(range(first, first + share)), rank=ranks[i % len(ranks)])
+        for side, ranks in (("k", keys), ("v", values))
+        for i, first in enumerate(range(0, heads, share))
+    ]
+    return one_layer(latents, **{"page": 16, **options})
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("queries,dtype,layout", [
+    (1, torch.float16, shared(8, 4, [32], [48])),
+    (1, torch.bfloat16, shared(8, 4, [48, 16], [80, 16])),
+    (3, torch.float16, shared(8, 4, [48, 0], [32, 64])),
+    (1, torch.float16, shared(32, 32, [80], [144])),
+    (2, torch.float16, shared(32, 8, [32], [16], page=64)),
+    (1, torch.float16, shared(8, 4, [64], [48], bits=4, zeros=True)),
+    (1, torch.float16, shared(32, 32, [320], [96], bits=8)),
+    (1, torch.float16, shared(8, 4, [32, 48], [48], tracked=True)),
+])  # fmt: skip
+def test_heads_that_share_keys(
+    queries: int, dtype: torch.dtype, layout: CacheLayout, wide: bool, monkeypatch
+) -> None:
+    """A latent is read once for all its heads: held by a warp, or piece by piece."""
+    assert DECODE.which(ANY_GPU, layout.groups) == "triton_split"
+    monkeypatch.setattr(triton_split, "held", lambda *_: not wide)
+    lengths = [[37, 5], [0, 16], [101, 64]]
+    if dtype is torch.bfloat16:  # rows are many enough for the rounding of weights to average out
+        lengths = [[4 * n + 60 * (n > 0) for n in own] for own in lengths]
+    rows = [(own * len(layout.groups))[: len(layout.groups)] for own in lengths]
+    case = Case.of(layout, rows, queries, dtype, seed=queries)
+    q, pages, slots, _ = case.args
+    counts, heads = pages.lengths[slots], len(layout.groups[0].heads) * len(layout.groups)
+    plan = triton_split.plan_layers([pages.groups], counts, queries, int(counts.sum()), SMALL)[0]
+    latents = len(layout.spec.layers[0].key_latents)
+    assert plan.wide == wide and len(plan.scores.counts) == len(q) * latents < len(q) * heads
+    check(case, *triton_split.decode(*case.args, plan))
+
+
+def test_what_a_warp_holds() -> None:
+    """Latents as wide as a head's keys for few heads; wider ones, and more columns, do not spill
+    piece by piece."""
+    for layout, queries, wanted in (
+        (shared(8, 4, [128], [16]), 8, True),
+        (shared(8, 4, [128], [16]), 16, False),
+        (shared(8, 4, [144], [16]), 1, False),
+        (shared(8, 4, [256], [16], bits=8), 1, True),
+        (swift([((64, 4),)] * 2, [((96, 4),)]), 32, True),
+    ):
+        assert triton_split.held(layout.groups, queries, torch.device("cpu")) == wanted
+
+
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_bits_of_a_run_time(bits: int, zeros: bool) -> None:
@@ -99,8 +152,12 @@ def test_what_slices_do_not_change(slices: int) -> None:
     assert torch.equal(out, again)
 
 
-def test_layers_of_unlike_pieces_are_planned_together() -> None:
-    layouts = LAYOUTS["four bits"], LAYOUTS["long runs"]
+@pytest.mark.parametrize("layouts", [
+    (LAYOUTS["four bits"], LAYOUTS["long runs"]),
+    (shared(2, 2, [48], [32]), swift([((160, 16),), ((32, 16),)], [((64, 16),)])),
+])  # fmt: skip
+def test_layers_of_unlike_pieces_are_planned_together(layouts: tuple[CacheLayout, ...]) -> None:
+    """Heads that share keys or not, which a warp holds or not, too."""
     cases = [Case.of(x, [[40], [9]], 2, torch.float16) for x in layouts]
     counts = [case.args[1].lengths[case.args[2]] for case in cases]
     plans = triton_split.plan_layers(

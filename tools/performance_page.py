@@ -14,6 +14,7 @@ from typing import Any
 
 from performance_plots import FIGURES, Row, save
 from performance_tables import (
+    FIRST,
     ablations,
     case_of,
     cases_of,
@@ -100,7 +101,9 @@ def attention_section(found: Sequence[Report], where: str, stem: Path) -> str:
 def decode_section(found: Sequence[Report], where: str, stem: Path) -> str:
     """The whole engine: a step, the first token, memory beside its prediction."""
     rows, first = joined(found, "rows"), joined(found, "first_tokens")
-    ttft = grid(first, lambda row: f"{row['ms']:.0f}", lambda row: (row["tokens"],), "T = {}")
+    shown = methods(first)
+    ttft = grid(shown, lambda row: f"{row['ms']:.0f}", lambda row: (row["tokens"],), "T = {}")
+    alone = [[{"batch": 1, **row} for row in x.get("first_tokens", ())] for x in found]
     return _section(
         f"Time between tokens, {where}",
         f"Milliseconds a step. {made_with(found)}",
@@ -108,7 +111,8 @@ def decode_section(found: Sequence[Report], where: str, stem: Path) -> str:
         grid(methods(rows), lambda row: f"{row['ms']:.2f}", case_of),
         _picture("steps", methods(rows), stem) if rows else "",
         ablations([x["rows"] for x in found], "ms"),
-        f"Time to the first token of one prompt, milliseconds:\n\n{ttft}" if first else "",
+        f"Time to the first token of one prompt, milliseconds:\n\n{ttft}" if shown else "",
+        ablations(alone, "ms", FIRST, "To the first token, without a method and with it:\n\n"),
         folded("All steps", steps_table(rows)),
         folded("All first tokens", first_table(first)) if first else "",
         *_about(found),

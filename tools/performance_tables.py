@@ -5,16 +5,33 @@ from collections.abc import Callable, Iterable, Sequence
 from performance_plots import Row
 
 Case = tuple[int, ...]
+Compared = tuple[str, str, str]
 
+_PARETO = "bf16-half-uneven-pareto"
+_OE = "OE: values mapped back beside W_O", "bf16-half-online", "bf16-half"
+_AC = "AC: uniform ranks, the same average", "bf16-half", "bf16-half-ragged"
 # What is compared (ZACK §6.5): label, variant without the method, variant with it.
 ABLATIONS = (
     ("OE: whole keys and values every step", "bf16-half-decompressed", "bf16-half"),
-    ("OE: values mapped back beside W_O", "bf16-half-online", "bf16-half"),
-    ("AC: uniform ranks, the same average", "bf16-half", "bf16-half-ragged"),
+    _OE,
+    _AC,
     ("KE: whole heads, longest first", "bf16-half-longest", "bf16-half"),
     ("KE: whole heads, a program each", "bf16-half-whole", "bf16-half"),
     ("KE, Pareto lengths: longest first", "bf16-half-pareto-longest", "bf16-half-pareto"),
     ("KE, Pareto lengths: a program each", "bf16-half-pareto-whole", "bf16-half-pareto"),
+    ("KE, unequal heads: longest first", "bf16-half-uneven-longest", "bf16-half-uneven"),
+    ("KE, unequal heads: a program each", "bf16-half-uneven-whole", "bf16-half-uneven"),
+    *(
+        (f"KE, unequal heads, Pareto lengths: {what}", f"{_PARETO}-{name}", _PARETO)
+        for what, name in (("longest first", "longest"), ("a program each", "whole"))
+    ),
+)
+# Of the first token.
+FIRST = (
+    _OE,
+    _AC,
+    ("KE: tiles of 64 queries for all heads", "bf16-half-uneven-fixed", "bf16-half-uneven"),
+    ("KE as published: tiles of equal work", "bf16-half-uneven-zack", "bf16-half-uneven"),
 )
 
 TITLE = """ZACK's ablations (§6.5): without the method, and with it. What AC gains in the paper,
@@ -62,23 +79,28 @@ def losses(rows: Sequence[Row]) -> str:
     return f"Slower than the fastest baseline: {'; '.join(parts) or 'none'}."
 
 
-def ablations(reports: Sequence[Sequence[Row]], unit: str) -> str:
+def ablations(
+    reports: Sequence[Sequence[Row]],
+    unit: str,
+    compared: Sequence[Compared] = ABLATIONS,
+    title: str = TITLE,
+) -> str:
     """ZACK's ablations where both sides were timed in one process; empty where none were."""
     lines = [["without", "B", "T", unit, f"with, {unit}", "longer by"]]
     for rows in reports:
         found = {(row["variant"], case_of(row)): row[unit] for row in rows}
-        for label, without, with_ in ABLATIONS:
+        for label, without, with_ in compared:
             for case in cases_of(rows):
                 slow, fast = found.get((without, case)), found.get((with_, case))
                 if slow and fast:
                     numbers = [f"{slow:.4g}", f"{fast:.4g}", f"{100 * (slow / fast - 1):.0f} %"]
                     lines.append([label, *map(str, case), *numbers])
-    return TITLE + markdown(lines, left=(0,)) if len(lines) > 1 else ""
+    return title + markdown(lines, left=(0,)) if len(lines) > 1 else ""
 
 
 def methods(rows: Sequence[Row]) -> list[Row]:
     """Those that are no ablation."""
-    lesser = ("-longest", "-whole", "-pareto", "-decompressed", "-online")
+    lesser = ("-longest", "-whole", "-pareto", "-decompressed", "-online", "-fixed", "-zack")
     return [row for row in rows if not row["variant"].endswith(lesser)]
 
 

@@ -1,18 +1,26 @@
-"""Decode attention without what makes it fast, as ZACK's ablations (§6.5) leave it out.
+"""Attention without what makes it fast, as ZACK's ablations (§6.5) leave it out.
 
 Shapes: B sequences, Hq query heads, Hk KV heads, G groups (one a head), d head dim, r rank, R
 numbers of a row, S rows of the longest group, I = B G items.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.ops.common.plan import Slices, longest_first
+from kvfold.bench.baselines import Unavailable
+from kvfold.bench.variants import Variant
+from kvfold.ops.backend import use_triton
+from kvfold.ops.common.plan import longest_first, whole_items
+from kvfold.ops.prefill.plan import Cut, Widths, rescaled_cut
 from kvfold.ops.store import gather
+from kvfold.spec import Geometry
 
 if TYPE_CHECKING:
     from kvfold.bench.timing import Step
@@ -22,21 +30,44 @@ if TYPE_CHECKING:
 
 def recut(plan: "DecodePlan", rows: Tensor, cost: list[int], how: str) -> "DecodePlan":
     """`plan` (stream-K) cut by whole heads: `longest-first` on as many slices (ZACK §5.3), or
-    `whole`, a slice each. rows [B, G] on the host; cost [G]: of a row. Made on the host, once.
+    `whole`, a slice each in the order of items. rows [B, G] on the host; cost [G]: of a row. Made
+    on the host, once.
     """
     tiles = (-(-rows // plan.tuning.block)).flatten().tolist()
-    num_slices = len(tiles) if how == "whole" else plan.slices.starts.shape[0] - 1
-    slices = longest_first(tiles, cost * len(rows), num_slices)
-    device = plan.part.device
-    names = ("starts", "firsts", "counts", "order")
-    slices = Slices(**{name: getattr(slices, name).to(device) for name in names})
-    number = num_slices + len(tiles)
+    if how == "whole":
+        slices = whole_items(tiles)
+    else:
+        slices = longest_first(tiles, cost * len(rows), plan.slices.starts.shape[0] - 1)
+    slices = slices.to(plan.part.device)
+    number = slices.starts.shape[0] - 1 + len(tiles)
     return replace(
         plan,
         slices=slices,
         part=plan.part.new_empty(number, *plan.part.shape[1:]),
         part_ml=plan.part_ml.new_empty(number, *plan.part_ml.shape[1:]),
     )
+
+
+@contextmanager
+def tiles_of(variant: Variant, geometry: Geometry, device_type: str) -> Iterator[None]:
+    """While it lasts, prefill's kernel has `variant.tiles` of queries: `fixed`, FlashAttention-2's
+    64 by 64 rows for all heads, as ZACK/KE has them, or `zack`, by rank (§5.3). Raises Unavailable
+    where no kernel runs."""
+    if variant.tiles == "ours":
+        yield
+        return
+    if not use_triton(device_type):
+        raise Unavailable("there is no kernel to cut here")
+    from kvfold.ops.prefill import triton as kernel
+
+    kept = max(map(sum, zip(variant.keys, variant.values or (), strict=True)))
+    most = int(kept * geometry.head_dim)
+
+    def cut(widths: Widths, few: bool) -> Cut:
+        return rescaled_cut(widths, most) if variant.tiles == "zack" else Cut(pairs=64, warps=4)
+
+    with mock.patch.object(kernel, "cut_for", cut):
+        yield
 
 
 def decompressed(work: "Workload") -> "Step":

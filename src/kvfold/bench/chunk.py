@@ -7,7 +7,6 @@ the chunk; dk, dv widest key and value rank.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import log2
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,7 @@ from kvfold.bench.reference import check
 from kvfold.bench.timing import Step
 from kvfold.bench.variants import DTYPE
 from kvfold.ops.prefill import KVView, Seen, prefill, why_not
+from kvfold.ops.prefill.plan import Cut, Widths, rescaled_cut
 from kvfold.ops.prefill.reference import prefill as prefill_reference
 from kvfold.spec import Geometry
 
@@ -167,14 +167,11 @@ def variant_step(name: str, work: Work) -> Step:
     names = ("pairs", "rows", "warps", "stages", "registers")
     found = CUT.fullmatch(how)
     numbers = zip(names, found.groups(), strict=True) if found else ()
-    cut = prefill_triton.Cut(**{name: int(n) for name, n in numbers if n})
+    cut = Cut(**{name: int(n) for name, n in numbers if n})
     keys, values = work.sides[0]
     most = max(map(sum, zip(keys.ranks, values.ranks, strict=True)))
 
-    def cut_for(widths: tuple[int, ...]) -> "prefill_triton.Cut":
-        if found:
-            return cut
-        times = 2 ** min(round(log2((most + 1) / (sum(widths) + 1))), 2)
-        return prefill_triton.Cut(pairs=64 * times, warps=4 * min(times, 2))
+    def cut_for(widths: Widths) -> Cut:
+        return cut if found else rescaled_cut(widths, most)
 
     return work.step(lambda *place: prefill_triton.prefill(*place, cut=cut_for))

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from kvfold.bench import synthetic_engine as served
+from kvfold.bench.ablations import tiles_of
 from kvfold.bench.timing import record
 from kvfold.bench.variants import DTYPE, SHAPES, VARIANTS, variant_layout
 from kvfold.engine.engine import Engine
@@ -79,11 +80,13 @@ class Ours(Contender):
         engine = self._engine(1, tokens + 1)
         self.chunk = engine.scheduler.longest_chunk
         one = SamplingParams(max_new_tokens=1, ignore_eos=True)
+        place = self.variant, SHAPES[self.shape], self.model.device.type
 
         def run() -> None:
-            engine.add(_prompt(tokens).tolist(), one)
-            while engine.has_work:
-                served.step(engine)
+            with tiles_of(*place):
+                engine.add(_prompt(tokens).tolist(), one)
+                while engine.has_work:
+                    served.step(engine)
 
         return run
 

@@ -26,6 +26,7 @@ ALL = 1 << 30  # heads of a latent: as many as there are
 
 Lengths = Literal["uniform", "pareto", "evicted"]
 How = Literal["stream-k", "longest-first", "whole", "decompressed"]
+Tiles = Literal["ours", "zack", "fixed"]
 
 
 def _shape(kv_heads: int, rope: bool = True) -> Geometry:
@@ -60,7 +61,8 @@ class Variant:
     rebuilt: keys are stored before RoPE and rebuilt. online: values are mapped back after attention
     where W_O could hold the map. bits: of every number; lengths: equal, Pareto over sequences, or
     log-normal over (sequence, group); evict: tokens over rows, on average; page: rows a page; how:
-    work is cut, or what is done in place of decoding (see `ablations`).
+    work is cut, or what is done in place of decoding; tiles: of queries, in prefill (see
+    `ablations`).
     """
 
     keys: tuple[float, ...] = (1.0,)
@@ -74,6 +76,7 @@ class Variant:
     evict: int = 1
     page: int = 32
     how: How = "stream-k"
+    tiles: Tiles = "ours"
 
     @property
     def whole(self) -> bool:
@@ -82,7 +85,7 @@ class Variant:
     @property
     def ablation(self) -> bool:
         """Whether something is left out that makes it fast."""
-        return self.online or self.how != "stream-k"
+        return self.online or (self.how, self.tiles) != ("stream-k", "ours")
 
     @property
     def served(self) -> bool:
@@ -105,12 +108,17 @@ def _planned(*tiers: Tiers, rebuilt: bool = False) -> Variant:
 
 _HALF = Variant(keys=(0.5,), values=(0.5,))
 _PARETO = replace(_HALF, lengths="pareto")
+# Adaptive rates of keys and of values alike: the widest heads are three times the narrowest's work.
+_UNEVEN = Variant(keys=(0.25, 0.5, 0.5, 0.75), values=(0.25, 0.5, 0.5, 0.75))
+_UNEVEN_PARETO = replace(_UNEVEN, lengths="pareto")
 VARIANTS = {
     "bf16-full": Variant(),
     "bf16-half": _HALF,
     # ZACK's adaptive rates (AC, §6.5) at the same average: bf16-half is what they are without.
     "bf16-half-ragged": Variant(keys=(0.25, 0.5, 0.5, 0.75), values=(0.75, 0.5, 0.5, 0.25)),
     "bf16-half-pareto": _PARETO,
+    "bf16-half-uneven": _UNEVEN,
+    "bf16-half-uneven-pareto": _UNEVEN_PARETO,
     "int8-full": Variant(bits=8),
     "int8-half": replace(_HALF, bits=8),
     "int4-full": Variant(bits=4),
@@ -150,6 +158,13 @@ VARIANTS = {
     "bf16-half-whole": replace(_HALF, how="whole"),
     "bf16-half-pareto-longest": replace(_PARETO, how="longest-first"),
     "bf16-half-pareto-whole": replace(_PARETO, how="whole"),
+    "bf16-half-uneven-longest": replace(_UNEVEN, how="longest-first"),
+    "bf16-half-uneven-whole": replace(_UNEVEN, how="whole"),
+    "bf16-half-uneven-pareto-longest": replace(_UNEVEN_PARETO, how="longest-first"),
+    "bf16-half-uneven-pareto-whole": replace(_UNEVEN_PARETO, how="whole"),
+    # The same of prefill: tiles of as many queries for all heads, or by rank as published.
+    "bf16-half-uneven-fixed": replace(_UNEVEN, tiles="fixed"),
+    "bf16-half-uneven-zack": replace(_UNEVEN, tiles="zack"),
 }
 
 

@@ -52,7 +52,7 @@ class Place:
 class Pieces:
     """One side of a layer's rows.
 
-    table int32 [., .]: of keys `KEY_FIELDS` a KV head, then `FORM_FIELDS` for every form; of values
+    table int32 [., .]: of keys `KEY_FIELDS` a line, then `FORM_FIELDS` for every form; of values
     `VALUE_FIELDS` a piece. forms: all that occur, the highest precision first; align: words
     that divide all rows' lengths; cost int32: bits of a row in a line's tiles; scale: bytes of a
     scale.
@@ -120,13 +120,25 @@ VALUE_FIELDS = 11  # see `value_pieces`
 
 
 @lru_cache(maxsize=4096)
+def key_heads(groups: tuple[Group, ...]) -> int:
+    """KV heads whose scores a line of keys gives: those of a latent, where all latents of a layer
+    serve as many neighbours; else 1."""
+    served = [own[0].heads for group in groups for own in latents_of(group, "k")]
+    each = len(served[0]) if served and alike(served) else 1
+    inside = len(groups[0].heads) % each == 0 and all(x[0] % each == 0 for x in served)
+    return each if inside else 1
+
+
+@lru_cache(maxsize=4096)
 def key_pieces(groups: tuple[Group, ...], queries: int, device: torch.device) -> Pieces:
-    """Keys of every KV head, in order; queries: query heads of one."""
+    """Keys of every KV head, in order, or of every `key_heads` of them; queries: query heads of a
+    KV head."""
     forms = widest_words(x for y in groups for x in y.layout.segments if x.side == "k")
     lines: dict[int, list[int]] = {}
+    each = key_heads(groups)
     for g, group in enumerate(groups):
-        own = {head: each for each in latents_of(group, "k") for head in each[0].heads}
-        for head in group.heads:
+        own = {head: x for x in latents_of(group, "k") for head in x[0].heads}
+        for head in group.heads[::each]:
             found, column = {}, 0
             for x in own.get(head, ()):
                 place = Place.of(group, x)
@@ -135,8 +147,8 @@ def key_pieces(groups: tuple[Group, ...], queries: int, device: torch.device) ->
                 ]  # fmt: skip
                 column += x.width
             nothing = [0] * FORM_FIELDS
-            each = [number for bits, _ in forms for number in found.get(bits, nothing)]
-            lines[head] = [g, head * queries, group.layout.scales_per_row, *each]
+            runs = [number for bits, _ in forms for number in found.get(bits, nothing)]
+            lines[head] = [g, head * queries, group.layout.scales_per_row, *runs]
     table = [lines[head] for head in sorted(lines)]
     tile = sum(16 * words for _, words in forms)
     return _pieces(groups, "k", table, forms, [tile] * len(table), device)

@@ -31,6 +31,10 @@ class Slices:
         """Of one of the leading dimension."""
         return Slices(self.starts[number], self.firsts[number], self.counts[number])
 
+    def to(self, device: torch.device) -> "Slices":
+        order = None if self.order is None else self.order.to(device)
+        return Slices(self.starts.to(device), self.firsts.to(device), self.counts.to(device), order)
+
 
 def stream_k(
     tiles: Tensor, cost: Tensor, overhead: int, num_slices: int, smallest: int = 1
@@ -79,6 +83,14 @@ def longest_first(tiles: Sequence[int], cost: Sequence[int], num_slices: int) ->
     counts = [int(tiles[item] > 0) for item in order]
     starts = [(begin, 0) for begin in begins]
     return Slices(*(torch.tensor(x, dtype=torch.int32) for x in (starts, owner, counts, order)))
+
+
+def whole_items(tiles: Sequence[int]) -> Slices:
+    """A slice an item, in their order: attention as it is without ZACK §5.3. On the host."""
+    number = len(tiles)
+    starts = torch.tensor([(item, 0) for item in range(number + 1)], dtype=torch.int32)
+    counts = torch.tensor([int(n > 0) for n in tiles], dtype=torch.int32)
+    return Slices(starts, torch.arange(number, dtype=torch.int32), counts)
 
 
 def columns_of(lengths: Tensor, num_layers: int, own: Sequence[int]) -> Tensor:

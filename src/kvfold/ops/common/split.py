@@ -40,13 +40,14 @@ class Workspace:
 @dataclass(frozen=True)
 class SplitPlan:
     """One layer's slices of both passes, and where the spans of every (sequence, group) begin,
-    int32 [B * G]; cuts: of both."""
+    int32 [B * G]; cuts: of both; wide: whether keys are scored piece by piece."""
 
     scores: Slices
     values: Slices
     bases: Tensor
     room: Workspace
     cuts: tuple[Tuning, Tuning]
+    wide: bool = False
 
 
 def plan_split(
@@ -58,9 +59,10 @@ def plan_split(
     scores: Tuning,
     weighed: Tuning = VALUES,
 ) -> list[SplitPlan]:
-    """Of layers with equally many groups. keys: of every layer a table whose lines begin with the
-    group that a KV head's rows are of, and the cost of a tile of each, both int32; lengths int
-    [B, groups of all layers]; rows: at most as many has a layer, its groups added up."""
+    """Of layers with equally many groups. keys: of every layer a table whose lines, one a KV head
+    or key latent, begin with the group of its rows, and the cost of a tile of each, both int32;
+    lengths int [B, groups of all layers]; rows: at most as many has a layer, its groups added up.
+    """
     device, first = lengths.device, layers[0]
     values = [value_pieces(tuple(x), queries, device) for x in layers]
     counts = lengths.unflatten(1, (len(layers), -1))  # [B, L, G]

@@ -1,7 +1,8 @@
 """Weights of rows in score space: the first pass of attention in two. A Triton kernel.
 
-Shapes: B sequences, G groups of a layer, HK KV heads, NQ query heads of a group, N of a KV head,
-padded to GP (see `plan`); S slices of the items, (sequence, KV head).
+Shapes: B sequences, G groups of a layer, HK key latents (or KV heads: see `pieces.key_heads`), NQ
+query heads of a group, N of a latent, padded to GP (see `plan`); S slices of the items, (sequence,
+latent). Heads that share a latent are columns of one product, so that it is read once.
 A key is the runs of its latent, one a precision (see `pieces.key_pieces`); its score is the sum of
 theirs, each times its own scale.
 """
@@ -16,7 +17,7 @@ from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
 
 
 @triton.jit
-def _queries(q, heads, width, W: tl.constexpr, BITS: tl.constexpr):
+def stored_queries(q, heads, width, W: tl.constexpr, BITS: tl.constexpr):
     """The queries [W, GP] of every code of a word, and their sums [GP]: what a zero of 1 adds."""
     C: tl.constexpr = 16 // BITS
     total = tl.zeros(heads.shape, tl.float32)
@@ -111,7 +112,9 @@ def stored_score_kernel(
             for f in tl.static_range(len(FORMS)):
                 at = line + (KEY_FIELDS + FORM_FIELDS * f)
                 width, column = tl.load(at + 2), tl.load(at + 3)
-                found, total = _queries(query + column, n < N, width, FORMS[f][1], FORMS[f][0])
+                found, total = stored_queries(
+                    query + column, n < N, width, FORMS[f][1], FORMS[f][0]
+                )
                 queries, totals = queries + (found,), totals + (total,)
                 abouts = abouts + ((
                     tl.multiple_of(tl.load(at), ALIGN), tl.multiple_of(tl.load(at + 1), 8),

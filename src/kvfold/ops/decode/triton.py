@@ -51,7 +51,7 @@ def plan_layers(
     """As `ops.decode.plan_layers`; rows are no matter here. lengths: where slots int [B] are given,
     [S, groups of all layers]; num_slices: of every layer, by default as many as run at once."""
     device = lengths.device
-    groups, cost, width = _costs(tuple(map(tuple, layers)), queries, device)
+    groups, cost, width = costs_of(tuple(map(tuple, layers)), queries, device)
     tuning = tuning or tuning_for(groups, queries)
     num_slices = num_slices or tuning.slices * multiprocessors(device)
     cut = tuning.block, OVERHEAD, num_slices, SMALLEST
@@ -64,7 +64,7 @@ def plan_layers(
 
 
 @lru_cache
-def _costs(
+def costs_of(
     layers: tuple[tuple[Group, ...], ...], queries: int, device: torch.device
 ) -> tuple[DecodeGroups, Tensor, int]:
     """The first layer's groups, int32 [L, G] cost of a tile of all, and the widest value."""

@@ -1,14 +1,16 @@
 """Decode attention in two passes, on rows that KV heads share or that have several precisions.
 
-Keys want a program a KV head; values that heads share want one for all of them, and their pieces
-are unpacked once. So the first pass turns every KV head's rows into weights, and the second weighs
-values by them (`common.values_triton`). The weights cost as many bytes as Hq 16-bit numbers a row,
-written and read once a piece.
+Keys want a program a latent; values that heads share want one for all of them, and their pieces
+are unpacked once. So the first pass turns every latent's rows into weights of the heads that it
+serves, and the second weighs values by them (`common.values_triton`). The weights cost as many
+bytes as Hq 16-bit numbers a row, written and read once a piece.
 Shapes as in `decode.triton`; V pieces of values.
 """
 # mypy: allow-untyped-defs
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from kvfold.ops.common.pages import LayerPages, owner_of, words_of
 from kvfold.ops.common.pieces import (
     FORM_FIELDS,
     KEY_FIELDS,
+    key_heads,
     key_pieces,
     value_heads,
     value_pieces,
@@ -30,9 +33,13 @@ from kvfold.ops.common.split import SPAN, VALUES, SplitPlan, plan_split
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.common.values_triton import attend_values
 from kvfold.ops.decode.scores_triton import stored_score_kernel
+from kvfold.ops.decode.scores_wide import wide_score_kernel
+from kvfold.ops.latent_decode.pieces import TILE
 from kvfold.spec.layout import Group
 
 SCORES = Tuning(block=64, stages=3, warps=1, slices=8)
+WIDE = Tuning(block=128, stages=3, warps=4, slices=3)
+HELD = (128, 32)  # words of a key and columns of queries that a warp holds without spilling
 
 
 def plan_layers(
@@ -49,7 +56,17 @@ def plan_layers(
         return one_pass.plan_layers(layers, lengths, queries)
     keys = [key_pieces(tuple(x), queries, lengths.device) for x in layers]
     tables = [(x.table, x.cost) for x in keys]
-    return plan_split(layers, tables, lengths, queries, rows, *(cuts or (SCORES, VALUES)))
+    wide = not all(held(tuple(x), queries, lengths.device) for x in layers)
+    how = cuts or (WIDE if wide else SCORES, VALUES)
+    plans = plan_split(layers, tables, lengths, queries, rows, *how)
+    return [replace(plan, wide=wide) for plan in plans]
+
+
+@lru_cache(maxsize=4096)
+def held(groups: tuple[Group, ...], queries: int, device: torch.device) -> bool:
+    """Whether a warp holds a tile of keys and the queries of all heads that share it."""
+    words = sum(words for _, words in key_pieces(groups, queries, device).forms)
+    return words <= HELD[0] and padded_queries(key_heads(groups) * queries) <= HELD[1]
 
 
 def decode(
@@ -57,30 +74,41 @@ def decode(
     plan: SplitPlan | one_pass.OnePassPlan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `ops.decode.decode`."""
-    arena, tables, lengths, groups = pages
-    heads = len(owner_of(groups))
-    q, queries = q.contiguous(), q.shape[1] // heads
+    _, tables, lengths, groups = pages
+    q, queries = q.contiguous(), q.shape[1] // len(owner_of(groups))
     if plan is None:
         counts = lengths[slots]
         rows = counts.numel() * tables.shape[2] * groups[0].layout.page
         plan = plan_layers([groups], counts, queries, rows)[0]
     if isinstance(plan, one_pass.OnePassPlan):
         return one_pass.decode(q, pages, slots, scale, plan)
-    keys, values = (of(groups, queries, q.device) for of in (key_pieces, value_pieces))
-    room, (cut, tune), coded = plan.room, plan.cuts, keys.forms[0][0] < 16
-    stored_score_kernel[(plan.scores.starts.shape[0] - 1,)](
+    _score(q, pages, slots, scale, plan, queries)
+    values = value_pieces(groups, queries, q.device)
+    return attend_values(
+        q, widest_value(groups), pages, slots, values, value_heads(groups) * queries,
+        plan.values, plan.bases, plan.room, plan.cuts[1],
+    )  # fmt: skip
+
+
+def _score(
+    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: SplitPlan, queries: int
+) -> None:
+    """The first pass: weights of all rows into the plan's room."""
+    arena, tables, lengths, groups = pages
+    room, cut, each = plan.room, plan.cuts[0], key_heads(groups)
+    keys = key_pieces(groups, queries, q.device)
+    kernel, forms, coded = stored_score_kernel, keys.forms, keys.forms[0][0] < 16
+    if plan.wide:
+        kernel, forms = wide_score_kernel, tuple((x, min(n, TILE[x])) for x, n in forms)
+    kernel[(plan.scores.starts.shape[0] - 1,)](
         q, q.stride(0), room.weights, room.tops,
         words_of(arena, torch.uint16 if coded else q.dtype), words_of(arena, torch.int32),
         tables, tables.stride(0), tables.stride(1), lengths, lengths.stride(0), slots,
         keys.table, plan.bases, plan.scores.starts, scale * LOG2_E,
-        FORMS=keys.forms, KEY_FIELDS=KEY_FIELDS, FORM_FIELDS=FORM_FIELDS,
-        G=len(groups), HK=heads, NQ=q.shape[1] // len(groups), N=queries,
-        GP=padded_queries(queries), DQ=q.shape[2], ZEROS=keys.zeros, SCALE=keys.scale,
+        FORMS=forms, KEY_FIELDS=KEY_FIELDS, FORM_FIELDS=FORM_FIELDS,
+        G=len(groups), HK=len(keys.table), NQ=q.shape[1] // len(groups), N=each * queries,
+        GP=padded_queries(each * queries), DQ=q.shape[2], ZEROS=keys.zeros, SCALE=keys.scale,
         PAGE=groups[0].layout.page, ALIGN=keys.align, BLOCK=cut.block, SPAN=SPAN,
         STAGES=cut.stages, num_warps=cut.warps, maxnreg=cut.registers,
         **launch_options(q.device),
-    )  # fmt: skip
-    return attend_values(
-        q, widest_value(groups), pages, slots, values, value_heads(groups) * queries,
-        plan.values, plan.bases, room, tune,
     )  # fmt: skip

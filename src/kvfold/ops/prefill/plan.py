@@ -6,7 +6,7 @@ its values; a *class* is the padded widths, DK + EK and DV, of both.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
+from math import gcd, log2
 
 import numpy as np
 import torch
@@ -72,6 +72,16 @@ def cut_for(widths: Widths, few: bool) -> Cut:
     if few or (keys <= 32 and values <= 64):
         return Cut(pairs=64, rows=rows, warps=4)
     return Cut(rows=rows, registers=128 if max(keys, values) <= 96 else None)
+
+
+def rescaled_cut(widths: Widths, most: int) -> Cut:
+    """ZACK §5.3: tiles of B_r = 64 d_max / d_sum queries, so that tiles of all heads are as much
+    work: d_sum = dk + dv + 1 and d_max the layer's largest. Here (query, head) pairs, in powers of
+    two up to 256. Kept as what `cut_for` is measured against.
+
+    widths: of a class; most: the largest dk + dv of the layer."""
+    times = 2 ** min(max(round(log2((most + 1) / (sum(widths) + 1))), 0), 2)
+    return Cut(pairs=64 * times, warps=4 * min(times, 2))
 
 
 def longest_first(
