@@ -119,7 +119,8 @@ def test_joint_rows_and_rebuilt_keys() -> None:
     place = bias, counted, (0, 0), case.scale
     found = triton_peaks.peaks(case.q, case.keys, *place, cut=SMALL)
     exact = replace(case.keys, data=k.double())
-    torch.testing.assert_close(found, reference.peaks(case.q.double(), exact, *place), rtol=2e-3, atol=0)  # fmt: skip
+    want = reference.peaks(case.q.double(), exact, *place)
+    torch.testing.assert_close(found, want, rtol=2e-3, atol=0)
 
 
 # -- in the engine --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ head; BM (query, head) pairs of a tile: pair m is query m // N of head m % N; BN
 # mypy: allow-untyped-defs
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import gcd
 
 import torch
@@ -249,7 +250,8 @@ def _prefill(
         if positions is not None:
             tops = latest_positions(positions, counts, how.rows)
             where = (positions, *positions.stride()[:2], tops, *tops.stride()[:2])
-        if among is not None:
+        if among is not None:  # which takes more registers
+            how = replace(how, registers=None)
             counted = among.view(torch.int8)
             some = (counted, *counted.stride()[:2], any_of_tile(counted, how.rows))
         if batch > 1 or positions is not None:

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.prefill.plan import classes_of, parts
@@ -40,9 +41,10 @@ def peaks_kernel(
 ):  # fmt: skip
     """One tile of rows of one unit, with all queries.
 
-    bias fp32 [B, H, T], H query heads; counted int8 [B, G, S]; of_rows: log2 of it, fp32 [B, H, S],
-    where WORTH; out fp32 [B, Hk, S]; units: see `prefill_kernel`; scale: times log2 e. A row's
-    largest exponent is kept by query of a tile, and is raised to a power once.
+    bias fp32 [B, H, tiles * BM], H query heads, -inf behind T; counted int8 [B, G, S]; of_rows:
+    log2 of it, fp32 [B, H, S], where WORTH; out fp32 [B, Hk, S]; units: see `prefill_kernel`;
+    scale: times log2 e. A row's largest exponent is kept by query of a tile, and is raised to a
+    power once.
     """
     item = tl.program_id(0)
     unit, b = units + item % U * 8, (item // U % B).to(tl.int64)
@@ -62,14 +64,19 @@ def peaks_kernel(
             k1 = _load(keys, k_s, rank, inside, DK, EK, BN, EXACT, True)
         peak = tl.full([BN, BM], float("-inf"), tl.float32)
         tiles = tl.cdiv(T, BM)
+        column = tl.arange(0, DK)
         for i in tl.range(0, N * tiles, num_stages=STAGES):
-            head, start = own * N + i // tiles, i % tiles * BM
-            t = start + tl.arange(0, BM)
-            at = q + tl.multiple_of(b * q_b + head * q_h + start * q_t.to(tl.int64), ALIGN)
-            s = tl.dot(k0, tl.trans(_load(at, q_t, rank, t < T, 0, DK, BM, EXACT, True)))
+            head = own * N + i // tiles
+            t = tl.minimum(i % tiles * BM + tl.arange(0, BM), T - 1)  # the last one again
+            at = q + tl.multiple_of(b * q_b + head * q_h, ALIGN) + (t * q_t)[:, None]
+            some = tl.load(at + column) if EXACT else tl.load(at + column, column < rank, 0.0)
+            s = tl.dot(k0, tl.trans(some))
             if EK > 0:
-                s = tl.dot(k1, tl.trans(_load(at, q_t, rank, t < T, DK, EK, BM, EXACT, True)), s)
-            s = s * scale + tl.load(bias + (b * H + head) * T + t, t < T, float("-inf"))[None, :]
+                more = DK + tl.arange(0, EK)
+                some = tl.load(at + more) if EXACT else tl.load(at + more, more < rank, 0.0)
+                s = tl.dot(k1, tl.trans(some), s)
+            place = tl.multiple_of(((b * H + own * N) * tiles + i) * BM, BM)
+            s = s * scale + tl.load(bias + place + tl.arange(0, BM))[None, :]
             if WORTH:
                 s += tl.load(of_rows + (b * H + head) * S + row, inside, 0.0)[:, None]
             peak = tl.maximum(peak, s)
@@ -93,7 +100,8 @@ def peaks(
         width = sum(kind.widths[:2])
         how = cut or Cut(rows=128 if width <= 128 else 64)
         peaks_kernel[(triton.cdiv(rows, how.rows) * batch * len(kind.units),)](
-            q, *strides[:3], keys.data, *strides[3:], bias.contiguous(),
+            q, *strides[:3], keys.data, *strides[3:],
+            F.pad(bias, (0, -num_queries % how.queries), value=-torch.inf).contiguous(),
             where, *where.stride()[:2], log_worth, out, kind.units,
             batch, len(kind.units), num_queries, heads, rows, scale * LOG2_E,
             N=group, DK=kind.widths[0], EK=kind.widths[1],
