@@ -12,7 +12,7 @@ from torch import Tensor
 from kvfold.attention.backend import Task
 from kvfold.attention.base import AttentionContext, LayerMaps
 from kvfold.attention.metadata import PoolView
-from kvfold.attention.rows import gather_rows, member_of, rope_of
+from kvfold.attention.rows import member_of, rope_of
 from kvfold.attention.selector import select
 from kvfold.attention.triton_prefill import TritonPrefill, views_of
 from kvfold.cache.eviction.replay import LEAST, ReplayPolicy, reconstruction
@@ -20,16 +20,17 @@ from kvfold.ops.common.attention import Tables
 from kvfold.ops.common.pages import owner_of
 from kvfold.ops.prefill import Seen, peaks, prefill_among
 from kvfold.ops.prefill.plan import NEVER
-from kvfold.ops.store import StoredRows, add_metrics
+from kvfold.ops.store import StoredRows, add_metrics, gather
 from kvfold.spec.layout import Group
 
 
 class ReplayContext(AttentionContext):
-    """Replayed tokens see all of a sequence's pages and each other, and are stored nowhere; rows of
-    the tokens `piece` get metrics.
+    """Replayed tokens see a sequence's rows and each other, and are stored nowhere; rows of the
+    tokens `piece` get metrics.
 
-    slot: of the sequence, which computed `start` tokens; num_tokens: n; policy: whose first tokens
-    (`sinks`) every score's softmax covers.
+    slot: of the sequence, which computed so many tokens; num_tokens: n; policy: whose first tokens
+    (`sinks`) every score's softmax covers. Without its `whole` they stand behind the piece, as if
+    nothing followed.
     """
 
     norms: Tensor | None = None  # of hidden states fp32 [1, n], where attention is weighed by them
@@ -38,16 +39,20 @@ class ReplayContext(AttentionContext):
         self,
         view: PoolView,
         slot: int,
-        start: int,
+        computed: int,
         num_tokens: int,
         piece: range,
         policy: ReplayPolicy,
     ) -> None:
         self.view, self.piece, self.policy = view, piece, policy
         self.slot = torch.tensor([slot], device=view.pool.device)
-        self.size = int(view.pool.host_lengths[slot].max())
-        self.start, self.stop = start, start + num_tokens
-        self.positions = torch.arange(start, self.stop, device=view.pool.device)
+        self.start = computed if policy.whole else piece.stop
+        self.stop = self.start + num_tokens
+        self.positions = torch.arange(self.start, self.stop, device=view.pool.device)
+        lengths = view.pool.host_lengths[slot]
+        # Rows leave their order where others go, never before: none is read that is not seen.
+        in_order = bool((lengths == computed).all())
+        self.size = self.start if in_order else int(lengths.max())
 
     def enter(self, layer: LayerMaps, x: Tensor) -> None:
         if self.policy.by_output:
@@ -64,8 +69,9 @@ class ReplayContext(AttentionContext):
         return out
 
     def _reading(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> "_Reading":
-        stored = gather_rows(self.view, layer, self.slot, self.size)
-        whole, groups = self._with(stored, rows), self.view.pages[layer.index].groups
+        pages, size = self.view.pages[layer.index], self.size
+        lengths, groups = pages.lengths[self.slot].clamp(max=size), pages.groups
+        whole = self._with(gather(pages, self.slot, lengths, self.view.dtype, size), rows)
         counted = whole.valid & self._counted(whole.positions)
         first = whole.valid & (whole.positions < self.policy.sinks)
         weighed = self.norms is not None
@@ -77,17 +83,18 @@ class ReplayContext(AttentionContext):
             stored=whole,
             rope=rope_of(layer, whole, groups, self.stop),
             counted=counted,
-            among=counted | first | (whole.positions >= self.start),
+            among=counted | first | (whole.valid & (whole.positions >= self.start)),
             of_rows=layer.output_norms(whole.rows) if weighed else None,
             of_queries=1 / self.norms.clamp(min=LEAST) if self.norms is not None else None,
         )
 
     def _with(self, stored: StoredRows, rows: Tensor) -> StoredRows:
-        """The stored rows, and the replayed tokens' behind them."""
+        """The stored rows that are seen, and the replayed tokens' behind them."""
+        valid = stored.valid & (stored.positions < self.start)
         own = self.positions.int().expand(*stored.positions.shape[:2], -1)
         return StoredRows(
             rows=torch.cat((stored.rows, rows), 1),
-            valid=torch.cat((stored.valid, torch.ones_like(own, dtype=torch.bool)), 2),
+            valid=torch.cat((valid, torch.ones_like(own, dtype=torch.bool)), 2),
             positions=torch.cat((stored.positions, own), 2),
         )
 

@@ -23,14 +23,17 @@ class ReplayPolicy(Policy):
     for the first, for others `follow` and the last `lead` tokens of the piece before; then what
     stands before a reply. It sees the whole cache, but a score's softmax covers only the first
     tokens (`sinks`), the piece's own rows, and the reading so far. Rows that no reading scored
-    stay. by_output: attention counts times the norm of what W_O makes of the value, over that of
-    the hidden states that ask (KVzip+).
+    stay. whole: without it a reading sees the cache up to its piece's end alone, as if nothing had
+    followed: what a full piece is worth then depends on what came before its end, and serves all
+    who begin alike. by_output: attention counts times the norm of what W_O makes of the value, over
+    that of the hidden states that ask (KVzip+).
     """
 
     needs = frozenset[Need]({"replay"})
 
     chunk: int = 2048
     lead: int = 8
+    whole: bool = True
     by_output: bool = False
     prompt: str = "\n\nRepeat the previous context exactly."
     follow: str = "\n\nRepeat the part of the previous context exactly, starting with"
