@@ -216,6 +216,9 @@ class StubRunner:
         most = sequence.cache.max_cache_tokens
         return most is not None and self.pool.host_lengths[sequence.slot].max() > most
 
+    def score(self, chosen: list[sequences.Request]) -> None:
+        """Nothing is."""
+
     def compress(self, chosen: list[sequences.Request]) -> None:
         """Forget the oldest; the second group keeps one page more, where it has it."""
         self.rounds.append([sequence.id for sequence in chosen])

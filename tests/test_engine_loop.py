@@ -13,7 +13,7 @@ from kvfold.engine import request as sequences
 from kvfold.engine.engine import Hooks
 from kvfold.engine.request import CacheParams, SamplingParams
 from kvfold.engine.scheduler import Schedule
-from stub import EOS, POOLS, VOCAB, Bench, mixed_requests, reference
+from stub import EOS, PAGE, POOLS, VOCAB, Bench, mixed_requests, reference
 
 # Tokens -----------------------------------------------------------------------------------------
 
@@ -314,6 +314,37 @@ def test_compression_every_so_many_steps() -> None:
     assert bench.runner.rounds == [[0, 1], [0, 1]]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_request_is_compressed_every_so_many_tokens_of_its_own(ahead: bool) -> None:
+    """Whatever the others are: then its tokens are those that it gets alone."""
+
+    def run(others: int, every: int | None) -> Bench:
+        bench = Bench(chunk=64, num_slots=6, ahead=ahead)
+        cache = CacheParams(max_cache_tokens=8, every=every)
+        bench.add([1] * 20, cache, max_new_tokens=20, ignore_eos=True)
+        for i in range(others):
+            bench.step()
+            evicting(bench, [12 + i], new=9)
+        return bench.drain()
+
+    alone, beside, once = run(0, 6), run(3, 6), run(0, None)
+    assert [x for x in alone.runner.rounds if 0 in x] == [[0]] * 4  # at 20, 26, 32 and 38 tokens
+    assert sum(0 in x for x in beside.runner.rounds) == 4
+    assert alone.tokens[0] == beside.tokens[0] != once.tokens[0]
+    assert once.runner.rounds == [[0]]
+    assert not ahead or alone.runner.num_ahead > 8
+
+
+def test_within_its_budget_a_request_is_left_alone_until_it_is_over() -> None:
+    bench, cache = Bench(chunk=64), CacheParams(max_cache_tokens=16, every=4)
+    bench.add([1] * 10, cache, max_new_tokens=20, ignore_eos=True)
+    lengths = []
+    while bench.engine.has_work:
+        bench.step()
+        lengths.append(int(bench.pool.host_lengths.max()))
+    assert max(lengths) <= 16 + 4 + PAGE and bench.runner.rounds == [[0]] * 3
+
+
 def test_compression_after_so_many_uncompressed_tokens() -> None:
     """50 tokens after the prompts: at once; then two more a step."""
     bench = Bench(chunk=64, schedule=Schedule(uncompressed=50, **NEVER))
@@ -404,7 +435,7 @@ def test_mistakes_are_named() -> None:
         Bench(chunk=0)
     with pytest.raises(ValueError, match=r"every must be at least 1.* got 0"):
         Schedule(every=0)
-    for wrong in ({"max_cache_tokens": 0}, {"keep_tokens": 1.5}, {"protected": -1}):
+    for wrong in ({"max_cache_tokens": 0}, {"keep_tokens": 1.5}, {"protected": -1}, {"every": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             CacheParams(**wrong)
     with pytest.raises(ValueError, match="give one"):

@@ -156,6 +156,63 @@ def test_rows_are_scored_once_and_again_from_where_they_were_forgotten(runner) -
     assert session.sequence.num_scored == 0
 
 
+def by_position(runner, session: PagedSession) -> list[dict[int, float]]:
+    """What rows are worth, of every group."""
+    metrics, positions, valid = (x[0] for x in runner.eviction.tracked(session.sequence.open_slot))
+    each = zip(positions, metrics, valid, strict=True)
+    return [dict(zip(p[v].tolist(), m[v].tolist(), strict=True)) for p, m, v in each]
+
+
+def test_rows_keep_their_scores_as_others_go_and_come(runner) -> None:
+    session, _, _ = metrics_of(runner, tokens(1, PROMPT)[0].tolist(), chunk=16)
+    before = by_position(runner, session)
+    session.sequence.cache = CacheParams(max_cache_tokens=24)
+    for i in range(3):
+        session.compress()
+        runner.pool.check_integrity()
+        assert not runner.needs_compression(session.sequence)
+        found = by_position(runner, session)
+        for own, known in zip(found, before, strict=True):
+            assert len(own) < len(known) or not i
+            assert all(known.get(p, worth) == worth for p, worth in own.items())
+            assert min(own.values()) >= LEAST, "a row that came later was not scored"
+        before = [known | own for own, known in zip(found, before, strict=True)]
+        for token in tokens(1, 9, seed=i)[0].tolist():
+            session.read([token])
+
+
+def test_a_reading_without_what_follows_is_one_where_nothing_did(runner) -> None:
+    """And one that sees everything is another."""
+    ids = tokens(1, PROMPT)[0].tolist()
+    for whole in (False, True):
+        session, metrics, _ = metrics_of(runner, ids, chunk=16, whole=whole)
+        session.__exit__()
+        short, wanted, _ = metrics_of(runner, ids[:32], chunk=16, whole=whole)
+        short.__exit__()
+        assert torch.allclose(metrics[..., :32], wanted, rtol=1e-4) is not whole
+        assert (metrics[..., :PROMPT] > 0).all()
+
+
+def test_what_came_later_is_not_seen_where_rows_lie_in_no_order(runner) -> None:
+    ids = tokens(1, PROMPT)[0].tolist()
+    found = []
+    for more in (0, 20):
+        session, _, _ = metrics_of(runner, ids, chunk=64, whole=False)
+        session.sequence.cache = CacheParams(max_cache_tokens=24)
+        session.compress()
+        session.read(tokens(1, more, seed=3)[0].tolist()) if more else None
+        start = by_position(runner, session)
+        runner.replay.policy = replace(runner.policy, chunk=PROMPT)
+        with torch.inference_mode():
+            runner.replay._read(session.sequence, range(PROMPT))
+        both = zip(start, by_position(runner, session), strict=True)
+        found.append([{p: y[p] - x[p] for p in x if p < PROMPT} for x, y in both])
+        session.__exit__()
+    for a, b in zip(*found, strict=True):
+        assert a.keys() == b.keys() and min(a.values()) > 0
+        assert all(a[p] == pytest.approx(b[p], rel=1e-3, abs=1e-6) for p in a)
+
+
 def test_words_come_before_every_piece(runner) -> None:
     class Letters:
         chat_template = None

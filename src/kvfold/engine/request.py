@@ -158,6 +158,12 @@ class Request:
         return self.num_computed - self.num_compressed
 
     @property
+    def wants_compression(self) -> bool:
+        """Whether it is to be compressed by now, if it is over its budget."""
+        every = self.cache.every
+        return every is not None and self.num_uncompressed >= every
+
+    @property
     def most_rows(self) -> int:
         """Rows it writes in all, if nothing ends it early."""
         return self.num_prompt + self.sampling.max_new_tokens - 1
@@ -319,6 +325,10 @@ class Runner(Protocol):
         """Does it hold more pages than its budget?"""
         ...
 
+    def score(self, requests: list[Request]) -> None:
+        """Read again what is scored by that, and was not yet."""
+        ...
+
     def compress(self, requests: list[Request]) -> None:
-        """Evict to each one's budget and give the pages back to the pool."""
+        """Score, evict to each one's budget and give the pages back to the pool."""
         ...

@@ -199,13 +199,17 @@ class ModelRunner:
     def needs_compression(self, request: Request) -> bool:
         return self.eviction.is_over(request) and self.pool.can_own(request.open_slot)
 
-    @torch.inference_mode()
-    def compress(self, requests: list[Request]) -> None:
-        """Evict to each one's budget and give the pages back to the pool. Pages that others read
-        are copied first: raises PoolFull where there is no room."""
-        for request in requests:
-            self.pool.own(request.open_slot)
+    def score(self, requests: list[Request]) -> None:
+        """As of `Runner`: for policies that read a context again."""
         if self.replay is not None:
             for request in requests:
                 self.replay.score(request)
+
+    @torch.inference_mode()
+    def compress(self, requests: list[Request]) -> None:
+        """Score, evict to each one's budget and give the pages back to the pool. Pages that others
+        read are copied first: raises PoolFull where there is no room."""
+        for request in requests:
+            self.pool.own(request.open_slot)
+        self.score(requests)
         self.eviction.compress(requests)

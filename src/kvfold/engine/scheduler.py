@@ -341,8 +341,8 @@ class Scheduler:
         ]
 
     def _due(self) -> list[Request]:
-        """Those that the schedule compresses now. After a prefill only that request, so that its
-        tokens do not depend on when others arrive."""
+        """Those that are compressed now. After a prefill only that request, or one that says so
+        itself, so that its tokens do not depend on when others arrive."""
         when = self.when
         if when.every and self.num_steps % when.every == 0:
             return self._compressible(self.running)
@@ -350,13 +350,17 @@ class Scheduler:
             found = self._compressible(self.running)
             if sum(request.num_uncompressed for request in found) >= when.uncompressed:
                 return found
-        return self._new() if when.after_prefill else []
+        new = self._new() if when.after_prefill else []
+        own = self._compressible([x for x in self.running if x.wants_compression])
+        return list(dict.fromkeys([*new, *own]))
 
     def _due_next(self, going: list[Request]) -> bool:
         """Whether the schedule may compress some of these before the next step."""
         when = self.when
         timed = when.uncompressed or (when.every and (self.num_steps + 1) % when.every == 0)
         if timed and any(map(self.runner.needs_compression, going)):
+            return True
+        if self._compressible([x for x in going if x.wants_compression]):
             return True
         return when.after_prefill and bool(self._new())
 
@@ -384,6 +388,9 @@ class Scheduler:
         it fails alone."""
         try:
             before = self._rows(requests)
+            self.runner.score(requests)
+            for request in requests:
+                self.prefixes.scored(request)
             self.runner.compress(requests)
             self._count(requests, before)
             return
