@@ -149,8 +149,11 @@ class StubRunner:
     """Checks every batch against the rules of the scheduler.
 
     goes_ahead: whether steps come whose tokens the device alone knows; num_ahead: how many did.
-    fail: is raised once. culprits, poisoned: ids of requests that it fails for, or gives NaN.
+    fail: is raised once. culprits, poisoned: ids of requests that it fails for, or gives NaN. unit:
+    as of `Runner`.
     """
+
+    unit = 1
 
     def __init__(self, pool: Pool, *, chunk: int, max_batch_tokens: int) -> None:
         self.pool, self.chunk, self.max_batch_tokens = pool, chunk, max_batch_tokens

@@ -13,7 +13,7 @@ from kvfold.engine import request as sequences
 from kvfold.engine.engine import Hooks
 from kvfold.engine.request import CacheParams, SamplingParams
 from kvfold.engine.scheduler import Schedule
-from stub import EOS, PAGE, POOLS, VOCAB, Bench, mixed_requests, reference
+from stub import EOS, PAGE, POOLS, VOCAB, Bench, StubRunner, mixed_requests, reference
 
 # Tokens -----------------------------------------------------------------------------------------
 
@@ -290,6 +290,27 @@ def test_after_prefill_each_is_compressed_once(chunk: int) -> None:
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     assert bench.tokens[plain] == reference([9] * 20, params)
     assert bench.tokens[0] != reference([1] * 20, params)
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 11, 64])
+def test_what_is_looked_at_together_comes_together(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks end at multiples of the runner's unit, or with their prompt, whatever else is served;
+    and nobody waits for ever."""
+    monkeypatch.setattr(StubRunner, "unit", 8)
+    bench = Bench(200, chunk=max(chunk // 8, 1) * 8, max_batch_tokens=30, num_slots=6)
+    lengths = [30, 5, 8, 41, 16, 9, 1]
+    for i, length in enumerate(lengths):
+        bench.add([i + 1] * length, max_new_tokens=5 + i, ignore_eos=True)
+        bench.step()
+    bench.drain()
+    for id, start, count in (x for batch in bench.runner.batches for x in batch):
+        if start < lengths[id]:
+            assert start + count == lengths[id] or (start + count) % 8 == 0
+    for i, length in enumerate(lengths):
+        params = SamplingParams(max_new_tokens=5 + i, ignore_eos=True)
+        assert bench.tokens[i] == reference([i + 1] * length, params)
 
 
 def test_before_preempt_compression_spares_recomputation() -> None:

@@ -307,6 +307,12 @@ class Runner(Protocol):
         """Whether a prompt's chunk may be as long as a step: its work space grows no faster."""
         ...
 
+    @property
+    def unit(self) -> int:
+        """Tokens of a prompt that are looked at together: its chunks end at multiples of so many,
+        or where it does."""
+        ...
+
     def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
         """Write every chunk's rows; logits [len(batch.with_logits), V] in order. tokens: int64 [N]
         on the device, in place of the batch's own, which nobody has read yet."""

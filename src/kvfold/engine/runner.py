@@ -14,6 +14,7 @@ from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.observer import Turn
 from kvfold.attention.paged import PagedAttention, PagedContext
 from kvfold.cache.eviction.base import Policy
+from kvfold.cache.eviction.local import LocalPolicy
 from kvfold.cache.eviction.replay import ReplayPolicy
 from kvfold.cache.sharing import SharingPool
 from kvfold.engine.compiled import Compiled, wanted
@@ -104,6 +105,11 @@ class ModelRunner:
         """As of `Runner`: where kernels read prompts, and nothing is observed."""
         plain = self.goes_ahead and self.policy is None
         return plain and Fallback not in self.attention.selected.prefill
+
+    @property
+    def unit(self) -> int:
+        """As of `Runner`."""
+        return self.policy.chunk if isinstance(self.policy, LocalPolicy) else 1
 
     @torch.inference_mode()
     def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:

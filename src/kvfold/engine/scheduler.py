@@ -84,7 +84,9 @@ class Scheduler:
                 f"every sequence can decode; got {max_batch_tokens}: raise it or lower num_slots"
             )
         self.runner, self.pool, self.when = runner, pool, schedule or Schedule()
-        self.chunk, self.max_batch_tokens, self.headroom = chunk, max_batch_tokens, headroom
+        self.unit, self.headroom = runner.unit, headroom
+        self.chunk = max(chunk // self.unit, 1) * self.unit
+        self.max_batch_tokens = max(max_batch_tokens, self.unit + pool.num_slots - 1)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.finished: list[Request] = []  # until the engine has delivered them
@@ -270,9 +272,13 @@ class Scheduler:
         return self.max_batch_tokens if whole else self.chunk
 
     def _chunk(self, request: Request, left: int) -> int:
-        """Tokens of its next chunk, where a step has `left` for it."""
-        most = self.pool.layout.most_at(request.num_computed)
-        return min(self.longest_chunk, request.num_pending, left, most)
+        """Tokens of its next chunk, where a step has `left` for it: in whole units, where it does
+        not end."""
+        first, most = request.num_computed, self.pool.layout.most_at(request.num_computed)
+        tokens = min(self.longest_chunk, request.num_pending, left, most)
+        if tokens == request.num_pending:
+            return tokens
+        return max((first + tokens) // self.unit * self.unit - first, 0)
 
     def _left(self, plan: Plan) -> int:
         return self.max_batch_tokens - sum(plan.values())
@@ -308,6 +314,8 @@ class Scheduler:
         left, late, looked = self._left(plan), None, 0
         for request in tuple(self.waiting):
             if looked == LOOK or left < 1 or len(self.running) == self.pool.num_slots:
+                return
+            if left < min(self.unit, request.num_pending):
                 return
             if late is not None:
                 looked += 1

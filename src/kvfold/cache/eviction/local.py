@@ -14,8 +14,8 @@ from kvfold.cache.eviction.base import Need, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPolicy(Policy):
-    """Metrics are `local_attention` of chunks of `chunk` tokens, of what is prefilled at once; a
-    generated row has none, which is 0."""
+    """Metrics are `local_attention` of chunks of `chunk` tokens, which an engine prefills together;
+    a generated row has none, which is 0."""
 
     needs = frozenset[Need]({"local"})
 
