@@ -313,6 +313,61 @@ def test_what_is_looked_at_together_comes_together(
         assert bench.tokens[i] == reference([i + 1] * length, params)
 
 
+# Contexts that are read again ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_others_decode_while_a_context_is_read_again(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece a step; whose rows are read waits, and its tokens are those it gets alone."""
+    monkeypatch.setattr(StubRunner, "piece", 6)
+    bench = Bench(chunk=64, ahead=ahead)
+    plain = bench.add([9] * 5, max_new_tokens=30, ignore_eos=True)
+    bench.step()
+    (id,) = evicting(bench, [20], new=12)
+    while not bench.tokens.get(id):
+        bench.step()
+    told = len(bench.tokens[plain])
+    while len(bench.runner.pieces) < 4:
+        bench.step()
+    assert bench.runner.pieces == [(id, end) for end in (6, 12, 18, 20)]
+    assert bench.runner.rounds == [[id]]  # with the last piece
+    assert len(bench.tokens[plain]) == told + 4 and len(bench.tokens[id]) == 2
+    bench.drain()
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    assert bench.tokens[plain] == reference([9] * 5, params)
+    alone = Bench(chunk=64)
+    (other,) = evicting(alone, [20], new=12)
+    assert bench.tokens[id] == alone.drain().tokens[other]
+
+
+def test_two_are_read_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StubRunner, "piece", 6)
+    bench = Bench(chunk=64)
+    evicting(bench, [14, 20, 10])
+    bench.step()
+    bench.step()
+    assert bench.scheduler.reading and bench.scheduler.running[0].id == 0
+    bench.engine.cancel(0)  # in the middle of it
+    bench.runner.culprits.add(1)
+    bench.drain()
+    assert [x.finish_reason for _, x in sorted(bench.ended.items())] == [
+        "cancelled",
+        "error",
+        "length",
+    ]
+    assert [x for x in bench.runner.pieces if x[0] == 2] == [(2, 6), (2, 10)]
+
+
+def test_where_pages_are_short_nobody_waits_for_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StubRunner, "piece", 3)
+    bench = Bench(40, schedule=ONLY_BEFORE)
+    evicting(bench, [20, 20, 20], new=30)
+    bench.drain()
+    assert bench.scheduler.num_preemptions == 0 and bench.runner.rounds and bench.runner.pieces
+
+
 def test_before_preempt_compression_spares_recomputation() -> None:
     def run(schedule: Schedule) -> Bench:
         bench = Bench(40, schedule=schedule)
@@ -587,15 +642,18 @@ TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 
 
-def test_many_random_events() -> None:
+@pytest.mark.parametrize("piece", [0, 4])
+def test_many_random_events(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """20,000 of them. About one in ten adds a request, and pages are short most of the time."""
+    monkeypatch.setattr(StubRunner, "piece", piece)
     rng = random.Random(1)
     bench = Bench(40, num_slots=5, max_tokens=70, schedule=Schedule(max_compressed_rows=60))
     events, requests = Events(bench), mixed_requests(300)
     for i in range(20_000):
         chance = rng.random()
         if chance < 0.1 and len(bench.engine._requests) < 12:
-            limits = CacheParams(max_cache_tokens=rng.choice([None, None, 6, 12]))
+            most = rng.choice([None, None, 6, 12])
+            limits = CacheParams(max_cache_tokens=most, every=most and rng.choice([None, 3]))
             events.add(*rng.choice(requests), limits)
         elif chance < 0.13:
             events.cancel(rng.randrange(20))

@@ -205,17 +205,22 @@ class ModelRunner:
     def needs_compression(self, request: Request) -> bool:
         return self.eviction.is_over(request) and self.pool.can_own(request.open_slot)
 
-    def score(self, requests: list[Request]) -> None:
+    def unread(self, request: Request) -> bool:
         """As of `Runner`: for policies that read a context again."""
-        if self.replay is not None:
-            for request in requests:
-                self.replay.score(request)
+        return self.replay is not None and request.num_scored < request.num_computed
+
+    def read(self, request: Request) -> None:
+        """As of `Runner`."""
+        assert self.replay is not None
+        self.replay.read(request)
 
     @torch.inference_mode()
     def compress(self, requests: list[Request]) -> None:
-        """Score, evict to each one's budget and give the pages back to the pool. Pages that others
-        read are copied first: raises PoolFull where there is no room."""
+        """Read what is unread, evict to each one's budget and give the pages back to the pool.
+        Pages that others read are copied first: raises PoolFull where there is no room."""
         for request in requests:
             self.pool.own(request.open_slot)
-        self.score(requests)
+        if self.replay is not None:
+            for request in requests:
+                self.replay.score(request)
         self.eviction.compress(requests)

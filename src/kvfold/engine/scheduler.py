@@ -89,6 +89,7 @@ class Scheduler:
         self.max_batch_tokens = max(max_batch_tokens, self.unit + pool.num_slots - 1)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.reading: list[Request] = []  # some of those, which are read again to be compressed
         self.finished: list[Request] = []  # until the engine has delivered them
         self.prefixes = Prefixes(pool, chunk) if prefixes is None else prefixes
         self.full = False  # whether nobody who waits can be let in until one ends or comes
@@ -121,7 +122,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Compress what is due, make room, and give pages to the coming step's tokens."""
         self.num_steps += 1
-        self._compress(self._due())
+        self._compress(self._read_first(self._due()))
         plan = self._make_room()
         self._continue_prefills(plan)
         self._admit(plan)
@@ -205,6 +206,7 @@ class Scheduler:
         self.prefixes.reset()
         held = {request.id: request for request in (*self.waiting, *self.running)}
         self.running.clear()
+        self.reading.clear()
         self.waiting.clear()
         for _, request in sorted(held.items()):
             if request.status is not Status.FINISHED:
@@ -219,8 +221,9 @@ class Scheduler:
 
     def _first(self) -> Plan:
         """Those that must go on: all decodes; where there is none, the oldest prefill."""
-        decodes = {request: 1 for request in self.running if request.prefilled}
-        return decodes or {x: self._chunk(x, self.max_batch_tokens) for x in self.running[:1]}
+        decodes = {x: 1 for x in self.running if x.prefilled and x not in self.reading}
+        prefills = [x for x in self.running if not x.prefilled][:1]
+        return decodes or {x: self._chunk(x, self.max_batch_tokens) for x in prefills}
 
     def _make_room(self) -> Plan:
         """Compress, pre-empt or end until what must go on has pages; what that is."""
@@ -257,6 +260,7 @@ class Scheduler:
         self.prefixes.leave(request)
         self.pool.close(slot)
         self.running.remove(request)
+        self.reading = [x for x in self.reading if x is not request]
 
     def _demand(self, plan: Plan) -> Ints:
         """Pages of every class for so many more tokens of each."""
@@ -338,6 +342,26 @@ class Scheduler:
 
     # Compression --------------------------------------------------------------------------------
 
+    def _read_first(self, due: list[Request]) -> list[Request]:
+        """Those that can be compressed now. Others are read again first, a piece a step, so that
+        nobody else waits for more than that; they themselves wait until they are compressed."""
+        asked = list(dict.fromkeys([*self.reading, *due]))
+        if unread := [x for x in asked if self.runner.unread(x)]:
+            try:
+                self._read(unread[0])
+            except AssertionError:
+                raise
+            except Exception as error:
+                self.fail(unread[0], error)
+        alive = [x for x in asked if x.status is Status.RUNNING]
+        self.reading = [x for x in alive if self.runner.unread(x)]
+        return self._compressible([x for x in alive if x not in self.reading])
+
+    def _read(self, request: Request) -> None:
+        """A piece again."""
+        self.runner.read(request)
+        self.prefixes.scored(request)
+
     def _compressible(self, requests: list[Request]) -> list[Request]:
         """Those over their budget that this step has not compressed yet."""
         return [
@@ -396,9 +420,9 @@ class Scheduler:
         it fails alone."""
         try:
             before = self._rows(requests)
-            self.runner.score(requests)
             for request in requests:
-                self.prefixes.scored(request)
+                while self.runner.unread(request):
+                    self._read(request)
             self.runner.compress(requests)
             self._count(requests, before)
             return
