@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvfold import LLM
 from kvfold.cache.eviction.budget import Budget
 from kvfold.cache.eviction.policies import get
 from kvfold.cache.eviction.policies.keys import leverage_of, unlike_others
@@ -13,7 +14,7 @@ from kvfold.cache.eviction.replay import LEAST, reconstruction
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.eviction import Held
-from kvfold.engine.request import CacheParams
+from kvfold.engine.request import CacheParams, SamplingParams
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.families import family_of
 from kvfold.text import reply_words
@@ -179,6 +180,22 @@ def test_rows_keep_their_scores_as_others_go_and_come(runner) -> None:
         before = [known | own for own, known in zip(found, before, strict=True)]
         for token in tokens(1, 9, seed=i)[0].tolist():
             session.read([token])
+
+
+def test_a_long_answer_stays_near_its_budget() -> None:
+    how = {"kv_bytes": 2**23, "page": 4, "max_sequences": 2, "max_tokens": 160}
+    prompt, long = tokens(1, PROMPT)[0].tolist(), SamplingParams(max_new_tokens=60, ignore_eos=True)
+    llm, most = LLM(tiny("llama-gqa"), evict="kvzip", keep_tokens=1, **how), []
+    for every in (None, 10):
+        request, _ = llm.request(prompt, long, CacheParams(max_cache_tokens=24, every=every))
+        llm.engine.submit(request)
+        most.append(0)
+        while llm.engine.has_work:
+            llm.engine.step()
+            if request.num_outputs > 2 and request.slot is not None:
+                most[-1] = max(most[-1], llm.runner.pool.host_lengths[request.slot].mean())
+    assert most[0] == 24 + 58 and 24 < most[1] <= 24 + 10
+    assert llm.engine.scheduler.num_compressions == 1 + 6
 
 
 def test_a_reading_without_what_follows_is_one_where_nothing_did(runner) -> None:
