@@ -164,7 +164,8 @@ class ModelRunner:
         if (observer := self.attention.observer) is None:
             yield
             return
-        turns = [Turn(x.request.open_slot, x.request, x.start) for x in batch.chunks]
+        each = ((x.request, x.start) for x in batch.chunks)
+        turns = [Turn(x.open_slot, x, start, self.eviction.evicts(x)) for x, start in each]
         with observer.around(turns, len(decodes(batch))):
             yield
 
@@ -196,7 +197,7 @@ class ModelRunner:
         if self.pool.layout.residual:
             rows = (self.pool.host_lengths[slots, 0] + index).tolist()
             fill = Fill.of(slots, rows, self.pool.layout.residual, self.device)
-        parts = metadata_of(self.attention.view, batch, positions)
+        parts = metadata_of(self.attention.view, batch, positions, self.eviction.evicts)
         where = self._tensor(slots), self._tensor(index), positions.int()
         return PagedContext(self.attention, parts, *where, fill)
 
