@@ -38,6 +38,14 @@ def test_weights_are_the_largest_of_a_softmax_over_what_is_seen() -> None:
         torch.testing.assert_close(found[0, head], most)
 
 
+def test_scores_are_capped_where_the_model_s_are() -> None:
+    q, k = 3 * torch.randn(1, 2, 3, 8), torch.randn(1, 1, 9, 8)
+    seen = torch.ones(1, 1, 3, 9, dtype=torch.bool)
+    found = reconstruction(q, k, seen, 0.5, softcap=0.7)
+    wanted = (0.7 * torch.tanh(q @ k.mT * 0.5 / 0.7)).softmax(-1).amax((1, 2))
+    torch.testing.assert_close(found[0, 0], wanted[0])
+
+
 def session_of(runner, ids: list[int]) -> PagedSession:
     session = PagedSession(runner).__enter__()
     session.read(ids, prompt=len(ids))

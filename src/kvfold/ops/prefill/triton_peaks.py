@@ -66,9 +66,10 @@ def peaks_kernel(
         tiles = tl.cdiv(T, BM)
         column = tl.arange(0, DK)
         for i in tl.range(0, N * tiles, num_stages=STAGES):
-            head = own * N + i // tiles
-            t = tl.minimum(i % tiles * BM + tl.arange(0, BM), T - 1)  # the last one again
-            at = q + tl.multiple_of(b * q_b + head * q_h, ALIGN) + (t * q_t)[:, None]
+            head, start = own * N + i // tiles, i % tiles * BM
+            t = tl.minimum(tl.arange(0, BM), T - 1 - start)  # the last one again
+            place = b * q_b + head * q_h + start.to(tl.int64) * q_t
+            at = q + tl.multiple_of(place, ALIGN) + (t * q_t)[:, None]
             some = tl.load(at + column) if EXACT else tl.load(at + column, column < rank, 0.0)
             s = tl.dot(k0, tl.trans(some))
             if EK > 0:
