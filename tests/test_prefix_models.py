@@ -70,9 +70,9 @@ def test_evicted_tokens_are_the_same(policy: str) -> None:
 
 def test_what_was_read_again_is_not_read_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Full pieces, by readings that see nothing that follows: scores are the prefix's own."""
-    policy = replace(get("kvzip"), chunk=16, whole=False)
-    monkeypatch.setattr(policies, "get", {"kvzip": policy}.__getitem__)
-    llm, read = llm_of(("llama-gqa", None), evict="kvzip", keep_tokens=0.4), []
+    policy = replace(get("kvzip-past"), chunk=16)
+    monkeypatch.setattr(policies, "get", {"kvzip-past": policy}.__getitem__)
+    llm, read = llm_of(("llama-gqa", None), evict="kvzip-past", keep_tokens=0.4), []
     run = llm.runner.replay._read
     monkeypatch.setattr(llm.runner.replay, "_read", lambda x, y: read.append(y.start) or run(x, y))
     alone = [llm.generate([ids], ASKED, cache=OFF)[0] for ids in PROMPTS]
