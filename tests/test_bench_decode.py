@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvfold.bench import compression, contenders, decode, replay
+from kvfold.bench import compression, contenders, decode
 from kvfold.bench import synthetic_engine as served
 from kvfold.bench.variants import VARIANTS
-from kvfold.cache.eviction.policies import get
 from kvfold.cli.main import main
 from kvfold.engine.request import CacheParams
 
@@ -18,8 +17,7 @@ CPU = torch.device("cpu")
 
 def run(tmp_path, *options):
     target = tmp_path / "decode.json"
-    few = ["--shape", "tiny", "--json", str(target)]
-    few += [] if options[0] == "replay" else ["--steps", "2"]
+    few = ["--shape", "tiny", "--steps", "2", "--json", str(target)]
     few += [] if "--tokens" in options else ["--tokens", "40"]
     assert main(["bench", *options[:1], *few, *options[1:]]) == 0
     return json.loads(target.read_text())
@@ -122,9 +120,6 @@ def test_rows_are_numbered_where_they_are_tracked():
         (["compress", "--keep", "2"], "--keep: '2' has numbers that are not in (0, 1]"),
         (["compress", "--variants", "transformers"], "'transformers' is none of"),
         (["compress", "--batch", "0"], "--batch must be at least 1, got 0"),
-        (["replay", "--policies", "snapkv"], "'snapkv' is none of"),
-        (["replay", "--tokens", "1"], "--tokens must be at least 2, got 1"),
-        (["replay", "--keep", "0"], "--keep must be in (0, 1], got 0"),
     ],
 )
 def test_bad_settings_are_one_line(capsys, options, message):
@@ -164,26 +159,6 @@ def test_rows_without_a_profiler(tmp_path, monkeypatch):
 def test_compression_that_does_not_fit_is_named(tmp_path, free):
     found = run(tmp_path, "compress", "--batch", "64", "--variants", "bf16-half")
     assert not found["rows"] and "its cache takes" in found["skipped"][0]["reason"]
-
-
-def test_a_second_reading_beside_the_first(tmp_path):
-    found = run(tmp_path, "replay", "--tokens", "200", "--policies", "kvzip", "--keep", ".5")
-    assert not found["skipped"]
-    assert [x["whole"] for x in found["rows"]] == [True, False]
-    for row in found["rows"]:
-        assert min(row["prefill_ms"], row["score_ms"], row["evict_ms"]) > 0
-        assert row["prefill_tflop"] < row["score_tflop"]
-
-
-def test_operations_of_a_reading():
-    """A piece that is everything: each query sees all rows, and half of the reading."""
-    policy = replace(get("kvzip"), chunk=6)
-    first, again = replay.operations("tiny", 6, policy)
-    pair = 2 * 2 * 4 * 16 * 2  # products with a key and a value, of 4 heads of 16, in 2 layers
-    assert again - first == pair * (6 * 6 + 6 * 6 / 2)  # all that are seen, and scores once more
-    more = replay.operations("tiny", 12, policy)[1]
-    less = replay.operations("tiny", 12, replace(policy, whole=False))[1]
-    assert more - less == pair * 6 * 6
 
 
 @pytest.mark.parametrize(

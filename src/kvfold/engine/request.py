@@ -331,14 +331,14 @@ class Runner(Protocol):
         """Does it hold more pages than its budget?"""
         ...
 
+    def compress(self, requests: list[Request]) -> None:
+        """Evict to each one's budget and give the pages back to the pool."""
+        ...
+
     def unread(self, request: Request) -> bool:
         """Whether some of its rows have to be read again before it can be compressed."""
         ...
 
     def read(self, request: Request) -> None:
         """Read a piece of it again, which gets no pages."""
-        ...
-
-    def compress(self, requests: list[Request]) -> None:
-        """Read what is unread, evict to each one's budget and give the pages back to the pool."""
         ...

@@ -14,7 +14,6 @@ from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.observer import Turn
 from kvfold.attention.paged import PagedAttention, PagedContext
 from kvfold.cache.eviction.base import Policy
-from kvfold.cache.eviction.local import LocalPolicy
 from kvfold.cache.eviction.replay import ReplayPolicy
 from kvfold.cache.sharing import SharingPool
 from kvfold.engine.compiled import Compiled, wanted
@@ -109,7 +108,7 @@ class ModelRunner:
     @property
     def unit(self) -> int:
         """As of `Runner`."""
-        return self.policy.chunk if isinstance(self.policy, LocalPolicy) else 1
+        return 1 if self.policy is None else self.policy.unit
 
     @torch.inference_mode()
     def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
@@ -206,6 +205,17 @@ class ModelRunner:
     def needs_compression(self, request: Request) -> bool:
         return self.eviction.is_over(request) and self.pool.can_own(request.open_slot)
 
+    @torch.inference_mode()
+    def compress(self, requests: list[Request]) -> None:
+        """Evict to each one's budget and give the pages back to the pool. Pages that others read
+        are copied first: raises PoolFull where there is no room."""
+        for request in requests:
+            self.pool.own(request.open_slot)
+        if self.replay is not None:
+            for request in requests:
+                self.replay.score(request)
+        self.eviction.compress(requests)
+
     def unread(self, request: Request) -> bool:
         """As of `Runner`: for policies that read a context again."""
         return self.replay is not None and request.num_scored < request.num_computed
@@ -214,14 +224,3 @@ class ModelRunner:
         """As of `Runner`."""
         assert self.replay is not None
         self.replay.read(request)
-
-    @torch.inference_mode()
-    def compress(self, requests: list[Request]) -> None:
-        """Read what is unread, evict to each one's budget and give the pages back to the pool.
-        Pages that others read are copied first: raises PoolFull where there is no room."""
-        for request in requests:
-            self.pool.own(request.open_slot)
-        if self.replay is not None:
-            for request in requests:
-                self.replay.score(request)
-        self.eviction.compress(requests)

@@ -26,6 +26,10 @@ class LocalPolicy(Policy):
         if self.chunk < 1:
             raise ValueError(f"chunk must be at least 1 token, got {self.chunk}")
 
+    @property
+    def unit(self) -> int:
+        return self.chunk
+
 
 def local_attention(q: Tensor, k: Tensor, chunk: int) -> Tensor:
     """Attention fp32 [B, Hk, T] that each row gets from the tokens of its own chunk, the later ones
