@@ -78,7 +78,10 @@ class Eviction:
         return None
 
     def evicts(self, request: Request) -> bool:
-        """Whether rows of a request may go: then what they are worth is observed."""
+        """Whether rows of a request may go: then what they are worth is observed. Without a policy
+        nothing is, or others say what."""
+        if self.policy is None:
+            return True
         own = request.cache
         limits = own if own.max_cache_tokens or own.keep_tokens else self.cache
         keep = limits.keep_tokens
