@@ -14,7 +14,7 @@ test: $(STAMP)
 
 # Random configurations and events at length, of which `test` runs a slice.
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m 'soak or not soak' tests/test_fuzz.py tests/test_soak.py tests/test_server_limits.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m 'soak or not soak' tests/test_fuzz.py tests/test_soak.py tests/test_server_limits.py tests/test_packed.py tests/test_prefix.py
 
 # Where there is a GPU: the kernels themselves, which `test` interprets, and all that runs on them.
 gpu-test: $(STAMP)

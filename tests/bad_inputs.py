@@ -441,8 +441,8 @@ CACHE = {
         "--evict must be one of kv-compress, kv-compress-full, kvc-w8, kvc-w32, kvc-w32-l1, "
         "kvc-full, snapkv, snapkv-w8, h2o, h2o-r32, keyformer, pyramidkv, "
         "ada-snapkv, ada-snapkv-w8, "
-        "keydiff, keydiff-all, knorm, leverage, compactor, kvzip, kvzip+, kvzip-keys, "
-        "learned, expected-attention, streaming, random, auto; got 'best'"
+        "keydiff, keydiff-all, knorm, leverage, compactor, kvzip, kvzip-past, kvzip+, "
+        "kvzip-keys, learned, expected-attention, streaming, random, auto; got 'best'"
     ),
     "kvfold eval reference:gqa --evict snapkv": (
         "--evict snapkv evicts down to a budget: give --keep-tokens, such as 0.5, or "
@@ -492,6 +492,7 @@ MEASURING = {
     ),
     "kvfold bench attention --rounds 0": "--rounds must be at least 1, got 0",
     "kvfold bench decode --steps 1": "--steps must be at least 2, got 1",
+    "kvfold bench replay --keep 1.5": "--keep must be in (0, 1], got 1.5",
     "kvfold bench compress --keep 1.5": "--keep: '1.5' has numbers that are not in (0, 1]",
     "kvfold eval reference:gqa --evict snapkv --keep-tokens 0.5 --ctx 2": (
         "--ctx must be at least 3 where tokens are evicted, since half of a window is only "
@@ -799,8 +800,8 @@ REQUESTS = {
         "sampling must be a SamplingParams; got {'temperature': 1.0}"
     ),
     'llm.generate("a", cache=CacheParams(keep_tokens=0.5))': (
-        "cache=CacheParams(max_cache_tokens=None, keep_tokens=0.5, protected=None) limits what a "
-        "request keeps, but this LLM evicts nothing: give it a policy, such as "
+        "cache=CacheParams(max_cache_tokens=None, keep_tokens=0.5, protected=None, every=None) "
+        "limits what a request keeps, but this LLM evicts nothing: give it a policy, such as "
         "evict='kv-compress'"
     ),
     'llm.chat("Who went to sea?")': (
@@ -824,6 +825,7 @@ REQUESTS = {
     "CacheParams(max_cache_tokens=8, protected=9)": (
         "protected must be at most max_cache_tokens=8; got 9"
     ),
+    "CacheParams(max_cache_tokens=64, every=0)": "every must be at least 1, got 0",
     r'llm.generate("a\ud800")': "prompt: not utf-8 text at character 1",
     r'llm.generate("a", SamplingParams(bad_words=["\ud800"]))': (
         "bad_words: not utf-8 text at character 0"

@@ -149,8 +149,11 @@ class StubRunner:
     """Checks every batch against the rules of the scheduler.
 
     goes_ahead: whether steps come whose tokens the device alone knows; num_ahead: how many did.
-    fail: is raised once. culprits, poisoned: ids of requests that it fails for, or gives NaN.
+    fail: is raised once. culprits, poisoned: ids of requests that it fails for, or gives NaN. unit:
+    as of `Runner`; piece: tokens that are read again at once, if any are; pieces: (id, end).
     """
+
+    unit, piece = 1, 0
 
     def __init__(self, pool: Pool, *, chunk: int, max_batch_tokens: int) -> None:
         self.pool, self.chunk, self.max_batch_tokens = pool, chunk, max_batch_tokens
@@ -164,6 +167,7 @@ class StubRunner:
         self.poisoned: set[int] = set()
         self.batches: list[list[tuple[int, int, int]]] = []  # (id, start, tokens)
         self.rounds: list[list[int]] = []  # ids compressed together
+        self.pieces: list[tuple[int, int]] = []
 
     def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
         batch = self.known(batch, tokens)
@@ -216,9 +220,18 @@ class StubRunner:
         most = sequence.cache.max_cache_tokens
         return most is not None and self.pool.host_lengths[sequence.slot].max() > most
 
+    def unread(self, sequence: sequences.Request) -> bool:
+        return bool(self.piece) and sequence.num_scored < sequence.num_computed
+
+    def read(self, sequence: sequences.Request) -> None:
+        self._fail([sequence])
+        sequence.num_scored = min(sequence.num_scored + self.piece, sequence.num_computed)
+        self.pieces.append((sequence.id, sequence.num_scored))
+
     def compress(self, chosen: list[sequences.Request]) -> None:
         """Forget the oldest; the second group keeps one page more, where it has it."""
         self.rounds.append([sequence.id for sequence in chosen])
+        assert not any(map(self.unread, chosen))
         self._fail(chosen)
         for sequence in chosen:
             slot, most = sequence.slot, sequence.cache.max_cache_tokens
@@ -272,6 +285,7 @@ class PagedStub(StubRunner):
 
     def compress(self, chosen: list[sequences.Request]) -> None:
         self.rounds.append([sequence.id for sequence in chosen])
+        assert not any(map(self.unread, chosen))
         self._fail(chosen)
         for sequence in chosen:
             slot, most = sequence.slot, sequence.cache.max_cache_tokens

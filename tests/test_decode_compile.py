@@ -57,7 +57,8 @@ SHARED_LATENTS: dict[tuple[KeyKind, int, int, int], tuple[dict[str, int], dict[s
 }
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint16: "u16",
-    torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", float: "fp32", int: "i32",
+    torch.uint8: "u8", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64",
+    float: "fp32", int: "i32",
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from kvfold.engine import request as sequences
 from kvfold.engine.engine import Hooks
 from kvfold.engine.request import CacheParams, SamplingParams
 from kvfold.engine.scheduler import Schedule
-from stub import EOS, POOLS, VOCAB, Bench, mixed_requests, reference
+from stub import EOS, PAGE, POOLS, VOCAB, Bench, StubRunner, mixed_requests, reference
 
 # Tokens -----------------------------------------------------------------------------------------
 
@@ -292,6 +292,82 @@ def test_after_prefill_each_is_compressed_once(chunk: int) -> None:
     assert bench.tokens[0] != reference([1] * 20, params)
 
 
+@pytest.mark.parametrize("chunk", [1, 8, 11, 64])
+def test_what_is_looked_at_together_comes_together(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks end at multiples of the runner's unit, or with their prompt, whatever else is served;
+    and nobody waits for ever."""
+    monkeypatch.setattr(StubRunner, "unit", 8)
+    bench = Bench(200, chunk=max(chunk // 8, 1) * 8, max_batch_tokens=30, num_slots=6)
+    lengths = [30, 5, 8, 41, 16, 9, 1]
+    for i, length in enumerate(lengths):
+        bench.add([i + 1] * length, max_new_tokens=5 + i, ignore_eos=True)
+        bench.step()
+    bench.drain()
+    for id, start, count in (x for batch in bench.runner.batches for x in batch):
+        if start < lengths[id]:
+            assert start + count == lengths[id] or (start + count) % 8 == 0
+    for i, length in enumerate(lengths):
+        params = SamplingParams(max_new_tokens=5 + i, ignore_eos=True)
+        assert bench.tokens[i] == reference([i + 1] * length, params)
+
+
+# Contexts that are read again ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_others_decode_while_a_context_is_read_again(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece a step; whose rows are read waits, and its tokens are those it gets alone."""
+    monkeypatch.setattr(StubRunner, "piece", 6)
+    bench = Bench(chunk=64, ahead=ahead)
+    plain = bench.add([9] * 5, max_new_tokens=30, ignore_eos=True)
+    bench.step()
+    (id,) = evicting(bench, [20], new=12)
+    while not bench.tokens.get(id):
+        bench.step()
+    told = len(bench.tokens[plain])
+    while len(bench.runner.pieces) < 4:
+        bench.step()
+    assert bench.runner.pieces == [(id, end) for end in (6, 12, 18, 20)]
+    assert bench.runner.rounds == [[id]]  # with the last piece
+    assert len(bench.tokens[plain]) == told + 4 and len(bench.tokens[id]) == 2
+    bench.drain()
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    assert bench.tokens[plain] == reference([9] * 5, params)
+    alone = Bench(chunk=64)
+    (other,) = evicting(alone, [20], new=12)
+    assert bench.tokens[id] == alone.drain().tokens[other]
+
+
+def test_two_are_read_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StubRunner, "piece", 6)
+    bench = Bench(chunk=64)
+    evicting(bench, [14, 20, 10])
+    bench.step()
+    bench.step()
+    assert bench.scheduler.reading and bench.scheduler.running[0].id == 0
+    bench.engine.cancel(0)  # in the middle of it
+    bench.runner.culprits.add(1)
+    bench.drain()
+    assert [x.finish_reason for _, x in sorted(bench.ended.items())] == [
+        "cancelled",
+        "error",
+        "length",
+    ]
+    assert [x for x in bench.runner.pieces if x[0] == 2] == [(2, 6), (2, 10)]
+
+
+def test_where_pages_are_short_nobody_waits_for_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StubRunner, "piece", 3)
+    bench = Bench(40, schedule=ONLY_BEFORE)
+    evicting(bench, [20, 20, 20], new=30)
+    bench.drain()
+    assert bench.scheduler.num_preemptions == 0 and bench.runner.rounds and bench.runner.pieces
+
+
 def test_before_preempt_compression_spares_recomputation() -> None:
     def run(schedule: Schedule) -> Bench:
         bench = Bench(40, schedule=schedule)
@@ -312,6 +388,37 @@ def test_compression_every_so_many_steps() -> None:
         steps += [bench.scheduler.num_steps] * (len(bench.runner.rounds) > len(steps))
     assert steps == [5, 10]
     assert bench.runner.rounds == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_request_is_compressed_every_so_many_tokens_of_its_own(ahead: bool) -> None:
+    """Whatever the others are: then its tokens are those that it gets alone."""
+
+    def run(others: int, every: int | None) -> Bench:
+        bench = Bench(chunk=64, num_slots=6, ahead=ahead)
+        cache = CacheParams(max_cache_tokens=8, every=every)
+        bench.add([1] * 20, cache, max_new_tokens=20, ignore_eos=True)
+        for i in range(others):
+            bench.step()
+            evicting(bench, [12 + i], new=9)
+        return bench.drain()
+
+    alone, beside, once = run(0, 6), run(3, 6), run(0, None)
+    assert [x for x in alone.runner.rounds if 0 in x] == [[0]] * 4  # at 20, 26, 32 and 38 tokens
+    assert sum(0 in x for x in beside.runner.rounds) == 4
+    assert alone.tokens[0] == beside.tokens[0] != once.tokens[0]
+    assert once.runner.rounds == [[0]]
+    assert not ahead or alone.runner.num_ahead > 8
+
+
+def test_within_its_budget_a_request_is_left_alone_until_it_is_over() -> None:
+    bench, cache = Bench(chunk=64), CacheParams(max_cache_tokens=16, every=4)
+    bench.add([1] * 10, cache, max_new_tokens=20, ignore_eos=True)
+    lengths = []
+    while bench.engine.has_work:
+        bench.step()
+        lengths.append(int(bench.pool.host_lengths.max()))
+    assert max(lengths) <= 16 + 4 + PAGE and bench.runner.rounds == [[0]] * 3
 
 
 def test_compression_after_so_many_uncompressed_tokens() -> None:
@@ -404,7 +511,7 @@ def test_mistakes_are_named() -> None:
         Bench(chunk=0)
     with pytest.raises(ValueError, match=r"every must be at least 1.* got 0"):
         Schedule(every=0)
-    for wrong in ({"max_cache_tokens": 0}, {"keep_tokens": 1.5}, {"protected": -1}):
+    for wrong in ({"max_cache_tokens": 0}, {"keep_tokens": 1.5}, {"protected": -1}, {"every": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             CacheParams(**wrong)
     with pytest.raises(ValueError, match="give one"):
@@ -535,15 +642,18 @@ TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 
 
-def test_many_random_events() -> None:
+@pytest.mark.parametrize("piece", [0, 4])
+def test_many_random_events(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """20,000 of them. About one in ten adds a request, and pages are short most of the time."""
+    monkeypatch.setattr(StubRunner, "piece", piece)
     rng = random.Random(1)
     bench = Bench(40, num_slots=5, max_tokens=70, schedule=Schedule(max_compressed_rows=60))
     events, requests = Events(bench), mixed_requests(300)
     for i in range(20_000):
         chance = rng.random()
         if chance < 0.1 and len(bench.engine._requests) < 12:
-            limits = CacheParams(max_cache_tokens=rng.choice([None, None, 6, 12]))
+            most = rng.choice([None, None, 6, 12])
+            limits = CacheParams(max_cache_tokens=most, every=most and rng.choice([None, 3]))
             events.add(*rng.choice(requests), limits)
         elif chance < 0.13:
             events.cancel(rng.randrange(20))

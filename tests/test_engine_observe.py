@@ -11,11 +11,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from kvfold.attention import observer
+from kvfold import LLM
+from kvfold.attention import cpu_paged, fallback, observer
 from kvfold.attention.observer import WINDOW, Observer, Turn
 from kvfold.config import Recipe
 from kvfold.engine.request import CacheParams, Request, SamplingParams
 from kvfold.engine.runner import ModelRunner
+from kvfold.ops.backend import use_triton
+from models import tiny, tokens
 from steps import backends, even, folded, runner_of, sequences_of, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
@@ -177,3 +180,42 @@ def test_what_fails_on_the_way_is_neither_added_later_nor_twice(
     decode(on, one, other)
     on.flush()
     assert calls == [{0: [22], 2: [32]}]
+
+
+def test_queries_of_who_evicts_nothing_are_not_kept(kept) -> None:
+    on, calls = kept
+    one, other = sequence(0, 13), sequence(2, 30)
+    turns = [Turn(0, one, 13, counts=False), Turn(2, other, 30)]
+    with on.around(turns, 2):
+        for layer in on.queries:
+            at = torch.tensor([30.0], device=on.queries[layer].device)
+            row = torch.tensor([2 * WINDOW + 30 % WINDOW], device=at.device)
+            q = on.queries[layer].new_ones(1, *on.queries[layer].shape[1:]) * 30
+            on.keep(layer, row, q, q[..., 0].float())
+    on.flush()
+    assert calls == [{2: [30]}]
+
+
+@pytest.mark.parametrize("evict", ["kv-compress", "h2o"])
+def test_nothing_is_observed_where_no_request_evicts(
+    evict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has a budget is, and evicts what it does alone."""
+    calls, compute = [], cpu_paged.attention_mass
+    for module in (cpu_paged, fallback):
+        counted = lambda *x: calls.append(x) or compute(*x)  # noqa: E731
+        monkeypatch.setattr(module, "attention_mass", counted)
+    monkeypatch.setenv("KVFOLD_BACKEND", "reference")
+    use_triton.cache_clear()
+    how = {"kv_bytes": 2**22, "page": 4, "max_sequences": 3, "max_tokens": 128}
+    llm = LLM(tiny("llama-gqa"), evict=evict, keep_tokens=1, **how)
+    prompts = [tokens(1, 40, seed=i)[0].tolist() for i in range(3)]
+    asked = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    llm.generate(prompts, asked)
+    assert not calls
+    own = CacheParams(max_cache_tokens=36, every=2)
+    alone = llm.generate(prompts[:1], asked, cache=own)
+    assert calls and llm.engine.scheduler.num_evicted > 0
+    beside = llm.generate(prompts, asked, cache=[own, CacheParams(), CacheParams()])
+    assert beside[0].token_ids == alone[0].token_ids
+    use_triton.cache_clear()

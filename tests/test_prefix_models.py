@@ -1,10 +1,12 @@
 """Real models over shared prefixes: whatever the cache stores and evicts, tokens are the same."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 
 from kvfold import LLM, CacheParams, SamplingParams
+from kvfold.cache.eviction import policies
 from kvfold.cache.eviction.policies import POLICIES, get
 from kvfold.engine.prefixes import PrefixCache, refusal
 from kvfold.errors import SettingError
@@ -64,6 +66,26 @@ def test_evicted_tokens_are_the_same(policy: str) -> None:
     if policy not in shareable():
         pytest.skip("its prefixes are not shared, or it draws rows")
     both(llm_of(("llama-gqa", None), evict=policy, keep_tokens=0.6, page=8), PROMPTS[2:4])
+
+
+def test_what_was_read_again_is_not_read_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full pieces, by readings that see nothing that follows: scores are the prefix's own."""
+    policy = replace(get("kvzip-past"), chunk=16)
+    monkeypatch.setattr(policies, "get", {"kvzip-past": policy}.__getitem__)
+    llm, read = llm_of(("llama-gqa", None), evict="kvzip-past", keep_tokens=0.4), []
+    run = llm.runner.replay._read
+    monkeypatch.setattr(llm.runner.replay, "_read", lambda x, y: read.append(y.start) or run(x, y))
+    alone = [llm.generate([ids], ASKED, cache=OFF)[0] for ids in PROMPTS]
+    assert read.count(0) == len(PROMPTS)
+    del read[:]
+    found = [llm.generate([ids], ASKED)[0] for ids in PROMPTS]
+    together = llm.generate(PROMPTS, ASKED)
+    for own in (found, together):
+        assert [x.token_ids for x in own] == [x.token_ids for x in alone]
+    # 70 tokens in common: four pieces, the first three of which the second prompt of 64 takes.
+    assert [read.count(x) for x in (0, 16, 32)] == [1, 1, 1] and read.count(48) <= 3
+    llm.runner.pool.check_integrity()
+    assert llm.runner.pool.used_bytes == 0
 
 
 def test_most_policies_can_share() -> None:

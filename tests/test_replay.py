@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvfold import LLM
 from kvfold.cache.eviction.budget import Budget
 from kvfold.cache.eviction.policies import get
 from kvfold.cache.eviction.policies.keys import leverage_of, unlike_others
@@ -13,7 +14,7 @@ from kvfold.cache.eviction.replay import LEAST, reconstruction
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.eviction import Held
-from kvfold.engine.request import CacheParams
+from kvfold.engine.request import CacheParams, SamplingParams
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.families import family_of
 from kvfold.text import reply_words
@@ -35,6 +36,14 @@ def test_weights_are_the_largest_of_a_softmax_over_what_is_seen() -> None:
                 at = seen[0, 0, n].nonzero()[:, 0]
                 most[at] = most[at].maximum((k[0, head, at] @ q[0, own, n] * 0.5).softmax(0))
         torch.testing.assert_close(found[0, head], most)
+
+
+def test_scores_are_capped_where_the_model_s_are() -> None:
+    q, k = 3 * torch.randn(1, 2, 3, 8), torch.randn(1, 1, 9, 8)
+    seen = torch.ones(1, 1, 3, 9, dtype=torch.bool)
+    found = reconstruction(q, k, seen, 0.5, softcap=0.7)
+    wanted = (0.7 * torch.tanh(q @ k.mT * 0.5 / 0.7)).softmax(-1).amax((1, 2))
+    torch.testing.assert_close(found[0, 0], wanted[0])
 
 
 def session_of(runner, ids: list[int]) -> PagedSession:
@@ -154,6 +163,79 @@ def test_rows_are_scored_once_and_again_from_where_they_were_forgotten(runner) -
     assert session.sequence.num_scored == 20
     session.sequence.restart()
     assert session.sequence.num_scored == 0
+
+
+def by_position(runner, session: PagedSession) -> list[dict[int, float]]:
+    """What rows are worth, of every group."""
+    metrics, positions, valid = (x[0] for x in runner.eviction.tracked(session.sequence.open_slot))
+    each = zip(positions, metrics, valid, strict=True)
+    return [dict(zip(p[v].tolist(), m[v].tolist(), strict=True)) for p, m, v in each]
+
+
+def test_rows_keep_their_scores_as_others_go_and_come(runner) -> None:
+    session, _, _ = metrics_of(runner, tokens(1, PROMPT)[0].tolist(), chunk=16)
+    before = by_position(runner, session)
+    session.sequence.cache = CacheParams(max_cache_tokens=24)
+    for i in range(3):
+        session.compress()
+        runner.pool.check_integrity()
+        assert not runner.needs_compression(session.sequence)
+        found = by_position(runner, session)
+        for own, known in zip(found, before, strict=True):
+            assert len(own) < len(known) or not i
+            assert all(known.get(p, worth) == worth for p, worth in own.items())
+            assert min(own.values()) >= LEAST, "a row that came later was not scored"
+        before = [known | own for own, known in zip(found, before, strict=True)]
+        for token in tokens(1, 9, seed=i)[0].tolist():
+            session.read([token])
+
+
+def test_a_long_answer_stays_near_its_budget() -> None:
+    how = {"kv_bytes": 2**23, "page": 4, "max_sequences": 2, "max_tokens": 160}
+    prompt, long = tokens(1, PROMPT)[0].tolist(), SamplingParams(max_new_tokens=60, ignore_eos=True)
+    llm, most = LLM(tiny("llama-gqa"), evict="kvzip", keep_tokens=1, **how), []
+    for every in (None, 10):
+        request, _ = llm.request(prompt, long, CacheParams(max_cache_tokens=24, every=every))
+        llm.engine.submit(request)
+        most.append(0)
+        while llm.engine.has_work:
+            llm.engine.step()
+            if request.num_outputs > 2 and request.slot is not None:
+                most[-1] = max(most[-1], llm.runner.pool.host_lengths[request.slot].mean())
+    assert most[0] == 24 + 58 and 24 < most[1] <= 24 + 10
+    assert llm.engine.scheduler.num_compressions == 1 + 6
+
+
+def test_a_reading_without_what_follows_is_one_where_nothing_did(runner) -> None:
+    """And one that sees everything is another."""
+    ids = tokens(1, PROMPT)[0].tolist()
+    for whole in (False, True):
+        session, metrics, _ = metrics_of(runner, ids, chunk=16, whole=whole)
+        session.__exit__()
+        short, wanted, _ = metrics_of(runner, ids[:32], chunk=16, whole=whole)
+        short.__exit__()
+        assert torch.allclose(metrics[..., :32], wanted, rtol=1e-4) is not whole
+        assert (metrics[..., :PROMPT] > 0).all()
+
+
+def test_what_came_later_is_not_seen_where_rows_lie_in_no_order(runner) -> None:
+    ids = tokens(1, PROMPT)[0].tolist()
+    found = []
+    for more in (0, 20):
+        session, _, _ = metrics_of(runner, ids, chunk=64, whole=False)
+        session.sequence.cache = CacheParams(max_cache_tokens=24)
+        session.compress()
+        session.read(tokens(1, more, seed=3)[0].tolist()) if more else None
+        start = by_position(runner, session)
+        runner.replay.policy = replace(runner.policy, chunk=PROMPT)
+        with torch.inference_mode():
+            runner.replay._read(session.sequence, range(PROMPT))
+        both = zip(start, by_position(runner, session), strict=True)
+        found.append([{p: y[p] - x[p] for p in x if p < PROMPT} for x, y in both])
+        session.__exit__()
+    for a, b in zip(*found, strict=True):
+        assert a.keys() == b.keys() and min(a.values()) > 0
+        assert all(a[p] == pytest.approx(b[p], rel=1e-3, abs=1e-6) for p in a)
 
 
 def test_words_come_before_every_piece(runner) -> None:

@@ -68,6 +68,10 @@ def test_a_requests_own_cache_and_what_it_evicted(client) -> None:
     assert 0.3 < less.usage.evicted_tokens / less.usage.prompt_tokens < 0.6
     assert kept.usage.prompt_tokens_details.cached_tokens == 0
     assert less.usage.prompt_tokens_details.cached_tokens > 0.7 * less.usage.prompt_tokens
+    longer = asked | {"max_tokens": 60, "extra_body": {"max_cache_tokens": 64, "every": 16}}
+    once = longer | {"extra_body": {"max_cache_tokens": 64}}
+    lost = [client.completions.create(**x).usage.evicted_tokens for x in (longer, once)]
+    assert lost[0] > lost[1] + 30
     for own in ({"prefix_caching": False}, {"cache_salt": "mine"}):
         anew = client.completions.create(**asked, extra_body=own)
         assert anew.usage.prompt_tokens_details.cached_tokens == 0

@@ -26,11 +26,13 @@ WINDOW = 8  # queries of a sequence that are kept: reading keys then costs a dec
 
 
 class Turn(NamedTuple):
-    """A sequence's part of a step: its slot, whose that is, and its first token's position."""
+    """A sequence's part of a step: its slot, whose that is, its first token's position, and whether
+    its queries count."""
 
     slot: int
     owner: object
     start: int
+    counts: bool = True
 
 
 @dataclass
@@ -78,7 +80,7 @@ class Observer(QueryRing):
         do not simply go on. The step's rows may have pages, but nothing in them: what is added to
         them is overwritten."""
         late = False
-        for slot, owner, start in turns:
+        for slot, owner, start, _ in turns:
             if (kept := self.pending.get(slot)) is None:
                 continue
             if kept.owner is not owner or start == 0:
@@ -91,7 +93,9 @@ class Observer(QueryRing):
     def _end(self, decodes: Sequence[Turn]) -> None:
         """Decoding sequences have one more query each."""
         full = False
-        for slot, owner, start in decodes:
+        for slot, owner, start, counts in decodes:
+            if not counts:
+                continue
             kept = self.pending.get(slot)
             first = start if kept is None else kept.positions.start
             self.pending[slot] = _Pending(owner, range(first, start + 1))

@@ -4,22 +4,33 @@ Shapes: one sequence; n replayed tokens, S rows in pages (of the longest group),
 of a layer, R numbers of a row, Hk KV heads.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from kvfold.attention.backend import Task
 from kvfold.attention.base import AttentionContext, LayerMaps
 from kvfold.attention.metadata import PoolView
-from kvfold.attention.rows import gather_rows, member_of, rope_of
+from kvfold.attention.rows import member_of, rope_of
+from kvfold.attention.selector import select
+from kvfold.attention.triton_prefill import TritonPrefill, views_of
 from kvfold.cache.eviction.replay import LEAST, ReplayPolicy, reconstruction
-from kvfold.ops.store import StoredRows, add_metrics
+from kvfold.ops.common.attention import Tables
+from kvfold.ops.common.pages import owner_of
+from kvfold.ops.prefill import Seen, peaks, prefill_among
+from kvfold.ops.prefill.plan import NEVER
+from kvfold.ops.store import StoredRows, add_metrics, gather
+from kvfold.spec.layout import Group
 
 
 class ReplayContext(AttentionContext):
-    """Replayed tokens see all of a sequence's pages and each other, and are stored nowhere; rows of
-    the tokens `piece` get metrics.
+    """Replayed tokens see a sequence's rows and each other, and are stored nowhere; rows of the
+    tokens `piece` get metrics.
 
-    slot: of the sequence, which computed `start` tokens; num_tokens: n; policy: whose first tokens
-    (`sinks`) every score's softmax covers.
+    slot: of the sequence, which computed so many tokens; num_tokens: n; policy: whose first tokens
+    (`sinks`) every score's softmax covers. Without its `whole` they stand behind the piece, as if
+    nothing followed.
     """
 
     norms: Tensor | None = None  # of hidden states fp32 [1, n], where attention is weighed by them
@@ -28,16 +39,20 @@ class ReplayContext(AttentionContext):
         self,
         view: PoolView,
         slot: int,
-        start: int,
+        computed: int,
         num_tokens: int,
         piece: range,
         policy: ReplayPolicy,
     ) -> None:
         self.view, self.piece, self.policy = view, piece, policy
         self.slot = torch.tensor([slot], device=view.pool.device)
-        self.size = int(view.pool.host_lengths[slot].max())
-        self.start, self.stop = start, start + num_tokens
-        self.positions = torch.arange(start, self.stop, device=view.pool.device)
+        self.start = computed if policy.whole else piece.stop
+        self.stop = self.start + num_tokens
+        self.positions = torch.arange(self.start, self.stop, device=view.pool.device)
+        lengths = view.pool.host_lengths[slot]
+        # Rows leave their order where others go, never before: none is read that is not seen.
+        in_order = bool((lengths == computed).all())
+        self.size = self.start if in_order else int(lengths.max())
 
     def enter(self, layer: LayerMaps, x: Tensor) -> None:
         if self.policy.by_output:
@@ -46,35 +61,98 @@ class ReplayContext(AttentionContext):
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
         """q [1, Hq, n, .] and rows [1, n, R]: what W_O takes [1, n, W]."""
         pages = self.view.pages[layer.index]
-        stored = gather_rows(self.view, layer, self.slot, self.size)
-        whole = self._with(stored, rows)
-        rope = rope_of(layer, whole, pages.groups, self.stop)
-        member = member_of(pages.groups, q.device)
-        positions = whole.positions[:, member, None]  # [1, 1 or Hk, 1, T]
-        seen = whole.valid[:, member, None] & (positions <= self.positions[:, None])
-        scored = seen & (self._counted(positions) | (positions < self.policy.sinks))
-        scored |= seen & (positions >= self.start)
-        of_rows, of_queries = None, None
-        if self.norms is not None:
-            of_rows, of_queries = layer.output_norms(whole.rows), 1 / self.norms.clamp(min=LEAST)
-        k = layer.score_keys(whole.rows, rope)
-        worth = reconstruction(q, k, scored, layer.scale, of_rows, of_queries)
+        reading = self._reading(layer, q, rows)
+        out, worth = (_by_kernels if _served(reading) else _in_pytorch)(reading)
         groups = [worth[:, list(x.heads), : self.size].amax(1) for x in pages.groups]
-        counted = stored.valid & self._counted(stored.positions)
+        counted = reading.counted[..., : self.size]
         add_metrics(pages, self.slot, torch.stack(groups, 1).clamp(min=LEAST), counted)
-        if seen.shape[1] > 1:  # a KV head; now a query head
-            seen = seen.repeat_interleave(layer.geometry.queries_per_kv, dim=1)
-        return layer.attend(q, whole.rows, rope, seen)[0]
+        return out
+
+    def _reading(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> "_Reading":
+        pages, size = self.view.pages[layer.index], self.size
+        lengths, groups = pages.lengths[self.slot].clamp(max=size), pages.groups
+        whole = self._with(gather(pages, self.slot, lengths, self.view.dtype, size), rows)
+        counted = whole.valid & self._counted(whole.positions)
+        first = whole.valid & (whole.positions < self.policy.sinks)
+        weighed = self.norms is not None
+        return _Reading(
+            layer=layer,
+            groups=groups,
+            q=q,
+            positions=self.positions,
+            stored=whole,
+            rope=rope_of(layer, whole, groups, self.stop),
+            counted=counted,
+            among=counted | first | (whole.valid & (whole.positions >= self.start)),
+            of_rows=layer.output_norms(whole.rows) if weighed else None,
+            of_queries=1 / self.norms.clamp(min=LEAST) if self.norms is not None else None,
+        )
 
     def _with(self, stored: StoredRows, rows: Tensor) -> StoredRows:
-        """The stored rows, and the replayed tokens' behind them."""
+        """The stored rows that are seen, and the replayed tokens' behind them."""
+        valid = stored.valid & (stored.positions < self.start)
         own = self.positions.int().expand(*stored.positions.shape[:2], -1)
         return StoredRows(
             rows=torch.cat((stored.rows, rows), 1),
-            valid=torch.cat((stored.valid, torch.ones_like(own, dtype=torch.bool)), 2),
+            valid=torch.cat((valid, torch.ones_like(own, dtype=torch.bool)), 2),
             positions=torch.cat((stored.positions, own), 2),
         )
 
     def _counted(self, positions: Tensor) -> Tensor:
         """Whether rows at these positions are those of the tokens that are replayed."""
         return (positions >= self.piece.start) & (positions < self.piece.stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """Queries q [1, Hq, n, .] at positions int64 [n] of a layer, and the rows that they read.
+
+    stored: T rows; counted bool [1, G, T]: those that get a metric; among: those that a score's
+    softmax covers; of_rows fp32 [1, Hq, T], of_queries fp32 [1, n]: what multiplies weights first.
+    """
+
+    layer: LayerMaps
+    groups: tuple[Group, ...]
+    q: Tensor
+    positions: Tensor
+    stored: StoredRows
+    rope: Tables | None
+    counted: Tensor
+    among: Tensor
+    of_rows: Tensor | None
+    of_queries: Tensor | None
+
+
+def _served(x: _Reading) -> bool:
+    """Whether kernels take these queries."""
+    task = Task(decode=False, observed=False, device_type=x.q.device.type, dtype=x.q.dtype)
+    return select(x.layer, x.groups, task).backend is TritonPrefill
+
+
+def _by_kernels(x: _Reading) -> tuple[Tensor, Tensor]:
+    """What W_O takes [1, n, W], and what rows are worth, fp32 [1, Hk, T]. No score is stored."""
+    rows = x.stored
+    keys, values, first = views_of(x.layer, x.q, rows.rows, x.rope)
+    size, device = rows.positions.shape[-1], x.q.device
+    seen = Seen(
+        counts=torch.full((1, len(x.groups)), size, device=device),
+        owner=owner_of(x.groups),
+        positions=rows.positions.masked_fill(~rows.valid, NEVER),
+        queries=x.positions[None],
+    )
+    out, _, lse = prefill_among(x.q, keys, values, seen, x.layer.scale, x.among)
+    bias = -lse if x.of_queries is None else x.of_queries.log2()[:, None] - lse
+    worth = peaks(x.q, keys, bias, x.counted, seen.owner, x.layer.scale, x.of_rows)
+    return x.layer.joined(out, mapped=first), worth
+
+
+def _in_pytorch(x: _Reading) -> tuple[Tensor, Tensor]:
+    """The same, with weights written out a KV head at a time."""
+    layer, rows, member = x.layer, x.stored, member_of(x.groups, x.q.device)
+    seen = rows.valid[:, member, None] & (rows.positions[:, member, None] <= x.positions[:, None])
+    scored = seen & x.among[:, member, None]
+    k, weighed = layer.score_keys(rows.rows, x.rope), (x.of_rows, x.of_queries)
+    worth = reconstruction(x.q, k, scored, layer.scale, *weighed, layer.softcap)
+    if seen.shape[1] > 1:  # a KV head; now a query head
+        seen = seen.repeat_interleave(layer.geometry.queries_per_kv, dim=1)
+    return layer.attend(x.q, rows.rows, x.rope, seen)[0], worth

@@ -40,10 +40,7 @@ class TritonPrefill(AttentionBackend):
         groups = pages.groups
         stored = gather_rows(self.view, layer, part.slots, size)
         rope = rope_of(layer, stored, groups, part.stop)
-        first = layer.maps_values_first(q.shape[2], size)
-        keys, values = _keys(layer, stored.rows, rope), _values(layer, stored.rows, first)
-        if layer.value_up is not None and why_not(q, keys, values):  # too wide for the kernel
-            first, values = True, _values(layer, stored.rows, True)
+        keys, values, first = views_of(layer, q, stored.rows, rope)
         seen = Seen(
             counts=pages.lengths[part.slots],
             owner=owner_of(groups),
@@ -64,6 +61,18 @@ class TritonPrefill(AttentionBackend):
         positions = part.positions.masked_fill(~counted, -1)
         place = self.view.pages[layer.index], part.slots, layer.scale
         observe.observe(q, lse, positions, *place, power=policy.power, exclude=policy.exclude)
+
+
+def views_of(
+    layer: LayerMaps, q: Tensor, rows: Tensor, rope: Tables | None
+) -> tuple[KVView, KVView, bool]:
+    """Keys and values of rows [B, S, R] for queries q [B, Hq, T, .], and whether values are mapped:
+    where that costs less, or they would be too wide for the kernel."""
+    first = layer.maps_values_first(q.shape[2], rows.shape[1])
+    keys, values = _keys(layer, rows, rope), _values(layer, rows, first)
+    if layer.value_up is not None and why_not(q, keys, values):
+        return keys, _values(layer, rows, True), True
+    return keys, values, first
 
 
 def _keys(layer: LayerMaps, rows: Tensor, rope: Tables | None) -> KVView:

@@ -31,7 +31,8 @@ class SharedPages:
     """Pages that nobody changes: of every group those from number `first` on that hold its rows up
     to `rows`, each int64 [G], which are those of a sequence's first `tokens` tokens.
 
-    offsets: int32 [M]; pages: how many of each class [C]; readers: sequences that read them.
+    offsets: int32 [M]; pages: how many of each class [C]; readers: sequences that read them;
+    scored: whether metrics are those of a reading, which serve all who begin alike.
     """
 
     tokens: int
@@ -41,6 +42,7 @@ class SharedPages:
     offsets: Tensor
     pages: Ints
     readers: int = 0
+    scored: bool = False
 
 
 Chain = Sequence[SharedPages]  # each goes on where the one before it ends, the first at row 0
@@ -195,6 +197,13 @@ class SharingPool(Pool):
         for x in reversed(found):
             self._keep(x)
         return found
+
+    def score(self, slot: int, number: int, block: SharedPages) -> None:
+        """Give a block, which was copied, the metrics of the block `number` of a sequence that
+        holds the same rows."""
+        self._check_blocks(slot, number, 1)
+        self._copy(self._table(slot)[:, number], block.offsets, self._block_pages)
+        block.scored = True
 
     def unloaded(self, tokens: int, rows: Ints) -> SharedPages:
         """Rows [G] of so many first tokens of a sequence, which have no pages until `load`."""

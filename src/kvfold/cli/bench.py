@@ -8,6 +8,7 @@ from kvfold.cli.bench_attention import attention
 from kvfold.cli.bench_compress import compress
 from kvfold.cli.bench_decode import decode
 from kvfold.cli.bench_prefill import prefill
+from kvfold.cli.bench_replay import replay
 from kvfold.cli.bench_serve import serve
 from kvfold.cli.bench_throughput import throughput
 
@@ -16,6 +17,7 @@ BENCHMARKS: dict[str, Callable[..., None]] = {
     "decode": decode,
     "prefill": prefill,
     "compress": compress,
+    "replay": replay,
     "serve": serve,
     "throughput": throughput,
 }

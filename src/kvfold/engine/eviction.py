@@ -77,6 +77,16 @@ class Eviction:
             return Budget(pages=one.limit * groups)
         return None
 
+    def evicts(self, request: Request) -> bool:
+        """Whether rows of a request may go: then what they are worth is observed. Without a policy
+        nothing is, or others say what."""
+        if self.policy is None:
+            return True
+        own = request.cache
+        limits = own if own.max_cache_tokens or own.keep_tokens else self.cache
+        keep = limits.keep_tokens
+        return bool(limits.max_cache_tokens) or (keep is not None and keep < 1)
+
     def is_over(self, request: Request) -> bool:
         """Whether a request has more pages than it may keep."""
         budget = self.budget(request)

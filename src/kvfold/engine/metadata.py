@@ -6,6 +6,7 @@ go together, padded, and elsewhere one by one. Shapes: N tokens of a batch; B pi
 go together, T tokens of the longest.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.cache.eviction.local import LocalPolicy
-from kvfold.engine.request import Batch, ScheduledChunk
+from kvfold.engine.request import Batch, Request, ScheduledChunk
 from kvfold.ops.common.launch import upload
+
+Evicts = Callable[[Request], bool]
 
 TOGETHER = frozenset({"cuda"})  # types of devices
 ROWS = 2**15  # rows that pieces which go together read at most, padding included
@@ -38,10 +41,15 @@ def decodes(batch: Batch) -> tuple[ScheduledChunk, ...]:
     return tuple(takewhile(lambda x: x.is_decode and len(x.tokens) == 1, batch.chunks))
 
 
-def metadata_of(view: PoolView, batch: Batch, positions: Tensor) -> list[AttentionMetadata]:
-    """Parts of the tokens at `positions` int64 [N], each of which is in one."""
+def metadata_of(
+    view: PoolView, batch: Batch, positions: Tensor, evicts: Evicts = lambda request: True
+) -> list[AttentionMetadata]:
+    """Parts of the tokens at `positions` int64 [N], each of which is in one. evicts: whether a
+    request's rows may go; queries of others are not observed where none of those decode beside
+    them."""
     parts, singles = [], decodes(batch)
     if singles:
+        observed = view.observes_decodes and any(evicts(x.request) for x in singles)
         parts.append(
             AttentionMetadata.of_step(
                 view,
@@ -49,11 +57,11 @@ def metadata_of(view: PoolView, batch: Batch, positions: Tensor) -> list[Attenti
                 positions[: len(singles)],
                 begin=0,
                 stop=max(chunk.end for chunk in singles),
-                prompt_lengths=_prompts(singles) if view.observes_decodes else None,
+                prompt_lengths=_prompts(singles) if observed else None,
                 decode=True,
             )
         )
-    pieces = _pieces(view, batch, len(singles))
+    pieces = _pieces(view, batch, len(singles), evicts)
     return parts + [_part(view, some, positions) for some in _together(view, pieces)]
 
 
@@ -61,11 +69,12 @@ def _prompts(chunks: tuple[ScheduledChunk, ...]) -> list[int]:
     return [chunk.request.num_prefill for chunk in chunks]
 
 
-def _pieces(view: PoolView, batch: Batch, num_decode: int) -> list[_Piece]:
+def _pieces(view: PoolView, batch: Batch, num_decode: int, evicts: Evicts) -> list[_Piece]:
     """Of all chunks but the first, which decode."""
     found, begin = [], num_decode
     for chunk in batch.chunks[num_decode:]:
-        count, plain = len(chunk.tokens), _unobserved(view, chunk)
+        count = len(chunk.tokens)
+        plain = _unobserved(view, chunk) if evicts(chunk.request) else count
         if plain:
             found.append(_Piece(chunk, begin, plain, chunk.end, False))
         if plain < count:

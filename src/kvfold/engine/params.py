@@ -136,13 +136,16 @@ class CacheParams:
 
     max_cache_tokens: rows a group on average. keep_tokens: fraction of the tokens seen so far.
     Neither: nothing is evicted. protected: most recent tokens that are never evicted (None: as the
-    policy says). prefix_caching: whether it takes rows that others computed, and they may have its
-    own; cache_salt: of those with the same one alone.
+    policy says). every: once it is over its budget again, it is compressed again, at most once in
+    so many tokens (None: after its prompt, and where pages are short). prefix_caching: whether it
+    takes rows that others computed, and they may have its own; cache_salt: of those with the same
+    one alone.
     """
 
     max_cache_tokens: int | None = setting(None, "Tokens to keep, averaged over heads.", least=1)
     keep_tokens: float | None = setting(None, "Share of the tokens to keep.", above=0, most=1)
     protected: int | None = setting(None, "Most recent tokens that stay.", least=0)
+    every: int | None = setting(None, "Tokens between compressions while it generates.", least=1)
     prefix_caching: bool = field(default=True, repr=False)
     cache_salt: str | None = field(default=None, repr=False)
 
@@ -160,5 +163,5 @@ class CacheParams:
     @property
     def limited(self) -> bool:
         """Whether it says what is evicted."""
-        found = (self.max_cache_tokens, self.keep_tokens, self.protected)
+        found = (self.max_cache_tokens, self.keep_tokens, self.protected, self.every)
         return any(x is not None for x in found)

@@ -6,12 +6,13 @@ it reads them where they are. What it computes itself others may take in turn.
 """
 
 from functools import lru_cache, partial
-from itertools import groupby
+from itertools import groupby, takewhile
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from kvfold.cache.eviction.base import Policy
+from kvfold.cache.eviction.replay import ReplayPolicy
 from kvfold.cache.pool import Pool
 from kvfold.cache.prefix import Names, PrefixIndex
 from kvfold.cache.sharing import SharedPages, SharingPool
@@ -81,6 +82,9 @@ class Prefixes:
     def computed(self, request: Request) -> None:
         """Others may have what came full in a step."""
 
+    def scored(self, request: Request) -> None:
+        """Others may have what was read again for a policy."""
+
     def leave(self, request: Request) -> None:
         """A request gives its slot back: what it has not computed does not come."""
 
@@ -111,6 +115,9 @@ class PrefixCache(Prefixes):
         self.copies = pool.layout.tracked
         # Scores come from a prompt's last queries, which have to be computed.
         self.computed_anew = max(1, (policy.window if policy else None) or 1)
+        # Tokens that are read again together, and whose scores depend on nothing that follows.
+        self._piece = policy.chunk if isinstance(policy, ReplayPolicy) and not policy.whole else 0
+        self._piece *= self._piece % self.page == 0
         self._coming: dict[bytes, int] = {}  # blocks that a running request will compute: its id
 
     def find(self, request: Request) -> Chain | None:
@@ -178,6 +185,7 @@ class PrefixCache(Prefixes):
         if request.context is not None:
             request.num_scored = request.num_computed  # nobody reads a packed context again
         elif self._shares(request):
+            request.num_scored = _tokens(list(takewhile(lambda x: x.scored, chain)))
             self._announce(request, chain)
         return taken
 
@@ -228,6 +236,17 @@ class PrefixCache(Prefixes):
                 self.index.put(own, self.pool.keep(request.open_slot, number, len(own)))
             number += len(own)
         self.pool.touch(self.index.chain(self._names(request, 0, number)))
+
+    def scored(self, request: Request) -> None:
+        if not self._piece or request.num_indexed is None or not self._shares(request):
+            return
+        if (self.pool.host_lengths[request.open_slot] != request.num_computed).any():
+            return  # rows were evicted, and others moved
+        stop = request.num_scored // self._piece * self._piece // self.page
+        for number, name in enumerate(self._names(request, 0, min(stop, request.num_indexed))):
+            block = self.index.get(name)
+            if block is not None and not block.scored:
+                self.pool.score(request.open_slot, number, block)
 
     def _forget(self, request: Request, names: list[bytes]) -> None:
         for name in names:

@@ -26,16 +26,18 @@ class Replay:
         self.view, self.policy, self.forward = view, policy, forward
         self.tokenizer, self.reply = tokenizer, reply_words(tokenizer) if tokenizer else ""
 
-    @torch.inference_mode()
     def score(self, request: Request) -> None:
         """Give rows a metric that have none yet."""
-        for piece in self._pieces(request.num_scored, request.num_computed):
-            self._read(request, piece)
-        request.num_scored = request.num_computed
+        while request.num_scored < request.num_computed:
+            self.read(request)
 
-    def _pieces(self, start: int, stop: int) -> list[range]:
-        step = self.policy.chunk
-        return [range(first, min(first + step, stop)) for first in range(start, stop, step)]
+    @torch.inference_mode()
+    def read(self, request: Request) -> None:
+        """The same of one more piece."""
+        start = request.num_scored
+        piece = range(start, min(start + self.policy.chunk, request.num_computed))
+        self._read(request, piece)
+        request.num_scored = piece.stop
 
     def _read(self, request: Request, piece: range) -> None:
         tokens = [*self._words(request, piece), *request.token_ids[piece.start : piece.stop]]

@@ -158,6 +158,12 @@ class Request:
         return self.num_computed - self.num_compressed
 
     @property
+    def wants_compression(self) -> bool:
+        """Whether it is to be compressed by now, if it is over its budget."""
+        every = self.cache.every
+        return every is not None and self.num_uncompressed >= every
+
+    @property
     def most_rows(self) -> int:
         """Rows it writes in all, if nothing ends it early."""
         return self.num_prompt + self.sampling.max_new_tokens - 1
@@ -301,6 +307,12 @@ class Runner(Protocol):
         """Whether a prompt's chunk may be as long as a step: its work space grows no faster."""
         ...
 
+    @property
+    def unit(self) -> int:
+        """Tokens of a prompt that are looked at together: its chunks end at multiples of so many,
+        or where it does."""
+        ...
+
     def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
         """Write every chunk's rows; logits [len(batch.with_logits), V] in order. tokens: int64 [N]
         on the device, in place of the batch's own, which nobody has read yet."""
@@ -321,4 +333,12 @@ class Runner(Protocol):
 
     def compress(self, requests: list[Request]) -> None:
         """Evict to each one's budget and give the pages back to the pool."""
+        ...
+
+    def unread(self, request: Request) -> bool:
+        """Whether some of its rows have to be read again before it can be compressed."""
+        ...
+
+    def read(self, request: Request) -> None:
+        """Read a piece of it again, which gets no pages."""
         ...

@@ -103,6 +103,11 @@ class ModelRunner:
         plain = self.goes_ahead and self.policy is None
         return plain and Fallback not in self.attention.selected.prefill
 
+    @property
+    def unit(self) -> int:
+        """As of `Runner`."""
+        return 1 if self.policy is None else self.policy.unit
+
     @torch.inference_mode()
     def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
         """Store every chunk's rows; logits [chunks with logits, V] of the model's type, which the
@@ -156,7 +161,8 @@ class ModelRunner:
         if (observer := self.attention.observer) is None:
             yield
             return
-        turns = [Turn(x.request.open_slot, x.request, x.start) for x in batch.chunks]
+        each = ((x.request, x.start) for x in batch.chunks)
+        turns = [Turn(x.open_slot, x, start, self.eviction.evicts(x)) for x, start in each]
         with observer.around(turns, len(decodes(batch))):
             yield
 
@@ -188,7 +194,7 @@ class ModelRunner:
         if self.pool.layout.residual:
             rows = (self.pool.host_lengths[slots, 0] + index).tolist()
             fill = Fill.of(slots, rows, self.pool.layout.residual, self.device)
-        parts = metadata_of(self.attention.view, batch, positions)
+        parts = metadata_of(self.attention.view, batch, positions, self.eviction.evicts)
         where = self._tensor(slots), self._tensor(index), positions.int()
         return PagedContext(self.attention, parts, *where, fill)
 
@@ -207,3 +213,12 @@ class ModelRunner:
             for request in requests:
                 self.replay.score(request)
         self.eviction.compress(requests)
+
+    def unread(self, request: Request) -> bool:
+        """As of `Runner`: for policies that read a context again."""
+        return self.replay is not None and request.num_scored < request.num_computed
+
+    def read(self, request: Request) -> None:
+        """As of `Runner`."""
+        assert self.replay is not None
+        self.replay.read(request)

@@ -84,9 +84,12 @@ class Scheduler:
                 f"every sequence can decode; got {max_batch_tokens}: raise it or lower num_slots"
             )
         self.runner, self.pool, self.when = runner, pool, schedule or Schedule()
-        self.chunk, self.max_batch_tokens, self.headroom = chunk, max_batch_tokens, headroom
+        self.unit, self.headroom = runner.unit, headroom
+        self.chunk = max(chunk // self.unit, 1) * self.unit
+        self.max_batch_tokens = max(max_batch_tokens, self.unit + pool.num_slots - 1)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.reading: list[Request] = []  # some of those, which are read again to be compressed
         self.finished: list[Request] = []  # until the engine has delivered them
         self.prefixes = Prefixes(pool, chunk) if prefixes is None else prefixes
         self.full = False  # whether nobody who waits can be let in until one ends or comes
@@ -119,7 +122,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Compress what is due, make room, and give pages to the coming step's tokens."""
         self.num_steps += 1
-        self._compress(self._due())
+        self._compress(self._read_first(self._due()))
         plan = self._make_room()
         self._continue_prefills(plan)
         self._admit(plan)
@@ -203,6 +206,7 @@ class Scheduler:
         self.prefixes.reset()
         held = {request.id: request for request in (*self.waiting, *self.running)}
         self.running.clear()
+        self.reading.clear()
         self.waiting.clear()
         for _, request in sorted(held.items()):
             if request.status is not Status.FINISHED:
@@ -217,8 +221,9 @@ class Scheduler:
 
     def _first(self) -> Plan:
         """Those that must go on: all decodes; where there is none, the oldest prefill."""
-        decodes = {request: 1 for request in self.running if request.prefilled}
-        return decodes or {x: self._chunk(x, self.max_batch_tokens) for x in self.running[:1]}
+        decodes = {x: 1 for x in self.running if x.prefilled and x not in self.reading}
+        prefills = [x for x in self.running if not x.prefilled][:1]
+        return decodes or {x: self._chunk(x, self.max_batch_tokens) for x in prefills}
 
     def _make_room(self) -> Plan:
         """Compress, pre-empt or end until what must go on has pages; what that is."""
@@ -255,6 +260,7 @@ class Scheduler:
         self.prefixes.leave(request)
         self.pool.close(slot)
         self.running.remove(request)
+        self.reading = [x for x in self.reading if x is not request]
 
     def _demand(self, plan: Plan) -> Ints:
         """Pages of every class for so many more tokens of each."""
@@ -270,9 +276,13 @@ class Scheduler:
         return self.max_batch_tokens if whole else self.chunk
 
     def _chunk(self, request: Request, left: int) -> int:
-        """Tokens of its next chunk, where a step has `left` for it."""
-        most = self.pool.layout.most_at(request.num_computed)
-        return min(self.longest_chunk, request.num_pending, left, most)
+        """Tokens of its next chunk, where a step has `left` for it: in whole units, where it does
+        not end."""
+        first, most = request.num_computed, self.pool.layout.most_at(request.num_computed)
+        tokens = min(self.longest_chunk, request.num_pending, left, most)
+        if tokens == request.num_pending:
+            return tokens
+        return max((first + tokens) // self.unit * self.unit - first, 0)
 
     def _left(self, plan: Plan) -> int:
         return self.max_batch_tokens - sum(plan.values())
@@ -309,6 +319,8 @@ class Scheduler:
         for request in tuple(self.waiting):
             if looked == LOOK or left < 1 or len(self.running) == self.pool.num_slots:
                 return
+            if left < min(self.unit, request.num_pending):
+                return
             if late is not None:
                 looked += 1
                 if not late.lets_by(request):
@@ -330,6 +342,26 @@ class Scheduler:
 
     # Compression --------------------------------------------------------------------------------
 
+    def _read_first(self, due: list[Request]) -> list[Request]:
+        """Those that can be compressed now. Others are read again first, a piece a step, so that
+        nobody else waits for more than that; they themselves wait until they are compressed."""
+        asked = list(dict.fromkeys([*self.reading, *due]))
+        if unread := [x for x in asked if self.runner.unread(x)]:
+            try:
+                self._read(unread[0])
+            except AssertionError:
+                raise
+            except Exception as error:
+                self.fail(unread[0], error)
+        alive = [x for x in asked if x.status is Status.RUNNING]
+        self.reading = [x for x in alive if self.runner.unread(x)]
+        return self._compressible([x for x in alive if x not in self.reading])
+
+    def _read(self, request: Request) -> None:
+        """A piece again."""
+        self.runner.read(request)
+        self.prefixes.scored(request)
+
     def _compressible(self, requests: list[Request]) -> list[Request]:
         """Those over their budget that this step has not compressed yet."""
         return [
@@ -341,8 +373,8 @@ class Scheduler:
         ]
 
     def _due(self) -> list[Request]:
-        """Those that the schedule compresses now. After a prefill only that request, so that its
-        tokens do not depend on when others arrive."""
+        """Those that are compressed now. After a prefill only that request, or one that says so
+        itself, so that its tokens do not depend on when others arrive."""
         when = self.when
         if when.every and self.num_steps % when.every == 0:
             return self._compressible(self.running)
@@ -350,13 +382,17 @@ class Scheduler:
             found = self._compressible(self.running)
             if sum(request.num_uncompressed for request in found) >= when.uncompressed:
                 return found
-        return self._new() if when.after_prefill else []
+        new = self._new() if when.after_prefill else []
+        own = self._compressible([x for x in self.running if x.wants_compression])
+        return list(dict.fromkeys([*new, *own]))
 
     def _due_next(self, going: list[Request]) -> bool:
         """Whether the schedule may compress some of these before the next step."""
         when = self.when
         timed = when.uncompressed or (when.every and (self.num_steps + 1) % when.every == 0)
         if timed and any(map(self.runner.needs_compression, going)):
+            return True
+        if self._compressible([x for x in going if x.wants_compression]):
             return True
         return when.after_prefill and bool(self._new())
 
@@ -384,6 +420,9 @@ class Scheduler:
         it fails alone."""
         try:
             before = self._rows(requests)
+            for request in requests:
+                while self.runner.unread(request):
+                    self._read(request)
             self.runner.compress(requests)
             self._count(requests, before)
             return

@@ -101,6 +101,7 @@ class Sampled(Body):
     keep_tokens: float | None = None
     max_cache_tokens: int | None = None
     protected: int | None = None
+    every: int | None = None
     prefix_caching: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MOST_SALT)
 
@@ -184,7 +185,7 @@ SAME = (  # fields that are called as in SamplingParams
     *("repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
     *("allowed_token_ids", "bad_words"),
 )
-OF_CACHE = {"keep_tokens", "max_cache_tokens", "protected", "prefix_caching", "cache_salt"}
+OF_CACHE = {"keep_tokens", "max_cache_tokens", "protected", "every", "prefix_caching", "cache_salt"}
 OURS = {  # fields that a client knows by another name
     "max_new_tokens": "max_tokens",
     "json_schema": "response_format",

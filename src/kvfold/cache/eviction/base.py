@@ -157,6 +157,11 @@ class Policy(ABC):
             if (value := getattr(self, field)) < 0:
                 raise ValueError(f"{field} must be at least 0 tokens, got {value}; 0 is off")
 
+    @property
+    def unit(self) -> int:
+        """Tokens of a prompt that are looked at together, as it is prefilled."""
+        return 1
+
     @abstractmethod
     def score(self, view: RowsView) -> Tensor:
         """Each row's worth, fp32 [B, G, T]: the lowest go first. Anything where no row is

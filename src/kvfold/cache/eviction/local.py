@@ -14,8 +14,8 @@ from kvfold.cache.eviction.base import Need, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPolicy(Policy):
-    """Metrics are `local_attention` of chunks of `chunk` tokens, of what is prefilled at once; a
-    generated row has none, which is 0."""
+    """Metrics are `local_attention` of chunks of `chunk` tokens, which an engine prefills together;
+    a generated row has none, which is 0."""
 
     needs = frozenset[Need]({"local"})
 
@@ -25,6 +25,10 @@ class LocalPolicy(Policy):
         super().__post_init__()
         if self.chunk < 1:
             raise ValueError(f"chunk must be at least 1 token, got {self.chunk}")
+
+    @property
+    def unit(self) -> int:
+        return self.chunk
 
 
 def local_attention(q: Tensor, k: Tensor, chunk: int) -> Tensor:

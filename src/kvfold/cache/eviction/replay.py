@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.eviction.base import Need, Policy, RowsView
+from kvfold.ops.common.attention import capped
 
 LEAST = 1e-30  # of a row that was scored: 0 is one that was not
 
@@ -22,14 +23,17 @@ class ReplayPolicy(Policy):
     for the first, for others `follow` and the last `lead` tokens of the piece before; then what
     stands before a reply. It sees the whole cache, but a score's softmax covers only the first
     tokens (`sinks`), the piece's own rows, and the reading so far. Rows that no reading scored
-    stay. by_output: attention counts times the norm of what W_O makes of the value, over that of
-    the hidden states that ask (KVzip+).
+    stay. whole: without it a reading sees the cache up to its piece's end alone, as if nothing had
+    followed: what a full piece is worth then depends on what came before its end, and serves all
+    who begin alike. by_output: attention counts times the norm of what W_O makes of the value, over
+    that of the hidden states that ask (KVzip+).
     """
 
     needs = frozenset[Need]({"replay"})
 
     chunk: int = 2048
     lead: int = 8
+    whole: bool = True
     by_output: bool = False
     prompt: str = "\n\nRepeat the previous context exactly."
     follow: str = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -51,6 +55,7 @@ def reconstruction(
     scale: float,
     of_rows: Tensor | None = None,
     of_queries: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The largest weight fp32 [B, Hk, T] that any query of any of a KV head's query heads gives to
     each row, of a softmax over the rows that are seen.
@@ -60,7 +65,7 @@ def reconstruction(
     """
     found = []
     for head in range(k.shape[1]):
-        weights = attention_of(head, q, k, seen, scale)
+        weights = attention_of(head, q, k, seen, scale, softcap)
         if of_queries is not None:
             weights *= of_queries[:, None, :, None]
         if of_rows is not None:
@@ -69,9 +74,11 @@ def reconstruction(
     return torch.stack(found, 1)
 
 
-def attention_of(head: int, q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
+def attention_of(
+    head: int, q: Tensor, k: Tensor, seen: Tensor, scale: float, softcap: float | None = None
+) -> Tensor:
     """Attention fp32 [B, Hq / Hk, n, T] of the query heads of a KV head; arguments as above."""
     own = q.unflatten(1, (k.shape[1], -1))[:, head]
-    scores = (own @ k[:, head, None].mT).float() * scale
+    scores = capped((own @ k[:, head, None].mT).float() * scale, softcap)
     rows = seen.expand(-1, k.shape[1], -1, -1)[:, head, None]
     return scores.masked_fill(~rows, -torch.inf).softmax(-1)

@@ -160,3 +160,8 @@ def latest_positions(positions: Tensor, counts: Tensor, rows: int) -> Tensor:
     there = torch.arange(positions.shape[-1], device=positions.device) < counts[..., None]
     known = F.pad(positions.masked_fill(~there, NEVER), (0, -there.shape[-1] % rows), value=NEVER)
     return known.unflatten(-1, (-1, rows)).amax(-1)
+
+
+def any_of_tile(counted: Tensor, rows: int) -> Tensor:
+    """Whether a tile of `rows` rows has some that are not 0: int8 [B, G, S] -> [B, G, tiles]."""
+    return F.pad(counted, (0, -counted.shape[-1] % rows)).unflatten(-1, (-1, rows)).amax(-1)

@@ -11,9 +11,17 @@ def prefill(
     q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float
 ) -> tuple[Tensor, Tensor]:
     """As `ops.prefill.prefill`, in fp32 (fp64 for fp64 queries)."""
+    there = torch.ones(1, len(seen.counts[0]), 1, dtype=torch.bool, device=q.device)
+    return prefill_among(q, keys, values, seen, scale, there)[:2]
+
+
+def prefill_among(
+    q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, among: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `ops.prefill.prefill_among`, in fp32 (fp64 for fp64 queries)."""
     group, dtype = q.shape[1] // len(seen.owner), torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:3], max(values.ranks))
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    lse, lse_among = torch.empty(2, *q.shape[:3], dtype=torch.float32, device=q.device)
     for h, g in enumerate(seen.owner):
         mine, rank = slice(h * group, (h + 1) * group), keys.ranks[h]
         visible = seen.of(g, keys.data.shape[1])[:, None]
@@ -21,8 +29,31 @@ def prefill(
         # Rows that are not seen may be anything, NaN included.
         v = v.masked_fill(~visible.any(2)[..., None], 0)
         scores = q[:, mine, :, :rank].to(dtype) @ k.mT * scale
-        total = scores.masked_fill(~visible, -torch.inf).logsumexp(-1, keepdim=True)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        total = scores.logsumexp(-1, keepdim=True)
         weights = torch.where(visible, (scores - total).exp(), 0)
         out[:, mine, :, : values.ranks[h]] = (weights @ v).to(q.dtype)
         lse[:, mine] = (total[..., 0] * LOG2_E).float()
-    return out, lse
+        some = scores.masked_fill(~among[:, g, None, None], -torch.inf).logsumexp(-1)
+        lse_among[:, mine] = (some * LOG2_E).float()
+    return out, lse, lse_among
+
+
+def peaks(
+    q: Tensor, keys: KVView, bias: Tensor, counted: Tensor, owner: tuple[int, ...], scale: float,
+    of_rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As `ops.prefill.peaks`, in fp32 (fp64 for fp64 queries)."""
+    heads, dtype = len(owner), torch.promote_types(q.dtype, torch.float32)
+    found = torch.zeros(len(q), heads, keys.data.shape[1], dtype=torch.float32, device=q.device)
+    group = q.shape[1] // heads
+    for h, g in enumerate(owner):
+        mine = slice(h * group, (h + 1) * group)
+        some = counted[:, g].any(0).nonzero()[:, 0]
+        k = keys.head(h)[:, some].to(dtype)[:, None]
+        scores = q[:, mine, :, : keys.ranks[h]].to(dtype) @ k.mT * (scale * LOG2_E)
+        worth = (scores + bias[:, mine, :, None]).amax(2).exp2()
+        if of_rows is not None:
+            worth = worth * of_rows[:, mine][..., some]
+        found[:, h, some] = worth.amax(1).float().where(counted[:, g, some], 0.0)
+    return found

@@ -6,6 +6,7 @@ head; BM (query, head) pairs of a tile: pair m is query m // N of head m % N; BN
 # mypy: allow-untyped-defs
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import gcd
 
 import torch
@@ -18,6 +19,7 @@ from kvfold.ops.common.launch import multiprocessors
 from kvfold.ops.prefill.plan import (
     Cut,
     Widths,
+    any_of_tile,
     classes_of,
     cut_for,
     latest_positions,
@@ -55,11 +57,13 @@ def _tile(
     scale, window,
     DK: tl.constexpr, EK: tl.constexpr, DV: tl.constexpr, EXACT: tl.constexpr,
     BN: tl.constexpr, POSITIONS: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    AMONG: tl.constexpr,
 ):  # fmt: skip
-    """The softmax's state after the rows first.. of a unit. MASKED: not all are seen by all."""
-    top, mass, acc = state
+    """The softmax's state after the rows first.. of a unit, and that of the one AMONG some rows.
+    MASKED: not all are seen by all."""
+    top, mass, acc, top_among, mass_among = state
     q, q_more = queries
-    positions, tops, earliest = places
+    positions, tops, earliest, among, any_among = places
     row = first + tl.arange(0, BN)
     inside = row < count
     key_at = keys + k_s.to(tl.int64) * first
@@ -82,6 +86,15 @@ def _tile(
         if WINDOW:
             seen = seen & (row[None, :] > (query - window)[:, None])
         s = tl.where(seen, s, float("-inf"))
+    if AMONG:  # noqa: SIM102 (known when it is compiled)
+        if tl.load(any_among + first // BN):
+            counted = tl.load(among + row, inside, 0)[None, :] != 0
+            some = tl.where(counted, s, float("-inf"))
+            peak_among = tl.maximum(top_among, tl.max(some, 1) * scale)
+            base_among = tl.where(peak_among == float("-inf"), 0.0, peak_among)
+            p_among = tl.exp2(some * scale - base_among[:, None])
+            mass_among = mass_among * tl.exp2(top_among - base_among) + tl.sum(p_among, 1)
+            top_among = peak_among
     peak = tl.maximum(top, tl.max(s, 1) * scale)
     base = peak
     if MASKED:
@@ -91,30 +104,33 @@ def _tile(
     mass = mass * fade + tl.sum(p, 1)
     v = _load(value_at, v_s, v_rank, inside, 0, DV, BN, EXACT, MASKED)
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
-    return peak, mass, acc
+    return peak, mass, acc, top_among, mass_among
 
 
 INTEGERS = (
     "q_b", "q_h", "q_t", "k_b", "k_s", "v_b", "v_s", "c_b", "c_g", "p_b", "p_g", "t_b", "t_g",
-    "at_b", "B", "U", "T", "H", "DO", "window",
+    "a_b", "a_g", "at_b", "B", "U", "T", "H", "DO", "window",
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def prefill_kernel(
-    q, q_b, q_h, q_t, keys, k_b, k_s, values, v_b, v_s, out, lse, units,
-    counts, c_b, c_g, positions, p_b, p_g, tops, t_b, t_g, queries, at_b, order,
+    q, q_b, q_h, q_t, keys, k_b, k_s, values, v_b, v_s, out, lse, lse_among, units,
+    counts, c_b, c_g, positions, p_b, p_g, tops, t_b, t_g, among, a_b, a_g, any_among,
+    queries, at_b, order,
     B, U, T, H, DO, scale, window,
     N: tl.constexpr, DK: tl.constexpr, EK: tl.constexpr, DV: tl.constexpr,
     EXACT: tl.constexpr, ALIGN: tl.constexpr, POSITIONS: tl.constexpr, WINDOW: tl.constexpr,
-    ORDER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    AMONG: tl.constexpr, ORDER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one unit: FlashAttention-2's forward pass.
 
     out [B, T, H, DO], H query heads; lse fp32 [B, H, T]; units int64 [U, 8]: KV head, group, first
     key, key rank, first value, value rank, column of `out`; order int64 [items]: which item every
     program takes; x_b, x_h.. strides over sequences, heads.. in elements. EXACT: no rank is below
-    its width.
+    its width. AMONG: lse_among fp32 [B, H, T] of rows that are not 0 in among int8 [B, G, S], with
+    POSITIONS alone; any_among int8, with strides of tops: whether a tile has some.
     """
     item = tl.program_id(0)
     if ORDER:
@@ -129,6 +145,8 @@ def prefill_kernel(
     v_rank = tl.multiple_of(tl.load(unit + 5).to(tl.int32), ALIGN)
     positions += b * p_b + group * p_g
     tops += b * t_b + group * t_g
+    among += b * a_b + group * a_g
+    any_among += b * t_b + group * t_g
 
     m, start = first + tl.arange(0, BM), first // N
     t, which, live = m // N, m % N, m < T * N
@@ -160,19 +178,20 @@ def prefill_kernel(
     top = tl.full([BM], float("-inf"), tl.float32)
     mass = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DV], tl.float32)
-    state, places = (top, mass, acc), (positions, tops, earliest)
+    state = (top, mass, acc, top, mass)
+    places = (positions, tops, earliest, among, any_among)
     for i in tl.range(low, high, num_stages=STAGES):
         state = _tile(
             state, (q0, q1), i * BN, count, query, keys, k_s, k_rank, values, v_s, v_rank,
-            places, scale, window, DK, EK, DV, EXACT, BN, POSITIONS, WINDOW, False,
+            places, scale, window, DK, EK, DV, EXACT, BN, POSITIONS, WINDOW, False, False,
         )  # fmt: skip
     for i in tl.range(begin, stop - high + low, num_stages=STAGES if POSITIONS else 1):
         tile = tl.where(i < low, i, i + high - low)
         state = _tile(
             state, (q0, q1), tile * BN, count, query, keys, k_s, k_rank, values, v_s, v_rank,
-            places, scale, window, DK, EK, DV, EXACT, BN, POSITIONS, WINDOW, True,
+            places, scale, window, DK, EK, DV, EXACT, BN, POSITIONS, WINDOW, True, AMONG,
         )  # fmt: skip
-    top, mass, acc = state
+    top, mass, acc, top_among, mass_among = state
 
     norm, begin = tl.where(mass > 0, 1.0 / mass, 0.0)[:, None], tl.load(unit + 6)
     DO = _multiple(DO, ALIGN)
@@ -180,7 +199,10 @@ def prefill_kernel(
     at, column = (((t - start) * H + which) * DO)[:, None], tl.arange(0, DV)
     tl.store(out + (at + column), acc * norm, live[:, None] & (column < v_rank))
     if begin == 0:
-        tl.store(lse + (b * H + head + which) * T + t, top + tl.log2(mass), live)
+        place = (b * H + head + which) * T + t
+        tl.store(lse + place, top + tl.log2(mass), live)
+        if AMONG:
+            tl.store(lse_among + place, top_among + tl.log2(mass_among), live)
 
 
 def prefill(
@@ -189,6 +211,23 @@ def prefill(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `ops.prefill.prefill`: a launch for every class. cut: of every class, by default
     `cut_for`."""
+    return _prefill(q, keys, values, seen, scale, None, cut)[:2]
+
+
+def prefill_among(
+    q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, among: Tensor,
+    *, cut: Callable[[Widths], Cut] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `ops.prefill.prefill_among`."""
+    assert seen.positions is not None and among.stride(-1) == 1, "rows have positions"
+    return _prefill(q, keys, values, seen, scale, among, cut)
+
+
+def _prefill(
+    q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, among: Tensor | None,
+    cut: Callable[[Widths], Cut] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Outputs and both log2-sum-exp2s; the second is the first where nothing is `among`."""
     counts, owner, window = seen.counts, seen.owner, seen.window
     positions, queries = seen.positions, seen.queries
     assert q.stride(-1) == 1 and queries.stride(-1) == 1 and scale > 0
@@ -198,6 +237,7 @@ def prefill(
     make = torch.empty if len(set(values.ranks)) == 1 else torch.zeros
     out = make(batch, num_queries, heads, max(values.ranks), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    lse_among = lse if among is None else torch.empty_like(lse)
     strides = (*q.stride()[:3], *keys.data.stride()[:2], *values.data.stride()[:2])
     aligned = gcd(*strides, out.shape[-1], 8)
     few = _idle(batch * sum(len(x.units) for x in classes), num_queries * group, q.device)
@@ -205,23 +245,29 @@ def prefill(
         how, num_units = cut(kind.widths) if cut else cut_for(kind.widths, few), len(kind.units)
         blocks = triton.cdiv(num_queries * group, how.pairs)
         where: tuple[Tensor | int, ...] = (counts, 0, 0, counts, 0, 0)
+        some: tuple[Tensor | int, ...] = (counts, 0, 0, counts)
         order = None
         if positions is not None:
             tops = latest_positions(positions, counts, how.rows)
             where = (positions, *positions.stride()[:2], tops, *tops.stride()[:2])
+        if among is not None:  # which takes more registers
+            how = replace(how, registers=None)
+            counted = among.view(torch.int8)
+            some = (counted, *counted.stride()[:2], any_of_tile(counted, how.rows))
         if batch > 1 or positions is not None:
             order = longest_first(kind.units, counts, positions, queries, window, blocks)
         prefill_kernel[(blocks * batch * num_units,)](
             q, *strides[:3], keys.data, *strides[3:5], values.data, *strides[5:], out, lse,
-            kind.units, counts, *counts.stride(), *where,
+            lse_among, kind.units, counts, *counts.stride(), *where, *some,
             queries, queries.stride(0), kind.units if order is None else order,
             batch, num_units, num_queries, heads, out.shape[-1], scale * LOG2_E, window or 0,
             N=group, **dict(zip(("DK", "EK", "DV"), kind.widths, strict=True)),
             EXACT=kind.exact, ALIGN=gcd(kind.align, aligned), POSITIONS=positions is not None,
-            WINDOW=window is not None, ORDER=order is not None, BM=how.pairs, BN=how.rows,
-            STAGES=how.stages, num_warps=how.warps, maxnreg=how.registers,
+            WINDOW=window is not None, AMONG=among is not None, ORDER=order is not None,
+            BM=how.pairs, BN=how.rows, STAGES=how.stages,
+            num_warps=how.warps, maxnreg=how.registers,
         )  # fmt: skip
-    return out.transpose(1, 2), lse
+    return out.transpose(1, 2), lse, lse_among
 
 
 def _idle(items: int, pairs: int, device: torch.device) -> bool:

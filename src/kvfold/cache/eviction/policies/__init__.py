@@ -33,6 +33,7 @@ POLICIES: dict[str, str] = {
     "leverage": "keys.leverage",
     "compactor": "compactor.compactor",
     "kvzip": "replay.kvzip",
+    "kvzip-past": "replay.kvzip_past",
     "kvzip+": "kvzip_plus.kvzip_plus",
     "kvzip-keys": "replay.kvzip_keys",
     "learned": "learned.learned",

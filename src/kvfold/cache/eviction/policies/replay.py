@@ -3,7 +3,7 @@
 Shapes: B sequences, G groups, T row slots.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,12 @@ def rank_of(x: Tensor, scored: Tensor) -> Tensor:
 def kvzip() -> ReplayPolicy:
     """KVzip: attention while the context is repeated, one ranking over all layers and heads."""
     return ReplayPolicy(name="kvzip", scope="all", sinks=4)
+
+
+def kvzip_past() -> ReplayPolicy:
+    """KVzip whose second reading of a piece sees what came before its end alone, so that scores of
+    a beginning serve all who begin so."""
+    return replace(kvzip(), name="kvzip-past", whole=False)
 
 
 def kvzip_keys() -> ReplayAndKeys:

@@ -1,0 +1,83 @@
+"""kvfold bench replay: what a second reading of a prompt costs beside the first, as JSON."""
+
+from typing import Any
+
+from kvfold.cli import common
+from kvfold.cli.bench_common import Output, Results, ServedShape, check_names, say, versions
+from kvfold.cli.options import parse_list
+
+
+def replay(
+    *,
+    shape: ServedShape = "llama-3.1-8b",
+    tokens: int = 8192,
+    variants: str = "bf16-full",
+    policies: str = "kvzip,kvzip+",
+    keep: float = 0.25,
+    json: Output = None,
+) -> None:
+    """Time prefill, the second reading that scores rows, and the eviction of the others.
+
+    Parameters
+    ----------
+    tokens
+        Tokens of the prompt.
+    variants
+        Names separated by commas, as in bench decode.
+    policies
+        Policies that read a context again, separated by commas; each with the whole cache seen, and
+        with what comes before a piece's end.
+    keep
+        Share of the tokens that is kept.
+    """
+    common.check_outputs(json=json)
+    from dataclasses import replace
+
+    import torch
+
+    from kvfold.bench import replay as benchmark
+    from kvfold.bench import synthetic_engine as served
+    from kvfold.bench import variants as known
+    from kvfold.bench.common import reason
+    from kvfold.bench.decode import release
+    from kvfold.cache.eviction.policies import POLICIES, get
+    from kvfold.cache.eviction.replay import ReplayPolicy
+    from kvfold.loading import default_device
+
+    names, asked = parse_list(variants, "--variants", str), parse_list(policies, "--policies", str)
+    check_names("--variants", names, [name for name, x in known.VARIANTS.items() if x.served])
+    check_names("--shape", [shape], served.WIDTHS)
+    readers = {name: x for name in POLICIES if isinstance(x := get(name), ReplayPolicy)}
+    check_names("--policies", asked, readers)
+    if tokens < 2:
+        raise ValueError(f"--tokens must be at least 2, got {tokens}")
+    if not 0 < keep <= 1:
+        raise ValueError(f"--keep must be in (0, 1], got {keep}")
+    device = torch.device(default_device())
+    settings = {"shape": shape, "tokens": tokens, "variants": names, "keep": keep}
+    kinds = ("rows", "skipped")
+    results = Results(json, "replay", settings | {"policies": asked}, versions(device), kinds)
+    each = [replace(readers[x], whole=whole) for x in asked for whole in (True, False)]
+    for name in names:
+        release(device)
+        try:
+            for found in benchmark.measure(shape, name, each, tokens, keep, device):
+                if isinstance(found, str):
+                    results.add("skipped", {"variant": name, "reason": found})
+                    say(f"{name}: {found}")
+                    continue
+                results.add("rows", found)
+                say(line(found))
+        except Exception as error:  # whatever it is, the others run on
+            results.add("skipped", {"variant": name, "reason": reason(error)})
+            say(f"{name}: {reason(error)}")
+
+
+def line(x: Any) -> str:
+    """A result as a line of a log."""
+    seen = "all" if x.whole else "what came before"
+    return (
+        f"{x.variant}, {x.policy}, seeing {seen}: prefill {x.prefill_ms:.1f} ms, scores"
+        f" {x.score_ms:.1f} ms ({x.score_tflop / x.prefill_tflop:.2f} of its operations), eviction"
+        f" {x.evict_ms:.1f} ms"
+    )
