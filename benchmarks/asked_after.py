@@ -9,7 +9,8 @@ one of several keys, all values of a key, a chain of variables. A model that cha
 user's turn by its chat template, and the beginning of an answer; an answer counts where it holds
 the number, or in parts, where several are asked for. The policy `auto` is measured first, and the
 row says which one it was. --together feeds all contexts and windows at once, with the same outcome.
---recipe and --factor: rows that are evicted are planned in dimensions and bits.
+--recipe and --factor: rows that are evicted are planned in dimensions and bits; `learned` scores
+are learned of them.
 --svg FILE draws what --json holds: answers and loss against bytes.
 """
 
@@ -26,7 +27,7 @@ import together
 from kvfold import recipes
 from kvfold.compression.compressor import Compressor
 from kvfold.config import AUTO, CacheConfig
-from kvfold.evaluation import auto, ruler
+from kvfold.evaluation import auto, ruler, scores
 from kvfold.evaluation.measure import Measured, Measurement, measure
 from kvfold.evaluation.perplexity import PerplexityResult, paired_difference
 
@@ -56,8 +57,12 @@ class Bench(quality.Bench):
         if given.recipe is None:
             return self.model
         most, recipe = given.calib_tokens, recipes.get(given.recipe)
-        prepared = Compressor(self.model, recipe, self.tokenizer, max_tokens=most).prepare()
-        return prepared.folded_copy(prepared.plan_factor(given.factor))
+        compressor = Compressor(self.model, recipe, self.tokenizer, max_tokens=most)
+        prepared = compressor.prepare(given.stats)
+        folded = prepared.folded_copy(prepared.plan_factor(given.factor))
+        if "learned" in given.policies:
+            scores.learn_scores(folded, self.tokenizer, scores.readings(compressor))
+        return folded
 
     def measure(self, cache: CacheConfig) -> Measured:
         given = self.arguments

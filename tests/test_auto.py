@@ -9,6 +9,7 @@ from kvfold.evaluation import auto
 from kvfold.evaluation.auto import Trial, choose
 from kvfold.loading import load_tokenizer
 from models import tiny
+from test_eviction_view import folded
 
 
 def test_answers_come_first_and_loss_tells_those_that_answer_alike() -> None:
@@ -33,6 +34,14 @@ def test_a_model_is_measured_and_stays_as_it_was(monkeypatch) -> None:
     assert found[0].right < found[1].right and found[1].lost > 0
     monkeypatch.setattr(auto, "trials", lambda *_: found)
     assert kvfold.best_policy(model, tokenizer, keep_tokens=0.25) == "keydiff-all"
+
+
+def test_scores_that_a_model_learned_are_tried() -> None:
+    model = folded("llama-gqa", "zack", 0.5)
+    assert auto.candidates(model) == auto.CANDIDATES
+    for layer in model.model.layers:
+        layer.self_attn.add_score_map()
+    assert auto.candidates(model) == (*auto.CANDIDATES, "learned")
 
 
 def test_mistakes_are_explained() -> None:

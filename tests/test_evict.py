@@ -396,14 +396,20 @@ def test_byte_budgets(lengths: list[int], keep: float, scope: str, seed: int) ->
     assert kept_bytes > min(budget.bytes, present) - 8 * UNIT
 
 
-def test_cost_is_per_byte_freed() -> None:
-    """A page of twice the bytes goes first until its rows are worth twice as much."""
+def test_cost_is_per_page_or_byte_as_the_budget_counts() -> None:
+    """A page of twice the bytes goes first until its rows are worth twice as much, where bytes are
+    counted; where pages are, worth alone says."""
     held, units = torch.tensor([4, 4]), torch.tensor([1, 2])
     layers = torch.zeros(2, dtype=torch.int64)
-    for worth, first in ((1.9, 1), (2.1, 0)):
+    for worth, budget, first in (
+        (1.9, Budget(bytes=2 * UNIT), 1),
+        (2.1, Budget(bytes=2 * UNIT), 0),
+        (1.1, Budget(pages=1), 0),
+        (0.9, Budget(pages=1), 1),
+    ):
         metric = torch.tensor([[1.0] * 4, [worth] * 4])
-        evicted, _ = select(metric, held, 4, units, layers, ALL, Budget(pages=1))
-        assert evicted.any(1).nonzero().tolist() == [[first]]
+        evicted, _ = select(metric, held, 4, units, layers, ALL, budget)
+        assert evicted.any(1).nonzero().tolist()[0] == [first]
 
 
 def naive_mass(

@@ -4,12 +4,19 @@ import pytest
 import torch
 
 import kvfold
-from kvfold import LLM, CacheParams, SamplingParams
+from kvfold import LLM, CacheParams, SamplingParams, recipes
+from kvfold.artifact import mark
+from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.errors import SettingError
+from kvfold.evaluation import ruler
 from kvfold.evaluation.paged import PagedSession
-from kvfold.evaluation.scores import LEAST, Sums, learn_scores
+from kvfold.evaluation.scores import LEAST, TEACHER, Sums, learn_scores, readings
+from kvfold.loading import load_tokenizer
+from kvfold.models.families import family_of
+from kvfold.models.fold import fold_plain
+from kvfold.spec.layout import plain_spec
 from models import tiny, tokens
 from test_eviction_view import folded
 from test_paged_eviction import dense, survivors
@@ -52,13 +59,46 @@ def test_scores_are_like_those_of_a_second_reading(recipe: str, name: str) -> No
     for token in ids[70:]:
         session.read([token])
     found, _, valid = metrics_of(session)
-    teacher = session_of(model, "kvzip")
+    teacher = session_of(model, TEACHER)
     teacher.read(ids, prompt=96)
     teacher.runner.replay.score(teacher.sequence)
     wanted, _, _ = metrics_of(teacher)
     assert valid.all() and (found > 0).all()
     for own, of in zip(found[0].log(), wanted[0].clamp(min=LEAST).log(), strict=True):
         assert float(torch.corrcoef(torch.stack((own, of)))[0, 1]) > 0.25
+
+
+def test_what_is_read_is_like_a_prompt() -> None:
+    """BOS between documents, as in calibration's windows, would teach what no prompt has."""
+    model, tokenizer = kvfold.reference("gqa"), load_tokenizer("reference:gqa")
+    compressor = Compressor(model, recipes.get("zack"), tokenizer, max_tokens=4096)
+    found = readings(compressor)
+    assert found.numel() <= 4096 and len(found) > 1
+    assert (found[:, 0] == tokenizer.bos_token_id).all()
+    assert (found[:, 1:] != tokenizer.bos_token_id).all()
+    assert (compressor.windows()[:, 1:] == tokenizer.bos_token_id).any()
+
+
+def test_scores_fit_a_prompt_that_was_not_read() -> None:
+    """Of a layer in the middle, whose scores learned from calibration's windows do not."""
+    model, tokenizer = kvfold.reference("gqa"), load_tokenizer("reference:gqa")
+    compressor = Compressor(model, recipes.get("zack"), tokenizer, max_tokens=4096)
+    fold_plain(model, spec := plain_spec(family_of(model.config).geometry(model.config)), False)
+    mark(model, spec, {})
+    learn_scores(model, tokenizer, readings(compressor))
+    (row, *_) = ruler.rows("keys", tokenizer, length=768, contexts=1)
+    ids, found = list(row.prompts(tokenizer)[0].context), {}
+    for name in ("learned", TEACHER):
+        config = CacheConfig(evict=name, keep_tokens=0.5)
+        runner = build_runner(model, config, num_slots=1, max_tokens=1024, tokenizer=tokenizer)
+        with PagedSession(runner) as session:
+            session.read(ids, prompt=len(ids))
+            if name != "learned":
+                runner.replay.score(session.sequence)
+            found[name] = metrics_of(session)[0][0, :, 4:].clamp(min=LEAST).log()
+    both = zip(found["learned"], found[TEACHER], strict=True)
+    alike = [float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in both]
+    assert sum(alike[6:]) / len(alike[6:]) > 0.25, alike
 
 
 def test_logits_equal_a_masked_dense_model() -> None:
@@ -92,8 +132,6 @@ def test_scores_are_saved_and_loaded(tmp_path) -> None:
 
 
 def test_compress_learns_where_it_is_asked(tmp_path) -> None:
-    from kvfold.loading import load_tokenizer
-
     made = kvfold.compress(
         "reference:mha", "zack", keep=0.5, max_tokens=4096, learn_scores=True, output=tmp_path / "x"
     )

@@ -116,7 +116,7 @@ def compress(
             progress=progress,
         )
         if learn_scores:
-            scores.learn_scores(model, tokenizer, compressor.windows(), progress)
+            scores.learn_scores(model, tokenizer, scores.readings(compressor), progress)
         if folder is not None and output is not None:
             with writing(Path(output)):
                 fill(folder, model, tokenizer, stored)

@@ -71,7 +71,7 @@ def compress(
         if learn_scores:
             own = made.compressor
             with common.progress() as progress:
-                scores.learn_scores(own.model, own.tokenizer, own.windows(), progress)
+                scores.learn_scores(own.model, own.tokenizer, scores.readings(own), progress)
         stored = stored_dtype(config, place.dtype) or made.compressor.model.dtype
         with writing(output):
             fill(folder, made.compressor.model, made.compressor.tokenizer, stored)

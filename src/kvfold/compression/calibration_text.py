@@ -14,6 +14,11 @@ CALIBRATION_WINDOW = 1024
 MIN_WINDOWS = 4
 
 
+def calibration_text(calib: list[str | Path] | None) -> str:
+    """The documents of text files, or the packaged ones."""
+    return read_texts(calib) if calib else packaged("calibration.txt")
+
+
 def calibration_windows(
     tokenizer: Any, config: Any, calib: list[str | Path] | None, max_tokens: int
 ) -> Tensor:
@@ -25,7 +30,7 @@ def calibration_windows(
     if tokenizer is None:
         raise ValueError("a tokenizer is needed to read calibration text; pass tokenizer=")
     check_tokens(config, max_tokens)
-    texts = documents(read_texts(calib) if calib else packaged("calibration.txt"))
+    texts = documents(calibration_text(calib))
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     encoded = [bos + encode(tokenizer, text) for text in texts]
     shares = _shares([len(ids) for ids in encoded], max_tokens)

@@ -125,15 +125,17 @@ def check_served(config: Any, policy: Policy | None, cache: CacheConfig) -> None
 
 def check_scores(model: Any, policy: Policy | None) -> None:
     """Raises SettingError for a policy that reads scores which the model has not learned."""
-    if policy is None or "learned" not in policy.needs:
-        return
-    if any(
-        getattr(x, "score_map", None) is None for x in family_of(model.config).attentions(model)
-    ):
+    if policy is not None and "learned" in policy.needs and not has_scores(model):
         raise SettingError(
             f"`evict={policy.name!r}`: this model has no learned scores; compress it with "
             "`learn_scores=True`, or take another policy, such as 'kvzip'"
         )
+
+
+def has_scores(model: Any) -> bool:
+    """Whether a model has learned what rows are worth."""
+    attentions = family_of(model.config).attentions(model)
+    return all(getattr(x, "score_map", None) is not None for x in attentions)
 
 
 def layout_of(

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvfold.compression.progress import Progress
 from kvfold.config import AUTO, CacheConfig
+from kvfold.engine.build import has_scores
 from kvfold.errors import SettingError
 from kvfold.evaluation import ruler
 from kvfold.evaluation.measure import Measured, Measurement, measure, text_windows
@@ -49,7 +50,7 @@ def choose(found: list[Trial]) -> str:
 def trials(
     model: Any, tokenizer: Any, cache: CacheConfig, progress: Progress | None = None
 ) -> list[Trial]:
-    """Every one of CANDIDATES to the budget of `cache`, on RULER's keys in packaged prose and on
+    """Every one of `candidates`, to the budget of `cache`, on RULER's keys in packaged prose and on
     packaged calibration text: some 6,000 tokens through the model for each, and for none.
     """
     kept = cache.max_cache_tokens or 0
@@ -72,7 +73,12 @@ def trials(
         return measure(model, tokenizer, replace(what, cache=config), progress, evict or "all rows")
 
     whole = measured(None).texts["calibration"]
-    return [_trial(name, measured(name), whole) for name in CANDIDATES]
+    return [_trial(name, measured(name), whole) for name in candidates(model)]
+
+
+def candidates(model: Any) -> tuple[str, ...]:
+    """CANDIDATES, and `learned` where the model has such scores."""
+    return (*CANDIDATES, "learned") if has_scores(model) else CANDIDATES
 
 
 def _trial(name: str, found: Measured, whole: Any) -> Trial:

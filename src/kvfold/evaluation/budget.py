@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.compression.calibration_text import calibration_windows
+from kvfold.compression.calibration_text import calibration_text, calibration_windows
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.compression.progress import Progress, stage
 from kvfold.errors import SettingError
 from kvfold.evaluation.comparison import ORIGINAL
 from kvfold.evaluation.perplexity import perplexity
 from kvfold.search import search
-from kvfold.text import documents, packaged, read_texts, windows
+from kvfold.text import documents, windows
 
 SEARCH_WINDOWS = 16
 RUN = 32
@@ -31,9 +31,8 @@ def held_out(compressor: Compressor, ctx: int, num_windows: int = SEARCH_WINDOWS
         compressor.tokenizer, compressor.model.config, compressor.calib, compressor.max_tokens
     )
     taken = {run for row in used.tolist() for run in _runs(row)}
-    text = read_texts(compressor.calib) if compressor.calib else packaged("calibration.txt")
     found: list[list[int]] = []
-    for document in documents(text):
+    for document in documents(calibration_text(compressor.calib)):
         try:
             found += windows(compressor.tokenizer, document, ctx).tolist()
         except ValueError:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from kvfold.artifact import mark, provenance_of, spec_of
+from kvfold.compression.calibration_text import calibration_text
+from kvfold.compression.compressor import Compressor
 from kvfold.compression.progress import Progress, stage
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
@@ -22,8 +24,9 @@ from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import max_positions
 from kvfold.models.families import family_of
 from kvfold.models.folded import attention_windows
+from kvfold.text import running, windows
 
-TEACHER = "kvzip"
+TEACHER = "kvzip+"
 TOKENS, LENGTH = 16384, 1024  # most that are read, and of a window
 WORDS = 64  # positions that ask for a repetition
 RIDGE = 1e-3  # of the mean squared hidden state
@@ -59,12 +62,22 @@ def check_learnable(config: Any) -> None:
         )
 
 
+def readings(compressor: Compressor) -> Tensor:
+    """Windows [n, T] to learn from, spread over the calibration text, each as a prompt is: BOS,
+    then text alone. Calibration's own have BOS between documents too, and what attention makes of
+    that is no guide to a prompt."""
+    text = running(calibration_text(compressor.calib))
+    cut = windows(compressor.tokenizer, text, _length(compressor.model))
+    most = min(TOKENS, compressor.max_tokens)
+    return cut[:: max(1, -(-cut.numel() // most))]
+
+
 def learn_scores(
-    model: Any, tokenizer: Any, windows: Tensor, progress: Progress | None = None
+    model: Any, tokenizer: Any, texts: Tensor, progress: Progress | None = None
 ) -> None:
-    """Give a folded model the maps that `evict="learned"` reads; windows [n, T] token ids, of which
-    up to TOKENS are read twice. Closed form, one ridge regression a layer."""
-    ids = _pieces(model, windows)
+    """Give a folded model the maps that `evict="learned"` reads; texts [n, T]: token ids of
+    `readings`, read twice. Closed form, one ridge regression a layer."""
+    ids = texts[:, : _length(model)]
     size = ids.shape[1]
     config = CacheConfig(evict=TEACHER, keep_tokens=1.0)
     runner = build_runner(model, config, num_slots=1, max_tokens=size, tokenizer=tokenizer)
@@ -96,13 +109,10 @@ def learn_scores(
     mark(model, spec, {**provenance_of(model), "scores": {"tokens": ids.numel()}})
 
 
-def _pieces(model: Any, windows: Tensor) -> Tensor:
-    """Windows that can be read twice."""
-    length = min(LENGTH, windows.shape[1])
-    if (limit := max_positions(model)) is not None:
-        length = min(length, (limit - WORDS) // 2)
-    cut = windows[:, : windows.shape[1] // length * length].reshape(-1, length)
-    return cut[:: max(1, -(-len(cut) * length // TOKENS))]
+def _length(model: Any) -> int:
+    """Most tokens of a window that can be read twice."""
+    limit = max_positions(model)
+    return LENGTH if limit is None else min(LENGTH, (limit - WORDS) // 2)
 
 
 def _read(runner: ModelRunner, ids: list[int]) -> tuple[list[Tensor], list[Tensor]]:

@@ -57,10 +57,11 @@ def select(
     layer_of_group int [G], ascending; budgets: B of one kind. KV-Compress §4.2.2: rows go in order
     of score, the first slot first where equal; a group's first block is its partial last page (or a
     whole one), later blocks are P rows; a block costs its largest score (eq. 17). Blocks go by cost
-    per byte freed, cost / page_units, in the order that `policy.scope` gives, until the budget
-    holds: exactly `pages`, or at most `bytes` by less than one page. Protected rows come first:
-    where they need more, the least possible is kept, so compare the returned numbers. A group
-    without protected rows may lose all its pages.
+    per page freed, or per byte if the budget counts bytes, in the order that `policy.scope` gives,
+    until it holds: exactly `pages`, or at most `bytes` by less than one page. Per byte supposes
+    scores that add up: ranks and angles do not, and would all go where pages are large. Protected
+    rows come first: where they need more, the least possible is kept, so compare the returned
+    numbers. A group without protected rows may lose all its pages.
     """
     by_bytes = budgets[0].bytes is not None
     assert all((x.bytes is not None) == by_bytes for x in budgets), f"of two kinds: {budgets}"
@@ -72,7 +73,7 @@ def select(
     size = page_units.long() * UNIT if by_bytes else torch.ones_like(page_units)
     limits = upload(np.array([x.limit for x in budgets]), scores.device)
     unit, share = _units(layer_of_group, policy)
-    by_cost = (costs / page_units[:, None]).flatten(1).argsort(dim=1, stable=True)
+    by_cost = (costs / size[:, None]).flatten(1).argsort(dim=1, stable=True)
     order = by_cost if policy.scope == "all" else _in_turn(by_cost, pages, unit, share)
     about = costs, size, (pages * size).sum(1) - limits
     num_blocks = _first_blocks(order, *about)

@@ -19,6 +19,6 @@ class Learned(Policy):
 
 
 def learned() -> Learned:
-    """After KVzap (Jégou and Jeblick 2026, arXiv 2601.07891), its linear kind: by KVzip's score
-    where that fits log KVzip+, to a budget where that has a threshold, with fewer recent rows."""
+    """After KVzap (Jégou and Jeblick 2026, arXiv 2601.07891), its linear kind: to a budget where
+    that has a threshold, with fewer recent rows."""
     return Learned(name="learned", scope="all", sinks=4, recent_share=0.125)
