@@ -12,7 +12,7 @@ from kvfold.compression.calibration_text import calibration_windows, window_leng
 from kvfold.compression.lora import BATCH, HELD, check_installed, finetune
 from kvfold.compression.progress import Progress, stage
 from kvfold.config import LoRA, check_types, settings_of
-from kvfold.errors import renamed
+from kvfold.errors import SettingError, renamed
 from kvfold.files import new_directory, writing
 from kvfold.loading import load, load_config, load_tokenizer
 from kvfold.models.families import family_of
@@ -81,11 +81,11 @@ def _settings(given: dict[str, Any]) -> LoRA:
 
 
 def _check_original(original: str, config: Any) -> None:
-    """Raises ValueError where that is not what a model of this config was compressed from."""
+    """Raises SettingError where that is not what a model of this config was compressed from."""
     found = load_config(original)
     if saved_spec(found) is not None:
-        raise ValueError(f"{original} is compressed, too: `original` is what it was made from")
+        raise SettingError(f"{original} is compressed, too: `original` is what it was made from")
     family = family_of(config)
     same = found.model_type == config.model_type and found.vocab_size == config.vocab_size
     if not same or family.geometry(found) != family.geometry(config):
-        raise ValueError(f"{original} has another shape: `original` is what it was made from")
+        raise SettingError(f"{original} has another shape: `original` is what it was made from")
