@@ -18,7 +18,7 @@ import real_quality
 from kvfold.artifact import spec_of
 from kvfold.cli.common import progress
 from kvfold.compression.calibration_text import calibration_windows, window_length
-from kvfold.compression.lora import BATCH, HELD, finetune
+from kvfold.compression.lora import HELD, finetune
 from kvfold.compression.progress import stage
 from kvfold.config import LoRA
 from kvfold.models.families import family_of
@@ -53,7 +53,7 @@ class Bench(real_quality.Bench):
     def learn(self, model: Any, lora: LoRA) -> tuple[float, float]:
         """Losses before and after on text that was kept back."""
         config, train = model.config, self.arguments.train
-        most = (lora.steps * BATCH + HELD) * window_length(config)
+        most = (lora.steps * lora.batch + HELD) * window_length(config)
         windows = calibration_windows(self.tokenizer, config, train, most)
         teacher = self.model if self.arguments.original else None
         with progress() as report:
@@ -74,11 +74,13 @@ def main() -> None:
     parser.add_argument("--train", nargs="+", type=Path, help="instead of the calibration text")
     parser.add_argument("--original", action="store_true", help="learn from it, not from text")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=LoRA.batch)
     parser.add_argument("--learning-rate", type=float, default=LoRA.learning_rate)
     parser.add_argument("--maps", action="store_true")
     arguments = parser.parse_args()
     arguments.calib, arguments.tasks = None, []
-    settings = {name: getattr(arguments, name) for name in ("steps", "learning_rate", "maps")}
+    names = ("steps", "batch", "learning_rate", "maps")
+    settings = {name: getattr(arguments, name) for name in names}
     bench, cases = Bench(arguments), [Case(name="original")]
     for name in arguments.recipes:
         recipe, keep = ("small", 1.0) if name == "control" else (name, SIZES[name])

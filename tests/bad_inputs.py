@@ -628,7 +628,7 @@ POOLS = {
 }
 PYTHON = {
     'kvfold.recover("reference:gqa", output="new", step=5)': (
-        "unknown settings: step; legal: steps, rank, learning_rate, maps, seed"
+        "unknown settings: step; legal: steps, batch, rank, learning_rate, maps, seed"
     ),
     "kvfold.LLM(None)": "model must be a name or a loaded causal LM; got None",
     'kvfold.LLM("reference:gqa", max_sequences="4")': (

@@ -166,7 +166,8 @@ class Recipe:
 class LoRA:
     """How low-rank additions to a compressed model's weights learn; defaults as in Palu App. E."""
 
-    steps: int = setting(100, "Steps of four windows of text each.", least=1)
+    steps: int = setting(100, "Steps of the optimiser.", least=1)
+    batch: int = setting(4, "Windows of text a step, one at a time.", least=1)
     rank: int = setting(32, "Of what is added to a weight; alpha is the same.", least=1)
     learning_rate: float = setting(
         2e-4, "Reached after a tenth of the steps; then it falls to zero by a cosine.", above=0

@@ -9,7 +9,7 @@ import torch
 from kvfold.api import check_files, fill, stored_dtype
 from kvfold.artifact import mark, provenance_of, saved_spec
 from kvfold.compression.calibration_text import calibration_windows, window_length
-from kvfold.compression.lora import BATCH, HELD, check_installed, finetune
+from kvfold.compression.lora import HELD, check_installed, finetune
 from kvfold.compression.progress import Progress, stage
 from kvfold.config import LoRA, check_types, settings_of
 from kvfold.errors import SettingError, renamed
@@ -52,7 +52,7 @@ def recover(
         if original is not None:
             _check_original(original, config)
         tokenizer = load_tokenizer(str(name))
-        most = (lora.steps * BATCH + HELD) * window_length(config)
+        most = (lora.steps * lora.batch + HELD) * window_length(config)
         with renamed(calib="text"):
             windows = calibration_windows(tokenizer, config, text, most)
         model = load(name, dtype=dtype, device=device)

@@ -4,6 +4,7 @@ They stand beside the linear layers of a block that are not compressed, W_Q, W_O
 W_K where whole keys are computed. So rows, their maps and what a token costs stay as they are.
 """
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 from kvfold.compression.progress import Report
 from kvfold.compression.training import batches_of, gradients, mean_loss, schedule
 from kvfold.config import LoRA
+from kvfold.errors import SettingError
 from kvfold.models.adapter import Family, HFAttention
 from kvfold.spec import CacheSpec
 
-BATCH = 4  # windows a step, one at a time
 HELD = 8  # most windows that nothing learns from
+LOWER = ": take a lower `learning_rate`"
 
 
 def check_installed() -> None:
@@ -61,10 +63,10 @@ def finetune(
                 teacher,
                 family,
                 spec,
-                batches_of(learnt, BATCH, steps, settings.seed),
+                batches_of(learnt, settings.batch, steps, settings.seed),
                 steps,
                 at_once=1,
-                way_out=": take a lower `learning_rate`",
+                way_out=LOWER,
                 progress=progress,
             )
         ):
@@ -72,8 +74,11 @@ def finetune(
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
+        after = mean_loss(model.eval(), teacher, spec, windows[held])
+        if not math.isfinite(after):
+            raise SettingError(f"recovery diverged at its last step{LOWER}")
         adapters.merge_adapter()
-    return before, mean_loss(model, teacher, spec, windows[held])
+    return before, after
 
 
 def adapted(model: Any, family: type[Family], maps: bool) -> list[str]:
