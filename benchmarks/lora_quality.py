@@ -7,6 +7,7 @@ alone teaches. Rows of the report are written as they are measured; those in the
 """
 
 import argparse
+import copy
 import dataclasses
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ import real_quality
 
 from kvfold.artifact import spec_of
 from kvfold.cli.common import progress
-from kvfold.compression.calibration_text import calibration_windows, window_length
+from kvfold.compression.calibration_text import training_windows
 from kvfold.compression.lora import HELD, finetune
 from kvfold.compression.progress import stage
 from kvfold.config import LoRA
@@ -40,6 +41,7 @@ class Bench(real_quality.Bench):
         spec, begin = spec_of(model), time.perf_counter()
         found: dict[str, Any] = {**dataclasses.asdict(case), "texts": {}}
         if case.lora is not None:
+            model = copy.deepcopy(model)  # it shares weights with the next row's
             found["losses"] = self.learn(model, case.lora)
             found["seconds"] = time.perf_counter() - begin
         if case.recipe is None:
@@ -52,9 +54,8 @@ class Bench(real_quality.Bench):
 
     def learn(self, model: Any, lora: LoRA) -> tuple[float, float]:
         """Losses before and after on text that was kept back."""
-        config, train = model.config, self.arguments.train
-        most = (lora.steps * lora.batch + HELD) * window_length(config)
-        windows = calibration_windows(self.tokenizer, config, train, most)
+        config, count = model.config, lora.steps * lora.batch + HELD
+        windows = training_windows(self.tokenizer, config, self.arguments.train, count)
         teacher = self.model if self.arguments.original else None
         with progress() as report:
             return finetune(

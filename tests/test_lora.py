@@ -19,6 +19,7 @@ from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.rows import QuantisedRows
 from kvfold.config import LoRA
+from kvfold.loading import load_config, load_tokenizer
 from kvfold.models.families import family_of
 from models import tiny, tokens
 
@@ -172,6 +173,20 @@ def test_a_loss_that_diverges_leaves_the_model(text, steps: int, when: str) -> N
     assert not changed(before, model)
 
 
+def test_windows_are_spread_over_a_text(tmp_path) -> None:
+    config, tokenizer = load_config("reference:gqa"), load_tokenizer("reference:gqa")
+    numbers = tmp_path / "numbers.txt"
+    numbers.write_text(" ".join(str(i) for i in range(60_000)))
+    for count in (5, 40, 1000):  # some of it, most of it, and more than there is
+        rows = calibration_text.training_windows(tokenizer, config, [numbers], count)
+        assert rows.shape[1] == 1024 and 4 < len(rows) <= count
+        assert (rows[:, 0] == tokenizer.bos_token_id).all()
+        found = [tokenizer.decode(x[10:]).split()[1:-1] for x in rows.tolist()]
+        firsts, lasts = ([int(x[i]) for x in found] for i in (0, -1))
+        assert all(a < b for a, b in zip(lasts, firsts[1:], strict=False))  # in order, apart
+        assert firsts[0] < 100 and firsts[-1] > 60_000 * 0.7
+
+
 # -- checkpoints --------------------------------------------------------------------------------
 
 
@@ -236,7 +251,7 @@ def test_too_little_text_is_refused(checkpoint, tmp_path, capsys) -> None:
     (tmp_path / "text.txt").write_text("A few words.")
     where = ["--output", tmp_path / "new", "--device", "cpu"]
     line = refused(capsys, "recover", checkpoint, *where, "--text", tmp_path / "text.txt")
-    assert "at least 4096 are needed: give more text with --text" in line
+    assert "fewer than 4 windows of 1024 tokens: give more --text" in line
 
 
 def test_peft_is_asked_for(tmp_path, capsys, monkeypatch) -> None:

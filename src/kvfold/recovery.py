@@ -8,11 +8,11 @@ import torch
 
 from kvfold.api import check_files, fill, stored_dtype
 from kvfold.artifact import mark, provenance_of, saved_spec
-from kvfold.compression.calibration_text import calibration_windows, window_length
+from kvfold.compression.calibration_text import training_windows
 from kvfold.compression.lora import HELD, check_installed, finetune
 from kvfold.compression.progress import Progress, stage
 from kvfold.config import LoRA, check_types, settings_of
-from kvfold.errors import SettingError, renamed
+from kvfold.errors import SettingError
 from kvfold.files import new_directory, writing
 from kvfold.loading import load, load_config, load_tokenizer
 from kvfold.models.families import family_of
@@ -52,9 +52,8 @@ def recover(
         if original is not None:
             _check_original(original, config)
         tokenizer = load_tokenizer(str(name))
-        most = (lora.steps * lora.batch + HELD) * window_length(config)
-        with renamed(calib="text"):
-            windows = calibration_windows(tokenizer, config, text, most)
+        count = lora.steps * lora.batch + HELD
+        windows = training_windows(tokenizer, config, text, count)
         model = load(name, dtype=dtype, device=device)
         teacher = load(original, dtype=dtype, device=device) if original is not None else None
         before, after = finetune(
