@@ -27,7 +27,7 @@ from kvfold import recipes
 from kvfold.artifact import spec_of
 from kvfold.compression.calibrate import artifact_key
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
-from kvfold.compression.recover import QuantisedRows, StoredRows
+from kvfold.compression.rows import QuantisedRows, StoredRows
 from kvfold.compression.statistics import Statistics
 from kvfold.config import ALL_LEVELS, LEVELS, CacheConfig, Prefer
 from kvfold.evaluation.dense import DenseSession, inference

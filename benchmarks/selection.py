@@ -24,7 +24,7 @@ from torch import Tensor
 from kvfold import recipes
 from kvfold.attention.base import AttentionContext, LayerMaps
 from kvfold.compression.compressor import Compressor
-from kvfold.compression.recover import through_bits
+from kvfold.compression.rows import through_bits
 from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.perplexity import window_perplexity
 from kvfold.evaluation.session import Footprint, Session, Sessions

@@ -54,8 +54,8 @@ COMMANDS = {
         'Invalid value "sglang" for --engine. Choose from: "kvfold", "vllm".'
     ),
     "kvfold explode": (
-        'Unknown command "explode". Available commands: compress, generate, serve, route, '
-        "capacity, inspect, eval, compare, ..."
+        'Unknown command "explode". Available commands: compress, recover, generate, serve, '
+        "route, capacity, inspect, eval, ..."
     ),
     "kvfold eval reference:gqa --bogus 1": "Unknown option: --bogus. Did you mean --bits?",
     "kvfold eval reference:gqa --dtype int8": (
@@ -219,6 +219,19 @@ SIZES = {
     ),
     "kvfold compress reference:gqa --recover -1 --output new": (
         "--recover must be at least 0 steps, got -1; 0 leaves the maps alone"
+    ),
+    "kvfold recover reference:gqa --output new": (
+        "reference:gqa is not compressed, so there is nothing to recover: `kvfold compress` first"
+    ),
+    "kvfold recover reference:gqa --steps 0 --output new": "--steps must be at least 1, got 0",
+    "kvfold recover reference:gqa --learning-rate 0 --output new": (
+        "--learning-rate must be above 0, got 0.0"
+    ),
+    "kvfold recover reference:gqa --text nowhere.txt --output new": (
+        "file nowhere.txt: no such file; give a text file, plain, .xz or .gz"
+    ),
+    "kvfold recover reference:gqa --output text.txt": (
+        "output text.txt exists and is not an empty directory; name another one"
     ),
     "kvfold compress reference:gqa --recipe tiny --output new": (
         "unknown recipe 'tiny'; recipes: zack, zdc, kvquant, kvquant-z, lorc, palu-m, palu-g, "
@@ -615,6 +628,9 @@ POOLS = {
     ),
 }
 PYTHON = {
+    'kvfold.recover("reference:gqa", output="new", step=5)': (
+        "unknown settings: step; legal: steps, batch, rank, learning_rate, maps, seed"
+    ),
     "kvfold.LLM(None)": "model must be a name or a loaded causal LM; got None",
     'kvfold.LLM("reference:gqa", max_sequences="4")': (
         "max_sequences must be a whole number; got '4'"
@@ -834,6 +850,12 @@ REQUESTS = {
     r'CacheParams(cache_salt="\ud800")': "cache_salt: not utf-8 text at character 0",
 }
 CHECKPOINTS = {
+    "kvfold recover folded --original reference:mha --output new": (
+        "reference:mha has another shape: --original is what it was made from"
+    ),
+    "kvfold recover folded --original quarter --output new": (
+        "quarter is compressed, too: --original is what it was made from"
+    ),
     "kvfold eval no-tensor": (
         "cannot load a model from 'no-tensor': tensors 1 missing "
         "(model.layers.1.mlp.up_proj.weight); its files are incomplete or not of one checkpoint: "

@@ -58,6 +58,8 @@ LAYERS: dict[str, set[str]] = {
     "api": {"spec", "compression", "config", "recipes", "artifact", "loading", "evaluation"}
     | {"models"}
     | {"files", "weights", "card", "text"},
+    "recovery": {"api", "artifact", "compression", "config", "errors", "files", "loading", "models"}
+    | {"spec", "text"},
     "report": {"evaluation", "files", "text"},
 }
 # The programs, on top: they may use everything, and nothing may use them.

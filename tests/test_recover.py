@@ -12,10 +12,12 @@ from torch import Tensor
 import kvfold
 from kvfold import recipes
 from kvfold.artifact import provenance_of, spec_of
-from kvfold.compression import calibration_text, compressor
+from kvfold.compression import calibration_text, compressor, training
 from kvfold.compression import recover as recovery
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor, Prepared
+from kvfold.compression.rows import QuantisedRows, StoredRows, through_bits
+from kvfold.compression.training import batches_of
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.evaluation.dense import DenseSession
@@ -57,7 +59,7 @@ def test_rows_come_back_as_from_pages(name: str, recipe: str) -> None:
     bases = prepared(model, recipe, tokens(8, 64))
     bases.fold(bases.plan_factor(6.0), {})
     whole = losses_of(model, rows)
-    ours = losses_of(model, rows, past_key_values=recovery.QuantisedRows(spec_of(model).layers))
+    ours = losses_of(model, rows, past_key_values=QuantisedRows(spec_of(model).layers))
     config = CacheConfig(kv_bytes=2**21, page=8)
     runner = build_runner(model, config, num_slots=1, max_tokens=64)
     paged, _ = window_perplexity(partial(PagedSession, runner), rows)
@@ -75,7 +77,7 @@ def test_planned_tasks_weigh_the_same_on_pages() -> None:
     runner = build_runner(
         copy.deepcopy(model), CacheConfig(kv_bytes=2**21, page=8), num_slots=1, max_tokens=64
     )
-    stored = partial(dense, new_cache=partial(recovery.StoredRows, layers))
+    stored = partial(dense, new_cache=partial(StoredRows, layers))
     for sessions in (partial(PagedSession, runner, 16), stored, dense):
         reader = Reader(sessions)
         reader.prefill(context)
@@ -90,10 +92,10 @@ def test_kept_rows_serve_chunks() -> None:
     bases = prepared(model, "small", tokens(8, 64))
     bases.fold(bases.plan_factor(6.0), {})
     layers = spec_of(model).layers
-    cache = recovery.StoredRows(layers)
+    cache = StoredRows(layers)
     with torch.no_grad():
         parts = [model(x, past_key_values=cache).logits for x in rows.split(7, 1)]
-        whole = model(rows, past_key_values=recovery.QuantisedRows(layers)).logits
+        whole = model(rows, past_key_values=QuantisedRows(layers)).logits
     assert (torch.cat(parts, 1) - whole).abs().max() < 1e-4
     assert cache.get_seq_length() == 40
 
@@ -110,7 +112,7 @@ def planned_row(*tiers: tuple[tuple[int, int], ...] | None) -> LayerSpec:
 def test_the_gradient_passes_the_quantiser() -> None:
     layer = planned_row(((16, 4), (8, 1)), ((12, 3),))
     rows = torch.randn(3, 5, 36, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    found = recovery.through_bits(rows, layer)
+    found = through_bits(rows, layer)
     assert 0.05 < (found - rows).norm() / rows.norm() < 0.6
     upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     found.backward(upstream)
@@ -119,8 +121,8 @@ def test_the_gradient_passes_the_quantiser() -> None:
 
 def test_numbers_without_a_plan_pass_unchanged() -> None:
     rows = torch.randn(2, 24, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(recovery.through_bits(rows[:, :16], planned_row(None, None)), rows[:, :16])
-    found = recovery.through_bits(rows, planned_row(None, ((16, 2),)))
+    assert torch.equal(through_bits(rows[:, :16], planned_row(None, None)), rows[:, :16])
+    found = through_bits(rows, planned_row(None, ((16, 2),)))
     assert torch.equal(found[:, :8], rows[:, :8])
     assert not torch.allclose(found[:, 8:], rows[:, 8:], atol=1e-3)
 
@@ -190,12 +192,12 @@ def test_maps_learn_and_nothing_else(jobs, batch, recipe: str, size: dict) -> No
 
 def test_the_loss_is_the_divergence_of_what_pages_give(jobs, batch, monkeypatch) -> None:
     job, teacher, spec = folded(jobs, "lean", factor=12)
-    cache = recovery.QuantisedRows(spec.layers)
+    cache = QuantisedRows(spec.layers)
     with torch.no_grad():
         wanted = teacher(batch).logits.log_softmax(-1)
         found = job.model(batch, past_key_values=cache).logits.log_softmax(-1)
     divergence = (wanted.exp() * (wanted - found)).sum(-1).mean()
-    monkeypatch.setattr(recovery, "_CHUNK", 50)  # of 128 positions
+    monkeypatch.setattr(training, "_CHUNK", 50)  # of 128 positions
     first, _ = recovered(job, teacher, spec, batch, 1)
     assert first == pytest.approx(float(divergence), rel=1e-4)
 
@@ -221,7 +223,7 @@ def test_a_model_in_few_bits_learns_in_float32_and_keeps_its_dtype(jobs, batch) 
 
 def test_seeds_decide_the_order(batch) -> None:
     rows = torch.arange(40)[:, None]
-    one, same, other = (list(recovery._batches(rows, 5, seed)) for seed in (0, 0, 1))
+    one, same, other = (list(batches_of(rows, recovery.BATCH, 5, seed)) for seed in (0, 0, 1))
     assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert len(torch.cat(one[:2]).unique()) == 2 * recovery.BATCH  # none twice before all were seen

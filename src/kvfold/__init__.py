@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvfold.evaluation.auto import best_policy as best_policy
     from kvfold.loading import load as load
     from kvfold.loading import reference as reference
+    from kvfold.recovery import recover as recover
 
 __version__ = "0.1.0"
 # Where public names are; torch and transformers are imported when the first of them is asked for.
@@ -28,6 +29,7 @@ _HOMES = {
     "best_policy": "evaluation.auto",
     "compress": "api",
     "load": "loading",
+    "recover": "recovery",
     "reference": "loading",
 }
 __all__ = ["__version__", "recipes", *_HOMES]

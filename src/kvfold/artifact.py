@@ -179,8 +179,15 @@ def mark(model: Any, spec: CacheSpec, provenance: dict[str, Any]) -> None:
 
 def spec_of(model: Any) -> CacheSpec | None:
     """The CacheSpec of a folded model, None of a plain one."""
-    config = getattr(model.config, "quantization_config", None)
-    return config.spec if isinstance(config, KVFoldConfig) else None
+    return saved_spec(model.config)
+
+
+def saved_spec(config: Any) -> CacheSpec | None:
+    """What a checkpoint of this config stores; None of an original model."""
+    saved = getattr(config, "quantization_config", None)
+    if isinstance(saved, dict) and saved.get("quant_method") == "kvfold":
+        saved = KVFoldConfig(**saved)
+    return saved.spec if isinstance(saved, KVFoldConfig) else None
 
 
 def provenance_of(model: Any) -> dict[str, Any]:

@@ -72,4 +72,10 @@ def facts(spec: CacheSpec, provenance: dict[str, Any]) -> list[str]:
             f"recovered in {recovery['steps']} steps: {recovery['before']:.4f} to"
             f" {recovery['after']:.4f} nats a token from the original"
         )
+    if lora := provenance.get("lora"):
+        lines.append(
+            f"low-rank additions of {lora['steps']} steps merged: {lora['before']:.4f} to"
+            f" {lora['after']:.4f} nats a token"
+            + (" from the original" if lora["original"] else " of text that they did not see")
+        )
     return lines

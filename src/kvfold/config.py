@@ -163,6 +163,23 @@ class Recipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """How low-rank additions to a compressed model's weights learn; defaults as in Palu App. E."""
+
+    steps: int = setting(100, "Steps of the optimiser.", least=1)
+    batch: int = setting(4, "Windows of text a step, one at a time.", least=1)
+    rank: int = setting(32, "Of what is added to a weight; alpha is the same.", least=1)
+    learning_rate: float = setting(
+        2e-4, "Reached after a tenth of the steps; then it falls to zero by a cosine.", above=0
+    )
+    maps: bool = setting(False, "Add to the maps that make rows, too.")
+    seed: int = setting(0, "Of what is added, and of the order of the text.", **SEEDS)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """How a running engine stores tokens: bits, pages, and what it evicts.
 

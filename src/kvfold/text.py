@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SEPARATOR = "<|endoftext|>"
 ROLES = ("system", "user", "assistant")
-_CHARACTERS_PER_TOKEN = 6  # first guess of how much text fills a number of tokens
+CHARACTERS_PER_TOKEN = 6  # first guess of how much text fills a number of tokens
 _UNPACK = {".xz": lzma.decompress, ".gz": gzip.decompress}
 _NOT_JSON = {  # what is wrong with a JSON text, by what reading it raises
     json.JSONDecodeError: "not a JSON object",
@@ -236,7 +236,7 @@ def _encode_prefix(tokenizer: Any, text: str, limit: int | None) -> list[int]:
     """First `limit` ids (None: all) of `text`, as tokenising the whole of it gives them."""
     if limit is None:
         return encode(tokenizer, text)
-    characters = limit * _CHARACTERS_PER_TOKEN
+    characters = limit * CHARACTERS_PER_TOKEN
     while True:
         ids = encode(tokenizer, text[:characters])
         # Ids near a cut may differ from those of the whole text, so they are never used.

@@ -160,13 +160,10 @@ def with_policy(model: Any, tokenizer: Any, cache: "CacheConfig | None") -> "Cac
 
 
 def saved_spec(config: Any) -> "CacheSpec | None":
-    """What a checkpoint of this config stores; None of an original model."""
-    from kvfold.artifact import KVFoldConfig
+    """As `artifact.saved_spec`."""
+    from kvfold import artifact
 
-    saved = getattr(config, "quantization_config", None)
-    if isinstance(saved, dict) and saved.get("quant_method") == "kvfold":
-        saved = KVFoldConfig(**saved)
-    return saved.spec if isinstance(saved, KVFoldConfig) else None
+    return artifact.saved_spec(config)
 
 
 def settings(model: Any, windows: Windows, storage: Storage) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from kvfold.cli.generate import generate
 from kvfold.cli.inspect import inspect
 from kvfold.cli.options import flag
 from kvfold.cli.pack import pack
+from kvfold.cli.recover import recover
 from kvfold.cli.route import route
 from kvfold.cli.serve import serve
 from kvfold.errors import SettingError
@@ -45,11 +46,13 @@ LESS = {  # what takes less memory, by command
     ),
     "generate": "shorten the prompt, or lower --max-new-tokens, or --kv-bytes of pages",
     "serve": "lower --max-sequences or --max-tokens, or --kv-bytes of pages",
+    "recover": "take a smaller model, leave --original out, or --device cpu",
     "pack": "shorten the context, or lower --kv-bytes of pages",
     "bench": "lower --batch, --tokens or --layers",
 }
 COMMANDS: dict[str, Callable[..., None]] = {
     "compress": compress,
+    "recover": recover,
     "generate": generate,
     "serve": serve,
     "route": route,

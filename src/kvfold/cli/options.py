@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
-from kvfold.config import ALL_LEVELS, SEEDS, CacheConfig, Prefer, check, setting, settings_of
+from kvfold.config import (
+    ALL_LEVELS,
+    SEEDS,
+    CacheConfig,
+    LoRA,
+    Prefer,
+    check,
+    setting,
+    settings_of,
+)
 from kvfold.errors import SettingError
 from kvfold.evaluation.tasks import LEGAL_ROWS
 from kvfold.recipes import RECIPES
@@ -258,7 +267,17 @@ class Storage:
         return cache
 
 
-PLACE, CALIBRATION, WINDOWS = Place(), Calibration(), Windows()
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+@flags_of(LoRA)
+class Adapters:
+    """How low-rank additions learn, a `LoRA`."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+PLACE, CALIBRATION, WINDOWS, ADAPTERS = Place(), Calibration(), Windows(), Adapters()
 SIZE, FASTEST = Size(), Fastest()
 SAMPLING, STORAGE = Sampling(), Storage()
 

@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import SettingError
-from kvfold.text import check_ids, documents, encode, packaged, read_texts
+from kvfold.text import (
+    CHARACTERS_PER_TOKEN,
+    check_ids,
+    documents,
+    encode,
+    longer,
+    packaged,
+    read_texts,
+    running,
+    windows,
+)
 
 CALIBRATION_TOKENS = 32768
 CALIBRATION_WINDOW = 1024
@@ -46,6 +56,33 @@ def calibration_windows(
     check_ids(stream, config.get_text_config(decoder=True).vocab_size)
     rows = torch.tensor(stream[: count * length]).view(count, length)
     rows[:, : len(bos)] = torch.tensor(bos, dtype=rows.dtype)
+    return rows
+
+
+def training_windows(
+    tokenizer: Any, config: Any, files: list[str | Path] | None, count: int
+) -> Tensor:
+    """Windows [n, T] of running text, `count` at most, spread evenly over all of it.
+
+    Of the packaged calibration text where no files are given. Raises SettingError for text of fewer
+    than MIN_WINDOWS.
+    """
+    text = running(read_texts(files) if files else packaged("calibration.txt"))
+    length, part = window_length(config), len(text) // count
+    if not longer(tokenizer, text, MIN_WINDOWS * length):
+        raise SettingError(
+            f"the text has fewer than {MIN_WINDOWS} windows of {length} tokens: give more `text`, "
+            "or leave it out for the packaged one"
+        )
+    if part < 2 * CHARACTERS_PER_TOKEN * length:
+        found = list(windows(tokenizer, text, length))
+        picked = min(count, len(found))
+        found = [found[i * len(found) // picked] for i in range(picked)]
+    else:
+        parts = (text[i * part : (i + 1) * part] for i in range(count))
+        found = [windows(tokenizer, x, length, length)[0] for x in parts]
+    rows = torch.stack(found)
+    check_ids(rows.flatten().tolist(), config.get_text_config(decoder=True).vocab_size)
     return rows
 
 
