@@ -130,7 +130,7 @@ def main() -> None:
     sections = ("policies", "metric", "bits", "factor", "recipes", "papers")
     parser.add_argument("--section", choices=sections, required=True)
     parser.add_argument("--contexts", type=int, default=25)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 2048, 4096])
     arguments = parser.parse_args()
     bench = Bench(arguments)
     original = Case(name="original", cache=CacheConfig())
