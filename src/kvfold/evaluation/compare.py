@@ -187,7 +187,7 @@ def table(rows: Sequence[Row]) -> Table:
         + (f" {', '.join(sizes)}: % of needle questions answered." if sizes else "")
         + "".join(f" {short_name(name)}: {score}, %{cut(rows, name)}." for name, score in scores)
     )
-    result.add_column("recipe", no_wrap=True)
+    result.add_column("recipe", max_width=20)
     pages = ["pool"] * paged(rows)
     for name in ("keep", "kept", "less", "B/tok", "cache", *pages):
         result.add_column(name, justify="right", no_wrap=True)
