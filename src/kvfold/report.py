@@ -224,7 +224,8 @@ def _loss_axes(rows: Sequence[Row], text: str, lines: Lines, label: str) -> tupl
     axes.set(xlabel=label, ylabel="more perplexity than the original")
     for recipe, points in lines.items():
         _draw_line(axes, order.index(recipe), points)
-    _label_ends(axes, {name: (order.index(name), lines[name][-1]) for name in lines})
+    ends = {name: (order.index(name), lines[name][-1]) for name in lines}
+    _label_ends(axes, ends, _LABEL / height)
     return figure, axes
 
 
@@ -241,13 +242,15 @@ def _draw_line(axes: Axes, index: int, points: Sequence[tuple[float, ...]]) -> N
     axes.scatter(x, y, s=20, marker=marker, facecolors=faces, edgecolors=color, zorder=3)
 
 
-def _label_ends(axes: Axes, ends: Mapping[str, tuple[int, tuple[float, float, float]]]) -> None:
-    """Recipe names right of the axes, moved apart, each tied to its line's last point."""
+def _label_ends(
+    axes: Axes, ends: Mapping[str, tuple[int, tuple[float, float, float]]], gap: float
+) -> None:
+    """Recipe names right of the axes, moved apart by `gap` of their height, each tied to its line's
+    last point."""
     low, high = (math.log(limit) for limit in axes.get_ylim())
     right = axes.get_xlim()[1]
     order = sorted(ends, key=lambda name: ends[name][1][1])
     wanted = [(math.log(max(ends[name][1][1], _FLOOR)) - low) / (high - low) for name in order]
-    gap = _LABEL / axes.figure.get_figheight()
     for name, place in zip(order, spread(wanted, gap), strict=True):
         index, (kept, mean, _) = ends[name]
         color = _SERIES[index % len(_SERIES)]
