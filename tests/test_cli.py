@@ -514,6 +514,17 @@ def test_compare_puts_whole_methods_in_one_table(plain, text, tmp_path, capsys):
     assert alone["window_nll"] != rows["zack .5 --align 8"]["window_nll"]
 
 
+def test_a_checkpoint_s_storage_is_compared(folded, text, tmp_path, capsys):
+    """It is the original then; what its latents cannot be stored in is refused before it is read."""
+    options = ["--text", text, "--json", tmp_path / "a"]
+    printed(capsys, "compare", folded, "--methods", "int8; --bits 4 --zeros", *options)
+    whole, *rows = json.loads((tmp_path / "a").read_text())["rows"]
+    kept = [row["kept_fraction"] for row in rows]
+    assert whole["kept_fraction"] == 0.5 > kept[0] > kept[1] > 0.125
+    refusal = refused(capsys, "compare", folded, "--methods", "int8; KIVI 2 bits", *options)
+    assert "format='kivi'" in refusal
+
+
 def test_sets_of_methods_are_all_legal():
     """What is named is written as any other method, and neighbours share a recipe's bases."""
     from kvfold.cli.methods import OURS, PUBLISHED, read, written
