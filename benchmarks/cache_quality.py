@@ -9,7 +9,6 @@ ones), papers (methods that the papers compare themselves with, alone and over t
 ours at the same bytes). Rows are written as they are measured; those already in the file are kept.
 """
 
-import argparse
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -18,41 +17,19 @@ from typing import Any
 
 import quality
 
-from kvfold import recipes
 from kvfold.cache.eviction import policies
-from kvfold.compression.compressor import Compressor, Prepared
+from kvfold.cli.methods import read
 from kvfold.config import CacheConfig, Prefer
 from kvfold.evaluation.measure import runner_for
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import window_perplexity
 
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
-PAPERS = {  # name: recipe (None: the model as it is), share of dimensions, and what else is cut
-    "KIVI 2 bits": (None, 1, {"bits": 2, "format": "kivi"}),
-    "int4, rotated": (None, 1, {"bits": 4}),
-    "Keyformer": (None, 1, {"evict": "keyformer", "keep_tokens": 0.25}),
-    "H2O": (None, 1, {"evict": "h2o", "keep_tokens": 0.25}),
-    "KV-Compress": (None, 1, {"evict": "kv-compress", "keep_tokens": 0.25}),
-    "ZACK": ("zack", 0.25, {}),
-    "ZDC": ("zdc", 0.25, {}),
-    "Keyformer-Z": ("zack", 0.5, {"evict": "keyformer", "keep_tokens": 0.5}),
-    **{
-        f"{name} {bits} bits": (recipe, keep, {"bits": bits, "format": "kvquant"})
-        for name, recipe, keep in (("KVQuant", "kvquant", 1), ("KVQuant-Z", "kvquant-z", 0.5))
-        for bits in (4, 3, 2)
-    },
-    "GEAR 4 bits": (None, 1, {"bits": 4, "format": "gear"}),
-    "GEAR 2 bits": (None, 1, {"bits": 2, "format": "gear"}),
-    "GEAR 2 bits, pages of 256": (
-        None,
-        1,
-        {"bits": 2, "format": "gear", "page": 256, "residual": 256},
-    ),
-    "GEAR-ZDC 4 bits": ("zdc", 0.5, {"bits": 4, "format": "gear"}),
-    "GEAR-ZDC 2 bits": ("zdc", 0.5, {"bits": 2, "format": "gear"}),
-    "H2O-ZDC": ("zdc", 0.5, {"evict": "h2o", "keep_tokens": 0.5}),
-}
-PLANNED = {"swift": (3, 4, 5, 6), "lean": (4, 6, 8), "small": (6, 14)}
+SIZES = {"swift": (3, 4, 5, 6), "lean": (3, 4, 5, 6, 8), "small": (4, 6, 14)}
+RECIPES = ["int8", "int4", "KIVI 4 bits", "KIVI 2 bits"]
+RECIPES += [f"{recipe} {factor}x" for recipe, factors in SIZES.items() for factor in factors]
+RECIPES += [f"swift {factor}x --prefer speed" for factor in SIZES["swift"]]
+METHODS = {"recipes": "; ".join(RECIPES), "papers": "papers"}  # of `kvfold compare`, by section
 METRIC = {  # edits of kv-compress
     "w8-L2": {},
     "w8-L1": {"power": 1},
@@ -98,27 +75,16 @@ def cases(section: str) -> Iterator[Case]:
                     zero = ", zeros" if zeros else ""
                     yield Case(name=f"{bits} bits, {turned}{zero}", cache=cache)
             yield Case(name=f"{bits} bits, KIVI", cache=CacheConfig(bits=bits, format="kivi"))
-    if section == "recipes":
-        for bits in (8, 4):
-            yield Case(name=f"int{bits}, rotated", cache=CacheConfig(bits=bits))
-        for bits in (4, 2):
-            yield Case(name=f"KIVI {bits} bits", cache=CacheConfig(bits=bits, format="kivi"))
-        for recipe, factors in PLANNED.items():
-            for factor in factors:
-                name = f"{recipe} {factor}x"
-                case = Case(name=name, cache=CacheConfig(), recipe=recipe, factor=factor)
-                yield case
-                if recipe == "swift":
-                    yield dataclasses.replace(case, name=f"{name}, for speed", prefer="speed")
-    if section == "papers":
-        for name, (recipe, keep, more) in PAPERS.items():
-            own = CacheConfig(**(evict | more if "evict" in more else more))
-            yield Case(name=name, cache=own, recipe=recipe or "", keep=keep if recipe else None)
-        for recipe in PLANNED:
-            for factor in (4, 6):
-                yield Case(
-                    name=f"{recipe} {factor}x", cache=CacheConfig(), recipe=recipe, factor=factor
-                )
+    for method, storage in read(METHODS[section]) if section in METHODS else ():
+        target, recipe = method.target, method.recipe
+        yield Case(
+            name=method.name,
+            cache=storage.config(target.planned),
+            recipe=recipe.name if recipe else "",
+            factor=target.factor,
+            keep=target.keep if recipe else None,
+            prefer=target.prefer,
+        )
     if section == "factor":
         for factor in (8, 10, 14, 18, 24):
             yield Case(name=f"factor {factor}", cache=CacheConfig(), factor=factor)
@@ -131,10 +97,6 @@ def cases(section: str) -> Iterator[Case]:
 
 class Bench(quality.Bench):
     """Questions are the same for every case too."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        super().__init__(arguments)
-        self.prepared: dict[str, Prepared] = {}
 
     def row(self, case: Case) -> dict[str, Any]:
         begin = time.perf_counter()
@@ -157,10 +119,6 @@ class Bench(quality.Bench):
     def _model(self, case: Case) -> Any:
         if case.factor is None and case.keep is None:
             return self.model
-        if case.recipe not in self.prepared:
-            recipe, most = recipes.get(case.recipe), self.arguments.calib_tokens
-            compressor = Compressor(self.model, recipe, self.tokenizer, max_tokens=most)
-            self.prepared[case.recipe] = compressor.prepare(self.arguments.stats)
         prepared = self.prepared[case.recipe]
         if case.factor is None:
             return prepared.folded_copy(prepared.plan(case.keep))
@@ -172,11 +130,13 @@ def main() -> None:
     sections = ("policies", "metric", "bits", "factor", "recipes", "papers")
     parser.add_argument("--section", choices=sections, required=True)
     parser.add_argument("--contexts", type=int, default=25)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 2048, 4096])
     arguments = parser.parse_args()
     bench = Bench(arguments)
     original = Case(name="original", cache=CacheConfig())
-    for row in bench.run(bench.wanted([original, *cases(arguments.section)]), bench.row):
+    wanted = bench.wanted([original, *cases(arguments.section)])
+    bench.prepare(x.recipe for x in wanted if x.factor or x.keep)
+    for row in bench.run(wanted, bench.row):
         print(row["name"], f"{row['seconds']:.0f} s", flush=True)
 
 

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from kvfold.api import CALIBRATION_TOKENS
 from kvfold.cli.common import named_texts, versions
+from kvfold.compression.compressor import Prepared, shared_statistics
+from kvfold.evaluation.comparison import compressors_of
 from kvfold.evaluation.measure import text_windows
 from kvfold.evaluation.needle import evaluate_needle
 from kvfold.evaluation.reader import Reader
@@ -49,6 +51,17 @@ class Bench:
         ctx, most = arguments.ctx, arguments.windows * arguments.ctx
         texts = named_texts(arguments.text)
         self.texts = text_windows(self.model, self.tokenizer, texts, ctx=ctx, max_tokens=most)
+
+    def prepare(self, recipes: Iterable[str]) -> None:
+        """The bases of every recipe, from one pass of calibration or the file of --stats."""
+        names, given = list(dict.fromkeys(recipes)), self.arguments
+        calib = getattr(given, "calib", None) or None
+        how = {"calib": calib, "max_tokens": given.calib_tokens}
+        made = compressors_of(self.model, self.tokenizer, names, **how)
+        self.prepared: dict[str, Prepared] = {}
+        if made:
+            statistics = shared_statistics(made, path=given.stats)
+            self.prepared = {x.recipe.name: x.prepare(statistics) for x in made}
 
     def wanted(self, cases: Iterable[Case]) -> list[Any]:
         """Those of --only that the file does not hold yet."""

@@ -11,7 +11,6 @@ engine; plain integers, KIVI and Palu's bits go through the engine. Rows of the 
 as they are measured; those already in the file are kept.
 """
 
-import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -23,12 +22,8 @@ import quality
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvfold import recipes
 from kvfold.artifact import spec_of
-from kvfold.compression.calibrate import artifact_key
-from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
 from kvfold.compression.rows import QuantisedRows, StoredRows
-from kvfold.compression.statistics import Statistics
 from kvfold.config import ALL_LEVELS, LEVELS, CacheConfig, Prefer
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.measure import runner_for
@@ -100,35 +95,7 @@ def cases(section: str, steps: int) -> Iterator[Case]:
 
 
 class Bench(quality.Bench):
-    """Statistics and bases are made once a recipe."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        super().__init__(arguments)
-        self.prepared: dict[str, Prepared] = {}
-
-    def prepare(self, wanted: list[Case]) -> None:
-        """One pass of calibration for all recipes of `wanted`."""
-        names = dict.fromkeys(case.recipe for case in wanted if case.recipe)
-        calib, most = self.arguments.calib or None, self.arguments.calib_tokens
-        made = [
-            Compressor(self.model, recipes.get(name), self.tokenizer, calib=calib, max_tokens=most)
-            for name in names
-        ]
-        if made:
-            statistics = self._statistics(made)
-            for name, compressor in zip(names, made, strict=True):
-                self.prepared[name] = compressor.prepare(statistics)
-
-    def _statistics(self, compressors: list[Compressor]) -> Statistics:
-        """Of all recipes, from --stats where that holds them."""
-        path = self.arguments.stats
-        if path is None or not path.exists():
-            made = shared_statistics(compressors)
-            if path is not None:
-                made.save(path)
-            return made
-        key = artifact_key(self.model, compressors[0].windows())
-        return Statistics.load(path, key).to(self.model.device)
+    """Rows as pages hold them, or pages."""
 
     def row(self, case: Case) -> dict[str, Any]:
         begin = time.perf_counter()
@@ -195,7 +162,7 @@ def main() -> None:
     every = [case for name in arguments.sections for case in cases(name, arguments.recover)]
     wanted = bench.wanted(every)
     begin = time.perf_counter()
-    bench.prepare(wanted)
+    bench.prepare(case.recipe for case in wanted if case.recipe)
     prepared = time.perf_counter() - begin
     print(f"calibrated in {prepared:.1f} s", flush=True)
     if "original" not in bench.rows:

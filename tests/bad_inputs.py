@@ -261,6 +261,36 @@ SIZES = {
         "palu-j, fast, "
         "swift, lean, small"
     ),
+    "kvfold compare reference:gqa --methods ';'": (
+        "--methods: ';' has none; separate them by semicolons"
+    ),
+    "kvfold compare reference:gqa --methods 'swift 4x; zack half'": (
+        "--methods: 'zack half': a size is 4x or .25, for example, not 'half'"
+    ),
+    "kvfold compare reference:gqa --methods 'zack 4x'": (
+        "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean or small"
+    ),
+    "kvfold compare reference:gqa --methods 'zack .5 --evct h2o'": (
+        "--methods: 'zack .5 --evct h2o': Unknown option: --evct. Did you mean --evict?"
+    ),
+    "kvfold compare reference:gqa --methods 'swift 4x --bits 5'": (
+        "--methods: 'swift 4x --bits 5': --bits must be one of 16, 8, 6, 4, 3, 2, 1; got 5"
+    ),
+    "kvfold compare reference:gqa --methods 'KIVI 3.5 bits'": (
+        "--methods: 'KIVI 3.5 bits': no recipe, size and options, nor one of ours, published, "
+        "papers, int8, int4, KIVI 4 bits, KIVI 2 bits, KVQuant 4 bits, KVQuant 3 bits, KVQuant 2 "
+        "bits, GEAR 4 bits, GEAR 2 bits, GEAR 2 bits, pages of 256, Keyformer, H2O, KV-Compress, "
+        "ZACK, Keyformer-Z, KVQuant-Z 4 bits, KVQuant-Z 3 bits, KVQuant-Z 2 bits, ZDC, H2O-ZDC, "
+        "GEAR-ZDC 4 bits, GEAR-ZDC 2 bits"
+    ),
+    "kvfold compare reference:gqa --methods 'swift 4x' --bits 4": (
+        "--methods says what is folded and how tokens are stored: leave --bits out, or write it "
+        "into a method"
+    ),
+    "kvfold compare reference:gqa --methods 'zack .5 --bits 4 --format kvquant'": (
+        "format='kvquant' needs levels that were calibrated on the model: compress it with recipe "
+        "kvquant (keep 1) or kvquant-z first, or take another format"
+    ),
     "kvfold compare reference:gqa --align 0": "--align must be at least 1 and below 1e+06, got 0",
     "kvfold compare reference:gqa --calib-tokens -5": "--calib-tokens must be at least 1, got -5",
     "kvfold compare reference:gqa --calib-tokens 100": (

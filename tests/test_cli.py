@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, fields
+from itertools import groupby
 
 import pytest
 import torch
@@ -483,6 +484,58 @@ def test_compare_pairs_recipes_on_the_same_text(plain, text, tmp_path, capsys):
     assert names == [("original", 1.0), *pairs]
     assert all(row["kept_fraction"] <= row["keep"] for row in result["rows"])
     assert "zdc" in html.read_text() and result["settings"]["ctx"] == 128
+
+
+def test_compare_puts_whole_methods_in_one_table(plain, text, tmp_path, capsys):
+    """Recipes at sizes, bits, formats and eviction, on the same tokens; statistics are kept."""
+    stats, html = tmp_path / "stats.safetensors", tmp_path / "rows.html"
+    methods = (
+        "small 4x; zack .5 --evict h2o --keep-tokens .5 --page 16; KIVI 2 bits;"
+        " zack .5 --align 8; kvquant --bits 4 --format kvquant; int8"
+    )
+    options = ["--methods", methods, "--text", text, "--calib-tokens", 2048, "--stats", stats]
+    out = printed(capsys, "compare", plain, *options, "--json", tmp_path / "a", "--html", html)
+    assert "pool" in out and "KIVI 2 bits" in out and "pages" in html.read_text()
+    result = json.loads((tmp_path / "a").read_text())
+    rows = {row["recipe"]: row for row in result["rows"]}
+    assert list(rows) == ["original", *(name.strip() for name in methods.split(";"))]
+    assert result["settings"]["methods"] == methods
+    kept = [row["kept_fraction"] for row in rows.values()]
+    # 64 tokens: KIVI's all wait; int8 and kvquant store a scale, or outliers and a range, a head.
+    assert kept[:5] == [1.0, pytest.approx(0.25, abs=0.02), 0.25, 1.0, 0.5]
+    assert 0.25 < kept[5] < kept[6] < 0.65
+    assert all(row["pool_fraction"] >= row["kept_fraction"] for row in rows.values())
+    windows = [len(row["window_nll"]["text"]) for row in rows.values()]
+    assert windows == windows[:1] * 7
+    again = ["compare", plain, *options[:1], "zack .5 --align 8", *options[2:]]
+    assert "calibrate" not in printed(capsys, *again, "--json", tmp_path / "b")
+    _, alone = json.loads((tmp_path / "b").read_text())["rows"]
+    assert alone["kept_fraction"] == 0.5  # and of all tokens, since nothing is evicted beside it
+    assert alone["window_nll"] != rows["zack .5 --align 8"]["window_nll"]
+
+
+def test_a_checkpoint_s_storage_is_compared(folded, text, tmp_path, capsys):
+    """It is the original then; what its latents cannot be stored in is refused before it is read."""
+    options = ["--text", text, "--json", tmp_path / "a"]
+    printed(capsys, "compare", folded, "--methods", "int8; --bits 4 --zeros", *options)
+    whole, *rows = json.loads((tmp_path / "a").read_text())["rows"]
+    kept = [row["kept_fraction"] for row in rows]
+    assert whole["kept_fraction"] == 0.5 > kept[0] > kept[1] > 0.125
+    refusal = refused(capsys, "compare", folded, "--methods", "int8; KIVI 2 bits", *options)
+    assert "format='kivi'" in refusal
+
+
+def test_sets_of_methods_are_all_legal():
+    """What is named is written as any other method, and neighbours share a recipe's bases."""
+    from kvfold.cli.methods import OURS, PUBLISHED, read, written
+
+    found = [method for method, _ in read("papers; int8; ours")]
+    assert [method.name for method in found] == [*OURS, *PUBLISHED]
+    runs = [recipe for recipe, _ in groupby(method.recipe for method in found) if recipe]
+    assert len(runs) == len(set(runs))
+    (method, storage), (plain, _) = read("H2O-ZDC; lean 6x")
+    assert method.recipe.name == "zdc" and method.keep == storage.keep_tokens == 0.5
+    assert written("H2O-ZDC").startswith("zdc .5") and plain.keep == pytest.approx(1 / 6)
 
 
 def test_an_interrupted_comparison_keeps_its_rows(plain, text, tmp_path, capsys, monkeypatch):

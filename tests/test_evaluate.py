@@ -7,6 +7,7 @@ import logging
 import lzma
 import math
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -453,12 +454,13 @@ ROW = Row(
 
 
 @pytest.mark.parametrize("width", [80, 160])
-def test_table_shows_every_number_on_any_terminal(width):
+@pytest.mark.parametrize("name", ["small", "zdc .5 --evict h2o --keep-tokens .5 --page 16"])
+def test_table_shows_every_number_on_any_terminal(name, width):
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(table([ROW]))
+    console.print(table([replace(ROW, recipe=name, pool_fraction=0.251)]))
     text = console.export_text()
     numbers = ("0.25", "0.246", "4.1×", "756", "18.78", "+0.0089", "±0.0007", "99", "96", "17")
-    for number in ("small", "512", "4K", *numbers):
+    for number in (name.split()[0], "512", "4K", "0.251", *numbers):
         assert number in text
     assert "3 MiB" in text
 

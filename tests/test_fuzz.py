@@ -19,6 +19,7 @@ from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
 from kvfold.engine.llm import Completion
+from kvfold.formats import FORMATS
 from models import CONFIGS, tiny, tokens
 
 ALL, FEW = 200, 8
@@ -64,7 +65,7 @@ def drawn(rng: random.Random) -> Configuration:
         "zeros": rng.random() < 0.2,
         "sub_group": rng.choice([None, None, 8, 16]),
         "rotate": rng.random() < 0.8,
-        "format": rng.choice(["integers"] * 3 + ["kivi"]),
+        "format": rng.choice(["integers"] * 3 + [*FORMATS][1:]),
         "residual": rng.choice([None, None, 4, 16]),
         "evict": evict,
         "keep_tokens": evict and 0.5,

@@ -384,8 +384,9 @@ def serve(
         {"format": "kivi", "bits": 4, "residual": 24},
         {"bits": 2, "residual": 16},
         {"bits": 4, "residual": 24},
+        {"format": "gear", "bits": 2, "residual": 16},
     ],
-    ids=["kivi2", "kivi4", "integers2", "integers4"],
+    ids=["kivi2", "kivi4", "integers2", "integers4", "gear2"],
 )
 def test_requests_together_get_what_they_get_alone(settings: dict) -> None:
     """Whatever arrives beside them, however prompts are cut, and also after pre-emption. Batches of

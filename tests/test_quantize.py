@@ -80,7 +80,8 @@ def test_pack_is_bit_exact(bits: int, data) -> None:
 def test_pack_takes_any_strides_and_no_rows(bits: int) -> None:
     generator = torch.Generator().manual_seed(1)
     wide = torch.randint(0, 2**bits, (5, 3, 19), generator=generator, dtype=torch.uint8)
-    for codes in (wide.transpose(0, 2), wide[..., 1:], wide[:, 1:2, 2:3], wide[:0]):
+    one = wide[..., :16].contiguous()[..., None].mT  # a dimension of one, whose stride is 1
+    for codes in (wide.transpose(0, 2), wide[..., 1:], wide[:, 1:2, 2:3], wide[:0], one):
         packed = pack(codes, bits)
         assert torch.equal(packed, pack(codes.contiguous(), bits))
         padded = torch.full((*packed.shape[:-1], packed.shape[-1] + 3), 255, dtype=torch.uint8)

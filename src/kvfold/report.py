@@ -37,6 +37,7 @@ _VARIABLES = (
 )
 _MARKERS = "osD^vPX"
 _MAX_LABELLED_CELLS = 400
+_LABEL = 0.245  # inches of a figure that a line's name takes
 _FLOOR = 0.1  # per cent of perplexity: what is less is drawn there
 
 
@@ -210,7 +211,8 @@ def _step_figure(rows: Sequence[Row], text: str) -> dict[str, Any]:
 
 def _loss_axes(rows: Sequence[Row], text: str, lines: Lines, label: str) -> tuple[Any, Axes]:
     """A figure of perplexity increases, a line a recipe, in the colours that `rows` give them."""
-    figure, axes = _figure(4.6, 3.7)
+    height = max(3.7, _LABEL * len(lines))
+    figure, axes = _figure(4.6, height)
     order = list(dict.fromkeys(row.recipe for row in rows if row.delta_nll))
     most = max(mean for points in lines.values() for _, mean, _ in points)
     axes.set_yscale("log")
@@ -222,7 +224,8 @@ def _loss_axes(rows: Sequence[Row], text: str, lines: Lines, label: str) -> tupl
     axes.set(xlabel=label, ylabel="more perplexity than the original")
     for recipe, points in lines.items():
         _draw_line(axes, order.index(recipe), points)
-    _label_ends(axes, {name: (order.index(name), lines[name][-1]) for name in lines})
+    ends = {name: (order.index(name), lines[name][-1]) for name in lines}
+    _label_ends(axes, ends, _LABEL / height)
     return figure, axes
 
 
@@ -239,13 +242,16 @@ def _draw_line(axes: Axes, index: int, points: Sequence[tuple[float, ...]]) -> N
     axes.scatter(x, y, s=20, marker=marker, facecolors=faces, edgecolors=color, zorder=3)
 
 
-def _label_ends(axes: Axes, ends: Mapping[str, tuple[int, tuple[float, float, float]]]) -> None:
-    """Recipe names right of the axes, moved apart, each tied to its line's last point."""
+def _label_ends(
+    axes: Axes, ends: Mapping[str, tuple[int, tuple[float, float, float]]], gap: float
+) -> None:
+    """Recipe names right of the axes, moved apart by `gap` of their height, each tied to its line's
+    last point."""
     low, high = (math.log(limit) for limit in axes.get_ylim())
     right = axes.get_xlim()[1]
     order = sorted(ends, key=lambda name: ends[name][1][1])
     wanted = [(math.log(max(ends[name][1][1], _FLOOR)) - low) / (high - low) for name in order]
-    for name, place in zip(order, spread(wanted, 0.066), strict=True):
+    for name, place in zip(order, spread(wanted, gap), strict=True):
         index, (kept, mean, _) = ends[name]
         color = _SERIES[index % len(_SERIES)]
         height = math.exp(low + place * (high - low))

@@ -127,16 +127,19 @@ def read_tasks(paths: Sequence[Path]) -> "dict[str, list[Task]]":
     return {str(path): tasks.read_tasks(path) for path in paths}
 
 
-def cache_config(config: Any, storage: Storage, place: Place) -> "CacheConfig | None":
-    """How the paged cache is to store tokens of a model of this config; None: transformers' cache
-    serves. Raises ValueError for what the two cannot do together."""
+def cache_config(
+    config: Any, storage: Storage, place: Place, planned: bool = False
+) -> "CacheConfig | None":
+    """How the paged cache is to store tokens of a model of this config, whose bits are `planned` or
+    become so; None: transformers' cache serves. Raises ValueError for what the two cannot do
+    together."""
     from kvfold.cache.eviction import policies
     from kvfold.engine.build import check_served
     from kvfold.loading import default_device
     from kvfold.ops.backend import use_triton
 
     spec = saved_spec(config)
-    cache = storage.config(planned=spec is not None and spec.planned)
+    cache = storage.config(planned or (spec is not None and spec.planned))
     if cache is not None:
         named = next(iter(policies.POLICIES)) if cache.evict == AUTO else cache.evict
         check_served(config, policies.get(named) if named else None, cache)

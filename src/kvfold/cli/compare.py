@@ -1,8 +1,7 @@
 """kvfold compare: recipes and sizes of one model, on the same text."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import product
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,28 +21,32 @@ from kvfold.cli.options import (
     Storage,
     TaskFiles,
     Windows,
-    parse_list,
 )
-from kvfold.errors import renamed
+from kvfold.errors import SettingError, renamed
 from kvfold.files import write_json
 from kvfold.recipes import RECIPES
 
 if TYPE_CHECKING:
+    from kvfold.cli.methods import Asked
     from kvfold.evaluation.compare import Row
+    from kvfold.evaluation.comparison import Method
 
 NAMES = f"Separated by commas, of {', '.join(RECIPES)}."
+DEFAULT_RECIPES, DEFAULT_KEEPS = "zack,palu-j,fast,lean,small", "0.5,0.35,0.25"
 
 
 def compare(
     model: Model,
     /,
     *,
-    recipes: Annotated[str, Parameter(help=NAMES)] = "zack,palu-j,fast,lean,small",
-    keep: str = "0.5,0.35,0.25",
+    recipes: Annotated[str, Parameter(help=NAMES)] = DEFAULT_RECIPES,
+    keep: str = DEFAULT_KEEPS,
+    methods: str | None = None,
     text: Files = (),
     tasks: TaskFiles = (),
     calib: Files = (),
     calib_tokens: int = CALIBRATION.max_tokens,
+    stats: Path | None = None,
     align: int | None = None,
     html: Path | None = None,
     json: Path | None = None,
@@ -60,12 +63,18 @@ def compare(
     ----------
     keep
         Shares of the cache, separated by commas.
+    methods
+        Instead of --recipes, --keep and options of the cache: rows separated by semicolons, a
+        recipe, or none, a size and such options, as in "swift 4x; zdc .5 --bits 4; --bits 8", or a
+        name, such as "KIVI 2 bits". ours, published, papers: many of them.
     text
         Text files to measure on (.txt, .xz, .gz); without any, a packaged one.
     calib
         Text files to calibrate on instead of ours.
     calib_tokens
         Tokens of calibration text.
+    stats
+        Statistics file: reused if it fits, written if absent.
     align
         Ranks are multiples of it; 1 compares methods as published.
     html
@@ -75,31 +84,36 @@ def compare(
     seed
         Of calibration.
     """
-    names = parse_list(recipes, "--recipes", str)
-    keeps = parse_list(keep, "--keep", float)
+    asked = requested(methods, recipes, keep, align, storage)
     common.check_outputs(html=html, json=json)
     with renamed(max_tokens="calib_tokens"):
-        calibration = Calibration(calib=calib, max_tokens=calib_tokens, seed=seed)
-    check_sizes(keeps, align, calibration)
-    from kvfold.compression.target import Target
-
+        calibration = Calibration(calib=calib, stats=stats, max_tokens=calib_tokens, seed=seed)
+    check_files(calibration)
     texts = common.named_texts(text)
     answers = common.read_tasks(tasks)
     config, tokenizer = common.load_config(model), common.load_tokenizer(model)
     with renamed(max_tokens="calib_tokens"):
-        for name, size in product(names, keeps):
-            common.check_recipe(config, name, calib_tokens, Target(keep=size), align)
-    cache = common.cache_config(config, storage, place)
-    what = common.measurement(config, tokenizer, windows, cache, texts, answers)
+        chosen = [check_method(config, method, own, calib_tokens, place) for method, own in asked]
+    caches = [method.cache for method in chosen]
+    evicting = next((cache for cache in caches if cache and cache.evict), caches[0])
+    what = common.measurement(config, tokenizer, windows, evicting, texts, answers)
     loaded = common.load(model, place)
-    what = replace(what, cache=common.with_policy(loaded, tokenizer, cache))
+    chosen = [
+        replace(method, cache=common.with_policy(loaded, tokenizer, method.cache))
+        for method in chosen
+    ]
     from kvfold.evaluation import comparison
 
     compressors = comparison.compressors_of(
-        loaded, tokenizer, names, calib=list(calib) or None, max_tokens=calib_tokens, seed=seed
+        loaded,
+        tokenizer,
+        list(dict.fromkeys(method.recipe.name for method in chosen if method.recipe)),
+        calib=list(calib) or None,
+        max_tokens=calib_tokens,
+        seed=seed,
     )
     settings = common.settings(loaded, windows, storage)
-    settings |= {"align": align, "seed": seed, "calib_tokens": calib_tokens}
+    settings |= {"align": align, "seed": seed, "calib_tokens": calib_tokens, "methods": methods}
     files = {"text": text, "tasks": tasks, "calib": calib}
     settings |= {name: list(map(str, paths)) for name, paths in files.items()}
     rows: list[Row] = []
@@ -111,8 +125,15 @@ def compare(
 
     try:
         with common.progress() as progress:
-            comparison.compare(
-                compressors, keeps, what, align=align, progress=progress, on_row=keep_row
+            comparison.compare_methods(
+                loaded,
+                tokenizer,
+                chosen,
+                what,
+                compressors=compressors,
+                statistics=stats,
+                progress=progress,
+                on_row=keep_row,
             )
     finally:
         print_rows(rows)
@@ -120,15 +141,46 @@ def compare(
         write_html(html, model, rows)
 
 
-def check_sizes(keeps: "Sequence[float]", align: int | None, calibration: Calibration) -> None:
-    """Raises ValueError for what no recipe can do."""
-    from kvfold.api import check_files
-    from kvfold.compression.target import check_align, check_keep
+def requested(
+    methods: str | None, recipes: str, keep: str, align: int | None, storage: Storage
+) -> "list[Asked]":
+    """The rows asked for. Raises ValueError for what none can be, or asked for twice."""
+    from kvfold.cli.methods import by_recipe, read
 
-    for keep in keeps:
-        check_keep(keep)
-    check_align(align)
-    check_files(calibration.calib, None, None)
+    if methods is None:
+        return by_recipe(recipes, keep, align, storage)
+    given = {"recipes": recipes != DEFAULT_RECIPES, "keep": keep != DEFAULT_KEEPS}
+    given |= {"align": align is not None}
+    given |= {x.name: getattr(storage, x.name) != x.default for x in fields(storage)}
+    for name in (name for name, changed in given.items() if changed):
+        raise SettingError(
+            f"`methods` says what is folded and how tokens are stored: leave `{name}` out, or write"
+            " it into a method"
+        )
+    return read(methods)
+
+
+def check_method(
+    config: Any, method: "Method", storage: Storage, calib_tokens: int, place: Place
+) -> "Method":
+    """The method with its cache. Raises ValueError where a model of this config cannot be folded
+    or stored so."""
+    from kvfold.engine.build import layout_of
+
+    recipe, target = method.recipe, method.target
+    if recipe is not None:
+        common.check_recipe(config, recipe, calib_tokens, target, method.align)
+    cache = common.cache_config(config, storage, place, planned=target.planned)
+    if cache is not None and not (recipe and recipe.codebooks):
+        layout_of(config, common.saved_spec(config), cache, None, itemsize=4)
+    return replace(method, cache=cache)
+
+
+def check_files(calibration: Calibration) -> None:
+    """Raises ValueError for files that cannot be read, or written after the work is done."""
+    from kvfold import api
+
+    api.check_files(calibration.calib, calibration.stats, None)
 
 
 def record(

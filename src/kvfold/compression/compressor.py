@@ -91,7 +91,7 @@ class Compressor:
 
         statistics: an artifact file, reused if it exists and fits, written if not.
         """
-        measured = self._statistics(statistics, progress)
+        measured = self._statistics(statistics, self.needs, progress)
         report = stage(progress, "bases")
         candidates: list[LatentCandidate] = []
         for source in self._sources(measured):
@@ -121,19 +121,19 @@ class Compressor:
             )
 
     def _statistics(
-        self, given: Path | str | Statistics | None, progress: Progress | None
+        self, given: Path | str | Statistics | None, needs: set[str], progress: Progress | None
     ) -> Statistics:
         if isinstance(given, Statistics):
             return given
-        if given is None or not self.needs:
-            return self.measure(self.needs, progress)
+        if given is None or not needs:
+            return self.measure(needs, progress)
         path = Path(given)
         if path.exists():
             key = artifact_key(self.model, self.windows(), self.recipe.centroids)
             found = Statistics.load(path, key)
-            if found.has(self.needs):
+            if found.has(needs):
                 return found.to(self.model.device)
-        made = self.measure(self.needs, progress)
+        made = self.measure(needs, progress)
         made.save(path)
         return made
 
@@ -266,10 +266,16 @@ class Prepared:
 
 
 def shared_statistics(
-    compressors: Sequence[Compressor], progress: Progress | None = None
+    compressors: Sequence[Compressor],
+    progress: Progress | None = None,
+    path: Path | None = None,
 ) -> Statistics:
-    """The statistics that any of `compressors` (of one model and text) reads, from one pass."""
-    return compressors[0].measure(set().union(*(one.needs for one in compressors)), progress)
+    """The statistics that any of `compressors` (of one model and text) reads, from one pass.
+
+    path: an artifact file, reused if it exists and holds them, written if not.
+    """
+    needed = set().union(*(one.needs for one in compressors))
+    return compressors[0]._statistics(path, needed, progress)
 
 
 def needs(recipe: Recipe) -> set[str]:

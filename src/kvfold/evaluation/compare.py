@@ -154,7 +154,17 @@ def format_storage(row: Row) -> tuple[str, str, str, str, str]:
     factor = f"{1 / row.kept_fraction:.1f}×" if row.kept_fraction else "∞"
     size = f"{row.bytes_per_token:.0f}"
     cache = format_bytes(row.cache_bytes_allocated)
-    return f"{row.keep:g}", f"{row.kept_fraction:.3f}", factor, size, cache
+    return f"{row.keep:.3g}", f"{row.kept_fraction:.3f}", factor, size, cache
+
+
+def paged(rows: Sequence[Row]) -> bool:
+    """Whether any row was measured on pages."""
+    return any(row.pool_fraction is not None for row in rows)
+
+
+def format_pool(row: Row) -> str:
+    """Bytes of pages over those of the 16-bit cache; a dash if it was not paged."""
+    return NOT_MEASURED if row.pool_fraction is None else f"{row.pool_fraction:.3f}"
 
 
 def format_seconds(row: Row) -> str:
@@ -171,13 +181,15 @@ def table(rows: Sequence[Row]) -> Table:
     result = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
     result.caption_justify = "left"
     result.caption = (
-        "kept: bits stored over bits of the 16-bit cache. Texts: perplexity and loss increase in"
-        " nats per token, paired ± one standard error."
+        "kept: bits stored over bits of the 16-bit cache."
+        + " pool: bytes of pages over the same." * paged(rows)
+        + " Texts: perplexity and loss increase in nats per token, paired ± one standard error."
         + (f" {', '.join(sizes)}: % of needle questions answered." if sizes else "")
         + "".join(f" {short_name(name)}: {score}, %{cut(rows, name)}." for name, score in scores)
     )
-    result.add_column("recipe", no_wrap=True)
-    for name in ("keep", "kept", "less", "B/tok", "cache"):
+    result.add_column("recipe", max_width=20)
+    pages = ["pool"] * paged(rows)
+    for name in ("keep", "kept", "less", "B/tok", "cache", *pages):
         result.add_column(name, justify="right", no_wrap=True)
     for name in names:
         result.add_column(name, justify="right", min_width=7)
@@ -187,7 +199,8 @@ def table(rows: Sequence[Row]) -> Table:
         losses = [_loss(row, name) for name in names]
         needles = [format_needle(row, length) for length in lengths]
         tasks = [format_task(row, *score) for score in scores]
-        measured = (*losses, *needles, *tasks, format_seconds(row))
+        pool = [format_pool(row)] * paged(rows)
+        measured = (*pool, *losses, *needles, *tasks, format_seconds(row))
         result.add_row(row.recipe, *format_storage(row), *measured)
     return result
 

@@ -2,20 +2,50 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from kvfold import recipes as named
-from kvfold.compression.compressor import Compressor, shared_statistics
+from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
 from kvfold.compression.progress import Progress
 from kvfold.compression.statistics import Statistics
-from kvfold.compression.target import check_keep
-from kvfold.config import CacheConfig
+from kvfold.compression.target import Target
+from kvfold.config import CacheConfig, Recipe
 from kvfold.evaluation.compare import Row
 from kvfold.evaluation.measure import Measured, Measurement, measure, storage
 from kvfold.evaluation.perplexity import paired_difference
 
 ORIGINAL = "original"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One row: what a model is folded into, and how its tokens are stored.
+
+    recipe: None: the model as it is. target: a keep, or a factor at which bits are planned. align:
+    of ranks. cache: None: transformers' own.
+    """
+
+    name: str
+    recipe: Recipe | None
+    target: Target
+    align: int | None = None
+    cache: CacheConfig | None = None
+
+    @property
+    def keep(self) -> float:
+        """The share asked for."""
+        return self.target.keep or 1 / (self.target.factor or 1)
+
+    def folded(self, prepared: Prepared) -> Any:
+        """A copy of the model that was prepared for `recipe`."""
+        target = self.target
+        if target.factor is None:
+            return prepared.folded_copy(prepared.plan(self.keep, self.align))
+        spec = prepared.plan_factor(target.factor, target.levels, target.prefer)
+        return prepared.folded_copy(spec)
 
 
 def compare(
@@ -28,21 +58,49 @@ def compare(
     progress: Progress | None = None,
     on_row: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """The original model and every recipe at every keep; compressors share a model and its text.
+    """The original model and every recipe at every keep, in the cache of `what`; as
+    `compare_methods`, of compressors that share a model and its text."""
+    methods = [
+        Method(name=recipe.name, recipe=recipe, target=target, align=align, cache=what.cache)
+        for recipe in (one.recipe for one in compressors)
+        for target in [Target(keep=keep) for keep in keeps]
+    ]
+    return compare_methods(
+        compressors[0].model,
+        compressors[0].tokenizer,
+        methods,
+        what,
+        compressors=compressors,
+        statistics=statistics,
+        progress=progress,
+        on_row=on_row,
+    )
 
-    All recipes read statistics of one pass over the same calibration text, or the ones given. On
-    the paged cache the original is measured without bits or eviction but on the same tokens.
-    `on_row` sees every row as soon as it is measured; the model is left as it was. Raises
-    ValueError for settings that cannot work, before anything is measured.
+
+def compare_methods(
+    model: Any,
+    tokenizer: Any,
+    methods: Sequence[Method],
+    what: Measurement,
+    *,
+    compressors: Sequence[Compressor],
+    statistics: Statistics | Path | None = None,
+    progress: Progress | None = None,
+    on_row: Callable[[Row], None] | None = None,
+) -> list[Row]:
+    """The original model and every method, with a compressor of each recipe.
+
+    All recipes read statistics of one pass over the same calibration text, or the ones given, or
+    those of a file. Where a method is on pages the original is too, without bits or eviction, and
+    where one evicts all are scored on the same tokens. `on_row` sees every row as soon as it is
+    measured; the model is left as it was. Raises ValueError for settings that cannot work.
     """
-    for keep in keeps:
-        check_keep(keep)
-    model, tokenizer, cache = compressors[0].model, compressors[0].tokenizer, what.cache
-    if cache is not None and cache.evict and what.windows:
+    caches = [method.cache for method in methods if method.cache is not None]
+    if any(cache.evict for cache in caches) and what.windows:
         ctx = next(iter(what.windows.values())).shape[1]
         what = replace(what, scored_from=ctx // 2)
-    if statistics is None:
-        statistics = shared_statistics(compressors, progress)
+    if compressors and not isinstance(statistics, Statistics):
+        statistics = shared_statistics(compressors, progress, statistics)
     rows: list[Row] = []
 
     def add(row: Row) -> None:
@@ -50,20 +108,22 @@ def compare(
         if on_row is not None:
             on_row(row)
 
-    whole = None if cache is None else CacheConfig(page=cache.page, kv_bytes=cache.kv_bytes)
+    whole = CacheConfig(page=caches[0].page, kv_bytes=caches[0].kv_bytes) if caches else None
     original = measure(model, tokenizer, replace(what, cache=whole), progress, ORIGINAL)
     add(result_row(model, ORIGINAL, 1.0, original))
-    for compressor in compressors:
-        begin = time.perf_counter()
-        prepared = compressor.prepare(statistics, progress)
+    by_recipe = {one.recipe: one for one in compressors}
+    for recipe, group in groupby(methods, lambda method: method.recipe):
+        begin, prepared = time.perf_counter(), None
+        if recipe is not None:
+            prepared = by_recipe[recipe].prepare(statistics, progress)
         preparing = time.perf_counter() - begin
-        for keep in keeps:
+        for method in group:
             begin = time.perf_counter()
-            folded = prepared.folded_copy(prepared.plan(keep, align))
+            found = model if prepared is None else method.folded(prepared)
             seconds = preparing + time.perf_counter() - begin
-            name = compressor.recipe.name
-            measured = measure(folded, tokenizer, what, progress, f"{name} {keep:g}")
-            add(result_row(folded, name, keep, measured, original, seconds))
+            label = f"{method.name} {method.keep:g}"
+            measured = measure(found, tokenizer, replace(what, cache=method.cache), progress, label)
+            add(result_row(found, method.name, method.keep, measured, original, seconds))
     return rows
 
 

@@ -119,7 +119,9 @@ def places(packed: Tensor, n: int, bits: int) -> Iterator[tuple[slice, int, Tens
 def _squeeze(codes: Tensor, bits: int) -> Tensor:
     """The codes of a byte, read as one (little-endian) word, are shifted together in halves."""
     word, steps = _SPREAD[bits]
-    x = F.pad(codes, (0, -codes.shape[-1] % (8 // bits))).contiguous().view(word)
+    x = F.pad(codes, (0, -codes.shape[-1] % (8 // bits)))
+    # Flat, since a dimension of one row may have any stride.
+    x = x.flatten().view(word).view(*x.shape[:-1], x.shape[-1] * bits // 8)
     for shift, together, _ in reversed(steps):
         x |= x >> shift
         x &= together

@@ -1,0 +1,126 @@
+"""Rows of `kvfold compare`: of --methods, or every recipe at every share.
+
+A method is written as on a command line: a recipe, a size, and options that say how tokens are
+stored, `zdc .5 --evict h2o --keep-tokens .5`; or it is named.
+"""
+
+import shlex
+from dataclasses import replace
+from typing import Any
+
+from cyclopts import App, CycloptsError, UnusedCliTokensError
+
+from kvfold.cli.options import STORAGE, Storage, flag, parse_levels, parse_list
+from kvfold.compression.target import Target, check_align
+from kvfold.config import Prefer
+from kvfold.errors import SettingError
+from kvfold.evaluation.comparison import Method
+from kvfold.recipes import get
+
+PUBLISHED = {  # as published, alone and over a basis, at about a quarter of the cache
+    "int8": "--bits 8",
+    "int4": "--bits 4",
+    "KIVI 4 bits": "--bits 4 --format kivi",
+    "KIVI 2 bits": "--bits 2 --format kivi",
+    "KVQuant 4 bits": "kvquant --bits 4 --format kvquant",
+    "KVQuant 3 bits": "kvquant --bits 3 --format kvquant",
+    "KVQuant 2 bits": "kvquant --bits 2 --format kvquant",
+    "GEAR 4 bits": "--bits 4 --format gear",
+    "GEAR 2 bits": "--bits 2 --format gear",
+    "GEAR 2 bits, pages of 256": "--bits 2 --format gear --page 256 --residual 256",
+    "Keyformer": "--evict keyformer --keep-tokens .25 --page 16",
+    "H2O": "--evict h2o --keep-tokens .25 --page 16",
+    "KV-Compress": "--evict kv-compress --keep-tokens .25 --page 16",
+    "ZACK": "zack .25",
+    "Keyformer-Z": "zack .5 --evict keyformer --keep-tokens .5 --page 16",
+    "KVQuant-Z 4 bits": "kvquant-z .5 --bits 4 --format kvquant",
+    "KVQuant-Z 3 bits": "kvquant-z .5 --bits 3 --format kvquant",
+    "KVQuant-Z 2 bits": "kvquant-z .5 --bits 2 --format kvquant",
+    "ZDC": "zdc .25",
+    "H2O-ZDC": "zdc .5 --evict h2o --keep-tokens .5 --page 16",
+    "GEAR-ZDC 4 bits": "zdc .5 --bits 4 --format gear",
+    "GEAR-ZDC 2 bits": "zdc .5 --bits 2 --format gear",
+}
+OURS = [f"swift {factor}x" for factor in (3, 4, 5, 6)]
+OURS += [f"{recipe} {factor}x" for recipe in ("lean", "small") for factor in (4, 6)]
+SETS = {"ours": OURS, "published": [*PUBLISHED], "papers": [*OURS, *PUBLISHED]}
+
+
+Asked = tuple[Method, Storage]
+
+
+def by_recipe(recipes: str, keep: str, align: int | None, storage: Storage) -> list[Asked]:
+    """Every recipe at every share. Raises ValueError for what is none."""
+    names = parse_list(recipes, "--recipes", str)
+    targets = [Target(keep=share) for share in parse_list(keep, "--keep", float)]
+    check_align(align)
+    found = [get(name) for name in names]
+    return [
+        (Method(name=recipe.name, recipe=recipe, target=target, align=align), storage)
+        for recipe in found
+        for target in targets
+    ]
+
+
+def read(text: str) -> list[Asked]:
+    """Methods separated by semicolons: names of SETS and PUBLISHED, or written out; all on pages.
+    Raises SettingError for one that is neither."""
+    parts = [part.strip() for part in text.split(";") if part.strip()]
+    names = dict.fromkeys(name for part in parts for name in SETS.get(part, [part]))
+    if not names:
+        raise SettingError(f"`methods`: {text!r} has none; separate them by semicolons")
+    return [_read(name) for name in names]
+
+
+def written(name: str) -> str:
+    """What a name stands for."""
+    return PUBLISHED.get(name, name)
+
+
+def _read(name: str) -> Asked:
+    reader = App(help_flags=(), version_flags=())
+
+    @reader.default
+    def asked(
+        recipe: str | None = None,
+        size: str | None = None,
+        /,
+        *,
+        levels: str | None = None,
+        prefer: Prefer = "balanced",
+        align: int | None = None,
+        storage: Storage = STORAGE,
+    ) -> Asked:
+        own = None if recipe is None else get(recipe)
+        target = _target(size, levels=parse_levels(levels), prefer=prefer)
+        target.check_align(align)
+        return Method(name=name, recipe=own, target=target, align=align), storage
+
+    try:
+        method, storage = reader(
+            shlex.split(written(name)),
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_value",
+        )
+        return method, replace(storage, paged=True)
+    except (CycloptsError, ValueError) as error:
+        raise SettingError(f"`methods`: {name!r}: {_said(error)}") from None
+
+
+def _target(size: str | None, **how: Any) -> Target:
+    """`4x`: so many times smaller, in dimensions and bits; `.25`: that share of dimensions."""
+    text = "1" if size is None else size
+    try:
+        number = float(text.removesuffix("x"))
+    except ValueError:
+        raise SettingError(f"a size is 4x or .25, for example, not {size!r}") from None
+    return Target(factor=number, **how) if text.endswith("x") else Target(keep=number, **how)
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, SettingError):
+        return error.spelt(flag)
+    if isinstance(error, UnusedCliTokensError):
+        return f"no recipe, size and options, nor one of {', '.join([*SETS, *PUBLISHED])}"
+    return str(error)
