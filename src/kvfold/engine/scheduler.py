@@ -344,6 +344,8 @@ class Scheduler:
         """Those that the schedule compresses now. After a prefill only that request, so that its
         tokens do not depend on when others arrive."""
         when = self.when
+        if self.runner.demotes:
+            return self._compressible(self.running)
         if when.every and self.num_steps % when.every == 0:
             return self._compressible(self.running)
         if when.uncompressed:
@@ -355,7 +357,7 @@ class Scheduler:
     def _due_next(self, going: list[Request]) -> bool:
         """Whether the schedule may compress some of these before the next step."""
         when = self.when
-        timed = when.uncompressed or (when.every and (self.num_steps + 1) % when.every == 0)
+        timed = self.runner.demotes or when.uncompressed or (when.every and (self.num_steps + 1) % when.every == 0)
         if timed and any(map(self.runner.needs_compression, going)):
             return True
         return when.after_prefill and bool(self._new())
