@@ -212,6 +212,8 @@ class StubRunner:
     def slide(self, batch: Batch) -> None:
         """Nothing slides."""
 
+    demotes = False
+
     def needs_compression(self, sequence: sequences.Request) -> bool:
         most = sequence.cache.max_cache_tokens
         return most is not None and self.pool.host_lengths[sequence.slot].max() > most

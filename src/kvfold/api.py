@@ -19,9 +19,10 @@ from kvfold.compression.room import factor_of
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.statistics.artifact import check_place
 from kvfold.compression.target import Target
-from kvfold.config import Prefer, Recipe, check_types
+from kvfold.config import Prefer, Ratios, Recipe, check_types
 from kvfold.evaluation import scores
 from kvfold.evaluation.budget import search_keep
+from kvfold.evaluation.importance import find_leaders
 from kvfold.files import check_makeable, new_directory, writing
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.models.families import family_of
@@ -40,6 +41,7 @@ def compress(
     levels: tuple[int, ...] | None = None,
     prefer: Prefer = "balanced",
     budget: str | None = None,
+    hybrid: Ratios | None = None,
     align: int | None = None,
     calib: list[str | Path] | None = None,
     tokenizer: Any = None,
@@ -64,7 +66,8 @@ def compress(
     read). prefer: what such a plan is for: `speed`, rows that a Hopper GPU reads in one pass, of
     recipe swift; `size`, the least loss at a size, in all levels (see `compression.preference`).
     budget: "ppl<=1.01", the smallest keep within that ratio of the original's perplexity on
-    calibration text that calibration does not read. align: ranks whose bits are not planned are
+    calibration text that calibration does not read. hybrid: two widths, the narrow one for tokens
+    that are not important (ZDC §5.2, see `Ratios`), of recipe zdc where none is named. align: ranks whose bits are not planned are
     multiples of it (default 16, 8 for head_dim <= 64). calib: text files instead of the packaged
     text. tokenizer: needed with a loaded model. device, dtype: as of `load`, for a model by its
     name. statistics: an artifact file, reused if it exists and fits, written if not. recover: steps
@@ -82,6 +85,7 @@ def compress(
         factor=factor,
         bytes_per_token=bytes_per_token,
         budget=budget,
+        hybrid=hybrid,
         levels=levels,
         prefer=prefer,
     )
@@ -145,7 +149,9 @@ def fold_to(
     keep, ratio = target.keep, None
     if target.limit is not None:
         keep, ratio = search_keep(prepared, target.limit, align=align, progress=progress)
-    if factor is not None:
+    if target.hybrid is not None:
+        spec = prepared.plan_hybrid(target.hybrid, align)
+    elif factor is not None:
         assert target.levels is not None
         spec = prepared.plan_factor(factor, target.levels, target.prefer)
     else:
@@ -156,6 +162,8 @@ def fold_to(
     if why is not None:
         provenance["chosen"] = why
     prepared.fold(spec, provenance, recover=recover, progress=progress)
+    if spec.hybrid is not None:
+        spec = find_leaders(compressor.model, compressor.windows())
     return spec, ratio
 
 

@@ -162,6 +162,54 @@ class Recipe:
             )
 
 
+REMOVED: dict[str, Any] = {"least": 0, "below": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratios:
+    """ZDC's hybrid ratios (§5.2): what tokens lose by their importance, and how many are important.
+
+    keys, values: shares of a head's numbers that are removed of all tokens (p_QK and p_VW of
+    important ones, p^i). narrow_keys, narrow_values: the same of unimportant ones (p^u).
+    important, important_last: shares of tokens that are important in the first and in the last
+    layer, between them evenly more (g). by: what ranks tokens, their own softmax denominators, or
+    the attention that they get. Raises SettingError.
+    """
+
+    keys: float = setting(0.0, "Removed.", **REMOVED)
+    values: float = setting(0.0, "Removed.", **REMOVED)
+    narrow_keys: float = setting(0.5, "Removed.", **REMOVED)
+    narrow_values: float = setting(0.5, "Removed.", **REMOVED)
+    important: float = setting(0.25, "Share.", least=0, most=1)
+    important_last: float = setting(0.5, "Share.", least=0, most=1)
+    by: Literal["denominators", "attention"] = "denominators"
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name in ("keys", "values"):
+            less, more = getattr(self, name), getattr(self, f"narrow_{name}")
+            if more < less:
+                raise SettingError(
+                    f"`narrow_{name}` must be at least `{name}`: unimportant tokens lose more than "
+                    f"important ones; got {more} and {less}"
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> "Ratios":
+        """From "narrow_keys=0.5,important=0.2". Raises SettingError."""
+        given: dict[str, Any] = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = (x.strip() for x in part.partition("="))
+            if name not in settings_of(cls) and name != "by":
+                legal = ", ".join((*settings_of(cls), "by"))
+                raise SettingError(f"`hybrid` has no {name!r}; it has {legal}")
+            try:
+                given[name] = value if name == "by" else float(value)
+            except ValueError:
+                raise SettingError(f"`hybrid`: {name} must be a number; got {value!r}") from None
+        return cls(**given)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """How a running engine stores tokens: bits, pages, and what it evicts.

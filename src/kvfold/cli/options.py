@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
-from kvfold.config import ALL_LEVELS, SEEDS, CacheConfig, Prefer, check, setting, settings_of
+from kvfold.config import (
+    ALL_LEVELS,
+    SEEDS,
+    CacheConfig,
+    Prefer,
+    Ratios,
+    check,
+    setting,
+    settings_of,
+)
 from kvfold.errors import SettingError
 from kvfold.evaluation.tasks import LEGAL_ROWS
 from kvfold.recipes import RECIPES
@@ -101,6 +110,12 @@ class Size:
         " least predicted loss. For recipes that predict it, ours; runs on the paged cache.",
     )
     bytes_per_token: float | None = setting(None, "The same, as bytes a token.")
+    hybrid: str | None = setting(
+        None,
+        "Instead of --keep: ZDC's two widths of a token by its importance, as shares removed, such "
+        "as keys=0.25,values=0.25,narrow_keys=0.5,narrow_values=0.5,important=0.2,important_last="
+        "0.5 (of tokens, in the first and the last layer). Runs on the paged cache.",
+    )
     levels: str | None = setting(
         None,
         "Bits that planned numbers may have, separated by commas, of 8,6,4,3,2,1, or all of them;"
@@ -122,7 +137,9 @@ class Size:
 
         given = {name: getattr(self, name) for name in ("keep", "budget", "factor", "prefer")}
         levels = parse_levels(self.levels)
-        return Target(bytes_per_token=self.bytes_per_token, levels=levels, **given)
+        hybrid = None if self.hybrid is None else Ratios.parse(self.hybrid)
+        own = {"bytes_per_token": self.bytes_per_token, "levels": levels, "hybrid": hybrid}
+        return Target(**own, **given)
 
 
 @Parameter(name="*")

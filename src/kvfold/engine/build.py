@@ -136,7 +136,9 @@ def check_scores(model: Any, policy: Policy | None) -> None:
         )
 
 
-def check_hybrid(config: Any, spec: CacheSpec | None, policy: Policy | None, cache: CacheConfig) -> None:
+def check_hybrid(
+    config: Any, spec: CacheSpec | None, policy: Policy | None, cache: CacheConfig
+) -> None:
     """Raises ValueError for what rows of two widths do not go with."""
     if spec is None or spec.hybrid is None:
         return

@@ -357,7 +357,11 @@ class Scheduler:
     def _due_next(self, going: list[Request]) -> bool:
         """Whether the schedule may compress some of these before the next step."""
         when = self.when
-        timed = self.runner.demotes or when.uncompressed or (when.every and (self.num_steps + 1) % when.every == 0)
+        timed = (
+            self.runner.demotes
+            or when.uncompressed
+            or (when.every and (self.num_steps + 1) % when.every == 0)
+        )
         if timed and any(map(self.runner.needs_compression, going)):
             return True
         return when.after_prefill and bool(self._new())
