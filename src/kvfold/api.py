@@ -67,11 +67,11 @@ def compress(
     recipe swift; `size`, the least loss at a size, in all levels (see `compression.preference`).
     budget: "ppl<=1.01", the smallest keep within that ratio of the original's perplexity on
     calibration text that calibration does not read. hybrid: two widths, the narrow one for tokens
-    that are not important (ZDC §5.2, see `Ratios`), of recipe zdc where none is named. align: ranks whose bits are not planned are
-    multiples of it (default 16, 8 for head_dim <= 64). calib: text files instead of the packaged
-    text. tokenizer: needed with a loaded model. device, dtype: as of `load`, for a model by its
-    name. statistics: an artifact file, reused if it exists and fits, written if not. recover: steps
-    in which the maps learn from the original on the calibration text (see `compression.recover`;
+    that are not important (ZDC §5.2, see `Ratios`), of recipe zdc where none is named. align: ranks
+    whose bits are not planned are multiples of it (default 16, 8 for head_dim <= 64). calib: text
+    files instead of the packaged text. tokenizer: needed with a loaded model. device, dtype: as of
+    `load`, for a model by its name. statistics: an artifact file, reused if it exists and fits,
+    written if not. recover: steps in which the maps learn from the original on the calibration text (see `compression.recover`;
     for a GPU). learn_scores: learn what rows are worth, too, for `evict="learned"` (see
     `evaluation.scores`). output: a directory to save to, in the checkpoint's own dtype unless
     another is asked for; written whole or not at all.

@@ -200,8 +200,9 @@ class Ratios:
         given: dict[str, Any] = {}
         for part in filter(None, text.split(",")):
             name, _, value = (x.strip() for x in part.partition("="))
-            if name not in settings_of(cls) and name != "by":
-                legal = ", ".join((*settings_of(cls), "by"))
+            known = [x.name for x in fields(cls)]
+            if name not in known:
+                legal = ", ".join(known)
                 raise SettingError(f"`hybrid` has no {name!r}; it has {legal}")
             try:
                 given[name] = value if name == "by" else float(value)

@@ -60,7 +60,7 @@ class SharingPool(Pool):
         self._unread: OrderedDict[SharedPages, None] = OrderedDict()  # the first is dropped first
         self._unread_pages: Ints = np.zeros_like(self._slabs.units)
         self._unused = self._slabs.copy()
-        self._block_pages = self._by_size(np.ones(len(self._class_of)))
+        self._block_pages = self._by_size(np.ones_like(self._class_of))
         groups = self.layout.groups
         self._order = upload(self._by_class[: len(groups)], self.device)
         starts = [x.layout.blocks.metrics.offset // METRIC for x in groups]

@@ -138,8 +138,8 @@ class Size:
         given = {name: getattr(self, name) for name in ("keep", "budget", "factor", "prefer")}
         levels = parse_levels(self.levels)
         hybrid = None if self.hybrid is None else Ratios.parse(self.hybrid)
-        own = {"bytes_per_token": self.bytes_per_token, "levels": levels, "hybrid": hybrid}
-        return Target(**own, **given)
+        size = self.bytes_per_token
+        return Target(bytes_per_token=size, levels=levels, hybrid=hybrid, **given)
 
 
 @Parameter(name="*")
