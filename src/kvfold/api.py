@@ -71,9 +71,9 @@ def compress(
     whose bits are not planned are multiples of it (default 16, 8 for head_dim <= 64). calib: text
     files instead of the packaged text. tokenizer: needed with a loaded model. device, dtype: as of
     `load`, for a model by its name. statistics: an artifact file, reused if it exists and fits,
-    written if not. recover: steps in which the maps learn from the original on the calibration text (see `compression.recover`;
-    for a GPU). learn_scores: learn what rows are worth, too, for `evict="learned"` (see
-    `evaluation.scores`). output: a directory to save to, in the checkpoint's own dtype unless
+    written if not. recover: steps in which the maps learn from the original on the calibration text
+    (see `compression.recover`; for a GPU). learn_scores: learn what rows are worth, too, for
+    `evict="learned"` (see `evaluation.scores`). output: a directory to save to, in the checkpoint's own dtype unless
     another is asked for; written whole or not at all.
 
     Returns the folded model. Raises ValueError for settings or inputs that cannot work, and then

@@ -27,7 +27,8 @@ def chosen(given: str | Recipe | None, config: Any, target: Target) -> tuple[Rec
     HYBRID where rows have two widths, FOR_SPEED where plans are for speed. Else the first of
     PREFERENCE that gives every layer kernels on a GPU and rebuilds keys of no latent wider than
     SLOW, though each latent keep SLACK times its even share of the budget, or its whole width where
-    that is less or no share is asked for; the very first where none does. Raises ValueError for an unknown name or family.
+    that is less or no share is asked for; the very first where none does. Raises ValueError for an
+    unknown name or family.
     """
     if given is not None:
         return recipes.get(given) if isinstance(given, str) else given, None
