@@ -73,8 +73,8 @@ def compress(
     `load`, for a model by its name. statistics: an artifact file, reused if it exists and fits,
     written if not. recover: steps in which the maps learn from the original on the calibration text
     (see `compression.recover`; for a GPU). learn_scores: learn what rows are worth, too, for
-    `evict="learned"` (see `evaluation.scores`). output: a directory to save to, in the checkpoint's own dtype unless
-    another is asked for; written whole or not at all.
+    `evict="learned"` (see `evaluation.scores`). output: a directory to save to, in the checkpoint's
+    own dtype unless another is asked for; written whole or not at all.
 
     Returns the folded model. Raises ValueError for settings or inputs that cannot work, and then
     leaves the model as it was, unless it is recovery that diverges.
