@@ -358,7 +358,7 @@ class Pool:
         """Pages to add for `tokens` more rows, and the lengths [S, G] with them."""
         index, more = self._opened(slots), np.array(tokens, dtype=np.int64)
         assert len(index) == len(more) and (more >= 0).all(), f"slots {slots}, tokens {tokens}"
-        after = self.host_lengths[index] + more.reshape(len(more), -1)
+        after = self.host_lengths[index] + (more if more.ndim > 1 else more[:, None])
         return self._span(index, self.host_lengths[index], after), after
 
     def _shortage(self, span: _Span, lengths: Ints) -> str | None:
