@@ -164,6 +164,11 @@ SIZES = {
         "--budget 1% is not of the form 'ppl<=RATIO' with a ratio of at least 1 to the "
         "original's perplexity; for 1 % more write 'ppl<=1.01'"
     ),
+    "kvfold compress reference:gqa --hybrid narrow=0.5 --output new": "?",
+    "kvfold compress reference:gqa --hybrid keys=half --output new": "?",
+    "kvfold compress reference:gqa --hybrid keys=0.5,narrow_keys=0.25 --output new": "?",
+    "kvfold compress reference:gqa --hybrid important=2 --output new": "?",
+    "kvfold compress reference:gqa --recipe palu-m --hybrid keys=0.25 --output new": "?",
     "kvfold compress reference:gqa --keep 0.5 --budget 'ppl<=1.01' --output new": (
         "--keep 0.5 and --budget ppl<=1.01 exclude each other: each decides the size alone"
     ),

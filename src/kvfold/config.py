@@ -55,6 +55,8 @@ class Setting:
             return f"above {self.above}" if self.most == inf else f"in ({self.above}, {self.most}]"
         if self.least == -inf:
             return ""
+        if self.most < inf:
+            return f"in [{self.least}, {self.most}]"
         lowest = f"at least {self.least}{self.unit and ' '}{self.unit}"
         return lowest if self.below == inf else f"{lowest} and below {self.below:g}"
 
@@ -203,12 +205,15 @@ class Ratios:
             known = [x.name for x in fields(cls)]
             if name not in known:
                 legal = ", ".join(known)
-                raise SettingError(f"`hybrid` has no {name!r}; it has {legal}")
+                raise SettingError(f"`hybrid` has no {name!r}: give some of {legal}, as name=value")
             try:
                 given[name] = value if name == "by" else float(value)
             except ValueError:
                 raise SettingError(f"`hybrid`: {name} must be a number; got {value!r}") from None
-        return cls(**given)
+        try:
+            return cls(**given)
+        except SettingError as error:
+            raise SettingError(f"`hybrid`: {str(error).replace('`', '')}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

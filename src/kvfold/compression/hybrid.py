@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 
-from kvfold.config import Ratios
+from kvfold.compression.bases import builder_of
+from kvfold.config import Ratios, Recipe
 from kvfold.errors import SettingError
-from kvfold.spec import CacheSpec, Hybrid, Latent
+from kvfold.spec import CacheSpec, Geometry, Hybrid, Latent
 from kvfold.spec.layout import Ints
 from kvfold.spec.saved import unsplit
 
@@ -23,10 +25,7 @@ def with_narrow(spec: CacheSpec, ratios: Ratios, align: int) -> CacheSpec:
     """A spec with the narrow rows that ratios ask for; every layer ranks tokens by itself. Raises
     SettingError for one whose rows have no narrow form."""
     if reason := unsplit(spec.layers):
-        raise SettingError(
-            f"`hybrid`: {reason}, and a narrow row is the first numbers of keys and of values per "
-            "head, in score space: take recipe zdc, zack or fast, and sizes in dimensions alone"
-        )
+        refuse(reason)
     width, layers = spec.geometry.head_dim, spec.geometry.num_layers
 
     def narrow(latent: Latent) -> int:
@@ -45,6 +44,22 @@ def with_narrow(spec: CacheSpec, ratios: Ratios, align: int) -> CacheSpec:
             "`hybrid` leaves unimportant tokens no number: lower `narrow_keys` or `narrow_values`"
         )
     return replace(spec, hybrid=hybrid)
+
+
+def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
+    """Raises SettingError for a recipe whose rows have no narrow form, before it is calibrated."""
+    kind = builder_of(recipe).key_kind(geometry)
+    if kind not in ("post_rope", "absorbed"):
+        refuse(f"recipe {recipe.name!r} stores {kind} keys")
+    if {recipe.keys, recipe.values} != {"head"}:
+        refuse(f"heads of recipe {recipe.name!r} share latents")
+
+
+def refuse(reason: str) -> NoReturn:
+    raise SettingError(
+        f"`hybrid`: {reason}, and a narrow row is the first numbers of keys and of values per head, "
+        "in score space: take recipe zdc, zack or fast"
+    )
 
 
 def with_leaders(spec: CacheSpec, order: Sequence[Ints]) -> CacheSpec:
