@@ -57,8 +57,8 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
 
 def refuse(reason: str) -> NoReturn:
     raise SettingError(
-        f"`hybrid`: {reason}, and a narrow row is the first numbers of keys and of values per head, "
-        "in score space: take recipe zdc, zack or fast"
+        f"`hybrid`: {reason}, and a narrow row is the first numbers of keys and values per head in "
+        "score space: take recipe zdc, zack or fast"
     )
 
 
