@@ -13,6 +13,7 @@ that the file holds are kept.
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
@@ -37,6 +38,7 @@ from kvfold.evaluation.importance import LENGTH, TEXTS, orders
 from kvfold.evaluation.measure import runner_for
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import window_perplexity
+from kvfold.spec import Geometry
 
 STEPS = (0.0, 0.25, 0.5, 0.75)  # shares of a head's numbers that are removed
 MIDDLE = (0.2, 0.6)  # important tokens of the first and last layer
@@ -112,6 +114,19 @@ class Hybrids(quality.Bench):
         self.orders = orders(model, compressor.windows()[:TEXTS, :LENGTH])
         layers = range(compressor.geometry.num_layers - 1)
         self.agreements = [agreement(self.orders, i, i + 1, 0.3) for i in layers]
+        self.statistics = self.statistics_of(compressor.geometry)
+
+    def statistics_of(self, geometry: Geometry) -> dict[str, float]:
+        """What a regression knows of a model: its sizes, the energy that shares of the directions
+        keep, and how much adjacent layers agree."""
+        sizes = ("num_layers", "num_query_heads", "num_kv_heads", "head_dim")
+        found = {name: math.log2(getattr(geometry, name)) for name in sizes}
+        for side, removed in product("kv", STEPS[1:]):
+            own = [x.basis.singular.double() for x in self.prepared.candidates if x.side == side]
+            kept = [float(s[: round((1 - removed) * len(s))].sum() / s.sum()) for s in own]
+            found[f"{side} without {removed}"] = sum(kept) / len(kept)
+        found["agreement"] = sum(self.agreements) / max(len(self.agreements), 1)
+        return found
 
     def losses(self, model: Any) -> dict[str, dict[str, Any]]:
         """By text: nats a token, and bytes of the first half's pages."""
@@ -186,7 +201,7 @@ def main() -> None:
         return
     arguments = quality.parser(__doc__, model="reference:gqa", ctx=1024, windows=3).parse_args()
     bench = Hybrids(arguments)
-    more = {"whole": bench.whole, "agreements": bench.agreements}
+    more = {name: getattr(bench, name) for name in ("whole", "agreements", "statistics")}
     for row in bench.run(bench.wanted(cases()), bench.row, **more):
         each = ((name, x["Q_d"], x["bytes_fraction"]) for name, x in row["texts"].items())
         cells = "; ".join(f"{name} {q:+.4f} at {size:.3f}" for name, q, size in each)

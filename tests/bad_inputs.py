@@ -168,12 +168,16 @@ SIZES = {
         "--hybrid has no 'narrow': give some of keys, values, narrow_keys, narrow_values, "
         "important, important_last, by, as name=value"
     ),
-    "kvfold compress reference:gqa --hybrid keys=half --output new": "--hybrid: keys must be a number; got 'half'",
+    "kvfold compress reference:gqa --hybrid keys=half --output new": (
+        "--hybrid: keys must be a number; got 'half'"
+    ),
     "kvfold compress reference:gqa --hybrid keys=0.5,narrow_keys=0.25 --output new": (
         "--hybrid: narrow_keys must be at least keys: unimportant tokens lose more than important "
         "ones; got 0.25 and 0.5"
     ),
-    "kvfold compress reference:gqa --hybrid important=2 --output new": "--hybrid: important must be in [0, 1], got 2.0",
+    "kvfold compress reference:gqa --hybrid important=2 --output new": (
+        "--hybrid: important must be in [0, 1], got 2.0"
+    ),
     "kvfold compress reference:gqa --recipe palu-m --hybrid keys=0.25 --output new": (
         "--hybrid: recipe 'palu-m' stores pre_rope keys, and a narrow row is the first numbers of "
         "keys and values per head in score space: take recipe zdc, zack or fast"
