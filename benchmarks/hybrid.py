@@ -6,9 +6,9 @@
 Every row is one choice of ratios: what it loses, Q_d = (ppl' - ppl) / ppl over the second half of
 every window, and the bytes of pages that the first half then holds. Variants: ZDC; DT, one width
 for all tokens; DL, as many important tokens in all layers; LT, ranked in every layer by the
-attention that tokens get; random, ranked by lot; the last two at MIDDLE alone, beside ZDC at the
-same ratios. Cases come in an order drawn by lot, so that the first rows are a coarser grid; those
-that the file holds are kept.
+attention that tokens get; random, ranked by lot; lowest, by the least denominators; the last three
+at MIDDLE alone, beside ZDC at the same ratios. Cases come in an order drawn by lot, so that the
+first (--most) are a coarser grid; those that the file holds are kept.
 """
 
 import argparse
@@ -18,9 +18,10 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +32,7 @@ import torch
 from kvfold import recipes
 from kvfold.artifact import mark
 from kvfold.attention import hybrid as attention
+from kvfold.attention.hybrid import denominators
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.hybrid import agreement, with_leaders
 from kvfold.config import CacheConfig, Ratios
@@ -69,23 +71,23 @@ def removals() -> Iterator[dict[str, float]]:
 
 
 def cases() -> list[Case]:
-    return random.Random(0).sample(found := list(_cases()), len(found))
+    found = [*map(variants, removals()), *([Case("DT", x)] for x in uniforms())]
+    return list(chain.from_iterable(random.Random(0).sample(found, len(found))))
 
 
-def _cases() -> Iterator[Case]:
+def variants(removed: dict[str, float]) -> list[Case]:
+    """All that tell tokens apart."""
+    rising = [Ratios(**removed, important=a, important_last=b) for a, b in RISING]
+    found = [Case("ZDC", ratios) for ratios in rising]
+    found += [Case("DL", Ratios(**removed, important=x, important_last=x)) for x in EVEN]
+    middle = rising[RISING.index(MIDDLE)]
+    found.append(Case("LT", replace(middle, by="attention")))
+    return [*found, Case("random", middle), Case("lowest", middle)]
+
+
+def uniforms() -> Iterator[Ratios]:
     eighths = [x / 8 for x in range(8)]
-    for keys, values in product(eighths, repeat=2):
-        if keys >= values:
-            yield Case("DT", uniform(keys, values))
-    for removed in removals():
-        for first, last in RISING:
-            shares = {"important": first, "important_last": last}
-            yield Case("ZDC", Ratios(**removed, **shares))
-            if (first, last) == MIDDLE:
-                yield Case("LT", Ratios(**removed, **shares, by="attention"))
-                yield Case("random", Ratios(**removed, **shares))
-        for share in EVEN:
-            yield Case("DL", Ratios(**removed, important=share, important_last=share))
+    return (uniform(*pair) for pair in product(eighths, repeat=2) if pair[0] >= pair[1])
 
 
 def uniform(keys: float, values: float) -> Ratios:
@@ -153,11 +155,7 @@ class Hybrids(quality.Bench):
 
     def row(self, case: Case) -> dict[str, Any]:
         model, begin = self.folded(case), time.perf_counter()
-        patched = mock.patch.object(attention, "denominators", by_lot)
-        if case.variant == "random":
-            with patched:
-                found = self.losses(model)
-        else:
+        with ranking(case.variant):
             found = self.losses(model)
         for name, own in found.items():
             whole = self.whole[name]
@@ -166,6 +164,12 @@ class Hybrids(quality.Bench):
         seconds = time.perf_counter() - begin
         about = {"name": case.name, "variant": case.variant, "ratios": asdict(case.ratios)}
         return {**about, "texts": found, "seconds": seconds}
+
+
+def ranking(variant: str) -> AbstractContextManager[Any]:
+    """How tokens are ranked meanwhile."""
+    other = {"random": by_lot, "lowest": lambda lse: -denominators(lse)}.get(variant)
+    return mock.patch.object(attention, "denominators", other) if other else nullcontext()
 
 
 def by_lot(lse: torch.Tensor) -> torch.Tensor:
@@ -199,10 +203,12 @@ def main() -> None:
     if sys.argv[1:2] == ["--table"]:
         table(Path(sys.argv[2]))
         return
-    arguments = quality.parser(__doc__, model="reference:gqa", ctx=1024, windows=3).parse_args()
+    parser = quality.parser(__doc__, model="reference:gqa", ctx=1024, windows=2)
+    parser.add_argument("--most", type=int, help="cases")
+    arguments = parser.parse_args()
     bench = Hybrids(arguments)
     more = {name: getattr(bench, name) for name in ("whole", "agreements", "statistics")}
-    for row in bench.run(bench.wanted(cases()), bench.row, **more):
+    for row in bench.run(bench.wanted(cases()[: arguments.most]), bench.row, **more):
         each = ((name, x["Q_d"], x["bytes_fraction"]) for name, x in row["texts"].items())
         cells = "; ".join(f"{name} {q:+.4f} at {size:.3f}" for name, q, size in each)
         print(f"{row['name']}: {cells} ({row['seconds']:.1f} s)", flush=True)
