@@ -17,22 +17,26 @@ if not torch.cuda.is_available():
 
 from kvfold.artifact import mark, spec_of
 from kvfold.attention import hybrid as attention
+from kvfold.attention.selector import kernels
 from kvfold.cache.pool import Pool, PoolFull
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.hybrid import with_leaders
 from kvfold.config import CacheConfig, Ratios
 from kvfold.engine.build import build_runner
-from kvfold.engine.demotion import first_columns
+from kvfold.engine.demotion import Demotion, first_columns
 from kvfold.engine.llm import LLM
 from kvfold.engine.request import SamplingParams
 from kvfold.errors import SettingError
 from kvfold.evaluation.importance import orders
+from kvfold.evaluation.measure import Measurement, measure
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.families import family_of
+from kvfold.models.folded import layer_shapes
 from kvfold.ops.store import append, gather
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import cache_layout
+from kvfold.vllm_plugin.shares import Share
 from models import tiny, tokens
 from steps import backends, even, logits_of, sequences_of, step
 
@@ -367,3 +371,63 @@ def test_refuses_an_edited_spec(field: str, value: list) -> None:
     saved["hybrid"][field] = value
     with pytest.raises(ValueError, match=r"cache\.hybrid"):
         CacheSpec.from_dict(saved)
+
+
+def test_a_page_of_rows_goes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a row with every token, which would read all rows in every step."""
+    rounds = []
+    demote = Demotion.demote
+
+    def counted(self, requests) -> None:
+        rounds.append(len(requests))
+        demote(self, requests)
+
+    monkeypatch.setattr(Demotion, "demote", counted)
+    params = SamplingParams(max_new_tokens=48, ignore_eos=True)
+    engine(2**21).generate([tokens(1, 16)[0].tolist()], params)
+    assert 5 < len(rounds) <= 1 + 48 / PAGE
+
+
+def test_evaluation_measures_both_widths() -> None:
+    """On pages, though nothing else asks for them."""
+    model = folded("llama-gqa")
+    ids = tokens(1, 64)
+    found = measure(model, None, Measurement(windows={"text": ids}))
+    with session_of(model) as session:
+        logits_of(session, ids[0, :32].tolist(), prompt=32)
+        session.compress()
+        assert (
+            session.footprint().kept_fraction
+            < spec_of(folded("llama-gqa", hybrid=False)).kept_fraction
+        )
+    assert found.footprint is not None and found.footprint.tokens == 32
+
+
+def test_shares_no_prefix_and_packs_no_context() -> None:
+    with pytest.raises(SettingError, match="become narrow"):
+        engine(2**21, prefix_caching=True)
+    llm = engine(2**21)
+    with pytest.raises(SettingError, match="two widths"):
+        llm.pack(tokens(1, 40)[0].tolist())
+
+
+def test_says_what_kernels_do_not_read() -> None:
+    """Of either width; nothing falls back silently on a GPU."""
+    model = folded("llama-gqa", dtype=torch.bfloat16)
+    spec = spec_of(model)
+    shapes = layer_shapes(model.config, spec)
+    assert kernels(shapes, cache_layout(spec, tracked=True), torch.bfloat16).complete
+    odd = cache_layout(spec, tracked=True, bits=3)
+    found = kernels(shapes, odd, torch.bfloat16)
+    assert found.decode == 0 and found.prefill == 2 and "8, 4 and 2 bits" in str(found)
+    less = odd.narrow
+    assert less is not None
+    mixed = replace(cache_layout(spec, tracked=True), narrow=less)
+    assert kernels(shapes, mixed, torch.bfloat16).decode == 0
+
+
+def test_vllm_refuses_it() -> None:
+    stored = pytest.importorskip("kvfold.vllm_plugin.stored")
+    model = folded("llama-gqa")
+    with pytest.raises(ValueError, match="two widths"):
+        stored.StoredCache.of(model.config, CacheConfig(), torch.float32, Share())

@@ -45,23 +45,26 @@ class Demotion:
         return np.minimum(pages * page, wide)
 
     def is_over(self, request: Request) -> bool:
-        """Whether pages of wide rows would come free."""
-        slot, page = request.open_slot, self.eviction.pool.layout.page
-        wide = self.eviction.pool.host_lengths[[slot]]
-        return bool((-(-wide // page) > -(-self._kept([slot]) // page)).any())
+        """Whether a whole page of rows is over: one row would open a page with every new token, and
+        free it."""
+        slots, page = [request.open_slot], self.eviction.pool.layout.page
+        if request.num_uncompressed < page:
+            return False
+        return bool((self.eviction.pool.host_lengths[slots] - self._kept(slots) >= page).any())
 
     def demote(self, requests: list[Request]) -> None:
         """Raises PoolFull where there is no room for narrow rows, and then nothing was changed."""
         pool, slots = self.eviction.pool, [request.open_slot for request in requests]
         assert pool.narrow is not None
-        count = pool.host_lengths[slots] - self._kept(slots)
+        kept = self._kept(slots)
+        count = pool.host_lengths[slots] - kept
         goes, index = self._unimportant(slots, count), upload(np.array(slots), pool.device)
         before = pool.narrow.host_lengths[slots]
         pool.narrow.extend(slots, count)
         try:
             for layer in range(len(pool.layout.spec.layers)):
                 self._copy(layer, index, goes, before)
-            kept = self.eviction.close_holes(index, goes)
+            self.eviction.close_holes(index, goes)
         except Exception:
             pool.narrow.shrink(slots, before)
             raise
