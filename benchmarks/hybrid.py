@@ -6,9 +6,11 @@
 Every row is one choice of ratios: what it loses, Q_d = (ppl' - ppl) / ppl over the second half of
 every window, and the bytes of pages that the first half then holds. Variants: ZDC; DT, one width
 for all tokens; DL, as many important tokens in all layers; LT, ranked in every layer by the
-attention that tokens get; random, ranked by lot; lowest, by the least denominators; the last three
-at MIDDLE alone, beside ZDC at the same ratios. Cases come in an order drawn by lot, so that the
-first (--most) are a coarser grid; those that the file holds are kept.
+attention that tokens get; OC, with rotations of every window's own first half, and the seconds that
+they take; random, ranked by lot; lowest, by the least denominators; the last four at MIDDLE alone,
+beside ZDC at the same ratios. ZO, which restores rows for every query, computes the same: its time
+is one of --times, with LT's. Cases come in an order drawn by lot, so that the first (--most) are a
+coarser grid; those that the file holds are kept.
 """
 
 import argparse
@@ -17,7 +19,8 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -28,24 +31,30 @@ from unittest import mock
 
 import quality
 import torch
+from torch import Tensor
 
 from kvfold import recipes
 from kvfold.artifact import mark
 from kvfold.attention import hybrid as attention
 from kvfold.attention.hybrid import denominators
-from kvfold.compression.compressor import Compressor
+from kvfold.cache.pool import Pool
+from kvfold.cli.common import versions
+from kvfold.compression.calibrate import calibrate
+from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.compression.hybrid import agreement, with_leaders
 from kvfold.config import CacheConfig, Ratios
 from kvfold.evaluation.importance import LENGTH, TEXTS, orders
 from kvfold.evaluation.measure import runner_for
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import window_perplexity
+from kvfold.files import write_json
 from kvfold.spec import Geometry
 
 STEPS = (0.0, 0.25, 0.5, 0.75)  # shares of a head's numbers that are removed
 MIDDLE = (0.2, 0.6)  # important tokens of the first and last layer
 RISING = ((0.1, 0.3), MIDDLE, (0.4, 0.8))
 EVEN = (0.2, 0.4, 0.6)  # of every layer: as many on average
+REPEATS = 7
 LIMITS = (0.01, 0.02, 0.05, 0.1, 0.2)  # of Q_d
 
 
@@ -82,7 +91,7 @@ def variants(removed: dict[str, float]) -> list[Case]:
     found += [Case("DL", Ratios(**removed, important=x, important_last=x)) for x in EVEN]
     middle = rising[RISING.index(MIDDLE)]
     found.append(Case("LT", replace(middle, by="attention")))
-    return [*found, Case("random", middle), Case("lowest", middle)]
+    return [*found, *(Case(name, middle) for name in ("OC", "random", "lowest"))]
 
 
 def uniforms() -> Iterator[Ratios]:
@@ -109,6 +118,8 @@ class Hybrids(quality.Bench):
         recipe, tokens = recipes.get("zdc"), arguments.calib_tokens
         compressor = Compressor(self.model, recipe, self.tokenizer, max_tokens=tokens)
         self.prepared = compressor.prepare(arguments.stats)
+        self.prepared_of: dict[tuple[str, int], Prepared] = {}
+        self.seconds: dict[tuple[str, int], float] = {}
         self.align = compressor.align(None)
         self.whole = self.losses(self.model)
         middle = Ratios(important=0.3, important_last=0.3)
@@ -132,16 +143,35 @@ class Hybrids(quality.Bench):
 
     def losses(self, model: Any) -> dict[str, dict[str, Any]]:
         """By text: nats a token, and bytes of the first half's pages."""
+        return {name: self.loss(model, ids) for name, ids in self.texts.items()}
+
+    def loss(self, model: Any, ids: Tensor) -> dict[str, Any]:
         runner = runner_for(model, CacheConfig(), self.arguments.ctx)
-        sessions, found = partial(PagedSession, runner), {}
+        sessions = partial(PagedSession, runner)
+        result, held = window_perplexity(sessions, ids, scored_from=ids.shape[1] // 2)
+        kept = held.kept_fraction
+        return {"nll": result.nll, "bytes": held.cache_bytes, "kept_fraction": kept}
+
+    def online(self, case: Case) -> dict[str, dict[str, Any]]:
+        """As `losses`, a window at a time with rotations of its first half."""
+        found = {}
         for name, ids in self.texts.items():
-            result, held = window_perplexity(sessions, ids, scored_from=ids.shape[1] // 2)
-            found[name] = {
-                "nll": result.nll,
-                "bytes": held.cache_bytes,
-                "kept_fraction": held.kept_fraction,
-            }
+            each = [self.loss(self.own(i, name, case), ids[i : i + 1]) for i in range(len(ids))]
+            nll = sum(x["nll"] for x in each) / len(each)
+            seconds = sum(self.seconds[name, i] for i in range(len(ids))) / len(ids)
+            found[name] = {**each[-1], "nll": nll, "rotations_seconds": seconds}
         return found
+
+    def own(self, i: int, name: str, case: Case) -> Any:
+        """The model with rotations of a window, which are kept for other ratios."""
+        if (name, i) not in self.prepared_of:
+            compressor, begin = Compressor(self.model, recipes.get("zack")), time.perf_counter()
+            half = self.texts[name][i : i + 1, : self.arguments.ctx // 2]
+            statistics = calibrate(self.model, compressor.family, half, compressor.needs)
+            self.prepared_of[name, i] = compressor.prepare(statistics)
+            self.seconds[name, i] = time.perf_counter() - begin
+        prepared = self.prepared_of[name, i]
+        return prepared.folded_copy(prepared.plan_hybrid(case.ratios, self.align))
 
     def folded(self, case: Case, lead: bool = True) -> Any:
         """A copy of the model with rows of two widths, or with one in variant DT."""
@@ -154,9 +184,12 @@ class Hybrids(quality.Bench):
         return model
 
     def row(self, case: Case) -> dict[str, Any]:
-        model, begin = self.folded(case), time.perf_counter()
-        with ranking(case.variant):
-            found = self.losses(model)
+        begin = time.perf_counter()
+        if case.variant == "OC":
+            found = self.online(case)
+        else:
+            with ranking(case.variant):
+                found = self.losses(self.folded(case))
         for name, own in found.items():
             whole = self.whole[name]
             own["Q_d"] = float(torch.tensor(own["nll"] - whole["nll"]).expm1())
@@ -172,10 +205,49 @@ def ranking(variant: str) -> AbstractContextManager[Any]:
     return mock.patch.object(attention, "denominators", other) if other else nullcontext()
 
 
-def by_lot(lse: torch.Tensor) -> torch.Tensor:
+def by_lot(lse: Tensor) -> Tensor:
     """A rank of every token, the same whenever it is asked for."""
     count = lse.shape[0] * lse.shape[2]
     return torch.rand(count, generator=torch.Generator().manual_seed(count)).view(lse[:, 0].shape)
+
+
+def times(bench: Hybrids) -> dict[str, float]:
+    """Milliseconds, the least of REPEATS: reading a window with either ranking, making its rows
+    narrow, a token after that, and what ZO adds to it."""
+    removed, ids = next(removals()), next(iter(bench.texts.values()))[0, :-REPEATS].tolist()
+    found: dict[str, list[float]] = defaultdict(list)
+    for by in ("denominators", "attention"):
+        ratios = Ratios(**removed, important=0.3, important_last=0.3, by=by)
+        runner = runner_for(bench.folded(Case("ZDC", ratios)), CacheConfig(), bench.arguments.ctx)
+        for _ in range(REPEATS):
+            with PagedSession(runner) as session:
+                found[f"read, {by}"].append(timed(partial(session.read, ids, prompt=len(ids))))
+                found["made narrow"].append(timed(session.compress))
+                found[f"token, {by}"].append(timed(partial(session.read, [5])))
+                pairs = to_restore(runner.pool, session.sequence.open_slot)
+            found["restored (ZO)"].append(timed(partial(restore, pairs)))
+    return {name: 1000 * min(seconds) for name, seconds in found.items()}
+
+
+def to_restore(pool: Pool, slot: int) -> list[tuple[Tensor, Tensor]]:
+    """As many rows as a sequence has, of both widths, and maps to whole keys and values."""
+    assert pool.narrow is not None
+    dim, found = pool.layout.spec.geometry.head_dim, []
+    for own in (pool, pool.narrow):
+        for layer, where in zip(own.layout.spec.layers, own.layout.layer_groups, strict=True):
+            rows = int(own.host_lengths[slot, where.start])
+            found += [(torch.randn(rows, x.rank), torch.randn(x.rank, dim)) for x in layer.latents]
+    return found
+
+
+def restore(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return [z @ up for z, up in pairs]
+
+
+def timed(function: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
 
 
 def table(path: Path) -> None:
@@ -205,8 +277,12 @@ def main() -> None:
         return
     parser = quality.parser(__doc__, model="reference:gqa", ctx=1024, windows=2)
     parser.add_argument("--most", type=int, help="cases")
+    parser.add_argument("--times", action="store_true", help="instead of losses")
     arguments = parser.parse_args()
     bench = Hybrids(arguments)
+    if arguments.times:
+        write_json(arguments.json, {"versions": versions(bench.model.device), "ms": times(bench)})
+        return
     more = {name: getattr(bench, name) for name in ("whole", "agreements", "statistics")}
     for row in bench.run(bench.wanted(cases()[: arguments.most]), bench.row, **more):
         each = ((name, x["Q_d"], x["bytes_fraction"]) for name, x in row["texts"].items())

@@ -405,9 +405,10 @@ class Scheduler:
             self._evict([request])
 
     def _rows(self, requests: list[Request]) -> Ints:
-        """In the cache, of every group [S, G]."""
-        rows: Ints = self.pool.host_lengths[[request.open_slot for request in requests]]
-        return rows
+        """In the cache, of every group [S, G], of both widths where there are two."""
+        slots, narrow = [request.open_slot for request in requests], self.pool.narrow
+        rows: Ints = self.pool.host_lengths[slots]
+        return rows if narrow is None else rows + narrow.host_lengths[slots]
 
     def _count(self, requests: list[Request], before: Ints) -> None:
         """Add what they lost."""
