@@ -46,7 +46,7 @@ from kvfold.config import CacheConfig, Ratios
 from kvfold.evaluation.importance import LENGTH, TEXTS, orders
 from kvfold.evaluation.measure import runner_for
 from kvfold.evaluation.paged import PagedSession
-from kvfold.evaluation.perplexity import window_perplexity
+from kvfold.evaluation.perplexity import mean_and_se, window_perplexity
 from kvfold.files import write_json
 from kvfold.spec import Geometry
 
@@ -55,6 +55,7 @@ MIDDLE = (0.2, 0.6)  # important tokens of the first and last layer
 RISING = ((0.1, 0.3), MIDDLE, (0.4, 0.8))
 EVEN = (0.2, 0.4, 0.6)  # of every layer: as many on average
 REPEATS = 7
+USEFUL = 0.5  # Q_d beyond which nothing is compared
 LIMITS = (0.01, 0.02, 0.05, 0.1, 0.2)  # of Q_d
 
 
@@ -251,24 +252,46 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def table(path: Path) -> None:
-    """Of every text: the fewest bytes within each limit of Q_d, by variant."""
+    """The fewest bytes within each limit of Q_d, by variant, and what others lose at ZDC's ratios."""
     rows = json.loads(path.read_text())["rows"]
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
-    for text in rows[0]["texts"]:
-        print(f"| {text} | " + " | ".join(f"Q_d <= {limit}" for limit in LIMITS) + " |")
-        print("|---" * (len(LIMITS) + 1) + "|")
-        for variant in variants:
-            best = [nearest(rows, variant, text, limit) for limit in LIMITS]
-            cells = [f"{x['texts'][text]['bytes_fraction']:.3f}" if x else "–" for x in best]
-            print(f"| {variant} | " + " | ".join(cells) + " |")
+    print("| fewest bytes of pages | " + " | ".join(f"Q_d <= {limit}" for limit in LIMITS) + " |")
+    print("|---" * (len(LIMITS) + 1) + "|")
+    for variant in ("ZDC", "DL", "DT"):
+        best = [nearest(rows, variant, limit) for limit in LIMITS]
+        cells = [f"{measured(x, 'bytes_fraction'):.3f}" if x else "–" for x in best]
+        print(f"| {variant} | " + " | ".join(cells) + " |")
+    print("\n| at the same ratios | pairs | ZDC's Q_d | more than that |")
+    print("|---|---|---|---|")
+    known = {
+        json.dumps({**row["ratios"], "by": ""}): row for row in rows if row["variant"] == "ZDC"
+    }
+    for variant in ("LT", "OC", "random", "lowest"):
+        each = [(x, known.get(json.dumps({**x["ratios"], "by": ""}))) for x in rows]
+        pairs = [(x, own) for x, own in each if own and x["variant"] == variant]
+        base = [measured(own, "Q_d") for _, own in pairs if measured(own, "Q_d") < USEFUL]
+        more = [
+            measured(x, "Q_d") - measured(own, "Q_d")
+            for x, own in pairs
+            if measured(own, "Q_d") < USEFUL
+        ]
+        mean, error = mean_and_se(more)
+        print(
+            f"| {variant} | {len(more)} | {mean_and_se(base)[0]:.3f} | {mean:+.3f} ± {error:.3f} |"
+        )
+
+
+def measured(row: dict[str, Any], what: str, text: str | None = None) -> float:
+    """Of one text, or the mean over all."""
+    found = [x[what] for name, x in row["texts"].items() if text in (None, name)]
+    return float(sum(found) / len(found))
 
 
 def nearest(
-    rows: list[dict[str, Any]], variant: str, text: str, limit: float
+    rows: list[dict[str, Any]], variant: str, limit: float, text: str | None = None
 ) -> dict[str, Any] | None:
-    """The row of fewest bytes within a limit."""
-    own = (x for x in rows if x["variant"] == variant and x["texts"][text]["Q_d"] <= limit)
-    return min(own, key=lambda x: x["texts"][text]["bytes"], default=None)
+    """The row of fewest bytes within a limit of Q_d."""
+    own = (x for x in rows if x["variant"] == variant and measured(x, "Q_d", text) <= limit)
+    return min(own, key=lambda x: measured(x, "bytes", text), default=None)
 
 
 def main() -> None:

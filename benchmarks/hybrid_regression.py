@@ -56,7 +56,7 @@ def optima(path: Path) -> Iterator[Optimum]:
     grid = [row for row in report["rows"] if row["variant"] == "ZDC"]
     for text in report["whole"]:
         for limit in LIMITS:
-            if row := nearest(grid, "ZDC", text, limit):
+            if row := nearest(grid, "ZDC", limit, text):
                 statistics = list(report["statistics"].values())
                 yield Optimum(path.stem, text, limit, statistics, row, grid)
 
