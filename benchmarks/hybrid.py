@@ -252,7 +252,7 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def table(path: Path) -> None:
-    """The fewest bytes within each limit of Q_d, by variant, and what others lose at ZDC's ratios."""
+    """The fewest bytes within each limit of Q_d by variant, and what others lose at ZDC's ratios."""
     rows = json.loads(path.read_text())["rows"]
     print("| fewest bytes of pages | " + " | ".join(f"Q_d <= {limit}" for limit in LIMITS) + " |")
     print("|---" * (len(LIMITS) + 1) + "|")
@@ -267,17 +267,14 @@ def table(path: Path) -> None:
     }
     for variant in ("LT", "OC", "random", "lowest"):
         each = [(x, known.get(json.dumps({**x["ratios"], "by": ""}))) for x in rows]
-        pairs = [(x, own) for x, own in each if own and x["variant"] == variant]
-        base = [measured(own, "Q_d") for _, own in pairs if measured(own, "Q_d") < USEFUL]
-        more = [
-            measured(x, "Q_d") - measured(own, "Q_d")
-            for x, own in pairs
-            if measured(own, "Q_d") < USEFUL
+        pairs = [
+            (measured(x, "Q_d"), measured(own, "Q_d"))
+            for x, own in each
+            if own and x["variant"] == variant and measured(own, "Q_d") < USEFUL
         ]
-        mean, error = mean_and_se(more)
-        print(
-            f"| {variant} | {len(more)} | {mean_and_se(base)[0]:.3f} | {mean:+.3f} ± {error:.3f} |"
-        )
+        base, _ = mean_and_se([own for _, own in pairs])
+        mean, error = mean_and_se([x - own for x, own in pairs])
+        print(f"| {variant} | {len(pairs)} | {base:.3f} | {mean:+.3f} ± {error:.3f} |")
 
 
 def measured(row: dict[str, Any], what: str, text: str | None = None) -> float:
