@@ -252,7 +252,7 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def table(path: Path) -> None:
-    """The fewest bytes within each limit of Q_d by variant, and what others lose at ZDC's ratios."""
+    """The fewest bytes within each limit of Q_d by variant, and losses at ZDC's ratios."""
     rows = json.loads(path.read_text())["rows"]
     print("| fewest bytes of pages | " + " | ".join(f"Q_d <= {limit}" for limit in LIMITS) + " |")
     print("|---" * (len(LIMITS) + 1) + "|")
