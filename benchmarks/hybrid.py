@@ -47,12 +47,11 @@ from kvfold.evaluation.importance import LENGTH, TEXTS, orders
 from kvfold.evaluation.measure import runner_for
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import mean_and_se, window_perplexity
+from kvfold.evaluation.ratios import RISING, STEPS, removals
 from kvfold.files import write_json
 from kvfold.spec import Geometry
 
-STEPS = (0.0, 0.25, 0.5, 0.75)  # shares of a head's numbers that are removed
-MIDDLE = (0.2, 0.6)  # important tokens of the first and last layer
-RISING = ((0.1, 0.3), MIDDLE, (0.4, 0.8))
+MIDDLE = RISING[1]
 EVEN = (0.2, 0.4, 0.6)  # of every layer: as many on average
 REPEATS = 7
 USEFUL = 0.5  # Q_d beyond which nothing is compared
@@ -71,25 +70,16 @@ class Case:
         return f"{self.variant} {wide} {narrow} {r.important}..{r.important_last}"
 
 
-def removals() -> Iterator[dict[str, float]]:
-    """What the text allows: unimportant tokens lose more, and keys at least what values do."""
-    names = ("keys", "values", "narrow_keys", "narrow_values")
-    for keys, values, narrow_keys, narrow_values in product(STEPS, repeat=4):
-        less = narrow_keys > keys and narrow_values > values
-        if less and keys >= values and narrow_keys >= narrow_values:
-            yield dict(zip(names, (keys, values, narrow_keys, narrow_values), strict=True))
-
-
 def cases() -> list[Case]:
     found = [*map(variants, removals()), *([Case("DT", x)] for x in uniforms())]
     return list(chain.from_iterable(random.Random(0).sample(found, len(found))))
 
 
-def variants(removed: dict[str, float]) -> list[Case]:
+def variants(removed: Ratios) -> list[Case]:
     """All that tell tokens apart."""
-    rising = [Ratios(**removed, important=a, important_last=b) for a, b in RISING]
+    rising = [replace(removed, important=a, important_last=b) for a, b in RISING]
     found = [Case("ZDC", ratios) for ratios in rising]
-    found += [Case("DL", Ratios(**removed, important=x, important_last=x)) for x in EVEN]
+    found += [Case("DL", replace(removed, important=x, important_last=x)) for x in EVEN]
     middle = rising[RISING.index(MIDDLE)]
     found.append(Case("LT", replace(middle, by="attention")))
     return [*found, *(Case(name, middle) for name in ("OC", "random", "lowest"))]
@@ -218,7 +208,7 @@ def times(bench: Hybrids) -> dict[str, float]:
     removed, ids = next(removals()), next(iter(bench.texts.values()))[0, :-REPEATS].tolist()
     found: dict[str, list[float]] = defaultdict(list)
     for by in ("denominators", "attention"):
-        ratios = Ratios(**removed, important=0.3, important_last=0.3, by=by)
+        ratios = replace(removed, important=0.3, important_last=0.3, by=by)
         runner = runner_for(bench.folded(Case("ZDC", ratios)), CacheConfig(), bench.arguments.ctx)
         for _ in range(REPEATS):
             with PagedSession(runner) as session:

@@ -54,7 +54,16 @@ LAYERS: dict[str, set[str]] = {
         "engine",
     }
     | {"errors", "files", "search", "text"},
-    "api": {"spec", "compression", "config", "recipes", "artifact", "loading", "evaluation"}
+    "api": {
+        "search",
+        "spec",
+        "compression",
+        "config",
+        "recipes",
+        "artifact",
+        "loading",
+        "evaluation",
+    }
     | {"models"}
     | {"files", "weights", "card", "text"},
     "report": {"evaluation", "files", "text"},

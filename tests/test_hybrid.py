@@ -28,9 +28,11 @@ from kvfold.engine.demotion import Demotion, first_columns
 from kvfold.engine.llm import LLM
 from kvfold.engine.request import SamplingParams
 from kvfold.errors import SettingError
+from kvfold.evaluation import ratios
 from kvfold.evaluation.importance import orders
 from kvfold.evaluation.measure import Measurement, measure
 from kvfold.evaluation.paged import PagedSession
+from kvfold.evaluation.perplexity import window_perplexity
 from kvfold.models.families import family_of
 from kvfold.models.folded import layer_shapes
 from kvfold.ops.store import append, gather
@@ -46,7 +48,7 @@ FAMILIES = ("llama-gqa", "llama-mha", "llama3-scaling", "qwen3", "opt", "gpt-neo
 CAPTURED = "kvfold_test_captured"
 
 
-def folded(name: str, ratios: Ratios = RATIOS, recipe: str = "zack", hybrid: bool = True, **how):
+def folded(name: str, given: Ratios = RATIOS, recipe: str = "zack", hybrid: bool = True, **how):
     """A tiny model with rows of two widths, or with the wide ones alone."""
     model = tiny(name, **how)
     settings = even(recipe)
@@ -54,7 +56,7 @@ def folded(name: str, ratios: Ratios = RATIOS, recipe: str = "zack", hybrid: boo
         model, family_of(model.config), tokens(8, 64), Compressor(model, settings).needs
     )
     prepared = Compressor(model, settings).prepare(found)
-    spec = prepared.plan_hybrid(ratios, ALIGN)
+    spec = prepared.plan_hybrid(given, ALIGN)
     prepared.fold(spec if hybrid else replace(spec, hybrid=None), {})
     return model
 
@@ -130,12 +132,12 @@ AttentionInterface.register(CAPTURED, _captured)
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3"])
 def test_important_tokens_have_the_largest_denominators(name: str, by: str) -> None:
     """Those of the original model, from which one without removals differs by rounding."""
-    ratios = replace(RATIOS, keys=0, values=0, by=by)
+    given = replace(RATIOS, keys=0, values=0, by=by)
     original, ids = tiny(name), tokens(1, PROMPT)
     original.set_attn_implementation(CAPTURED)
     with torch.no_grad():
         original(ids)
-    with session_of(folded(name, ratios)) as session:
+    with session_of(folded(name, given)) as session:
         logits_of(session, ids[0].tolist(), prompt=PROMPT)
         session.compress()
         wide = wide_positions(session)
@@ -432,3 +434,37 @@ def test_vllm_refuses_it() -> None:
     model = folded("llama-gqa")
     with pytest.raises(ValueError, match="two widths"):
         stored.StoredCache.of(model.config, CacheConfig(), torch.float32, Share())
+
+
+def test_search_takes_the_smallest_choice_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those measured, none smaller is within it."""
+    model, ids = tiny("llama-gqa"), tokens(2, 48)
+    monkeypatch.setattr(Compressor, "windows", lambda self: ids)
+    monkeypatch.setattr(ratios, "held_out", lambda *_: ids)
+    losses = iter([0.0, *np.linspace(1.0, 0.0, 60)])  # the original's, then ever less
+    tried: list[float] = []
+
+    def measured(sessions, rows, *, scored_from, progress):
+        spec = sessions.args[0].pool.layout.spec
+        tried.append(spec.kept_fraction)
+        result, held = window_perplexity(sessions, rows[:1], scored_from=scored_from)
+        return replace(result, perplexity=float(np.exp(next(losses)))), held
+
+    monkeypatch.setattr(ratios, "window_perplexity", measured)
+    settings = even("zack")
+    needs = Compressor(model, settings).needs
+    found = calibrate(model, family_of(model.config), tokens(8, 64), needs)
+    prepared = Compressor(model, settings).prepare(found)
+    chosen, ratio = ratios.search_ratios(prepared, np.exp(0.9), align=ALIGN)
+    assert len(tried) == 1 + 7 and tried[1:] == sorted(tried[1:]) and ratio <= np.exp(0.9)
+    assert prepared.plan_hybrid(chosen, ALIGN).kept_fraction == tried[-1]
+    losses = iter([0.0] + [1.0] * 60)
+    with pytest.raises(SettingError, match="none of 60 choices"):
+        ratios.search_ratios(prepared, 1.01, align=ALIGN)
+
+
+def test_choices_are_what_the_text_allows() -> None:
+    """Unimportant tokens lose more, keys at least what values do, deeper layers keep more whole."""
+    for x in ratios.choices():
+        assert x.narrow_keys > x.keys >= x.values and x.narrow_keys >= x.narrow_values > x.values
+        assert x.important < x.important_last

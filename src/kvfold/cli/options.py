@@ -114,7 +114,8 @@ class Size:
         None,
         "Instead of --keep: ZDC's two widths of a token by its importance, as shares removed, such "
         "as keys=0.25,values=0.25,narrow_keys=0.5,narrow_values=0.5,important=0.2,important_last="
-        "0.5 (of tokens, in the first and the last layer). Runs on the paged cache.",
+        "0.5 (of tokens, in the first and the last layer), or ppl<=1.1: the smallest of some within"
+        " 10 % of the perplexity. Runs on the paged cache.",
     )
     levels: str | None = setting(
         None,
@@ -137,7 +138,8 @@ class Size:
 
         given = {name: getattr(self, name) for name in ("keep", "budget", "factor", "prefer")}
         levels = parse_levels(self.levels)
-        hybrid = None if self.hybrid is None else Ratios.parse(self.hybrid)
+        text = self.hybrid
+        hybrid = text if text is None or "<" in text else Ratios.parse(text)
         size = self.bytes_per_token
         return Target(bytes_per_token=size, levels=levels, hybrid=hybrid, **given)
 

@@ -20,14 +20,15 @@ class Target:
     planned together. bytes_per_token: the same as bytes. budget: "ppl<=RATIO", the smallest keep
     whose perplexity on held-out text is within that ratio of the original's. levels: the bits that
     planned numbers may have, from the most on; where bits are planned and none are given, those of
-    prefer: what the plan is for (see `preference`). hybrid: two widths, by tokens' importance.
+    prefer: what the plan is for (see `preference`). hybrid: two widths, by tokens' importance: in
+    these ratios, or the smallest that are tried within such a ratio of perplexities.
     """
 
     keep: float | None = setting(None, "Share.", **SHARE)
     factor: float | None = setting(None, "Times.", least=1, below=1000)
     bytes_per_token: float | None = setting(None, "Bytes.", above=0)
     budget: str | None = None
-    hybrid: Ratios | None = None
+    hybrid: Ratios | str | None = None
     levels: tuple[int, ...] | None = None
     prefer: Prefer = "balanced"
 
@@ -39,8 +40,9 @@ class Target:
             raise SettingError(f"{named} exclude each other: each decides the size alone")
         if not given:
             object.__setattr__(self, "keep", DEFAULT_KEEP)
-        if self.budget is not None:
-            parse_budget(self.budget)
+        for text in (self.budget, self.hybrid):
+            if isinstance(text, str):
+                parse_budget(text)
         object.__setattr__(self, "levels", self._levels())
 
     def _levels(self) -> tuple[int, ...] | None:
