@@ -19,10 +19,9 @@ from kvfold.attention.base import Columns, LayerMaps, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.observer import Observer
 from kvfold.attention.triton_decode import LayerBatch, batches
-from kvfold.ops import decode
+from kvfold.ops import decode, observe
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.pages import owner_of
-from kvfold.ops.observe import observe
 from kvfold.ops.prefill import PREFILL, KVView, Seen, prefill
 from kvfold.ops.store import gather, set_metrics
 from kvfold.spec import LayerSpec
@@ -112,7 +111,7 @@ class HybridAttention(AttentionBackend):
         if hybrid.by == "attention":
             again = F.pad(positions.diff(dim=1) == 0, (0, 1))  # filled up to the longest chunk
             positions = positions.masked_fill(again, -1)
-            observe(q, lse, positions, pages, part.slots, layer.scale, power=1, exclude=0)
+            observe.observe(q, lse, positions, pages, part.slots, layer.scale, power=1, exclude=0)
             return
         worth = denominators(lse)
         behind = positions[:, -1:] - positions  # the last query's row is the last
@@ -131,7 +130,8 @@ class HybridKernels(HybridAttention):
     def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
         """groups: of both widths."""
         if task.decode:
-            return decode.why_not(groups, task.device_type)
+            kind, ranked = task.device_type, [x for x in groups if x.layout.tracked]
+            return decode.why_not(groups, kind) or observe.why_not(ranked, kind)
         widths = (layer.key_width,), (layer.value_width,)
         return PREFILL.why_not(task.device_type, frozenset((task.dtype,)), *widths)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvfold.compression.preference import default_levels
 from kvfold.config import ALL_LEVELS, DEFAULT_KEEP, Prefer, Ratios, Setting, check, setting
-from kvfold.errors import SettingError
+from kvfold.errors import SettingError, renamed
 from kvfold.search import parse_budget
 
 SIZES = ("keep", "factor", "bytes_per_token", "budget", "hybrid")
@@ -40,9 +40,11 @@ class Target:
             raise SettingError(f"{named} exclude each other: each decides the size alone")
         if not given:
             object.__setattr__(self, "keep", DEFAULT_KEEP)
-        for text in (self.budget, self.hybrid):
-            if isinstance(text, str):
-                parse_budget(text)
+        if self.budget is not None:
+            parse_budget(self.budget)
+        if isinstance(self.hybrid, str):
+            with renamed(budget="hybrid"):
+                parse_budget(self.hybrid)
         object.__setattr__(self, "levels", self._levels())
 
     def _levels(self) -> tuple[int, ...] | None:
