@@ -5,12 +5,13 @@
 
 Every row is one choice of ratios: what it loses, Q_d = (ppl' - ppl) / ppl over the second half of
 every window, and the bytes of pages that the first half then holds. Variants: ZDC; DT, one width
-for all tokens; DL, as many important tokens in all layers; LT, ranked in every layer by the
-attention that tokens get; OC, with rotations of every window's own first half, and the seconds that
-they take; random, ranked by lot; lowest, by the least denominators; the last four at MIDDLE alone,
-beside ZDC at the same ratios. ZO, which restores rows for every query, computes the same: its time
-is one of --times, with LT's. Cases come in an order drawn by lot, so that the first (--most) are a
-coarser grid; those that the file holds are kept.
+for all tokens; DL, as many important tokens in all layers. At MIDDLE alone, beside ZDC at the same
+ratios: LT, ranked in every layer by the attention that tokens get; OC, with rotations of a window's
+own first half, and the seconds that they take; random, ranked by lot, alike in all layers; by
+layer, by lot in each; lowest, by the least denominators. Beside DL: first, by those of the first
+layer in all. ZO, which restores rows for every query, computes the same: its time is one of
+--times, with LT's. Cases come in an order drawn by lot, so that the first (--most) are a coarser
+grid; those that the file holds are kept.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import quality
 import torch
 from torch import Tensor
@@ -82,7 +84,8 @@ def variants(removed: Ratios) -> list[Case]:
     found += [Case("DL", replace(removed, important=x, important_last=x)) for x in EVEN]
     middle = rising[RISING.index(MIDDLE)]
     found.append(Case("LT", replace(middle, by="attention")))
-    return [*found, *(Case(name, middle) for name in ("OC", "random", "lowest"))]
+    found += [Case(name, middle) for name in ("OC", "random", "by layer", "lowest")]
+    return [*found, Case("first", found[4].ratios)]
 
 
 def uniforms() -> Iterator[Ratios]:
@@ -172,6 +175,9 @@ class Hybrids(quality.Bench):
         model = self.prepared.folded_copy(spec)
         if lead and case.variant in ("ZDC", "DL"):
             mark(model, with_leaders(spec, self.orders), {})
+        if case.variant == "first":
+            alike = [np.broadcast_to(order[:1], order.shape) for order in self.orders]
+            mark(model, with_leaders(spec, alike), {})
         return model
 
     def row(self, case: Case) -> dict[str, Any]:
@@ -192,12 +198,18 @@ class Hybrids(quality.Bench):
 
 def ranking(variant: str) -> AbstractContextManager[Any]:
     """How tokens are ranked meanwhile."""
-    other = {"random": by_lot, "lowest": lambda lse: -denominators(lse)}.get(variant)
+    drawn = torch.Generator().manual_seed(0)
+    others: dict[str, Callable[[Tensor], Tensor]] = {
+        "random": by_lot,
+        "by layer": lambda lse: torch.rand(lse[:, 0].shape, generator=drawn),
+        "lowest": lambda lse: -denominators(lse),
+    }
+    other = others.get(variant)
     return mock.patch.object(attention, "denominators", other) if other else nullcontext()
 
 
 def by_lot(lse: Tensor) -> Tensor:
-    """A rank of every token, the same whenever it is asked for."""
+    """A rank of every token, the same in all layers."""
     count = lse.shape[0] * lse.shape[2]
     return torch.rand(count, generator=torch.Generator().manual_seed(count)).view(lse[:, 0].shape)
 
@@ -252,10 +264,12 @@ def table(path: Path) -> None:
         print(f"| {variant} | " + " | ".join(cells) + " |")
     print("\n| at the same ratios | pairs | ZDC's Q_d | more than that |")
     print("|---|---|---|---|")
-    known = {
-        json.dumps({**row["ratios"], "by": ""}): row for row in rows if row["variant"] == "ZDC"
-    }
-    for variant in ("LT", "OC", "random", "lowest"):
+    rising, even = (
+        {json.dumps({**x["ratios"], "by": ""}): x for x in rows if x["variant"] == name}
+        for name in ("ZDC", "DL")
+    )
+    for variant in ("LT", "OC", "random", "by layer", "lowest", "first"):
+        known = even if variant == "first" else rising
         each = [(x, known.get(json.dumps({**x["ratios"], "by": ""}))) for x in rows]
         pairs = [
             (measured(x, "Q_d"), measured(own, "Q_d"))
