@@ -331,6 +331,40 @@ def test_refuses_what_does_not_go_with_it(settings: dict, named: str) -> None:
         session_of(folded("llama-gqa"), **settings)
 
 
+def test_rows_become_narrow_where_wide_ones_fill_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer after another, as pages come free, to what a large pool gives; or not at all."""
+    units, moves = [], Demotion._moves
+
+    def recorded(self, slots, goes, count, layers=None) -> bool:
+        done = moves(self, slots, goes, count, layers)
+        units.append((layers, done))
+        return done
+
+    monkeypatch.setattr(Demotion, "_moves", recorded)
+    ids, found = tokens(1, 120)[0].tolist(), []
+    model = folded("llama-gqa", replace(RATIOS, important_last=0.25))
+    layout = session_of(model).runner.pool.layout
+    most = layout.page_bytes * -(-PROMPT // PAGE)
+    for size in (2**21, most * 5 // 4, most * 21 // 20):
+        config = CacheConfig(kv_bytes=size, page=PAGE)
+        runner = build_runner(model, config, num_slots=1, max_tokens=128)
+        with PagedSession(runner) as session:
+            pool, slot = runner.pool, session.sequence.open_slot
+            logits_of(session, ids[:PROMPT], prompt=PROMPT)
+            try:
+                session.compress()
+            except PoolFull:
+                assert size < most * 5 // 4 and not pool.narrow.host_lengths.any()
+                continue
+            pool.check_integrity()
+            assert pool.narrow.host_lengths[slot].all()
+            found.append(logits_of(session, ids[PROMPT : PROMPT + 3]))
+    assert len(found) == 2
+    torch.testing.assert_close(*found)
+    none = [(None, False), ((0,), False), ((1,), False)]
+    assert units == [(None, True), (None, False), ((0,), True), ((1,), True), *none]
+
+
 def test_quantized_rows_become_narrow() -> None:
     """At 8 bits, not turned, close to what 16 bits give."""
     ids, found = tokens(1, 100)[0].tolist(), []

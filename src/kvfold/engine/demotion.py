@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.eviction.select import lowest
+from kvfold.cache.pool import PoolFull
 from kvfold.engine.eviction import Eviction
 from kvfold.engine.request import Request
 from kvfold.ops.common.launch import upload
@@ -53,22 +54,56 @@ class Demotion:
         return bool((self.eviction.pool.host_lengths[slots] - self._kept(slots) >= page).any())
 
     def demote(self, requests: list[Request]) -> None:
-        """Raises PoolFull where there is no room for narrow rows, and then nothing was changed."""
-        pool, slots = self.eviction.pool, [request.open_slot for request in requests]
+        """All layers at once or, where there is no room for so many narrow rows beside the wide
+        ones, layers that are ranked together one after another, as room comes free. Raises
+        PoolFull where there is none for any, and then nothing was changed."""
+        slots = [request.open_slot for request in requests]
+        count = self.eviction.pool.host_lengths[slots] - self._kept(slots)
+        goes = self._unimportant(slots, count)
+        if self._moves(slots, goes, count):
+            return
+        waiting = self._units
+        while still := [x for x in waiting if not self._moves(slots, goes, count, x)]:
+            if len(still) == len(self._units):
+                raise PoolFull("no room for narrow rows of any layer")
+            if len(still) == len(waiting):
+                return
+            waiting = still
+
+    @cached_property
+    def _units(self) -> list[tuple[int, ...]]:
+        """Layers with one leader, whose rows must stay in the same order."""
+        hybrid = self.eviction.pool.layout.spec.hybrid
+        assert hybrid is not None
+        found: dict[int, tuple[int, ...]] = {}
+        for layer, leader in enumerate(hybrid.leaders):
+            found[leader] = (*found.get(leader, ()), layer)
+        return list(found.values())
+
+    def _moves(
+        self, slots: list[int], goes: Tensor, count: Ints, layers: tuple[int, ...] | None = None
+    ) -> bool:
+        """Move rows goes [B, G, T], count [B, G] of each group, of some layers, or of all; False
+        where there is no room, and nothing was changed."""
+        pool, index = self.eviction.pool, upload(np.array(slots), self.eviction.pool.device)
         assert pool.narrow is not None
-        kept = self._kept(slots)
-        count = pool.host_lengths[slots] - kept
-        goes, index = self._unimportant(slots, count), upload(np.array(slots), pool.device)
+        if layers is not None:
+            own = np.array([group.layer in layers for group in pool.layout.groups])
+            goes, count = goes & upload(own, pool.device)[:, None], count * own
         before = pool.narrow.host_lengths[slots]
-        pool.narrow.extend(slots, count)
         try:
-            for layer in range(len(pool.layout.spec.layers)):
+            pool.narrow.extend(slots, count)
+        except PoolFull:
+            return False
+        try:
+            for layer in range(len(pool.layout.spec.layers)) if layers is None else layers:
                 self._copy(layer, index, goes, before)
             self.eviction.close_holes(index, goes)
         except Exception:
             pool.narrow.shrink(slots, before)
             raise
-        pool.shrink(slots, kept)
+        pool.shrink(slots, pool.host_lengths[slots] - count)
+        return True
 
     def _unimportant(self, slots: list[int], count: Ints) -> Tensor:
         """bool [B, G, T]: in every group the count [B, G] rows of the lowest metrics of its layer's

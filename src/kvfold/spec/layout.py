@@ -256,7 +256,11 @@ class CacheLayout:
     def bytes_for(self, num_slots: int, max_tokens: int) -> int:
         """Of a pool that holds all slots at full length, with room for what slabs lose."""
         pages = -(-max_tokens // self.page)
-        return int((self.page_bytes * pages + self.tail_bytes) * num_slots * 1.05) + 2**20
+        own = self.page_bytes
+        if self.narrow is not None:  # rows become narrow a layer at a time
+            layers = map(self.narrow.of_layer, range(len(self.spec.layers)))
+            own += max(sum(group.layout.page_bytes for group in groups) for groups in layers)
+        return int((own * pages + self.tail_bytes) * num_slots * 1.05) + 2**20
 
     @cached_property
     def tail_bytes(self) -> int:
