@@ -164,6 +164,24 @@ SIZES = {
         "--budget 1% is not of the form 'ppl<=RATIO' with a ratio of at least 1 to the "
         "original's perplexity; for 1 % more write 'ppl<=1.01'"
     ),
+    "kvfold compress reference:gqa --hybrid narrow=0.5 --output new": (
+        "--hybrid has no 'narrow': give some of keys, values, narrow_keys, narrow_values, "
+        "important, important_last, by, as name=value"
+    ),
+    "kvfold compress reference:gqa --hybrid keys=half --output new": (
+        "--hybrid: keys must be a number; got 'half'"
+    ),
+    "kvfold compress reference:gqa --hybrid keys=0.5,narrow_keys=0.25 --output new": (
+        "--hybrid: narrow_keys must be at least keys: unimportant tokens lose more than important "
+        "ones; got 0.25 and 0.5"
+    ),
+    "kvfold compress reference:gqa --hybrid important=2 --output new": (
+        "--hybrid: important must be in [0, 1], got 2.0"
+    ),
+    "kvfold compress reference:gqa --recipe palu-m --hybrid keys=0.25 --output new": (
+        "--hybrid: recipe 'palu-m' stores pre_rope keys, and a narrow row is the first numbers of "
+        "keys and values per head in score space: take recipe zdc, zack or fast"
+    ),
     "kvfold compress reference:gqa --keep 0.5 --budget 'ppl<=1.01' --output new": (
         "--keep 0.5 and --budget ppl<=1.01 exclude each other: each decides the size alone"
     ),

@@ -38,6 +38,8 @@ def logits_after(seen: Sequence[int | None]) -> Tensor:
 class FakePool:
     """Pages of two groups, counted on the host alone: fast enough for long runs."""
 
+    narrow = None
+
     def __init__(self, num_pages: int, *, num_slots: int, max_tokens: int) -> None:
         self.num_pages, self.num_slots, self.max_tokens = num_pages, num_slots, max_tokens
         self.host_lengths = np.zeros((num_slots, 2), dtype=np.int64)
@@ -215,6 +217,8 @@ class StubRunner:
 
     def slide(self, batch: Batch) -> None:
         """Nothing slides."""
+
+    demotes = False
 
     def needs_compression(self, sequence: sequences.Request) -> bool:
         most = sequence.cache.max_cache_tokens

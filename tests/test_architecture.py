@@ -55,7 +55,16 @@ LAYERS: dict[str, set[str]] = {
         "engine",
     }
     | {"errors", "files", "search", "text"},
-    "api": {"spec", "compression", "config", "recipes", "artifact", "loading", "evaluation"}
+    "api": {
+        "search",
+        "spec",
+        "compression",
+        "config",
+        "recipes",
+        "artifact",
+        "loading",
+        "evaluation",
+    }
     | {"models"}
     | {"files", "weights", "card", "text"},
     "recovery": {"api", "artifact", "compression", "config", "errors", "files", "loading", "models"}

@@ -58,8 +58,8 @@ def test_logits_equal_transformers_in_bounded_memory(name: str, chunk: int) -> N
     ids, runner = tokens(1, 110), runner_of(name)
     windows = attention_windows(runner.model.config)
     layout, freed = runner.pool.layout, []
-    move = runner.eviction._move
-    runner.eviction._move = lambda *args: (freed.append(1), move(*args))[1]
+    move = runner.eviction.close_holes
+    runner.eviction.close_holes = lambda *args: (freed.append(1), move(*args))[1]
     found = []
     with PagedSession(runner, chunk) as session:
         for start in range(0, 110, chunk):

@@ -8,6 +8,7 @@ from kvfold.registration import register
 if TYPE_CHECKING:
     from kvfold import recipes as recipes
     from kvfold.api import compress as compress
+    from kvfold.config import Ratios as Ratios
     from kvfold.engine.async_llm import AsyncLLM as AsyncLLM
     from kvfold.engine.llm import LLM as LLM
     from kvfold.engine.packed import PackedContext as PackedContext
@@ -24,6 +25,7 @@ _HOMES = {
     "LLM": "engine.llm",
     "AsyncLLM": "engine.async_llm",
     "CacheParams": "engine.request",
+    "Ratios": "config",
     "PackedContext": "engine.packed",
     "SamplingParams": "engine.request",
     "best_policy": "evaluation.auto",

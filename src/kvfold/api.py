@@ -19,12 +19,15 @@ from kvfold.compression.room import factor_of
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.statistics.artifact import check_place
 from kvfold.compression.target import Target
-from kvfold.config import Prefer, Recipe, check_types
+from kvfold.config import Prefer, Ratios, Recipe, check_types
 from kvfold.evaluation import scores
 from kvfold.evaluation.budget import search_keep
+from kvfold.evaluation.importance import find_leaders
+from kvfold.evaluation.ratios import search_ratios
 from kvfold.files import check_makeable, new_directory, writing
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.models.families import family_of
+from kvfold.search import parse_budget
 from kvfold.spec import CacheSpec
 from kvfold.text import check_tokenizer, read_texts
 from kvfold.weights import write
@@ -40,6 +43,7 @@ def compress(
     levels: tuple[int, ...] | None = None,
     prefer: Prefer = "balanced",
     budget: str | None = None,
+    hybrid: Ratios | str | None = None,
     align: int | None = None,
     calib: list[str | Path] | None = None,
     tokenizer: Any = None,
@@ -64,14 +68,16 @@ def compress(
     read). prefer: what such a plan is for: `speed`, rows that a Hopper GPU reads in one pass, of
     recipe swift; `size`, the least loss at a size, in all levels (see `compression.preference`).
     budget: "ppl<=1.01", the smallest keep within that ratio of the original's perplexity on
-    calibration text that calibration does not read. align: ranks whose bits are not planned are
-    multiples of it (default 16, 8 for head_dim <= 64). calib: text files instead of the packaged
-    text. tokenizer: needed with a loaded model. device, dtype: as of `load`, for a model by its
-    name. statistics: an artifact file, reused if it exists and fits, written if not. recover: steps
-    in which the maps learn from the original on the calibration text (see `compression.recover`;
-    for a GPU). learn_scores: learn what rows are worth, too, for `evict="learned"` (see
-    `evaluation.scores`). output: a directory to save to, in the checkpoint's own dtype unless
-    another is asked for; written whole or not at all.
+    calibration text that calibration does not read. hybrid: two widths, the narrow one for tokens
+    that are not important (ZDC §5.2, see `Ratios`), or "ppl<=1.1": the smallest within that ratio
+    (Q_d <= 0.1) of those that are tried; of recipe zdc where none is named. align: ranks whose bits
+    are not planned are multiples of it (default 16, 8 for head_dim <= 64). calib: text files
+    instead of the packaged text. tokenizer: needed with a loaded model. device, dtype: as of
+    `load`, for a model by its name. statistics: an artifact file, reused if it exists and fits,
+    written if not. recover: steps in which the maps learn from the original on the calibration text
+    (see `compression.recover`; for a GPU). learn_scores: learn what rows are worth, too, for
+    `evict="learned"` (see `evaluation.scores`). output: a directory to save to, in the checkpoint's
+    own dtype unless another is asked for; written whole or not at all.
 
     Returns the folded model. Raises ValueError for settings or inputs that cannot work, and then
     leaves the model as it was, unless it is recovery that diverges.
@@ -82,6 +88,7 @@ def compress(
         factor=factor,
         bytes_per_token=bytes_per_token,
         budget=budget,
+        hybrid=hybrid,
         levels=levels,
         prefer=prefer,
     )
@@ -145,17 +152,26 @@ def fold_to(
     keep, ratio = target.keep, None
     if target.limit is not None:
         keep, ratio = search_keep(prepared, target.limit, align=align, progress=progress)
-    if factor is not None:
+    hybrid, allowed = target.hybrid, target.budget
+    if isinstance(hybrid, str):
+        allowed, within = hybrid, parse_budget(hybrid)
+        hybrid, ratio = search_ratios(prepared, within, align=align, progress=progress)
+    if hybrid is not None:
+        spec = prepared.plan_hybrid(hybrid, align)
+    elif factor is not None:
         assert target.levels is not None
         spec = prepared.plan_factor(factor, target.levels, target.prefer)
     else:
         assert keep is not None
         spec = prepared.plan(keep, align)
-    asked = asdict(target) | {"keep": keep, "align": align}
+    own = None if hybrid is None else asdict(hybrid)
+    asked = asdict(target) | {"keep": keep, "align": align, "hybrid": own, "budget": allowed}
     provenance = {"model": source, **asked, "ratio": ratio}
     if why is not None:
         provenance["chosen"] = why
     prepared.fold(spec, provenance, recover=recover, progress=progress)
+    if spec.hybrid is not None:
+        spec = find_leaders(compressor.model, compressor.windows())
     return spec, ratio
 
 

@@ -55,6 +55,8 @@ class Setting:
             return f"above {self.above}" if self.most == inf else f"in ({self.above}, {self.most}]"
         if self.least == -inf:
             return ""
+        if self.most < inf:
+            return f"in [{self.least}, {self.most}]"
         lowest = f"at least {self.least}{self.unit and ' '}{self.unit}"
         return lowest if self.below == inf else f"{lowest} and below {self.below:g}"
 
@@ -160,6 +162,58 @@ class Recipe:
                 f"`centroids` must be at least 1 and needs `reduce=True`, got {self.centroids} and "
                 f"`reduce={self.reduce}`"
             )
+
+
+REMOVED: dict[str, Any] = {"least": 0, "below": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratios:
+    """ZDC's hybrid ratios (§5.2): what tokens lose by their importance, and how many are important.
+
+    keys, values: shares of a head's numbers that are removed of all tokens (p_QK and p_VW of
+    important ones, p^i). narrow_keys, narrow_values: the same of unimportant ones (p^u).
+    important, important_last: shares of tokens that are important in the first and in the last
+    layer, between them evenly more (g). by: what ranks tokens, their own softmax denominators, or
+    the attention that they get. Raises SettingError.
+    """
+
+    keys: float = setting(0.0, "Removed.", **REMOVED)
+    values: float = setting(0.0, "Removed.", **REMOVED)
+    narrow_keys: float = setting(0.5, "Removed.", **REMOVED)
+    narrow_values: float = setting(0.5, "Removed.", **REMOVED)
+    important: float = setting(0.25, "Share.", least=0, most=1)
+    important_last: float = setting(0.5, "Share.", least=0, most=1)
+    by: Literal["denominators", "attention"] = "denominators"
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name in ("keys", "values"):
+            less, more = getattr(self, name), getattr(self, f"narrow_{name}")
+            if more < less:
+                raise SettingError(
+                    f"`narrow_{name}` must be at least `{name}`: unimportant tokens lose more than "
+                    f"important ones; got {more} and {less}"
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> "Ratios":
+        """From "narrow_keys=0.5,important=0.2". Raises SettingError."""
+        given: dict[str, Any] = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = (x.strip() for x in part.partition("="))
+            known = [x.name for x in fields(cls)]
+            if name not in known:
+                legal = ", ".join(known)
+                raise SettingError(f"`hybrid` has no {name!r}: give some of {legal}, as name=value")
+            try:
+                given[name] = value if name == "by" else float(value)
+            except ValueError:
+                raise SettingError(f"`hybrid`: {name} must be a number; got {value!r}") from None
+        try:
+            return cls(**given)
+        except SettingError as error:
+            raise SettingError(f"`hybrid`: {str(error).replace('`', '')}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

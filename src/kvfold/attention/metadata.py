@@ -7,7 +7,7 @@ a part, T queries of each.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfold.cache.eviction.attention import AttentionPolicy, observing
 from kvfold.cache.eviction.base import Policy
-from kvfold.cache.pool import Pool
+from kvfold.cache.pool import NarrowPool, Pool
 from kvfold.ops import store
 from kvfold.ops.common.launch import upload
 from kvfold.ops.common.pages import LayerPages
@@ -78,6 +78,12 @@ class PoolView:
         return self.pool.lengths[slots[:, None], groups]
 
     @cached_property
+    def narrow(self) -> "PoolView | None":
+        """Rows of unimportant tokens, where these are narrower."""
+        pool = self.pool.narrow
+        return None if pool is None else PoolView(pool, None, self.dtype)
+
+    @cached_property
     def spans(self) -> Sequence[slice]:
         """The groups that `ops.store` reads or moves at once, of a layer or of all."""
         return store.spans(self.pool.layout, self.pool.device.type)
@@ -102,7 +108,7 @@ class AttentionMetadata:
     (nothing in a graph); rows: at least as many as any layer holds for these sequences, in all of
     its groups; stop: an upper bound of positions; prompt_lengths [B] where the attention of these
     queries is observed, else None; decode: T is 1, and no row of these sequences comes after their
-    queries.
+    queries; narrow: the same queries before narrow rows, where there are some.
     """
 
     begin: int
@@ -114,6 +120,7 @@ class AttentionMetadata:
     prompt_lengths: Tensor | None = None
     decode: bool = False
     tokens: Tensor | None = None
+    narrow: "AttentionMetadata | None" = None
 
     @classmethod
     def of_step(
@@ -131,6 +138,12 @@ class AttentionMetadata:
         """Of sequences `slots`, whose lengths the host knows. positions [B * T]; prompt_lengths:
         where their queries are observed."""
         rows, device = view.pool.host_lengths[slots], view.pool.device
+        less = None
+        if view.narrow is not None:
+            where: dict[str, Any] = {"begin": begin, "stop": stop, "decode": decode}
+            less = cls.of_step(
+                view.narrow, slots, positions, prompt_lengths=None, tokens=tokens, **where
+            )
         firsts = [where.start for where in view.pool.layout.layer_groups]
         lengths = None if prompt_lengths is None else upload(np.array(prompt_lengths), device)
         return cls(
@@ -143,6 +156,7 @@ class AttentionMetadata:
             prompt_lengths=lengths,
             decode=decode,
             tokens=tokens,
+            narrow=less,
         )
 
     @classmethod
@@ -158,6 +172,7 @@ class AttentionMetadata:
             # Generated tokens are observed wherever the prompt ended.
             prompt_lengths=torch.zeros_like(slots) if view.observes_decodes else None,
             decode=True,
+            narrow=None if view.narrow is None else cls.of_decodes(view.narrow, slots, positions),
         )
 
     @property
@@ -185,7 +200,7 @@ def _most_rows(view: PoolView, batch: int) -> int:
     dropped, else every group has as many."""
     pool, layout = view.pool, view.pool.layout
     most = max(len(pages.groups) for pages in view.pages.values())
-    if layout.tracked:
+    if layout.tracked or isinstance(pool, NarrowPool):
         held = pool.num_bytes // min(group.layout.page_bytes for group in layout.groups)
     else:
         held = pool.num_bytes // layout.page_bytes * most

@@ -14,6 +14,7 @@ from kvfold.attention.backend import AttentionBackend, Task
 from kvfold.attention.base import LayerMaps, LayerShape
 from kvfold.attention.cpu_paged import CpuPaged
 from kvfold.attention.fallback import Fallback
+from kvfold.attention.hybrid import HybridAttention, HybridKernels
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.attention.numba_decode import NumbaDecode
 from kvfold.attention.triton_decode import LatentDecode, TritonDecode
@@ -31,6 +32,8 @@ DECODE: tuple[type[AttentionBackend], ...] = (
     Fallback,
 )
 PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
+HYBRID = (HybridKernels, HybridAttention)  # where rows have two widths
+PLAIN = (Fallback, HybridAttention)  # PyTorch, on whatever device
 SERVED = "8, 4 and 2 bits have kernels, alone or planned together"
 REWEIGHED = "the policy makes scores of weights, which no kernel writes"
 EVEN = "a recipe that keeps as much of every head, such as fast with align=8, does"
@@ -77,7 +80,7 @@ class Selected:
     @classmethod
     def of(cls, layers: Sequence[LayerMaps], view: PoolView) -> "Selected":
         """Choose for every layer of a model, and say so."""
-        groups, device = [*map(view.layout.of_layer, range(len(layers)))], view.device.type
+        groups, device = _groups(view.layout), view.device.type
         found = []
         reweighs = view.observing is not None and view.observing.reweighs
         for decode, observed in ((True, view.observes_decodes), (False, False), (False, True)):
@@ -89,7 +92,7 @@ class Selected:
                 dtype=view.dtype,
                 reweighed=reweighed,
             )
-            choices = [select(x, own, task) for x, own in zip(layers, groups, strict=True)]
+            choices = _choices(layers, view.layout, task)
             if decode or not observed or view.observing is not None:
                 _log(task, choices)
             if decode and (reweighed or view.pool.layout.kept_fraction < 1):
@@ -101,6 +104,19 @@ class Selected:
         if part.decode:
             return self.decode
         return self.prefill if part.prompt_lengths is None else self.observed
+
+
+def _groups(layout: CacheLayout) -> list[tuple[Group, ...]]:
+    """Of every layer, of both widths where there are two."""
+    less = layout.narrow
+    each = range(len(layout.spec.layers))
+    return [layout.of_layer(i) + (less.of_layer(i) if less else ()) for i in each]
+
+
+def _choices(layers: Sequence[LayerShape], layout: CacheLayout, task: Task) -> list[Choice]:
+    """Of every layer."""
+    among = HYBRID if layout.narrow else None
+    return [select(x, own, task, among) for x, own in zip(layers, _groups(layout), strict=True)]
 
 
 def _log(task: Task, choices: Sequence[Choice]) -> None:
@@ -118,7 +134,7 @@ def warn_of_fallback(
 ) -> None:
     """Warn once where layers decode in plain PyTorch on a GPU: why the first of them does, and
     which setting would avoid it."""
-    slow = sum(choice.backend is Fallback for choice in choices)
+    slow = sum(choice.backend in PLAIN for choice in choices)
     if task.device_type == "cuda" and slow:
         warnings.warn(
             f"{slow} of {len(choices)} layers decode in plain PyTorch, which is slow on a GPU. "
@@ -153,12 +169,12 @@ def kernels(layers: Sequence[LayerShape], layout: CacheLayout, dtype: torch.dtyp
     layout: of these layers' pages; dtype: of queries. Prefill is counted as where no policy watches
     it; all that decode observe, too.
     """
-    groups = [layout.groups[where] for where in layout.layer_groups]
+    groups = _groups(layout)
     served, reasons = {}, []
     for decode in (True, False):
         task = Task(decode=decode, observed=False, device_type=GPU, dtype=dtype)
-        choices = [select(x, own, task) for x, own in zip(layers, groups, strict=True)]
-        served[decode] = sum(choice.backend is not Fallback for choice in choices)
+        choices = _choices(layers, layout, task)
+        served[decode] = sum(choice.backend not in PLAIN for choice in choices)
         if served[decode] < len(layers):
             reasons.append(_first_reason(layers, groups, choices, task))
     return Kernels(len(layers), served[True], served[False], tuple(reasons))
@@ -172,9 +188,11 @@ def _first_reason(
 ) -> str:
     """The first layer that the fallback serves, why no kernel does, and which setting would avoid
     it."""
-    first = next(i for i, choice in enumerate(choices) if choice.backend is Fallback)
+    first = next(i for i, choice in enumerate(choices) if choice.backend in PLAIN)
     layer, kernel = layers[first], TritonPrefill.__name__
-    if task.decode:
+    if choices[first].backend is HybridAttention:
+        kernel = HybridKernels.__name__
+    elif task.decode:
         kernel = (LatentDecode if layer.rebuilds_keys else TritonDecode).__name__
     what, reason = "decoding" if task.decode else "prefill", choices[first].passed[kernel]
     return f"Layer {first} in {what} ({reason}): {_remedy(layer, groups[first], task)}"

@@ -82,6 +82,7 @@ class Pool:
         column more: the tails. Entries beyond a group's pages are stale: offsets inside the arena,
         of bytes that may be another's.
     windows: of every layer, how many last rows its attention sees, if not all: the rest is freed.
+    narrow: rows of unimportant tokens, of the same slots in the same arena; None: there are none.
     lengths: int32 [num_slots, G], rows. host_lengths: its int64 mirror on the host; only read it.
     spare: a slot more on the device, of one row that is nobody's, and behind num_bytes a page for
         it that all groups share: for what fills a batch up to a larger one. Or None.
@@ -108,9 +109,10 @@ class Pool:
         layouts += [tail for x in layouts if (tail := x.tail) is not None]
         starts = np.arange(shape[1]) * shape[2]
         self._starts: Ints = np.append(starts, starts + self.max_pages)[: len(layouts)]
-        units, self._class_of, runs = np.unique(
-            [x.page_units for x in layouts], return_inverse=True, return_counts=True
-        )
+        others = () if layout.narrow is None else layout.narrow.groups
+        sizes = [x.page_units for x in (*layouts, *(group.layout for group in others))]
+        units, classes, runs = np.unique(sizes, return_inverse=True, return_counts=True)
+        self._class_of = classes[: len(layouts)]
         self._by_class = np.argsort(self._class_of, kind="stable")  # runs, class after class
         self._slabs = Slabs(num_bytes, units, runs, self.device)
         self._capacity: dict[int | None, int] = {}  # by chunk
@@ -128,6 +130,9 @@ class Pool:
         self.host_lengths: Ints = np.zeros((num_slots, shape[1]), dtype=np.int64)
         self._is_open = np.zeros(num_slots, dtype=bool)
         self._high_water = 0
+        self.narrow: NarrowPool | None = None
+        if layout.narrow is not None:
+            self.narrow = NarrowPool(self, layout.narrow, classes[len(layouts) :])
 
     def pages(self, where: slice) -> LayerPages:
         """The groups `where` as ops take them: views, in which what the pool changes is seen."""
@@ -187,16 +192,23 @@ class Pool:
 
     def close(self, slot: int) -> None:
         """Free the pages of a sequence and its slot."""
-        self.shrink(slot, np.zeros_like(self.host_lengths[slot]))
+        self._empty(slot)
         self._is_open[slot] = False
+
+    def _empty(self, slot: int) -> None:
+        """Free the pages of a sequence, or what it has of them."""
+        self.shrink(slot, np.zeros_like(self.host_lengths[slot]))
+        if self.narrow is not None:
+            self.narrow.shrink(slot, np.zeros_like(self.narrow.host_lengths[slot]))
 
     def can_extend(self, slots: Sequence[int], tokens: Sequence[int]) -> bool:
         """Whether `extend` would succeed. Waits for the device only where pages seem to be missing
         and some were freed since it last did, to see which slabs that emptied."""
         return self._shortage(*self._growth(slots, tokens)) is None
 
-    def extend(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Room for tokens[i] more rows in every group of slots[i]: pages, tables, lengths.
+    def extend(self, slots: Sequence[int], tokens: Sequence[int] | Ints) -> None:
+        """Room for tokens[i] more rows in every group of slots[i], or tokens[i, g] in group g:
+        pages, tables, lengths.
 
         The rows are uninitialised. All or nothing: raises PoolFull, with nothing changed, if pages
         are missing or a sequence would outgrow `max_tokens`. Waits as `can_extend` does.
@@ -263,10 +275,18 @@ class Pool:
         slabs.take_back()
         page_bytes, free = slabs.units * UNIT, slabs.num_free
         owned = self._num_pages(self.host_lengths)
+        stored, held = int(self.host_lengths.sum()), owned @ page_bytes[self._class_of]
         rows = int(owned.sum()) * self.layout.page
+        if self.narrow is not None:
+            less = self.narrow._num_pages(self.narrow.host_lengths)
+            held = held + less @ page_bytes[self.narrow._class_of]
+            stored += int(self.narrow.host_lengths.sum())
+            rows += int(less.sum()) * self.layout.page
         columns = np.stack((page_bytes, slabs.held * slabs.per_slab - free, free, slabs.held))
         names = ("page_bytes", "used_pages", "free_pages", "slabs")
-        tables = (self.tables, self.lengths, *slabs.free_pages)
+        tables = [self.tables, self.lengths, *slabs.free_pages]
+        if self.narrow is not None:
+            tables += [self.narrow.tables, self.narrow.lengths]
         return PoolStats(
             total_bytes=self.num_bytes,
             used_bytes=self.used_bytes,
@@ -274,25 +294,29 @@ class Pool:
             high_water_bytes=self._high_water,
             table_bytes=sum(table.untyped_storage().nbytes() for table in tables),
             fragmentation=int(free @ page_bytes) / self.num_bytes,
-            row_occupancy=int(self.host_lengths.sum()) / rows if rows else 1.0,
+            row_occupancy=stored / rows if rows else 1.0,
             classes=tuple(
                 ClassStats(**dict(zip(names, column, strict=True))) for column in columns.T.tolist()
             ),
-            sequence_bytes={
-                int(slot): int(owned[slot] @ page_bytes[self._class_of])
-                for slot in np.flatnonzero(self._is_open)
-            },
+            sequence_bytes={int(slot): int(held[slot]) for slot in np.flatnonzero(self._is_open)},
         )
 
     def check_integrity(self) -> None:
         """Assert that each page has one owner and all counts add up. Copies tables: for tests."""
+        self._check_lengths()
+        taken = self._taken()
+        if self.narrow is not None:
+            self.narrow._check_lengths()
+            taken = [torch.cat(x) for x in zip(taken, self.narrow._taken(), strict=True)]
+        self._slabs.check_integrity(taken)
+        assert self.used_bytes <= self._high_water, f"{self.used_bytes} used > {self._high_water}"
+
+    def _check_lengths(self) -> None:
         lengths = self.lengths[: self.num_slots].cpu().numpy()
         assert (lengths == self.host_lengths).all(), "lengths differ from mirror"
         low, high = self.host_lengths.min(), self.host_lengths.max()
         assert low >= 0 and high <= self.max_tokens, f"lengths {low}..{high}"
         assert not self.host_lengths[~self._is_open].any(), "a closed slot has rows"
-        self._slabs.check_integrity(self._taken())
-        assert self.used_bytes <= self._high_water, f"{self.used_bytes} used > {self._high_water}"
 
     def _taken(self) -> list[Tensor]:
         """Offsets of the pages that are not free, by class."""
@@ -317,8 +341,12 @@ class Pool:
     def _between(self, slots: Ints, first: Ints, stop: Ints) -> _Span:
         """Pages number `first` to `stop`, each [S, K], of every run."""
         count = np.maximum(stop - first, 0)
-        pages = np.bincount(self._class_of, weights=count.sum(0)).astype(np.int64)
-        return _Span(slots=slots, first=first, count=count, pages=pages)
+        return _Span(slots=slots, first=first, count=count, pages=self._by_size(count.sum(0)))
+
+    def _by_size(self, pages: Ints) -> Ints:
+        """Pages of every run [K], of every class [C]."""
+        size = len(self._slabs.units)
+        return np.bincount(self._class_of, weights=pages, minlength=size).astype(np.int64)
 
     def _opened(self, slots: Sequence[int] | Ints) -> Ints:
         index: Ints = np.array(slots, dtype=np.int64)
@@ -326,11 +354,11 @@ class Pool:
         assert len(np.unique(index)) == len(index), f"not different: slots {slots}"
         return index
 
-    def _growth(self, slots: Sequence[int], tokens: Sequence[int]) -> tuple[_Span, Ints]:
+    def _growth(self, slots: Sequence[int], tokens: Sequence[int] | Ints) -> tuple[_Span, Ints]:
         """Pages to add for `tokens` more rows, and the lengths [S, G] with them."""
         index, more = self._opened(slots), np.array(tokens, dtype=np.int64)
         assert len(index) == len(more) and (more >= 0).all(), f"slots {slots}, tokens {tokens}"
-        after = self.host_lengths[index] + more[:, None]
+        after = self.host_lengths[index] + (more if more.ndim > 1 else more[:, None])
         return self._span(index, self.host_lengths[index], after), after
 
     def _shortage(self, span: _Span, lengths: Ints) -> str | None:
@@ -364,6 +392,48 @@ class Pool:
         index = upload(slots, self.device)
         self.lengths[index] = upload(lengths.astype(np.int32), self.device)
         self.host_lengths[slots], self._slabs = lengths, slabs
+
+
+class NarrowPool(Pool):
+    """Narrow rows of the sequences of another pool, `owner`, whose slots, arena and slabs it
+    shares. Its groups grow each by itself, by `extend`, and are freed as the owner closes a slot.
+    """
+
+    def __init__(self, owner: Pool, layout: CacheLayout, class_of: Ints) -> None:
+        self.owner, self.layout, self.narrow = owner, layout, None
+        for name in ("num_slots", "max_tokens", "max_pages", "device", "num_bytes", "arena"):
+            setattr(self, name, getattr(owner, name))
+        self.spare, self._is_open = owner.spare, owner._is_open
+        shape = (len(owner.tables), len(layout.groups), self.max_pages)
+        self._starts, self._class_of = np.arange(shape[1]) * shape[2], class_of
+        self._by_class = np.argsort(class_of, kind="stable")
+        self.tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.lengths = torch.zeros(shape[:2], dtype=torch.int32, device=self.device)
+        self.host_lengths = np.zeros((self.num_slots, shape[1]), dtype=np.int64)
+
+    @property
+    def _slabs(self) -> Slabs:
+        return self.owner._slabs
+
+    @_slabs.setter
+    def _slabs(self, slabs: Slabs) -> None:
+        self.owner._slabs = slabs
+
+    @property
+    def _high_water(self) -> int:
+        return self.owner._high_water
+
+    @_high_water.setter
+    def _high_water(self, used: int) -> None:
+        self.owner._high_water = used
+
+    @property
+    def used_bytes(self) -> int:
+        """As of the owner, whose and these pages they are."""
+        return self.owner.used_bytes
+
+    def _can_pop(self, pages: Ints) -> bool:
+        return self.owner._can_pop(pages)
 
 
 def _check(num_bytes: int, num_slots: int, max_tokens: int) -> None:

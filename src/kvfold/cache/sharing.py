@@ -62,7 +62,7 @@ class SharingPool(Pool):
         self._unread: OrderedDict[SharedPages, None] = OrderedDict()  # the first is dropped first
         self._unread_pages: Ints = np.zeros_like(self._slabs.units)
         self._unused = self._slabs.copy()
-        self._block_pages: Ints = np.bincount(self._class_of).astype(np.int64)
+        self._block_pages = self._by_size(np.ones_like(self._class_of))
         groups = self.layout.groups
         self._order = upload(self._by_class[: len(groups)], self.device)
         starts = [x.layout.blocks.metrics.offset // METRIC for x in groups]
@@ -152,7 +152,7 @@ class SharingPool(Pool):
         self._high_water = max(self._high_water, self.used_bytes)
 
     def close(self, slot: int) -> None:
-        self.shrink(slot, np.zeros_like(self.host_lengths[slot]))
+        self._empty(slot)
         chain, self._chains[slot] = self._chains[slot], []
         self._release(chain)
         self._is_open[slot] = False
@@ -368,6 +368,9 @@ class SharingPool(Pool):
         self._is_open[:] = False
         self.host_lengths[:] = 0
         self.lengths[: self.num_slots] = 0
+        if self.narrow is not None:
+            self.narrow.host_lengths[:] = 0
+            self.narrow.lengths[: self.num_slots] = 0
 
     @property
     def used_bytes(self) -> int:

@@ -13,6 +13,7 @@ from kvfold.config import (
     CacheConfig,
     LoRA,
     Prefer,
+    Ratios,
     check,
     setting,
     settings_of,
@@ -110,6 +111,13 @@ class Size:
         " least predicted loss. For recipes that predict it, ours; runs on the paged cache.",
     )
     bytes_per_token: float | None = setting(None, "The same, as bytes a token.")
+    hybrid: str | None = setting(
+        None,
+        "Instead of --keep: ZDC's two widths of a token by its importance, as shares removed, such "
+        "as keys=0.25,values=0.25,narrow_keys=0.5,narrow_values=0.5,important=0.2,important_last="
+        "0.5 (of tokens, in the first and the last layer), or ppl<=1.1: the smallest of some within"
+        " 10 % of the perplexity. Runs on the paged cache.",
+    )
     levels: str | None = setting(
         None,
         "Bits that planned numbers may have, separated by commas, of 8,6,4,3,2,1, or all of them;"
@@ -131,7 +139,10 @@ class Size:
 
         given = {name: getattr(self, name) for name in ("keep", "budget", "factor", "prefer")}
         levels = parse_levels(self.levels)
-        return Target(bytes_per_token=self.bytes_per_token, levels=levels, **given)
+        text = self.hybrid
+        hybrid = text if text is None or "<" in text else Ratios.parse(text)
+        size = self.bytes_per_token
+        return Target(bytes_per_token=size, levels=levels, hybrid=hybrid, **given)
 
 
 @Parameter(name="*")

@@ -16,6 +16,7 @@ from kvfold.compression.calibration_text import (
     window_length,
 )
 from kvfold.compression.codebooks import with_codebooks
+from kvfold.compression.hybrid import rank_of, with_narrow
 from kvfold.compression.plan import Size, by_layer, plan_bits, planned_spec
 from kvfold.compression.progress import Progress, stage
 from kvfold.compression.ranks import LatentCandidate, allocate, method_of
@@ -24,11 +25,13 @@ from kvfold.compression.recover import recover as distil
 from kvfold.compression.room import aligned, bits_of, factor_of, numbers
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.target import Target, check_keep
-from kvfold.config import SEEDS, Prefer, Recipe, Setting, check_types
+from kvfold.config import SEEDS, Prefer, Ratios, Recipe, Setting, check_types
+from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import check_model, family_of
 from kvfold.models.fold import LatentMaps, fold_model
+from kvfold.models.folded import attention_windows
 from kvfold.spec import CacheSpec, Geometry
 from kvfold.weights import check_finite
 
@@ -171,6 +174,20 @@ class Prepared:
         c = self.compressor
         ranks = allocate(self.candidates, c.ranks, numbers(keep, c.geometry), c.align(align))
         return self._spec([(rank, None) for rank in ranks])
+
+    def plan_hybrid(self, ratios: Ratios, align: int | None = None) -> CacheSpec:
+        """The same ranks everywhere, of important and of unimportant tokens (ZDC §5.2). Raises
+        SettingError for a recipe whose rows have no narrow form."""
+        c, step = self.compressor, self.compressor.align(align)
+        if any(attention_windows(c.model.config)) or c.geometry.softcap is not None:
+            raise SettingError(
+                "`hybrid`: no attention with a sliding window or capped scores, which this model "
+                "has, reads rows of two widths: give `keep`"
+            )
+        removed = {"k": ratios.keys, "v": ratios.values, "kv": 0.0}
+        each = ((x, rank_of(removed[x.side], x.numbers, step)) for x in self.candidates)
+        spec = self._spec([(min(rank, x.width), None) for x, rank in each])
+        return with_narrow(spec, ratios, step)
 
     def plan_factor(
         self,

@@ -16,6 +16,7 @@ from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, value_kind
 
 PREFERENCE = ("small", "lean", "fast")  # by what they lose at one size: docs/quality.md
 FOR_SPEED = "swift"  # of rows that one pass reads
+HYBRID = "zdc"
 SLOW = 512  # numbers of a latent: of more, keys take several times as long to rebuild as to read
 SLACK = 2  # how much more than its even share of the budget a latent may get
 
@@ -23,13 +24,16 @@ SLACK = 2  # how much more than its even share of the budget a latent may get
 def chosen(given: str | Recipe | None, config: Any, target: Target) -> tuple[Recipe, str | None]:
     """A recipe, and why it was chosen, where none is given; config: of the model.
 
-    FOR_SPEED where plans are for speed. Else the first of PREFERENCE that gives every layer kernels
-    on a GPU and rebuilds keys of no latent wider than SLOW, though each latent keep SLACK times its
-    even share of the budget, or its whole width where that is less or no share is asked for; the
-    very first where none does. Raises ValueError for an unknown name or family.
+    HYBRID where rows have two widths, FOR_SPEED where plans are for speed. Else the first of
+    PREFERENCE that gives every layer kernels on a GPU and rebuilds keys of no latent wider than
+    SLOW, though each latent keep SLACK times its even share of the budget, or its whole width where
+    that is less or no share is asked for; the very first where none does. Raises ValueError for an
+    unknown name or family.
     """
     if given is not None:
         return recipes.get(given) if isinstance(given, str) else given, None
+    if target.hybrid is not None:
+        return recipes.get(HYBRID), "hybrid ratios are of its sorted directions"
     if target.prefer == "speed":
         return recipes.get(FOR_SPEED), "one pass reads keys that nothing rebuilds and joint values"
     passed: list[str] = []

@@ -1,6 +1,7 @@
 """The sizes that a recipe can have on a model, before anything is calibrated."""
 
 from kvfold.compression.bases import builder_of, recipes_where
+from kvfold.compression.hybrid import check_recipe
 from kvfold.compression.preference import check_speed, rule_of
 from kvfold.compression.target import Target, check_align
 from kvfold.config import Recipe
@@ -32,6 +33,8 @@ def factor_of(
                 f" at 16 bits; got {target.bytes_per_token:g}"
             )
         factor = full / target.bytes_per_token
+    if target.hybrid is not None:
+        check_recipe(recipe, geometry)
     if builder_of(recipe).whole and (factor or target.limit or target.keep != 1):
         name, value = target.size
         raise SettingError(

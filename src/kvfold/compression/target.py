@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfold.compression.preference import default_levels
-from kvfold.config import ALL_LEVELS, DEFAULT_KEEP, Prefer, Setting, check, setting
-from kvfold.errors import SettingError
+from kvfold.config import ALL_LEVELS, DEFAULT_KEEP, Prefer, Ratios, Setting, check, setting
+from kvfold.errors import SettingError, renamed
 from kvfold.search import parse_budget
 
-SIZES = ("keep", "factor", "bytes_per_token", "budget")
+SIZES = ("keep", "factor", "bytes_per_token", "budget", "hybrid")
 SHARE: dict[str, Any] = {"above": 0, "most": 1, "hint": "it is the share of the cache to keep"}
 
 
@@ -20,13 +20,15 @@ class Target:
     planned together. bytes_per_token: the same as bytes. budget: "ppl<=RATIO", the smallest keep
     whose perplexity on held-out text is within that ratio of the original's. levels: the bits that
     planned numbers may have, from the most on; where bits are planned and none are given, those of
-    prefer: what the plan is for (see `preference`).
+    prefer: what the plan is for (see `preference`). hybrid: two widths, by tokens' importance: in
+    these ratios, or the smallest that are tried within such a ratio of perplexities.
     """
 
     keep: float | None = setting(None, "Share.", **SHARE)
     factor: float | None = setting(None, "Times.", least=1, below=1000)
     bytes_per_token: float | None = setting(None, "Bytes.", above=0)
     budget: str | None = None
+    hybrid: Ratios | str | None = None
     levels: tuple[int, ...] | None = None
     prefer: Prefer = "balanced"
 
@@ -40,6 +42,9 @@ class Target:
             object.__setattr__(self, "keep", DEFAULT_KEEP)
         if self.budget is not None:
             parse_budget(self.budget)
+        if isinstance(self.hybrid, str):
+            with renamed(budget="hybrid"):
+                parse_budget(self.hybrid)
         object.__setattr__(self, "levels", self._levels())
 
     def _levels(self) -> tuple[int, ...] | None:

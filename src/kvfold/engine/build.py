@@ -61,9 +61,10 @@ def build_runner(
         policy = policies.get(config.evict)
     check_served(model.config, policy, config)
     check_scores(model, policy)
+    found = spec_of(model)
+    check_hybrid(model.config, found, policy, config)
     use_triton(model.device.type)
     limits = CacheParams(keep_tokens=config.keep_tokens, max_cache_tokens=config.max_cache_tokens)
-    found = spec_of(model)
     itemsize, device = model.dtype.itemsize, model.device.type
     layout = layout_of(model.config, found, config, policy, itemsize, device)
     spec, turn = layout.spec, _turns(found, config)
@@ -138,6 +139,35 @@ def has_scores(model: Any) -> bool:
     return all(getattr(x, "score_map", None) is not None for x in attentions)
 
 
+def check_hybrid(
+    config: Any, spec: CacheSpec | None, policy: Policy | None, cache: CacheConfig
+) -> None:
+    """Raises ValueError for what rows of two widths do not go with."""
+    if spec is None or spec.hybrid is None:
+        return
+    what = "this model's rows have two widths (`hybrid`)"
+    if policy is not None:
+        raise SettingError(
+            f"`evict={policy.name!r}`: {what}, of which eviction would know one: leave `evict` out,"
+            " or compress the model without `hybrid`"
+        )
+    if cache.packs_pages:
+        raise SettingError(
+            f"`format={cache.format!r}`, `residual={cache.residual}`: {what}, and tokens that are "
+            "packed together cannot move: leave both out"
+        )
+    if _turns(spec, cache):
+        raise SettingError(
+            f"`bits={cache.bits}`: {what}, the narrow one by the first numbers, which turning would"
+            " mix with the others: set `rotate=False`"
+        )
+    if any(attention_windows(config)) or spec.geometry.softcap is not None:
+        raise SettingError(
+            f"{what}, which no attention with a sliding window or capped scores reads: compress "
+            "the model without `hybrid`"
+        )
+
+
 def layout_of(
     config: Any,
     found: CacheSpec | None,
@@ -162,7 +192,7 @@ def layout_of(
             bits=cache.bits,
             sub_group=cache.sub_group,
             zeros=cache.zeros,
-            tracked=[policy is not None or window is not None for window in windows],
+            tracked=[bool(policy or spec.hybrid or window) for window in windows],
             format=cache.format,
             residual=cache.residual,
         )

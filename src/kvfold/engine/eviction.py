@@ -135,7 +135,7 @@ class Eviction:
             policy,
             [x.budget for x in chunk],
         )
-        return self._move(slots, evicted)
+        return self.close_holes(slots, evicted)
 
     def _view(self, chunk: list[Held], policy: Policy) -> RowsView:
         """The rows of sequences, for the policy to score."""
@@ -191,9 +191,9 @@ class Eviction:
         for where, first in cuts:
             _, positions, valid = self._tracked_in(index, where, size)
             evicted[:, where] = valid & (positions < first)
-        pool.shrink(slot, self._move(index, evicted))
+        pool.shrink(slot, self.close_holes(index, evicted))
 
-    def _move(self, slots: Tensor, evicted: Tensor) -> Tensor:
+    def close_holes(self, slots: Tensor, evicted: Tensor) -> Tensor:
         """Close the holes of the sequences slots [B]: evicted bool [B, G, T]; rows kept [B, G]. No
         row moves before all moves are known: what fails until then has changed nothing."""
         pool, lengths = self.pool, self.pool.lengths[slots]

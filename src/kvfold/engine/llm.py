@@ -132,7 +132,7 @@ class LLM:
             )
         if wanted is False and not self.shares_no_prefix:
             self.shares_no_prefix = "as asked"
-        if runner.sliding or runner.pool.layout.residual:
+        if runner.sliding or runner.pool.layout.residual or runner.pool.narrow is not None:
             return None
         return PrefixCache(runner.pool, runner.policy, blocks=self.shares_no_prefix is None)
 

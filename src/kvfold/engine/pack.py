@@ -36,6 +36,11 @@ def check_pages(runner: ModelRunner) -> None:
             "a `context` cannot be packed where its last rows wait unquantised: leave `residual` "
             "and `format` out"
         )
+    if runner.pool.narrow is not None:
+        raise SettingError(
+            "a `context` cannot be packed where rows have two widths: compress the model without "
+            "`hybrid`, and set `evict`"
+        )
 
 
 class Packer:

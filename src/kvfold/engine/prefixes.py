@@ -32,6 +32,8 @@ def refusal(pool: SharingPool, policy: Policy | None, *, windows: bool) -> str |
         return "layers with a sliding window drop old rows, and move others, as a sequence goes on"
     if pool.layout.residual:
         return "the last rows of a sequence wait unquantised in a page of its own"
+    if pool.narrow is not None:
+        return "rows of unimportant tokens become narrow and move, as a sequence goes on"
     if policy is None:
         return None
     if other := policy.needs - KNOWN:

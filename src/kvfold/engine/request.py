@@ -331,6 +331,11 @@ class Runner(Protocol):
         """Does it hold more pages than its budget?"""
         ...
 
+    @property
+    def demotes(self) -> bool:
+        """Whether requests are compressed as they go on, each whenever it is over its budget."""
+        ...
+
     def compress(self, requests: list[Request]) -> None:
         """Evict to each one's budget and give the pages back to the pool."""
         ...

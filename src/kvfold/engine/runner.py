@@ -17,6 +17,7 @@ from kvfold.cache.eviction.base import Policy
 from kvfold.cache.eviction.replay import ReplayPolicy
 from kvfold.cache.sharing import SharingPool
 from kvfold.engine.compiled import Compiled, wanted
+from kvfold.engine.demotion import Demotion
 from kvfold.engine.eviction import Eviction
 from kvfold.engine.graphs import DecodeGraphs
 from kvfold.engine.metadata import decodes, metadata_of
@@ -46,7 +47,8 @@ class ModelRunner:
         seed: int = 0,
         tokenizer: Any = None,
     ) -> None:
-        assert policy is None or pool.layout.tracked, "eviction needs positions and metrics"
+        observed = policy is not None or pool.narrow is not None
+        assert not observed or pool.layout.tracked, "this needs positions and metrics of rows"
         self.model, self.pool, self.policy, self.device = model.eval(), pool, policy, pool.device
         self.model.config._attn_implementation = PAGED
         self.family = family_of(model.config)
@@ -62,6 +64,7 @@ class ModelRunner:
         dtype = modules[0].o_proj.weight.dtype
         self.attention = PagedAttention(layers, pool, policy, dtype)
         self.eviction = Eviction(self.attention, policy, cache or CacheParams(), self.sliding, seed)
+        self.demotion = None if pool.narrow is None else Demotion(self.eviction)
         self.replay = None
         if isinstance(policy, ReplayPolicy):
             self.replay = Replay(self.attention.view, policy, tokenizer, self._forward)
@@ -87,8 +90,8 @@ class ModelRunner:
     @property
     def can_rewind(self) -> bool:
         """Whether `Pool.shrink` to earlier lengths takes a sequence back: not where pages were
-        packed (a residual) or freed behind a window since."""
-        return not (self.sliding or self.pool.layout.residual)
+        packed (a residual), freed behind a window, or became narrow since."""
+        return not (self.sliding or self.pool.layout.residual or self.demotion)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -201,12 +204,22 @@ class ModelRunner:
     # -- fewer rows ---------------------------------------------------------------------------
 
     def needs_compression(self, request: Request) -> bool:
+        if self.demotion is not None:
+            return self.demotion.is_over(request)
         return self.eviction.is_over(request) and self.pool.can_own(request.open_slot)
+
+    @property
+    def demotes(self) -> bool:
+        """As of `Runner`: tokens of a sequence become narrow as it goes on."""
+        return self.demotion is not None
 
     @torch.inference_mode()
     def compress(self, requests: list[Request]) -> None:
         """Evict to each one's budget and give the pages back to the pool. Pages that others read
-        are copied first: raises PoolFull where there is no room."""
+        are copied first: raises PoolFull where there is no room. Or make rows narrow."""
+        if self.demotion is not None:
+            self.demotion.demote(requests)
+            return
         for request in requests:
             self.pool.own(request.open_slot)
         if self.replay is not None:

@@ -376,6 +376,8 @@ class Scheduler:
         """Those that are compressed now. After a prefill only that request, or one that says so
         itself, so that its tokens do not depend on when others arrive."""
         when = self.when
+        if self.runner.demotes:
+            return self._compressible(self.running)
         if when.every and self.num_steps % when.every == 0:
             return self._compressible(self.running)
         if when.uncompressed:
@@ -389,7 +391,11 @@ class Scheduler:
     def _due_next(self, going: list[Request]) -> bool:
         """Whether the schedule may compress some of these before the next step."""
         when = self.when
-        timed = when.uncompressed or (when.every and (self.num_steps + 1) % when.every == 0)
+        timed = (
+            self.runner.demotes
+            or when.uncompressed
+            or (when.every and (self.num_steps + 1) % when.every == 0)
+        )
         if timed and any(map(self.runner.needs_compression, going)):
             return True
         if self._compressible([x for x in going if x.wants_compression]):
@@ -438,9 +444,10 @@ class Scheduler:
             self._evict([request])
 
     def _rows(self, requests: list[Request]) -> Ints:
-        """In the cache, of every group [S, G]."""
-        rows: Ints = self.pool.host_lengths[[request.open_slot for request in requests]]
-        return rows
+        """In the cache, of every group [S, G], of both widths where there are two."""
+        slots, narrow = [request.open_slot for request in requests], self.pool.narrow
+        rows: Ints = self.pool.host_lengths[slots]
+        return rows if narrow is None else rows + narrow.host_lengths[slots]
 
     def _count(self, requests: list[Request], before: Ints) -> None:
         """Add what they lost."""

@@ -5,7 +5,7 @@ Shape legend: n windows, T = ctx.
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -96,6 +96,9 @@ def measure(
     The model itself stays as it is.
     """
     lengths = (what.lengths or needle_lengths(model)) if what.needle else ()
+    spec = spec_of(model)
+    if what.cache is None and spec is not None and spec.hybrid is not None:
+        what = replace(what, cache=CacheConfig())  # elsewhere all rows stay wide
     sessions = _sessions(model, tokenizer, what, lengths)
     texts, held = {}, None
     needle: list[NeedleResult] = []

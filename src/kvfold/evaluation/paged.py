@@ -23,7 +23,8 @@ class PagedSession(Session):
     def __init__(self, runner: ModelRunner, chunk: int = 512) -> None:
         super().__init__(chunk)
         self.runner = runner
-        self.evicts, self.can_rewind = runner.policy is not None, runner.can_rewind
+        self.evicts = runner.policy is not None or runner.demotes
+        self.can_rewind = runner.can_rewind
 
     def __enter__(self) -> Self:
         self.sequence = Request.by_hand(self.runner.pool.open())
@@ -34,6 +35,8 @@ class PagedSession(Session):
 
     def _append(self, ids: Tensor, last: bool) -> Tensor:
         (tokens,), sequence = ids.tolist(), self.sequence
+        if self.runner.demotes and sequence.prefilled:
+            self.compress()
         self._extend(len(tokens))
         sequence.token_ids += tokens
         batch = Batch(chunks=(sequence.next_chunk(len(tokens)),))
@@ -73,6 +76,10 @@ class PagedSession(Session):
         pages = -(-packed // layout.page) + (packed < rows)
         tails = [group.layout.tail or group.layout for group in layout.groups]
         bits = packed @ [group.layout.row_bits for group in layout.groups]
+        if pool.narrow is not None:
+            less = pool.narrow.host_lengths[slot]
+            bits += less @ [group.layout.row_bits for group in pool.narrow.layout.groups]
+            pages += -(-less // layout.page)
         bits += (rows - packed) @ [tail.row_bits for tail in tails]
         held = pool.stats().sequence_bytes[slot]
         return Footprint(

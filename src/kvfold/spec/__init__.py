@@ -4,6 +4,8 @@ from kvfold.spec.geometry import Geometry
 from kvfold.spec.latents import (
     SIDES,
     CacheSpec,
+    Hybrid,
+    Importance,
     KeyKind,
     Latent,
     LayerSpec,
@@ -18,6 +20,8 @@ __all__ = [
     "SIDES",
     "CacheSpec",
     "Geometry",
+    "Hybrid",
+    "Importance",
     "KeyKind",
     "Latent",
     "LayerSpec",

@@ -5,7 +5,7 @@ A *row* is everything one token stores in one layer; a *latent* is one contiguou
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
@@ -18,6 +18,7 @@ SIDES: tuple[Side, Side] = ("k", "v")
 KeyKind = Literal["plain", "absorbed", "post_rope", "pre_rope"]
 ValueKind = Literal["plain", "fused", "rebuilt"]
 Tiers = tuple[tuple[int, int], ...]
+Importance = Literal["denominators", "attention"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,16 +79,61 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hybrid:
+    """Two widths of a row: unimportant tokens keep the first numbers of every latent (ZDC §5.2).
+
+    ranks: of every layer's latents, what unimportant tokens keep; important: of every layer, the
+    share of tokens that keep all, in [0, 1]; leaders: of every layer, the one by whose softmax
+    denominators its tokens are ranked: itself, or an earlier one of an equal share. by: what ranks
+    tokens: their own softmax denominators, or the attention that they get.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    important: tuple[float, ...]
+    leaders: tuple[int, ...]
+    by: Importance = "denominators"
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """The rows of every layer of a model. Saved in the artifact as `cache`."""
+    """The rows of every layer of a model. Saved in the artifact as `cache`.
+
+    hybrid: how narrow rows of unimportant tokens become; None: all tokens store as much.
+    """
 
     geometry: Geometry
     layers: tuple[LayerSpec, ...]
+    hybrid: Hybrid | None = None
+
+    @cached_property
+    def narrow(self) -> "CacheSpec | None":
+        """The rows of unimportant tokens, where they differ."""
+        if self.hybrid is None:
+            return None
+        layers = (
+            replace(
+                layer,
+                latents=tuple(
+                    replace(x, rank=rank) for x, rank in zip(layer.latents, ranks, strict=True)
+                ),
+            )
+            for layer, ranks in zip(self.layers, self.hybrid.ranks, strict=True)
+        )
+        return CacheSpec(geometry=self.geometry, layers=tuple(layers))
+
+    def mean(self, numbers: Sequence[float], narrow: Sequence[float]) -> float:
+        """The sum over layers of what a token has there, important or not, on average."""
+        assert self.hybrid is not None, "all tokens store as much"
+        each = zip(self.hybrid.important, numbers, narrow, strict=True)
+        return sum(share * wide + (1 - share) * less for share, wide, less in each)
 
     @property
     def stored_numbers(self) -> int:
-        """Numbers that one token stores, all layers."""
-        return sum(layer.row_width for layer in self.layers)
+        """Numbers that one token stores, all layers; on average, where tokens differ."""
+        widths = [layer.row_width for layer in self.layers]
+        if self.narrow is None:
+            return sum(widths)
+        return round(self.mean(widths, [layer.row_width for layer in self.narrow.layers]))
 
     @property
     def kept_fraction(self) -> float:
@@ -103,7 +149,8 @@ class CacheSpec:
         return self.stored_numbers * itemsize
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        found = asdict(self)
+        return found if self.hybrid else {x: y for x, y in found.items() if x != "hybrid"}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "CacheSpec":

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -187,11 +187,13 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayout:
-    """All groups of a model, layer by layer. Indices into `groups` are group numbers."""
+    """All groups of a model, layer by layer. Indices into `groups` are group numbers. narrow: of
+    the same heads, for rows of unimportant tokens, where these are narrower."""
 
     spec: CacheSpec
     page: int
     groups: tuple[Group, ...]
+    narrow: "CacheLayout | None" = None
 
     @cached_property
     def layer_groups(self) -> tuple[slice, ...]:
@@ -229,8 +231,17 @@ class CacheLayout:
 
     @cached_property
     def bits_per_token(self) -> float:
-        """Numbers and quantiser metadata of one token in all layers."""
-        return sum(group.layout.row_bits for group in self.groups)
+        """Numbers and quantiser metadata of one token in all layers; on average, where tokens
+        differ."""
+        if self.narrow is None:
+            return sum(self._layer_bits)
+        return self.spec.mean(self._layer_bits, self.narrow._layer_bits)
+
+    @cached_property
+    def _layer_bits(self) -> list[float]:
+        """Of one token in every layer."""
+        layers = range(len(self.spec.layers))
+        return [sum(group.layout.row_bits for group in self.of_layer(i)) for i in layers]
 
     @cached_property
     def kept_fraction(self) -> float:
@@ -245,7 +256,11 @@ class CacheLayout:
     def bytes_for(self, num_slots: int, max_tokens: int) -> int:
         """Of a pool that holds all slots at full length, with room for what slabs lose."""
         pages = -(-max_tokens // self.page)
-        return int((self.page_bytes * pages + self.tail_bytes) * num_slots * 1.05) + 2**20
+        own = self.page_bytes
+        if self.narrow is not None:  # rows become narrow a layer at a time
+            layers = map(self.narrow.of_layer, range(len(self.spec.layers)))
+            own += max(sum(group.layout.page_bytes for group in groups) for groups in layers)
+        return int((own * pages + self.tail_bytes) * num_slots * 1.05) + 2**20
 
     @cached_property
     def tail_bytes(self) -> int:
@@ -331,7 +346,11 @@ def cache_layout(
                 residual=residual or 0,
             )
             groups.append(Group(layer=index, heads=heads, layout=layout))
-    return CacheLayout(spec=spec, page=page, groups=tuple(groups))
+    narrow = None
+    if spec.narrow is not None:
+        same: dict[str, Any] = {"itemsize": itemsize, "bits": bits, "sub_group": sub_group}
+        narrow = cache_layout(spec.narrow, page=page, zeros=zeros, format=format, **same)
+    return CacheLayout(spec=spec, page=page, groups=tuple(groups), narrow=narrow)
 
 
 def _check_residual(residual: int, page: int, spec: CacheSpec, bits: int | None) -> None:

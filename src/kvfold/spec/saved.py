@@ -5,7 +5,7 @@ Shapes: Hk KV heads, d head dim.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from reprlib import repr as shortened
@@ -13,7 +13,17 @@ from typing import Any, NoReturn, get_args
 
 from kvfold.formats import FORMATS, Codebooks, format_of
 from kvfold.spec.geometry import Geometry
-from kvfold.spec.latents import CacheSpec, KeyKind, Latent, LayerSpec, Side, Tiers, ValueKind
+from kvfold.spec.latents import (
+    CacheSpec,
+    Hybrid,
+    Importance,
+    KeyKind,
+    Latent,
+    LayerSpec,
+    Side,
+    Tiers,
+    ValueKind,
+)
 
 EARLIER_KINDS = {"pre": "pre_rope", "post": "post_rope"}
 KEY_KINDS: dict[bool, tuple[KeyKind, ...]] = {  # by whether the model has RoPE
@@ -83,12 +93,58 @@ class Saved:
 
 
 def read_spec(saved: Saved) -> CacheSpec:
-    fields = saved.fields("geometry", "layers")
+    fields = saved.fields("geometry", "layers", optional=("hybrid",))
     geometry = _geometry(fields["geometry"])
-    layers = fields["layers"].items()
-    if len(layers) != geometry.num_layers:
-        fields["layers"].fail(f"must be {geometry.num_layers} layers; got {len(layers)}")
-    return CacheSpec(geometry=geometry, layers=tuple(_layer(x, geometry) for x in layers))
+    found = _of_layers(fields["layers"], geometry)
+    layers = tuple(_layer(x, geometry) for x in found)
+    return CacheSpec(geometry=geometry, layers=layers, hybrid=_hybrid(fields["hybrid"], layers))
+
+
+def _of_layers(saved: Saved, geometry: Geometry) -> list[Saved]:
+    found = saved.items()
+    if len(found) != geometry.num_layers:
+        saved.fail(f"must be {geometry.num_layers} layers; got {len(found)}")
+    return found
+
+
+def _hybrid(saved: Saved, layers: Sequence[LayerSpec]) -> Hybrid | None:
+    if saved.value is None:
+        return None
+    if reason := unsplit(layers):
+        saved.fail(f"must be null: {reason}")
+    fields = saved.fields("ranks", "important", "leaders", "by")
+    by = fields.pop("by").choice(get_args(Importance))
+    if any(len(x.items()) != len(layers) for x in fields.values()):
+        saved.fail(f"must have ranks, shares and leaders of {len(layers)} layers")
+    ranks, important, leaders = [], [], []
+    for layer, own in zip(layers, fields["ranks"].items(), strict=True):
+        if len(own.items()) != len(layer.latents):
+            own.fail(f"must be ranks of {len(layer.latents)} latents")
+        each = zip(own.items(), layer.latents, strict=True)
+        ranks.append(tuple(x.integer(0, latent.rank) for x, latent in each))
+    for share in fields["important"].items():
+        if not 0 <= share.number() <= 1:
+            share.refuse("a share of tokens, in [0, 1]")
+        important.append(share.number())
+    for i, leader in enumerate(fields["leaders"].items()):
+        leaders.append(leader.integer(0, i))
+        if leaders[leaders[i]] != leaders[i] or important[leaders[i]] != important[i]:
+            leader.refuse("a layer that leads itself, with the same share")
+    shares = tuple(important)
+    return Hybrid(ranks=tuple(ranks), important=shares, leaders=tuple(leaders), by=by)
+
+
+def unsplit(layers: Sequence[LayerSpec]) -> str | None:
+    """Why rows of these layers have no narrow form; None where they do: a latent's first numbers
+    say most wherever they meet queries, or W_O, as they are stored."""
+    for i, layer in enumerate(layers):
+        if layer.keys not in ("post_rope", "absorbed") or layer.values != "fused":
+            return f"layer {i} stores {layer.keys} keys and {layer.values} values"
+        if any(x.tiers or x.codebooks for x in layer.latents):
+            return f"bits of layer {i} are planned number by number"
+        if any(len(x.heads) > 1 for x in layer.latents):
+            return f"heads of layer {i} share latents"
+    return None
 
 
 def _geometry(saved: Saved) -> Geometry:

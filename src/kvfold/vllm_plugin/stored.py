@@ -77,6 +77,11 @@ class StoredCache:
                     f"config.json describes {geometry} but its cache spec was made for "
                     f"{spec.geometry}; the checkpoint's files do not belong together"
                 )
+        if spec.hybrid is not None:
+            raise ValueError(
+                "this checkpoint's rows have two widths (`hybrid`), and vLLM's blocks hold one: "
+                "serve it with kvfold, or compress the model without `hybrid`"
+            )
         quantized = (cache.bits or 16) < 16 or spec.planned
         turn = cache.rotate and quantized
         if turn and artifact is None:

@@ -82,7 +82,7 @@ def select(
         share = _safeguarded(pages - num_blocks, unit, policy.floor)
         num_blocks = _first_blocks(_in_turn(by_cost, pages, each, share), *about)
     num_rows = (num_blocks * page - (-lengths % page)).clamp(min=0)
-    evicted = _lowest(known, ascending, num_rows)
+    evicted = lowest(known, ascending, num_rows)
     kept = _num_pages(lengths - evicted.sum(2), page)
     return evicted, _checked(pages, kept, num_blocks, costs.isfinite().sum((1, 2)), budgets)
 
@@ -95,7 +95,7 @@ def _sorted(x: Tensor) -> Tensor:
     return x.sort().values
 
 
-def _lowest(scores: Tensor, ascending: Tensor, count: Tensor) -> Tensor:
+def lowest(scores: Tensor, ascending: Tensor, count: Tensor) -> Tensor:
     """bool [B, G, T]: the `count` [B, G] lowest scores of every group, the first of equal ones."""
     most = ascending.gather(2, (count - 1).clamp(min=0)[..., None])
     most = most.masked_fill(count[..., None] == 0, -INF)

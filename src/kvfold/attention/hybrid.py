@@ -1,0 +1,171 @@
+"""Attention over rows of two widths (ZDC §5.2): of important tokens, and of unimportant ones, whose
+numbers are the first of theirs.
+
+Narrow rows are scored by the first numbers of the same queries, and both outputs are merged by
+their log-sum-exps. Shapes: B sequences of a part, T queries of each; Hq query heads, r / s widest
+key / value rank, G groups of a layer, W numbers that W_O takes.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvfold.attention.backend import AttentionBackend, Task
+from kvfold.attention.base import Columns, LayerMaps, LayerShape
+from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
+from kvfold.attention.observer import Observer
+from kvfold.attention.triton_decode import LayerBatch, batches
+from kvfold.ops import decode, observe
+from kvfold.ops.common.attention import LOG2_E
+from kvfold.ops.common.pages import owner_of
+from kvfold.ops.prefill import PREFILL, KVView, Seen, prefill
+from kvfold.ops.store import gather, set_metrics
+from kvfold.spec import LayerSpec
+from kvfold.spec.layout import Group
+
+Weighed = tuple[Tensor, Tensor]  # out [B, Hq, T, s], log2-sum-exp2 fp32 [B, Hq, T]
+
+
+class HybridAttention(AttentionBackend):
+    """Any layer whose rows have two widths, by `ops.decode` and `ops.prefill`, whatever serves
+    them. Metrics of wide rows say how important their tokens are. A step has one decoding part."""
+
+    def __init__(
+        self, view: CacheView, wide: Sequence[LayerBatch], narrow: Sequence[LayerBatch]
+    ) -> None:
+        assert isinstance(view, PoolView) and view.narrow is not None, "rows have one width"
+        super().__init__(view)
+        self.pool_view, self.less = view, view.narrow
+        self.batches = {True: wide, False: narrow}
+        self.plans: dict[bool, dict[int, Any]] = {True: {}, False: {}}
+
+    @classmethod
+    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
+        return None
+
+    @classmethod
+    def prepare(
+        cls, view: CacheView, layers: Sequence[LayerMaps], observer: Observer | None
+    ) -> Callable[[CacheView], AttentionBackend]:
+        assert isinstance(view, PoolView) and view.narrow is not None, "rows have one width"
+        return partial(cls, wide=batches(view, layers), narrow=batches(view.narrow, layers))
+
+    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+        """q [B, Hq, T, r] -> [B, T, W]."""
+        assert part.narrow is not None
+        out, lse = self._weigh(True, layer, part, q)
+        # A graph does not know whether there are narrow rows.
+        if not part.narrow.lengths.size or part.narrow.size(layer.index):
+            found = self._weigh(False, layer, part.narrow, self._first(layer, q))
+            out, lse = merged((out, lse), found)
+        self._rank(layer, part, q, lse)
+        return layer.joined(out)
+
+    def _weigh(self, wide: bool, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Weighed:
+        """Attention to rows of one width."""
+        if not part.decode:
+            return self._prefill(wide, layer, part, q)
+        view = self.pool_view if wide else self.less
+        if not self.plans[wide]:
+            for x in self.batches[wide]:
+                counts, queries = x.lengths(view, part), layer.geometry.queries_per_kv
+                plans = decode.plan_layers(x.groups, counts, queries, part.rows)
+                self.plans[wide].update(zip(x.layers, plans, strict=True))
+        pages, plan = view.pages[layer.index], self.plans[wide][layer.index]
+        out, lse = decode.decode(q[:, :, 0].contiguous(), pages, part.slots, layer.scale, plan)
+        return out[:, :, None], lse[..., None]
+
+    def _prefill(self, wide: bool, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Weighed:
+        view = self.pool_view if wide else self.less
+        pages, spec = view.pages[layer.index], view.layout.spec.layers[layer.index]
+        counts = pages.lengths[part.slots]
+        stored = gather(pages, part.slots, counts, view.dtype, part.size(layer.index))
+        seen = Seen(
+            counts=counts,
+            owner=owner_of(pages.groups),
+            positions=stored.positions if pages.groups[0].layout.tracked else None,
+            queries=part.positions,
+        )
+        keys, values = (KVView(stored.rows, *where) for where in _places(spec))
+        return prefill(q, keys, values, seen, layer.scale)
+
+    def _first(self, layer: LayerMaps, q: Tensor) -> Tensor:
+        """What of queries meets narrow keys: zeros beyond every head's own rank."""
+        ranks = _ranks(self.less.layout.spec.layers[layer.index], q.device)
+        q = q[..., : int(ranks.shape[1])]
+        each = ranks.repeat_interleave(layer.geometry.queries_per_kv, 0)
+        return q.where(each[:, None], 0.0)
+
+    def _rank(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, lse: Tensor) -> None:
+        """Write how important these queries' tokens are, or add to how important others' are, in
+        layers by which tokens are ranked. lse [B, Hq, T]."""
+        hybrid = self.view.layout.spec.hybrid
+        assert hybrid is not None
+        if hybrid.leaders[layer.index] != layer.index:
+            return
+        pages, positions = self.view.pages[layer.index], part.positions
+        if hybrid.by == "attention":
+            again = F.pad(positions.diff(dim=1) == 0, (0, 1))  # filled up to the longest chunk
+            positions = positions.masked_fill(again, -1)
+            observe.observe(q, lse, positions, pages, part.slots, layer.scale, power=1, exclude=0)
+            return
+        worth = denominators(lse)
+        behind = positions[:, -1:] - positions  # the last query's row is the last
+        index = pages.lengths[part.slots][:, None].long() - 1 - behind[..., None]
+        slots = part.slots[:, None].expand_as(positions).flatten()
+        each = worth.flatten()[:, None].expand(-1, len(pages.groups))
+        set_metrics(pages, slots, index.flatten(0, 1), each)
+
+
+class HybridKernels(HybridAttention):
+    """The same by kernels, for both widths."""
+
+    captures: ClassVar[bool] = True
+
+    @classmethod
+    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
+        """groups: of both widths."""
+        if task.decode:
+            kind, ranked = task.device_type, [x for x in groups if x.layout.tracked]
+            return decode.why_not(groups, kind) or observe.why_not(ranked, kind)
+        widths = (layer.key_width,), (layer.value_width,)
+        return PREFILL.why_not(task.device_type, frozenset((task.dtype,)), *widths)
+
+
+def denominators(lse: Tensor) -> Tensor:
+    """log2 of a token's softmax denominators, summed over heads: lse [B, Hq, T] -> [B, T]
+    (ZDC §5.2)."""
+    return (lse / LOG2_E).logsumexp(1) * LOG2_E
+
+
+def merged(a: Weighed, b: Weighed) -> Weighed:
+    """Attention to the rows of both: outputs, the second's of at most as many numbers, weighed by
+    their shares of the sum."""
+    (out, lse), (less, other) = a, b
+    total = torch.logaddexp2(lse, other)
+    less = F.pad(less, (0, out.shape[-1] - less.shape[-1]))
+    shares = ((x - total).exp2()[..., None] for x in (lse, other))
+    found = sum(x.float() * share for x, share in zip((out, less), shares, strict=True))
+    assert isinstance(found, Tensor)
+    return found.to(out.dtype), total
+
+
+@lru_cache(maxsize=4096)
+def _places(spec: LayerSpec) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """First column and rank of every KV head's keys and values in a layer's row."""
+    sides = (Columns(spec, x) for x in (spec.key_latents, spec.value_latents))
+    return [
+        (tuple(x.starts[i] for i in x.heads), tuple(x.ranks[i] for i in x.heads)) for x in sides
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _ranks(spec: LayerSpec, device: torch.device) -> Tensor:
+    """Whether a number of a query is within its head's key rank: bool [Hk, widest]."""
+    _, ranks = _places(spec)[0]
+    number = torch.arange(max(ranks), device=device)
+    return number < torch.tensor(ranks, device=device)[:, None]

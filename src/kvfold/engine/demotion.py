@@ -1,0 +1,141 @@
+"""Rows of unimportant tokens become narrow (ZDC §5.2): chosen by importance, moved to pages of
+their own, and the wide pages that come free go back to the pool.
+
+Shapes: B sequences, G groups of all layers, T wide rows of the longest, P rows a page; M rows of a
+layer that become narrow, R / S numbers of its wide and narrow row.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvfold.cache.eviction.select import lowest
+from kvfold.cache.pool import PoolFull
+from kvfold.engine.eviction import Eviction
+from kvfold.engine.request import Request
+from kvfold.ops.common.launch import upload
+from kvfold.ops.store import append, gather
+from kvfold.spec import LayerSpec
+from kvfold.spec.layout import Ints
+
+
+@dataclass(frozen=True)
+class Demotion:
+    """Of sequences whose wide rows are more than their layers' shares of important tokens, in whole
+    pages: those of the lowest metrics go, in all groups of a layer the same."""
+
+    eviction: Eviction
+
+    @cached_property
+    def _share(self) -> Ints:
+        """Of tokens that are important, by group [G]."""
+        hybrid = self.eviction.pool.layout.spec.hybrid
+        assert hybrid is not None
+        groups = self.eviction.pool.layout.groups
+        return np.array([hybrid.important[group.layer] for group in groups])
+
+    def _kept(self, slots: list[int]) -> Ints:
+        """Wide rows [B, G] that sequences may keep: whole pages, since less would free nothing."""
+        pool, page = self.eviction.pool, self.eviction.pool.layout.page
+        assert pool.narrow is not None
+        wide, narrow = pool.host_lengths[slots], pool.narrow.host_lengths[slots]
+        pages = np.ceil(self._share * (wide + narrow) / page - 1e-9).astype(np.int64)
+        return np.minimum(pages * page, wide)
+
+    def is_over(self, request: Request) -> bool:
+        """Whether a whole page of rows is over: one row would open a page with every new token, and
+        free it."""
+        slots, page = [request.open_slot], self.eviction.pool.layout.page
+        if request.num_uncompressed < page:
+            return False
+        return bool((self.eviction.pool.host_lengths[slots] - self._kept(slots) >= page).any())
+
+    def demote(self, requests: list[Request]) -> None:
+        """All layers at once or, where there is no room for so many narrow rows beside the wide
+        ones, layers that are ranked together one after another, as room comes free. Raises
+        PoolFull where there is none for any, and then nothing was changed."""
+        slots = [request.open_slot for request in requests]
+        count = self.eviction.pool.host_lengths[slots] - self._kept(slots)
+        goes = self._unimportant(slots, count)
+        if self._moves(slots, goes, count):
+            return
+        waiting = self._units
+        while still := [x for x in waiting if not self._moves(slots, goes, count, x)]:
+            if len(still) == len(self._units):
+                raise PoolFull("no room for narrow rows of any layer")
+            if len(still) == len(waiting):
+                return
+            waiting = still
+
+    @cached_property
+    def _units(self) -> list[tuple[int, ...]]:
+        """Layers with one leader, whose rows must stay in the same order."""
+        hybrid = self.eviction.pool.layout.spec.hybrid
+        assert hybrid is not None
+        found: dict[int, tuple[int, ...]] = {}
+        for layer, leader in enumerate(hybrid.leaders):
+            found[leader] = (*found.get(leader, ()), layer)
+        return list(found.values())
+
+    def _moves(
+        self, slots: list[int], goes: Tensor, count: Ints, layers: tuple[int, ...] | None = None
+    ) -> bool:
+        """Move rows goes [B, G, T], count [B, G] of each group, of some layers, or of all; False
+        where there is no room, and nothing was changed."""
+        pool, index = self.eviction.pool, upload(np.array(slots), self.eviction.pool.device)
+        assert pool.narrow is not None
+        if layers is not None:
+            own = np.array([group.layer in layers for group in pool.layout.groups])
+            goes, count = goes & upload(own, pool.device)[:, None], count * own
+        before = pool.narrow.host_lengths[slots]
+        try:
+            pool.narrow.extend(slots, count)
+        except PoolFull:
+            return False
+        try:
+            for layer in range(len(pool.layout.spec.layers)) if layers is None else layers:
+                self._copy(layer, index, goes, before)
+            self.eviction.close_holes(index, goes)
+        except Exception:
+            pool.narrow.shrink(slots, before)
+            raise
+        pool.shrink(slots, pool.host_lengths[slots] - count)
+        return True
+
+    def _unimportant(self, slots: list[int], count: Ints) -> Tensor:
+        """bool [B, G, T]: in every group the count [B, G] rows of the lowest metrics of its layer's
+        leader, whose rows are in the same order."""
+        layout = self.eviction.pool.layout
+        hybrid, places = layout.spec.hybrid, layout.layer_groups
+        assert hybrid is not None
+        metrics, _, valid = self.eviction.tracked(*slots)
+        each = [metrics[:, places[hybrid.leaders[x.layer]]].sum(1) for x in layout.groups]
+        worth = torch.stack(each, 1).masked_fill(~valid, torch.inf)
+        return lowest(worth, worth.sort().values, upload(count, worth.device))
+
+    def _copy(self, layer: int, slots: Tensor, goes: Tensor, before: Ints) -> None:
+        """Append the first numbers of rows goes [B, G, T] to the narrow ones of slots [B], behind
+        the first before [B, G]."""
+        pool = self.eviction.pool
+        assert pool.narrow is not None
+        where = pool.layout.layer_groups[layer]
+        wide, narrow = pool.pages(where), pool.narrow.pages(where)
+        sequence, row = (own := goes[:, where.start]).nonzero(as_tuple=True)
+        first = upload(before[:, where.start], pool.device)
+        target = first[sequence] + (own.cumsum(1) - 1)[sequence, row]
+        lengths = wide.lengths[slots]
+        stored = gather(wide, slots, lengths, self.eviction.attention.view.dtype, goes.shape[2])
+        columns = first_columns(*(x.spec.layers[layer] for x in (pool.layout, pool.narrow.layout)))
+        rows = stored.rows[sequence, row][:, upload(columns, pool.device)]
+        index = target[:, None].expand(-1, len(narrow.groups))
+        append(narrow, rows, slots[sequence], index)
+
+
+def first_columns(wide: LayerSpec, narrow: LayerSpec) -> Ints:
+    """Where a narrow row's numbers [S] are in the wide row [R] of a layer."""
+    pairs = zip(wide.latents, narrow.latents, strict=True)
+    starts = [(wide.columns(x).start, less.rank) for x, less in pairs]
+    return np.concatenate([np.arange(start, start + rank) for start, rank in starts])

@@ -1,0 +1,71 @@
+"""Hybrid ratios of the fewest numbers within a stated loss (ZDC §5.2, eq. 5 and 6), enumerated.
+
+Shape legend: n windows of `ctx` tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+from kvfold.compression.compressor import Prepared
+from kvfold.compression.progress import Progress, stage
+from kvfold.config import CacheConfig, Ratios
+from kvfold.errors import SettingError
+from kvfold.evaluation.budget import held_out
+from kvfold.evaluation.comparison import ORIGINAL
+from kvfold.evaluation.measure import runner_for
+from kvfold.evaluation.paged import PagedSession
+from kvfold.evaluation.perplexity import window_perplexity
+
+STEPS = (0.0, 0.25, 0.5, 0.75)  # shares of a head's numbers that are removed
+RISING = ((0.1, 0.3), (0.2, 0.6), (0.4, 0.8))  # important tokens of the first and last layer
+WINDOWS = 4
+
+
+def removals() -> Iterator[Ratios]:
+    """What the text allows: unimportant tokens lose more, and keys at least what values do."""
+    for keys, values, less, fewer in product(STEPS, repeat=4):
+        if less > keys >= values < fewer <= less:
+            yield Ratios(keys=keys, values=values, narrow_keys=less, narrow_values=fewer)
+
+
+def choices() -> Iterator[Ratios]:
+    for ratios, (first, last) in product(removals(), RISING):
+        yield replace(ratios, important=first, important_last=last)
+
+
+def search_ratios(
+    prepared: Prepared,
+    limit: float,
+    *,
+    align: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[Ratios, float]:
+    """The choice of fewest numbers a token whose perplexity ratio to the original is <= `limit`,
+    which is 1 + Q_d, and that ratio: on the second half of windows of calibration text which
+    calibration did not read, every layer ranking tokens by itself.
+
+    Raises SettingError where no choice is.
+    """
+    compressor = prepared.compressor
+    rows = held_out(compressor, compressor.windows().shape[1], WINDOWS)
+
+    def at(model: Any, label: str) -> float:
+        runner = runner_for(model, CacheConfig(), rows.shape[1])
+        sessions, report = partial(PagedSession, runner), stage(progress, f"search {label}")
+        half = rows.shape[1] // 2
+        found, _ = window_perplexity(sessions, rows, scored_from=half, progress=report)
+        return found.perplexity
+
+    plans = [(ratios, prepared.plan_hybrid(ratios, align)) for ratios in choices()]
+    original = at(compressor.model, ORIGINAL)
+    for number, (ratios, spec) in enumerate(sorted(plans, key=lambda x: x[1].kept_fraction)):
+        ratio = at(prepared.folded_copy(spec), f"choice {number + 1}") / original
+        if ratio <= limit:
+            return ratios, ratio
+    raise SettingError(
+        f"`hybrid`: none of {len(plans)} choices of ratios is within {limit} times the perplexity;"
+        " allow more, or give `keep`"
+    )
