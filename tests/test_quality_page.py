@@ -34,3 +34,10 @@ def test_plans_by_levels_are_on_the_page(model: str) -> None:
     lines = levels_table(rows, "wiki-heldout").splitlines()[2:]
     others = table([row for row in rows if not row.get("factor")]).splitlines()[2:]
     assert len(lines) == 15 and len(others) == 3 and {*lines, *others} <= set(page)
+
+
+def test_rows_of_palus_recovery_are_on_the_page() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/lora-gqa.json").read_text())["rows"]
+    page = (ROOT / "docs/quality.md").read_text(encoding="utf-8").splitlines()
+    lines = table(rows).splitlines()[2:]
+    assert len(lines) >= 4 and {*lines} <= set(page)
