@@ -57,3 +57,10 @@ def test_ours_are_beside_the_best_at_about_as_many_bytes() -> None:
     rows += [row("lean 4x", 0.25, 2.5, 3.0), row("small 6x", 0.16, 2.0, 2.0)]
     *_, line = beside({"rows": rows}).splitlines()
     assert line == "| lean 4x | 0.2500 | int4 | 0.2800 | -0.7500 ± 0.2500 |"
+
+
+def test_rows_of_palus_recovery_are_on_the_page() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/lora-gqa.json").read_text())["rows"]
+    page = (ROOT / "docs/quality.md").read_text(encoding="utf-8").splitlines()
+    lines = table(rows).splitlines()[2:]
+    assert len(lines) >= 4 and {*lines} <= set(page)
