@@ -183,7 +183,8 @@ class _Menu:
         """The tiers that end at a place: of every level, where the one that ends there began."""
         tiers: list[tuple[int, int]] = []
         load, end = divmod(last, len(self.ends))
-        for origin, bits, loads in zip(*map(reversed, (origins, self.levels, self.loads))):
+        levels = zip(origins, self.levels, self.loads, strict=True)
+        for origin, bits, loads in reversed([*levels]):
             if (start := origin[load][end]) >= 0:
                 tiers.append((int(self.ends[end] - self.ends[start]), bits))
                 load, end = load - int(loads[start, end]), start
