@@ -17,8 +17,7 @@ from kvfold.models import pieces
 from kvfold.models.adapter import Family
 from kvfold.models.merged import Merged
 from kvfold.ops.common.attention import Tables
-
-FEW = 32  # tokens
+from kvfold.ops.linear import FEW
 
 
 def install(model: Any, family: type[Family]) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor
 from kvfold.ops.backend import no_numba
 from kvfold.ops.linear import reference
 
-__all__ = ["gated", "linear"]
+__all__ = ["FEW", "gated", "linear"]
+
+FEW = 32  # tokens that CPUs multiply by reading weights once; of more PyTorch keeps tiles of them
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor
 from kvfold.ops.common.codes_numba import kernel
 from kvfold.ops.common.products_numba import dots, power_of_2
 from kvfold.ops.common.threads import share
+from kvfold.ops.linear import FEW
 
-FEW = 32  # tokens; more of them are faster in PyTorch, which keeps tiles of weights
 ROWS = 16  # of weights that a thread takes at a time
 SHARED = 2**17  # weights from which on threads are woken
 
