@@ -41,6 +41,7 @@ OURS = ("fast", "lean", "small")
 FACTORS = {"small": (2, 3, 4, 5, 6, 8, 10, 14), "lean": (2, 3, 4, 5, 6, 8, 10, 14)}
 FACTORS |= {"swift": (2, 3, 4, 5, 6, 8, 10), "fast": (2, 3, 4, 5)}
 LEVEL_SETS = {"all levels": ALL_LEVELS, "8, 4, 2": LEVELS, "8, 4": (8, 4), "4": (4,)}
+FOR_SPEED = {"swift": (3, 4, 5, 6), "lean": (4, 6, 8)}
 RECOVERED = {"small": (14, 8, 10, 6, 5, 4), "lean": (8, 6), "swift": (5, 4)}
 
 
@@ -83,9 +84,10 @@ def cases(section: str, steps: int) -> Iterator[Case]:
                     name = f"{recipe} {factor}x, {name}"
                     yield Case(name=name, recipe=recipe, factor=factor, levels=levels)
     if section == "speed":
-        for factor in (3, 4, 5, 6):
-            name = f"swift {factor}x, for speed"
-            yield Case(name=name, recipe="swift", factor=factor, prefer="speed")
+        for recipe, factors in FOR_SPEED.items():
+            for factor in factors:
+                name = f"{recipe} {factor}x, for speed"
+                yield Case(name=name, recipe=recipe, factor=factor, prefer="speed")
     planned = {"ours": (FACTORS, 0), "recovered": (RECOVERED, steps)}
     factors, count = planned.get(section, ({}, 0))
     for recipe, sizes in factors.items():

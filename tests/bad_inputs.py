@@ -212,9 +212,9 @@ SIZES = {
     "kvfold compress reference:gqa --factor 4 --prefer size --levels 8,4 --output new": (
         "--levels and --prefer size exclude each other: each decides which bits numbers may have"
     ),
-    "kvfold compress reference:gqa --factor 4 --prefer speed --recipe lean --output new": (
-        "--prefer speed plans keys of each head that nothing rebuilds, and values of all heads; "
-        "recipe 'lean' stores others: use swift, or leave --prefer out"
+    "kvfold compress reference:gqa --factor 4 --prefer speed --recipe small --output new": (
+        "--prefer speed plans keys of each head and values of all heads; "
+        "recipe 'small' stores others: use swift or lean, or leave --prefer out"
     ),
     "kvfold compress reference:gqa --factor 300 --prefer speed --output new": (
         "--factor 300 leaves 191 bits a token, and each of 7 layers takes at least 216: ask for a "
@@ -721,8 +721,8 @@ PYTHON = {
         "prefer must be one of speed, balanced, size; got 'quick'"
     ),
     'kvfold.compress("reference:gqa", "small", factor=4, prefer="speed")': (
-        "prefer='speed' plans keys of each head that nothing rebuilds, and values of all heads; "
-        "recipe 'small' stores others: use swift, or leave prefer out"
+        "prefer='speed' plans keys of each head and values of all heads; "
+        "recipe 'small' stores others: use swift or lean, or leave prefer out"
     ),
     'kvfold.compress("reference:gqa", keep=0.5, factor=4)': (
         "keep=0.5 and factor=4 exclude each other: each decides the size alone"

@@ -22,7 +22,8 @@ from steps import sequences_of, step
 
 
 @pytest.fixture(autouse=True)
-def fresh():
+def fresh(monkeypatch):
+    monkeypatch.setenv("KVFOLD_BACKEND", "reference")  # whose pieces are compiled on a GPU
     torch._dynamo.reset()
     counters.clear()
     yield

@@ -52,6 +52,8 @@ def clones(model: nn.Module) -> dict[str, Tensor]:
 def test_logits_are_those_of_products_one_by_one(name: str, bits, monkeypatch) -> None:
     if bits and name.endswith("sliding"):
         bits = 4
+    if bits:  # products of one kernel, since codes jump where sums differ by a rounding
+        monkeypatch.setenv("KVFOLD_BACKEND", "reference")
     merged = conversation(runner_of(tiny(name), bits=bits))
     monkeypatch.setattr(build, "merge_products", lambda *_: None)
     apart = conversation(runner_of(tiny(name), bits=bits))
@@ -75,6 +77,7 @@ def test_so_are_a_compressed_models(recipe: str, monkeypatch) -> None:
     [("llama-gqa", 4), ("qwen3", 4), ("gemma2", 4), ("phi3", 4), ("opt", 4), ("gpt-neox", 4)],
 )
 def test_a_layer_has_four_products(name: str, products: int, monkeypatch) -> None:
+    monkeypatch.setenv("KVFOLD_BACKEND", "reference")  # whose products can be counted
     runner = runner_of(tiny(name))
     (a,) = sequences_of(runner, 5)
     counts: Counter[str] = Counter()

@@ -11,14 +11,20 @@ pytest.importorskip("numba", reason="Numba is not installed")
 import kvfold
 from kvfold import LLM, SamplingParams, recipes
 from kvfold.config import CacheConfig
+from kvfold.engine import few
 from kvfold.engine.build import build_runner
 from kvfold.engine.request import CacheParams
 from kvfold.formats.integers import PLANES, _stored
+from kvfold.models import pieces
+from kvfold.models.families import family_of
 from kvfold.ops.backend import no_numba
 from kvfold.ops.common import threads
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.parts import plan_parts, unread
 from kvfold.ops.decode.numba import CHUNK, Watch, decode
+from kvfold.ops.linear import FEW, reference
+from kvfold.ops.linear import numba as linear
+from kvfold.ops.pointwise import numba as pointwise
 from kvfold.ops.store import numba as store
 from kvfold.ops.store.reference import read_metrics
 from kvfold.spec.layout import CacheLayout, Latent
@@ -220,6 +226,76 @@ def test_steps_equal_the_references(name: str, options: dict, backend) -> None:
         )
         found.append(run(made, **options))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+# -- products, and what lies between them -----------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, FEW])
+@pytest.mark.parametrize("outputs", [2, 14, 64, 1030])
+def test_products_of_few_tokens(tokens: int, outputs: int, monkeypatch) -> None:
+    """As PyTorch's; bit for bit alike by one thread or many, and beside any other tokens."""
+    x, weight = torch.randn(1, tokens, 131), torch.randn(outputs, 131) / 12
+    bias = torch.randn(outputs)
+    found = []
+    for number in (1, 3):
+        monkeypatch.setattr(threads.torch, "get_num_threads", lambda number=number: number)
+        found.append((linear.linear(x, weight, bias), linear.gated(x, weight)))
+    for one, many, wanted in zip(
+        *found, (reference.linear(x, weight, bias), reference.gated(x, weight)), strict=True
+    ):
+        assert torch.equal(one, many)
+        torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(linear.linear(x[:, -1:], weight, bias), found[0][0][:, -1:])
+
+
+def test_a_gate_of_any_size() -> None:
+    gate = torch.tensor([-200.0, -88.0, -1.0, -0.0, 1e-30, 3.0, 88.0, 1e30, torch.inf, torch.nan])
+    weight = torch.cat((gate, torch.ones(len(gate))))[:, None]
+    found, wanted = (x.gated(torch.ones(1, 1, 1), weight) for x in (linear, reference))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-30, equal_nan=True)
+
+
+def test_many_tokens_and_other_numbers_are_left_to_pytorch() -> None:
+    x, weight = torch.randn(1, FEW + 1, 8), torch.randn(4, 8)
+    assert not linear.serves(x, weight) and linear.serves(x[:, 1:], weight)
+    assert not linear.serves(x[:, 1:].bfloat16(), weight.bfloat16())
+    assert not linear.serves(x[:, 1:], weight[:, ::2])
+
+
+@pytest.mark.parametrize("rotary", [None, 12, 20])
+@pytest.mark.parametrize("latents", [1, 2, 4])
+def test_queries_and_keys_are_the_formulas(rotary: int | None, latents: int) -> None:
+    """One KV head a latent, two, or all; all numbers turned, some, or none."""
+    tokens, dim, rank = 3, 20, 13
+    q, k = torch.randn(1, tokens, 8, dim), torch.randn(1, tokens, 4, dim)
+    tables = None if rotary is None else tuple(torch.randn(2, 1, tokens, rotary))
+    up, down = torch.randn(4, dim, rank), torch.randn(latents, 4 * dim // latents, rank)
+    close = {"rtol": 1e-5, "atol": 1e-4}
+    torch.testing.assert_close(
+        pointwise.queries(q, tables, up), pieces.queries(q, tables, up), **close
+    )
+    torch.testing.assert_close(
+        pointwise.keys(k, tables, down), pieces.keys(k, tables, down), **close
+    )
+
+
+def test_norms_are_those_of_the_model() -> None:
+    norm = tiny("llama-gqa").model.norm
+    norm.weight.data.uniform_(0.5, 2)
+    x = torch.randn(1, 5, len(norm.weight))
+    found = pointwise.rms_norm(x, norm.weight, norm.variance_epsilon)
+    torch.testing.assert_close(found, norm(x), rtol=1e-6, atol=1e-6)
+
+
+def test_a_forward_of_someone_else_stays() -> None:
+    model = tiny("llama-gqa")
+    own = vars(model.model.norm)["forward"] = type(model.model.norm).forward.__get__(
+        model.model.norm
+    )
+    few.install(model, family_of(model.config))
+    assert vars(model.model.norm)["forward"] is own
+    assert "forward" in vars(model.model.layers[0].input_layernorm)
 
 
 def test_a_reason_for_the_backend(backend) -> None:

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from kvfold.attention.base import Columns, LayerMaps
 from kvfold.attention.selector import DECODE, PREFILL, Choice, select, warn_of_fallback
 from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
 from kvfold.compression.bases import builder_of
+from kvfold.compression.compressor import Prepared
 from kvfold.compression.default import even_spec
-from kvfold.compression.plan import plan_bits, planned_spec
 from kvfold.compression.ranks import LatentCandidate
-from kvfold.config import LEVELS, Prefer
+from kvfold.compression.statistics import Statistics
+from kvfold.config import Prefer
 from kvfold.loading import load_config
 from kvfold.models.families import family_of
 from kvfold.models.folded import layer_shapes
@@ -256,9 +258,12 @@ def planned(
             singular = torch.exp(-slope * torch.arange(width) / width).double()
             own = SimpleNamespace(singular=singular, mean=range(width), width=width)
             latents.append(LatentCandidate(layer=layer, side=side, heads=heads, basis=own))
-    bits = int(16 * geometry.full_numbers / factor)
-    sizes = plan_bits(latents, bits, LEVELS, prefer)
-    return planned_spec(latents, sizes, geometry, basis.key_kind(geometry))
+    compressor: Any = SimpleNamespace(
+        model=SimpleNamespace(config=config), recipe=recipes.get(recipe), basis=basis,
+        geometry=geometry, factor_of=lambda target: None,
+    )  # fmt: skip
+    prepared = Prepared(compressor=compressor, statistics=Statistics({}), candidates=latents)
+    return prepared.plan_factor(factor, prefer=prefer)
 
 
 MANY_HEADS = llama_8b(num_key_value_heads=32, num_hidden_layers=2)
@@ -268,11 +273,17 @@ NARROW = llama_8b(
 
 
 @pytest.mark.parametrize("config", [llama_8b(num_hidden_layers=4), MANY_HEADS, NARROW])
-@pytest.mark.parametrize("recipe", ["fast", "swift", "lean", "small"])
-def test_no_planned_checkpoint_decodes_in_pytorch(config, recipe: str, backend) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "prefer"),
+    [
+        *((x, "balanced") for x in ("fast", "swift", "lean", "small")),
+        *((x, "speed") for x in ("swift", "lean")),
+    ],
+)
+def test_no_planned_checkpoint_decodes_in_pytorch(config, recipe: str, prefer, backend) -> None:
     backend("reference")  # which says nothing of other machines
     for factor in (2, 3, 4, 6, 8, 14, 20):
-        found = kernels_of(config, planned(config, recipe, factor))
+        found = kernels_of(config, planned(config, recipe, factor, prefer))
         assert found.complete, (factor, str(found))
 
 
@@ -288,6 +299,32 @@ def test_plans_for_speed_are_decoded_in_one_pass(config, factor: int) -> None:
     assert in_one_pass(config, spec) == "yes, pages of 64 rows"
     assert kernels_of(config, spec).complete
     assert in_one_pass(config, planned(config, "swift", factor)).startswith("no: ")
+
+
+LESS_QUERIES = llama_8b(num_key_value_heads=4, num_attention_heads=32, num_hidden_layers=4)
+
+
+@pytest.mark.parametrize("config", [llama_8b(num_hidden_layers=4), LESS_QUERIES])
+@pytest.mark.parametrize("factor", [3, 4, 5, 6, 8, 14])
+def test_so_are_those_whose_keys_are_rebuilt(config, factor: int) -> None:
+    spec = planned(config, "lean", factor, "speed")
+    layout = fastest_layout(config, spec)
+    assert layout is not None and layout.page in (32, 64) and layout.kept_fraction <= 1 / factor
+    assert all(layer.keys == "pre_rope" for layer in spec.layers)
+    assert all(len({x.tiers for x in layer.key_latents}) == 1 for layer in spec.layers)
+    assert kernels_of(config, spec).complete
+    assert in_one_pass(config, planned(config, "lean", factor)).startswith("no: ")
+
+
+def test_rebuilt_keys_have_as_many_numbers_as_memory_is_left_for() -> None:
+    """Maps of a load take twice as much where heads are twice as wide."""
+    widest = []
+    for head_dim in (256, 128):
+        config = llama_8b(num_hidden_layers=4, head_dim=head_dim)
+        spec = planned(config, "lean", 8, "speed")
+        assert fastest_layout(config, spec) is not None
+        widest.append(max(x.rank for layer in spec.layers for x in layer.key_latents))
+    assert widest[0] < widest[1] <= 96
 
 
 def test_plans_for_speed_are_predicted_to_be_fast() -> None:

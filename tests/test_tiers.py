@@ -117,6 +117,21 @@ def test_plans_for_speed_are_runs_that_one_pass_reads(found: list[Tensor], width
             assert sum(-(-n // (64 * k)) * k for n, b in tiers for k in [1 + (b == 2)]) <= 12
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), st.floats(0.01, 0.2), st.integers(100, 1200))
+def test_keys_that_are_rebuilt_load_at_most_so_much(loads: int, fall: float, budget: int):
+    """16 numbers a load, in whole 16 bytes of a run; as many tiers as plans without a limit, where
+    these fit, and no plan loses less than one that may load more."""
+    s, lost = [falling(128, fall)], []
+    for most in (loads, loads + 1, 0):
+        (tiers,) = plan_tiers(s, budget, [one_pass_tiers("k", 128, loads=most)])
+        taken = sum(-(-n * bits // 128) * (8 // bits) for n, bits in tiers)
+        assert tiers and (taken <= most or not most) and cost(tiers) <= budget
+        lost.append(predicted_loss(s[0], tiers))
+        if not most and taken <= loads:
+            assert lost[0] == pytest.approx(lost[-1])
+
+
 def test_no_width_of_values_is_more_than_the_warps_weigh():
     """Even where every bit is free: whole items, or so few numbers that parts of items do."""
     for width in range(64, 2049, 32):
@@ -337,7 +352,8 @@ def test_plans_for_speed_are_tried_where_a_gpu_reads_them_in_one_pass(monkeypatc
 
     assert tried("swift") == ["balanced"]  # two query heads a KV head
     monkeypatch.setattr(frontier, "fastest_layout", lambda config, spec: object())
-    assert tried("swift") == ["balanced", "speed"] and tried("lean") == ["balanced"]
+    assert tried("swift") == tried("lean") == ["balanced", "speed"]
+    assert tried("small") == ["balanced"]
     assert tried("swift", levels=(8, 4)) == ["balanced"]
 
 

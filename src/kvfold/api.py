@@ -66,7 +66,8 @@ def compress(
     planned bits take effect on the paged cache. bytes_per_token: the same, as bytes. levels: bits
     that planned numbers may have, of 8, 6, 4, 3, 2, 1 (default (8, 4, 2), those that kernels
     read). prefer: what such a plan is for: `speed`, rows that a Hopper GPU reads in one pass, of
-    recipe swift; `size`, the least loss at a size, in all levels (see `compression.preference`).
+    recipes swift and lean; `size`, the least loss at a size, in all levels (see
+    `compression.preference`).
     budget: "ppl<=1.01", the smallest keep within that ratio of the original's perplexity on
     calibration text that calibration does not read. hybrid: two widths, the narrow one for tokens
     that are not important (ZDC §5.2, see `Ratios`), or "ppl<=1.1": the smallest within that ratio

@@ -125,8 +125,8 @@ class Size:
     )
     prefer: Prefer = setting(
         "balanced",
-        "What such a plan is for. speed: rows that a Hopper GPU reads in one pass, of recipe swift;"
-        " size: the least loss at a size, in all levels, of which not all have kernels.",
+        "What such a plan is for. speed: rows that a Hopper GPU reads in one pass, of recipes swift"
+        " and lean; size: the least loss at a size, in all levels, of which not all have kernels.",
     )
     align: int | None = setting(
         None,

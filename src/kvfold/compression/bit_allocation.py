@@ -23,6 +23,7 @@ SCALE_BITS = 8  # one fp8 scale a token and tier
 WIDE = 256  # numbers of a latent whose rows are read 16 bytes at a time, others 4
 FALLS, FALL = 16, 0.8  # how often, and to what share, the price falls to spend what is left
 WORD = 16  # bits: what a tier is a multiple of, whatever the latent's width
+LOAD = 16  # numbers of a load, which takes 16 bytes of 8 bits, or a part of 16 bytes of fewer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,8 @@ class TierRule:
 
     units: (bits, numbers), from the most bits on: a tier of these bits is whole multiples of so
     many numbers. most: numbers of all tiers. loose: the last tier may end where the latent does, in
-    whole words. needed: there is at least one tier. odd: of an odd number of units each.
+    whole words. needed: there is at least one tier. odd: of an odd number of units each. loads: the
+    most LOADs of 16 bytes that tiers take, each in whole ones (0: any number).
     """
 
     width: int
@@ -40,6 +42,7 @@ class TierRule:
     loose: bool = False
     needed: bool = False
     odd: bool = False
+    loads: int = 0
 
     @property
     def ends(self) -> list[int]:
@@ -152,38 +155,53 @@ def predicted_loss(spectrum: Tensor, tiers: Tiers) -> float:
 class _Menu:
     """What sets of latents of one width may become. sets: their numbers; ends: the places E; by
     bits from the most on: nats lost [N, E, E] in a tier from one place to another, infinite where
-    there may be none, and its bits a token [N, E, E]; dropped [N, E]: nats lost behind a place."""
+    there may be none, its bits a token [N, E, E], and what it loads int64 [E, E], at most `most` of
+    all tiers; dropped [N, E]: nats lost behind a place."""
 
     sets: list[int]
     ends: Tensor
     levels: list[int]
     lost: list[Tensor]
     bits: list[Tensor]
+    loads: list[Tensor]
+    most: int
     dropped: Tensor
 
     def choose(self, price: float) -> list[Tiers]:
         """Tiers of each set that cost least at `price` nats a bit, by dynamic programming: the
-        best way to each place in tiers of so many bits or more."""
-        best = torch.full_like(self.dropped, torch.inf)
-        best[:, 0] = 0
+        best way to each place, having loaded so much, in tiers of so many bits or more."""
+        best = torch.full_like(self.dropped, torch.inf)[:, None].repeat(1, self.most + 1, 1)
+        best[:, 0, 0] = 0
         origins = []
-        for lost, bits in zip(self.lost, self.bits, strict=True):
-            found, origin = (best[:, :, None] + (lost + price * bits)).min(1)
-            better = found < best
-            best = torch.where(better, found, best)
-            origins.append(torch.where(better, origin, -1))
-        last = (best + self.dropped).argmin(1).tolist()
-        steps, ends = [x.tolist() for x in origins], self.ends.tolist()
-        return [self._trace([x[i] for x in steps], end, ends) for i, end in enumerate(last)]
+        for lost, bits, loads in zip(self.lost, self.bits, self.loads, strict=True):
+            best, origin = _extended(best, lost + price * bits, loads)
+            origins.append(origin.tolist())
+        last = (best + self.dropped[:, None]).flatten(1).argmin(1).tolist()
+        return [self._trace([x[i] for x in origins], at) for i, at in enumerate(last)]
 
-    def _trace(self, origins: list[list[int]], end: int, ends: list[int]) -> Tiers:
+    def _trace(self, origins: list[list[list[int]]], last: int) -> Tiers:
         """The tiers that end at a place: of every level, where the one that ends there began."""
         tiers: list[tuple[int, int]] = []
-        for origin, bits in zip(reversed(origins), reversed(self.levels), strict=True):
-            if (start := origin[end]) >= 0:
-                tiers.append((ends[end] - ends[start], bits))
-                end = start
+        load, end = divmod(last, len(self.ends))
+        levels = zip(origins, self.levels, self.loads, strict=True)
+        for origin, bits, loads in reversed([*levels]):
+            if (start := origin[load][end]) >= 0:
+                tiers.append((int(self.ends[end] - self.ends[start]), bits))
+                load, end = load - int(loads[start, end]), start
         return tuple(reversed(tiers))
+
+
+def _extended(best: Tensor, cost: Tensor, loads: Tensor) -> tuple[Tensor, Tensor]:
+    """What is best [N, loaded, E], with a tier [N, E, E] more where that is better, and the place
+    where this began, else -1."""
+    found, origin = best.clone(), torch.full_like(best, -1, dtype=torch.int64)
+    for load in set(loads.flatten().tolist()) & set(range(best.shape[1])):
+        own = cost.masked_fill(loads != load, torch.inf)[:, None]
+        least, start = (best[:, : best.shape[1] - load, :, None] + own).min(2)
+        better = least < found[:, load:]
+        found[:, load:] = torch.where(better, least, found[:, load:])
+        origin[:, load:] = torch.where(better, start, origin[:, load:])
+    return found, origin
 
 
 def _menu(sets: Sequence[Sequence[Tensor]], own: list[int], rule: TierRule) -> _Menu:
@@ -213,8 +231,15 @@ def _menu(sets: Sequence[Sequence[Tensor]], own: list[int], rule: TierRule) -> _
         bits=[
             sizes[:, None, None] * (numbers * bits + SCALE_BITS).double() for bits, _ in rule.units
         ],
+        loads=[_loads(numbers, bits) * (rule.loads > 0) for bits, _ in rule.units],
+        most=rule.loads,
         dropped=dropped,
     )
+
+
+def _loads(numbers: Tensor, bits: int) -> Tensor:
+    """What tiers of so many numbers load."""
+    return -(-numbers.clamp(min=0) * bits // (8 * LOAD)) * (8 // bits)
 
 
 def _allowed(ends: Tensor, rule: TierRule, bits: int, step: int) -> Tensor:

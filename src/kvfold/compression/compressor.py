@@ -18,6 +18,7 @@ from kvfold.compression.calibration_text import (
 from kvfold.compression.codebooks import with_codebooks
 from kvfold.compression.hybrid import rank_of, with_narrow
 from kvfold.compression.plan import Size, by_layer, plan_bits, planned_spec
+from kvfold.compression.preference import key_limits
 from kvfold.compression.progress import Progress, stage
 from kvfold.compression.ranks import LatentCandidate, allocate, method_of
 from kvfold.compression.recover import BATCH, check_steps
@@ -32,6 +33,7 @@ from kvfold.models.copies import shared_copy
 from kvfold.models.families import check_model, family_of
 from kvfold.models.fold import LatentMaps, fold_model
 from kvfold.models.folded import attention_windows
+from kvfold.models.kernels import fastest_layout
 from kvfold.spec import CacheSpec, Geometry
 from kvfold.weights import check_finite
 
@@ -204,9 +206,14 @@ class Prepared:
         given = None if levels is None else tuple(levels)
         target = Target(factor=factor, levels=given, prefer=prefer)
         c.factor_of(target)
-        assert target.levels is not None
-        bits = bits_of(factor, c.geometry)
-        return self._spec(plan_bits(self.candidates, bits, target.levels, prefer))
+        bits, levels = bits_of(factor, c.geometry), target.levels
+        assert levels is not None
+        limits = key_limits(prefer, c.basis.key_kind(c.geometry))
+        plans = (self._spec(plan_bits(self.candidates, bits, levels, prefer, x)) for x in limits)
+        first = next(plans)
+        if len(limits) == 1 or fastest_layout(c.model.config, first) is not None:
+            return first
+        return next((x for x in plans if fastest_layout(c.model.config, x) is not None), first)
 
     def _spec(self, sizes: Sequence[Size]) -> CacheSpec:
         c = self.compressor

@@ -28,10 +28,14 @@ def by_layer(candidates: Candidates) -> list[list[LatentCandidate]]:
 
 
 def plan_bits(
-    candidates: Candidates, bits: int, levels: Sequence[int], prefer: Prefer = "balanced"
+    candidates: Candidates,
+    bits: int,
+    levels: Sequence[int],
+    prefer: Prefer = "balanced",
+    loads: int = 0,
 ) -> list[Size]:
     """Ranks and tiers of `levels` that spend `bits` a token, scales included, for the least
-    predicted loss; prefer: see `preference`.
+    predicted loss; prefer, loads: see `preference`.
 
     Raises ValueError where skipped layers do not fit, or a layer would store nothing.
     """
@@ -42,7 +46,11 @@ def plan_bits(
             f"skipped layers, at 16 bits a number, take {whole} bits a token of the {bits} that"
             " this factor allows; ask for a smaller `factor`, or skip fewer layers"
         )
-    tiers_of = (_for_speed if prefer == "speed" else _planned)(free, bits - whole, levels)
+    room = bits - whole
+    if prefer == "speed":
+        tiers_of = _for_speed(free, room, levels, loads)
+    else:
+        tiers_of = _planned(free, room, levels)
     planned = dict(zip(free, tiers_of, strict=True))
     if empty := {c.layer for c in free} - {c.layer for c, tiers in planned.items() if tiers}:
         raise SettingError(
@@ -61,16 +69,17 @@ def _planned(free: Candidates, room: int, levels: Sequence[int]) -> list[Tiers]:
     return plan_tiers([c.singular for c in free], room, rules)
 
 
-def _for_speed(free: Candidates, room: int, levels: Sequence[int]) -> list[Tiers]:
-    """Tiers that the heads of a layer share; keys in KEY_LEVELS, where that loses LITTLE more."""
+def _for_speed(free: Candidates, room: int, levels: Sequence[int], loads: int) -> list[Tiers]:
+    """Tiers that the heads of a layer share; keys that are not rebuilt in KEY_LEVELS, where that
+    loses LITTLE more."""
     spectra, sets = [c.singular for c in free], [(c.layer, c.side, c.width) for c in free]
     found = []
-    for keys in (KEY_LEVELS, levels):
+    for keys in (levels,) if loads else (KEY_LEVELS, levels):
         each = ((c, keys if c.side == "k" else levels) for c in free)
-        rules = [one_pass_tiers(c.side, c.width, own) for c, own in each]
+        rules = [one_pass_tiers(c.side, c.width, own, loads) for c, own in each]
         tiers = plan_tiers(spectra, room, rules, sets)
         found.append((sum(map(predicted_loss, spectra, tiers)), tiers))
-    (few, without), (least, every) = found
+    (few, without), (least, every) = found[0], found[-1]
     return without if few <= (1 + LITTLE) * least else every
 
 

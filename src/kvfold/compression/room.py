@@ -56,13 +56,14 @@ def _check_room(
     recipe: Recipe, geometry: Geometry, target: Target, factor: float | None, align: int
 ) -> None:
     """Raises SettingError for a size that has no room for one step of one latent of every layer."""
-    sets, layers = builder_of(recipe).head_sets(geometry), geometry.num_layers
+    basis = builder_of(recipe)
+    sets, layers = basis.head_sets(geometry), geometry.num_layers
     widths = [len(side) * len(heads) * geometry.head_dim for side, heads in sets]
     hint = "ask for a larger cache"
     if factor is not None:
         assert target.levels is not None
         found = [
-            rule_of(target.prefer, side, width, target.levels)
+            rule_of(target.prefer, side, width, target.levels, basis.key_kind(geometry))
             for (side, _), width in zip(sets, widths, strict=True)
         ]
         needed, what = sum(rule.least for rule in found if rule.needed), "bits"

@@ -16,6 +16,7 @@ from kvfold.attention.paged import PagedAttention, PagedContext
 from kvfold.cache.eviction.base import Policy
 from kvfold.cache.eviction.replay import ReplayPolicy
 from kvfold.cache.sharing import SharingPool
+from kvfold.engine import few
 from kvfold.engine.compiled import Compiled, wanted
 from kvfold.engine.demotion import Demotion
 from kvfold.engine.eviction import Eviction
@@ -26,6 +27,7 @@ from kvfold.engine.request import Batch, CacheParams, Request
 from kvfold.engine.scored import score_prompts
 from kvfold.models.adapter import PAGED
 from kvfold.models.families import family_of
+from kvfold.ops.backend import no_numba
 from kvfold.ops.common.launch import upload
 from kvfold.ops.store import Fill
 
@@ -71,6 +73,8 @@ class ModelRunner:
         self.compiled = Compiled(self.model) if wanted(self.device.type) else None
         if self.compiled is not None:
             self.compiled.warm_up(self._forward, self.device)
+        if no_numba(self.device.type) is None:
+            few.install(self.model, self.family)
         self.graphs = self._graphs() if self.attention.captures else None
 
     def _graphs(self) -> DecodeGraphs:

@@ -196,9 +196,7 @@ class FoldedAttention(nn.Module):
         tables = tables if g.rope and spec.keys in ("post_rope", "plain") else None
         if spec.keys == "plain":
             return self.pieces.rows(k, tables, None, rest)
-        k = self.pieces.turn(k, tables).flatten(-2).unflatten(-1, (len(spec.key_latents), -1))
-        z = torch.einsum("btnc,ncr->btnr", k, self.key_down)
-        z = self.key_columns.compact(z)
+        z = self.key_columns.compact(self.pieces.keys(k, tables, self.key_down))
         if spec.latents[0].side == "kv":
             return rest + self.pieces.rows(z, None, self.key_shift, rest[..., :0])
         return self.pieces.rows(z, None, self.key_shift, rest)

@@ -27,6 +27,12 @@ def queries(q: Tensor, tables: Tables | None, up: Tensor | None) -> Tensor:
     return torch.einsum("bhgtd,hdr->bhgtr", q.unflatten(1, (len(up), -1)), up).flatten(1, 2)
 
 
+def keys(k: Tensor, tables: Tables | None, down: Tensor) -> Tensor:
+    """k [B, T, Hk, d], turned, by down [n, Hk d / n, r] to latents [B, T, n, r]."""
+    k = turn(k, tables).flatten(2).unflatten(-1, (len(down), -1))
+    return torch.einsum("btnc,ncr->btnr", k, down)
+
+
 def rows(k: Tensor, tables: Tables | None, shift: Tensor | None, rest: Tensor) -> Tensor:
     """Rows [B, T, R]: keys [B, T, Hk, d], turned, or mapped ones [B, T, n, r] or [B, T, .], to
     which shift is added; then rest [B, T, v]."""
@@ -37,6 +43,6 @@ def rows(k: Tensor, tables: Tables | None, shift: Tensor | None, rest: Tensor) -
 class Pieces(NamedTuple):
     """These functions, or others that compute the same."""
 
-    turn: Callable[[Tensor, Tables | None], Tensor] = turn
     queries: Callable[[Tensor, Tables | None, Tensor | None], Tensor] = queries
+    keys: Callable[[Tensor, Tables | None, Tensor], Tensor] = keys
     rows: Callable[[Tensor, Tables | None, Tensor | None, Tensor], Tensor] = rows

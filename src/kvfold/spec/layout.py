@@ -184,6 +184,10 @@ class Group:
     heads: tuple[int, ...]
     layout: PageLayout
 
+    def __hash__(self) -> int:
+        """Without all of a layout's segments: every layer of a step is looked up by its groups."""
+        return hash((self.layer, self.heads, self.layout.page_bytes))
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayout:

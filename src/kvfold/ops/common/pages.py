@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from math import gcd
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -229,6 +230,13 @@ def _kind(
 def words_of(arena: Tensor, dtype: torch.dtype) -> Tensor:
     """The arena's whole units (a writable view), as numbers of `dtype`."""
     return arena[: arena.numel() // UNIT * UNIT].view(dtype)
+
+
+def views_of(arena: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The arena's whole units in the host's memory (writable views), as bytes, 16-bit words, fp32
+    and int32."""
+    whole = words_of(arena, torch.uint8).numpy()
+    return whole, whole.view(np.uint16), whole.view(np.float32), whole.view(np.int32)
 
 
 def locate(

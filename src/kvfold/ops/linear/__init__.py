@@ -5,18 +5,23 @@ Shapes: T tokens, K inputs, N outputs. A token's sums are in fp32; their order d
 tokens there are.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from kvfold.ops.backend import no_numba
 from kvfold.ops.linear import reference
 
-__all__ = ["gated", "linear"]
+__all__ = ["FEW", "gated", "linear"]
+
+FEW = 32  # tokens that CPUs multiply by reading weights once; of more PyTorch keeps tiles of them
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [.., K] by weight [N, K], plus bias [N]: [.., N]."""
     if x.device.type != "cuda":
-        return reference.linear(x, weight, bias)
+        return _on_cpu(x, weight).linear(x, weight, bias)
     found: Tensor = torch.ops.kvfold.linear(x, weight, bias)
     return found
 
@@ -24,9 +29,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def gated(x: Tensor, weight: Tensor) -> Tensor:
     """silu(gate) * up of x [.., K] by weight [2 N, K], of which gate's rows come first: [.., N]."""
     if x.device.type != "cuda":
-        return reference.gated(x, weight)
+        return _on_cpu(x, weight).gated(x, weight)
     found: Tensor = torch.ops.kvfold.gated(x, weight)
     return found
+
+
+def _on_cpu(x: Tensor, weight: Tensor) -> Any:
+    """The module that multiplies them."""
+    if no_numba(x.device.type) is None:
+        from kvfold.ops.linear import numba
+
+        if numba.serves(x, weight):
+            return numba
+    return reference
 
 
 # Operations of PyTorch's, so that torch.compile leaves them whole: how many tokens there are is

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvfold.formats.integers import FP8_MAX, FP16_MAX, GAUSSIAN_STEP, PLANES
 from kvfold.ops.common.codes_numba import kernel, of_bits, single
-from kvfold.ops.common.pages import LayerPages, words_of
+from kvfold.ops.common.pages import LayerPages, views_of
 from kvfold.ops.common.parts import scale_table
 from kvfold.ops.common.threads import share
 from kvfold.ops.store.reference import (
@@ -56,10 +56,7 @@ def append(
         tables.numpy(),
         pieces.table.numpy(),
         layout.page,
-        *(
-            words_of(arena, dtype).numpy()
-            for dtype in (torch.uint8, torch.uint16, torch.float32, torch.int32)
-        ),
+        *views_of(arena),
         scale_table(pieces.scale),
         LOW,
         STEP,

@@ -1,0 +1,61 @@
+"""A model's work between products in few calls, for steps of few tokens on CPUs: what
+`engine.compiled` is on GPUs.
+
+A step of a few tokens spends more time in calls of PyTorch's operations than in their work. Norms,
+turned and mapped queries and keys, and the product of logits are taken over by Numba's kernels
+where tokens are few and numbers are fp32; all else, and whole prompts, stay as they are.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvfold.models import pieces
+from kvfold.models.adapter import Family
+from kvfold.models.merged import Merged
+from kvfold.ops.common.attention import Tables
+from kvfold.ops.linear import FEW
+
+
+def install(model: Any, family: type[Family]) -> None:
+    """From here on the model computes the same, but for rounding. It is a runner's own."""
+    from kvfold.ops.pointwise import numba
+
+    def queries(q: Tensor, tables: Tables | None, up: Tensor | None) -> Tensor:
+        if up is None or not few(q, up):
+            return pieces.queries(q, tables, up)
+        return numba.queries(q, tables, up)
+
+    def keys(k: Tensor, tables: Tables | None, down: Tensor) -> Tensor:
+        return (numba if few(k, down) else pieces).keys(k, tables, down)
+
+    def norm(module: Any, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if not few(x, module.weight):
+            return forward(x)
+        return numba.rms_norm(x, module.weight, module.variance_epsilon)
+
+    for attention in family.attentions(model):
+        vars(attention)["pieces"] = pieces.Pieces(queries=queries, keys=keys)
+    for module in model.modules():
+        if "forward" not in vars(module) and _is_rms_norm(module):
+            vars(module)["forward"] = partial(norm, module, module.forward)
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and "forward" not in vars(head):
+        vars(head)["forward"] = Merged.of((head,))
+
+
+def few(x: Tensor, weight: Tensor) -> bool:
+    """Whether x [B, T, ..] are few tokens of one batch in fp32, as weights are."""
+    own = x.shape[0] == 1 and x.shape[1] <= FEW
+    return own and x.dtype is weight.dtype is torch.float32
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    """Whether transformers wrote it, for Llama and the families that took it over."""
+    ours = type(module).__module__.startswith("transformers.models.")
+    return (
+        ours and type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+    )
