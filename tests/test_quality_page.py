@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]
+
+import hybrid  # noqa: E402
 
 from cache_quality_table import beside  # noqa: E402
 from cache_quality_table import table as cache_table  # noqa: E402
@@ -64,3 +66,10 @@ def test_rows_of_palus_recovery_are_on_the_page() -> None:
     page = (ROOT / "docs/quality.md").read_text(encoding="utf-8").splitlines()
     lines = table(rows).splitlines()[2:]
     assert len(lines) >= 4 and {*lines} <= set(page)
+
+
+def test_hybrid_ratios_are_on_the_page(capsys: pytest.CaptureFixture) -> None:
+    hybrid.table(ROOT / "benchmarks/results/hybrid-gqa.json")
+    page = (ROOT / "docs/quality.md").read_text(encoding="utf-8").splitlines()
+    lines = [x for x in capsys.readouterr().out.splitlines() if x and "| nan |" not in x]
+    assert len(lines) > 8 and {*lines} <= {*page}
