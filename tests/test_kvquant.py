@@ -7,6 +7,7 @@ from torch import Tensor
 import kvfold
 from kvfold import recipes
 from kvfold.compression import codebooks
+from kvfold.compression.bases.channels import sheared
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.codebooks import Samples, in_range, k_means
 from kvfold.compression.compressor import Compressor, Prepared
@@ -137,6 +138,26 @@ def prepared(recipe: str, name: str = "llama-gqa") -> Prepared:
     compressor = Compressor(model, recipes.get(recipe))
     made = calibrate(model, compressor.family, tokens(16, 64), compressor.needs)
     return compressor.prepare(made)
+
+
+@pytest.mark.parametrize("sink", [True, False])
+def test_a_first_token_far_out_is_one_outlier(sink: bool) -> None:
+    """It comes back as well as others do; where it is not far out, channels stay as they are."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.rand(64, generator=generator).double() + 0.1
+    keys = torch.randn(4000, 64, generator=generator).double() * spread + 1
+    first = keys[0] + (40 * spread * torch.randn(64, generator=generator) if sink else 0)
+    up = sheared(keys, first)
+    down = torch.linalg.inv(up).mT
+    assert torch.equal(up, torch.eye(64).double()) != sink
+    stored = Samples(keys @ down, keys)
+    assert (stored.numbers.std(0) <= 1.5 * spread).all()
+    maps = in_range(LatentMaps(down, up, torch.zeros(64).double()), Samples(keys, keys))
+    form = KVQuant(bits=4, levels=tuple(torch.linspace(-1, 1, 16).tolist()), ranged=False)
+    both = torch.stack((first, keys[1]))
+    rows = ((both - maps.mean) @ maps.down).float()[:, None]
+    error = (decoded(form, rows)[:, 0].double() @ maps.up.mT + maps.mean - both) / spread
+    assert error.square().mean(1).sqrt().max() < 0.25
 
 
 @pytest.mark.parametrize("recipe, keep", [("kvquant", 1.0), ("kvquant-z", 0.5)])
