@@ -515,7 +515,7 @@ def test_compare_puts_whole_methods_in_one_table(plain, text, tmp_path, capsys):
 
 
 def test_a_checkpoint_s_storage_is_compared(folded, text, tmp_path, capsys):
-    """It is the original then; what its latents cannot be stored in is refused unread."""
+    """It is the original then; what its latents cannot be stored in is refused early."""
     options = ["--text", text, "--json", tmp_path / "a"]
     printed(capsys, "compare", folded, "--methods", "int8; --bits 4 --zeros", *options)
     whole, *rows = json.loads((tmp_path / "a").read_text())["rows"]
