@@ -89,7 +89,7 @@ def main() -> None:
         how = f"{plain.name}, {named(arguments)}"
         cases += [plain, dataclasses.replace(plain, name=how, lora=LoRA(**settings))]
     wanted = bench.wanted(cases)
-    bench.prepare(wanted)
+    bench.prepare(case.recipe for case in wanted if case.recipe)
     for row in bench.run(wanted, bench.row):
         print(real_quality.summary(row, bench.rows["original"]), flush=True)
 

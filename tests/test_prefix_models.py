@@ -88,6 +88,20 @@ def test_what_was_read_again_is_not_read_once_more(monkeypatch: pytest.MonkeyPat
     assert llm.runner.pool.used_bytes == 0
 
 
+def test_a_piece_read_with_other_tokens_behind_is_read_again(monkeypatch) -> None:
+    """The second prompt parts from the first within a piece, the third from the second behind it,
+    the last from all in the same place as the second did."""
+    policy = replace(get("kvzip-past"), chunk=16)
+    monkeypatch.setattr(policies, "get", {"kvzip-past": policy}.__getitem__)
+    llm = llm_of(("llama-gqa", None), evict="kvzip-past", keep_tokens=0.4)
+    ids = [tokens(1, 90, seed=i)[0].tolist() for i in range(4)]
+    second = ids[0][:56] + ids[1][56:]
+    prompts = [ids[0], second, second[:64] + ids[2][64:], ids[0][:56] + ids[3][56:], second]
+    alone = [llm.generate([x], ASKED, cache=OFF)[0].token_ids for x in prompts]
+    assert [llm.generate([x], ASKED)[0].token_ids for x in prompts] == alone
+    llm.runner.pool.check_integrity()
+
+
 def test_most_policies_can_share() -> None:
     assert {"kv-compress", "kvzip", "snapkv", "keydiff", "streaming"} <= set(shareable())
     assert not {"h2o", "kvc-full"} & set(shareable())

@@ -32,7 +32,8 @@ class SharedPages:
     to `rows`, each int64 [G], which are those of a sequence's first `tokens` tokens.
 
     offsets: int32 [M]; pages: how many of each class [C]; readers: sequences that read them;
-    scored: whether metrics are those of a reading, which serve all who begin alike.
+    scored: the name of the last block of the piece by whose reading it has metrics, which serve all
+        who begin alike up to there.
     """
 
     tokens: int
@@ -42,7 +43,7 @@ class SharedPages:
     offsets: Tensor
     pages: Ints
     readers: int = 0
-    scored: bool = False
+    scored: bytes = b""
 
 
 Chain = Sequence[SharedPages]  # each goes on where the one before it ends, the first at row 0
@@ -198,12 +199,18 @@ class SharingPool(Pool):
             self._keep(x)
         return found
 
-    def score(self, slot: int, number: int, block: SharedPages) -> None:
+    def forget(self, slot: int, first: int, count: int) -> None:
+        """Rows of `count` blocks, copied for a sequence, have no metrics any more."""
+        start, stop = (np.full((1, len(self.layout.groups)), x) for x in (first, first + count))
+        span = self._between(np.array([slot]), start, stop)
+        self._clear_metrics(torch.cat(self._offsets(span)), span)
+
+    def score(self, slot: int, number: int, block: SharedPages, piece: bytes) -> None:
         """Give a block, which was copied, the metrics of the block `number` of a sequence that
-        holds the same rows."""
+        holds the same rows, as the reading of a piece left them."""
         self._check_blocks(slot, number, 1)
         self._copy(self._table(slot)[:, number], block.offsets, self._block_pages)
-        block.scored = True
+        block.scored = piece
 
     def unloaded(self, tokens: int, rows: Ints) -> SharedPages:
         """Rows [G] of so many first tokens of a sequence, which have no pages until `load`."""

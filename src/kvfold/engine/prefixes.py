@@ -187,9 +187,21 @@ class PrefixCache(Prefixes):
         if request.context is not None:
             request.num_scored = request.num_computed  # nobody reads a packed context again
         elif self._shares(request):
-            request.num_scored = _tokens(list(takewhile(lambda x: x.scored, chain)))
+            count = self._scored(request, chain)
+            request.num_scored = _tokens(chain[:count])
+            if any(x.scored for x in chain[count:]):  # as another's next tokens had it
+                self.pool.forget(request.open_slot, count, len(chain) - count)
             self._announce(request, chain)
         return taken
+
+    def _scored(self, request: Request, chain: Chain) -> int:
+        """Leading blocks in whole pieces that were read as they stand in this request."""
+        if not self._piece:
+            return 0
+        size, names = self._piece // self.page, self._names(request, 0, len(chain))
+        pieces = range(0, len(chain) - size + 1, size)
+        own = (all(x.scored == names[i + size - 1] for x in chain[i : i + size]) for i in pieces)
+        return size * sum(takewhile(bool, own))
 
     def _load(self, context: PackedContext) -> None:
         x = self._pages_of(context)
@@ -244,11 +256,14 @@ class PrefixCache(Prefixes):
             return
         if (self.pool.host_lengths[request.open_slot] != request.num_computed).any():
             return  # rows were evicted, and others moved
-        stop = request.num_scored // self._piece * self._piece // self.page
-        for number, name in enumerate(self._names(request, 0, min(stop, request.num_indexed))):
+        size = self._piece // self.page
+        whole = min(request.num_scored // self.page, request.num_indexed) // size * size
+        names = self._names(request, 0, whole)
+        for number, name in enumerate(names):
+            piece = names[number // size * size + size - 1]
             block = self.index.get(name)
-            if block is not None and not block.scored:
-                self.pool.score(request.open_slot, number, block)
+            if block is not None and block.scored != piece:
+                self.pool.score(request.open_slot, number, block, piece)
 
     def _forget(self, request: Request, names: list[bytes]) -> None:
         for name in names:

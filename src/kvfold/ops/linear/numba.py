@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float32]
 
 def serves(x: Tensor, weight: Tensor) -> bool:
     """Whether x [.., K] and weights [N, K] are few tokens in fp32, on a CPU."""
-    few = x.numel() <= FEW * x.shape[-1]
+    few = 0 < x.numel() <= FEW * x.shape[-1]
     return few and x.dtype is weight.dtype is torch.float32 and weight.is_contiguous()
 
 
