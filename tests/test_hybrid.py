@@ -383,6 +383,13 @@ def test_refuses_recipes_without_narrow_rows(recipe: str) -> None:
         folded("llama-gqa", recipe=recipe)
 
 
+def test_refuses_ratios_that_leave_nothing() -> None:
+    with pytest.raises(SettingError, match="no number of a head: lower `keys` or `values`"):
+        folded("llama-gqa", Ratios(values=0.97, narrow_values=0.97))
+    with pytest.raises(SettingError, match="`hybrid` is empty: give some of keys"):
+        Ratios.parse("")
+
+
 @pytest.mark.parametrize("name", ["mistral-sliding", "gemma2"])
 def test_refuses_models_whose_attention_reads_one_width(name: str) -> None:
     with pytest.raises(SettingError, match="sliding window or capped"):

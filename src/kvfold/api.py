@@ -105,7 +105,7 @@ def compress(
         recipe, why = chosen(recipe, config, target)
         factor_of(recipe, family_of(config).geometry(config), target, align)
         if learn_scores:
-            scores.check_learnable(config)
+            scores.check_learnable(config, target)
         stored = stored_dtype(config, dtype) if name is not None else None
         if name is not None:
             tokenizer = tokenizer or load_tokenizer(name)

@@ -210,6 +210,9 @@ class Ratios:
                 given[name] = value if name == "by" else float(value)
             except ValueError:
                 raise SettingError(f"`hybrid`: {name} must be a number; got {value!r}") from None
+        if not given:
+            legal = ", ".join(x.name for x in fields(cls))
+            raise SettingError(f"`hybrid` is empty: give some of {legal}, as name=value")
         try:
             return cls(**given)
         except SettingError as error:

@@ -63,7 +63,7 @@ def compress(
     with new_directory(output) as folder:
         config = common.load_config(model)
         if learn_scores:
-            scores.check_learnable(config)
+            scores.check_learnable(config, size.target)
         if fastest.fastest:
             made = fold_fastest(model, config, size, fastest, calibration, place, recover)
         else:

@@ -39,6 +39,10 @@ def with_narrow(spec: CacheSpec, ratios: Ratios, align: int) -> CacheSpec:
         leaders=tuple(range(layers)),
         by=ratios.by,
     )
+    if not all(latent.rank for layer in spec.layers for latent in layer.latents):
+        raise SettingError(
+            "`hybrid` leaves important tokens no number of a head: lower `keys` or `values`"
+        )
     if not any(map(sum, hybrid.ranks)):
         raise SettingError(
             "`hybrid` leaves unimportant tokens no number: lower `narrow_keys` or `narrow_values`"

@@ -96,8 +96,9 @@ class Demotion:
         except PoolFull:
             return False
         try:
-            for layer in range(len(pool.layout.spec.layers)) if layers is None else layers:
-                self._copy(layer, index, goes, before)
+            for layer, where in enumerate(pool.layout.layer_groups):
+                if count[:, where].any():
+                    self._copy(layer, index, goes, before)
             self.eviction.close_holes(index, goes)
         except Exception:
             pool.narrow.shrink(slots, before)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.base import AttentionContext
-from kvfold.attention.fallback import Fallback
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.observer import Turn
 from kvfold.attention.paged import PagedAttention, PagedContext
+from kvfold.attention.selector import PLAIN
 from kvfold.cache.eviction.base import Policy
 from kvfold.cache.eviction.replay import ReplayPolicy
 from kvfold.cache.sharing import SharingPool
@@ -108,7 +108,7 @@ class ModelRunner:
     def long_chunks(self) -> bool:
         """As of `Runner`: where kernels read prompts, and nothing is observed."""
         plain = self.goes_ahead and self.policy is None
-        return plain and Fallback not in self.attention.selected.prefill
+        return plain and set(PLAIN).isdisjoint(self.attention.selected.prefill)
 
     @property
     def unit(self) -> int:

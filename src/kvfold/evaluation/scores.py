@@ -16,6 +16,7 @@ from kvfold.artifact import mark, provenance_of, spec_of
 from kvfold.compression.calibration_text import calibration_text
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.progress import Progress, stage
+from kvfold.compression.target import Target
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.runner import ModelRunner
@@ -53,8 +54,12 @@ class Sums:
         return torch.linalg.solve(self.xx + ridge.diag(), self.xy).mT
 
 
-def check_learnable(config: Any) -> None:
+def check_learnable(config: Any, target: Target) -> None:
     """Raises SettingError for a model from whose cache nothing is evicted."""
+    if target.hybrid is not None:
+        raise SettingError(
+            "`learn_scores`: nothing is evicted from rows of two widths (`hybrid`): leave one out"
+        )
     if any(attention_windows(config)):
         raise SettingError(
             "`learn_scores`: this model's sliding window already drops old tokens, and nothing else"
