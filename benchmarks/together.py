@@ -208,20 +208,20 @@ class Pages:
         return logits
 
 
-def metadata_of(view: Any, batch: Batch, positions: Tensor) -> list[AttentionMetadata]:
+def metadata_of(view: Any, batch: Batch, positions: Tensor, evicts: Any) -> list[AttentionMetadata]:
     """As the engine's, but prefill chunks of one length whose queries are all observed, or none of
     them, attend together."""
     singles = decodes(batch)
     begin, parts = len(singles), []
     if singles:
-        parts += own_metadata(view, Batch(chunks=singles), positions[:begin])
+        parts += own_metadata(view, Batch(chunks=singles), positions[:begin], evicts)
     for (count, _), own in groupby(batch.chunks[begin:], lambda x: (len(x.tokens), _kind(view, x))):
         chunks = tuple(own)
         end = begin + count * len(chunks)
         if _kind(view, chunks[0]) is None:
             for chunk in chunks:
                 here = positions[begin : begin + count]
-                found = own_metadata(view, Batch(chunks=(chunk,)), here)
+                found = own_metadata(view, Batch(chunks=(chunk,)), here, evicts)
                 parts += [replace(part, begin=part.begin + begin) for part in found]
                 begin += count
             continue

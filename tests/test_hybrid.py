@@ -384,9 +384,9 @@ def test_refuses_recipes_without_narrow_rows(recipe: str) -> None:
 
 
 def test_refuses_ratios_that_leave_nothing() -> None:
-    with pytest.raises(SettingError, match="no number of a head: lower `keys` or `values`"):
+    with pytest.raises(SettingError, match="no number of a head: lower keys or values"):
         folded("llama-gqa", Ratios(values=0.97, narrow_values=0.97))
-    with pytest.raises(SettingError, match="`hybrid` is empty: give some of keys"):
+    with pytest.raises(SettingError, match="hybrid is empty: give some of keys"):
         Ratios.parse("")
 
 

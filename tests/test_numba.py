@@ -330,3 +330,10 @@ def test_work_is_shared_and_its_errors_are_raised(team: bool, monkeypatch) -> No
         threads.share(lambda begin, end: 1 // begin, 7)
     with pytest.raises(IndexError):
         threads.share(lambda begin, end: parts[100], 7)
+
+
+def test_products_of_nothing_are_pytorch_s() -> None:
+    """A layer whose values keep no number has an output layer of none."""
+    from kvfold.ops.linear import linear as product
+
+    assert torch.equal(product(torch.zeros(1, 3, 0), torch.zeros(5, 0)), torch.zeros(1, 3, 5))
