@@ -33,6 +33,12 @@ class Columns:
         """Ranks of the latents that serve the query heads, `queries` of them a KV head."""
         return [self.ranks[i] for i in self.heads for _ in range(queries)]
 
+    @property
+    def places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """First column in a row and rank of every KV head's numbers."""
+        starts = tuple(self.starts[i] for i in self.heads)
+        return starts, tuple(self.ranks[i] for i in self.heads)
+
     def gather(self, rows: Tensor) -> Tensor:
         """rows [B, S, R] -> [B, S, n, widest]; short latents are filled with numbers that meet
         zeros in every map, so a row's other finite numbers serve."""

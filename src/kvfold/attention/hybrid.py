@@ -157,10 +157,7 @@ def merged(a: Weighed, b: Weighed) -> Weighed:
 @lru_cache(maxsize=4096)
 def _places(spec: LayerSpec) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """First column and rank of every KV head's keys and values in a layer's row."""
-    sides = (Columns(spec, x) for x in (spec.key_latents, spec.value_latents))
-    return [
-        (tuple(x.starts[i] for i in x.heads), tuple(x.ranks[i] for i in x.heads)) for x in sides
-    ]
+    return [Columns(spec, x).places for x in (spec.key_latents, spec.value_latents)]
 
 
 @lru_cache(maxsize=4096)

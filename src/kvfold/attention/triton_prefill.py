@@ -88,10 +88,7 @@ def _values(layer: LayerMaps, rows: Tensor, mapped: bool) -> KVView:
 
 
 def _columns(columns: Columns, rows: Tensor) -> KVView:
-    starts, ranks = columns.starts, columns.ranks
-    return KVView(
-        rows, tuple(starts[i] for i in columns.heads), tuple(ranks[i] for i in columns.heads)
-    )
+    return KVView(rows, *columns.places)
 
 
 def _heads(x: Tensor) -> KVView:

@@ -65,8 +65,8 @@ def compare(
         Shares of the cache, separated by commas.
     methods
         Instead of --recipes, --keep and options of the cache: rows separated by semicolons, a
-        recipe, or none, a size and such options, as in "swift 4x; zdc .5 --bits 4; --bits 8", or a
-        name, such as "KIVI 2 bits". ours, published, papers: many of them.
+        recipe and a size, or neither, and such options, as in "swift 4x; zdc .5 --bits 4; --bits
+        8", or a name, such as "KIVI 2 bits". ours, published, papers: many of them.
     text
         Text files to measure on (.txt, .xz, .gz); without any, a packaged one.
     calib

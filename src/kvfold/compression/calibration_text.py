@@ -67,7 +67,7 @@ def training_windows(
     Of the packaged calibration text where no files are given. Raises SettingError for text of fewer
     than MIN_WINDOWS.
     """
-    text = running(read_texts(files) if files else packaged("calibration.txt"))
+    text = running(calibration_text(files))
     length, part = window_length(config), len(text) // count
     if not longer(tokenizer, text, MIN_WINDOWS * length):
         raise SettingError(

@@ -62,13 +62,12 @@ class Demotion:
         goes = self._unimportant(slots, count)
         if self._moves(slots, goes, count):
             return
-        waiting = self._units
-        while still := [x for x in waiting if not self._moves(slots, goes, count, x)]:
-            if len(still) == len(self._units):
-                raise PoolFull("no room for narrow rows of any layer")
-            if len(still) == len(waiting):
-                return
-            waiting = still
+        waiting, before = self._units, 0
+        while waiting and len(waiting) != before:
+            before = len(waiting)
+            waiting = [x for x in waiting if not self._moves(slots, goes, count, x)]
+        if len(waiting) == len(self._units):
+            raise PoolFull("no room for narrow rows of any layer")
 
     @cached_property
     def _units(self) -> list[tuple[int, ...]]:
