@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import quality
 import together
@@ -56,8 +57,8 @@ class Bench(quality.Bench):
         given = self.arguments
         if given.recipe is None:
             return self.model
-        most, recipe = given.calib_tokens, recipes.get(given.recipe)
-        compressor = Compressor(self.model, recipe, self.tokenizer, max_tokens=most)
+        how = {"calib": given.calib, "max_tokens": given.calib_tokens}
+        compressor = Compressor(self.model, recipes.get(given.recipe), self.tokenizer, **how)
         prepared = compressor.prepare(given.stats)
         folded = prepared.folded_copy(prepared.plan_factor(given.factor))
         if "learned" in given.policies:
@@ -81,7 +82,9 @@ class Bench(quality.Bench):
         cache, begin = case.cache(self.arguments.page), time.perf_counter()
         result: dict[str, Any] = {"name": case.name, **dataclasses.asdict(case)}
         if case.evict == AUTO:
-            trials = auto.trials(self.folded, self.tokenizer, cache)
+            own = together.measure if self.arguments.together else measure
+            with patch("kvfold.evaluation.auto.measure", own):
+                trials = auto.trials(self.folded, self.tokenizer, cache)
             cache = dataclasses.replace(cache, evict=auto.choose(trials))
             result |= {"chosen": cache.evict, "trials": [dataclasses.asdict(x) for x in trials]}
         found = self.measure(cache)

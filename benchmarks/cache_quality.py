@@ -2,11 +2,14 @@
 
     python benchmarks/cache_quality.py --section policies --text wiki.txt --json policies.json
 
-Sections: policies (each at 2, 4, 8, 16 times fewer tokens), metric (KV-Compress Table 2: power,
-window, all queries), bits (with and without rotation, Palu Table 7; KIVI), factor (dimensions and
-bits together, then eviction on top), recipes (ours, planned in dimensions and bits, beside plain
-ones), papers (methods that the papers compare themselves with, alone and over their bases, beside
-ours at the same bytes). Rows are written as they are measured; those already in the file are kept.
+Sections, one or more: policies (each at 2, 4, 8, 16 times fewer tokens), metric (KV-Compress Table
+2: power, window, all queries), bits (with and without rotation, Palu Table 7; KIVI), factor
+(dimensions and bits together, then eviction on top), recipes (ours, planned in dimensions and bits,
+beside plain ones), papers (methods that the papers compare themselves with, alone and over their
+bases, beside ours at the same bytes). Rows are written as they are measured; those already in the
+file are kept.
+--together feeds all contexts and windows at once. Then facts are those of asked_after.py: a model
+that chats gets them as a user's turn, and an answer counts where it holds the number.
 """
 
 import dataclasses
@@ -16,19 +19,22 @@ from functools import partial
 from typing import Any
 
 import quality
+import together
 
 from kvfold.cache.eviction import policies
 from kvfold.cli.methods import read
 from kvfold.config import CacheConfig, Prefer
-from kvfold.evaluation.measure import runner_for
+from kvfold.evaluation import ruler
+from kvfold.evaluation.measure import Measured, Measurement, runner_for
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import window_perplexity
 
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
-SIZES = {"swift": (3, 4, 5, 6), "lean": (3, 4, 5, 6, 8), "small": (4, 6, 14)}
+SIZES = {"swift": (3, 4, 5, 6), "lean": (3, 4, 5, 6, 8), "small": (4, 6, 8, 14)}
+FOR_SPEED = {"swift": (3, 4, 5, 6), "lean": (4, 6, 8)}
 RECIPES = ["int8", "int4", "KIVI 4 bits", "KIVI 2 bits"]
 RECIPES += [f"{recipe} {factor}x" for recipe, factors in SIZES.items() for factor in factors]
-RECIPES += [f"swift {factor}x --prefer speed" for factor in SIZES["swift"]]
+RECIPES += [f"{recipe} {n}x --prefer speed" for recipe, own in FOR_SPEED.items() for n in own]
 METHODS = {"recipes": "; ".join(RECIPES), "papers": "papers"}  # of `kvfold compare`, by section
 METRIC = {  # edits of kv-compress
     "w8-L2": {},
@@ -99,6 +105,32 @@ class Bench(quality.Bench):
     """Questions are the same for every case too."""
 
     def row(self, case: Case) -> dict[str, Any]:
+        return (self._together if self.arguments.together else self._apart)(case)
+
+    def _together(self, case: Case) -> dict[str, Any]:
+        """Whose policies are as they are registered."""
+        assert not case.edit
+        begin, model, given = time.perf_counter(), self._model(case), self.arguments
+        found: dict[str, Any] = {"name": case.name, "cache": dataclasses.asdict(case.cache)}
+
+        def measured(texts: Any, length: int = 0, agnostic: bool = True) -> Measured:
+            how = {"length": length, "contexts": given.contexts}
+            rows = {"keys": ruler.rows("keys", self.tokenizer, **how)} if length else {}
+            what = Measurement(windows=texts, tasks=rows, cache=case.cache, agnostic=agnostic)
+            return together.measure(model, self.tokenizer, what)
+
+        whole = measured(self.texts)
+        found["texts"] = {name: dataclasses.asdict(x) for name, x in whole.texts.items()}
+        found |= dataclasses.asdict(whole.footprint)
+        for asked, agnostic in asked_of(case):
+            each = {x: measured({}, x, agnostic).tasks["keys"] for x in given.lengths}
+            found[f"needle_{asked}"] = {
+                length: {"exact": x.scores["contains"].mean, "num_questions": x.rows}
+                for length, x in each.items()
+            }
+        return found | {"seconds": time.perf_counter() - begin}
+
+    def _apart(self, case: Case) -> dict[str, Any]:
         begin = time.perf_counter()
         longest = max([*self.arguments.lengths, *(ids.shape[1] for ids in self.texts.values())])
         policy = policies.get(case.cache.evict) if case.cache.evict else None
@@ -111,9 +143,8 @@ class Bench(quality.Bench):
             result, held = window_perplexity(sessions, ids, scored_from=ids.shape[1] // 2)
             found["texts"][name] = dataclasses.asdict(result)
             found |= dataclasses.asdict(held)
-        for asked, agnostic in (("after", True), ("before", False)):
-            if agnostic or case.cache.evict:
-                found[f"needle_{asked}"] = self.needle(sessions, agnostic)
+        for asked, agnostic in asked_of(case):
+            found[f"needle_{asked}"] = self.needle(sessions, agnostic)
         return found | {"seconds": time.perf_counter() - begin}
 
     def _model(self, case: Case) -> Any:
@@ -125,16 +156,23 @@ class Bench(quality.Bench):
         return prepared.folded_copy(prepared.plan_factor(case.factor, prefer=case.prefer))
 
 
+def asked_of(case: Case) -> list[tuple[str, bool]]:
+    """When questions are asked, and whether a context is compressed without them."""
+    return [("after", True), *([("before", False)] if case.cache.evict else [])]
+
+
 def main() -> None:
     parser = quality.parser(__doc__, model="reference:gqa", ctx=1024, windows=24)
     sections = ("policies", "metric", "bits", "factor", "recipes", "papers")
-    parser.add_argument("--section", choices=sections, required=True)
+    parser.add_argument("--section", choices=sections, nargs="+", required=True)
     parser.add_argument("--contexts", type=int, default=25)
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 2048, 4096])
+    parser.add_argument("--together", action="store_true", help="all contexts at once, for GPUs")
     arguments = parser.parse_args()
     bench = Bench(arguments)
+    every = {case.name: case for section in arguments.section for case in cases(section)}
     original = Case(name="original", cache=CacheConfig())
-    wanted = bench.wanted([original, *cases(arguments.section)])
+    wanted = bench.wanted([original, *every.values()])
     bench.prepare(x.recipe for x in wanted if x.factor or x.keep)
     for row in bench.run(wanted, bench.row):
         print(row["name"], f"{row['seconds']:.0f} s", flush=True)

@@ -35,6 +35,7 @@ def parser(doc: str, *, model: str, ctx: int, windows: int) -> argparse.Argument
     found.add_argument("--ctx", type=int, default=ctx)
     found.add_argument("--windows", type=int, default=windows)
     found.add_argument("--stats", type=Path, metavar="FILE", help="read or written")
+    found.add_argument("--calib", nargs="*", metavar="FILE", help="instead of the packaged text")
     found.add_argument("--calib-tokens", type=int, default=CALIBRATION_TOKENS)
     found.add_argument("--only", nargs="+", help="cases whose names begin with one of these")
     found.add_argument("--json", type=Path, required=True, metavar="FILE")
@@ -55,8 +56,7 @@ class Bench:
     def prepare(self, recipes: Iterable[str]) -> None:
         """The bases of every recipe, from one pass of calibration or the file of --stats."""
         names, given = list(dict.fromkeys(recipes)), self.arguments
-        calib = getattr(given, "calib", None) or None
-        how = {"calib": calib, "max_tokens": given.calib_tokens}
+        how = {"calib": given.calib, "max_tokens": given.calib_tokens}
         made = compressors_of(self.model, self.tokenizer, names, **how)
         self.prepared: dict[str, Prepared] = {}
         if made:

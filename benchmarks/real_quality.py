@@ -155,7 +155,6 @@ def main() -> None:
     parser = quality.parser(__doc__, model="reference:smollm2", ctx=2048, windows=12)
     sections = ("bits", "published", "ours", "levels", "speed", "recovered")
     parser.add_argument("--sections", nargs="+", choices=sections, default=sections)
-    parser.add_argument("--calib", nargs="*", metavar="FILE")
     parser.add_argument("--recover", type=int, default=100, metavar="STEPS")
     parser.add_argument("--tasks", nargs="*", type=Path, default=[], metavar="FILE")
     parser.add_argument("--questions", type=int, default=100, help="of each file of --tasks")

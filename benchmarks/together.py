@@ -1,28 +1,24 @@
-"""As `kvfold.evaluation.measure`, over the engine's pages, with all contexts and windows at once.
+"""As `kvfold.evaluation.measure`, over the engine's pages, with contexts and windows at once.
 
-One sequence at a time leaves a GPU idle: here every context has a slot, all of them are read and
-compressed together, and their first questions are answered together, then their second ones.
-Shapes: B sequences, T tokens fed, V vocabulary.
+One sequence at a time leaves a GPU idle: here every context has a slot, as many of them as memory
+allows are read and compressed together, and their first questions are answered together, then their
+second ones. Shapes: B sequences, T tokens fed, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from kvfold.attention.metadata import AttentionMetadata
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
-from kvfold.engine.metadata import decodes
-from kvfold.engine.metadata import metadata_of as own_metadata
-from kvfold.engine.request import Batch, Request, ScheduledChunk
+from kvfold.engine.request import Batch, Request
 from kvfold.engine.runner import ModelRunner
 from kvfold.evaluation.dense import inference
-from kvfold.evaluation.measure import Measured, Measurement
+from kvfold.evaluation.measure import QUESTION_ROOM, Measured, Measurement
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import AFTER, PerplexityResult, mean_and_se, token_nll
 from kvfold.evaluation.session import Footprint
@@ -30,34 +26,38 @@ from kvfold.evaluation.tasks import SCORES
 from kvfold.evaluation.tasks.base import Answer, Prompt, decode
 from kvfold.evaluation.tasks.run import Score, TaskResult, _stop_ids
 
+CHUNK = 512  # tokens of a sequence that are read at a time, as sessions do
+TOKENS = 2**15  # of all sequences that go together, which bounds memory
+
 Asked = tuple[Any, Prompt]  # a row of a task, and its prompt
 
 
 def measure(
     model: Any, tokenizer: Any, what: Measurement, progress: Any = None, label: str = ""
 ) -> Measured:
-    """Texts and questions of `what`, whose `cache` says how; needle is not asked for here."""
+    """Texts and questions of `what`, whose `cache` says how, `agnostic` of questions too; needle is
+    not asked for here."""
     assert what.cache is not None and not what.needle
     rows = {
         name: [(row, row.prompts(tokenizer)[0]) for row in own] for name, own in what.tasks.items()
     }
-    contexts = [len({tuple(x.context) for _, x in own}) for own in rows.values()]
-    slots = max([*contexts, *(len(ids) for ids in what.windows.values())])
     sizes = [len(x.context) + x.room for own in rows.values() for _, x in own]
     longest = max([*sizes, *(ids.shape[1] for ids in what.windows.values())])
-    pages = Pages(model, tokenizer, what.cache, slots, longest + 64)
+    most = max(map(len, [*rows.values(), *what.windows.values()]))
+    slots = min(most, max(1, TOKENS // longest))
+    pages = Pages(model, tokenizer, what.cache, slots, longest + QUESTION_ROOM)
     texts, tasks, held = {}, {}, None
-    with inference(model), patch("kvfold.engine.runner.metadata_of", metadata_of):
+    with inference(model), patch("kvfold.engine.metadata.TOGETHER", {"cpu", "cuda"}):
         for name, ids in what.windows.items():
-            texts[name], held = pages.perplexity(ids, what.scored_from or 0)
+            texts[name], held = pages.perplexity(ids, what.scored_from or ids.shape[1] // 2)
         for name, own in rows.items():
-            tasks[name], found = pages.answered(own)
+            tasks[name], found = pages.answered(own, what.agnostic)
             held = held or found
     return Measured(texts=texts, needle={}, tasks=tasks, footprint=held)
 
 
 class Pages:
-    """A runner whose sequences are driven by hand, all at once."""
+    """A runner whose sequences are driven by hand, `slots` at once."""
 
     def __init__(
         self, model: Any, tokenizer: Any, cache: CacheConfig, slots: int, longest: int
@@ -66,17 +66,30 @@ class Pages:
         self.runner: ModelRunner = build_runner(
             model, cache, num_slots=slots, max_tokens=most, tokenizer=tokenizer
         )
-        self.tokenizer, self.stops = tokenizer, _stop_ids(model, tokenizer)
+        self.tokenizer, self.stops, self.slots = tokenizer, _stop_ids(model, tokenizer), slots
 
     def read(self, contexts: Sequence[Sequence[int]]) -> list[Request]:
-        """Sequences of their own for all contexts, read and compressed; with the last logits."""
-        requests = [Request.by_hand(self.runner.pool.open()) for _ in contexts]
+        """Sequences of their own for contexts, read and compressed; with the last logits."""
+        pool = self.runner.pool
+        requests = [Request.by_hand(pool.open()) for _ in contexts]
         for request, tokens in zip(requests, contexts, strict=True):
             request.prefill_until(len(tokens))
-        self.logits = self.feed(requests, contexts)
+        last: dict[int, Tensor] = {}
+        while len(last) < len(requests):
+            open_ = [i for i in range(len(requests)) if i not in last]
+            parts = [self._next(requests[i], contexts[i]) for i in open_]
+            logits = self.feed([requests[i] for i in open_], parts)
+            for i, own in zip(open_, logits, strict=True):
+                if requests[i].num_computed == len(contexts[i]):
+                    last[i] = own
+        self.logits = torch.stack([last[i] for i in range(len(requests))])
         if needy := [x for x in requests if self.runner.needs_compression(x)]:
             self.runner.compress(needy)
         return requests
+
+    def _next(self, request: Request, tokens: Sequence[int]) -> Sequence[int]:
+        start = request.num_computed
+        return tokens[start : start + min(CHUNK, self.runner.pool.layout.most_at(start))]
 
     @torch.inference_mode()
     def feed(self, requests: list[Request], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -108,19 +121,9 @@ class Pages:
         return session.footprint()
 
     def perplexity(self, ids: Tensor, start: int) -> tuple[PerplexityResult, Footprint]:
-        """As `window_perplexity` on windows [B, T], scored from `start` on."""
-        requests = self.read(ids[:, :start].tolist())
-        held, logits = self.footprint(requests[-1]), self.logits[:, None]
-        losses = [token_nll(logits, ids[:, start : start + 1])]
-        for begin in range(start, ids.shape[1] - 1, AFTER):
-            part = ids[:, begin : min(begin + AFTER, ids.shape[1] - 1)]
-            with torch.inference_mode():
-                hidden, _ = self._hidden(requests, part.tolist())
-                logits = self.runner._logits(hidden).view(*part.shape, -1)
-            losses.append(token_nll(logits, ids[:, begin + 1 : begin + 1 + part.shape[1]]))
-        self.close(requests)
-        each = torch.cat(losses, 1).mean(1).tolist()
-        assert all(x == x for x in each), "logits are finite"
+        """As `window_perplexity` on windows [n, T], scored from `start` on."""
+        parts = [self._losses(part, start) for part in ids.split(self.slots)]
+        each, held = [x for losses, _ in parts for x in losses], parts[-1][1]
         nll, error = mean_and_se(each)
         value = float(torch.tensor(nll).exp())
         return PerplexityResult(
@@ -134,21 +137,44 @@ class Pages:
             cached_tokens=held.tokens,
         ), held
 
-    def answered(self, rows: Sequence[Asked]) -> tuple[TaskResult, Footprint]:
-        """Greedy answers to all questions, each continuing from its context alone."""
+    def _losses(self, ids: Tensor, start: int) -> tuple[list[float], Footprint]:
+        """Mean loss of windows [B, T], and what the last of them holds after its first part."""
+        requests = self.read(ids[:, :start].tolist())
+        held, logits = self.footprint(requests[-1]), self.logits[:, None]
+        losses = [token_nll(logits, ids[:, start : start + 1])]
+        while start < ids.shape[1] - 1:
+            step = min(AFTER, self.runner.pool.layout.most_at(start))
+            part = ids[:, start : min(start + step, ids.shape[1] - 1)]
+            with torch.inference_mode():
+                hidden, _ = self._hidden(requests, part.tolist())
+                logits = self.runner._logits(hidden).view(*part.shape, -1)
+            losses.append(token_nll(logits, ids[:, start + 1 : start + 1 + part.shape[1]]))
+            start += part.shape[1]
+        self.close(requests)
+        each = torch.cat(losses, 1).mean(1).tolist()
+        assert all(x == x for x in each), "logits are finite"
+        return each, held
+
+    def answered(self, rows: Sequence[Asked], agnostic: bool) -> tuple[TaskResult, Footprint]:
+        """Greedy answers to all questions, each continuing from its context alone. What cannot be
+        rewound reads context and question for each anew, as does what is not to be `agnostic`."""
+        if whole := not (agnostic and self.runner.can_rewind):
+            prompts = [replace(x, context=[*x.context, *x.question], question=()) for _, x in rows]
+            rows = [(row, x) for (row, _), x in zip(rows, prompts, strict=True)]
         contexts: dict[tuple[int, ...], list[int]] = {}
         for index, (_, prompt) in enumerate(rows):
             contexts.setdefault(tuple(prompt.context), []).append(index)
-        requests = self.read([list(context) for context in contexts])
-        held, answers = self.footprint(requests[-1]), {}
-        asked = list(contexts.values())
-        for turn in range(max(map(len, asked))):
-            pairs = zip(requests, asked, strict=True)
-            mine = [(x, own[turn]) for x, own in pairs if turn < len(own)]
-            prompts = [rows[index][1] for _, index in mine]
-            found = self._continued([x for x, _ in mine], prompts)
-            answers |= {index: tokens for (_, index), tokens in zip(mine, found, strict=True)}
-        self.close(requests)
+        answers: dict[int, list[int]] = {}
+        for some in _groups(list(contexts.items()), self.slots):
+            requests = self.read([list(context) for context, _ in some])
+            held, asked = self.footprint(requests[-1]), [own for _, own in some]
+            for turn in range(max(map(len, asked))):
+                pairs = zip(requests, asked, strict=True)
+                mine = [(x, own[turn]) for x, own in pairs if turn < len(own)]
+                prompts = [rows[index][1] for _, index in mine]
+                found = self._continued([x for x, _ in mine], prompts, whole)
+                answers |= {index: tokens for (_, index), tokens in zip(mine, found, strict=True)}
+            self.close(requests)
         return self._result([row for row, _ in rows], [answers[i] for i in range(len(rows))]), held
 
     def _result(self, rows: Sequence[Any], answers: Sequence[list[int]]) -> TaskResult:
@@ -168,12 +194,16 @@ class Pages:
             },
         )
 
-    def _continued(self, requests: list[Request], prompts: Sequence[Prompt]) -> list[list[int]]:
-        """What follows each one's question; then sequences are as they were."""
+    def _continued(
+        self, requests: list[Request], prompts: Sequence[Prompt], whole: bool
+    ) -> list[list[int]]:
+        """What follows each one's question, or, where the context ended with it, the last logits;
+        then sequences are as they were."""
         slots = [x.open_slot for x in requests]
         rows = torch.from_numpy(self.runner.pool.host_lengths[slots].copy())
         starts = [x.num_computed for x in requests]
-        logits = self._ask(requests, [prompt.question for prompt in prompts])
+        questions = [prompt.question for prompt in prompts]
+        logits = self.logits if whole else self._ask(requests, questions)
         found: list[list[int]] = [[] for _ in requests]
         open_ = [True] * len(requests)
         for step in range(max(prompt.num_new for prompt in prompts)):
@@ -185,9 +215,10 @@ class Pages:
             if not any(open_) or step + 1 == max(prompt.num_new for prompt in prompts):
                 break
             logits = self.feed(requests, [[token] for token in tokens])
-        for request, start in zip(requests, starts, strict=True):
-            request.rewind(start)
-        self.runner.pool.shrink(slots, rows)
+        if not whole:
+            for request, start in zip(requests, starts, strict=True):
+                request.rewind(start)
+            self.runner.pool.shrink(slots, rows)
         return found
 
     @torch.inference_mode()
@@ -208,44 +239,7 @@ class Pages:
         return logits
 
 
-def metadata_of(view: Any, batch: Batch, positions: Tensor, evicts: Any) -> list[AttentionMetadata]:
-    """As the engine's, but prefill chunks of one length whose queries are all observed, or none of
-    them, attend together."""
-    singles = decodes(batch)
-    begin, parts = len(singles), []
-    if singles:
-        parts += own_metadata(view, Batch(chunks=singles), positions[:begin], evicts)
-    for (count, _), own in groupby(batch.chunks[begin:], lambda x: (len(x.tokens), _kind(view, x))):
-        chunks = tuple(own)
-        end = begin + count * len(chunks)
-        if _kind(view, chunks[0]) is None:
-            for chunk in chunks:
-                here = positions[begin : begin + count]
-                found = own_metadata(view, Batch(chunks=(chunk,)), here, evicts)
-                parts += [replace(part, begin=part.begin + begin) for part in found]
-                begin += count
-            continue
-        observed = _kind(view, chunks[0])
-        parts.append(
-            AttentionMetadata.of_step(
-                view,
-                [x.request.open_slot for x in chunks],
-                positions[begin:end],
-                begin=begin,
-                stop=max(x.start + count for x in chunks),
-                prompt_lengths=[x.request.num_prefill for x in chunks] if observed else None,
-            )
-        )
-        begin = end
-    return parts
-
-
-def _kind(view: Any, chunk: ScheduledChunk) -> bool | None:
-    """Whether a chunk's queries are observed; None: some are."""
-    if view.observing is None:
-        return False
-    window = view.observing.window
-    first = 0 if window is None else chunk.request.num_prefill - window
-    if chunk.start >= first:
-        return True
-    return None if chunk.start + len(chunk.tokens) > first else False
+def _groups(items: list[Any], most: int) -> Iterator[list[Any]]:
+    """As few as can be of at most `most` items, about equally long."""
+    size = -(-len(items) // -(-len(items) // most))
+    return (items[i : i + size] for i in range(0, len(items), size))
