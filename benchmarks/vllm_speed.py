@@ -11,20 +11,25 @@ the request on, prefix caching off, the median of three after two to warm up.
     python benchmarks/vllm_speed.py swift-5x --batch 8 --users 8,16,40 --pool 5.5
 
 --users: requests a second and their latency, where so many users each ask again as soon as they are
-answered: prompts of a quarter to three of --tokens, answers of 128 to 384. --pool: gigabytes of
-cache that they share, as on a smaller card (24 GB less a tenth and the weights leave 5.5): blocks
-beyond it are held back.
+answered: prompts of a quarter to three of --tokens, answers of 128 to 384. --rates: the same of
+requests that come as a Poisson process, with the lengths of --trace, up to the first rate that
+takes more than --bound. --pool: gigabytes of cache that they share, as on a smaller card (24 GB
+less a tenth and the weights leave 5.5): blocks beyond it are held back.
+--filled: steps over caches that are taken for read, their bytes random: no prompt is read, as in
+`kvfold bench decode`. --profile: microseconds of every kernel, of a step and of a first token.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,11 +37,13 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 import torch
 import vllm
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from kvfold.artifact import KVFoldConfig
+from kvfold.bench.serve_load import Job, Traffic
 from kvfold.bench.synthetic_engine import WIDTHS
 from kvfold.bench.variants import ROPE_BASES, SHAPES, VARIANTS, variant_layout
 from kvfold.models.families import family_of
@@ -44,6 +51,7 @@ from kvfold.models.families import family_of
 Say = Callable[[str, dict], None]  # of a row of a table, by the table's name
 WARM = 8  # steps
 ANSWERS = 128, 384  # tokens, drawn evenly
+NAMED = 24  # kernels of a profile, by time
 
 
 def write_config(folder: Path, shape: str, kind: str, layers: int | None) -> None:
@@ -70,23 +78,31 @@ def write_config(folder: Path, shape: str, kind: str, layers: int | None) -> Non
 
 
 def engine(folder: Path, given: argparse.Namespace) -> LLM:
-    sizes = {1, *given.batch, *range(8, max([0, *given.users]) + 8, 8)}
+    most = max(given.batch + given.users + [given.slots])
+    sizes = {1, 8, *given.batch, *range(16, most + 1, 16)}
     options = {"compilation_config": {"cudagraph_capture_sizes": sorted(sizes)}}
     if given.kind.startswith("bits-"):
         bits = int(given.kind.removeprefix("bits-"))
         options |= {"quantization": "kvfold", "additional_config": {"kvfold": {"bits": bits}}}
     elif given.kind != "bf16-full":
         options["block_size"] = VARIANTS[given.kind].page
+    if given.apart:
+        from kvfold.vllm_plugin.layer import FoldedLayer
+
+        FoldedLayer.merge = lambda layer: None
+    if given.kv is not None:
+        options["kv_cache_memory_bytes"] = int(given.kv * 1e9)
     return LLM(
         str(folder),
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=given.tokens + 1024,
-        max_num_seqs=max(given.batch + given.users),
-        max_num_batched_tokens=16384,
+        max_num_seqs=most,
+        max_num_batched_tokens=given.chunk,
         gpu_memory_utilization=given.memory,
         enable_prefix_caching=False,
+        tensor_parallel_size=given.tensor_parallel,
         **options,
     )
 
@@ -95,11 +111,16 @@ class Clock:
     """An engine's steps, one at a time."""
 
     def __init__(self, llm: LLM) -> None:
-        self.engine, self.rng, self.asked = llm.llm_engine, random.Random(0), 0
+        self.llm, self.engine, self.rng, self.asked = llm, llm.llm_engine, random.Random(0), 0
         self.vocabulary = llm.model_config.get_vocab_size()
 
+    def prompt(self, tokens: int) -> list[int]:
+        return self.rng.choices(range(3, self.vocabulary - 3), k=tokens)
+
     def ask(self, tokens: int, new: int) -> str:
-        prompt = [self.rng.randrange(3, self.vocabulary - 3) for _ in range(tokens)]
+        return self.send(self.prompt(tokens), new)
+
+    def send(self, prompt: list[int], new: int) -> str:
         wanted = SamplingParams(
             temperature=0, max_tokens=new, ignore_eos=True, detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -122,22 +143,50 @@ class Clock:
         self._drain([])
         return found
 
-    def steps(self, batch: int, tokens: int, count: int) -> list[float]:
-        """Milliseconds of each."""
-        names, started = [self.ask(tokens, 1000) for _ in range(batch)], set()
-        while len(started) < batch:
-            started |= {name for name, new in self.step().items() if new}
-        found, last, alike = [], None, 0
-        while len(found) < count:
-            new, now = self.step(), time.perf_counter()
-            if not new:
-                continue  # the engine only put a step into its queue
-            alike = alike + 1 if len(new) == batch and set(new.values()) == {1} else 0
-            if last is not None and alike > WARM:
-                found.append((now - last) * 1e3)
-            last = now
+    @contextmanager
+    def running(self, batch: int, tokens: int, filled: bool) -> Iterator[None]:
+        """Requests that all decode."""
+        with as_read(self.llm) if filled else nullcontext():
+            names, started = [self.ask(tokens, 1000) for _ in range(batch)], set()
+            while len(started) < batch:
+                started |= {name for name, new in self.step().items() if new}
+        yield
         self._drain(names)
+
+    def steps(self, batch: int, tokens: int, count: int, filled: bool = False) -> list[float]:
+        """Milliseconds of each."""
+        found, last, alike = [], None, 0
+        with self.running(batch, tokens, filled):
+            while len(found) < count:
+                new, now = self.step(), time.perf_counter()
+                if not new:
+                    continue  # the engine only put a step into its queue
+                alike = alike + 1 if len(new) == batch and set(new.values()) == {1} else 0
+                if last is not None and alike > WARM:
+                    found.append((now - last) * 1e3)
+                last = now
         return found
+
+    def kernels(self, batch: int, tokens: int, count: int, filled: bool) -> dict:
+        """Microseconds a step of the longest kernels, and of all; batch 0: of a first token."""
+        activity, key = ProfilerActivity.CUDA, "self_device_time_total"
+        if not torch.cuda.is_available():
+            activity, key = ProfilerActivity.CPU, "self_cpu_time_total"
+        with self.running(batch, tokens, filled) if batch else nullcontext():
+            if batch:
+                for _ in range(WARM):
+                    self.step()
+            with profile(activities=[activity]) as seen:
+                for _ in range(count):
+                    if batch:
+                        self.step()
+                    else:
+                        self.first_token(tokens)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+        each = sorted(seen.key_averages(), key=lambda x: -getattr(x, key))
+        lines = [(x.key[:70], getattr(x, key) / count, x.count / count) for x in each[:NAMED]]
+        return {"us": sum(getattr(x, key) for x in each) / count, "kernels": lines}
 
     def load(self, users: int, tokens: int, seconds: float) -> dict:
         """What users see who ask again when they are answered, over so many seconds after half as
@@ -173,6 +222,42 @@ class Clock:
             "whole_s": statistics.median(wholes) if wholes else None,
         }
 
+    def crowd(self, jobs: list[Job], limit: float) -> dict:
+        """What requests see that come at their times, however many wait, within `limit` seconds: a
+        row."""
+        due = deque((job, self.prompt(job.prompt)) for job in jobs)
+        asked: dict[str, Job] = {}
+        left, first, whole, most = {}, [], [], 0
+        begun = time.perf_counter()
+        while (due or left) and (now := time.perf_counter() - begun) < limit:
+            while due and due[0][0].at <= now:
+                job, prompt = due.popleft()
+                name = self.send(prompt, job.output)
+                asked[name], left[name] = job, job.output
+            if not left:
+                time.sleep(due[0][0].at - now)
+                continue
+            for name, new in self.step().items():
+                now, job = time.perf_counter() - begun, asked[name]
+                if left[name] == job.output:
+                    first.append(now - job.at)
+                left[name] -= new
+                if not left[name]:
+                    del left[name]
+                    whole.append((now - job.at) / job.output)
+            most = max(most, len(scheduler(self.llm).running))
+        seconds = time.perf_counter() - begun
+        self._drain([*left])
+        return {
+            "requests": len(jobs),
+            "answered": len(whole),
+            "seconds": seconds,
+            "requests_per_s": len(whole) / seconds,
+            "ms_per_token": statistics.fmean(whole) * 1e3 if whole else None,
+            "first_s": statistics.median(first) if first else None,
+            "most_together": most,
+        }
+
     def _drain(self, names: list[str]) -> None:
         self.engine.abort_request(names)
         while self.engine.has_unfinished_requests():
@@ -181,6 +266,34 @@ class Clock:
 
 def scheduler(llm: LLM):
     return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+class AsRead:
+    """Stands where a scheduler asks for caches elsewhere: all of a prompt is there already, but for
+    its last token."""
+
+    def get_num_new_matched_tokens(self, request, known: int) -> tuple[int, bool]:
+        return request.num_tokens - 1 - known, False
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+@contextmanager
+def as_read(llm: LLM) -> Iterator[None]:
+    """Prompts need not be read: what the cache has is taken for theirs."""
+    scheduler(llm).connector = AsRead()
+    yield
+    scheduler(llm).connector = None
+
+
+@torch.inference_mode()
+def scribble(worker) -> None:
+    """Any bytes whose halves are small numbers, as codes, scales or numbers."""
+    storages = {x.data_ptr(): x.untyped_storage() for x in worker.model_runner.kv_caches}
+    for storage in {x.data_ptr(): x for x in storages.values()}.values():
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        flat.random_(0, 64)
 
 
 @contextmanager
@@ -205,28 +318,62 @@ def device() -> str:
 
 
 def measure(given: argparse.Namespace, say: Say) -> None:
+    begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), given.shape, given.kind, given.layers)
         llm = engine(Path(folder), given)
     fit, each = capacity(llm)
-    say("capacity", {"variant": given.kind, "tokens": fit, "token_bytes": each})
+    start = time.perf_counter() - begun
+    say("capacity", {"variant": given.kind, "tokens": fit, "token_bytes": each, "start_s": start})
     clock = Clock(llm)
-    time_steps(llm, clock, given, say)
+    clock.first_token(given.tokens)  # compiles
+    if given.rates:
+        clock.crowd(traffic(given, 4 / given.seconds).jobs(math.inf), 60)
+    if given.ready:
+        given.ready.touch()
+        while given.ready.exists():
+            time.sleep(0.05)
+    if given.filled:
+        llm.collective_rpc(scribble)
+    time_steps(clock, given, say)
+    time_firsts(clock, given, say)
     time_loads(llm, clock, given, say)
+    time_rates(llm, clock, given, say)
+    for batch in given.profile:
+        found = clock.kernels(batch, given.tokens, 8 if batch else 2, given.filled)
+        say("profiles", {"variant": given.kind, "batch": batch, "tokens": given.tokens} | found)
 
 
-def time_steps(llm: LLM, clock: Clock, given: argparse.Namespace, say: Say) -> None:
-    firsts = [clock.first_token(given.tokens) for _ in range(5)][2:]
-    clock.steps(1, given.tokens, 1)
-    first = statistics.median(firsts)
-    times = {"ms": first, "tokens_per_s": given.tokens / first * 1e3}
-    say("first_tokens", {"variant": given.kind, "tokens": given.tokens} | times)
-    _, each = capacity(llm)
+def time_steps(clock: Clock, given: argparse.Namespace, say: Say) -> None:
+    _, each = capacity(clock.llm)
     for batch in given.batch:
-        steps = clock.steps(batch, given.tokens, given.steps)
+        steps = clock.steps(batch, given.tokens, given.steps, given.filled)
         cases = {"variant": given.kind, "batch": batch, "tokens": given.tokens}
         times = {"ms": statistics.median(steps), "ms_mean": statistics.fmean(steps)}
         say("rows", cases | times | {"cache_bytes": each * batch * given.tokens})
+
+
+def time_firsts(clock: Clock, given: argparse.Namespace, say: Say) -> None:
+    first = statistics.median([clock.first_token(given.tokens) for _ in range(5)][2:])
+    times = {"ms": first, "tokens_per_s": given.tokens / first * 1e3}
+    say("first_tokens", {"variant": given.kind, "tokens": given.tokens} | times)
+
+
+def traffic(given: argparse.Namespace, rate: float) -> Traffic:
+    """Requests of --trace, as many as come in --seconds."""
+    number, longest = max(4, round(rate * given.seconds)), min(1000, given.tokens)
+    return Traffic(requests=number, trace=given.trace, max_input=given.tokens, max_output=longest)
+
+
+def time_rates(llm: LLM, clock: Clock, given: argparse.Namespace, say: Say) -> None:
+    tokens, each = capacity(llm)
+    pool = min(given.pool * 1e9, tokens * each)
+    for rate in given.rates:
+        with pool_of(llm, pool):
+            row = clock.crowd(traffic(given, rate).jobs(rate), 2 * given.seconds)
+        say("rates", {"variant": given.kind, "pool_bytes": pool, "rate": rate} | row)
+        if row["answered"] < row["requests"] or row["ms_per_token"] > given.bound:
+            break
 
 
 def time_loads(llm: LLM, clock: Clock, given: argparse.Namespace, say: Say) -> None:
@@ -251,10 +398,24 @@ def main() -> None:
     parser.add_argument("--users", **whole, default=[])
     parser.add_argument("--seconds", type=float, default=10, help="that count, of each --users")
     parser.add_argument("--pool", type=float, default=float("inf"), help="gigabytes, of --users")
+    floats = {"type": lambda x: [*map(float, x.split(","))]}
+    parser.add_argument("--rates", **floats, default=[], help="requests a second")
+    parser.add_argument("--trace", type=Path, help="of --rates (see kvfold bench serve)")
+    parser.add_argument("--bound", type=float, default=25, help="ms a token from arrival to end")
+    parser.add_argument("--slots", type=int, default=1, help="requests at once, at least")
+    parser.add_argument("--filled", action="store_true", help="time steps without reading prompts")
+    parser.add_argument("--profile", **whole, default=[], help="sequences; 0: a first token")
+    parser.add_argument("--kv", type=float, help="gigabytes of cache, in place of --memory")
+    parser.add_argument("--chunk", type=int, default=16384, help="tokens of a step")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs")
+    parser.add_argument("--apart", action="store_true", help="products of a layer not merged")
+    parser.add_argument("--ready", type=Path, help="made when ready; goes on when it is gone")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     versions = {"vllm": vllm.__version__, "torch": torch.__version__, "device": device()}
-    settings = {name: x for name, x in vars(given).items() if name != "json"}
+    aside = ("json", "ready", "trace")
+    settings = {name: x for name, x in vars(given).items() if name not in aside}
+    settings |= {"trace": given.trace and given.trace.name}
     found: dict = {"benchmark": "vllm", "settings": settings, "versions": versions}
 
     def say(table: str, row: dict) -> None:

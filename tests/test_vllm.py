@@ -96,6 +96,8 @@ def forked(call, *args):
 
 def _forked(pipe, call, *args) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # A fork's pool of threads is made when it is asked for, at which two threads at once fail.
+    torch.set_num_threads(torch.get_num_threads())
     try:
         pipe.send((True, call(*args)))
     except BaseException:

@@ -1,17 +1,20 @@
 """A folded attention as a layer of vLLM's models, and its cache as vLLM asks for it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvfold.attention.base import LayerMaps
+from kvfold.models.merged import Merged
 from kvfold.models.rotary import RotaryTable
 from kvfold.vllm_plugin.stored import StoredCache
 from kvfold.vllm_plugin.weights import empty_layer, fold_layer
@@ -64,6 +67,39 @@ class CachedAttention(nn.Module, AttentionLayerBase):
         return out
 
 
+class OneProduct(nn.Module):
+    """Linear layers of the same inputs as one, over weights that are theirs."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        for name, x in Merged.of(linears)._asdict().items():
+            self.register_buffer(name, x, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [.., D] -> [.., sum of outputs]."""
+        if x.is_cuda:  # few tokens by kernels whose time is that of reading the weights
+            found: Tensor = torch.ops.kvfold.linear(x, self.weight, self.bias)
+            return found
+        return F.linear(x, self.weight, self.bias)
+
+
+class Merging(QuantizeMethodBase):
+    """vLLM calls it when a layer has its weights, whoever loaded them."""
+
+    def create_weights(self, layer: nn.Module, *_: Any, **__: Any) -> None:
+        raise NotImplementedError("a folded layer makes its own")
+
+    def apply(self, layer: nn.Module, *_: Any, **__: Any) -> Tensor:
+        raise NotImplementedError("a folded layer is called")
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        assert isinstance(layer, FoldedLayer)
+        layer.merge()
+
+
 class FoldedLayer(nn.Module):
     """In place of a model's attention. table: the model's RoPE, or None."""
 
@@ -89,6 +125,7 @@ class FoldedLayer(nn.Module):
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
         self.attn = CachedAttention(stored, self.folded, name, config)
+        self.quant_method = Merging()
 
     def forward(self, hidden_states: Tensor, positions: Tensor | None = None, **_: Any) -> Tensor:
         tables = None
@@ -97,6 +134,10 @@ class FoldedLayer(nn.Module):
         q, rows = self.folded.project(hidden_states[None], tables)
         out = self.folded.o_proj(self.attn(q[0], rows[0]))
         return tensor_model_parallel_all_reduce(out) if self.stored.share.size > 1 else out
+
+    def merge(self) -> None:
+        """One product for all that a token's hidden state goes into."""
+        self.folded.merged = OneProduct(self.folded.products)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take this process's share of a checkpoint's tensors of this layer."""
