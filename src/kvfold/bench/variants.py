@@ -98,12 +98,12 @@ def _rebuilt(keys: float, values: float | None, shares: tuple[int, int], page: i
     return Variant(keys=(keys,), values=kept, shares=shares, rebuilt=True, page=page)
 
 
-def _planned(*tiers: Tiers, rebuilt: bool = False) -> Variant:
+def _planned(*tiers: Tiers, rebuilt: bool = False, page: int = 64) -> Variant:
     """Runs as --factor plans them: of every key latent and of the values', or of one of both."""
     shares = (1, ALL) if len(tiers) > 1 else (ALL, ALL)
     both = tiers[0], tiers[-1]
     values = (1.0,) if len(tiers) > 1 else None
-    return Variant(tiers=both, values=values, shares=shares, rebuilt=rebuilt, page=64)
+    return Variant(tiers=both, values=values, shares=shares, rebuilt=rebuilt, page=page)
 
 
 _HALF = Variant(keys=(0.5,), values=(0.5,))
@@ -142,6 +142,12 @@ VARIANTS = {
     "swift-int4": _planned(((128, 4),), ((608, 4),)),
     "lean-6x": _planned(((32, 4), (64, 2)), ((128, 8), (384, 4), (256, 2)), rebuilt=True),
     "lean-8x": _planned(((16, 4), (48, 2)), ((64, 8), (384, 4), (256, 2)), rebuilt=True),
+    # Keys without 2 bits and odd runs, as plans for speed prefer them; rows of more than some 660
+    # bytes have pages of 32.
+    "lean-4x-odd": _planned(
+        ((32, 8), (64, 4)), ((240, 8), (352, 4), (64, 2)), rebuilt=True, page=32
+    ),
+    "lean-6x-odd": _planned(((16, 8), (64, 4)), ((80, 8), (320, 4), (64, 2)), rebuilt=True),
     "small-6x": _planned(((256, 8), (576, 4), (512, 2)), rebuilt=True),
     "small-14x": _planned(((64, 8), (256, 4), (384, 2)), rebuilt=True),
     # Palu §4.5: a quarter of the keys, three of the values; latents of 1, 4 or 32 heads.
@@ -165,6 +171,9 @@ VARIANTS = {
     # The same of prefill: tiles of as many queries for all heads, or by rank as published.
     "bf16-half-uneven-fixed": replace(_UNEVEN, tiles="fixed"),
     "bf16-half-uneven-zack": replace(_UNEVEN, tiles="zack"),
+}
+VARIANTS |= {
+    f"{x}-32": replace(VARIANTS[x], page=32) for x in ("lean-6x", "lean-8x", "lean-6x-odd")
 }
 
 
