@@ -18,6 +18,12 @@ def moments(c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cov(c.mT, correction=0), c.mean(0)
 
 
+def dropped(b: Basis, c: torch.Tensor, gradient: torch.Tensor, kept: slice) -> float:
+    """Nats a token of rows that are rebuilt from some directions."""
+    e = (c - b.mean) - (c - b.mean) @ b.down[:, kept] @ b.up[:, kept].mT
+    return float(torch.einsum("ti,ij,tj->t", e, gradient, e).mean() / 2)
+
+
 @pytest.mark.parametrize("rank", [N, 5, 1])
 def test_weighted_is_exact_at_full_rank(rank: int) -> None:
     c, g = samples(rank), samples(rank, seed=1)
@@ -60,6 +66,20 @@ def test_a_first_token_where_no_other_goes_stays_in_range() -> None:
     assert torch.allclose(basis.down.mT @ basis.up, torch.eye(N).double(), atol=1e-7)
 
 
+def test_the_first_direction_costs_what_others_lose_without_it() -> None:
+    """Where all that is felt lies along the first token, nothing else says that it matters."""
+    c, away = samples(), FIRST / FIRST.norm()
+    covariance, mean = moments(c)
+    gradient = torch.outer(away, away) + 1e-6 * torch.eye(N, dtype=torch.double)
+    basis = weighted(covariance, gradient, mean, mean + FIRST)
+    lost = dropped(basis, c, gradient, slice(1, N))
+    assert lost > 100 * float(basis.loss[1])
+    assert float(basis.loss[0]) == pytest.approx(lost, rel=2e-2)
+    variance = basis.down[:, 0] @ covariance @ basis.down[:, 0]
+    felt = basis.up[:, 0] @ gradient @ basis.up[:, 0]
+    assert float(variance) == pytest.approx(float(felt), rel=2e-2)
+
+
 def test_a_first_token_like_the_others_changes_nothing() -> None:
     plain, mean = pair_with_first(N, None)
     same, _ = pair_with_first(N, mean)
@@ -75,13 +95,9 @@ def test_what_a_first_token_leaves_is_kept_as_well_as_by_the_plain_pair() -> Non
     covariance, mean = moments(c)
     gradient = g.mT @ g / T
     plain, ours = weighted(covariance, gradient, mean), weighted(covariance, gradient, mean, FIRST)
-
-    def loss(b: Basis, rank: int) -> float:
-        e = (c - mean) - (c - mean) @ b.down[:, :rank] @ b.up[:, :rank].mT
-        return float(torch.einsum("ti,ij,tj->t", e, gradient, e).mean() / 2)
-
     for rank in (3, 6, 9):
-        assert loss(ours, rank + 1) <= 1.001 * loss(plain, rank)
+        least = dropped(plain, c, gradient, slice(rank))
+        assert dropped(ours, c, gradient, slice(rank + 1)) <= 1.001 * least
 
 
 def test_weighted_predicts_its_error_and_beats_pca() -> None:
@@ -90,14 +106,10 @@ def test_weighted_predicts_its_error_and_beats_pca() -> None:
     covariance, mean = moments(c)
     gradient = g.mT @ g / T
     basis, pca = weighted(covariance, gradient, mean), orthonormal(covariance, mean)
-
-    def loss(b, rank: int) -> float:
-        e = (c - mean) - (c - mean) @ b.down[:, :rank] @ b.up[:, :rank].mT
-        return float(torch.einsum("ti,ij,tj->t", e, gradient, e).mean() / 2)
-
     for rank in (3, 6, 9):
-        assert float(basis.loss[rank:].sum()) == pytest.approx(loss(basis, rank), rel=2e-2)
-        assert loss(basis, rank) < loss(pca, rank)
+        lost = dropped(basis, c, gradient, slice(rank))
+        assert float(basis.loss[rank:].sum()) == pytest.approx(lost, rel=2e-2)
+        assert lost < dropped(pca, c, gradient, slice(rank))
 
 
 def test_orthonormal_equals_the_svd_of_the_rows() -> None:

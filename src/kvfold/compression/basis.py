@@ -114,18 +114,20 @@ def weighted(
         return _balanced_pair(covariance, gradient, mean)
     # The share of delta in c that costs least, and coordinates of all that is left.
     metric = _root(gradient)
-    share = metric @ (metric.mT @ delta)
-    share = share / (delta @ share)
+    felt = metric.mT @ delta
+    share = metric @ felt / (felt @ felt)
     rest = torch.linalg.qr(share[:, None], mode="complete").Q[:, 1:]
     dual = torch.linalg.inv(torch.cat((delta[:, None], rest), 1)).mT[:, 1:]
     others = _balanced_pair(dual.mT @ covariance @ dual, rest.mT @ gradient @ rest, mean)
-    spread = (share @ _root(covariance)).square().sum()
-    scale = (others.singular[:1].sum() / spread).sqrt()  # as large as the next one's
+    spread = share @ _root(covariance)
+    # What others lose without it; where they do not vary along it, as large as the next one's.
+    most = torch.cat(((spread.norm() * felt.norm())[None], others.singular)).max()
+    scale = most.sqrt() / spread.norm()
     return Basis(
         down=torch.cat(((share * scale)[:, None], dual @ others.down), 1),
         up=torch.cat(((delta / scale)[:, None], rest @ others.up), 1),
         mean=mean,
-        singular=torch.cat((others.singular[:1], others.singular)),
+        singular=torch.cat((most[None], others.singular)),
     )
 
 
