@@ -18,12 +18,14 @@ import tempfile
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
-os.environ |= {"KVFOLD_COMPILE": "off"}  # to start soon
+# Steps start sooner without compiled pieces; asking whether there is a GPU must not begin using it.
+os.environ |= {"KVFOLD_COMPILE": "off", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 CASES = "; ".join(
     f"reference:{model} {case}"
@@ -56,6 +58,7 @@ class Answer(NamedTuple):
     ahead: list[list[float]]
 
 
+@lru_cache
 def prompts() -> list[list[int]]:
     from kvfold.loading import load_tokenizer
     from kvfold.text import packaged
@@ -97,7 +100,7 @@ def by_the_engine(model: str, bits: int | None, dtype: str, new: int) -> Answer:
     llm = kvfold.LLM(model, max_tokens=512, kv_bytes=2**28, dtype=dtype, bits=bits)
     wanted = kvfold.SamplingParams(max_new_tokens=new, ignore_eos=True, logprobs=2)
     found = llm.generate(prompts(), wanted)
-    tops = [[sorted(x.top.values()) for x in out.logprobs] for out in found]
+    tops = [[sorted(y for _, y in x.top) for x in out.logprobs] for out in found]
     return Answer(
         [list(out.token_ids) for out in found],
         [[x[-1] - x[-2] for x in own] for own in tops],
@@ -140,7 +143,9 @@ def served(model: str, bits: int | None, dtype: str, new: int) -> dict[str, Any]
 def forked(call: Any, *args: Any) -> Any:
     """What a call returns, made in a process of its own: what is imported and allocated goes with
     it. Raises RuntimeError."""
-    context = get_context("fork")
+    import torch
+
+    context: Any = get_context("spawn" if torch.cuda.is_initialized() else "fork")
     ours, theirs = context.Pipe()
     child = context.Process(target=_forked, args=(theirs, call, *args))
     child.start()
@@ -205,6 +210,7 @@ def main() -> None:
     import vllm
     import vllm.v1.worker.gpu_worker  # before the forks
 
+    prompts()  # as well
     settings = {"dtype": given.dtype, "new": given.new, "vllm": vllm.__version__}
     found: dict[str, Any] = {"benchmark": "vllm tokens", "settings": settings, "rows": []}
 
