@@ -26,7 +26,8 @@ from kvfold.step_time import DEFAULT, ONE_PASS, Coefficients, attention_work
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE = ROOT / "src" / "kvfold" / "data" / "step_time.json"
-STEP = ("layer", "sequence", "runs", "rebuilt_runs", "beside", "waited")
+WAITED = ("waited", "waited_sequence")
+STEP = ("layer", "sequence", "runs", "rebuilt_runs", "beside", *WAITED)
 ESTIMATED = ("unpacked", "runs_16", "rebuilt_runs_16")
 MEASURED = ("launch", "stored", "rebuilt", "codes", "products", "wide")
 MEASURED += ("whole", "whole_runs", "even_runs", "whole_rebuilt")
@@ -105,7 +106,8 @@ def step_points(found: Sequence[dict[str, Any]], base: Coefficients) -> list[Poi
         each = base.attention_us(attention)
         weights = step_bytes(_config(shape), variant_layout(SHAPES[shape], variant).spec)
         known = base.step_us(weights, layers * each, layers, batch)
-        work = fitted | {"layer": layers, "sequence": batch, "waited": 0.0 if ahead else 1.0}
+        work = fitted | {"layer": layers, "sequence": batch}
+        work |= dict.fromkeys(WAITED, 0.0) if ahead else dict(zip(WAITED, (1, batch), strict=True))
         points.append(Point(name=_name(row), us=1e3 * row["ms"], work=work, known=known))
     return points
 
@@ -171,8 +173,9 @@ def coefficients(device: str) -> Coefficients:
     steps = step_points(decode, base)
     print_errors(f"{device}, engine, a step", STEP, steps)
     fitted = fit(STEP, steps)
+    waited, each = (fitted.pop(name) for name in WAITED)
     print(
-        f"steps waited {fitted.pop('waited'):.0f} us for the host before they were launched ahead"
+        f"steps not launched ahead waited {waited:.0f} us for the host, and {each:.0f} a sequence"
     )
     runs = {name: fitted.pop(name) for name in ("runs", "rebuilt_runs", "beside")}
     wide = {f"{x}_16": runs[x] for x in ("runs", "rebuilt_runs")}  # never timed: as of fewer bits
