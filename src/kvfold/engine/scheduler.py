@@ -151,6 +151,7 @@ class Scheduler:
 
     def take_back(self, batch: Batch) -> None:
         """Free the pages of a step that was to be `ahead`, and was not."""
+        self.num_steps -= 1
         for chunk in batch.chunks:
             slot = chunk.request.open_slot
             self.pool.shrink(slot, self.pool.host_lengths[slot] - 1)
@@ -396,9 +397,8 @@ class Scheduler:
             or when.uncompressed
             or (when.every and (self.num_steps + 1) % when.every == 0)
         )
-        if timed and any(map(self.runner.needs_compression, going)):
-            return True
-        if self._compressible([x for x in going if x.wants_compression]):
+        due = [x for x in going if timed or x.wants_compression]
+        if any(map(self.runner.needs_compression, due)):
             return True
         return when.after_prefill and bool(self._new())
 
