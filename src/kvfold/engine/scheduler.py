@@ -416,6 +416,7 @@ class Scheduler:
             return False
         chosen = self._capped(sorted(requests, key=lambda s: s.last_compressed or 0))
         self._evict(chosen)
+        self.reading = [x for x in self.reading if x not in chosen]  # to its end by now
         for request in chosen:
             request.last_compressed = self.num_steps
             request.num_compressed = request.num_computed
