@@ -277,12 +277,13 @@ class Scheduler:
         return self.max_batch_tokens if whole else self.chunk
 
     def _chunk(self, request: Request, left: int) -> int:
-        """Tokens of its next chunk, where a step has `left` for it: in whole units, where it does
-        not end."""
-        first, most = request.num_computed, self.pool.layout.most_at(request.num_computed)
+        """Tokens of its next chunk, where a step has `left` for it: where it does not end,
+        in whole units of its own."""
+        most = self.pool.layout.most_at(request.num_computed)
         tokens = min(self.longest_chunk, request.num_pending, left, most)
         if tokens == request.num_pending:
             return tokens
+        first = request.num_computed - request.own_start
         return max((first + tokens) // self.unit * self.unit - first, 0)
 
     def _left(self, plan: Plan) -> int:
