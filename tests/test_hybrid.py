@@ -19,10 +19,12 @@ from kvfold.artifact import mark, spec_of
 from kvfold.attention import hybrid as attention
 from kvfold.attention.selector import kernels
 from kvfold.cache.pool import Pool, PoolFull
+from kvfold.capacity import GIB, Capacity
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.hybrid import with_leaders
 from kvfold.config import CacheConfig, Ratios
+from kvfold.engine import demotion, eviction
 from kvfold.engine.build import build_runner
 from kvfold.engine.demotion import Demotion, first_columns
 from kvfold.engine.llm import LLM
@@ -363,6 +365,80 @@ def test_rows_become_narrow_where_wide_ones_fill_the_pool(monkeypatch: pytest.Mo
     torch.testing.assert_close(*found)
     none = [(None, False), ((0,), False), ((1,), False)]
     assert units == [(None, True), (None, False), ((0,), True), ((1,), True), *none]
+
+
+def test_layers_of_one_leader_need_room_together() -> None:
+    """Which a pool of the size that a layout asks for has, for one sequence after another."""
+    model = folded("llama-gqa", replace(RATIOS, important_last=0.25))
+    layout = session_of(model).runner.pool.layout
+    apart, spec = layout.spare_page_bytes, layout.spec
+    mark(model, replace(spec, hybrid=replace(spec.hybrid, leaders=(0, 0))), {})
+    layout, tokens_each = session_of(model).runner.pool.layout, 240
+    assert layout.spare_page_bytes == layout.narrow.page_bytes == 2 * apart
+    slots = 2
+    enough = layout.bytes_for(slots, tokens_each) - 2**20
+    for size in (enough, enough - layout.spare_page_bytes * tokens_each // PAGE):
+        config = CacheConfig(kv_bytes=size, page=PAGE)
+        runner = build_runner(model, config, num_slots=slots, max_tokens=tokens_each)
+        requests = sequences_of(runner, *[tokens_each] * slots)
+        for x in requests:
+            step(runner, (x, tokens_each))
+        with pytest.raises(PoolFull, match="2 sequences"):
+            runner.compress(requests)
+        runner.pool.check_integrity()
+        if size < enough:
+            with pytest.raises(PoolFull, match="1 sequences"):
+                runner.compress(requests[:1])
+            assert not runner.pool.narrow.host_lengths.any()
+            continue
+        for x in requests:
+            runner.compress([x])
+            slot = x.open_slot
+            assert runner.pool.stats().sequence_bytes[slot] == layout.sequence_bytes(tokens_each)
+        runner.pool.check_integrity()
+
+
+def test_capacity_counts_both_widths() -> None:
+    """Wide rows alone while a prompt is read; more requests fit than of wide rows alone."""
+    model = folded("llama-gqa")
+    spec, cache = spec_of(model), CacheConfig(page=PAGE)
+    both = [
+        Capacity(config=model.config, spec=x, cache=cache, gpu_bytes=4 * GIB)
+        for x in (spec, replace(spec, hybrid=None))
+    ]
+    mean, wide = (x.request_bytes(240) for x in both)
+    assert mean < 0.9 * wide and both[0].room(240).requests > both[1].room(240).requests
+    assert both[0].layout.spare_page_bytes > both[1].layout.spare_page_bytes == 0
+
+
+def test_work_space_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows of few sequences at a time become narrow as all do at once."""
+    model, found, sizes = folded("llama-gqa"), [], []
+
+    def seen(pages, slots, lengths, dtype, size):
+        sizes.append((len(slots), size))
+        return gather(pages, slots, lengths, dtype, size)
+
+    monkeypatch.setattr(demotion, "gather", seen)
+    for numbers, rows in ((2**24, 10**7), (600, 10**7), (600, 1)):
+        monkeypatch.setattr(demotion, "NUMBERS", numbers)
+        monkeypatch.setattr(eviction, "ROWS", rows)
+        config = CacheConfig(kv_bytes=2**21, page=PAGE)
+        runner = build_runner(model, config, num_slots=3, max_tokens=128)
+        lengths = 60, 47, 90
+        requests = sequences_of(runner, *lengths)
+        for x, length in zip(requests, lengths, strict=True):
+            step(runner, (x, length))
+        sizes.clear()
+        runner.compress(requests)
+        width = max(x.row_width for x in spec_of(model).layers)
+        assert numbers > 600 or all(b * t * width <= 600 for b, t in sizes)
+        assert {b for b, _ in sizes} == ({3} if rows > 1 else {1})
+        runner.pool.check_integrity()
+        after = [step(runner, *((x, 1) for x in requests)) for _ in range(2)]
+        found.append([torch.from_numpy(runner.pool.narrow.host_lengths), *after])
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
 
 
 def test_quantized_rows_become_narrow() -> None:
