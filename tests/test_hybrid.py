@@ -375,26 +375,21 @@ def test_layers_of_one_leader_need_room_together() -> None:
     mark(model, replace(spec, hybrid=replace(spec.hybrid, leaders=(0, 0))), {})
     layout, tokens_each = session_of(model).runner.pool.layout, 240
     assert layout.spare_page_bytes == layout.narrow.page_bytes == 2 * apart
-    slots = 2
-    enough = layout.bytes_for(slots, tokens_each) - 2**20
+    enough = layout.bytes_for(2, tokens_each) - 2**20
     for size in (enough, enough - layout.spare_page_bytes * tokens_each // PAGE):
         config = CacheConfig(kv_bytes=size, page=PAGE)
-        runner = build_runner(model, config, num_slots=slots, max_tokens=tokens_each)
-        requests = sequences_of(runner, *[tokens_each] * slots)
+        runner = build_runner(model, config, num_slots=2, max_tokens=tokens_each)
+        requests = sequences_of(runner, tokens_each, tokens_each)
         for x in requests:
             step(runner, (x, tokens_each))
-        with pytest.raises(PoolFull, match="2 sequences"):
-            runner.compress(requests)
-        runner.pool.check_integrity()
         if size < enough:
-            with pytest.raises(PoolFull, match="1 sequences"):
-                runner.compress(requests[:1])
+            with pytest.raises(PoolFull, match="no room for narrow rows"):
+                runner.compress(requests)
             assert not runner.pool.narrow.host_lengths.any()
-            continue
-        for x in requests:
-            runner.compress([x])
-            slot = x.open_slot
-            assert runner.pool.stats().sequence_bytes[slot] == layout.sequence_bytes(tokens_each)
+        else:
+            runner.compress(requests)
+            held = set(runner.pool.stats().sequence_bytes.values())
+            assert held == {layout.sequence_bytes(tokens_each)}
         runner.pool.check_integrity()
 
 

@@ -46,28 +46,33 @@ class Demotion:
         return bool((self.eviction.pool.host_lengths[slots] - self._kept(slots) >= page).any())
 
     def demote(self, requests: list[Request]) -> None:
-        """Some sequences at a time, all layers of each at once or, where there is no room for so
-        many narrow rows beside the wide ones of a single sequence, layers that are ranked together
-        one after another, as room comes free. Raises PoolFull where there is none for several
-        sequences, or for any layer of one: nothing of theirs was changed."""
+        """Some sequences together, all layers at once; where there is no room for so many narrow
+        rows beside the wide ones, each alone, and where there is none for one's, layers that are
+        ranked together one after another, as room comes free. Raises PoolFull where there is none
+        for any, and then nothing was changed."""
         slots = [request.open_slot for request in requests]
-        for some in chunks(slots, self.eviction.pool.host_lengths[slots]):
-            self._demote(some)
+        each = chunks(slots, self.eviction.pool.host_lengths[slots])
+        done = [self._demotes(some) for some in each]
+        if not any(done):
+            raise PoolFull("no room for narrow rows of any layer")
 
-    def _demote(self, slots: list[int]) -> None:
+    def _demotes(self, slots: list[int]) -> bool:
+        """Whether some rows are narrow now, or none need be."""
         pool = self.eviction.pool
         count = pool.host_lengths[slots] - self._kept(slots)
         goes = self._unimportant(slots, count)
         if self._moves(slots, goes, count):
-            return
+            return True
+        if len(slots) > 1:
+            done = [self._demotes([slot]) for slot in slots]
+            return any(done)
         assert pool.layout.spec.hybrid is not None
-        units = waiting = pool.layout.spec.hybrid.units if len(slots) == 1 else ()
+        units = waiting = pool.layout.spec.hybrid.units
         before = 0
         while waiting and len(waiting) != before:
             before = len(waiting)
             waiting = tuple(x for x in waiting if not self._moves(slots, goes, count, x))
-        if len(waiting) == len(units):
-            raise PoolFull(f"no room for narrow rows of {len(slots)} sequences")
+        return len(waiting) < len(units)
 
     def _moves(
         self, slots: list[int], goes: Tensor, count: Ints, layers: tuple[int, ...] | None = None
