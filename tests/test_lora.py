@@ -40,11 +40,10 @@ def folded(name: str, recipe: str, **size):
     return model, original
 
 
-def learnt(model, windows: Tensor, teacher=None, **settings) -> tuple[float, float]:
+def learnt(model, windows: Tensor, teacher=None, dtype=None, **settings) -> tuple[float, float]:
     given = LoRA(**{**QUICK, **settings})
-    return lora.finetune(
-        model, family_of(model.config), spec_of(model), windows, given, teacher=teacher
-    )
+    how = {"teacher": teacher, "dtype": dtype}
+    return lora.finetune(model, family_of(model.config), spec_of(model), windows, given, **how)
 
 
 def changed(before: dict[str, Tensor], model) -> set[str]:
@@ -119,6 +118,15 @@ def test_the_loss_falls_on_text_that_is_kept_back(text, size) -> None:
         logits = model(kept, past_key_values=QuantisedRows(spec_of(model).layers)).logits
     nats = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), kept[:, 1:].flatten())
     assert last == pytest.approx(float(nats), abs=1e-4)
+
+
+@pytest.mark.parametrize("own", [torch.bfloat16, torch.float32])
+def test_the_loss_after_is_that_of_what_is_saved(text, own: torch.dtype) -> None:
+    """Of merged weights as they are rounded, not of adapters beside weights."""
+    model = folded("llama-gqa", "small", keep=0.5)[0].to(own)
+    last = learnt(model, text, dtype=torch.bfloat16)[1]
+    assert all(torch.equal(x, x.bfloat16().to(own)) for x in model.parameters())
+    assert last == training.mean_loss(model, None, spec_of(model), text[::4])
 
 
 def test_what_is_kept_back_is_not_learnt(text, monkeypatch) -> None:
