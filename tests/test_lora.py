@@ -5,6 +5,7 @@ import json
 import math
 import sys
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -179,6 +180,23 @@ def test_a_loss_that_diverges_leaves_the_model(text, steps: int, when: str) -> N
     with pytest.raises(ValueError, match=f"diverged at {when}: take a lower learning_rate"):
         learnt(model, text, learning_rate=1e30, steps=steps)
     assert not changed(before, model)
+
+
+def test_adapters_that_fail_halfway_leave_the_model(monkeypatch) -> None:
+    model, _ = folded("llama-gqa", "small", keep=0.5)
+    before, modules = state(model), dict(model.named_modules())
+    flags, make = [x.requires_grad for x in model.parameters()], peft.get_peft_model
+
+    def short(*given):
+        make(*given)
+        raise MemoryError
+
+    monkeypatch.setattr(peft, "get_peft_model", short)
+    with pytest.raises(MemoryError), lora._adapters(model, family_of(model.config), LoRA()):
+        pass
+    assert not changed(before, model) and dict(model.named_modules()) == modules
+    assert [x.requires_grad for x in model.parameters()] == flags and not model.training
+    assert not hasattr(model, "peft_config")
 
 
 def test_windows_are_spread_over_a_text(tmp_path) -> None:

@@ -115,22 +115,23 @@ def _adapters(model: Any, family: type[Family], settings: LoRA) -> Iterator[Any]
 
     training = model.training
     flags = [(x, x.requires_grad) for x in model.parameters()]
+    names = adapted(model, family, settings.maps)
+    own = [(name, model.get_submodule(name)) for name in names]
     config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.rank,
-        lora_dropout=0.1,
-        target_modules=adapted(model, family, settings.maps),
+        r=settings.rank, lora_alpha=settings.rank, lora_dropout=0.1, target_modules=names
     )
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers' of what PEFT asks it
-            adapters = get_peft_model(model, config)
         try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # transformers' of what PEFT asks it
+                adapters = get_peft_model(model, config)
             model.train()
             yield adapters
-        finally:
-            adapters.unload()
+        finally:  # PEFT's `unload` needs what failed halfway
+            for name, layer in own:
+                model.set_submodule(name, layer)
+            vars(model).pop("peft_config", None)
             model.train(training)
             for parameter, flag in flags:
                 parameter.requires_grad_(flag)
