@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from commands import refused
 from kvfold.artifact import mark, spec_of
 from kvfold.attention import hybrid as attention
 from kvfold.attention.selector import kernels
@@ -35,6 +36,7 @@ from kvfold.evaluation.importance import orders
 from kvfold.evaluation.measure import Measurement, measure
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import window_perplexity
+from kvfold.loading import load_tokenizer
 from kvfold.models.families import family_of
 from kvfold.models.folded import layer_shapes
 from kvfold.ops.store import append, gather
@@ -331,6 +333,23 @@ def test_merges_by_log_sum_exp() -> None:
 def test_refuses_what_does_not_go_with_it(settings: dict, named: str) -> None:
     with pytest.raises(SettingError, match=named):
         session_of(folded("llama-gqa"), **settings)
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "capacity", "pack"])
+def test_commands_refuse_it_before_weights_are_read(command: str, tmp_path, capsys) -> None:
+    model = tmp_path / "model"
+    folded("llama-gqa").config.save_pretrained(model)
+    (model / "model.safetensors").touch()
+    load_tokenizer("reference:gqa").save_pretrained(model)
+    given = {
+        "generate": ["--prompt", "x"],
+        "pack": ["--context", __file__, "--output", tmp_path / "x.kvf"],
+    }
+    settings = given.get(command, [])
+    if command != "pack":
+        settings += ["--evict", "h2o", "--keep-tokens", 0.5]
+    line = refused(capsys, command, model, *settings)
+    assert "--evict" in line and "rows have two widths (--hybrid)" in line
 
 
 def test_rows_become_narrow_where_wide_ones_fill_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ class Capacity:
     share: float = 0.9
 
     def __post_init__(self) -> None:
-        check_served(self.config, self._policy, self.cache)
+        check_served(self.config, self.spec, self._policy, self.cache)
 
     @property
     def _policy(self) -> Any:
