@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from commands import refused
+from kvfold import recipes
 from kvfold.artifact import mark, spec_of
 from kvfold.attention import hybrid as attention
 from kvfold.attention.selector import kernels
@@ -23,10 +24,10 @@ from kvfold.cache.pool import Pool, PoolFull
 from kvfold.capacity import GIB, Capacity
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
-from kvfold.compression.hybrid import with_leaders
+from kvfold.compression.hybrid import check_recipe, with_leaders
 from kvfold.config import CacheConfig, Ratios
 from kvfold.engine import demotion, eviction
-from kvfold.engine.build import build_runner
+from kvfold.engine.build import build_runner, check_served
 from kvfold.engine.demotion import Demotion, first_columns
 from kvfold.engine.llm import LLM
 from kvfold.engine.request import SamplingParams
@@ -476,6 +477,8 @@ def test_refuses_recipes_without_narrow_rows(recipe: str) -> None:
 def test_refuses_ratios_that_leave_nothing() -> None:
     with pytest.raises(SettingError, match="no number of a head: lower keys or values"):
         folded("llama-gqa", Ratios(values=0.97, narrow_values=0.97))
+    with pytest.raises(SettingError, match="unimportant tokens no number: lower narrow_keys"):
+        folded("llama-gqa", Ratios(narrow_keys=0.97, narrow_values=0.97))
     with pytest.raises(SettingError, match="hybrid is empty: give some of keys"):
         Ratios.parse("")
 
@@ -484,6 +487,24 @@ def test_refuses_ratios_that_leave_nothing() -> None:
 def test_refuses_models_whose_attention_reads_one_width(name: str) -> None:
     with pytest.raises(SettingError, match="sliding window or capped"):
         folded(name)
+
+
+@pytest.mark.parametrize("name", ["mistral-sliding", "gemma2"])
+def test_an_engine_refuses_a_saved_spec_of_theirs(name: str) -> None:
+    config, spec = tiny(name).config, spec_of(folded("llama-gqa"))
+    spec = replace(spec, geometry=family_of(config).geometry(config))
+    with pytest.raises(SettingError, match="which no attention with a sliding window or capped"):
+        check_served(config, spec, None, CacheConfig())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [("palu-m", "stores pre_rope keys"), ("fast", "share latents")],
+)
+def test_recipes_are_refused_before_they_are_calibrated(recipe: str, said: str) -> None:
+    wrong = replace(recipes.get(recipe), values="joint")
+    with pytest.raises(SettingError, match=said):
+        check_recipe(wrong, spec_of(folded("llama-gqa")).geometry)
 
 
 def test_spec_survives_json() -> None:
