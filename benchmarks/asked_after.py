@@ -116,7 +116,7 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
 
     original = rows["original"]
     kind, (text, *_) = next(iter(original["answers"])), original["texts"]
-    policies = dict.fromkeys(x["evict"] for x in rows.values() if x["evict"])
+    policies = dict.fromkeys(x["evict"] for x in rows.values() if x["evict"] not in (None, AUTO))
     figure, (answers, loss) = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
     full = original["answers"][kind]
     answers.axhline(100 * full["right"] / full["asked"], color="grey", ls=":", label="all rows")

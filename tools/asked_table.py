@@ -36,11 +36,13 @@ def by_share(rows: list[Row]) -> str:
     lines = [f"| right ({right(original)} with all rows) | {' | '.join(names)} |"]
     lines += ["|---|" + "---|" * len(shares)]
     for policy in policies:
-        lines.append(line(f"`{policy}`", (right(found[policy, share]) for share in shares)))
+        each = (found.get((policy, share)) for share in shares)
+        lines.append(line(f"`{policy}`", (right(row) if row else "" for row in each)))
     for text in original["texts"]:
         for policy in policies:
-            each = (loss(found[policy, share], original, text) for share in shares)
-            lines.append(line(f"`{policy}`, {text}", each))
+            each = (found.get((policy, share)) for share in shares)
+            cells = (loss(row, original, text) if row else "" for row in each)
+            lines.append(line(f"`{policy}`, {text}", cells))
     return "\n".join(lines)
 
 
