@@ -80,6 +80,30 @@ def test_the_first_direction_costs_what_others_lose_without_it() -> None:
     assert float(variance) == pytest.approx(float(felt), rel=2e-2)
 
 
+def clusters() -> tuple[torch.Tensor, torch.Tensor]:
+    """Nine rows in ten near one place, the others far from it, and what is felt of either."""
+    c = samples() / 10
+    c[::10, 0] += 1000
+    return c, samples(seed=1)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_numbers_count_from_a_first_token_among_the_others(fixed: bool) -> None:
+    c, g = clusters()
+    covariance, mean = moments(c)
+    gradient = g.mT @ g / T
+    basis = weighted(covariance, gradient, mean, c[1], fixed=fixed)
+    assert torch.equal(basis.mean, mean if fixed else c[1])
+    z = ((c - basis.mean) @ basis.down)[:, 0].abs()
+    assert (z.median() < 0.01 * z.max()) is not fixed
+    assert float(basis.loss[0]) == pytest.approx(dropped(basis, c, gradient, slice(1, N)), rel=2e-2)
+    for kept in range(1, N + 1):
+        error = (c[1] - basis.mean) - basis.up[:, :kept] @ (
+            basis.down[:, :kept].mT @ (c[1] - basis.mean)
+        )
+        assert error.norm() < 1e-8 * c[1].norm()
+
+
 def test_a_first_token_like_the_others_changes_nothing() -> None:
     plain, mean = pair_with_first(N, None)
     same, _ = pair_with_first(N, mean)

@@ -98,7 +98,12 @@ def _balance(singular: Tensor) -> Tensor:
 
 
 def weighted(
-    covariance: Tensor, gradient: Tensor, mean: Tensor, first: Tensor | None = None
+    covariance: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    first: Tensor | None = None,
+    *,
+    fixed: bool = False,
 ) -> Basis:
     """Ours: the pair of maps that loses least, to second order, when directions are dropped.
 
@@ -109,6 +114,8 @@ def weighted(
     first [n]: what a sequence's first token stores. Attention sinks there: its keys and values lie
     far from all others and the loss feels them so much that moments with it are about nothing else.
     So moments leave it out, and the first direction is its own: at rank 1 it is exact already.
+    Where the others spread further along it than it lies from their mean, numbers count from the
+    first token: heads whose keys fall into a few far clusters have it in the largest. fixed: never.
     """
     if first is None or not (delta := first - mean).any():
         return _balanced_pair(covariance, gradient, mean)
@@ -119,10 +126,12 @@ def weighted(
     rest = torch.linalg.qr(share[:, None], mode="complete").Q[:, 1:]
     dual = torch.linalg.inv(torch.cat((delta[:, None], rest), 1)).mT[:, 1:]
     others = _balanced_pair(dual.mT @ covariance @ dual, rest.mT @ gradient @ rest, mean)
-    spread = share @ _root(covariance)
+    spread = (share @ _root(covariance)).norm()
+    if spread > 1 and not fixed:
+        mean, spread = first, (spread.square() + 1).sqrt()
     # What others lose without it; where they do not vary along it, as large as the next one's.
-    most = torch.cat(((spread.norm() * felt.norm())[None], others.singular)).max()
-    scale = most.sqrt() / spread.norm()
+    most = torch.cat(((spread * felt.norm())[None], others.singular)).max()
+    scale = most.sqrt() / spread
     return Basis(
         down=torch.cat(((share * scale)[:, None], dual @ others.down), 1),
         up=torch.cat(((delta / scale)[:, None], rest @ others.up), 1),
