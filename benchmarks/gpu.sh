@@ -1,7 +1,7 @@
 #!/bin/sh
 # Measurements of docs/performance.md on a GPU, one JSON file each:
-#     benchmarks/gpu.sh [attention|rebuilt|ablations|engine|prefill|compress]...   (default: all)
-#     benchmarks/gpu.sh uneven      of the ablations, ZACK's KE on unequal heads and Palu's shared latents (not run yet)
+#     benchmarks/gpu.sh [attention|rebuilt|once|ablations|engine|prefill|compress|replay]...   (default: all)
+#     benchmarks/gpu.sh uneven      of the ablations, ZACK's KE on unequal heads and Palu's shared latents
 # RESULTS: folder of the files (benchmarks/results); KVFOLD: the command (kvfold).
 # `pip install flashinfer-python` adds that baseline. Then: python tools/performance_page.py
 set -e
@@ -25,6 +25,15 @@ rebuilt() {
         --variants palu-g1,palu-g4,palu-g32 --baselines sdpa-cudnn
     $bench decode --shape llama-2-7b --batch 1 --tokens 65536 --steps 4 --json "$results/rebuilt-decode-7b.json" \
         --variants bf16-full,palu-g1,palu-g4,palu-g32
+}
+
+once() {
+    $bench attention --batch 64 --tokens 8192 --layers 2 --rounds 5 --json "$results/attention-once-8b.json" --baselines sdpa-cudnn \
+        --variants lean-6x,lean-6x-odd,lean-8x,lean-6x-32,lean-6x-odd-32,lean-8x-32,lean-4x-odd,swift-4x-odd,swift-4.6x-odd,swift-int4
+    $bench decode --batch 64,8,1 --tokens 8192 --steps 8 --json "$results/decode-tiers-once-8b.json" --prefill \
+        --variants bf16-full,swift-int4,lean-6x,int8-full,lean-8x,swift-4.6x-odd,lean-6x-odd,swift-5.9x-odd,swift-4x-odd,lean-4x-odd
+    $bench decode --batch 256 --tokens 2048 --steps 8 --json "$results/decode-256-8b.json" \
+        --variants bf16-full,swift-int4,lean-6x,int8-full
 }
 
 ablations() {
@@ -68,6 +77,10 @@ compress() {
     $bench compress --batch 64 --tokens 8192 --steps 8 --json "$results/compress-8b-64x8192.json" --variants int4-half
 }
 
-for section in "${@:-attention rebuilt ablations engine prefill compress}"; do
+replay() {
+    $bench replay --tokens 8192 --policies kvzip --variants bf16-full,int4-half --json "$results/replay-8b.json"
+}
+
+for section in "${@:-attention rebuilt once ablations engine prefill compress replay}"; do
     for name in $section; do "$name"; done
 done

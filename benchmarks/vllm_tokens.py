@@ -7,13 +7,14 @@ in so many bits. Prompts of 5 to 333 tokens, two of which begin alike, are answe
 prefill in chunks of at most 128 tokens, prefix caching on, decode steps in CUDA graphs. Compared
 with transformers in float32; where bits are planned or set, which it does not store, with
 kvfold.LLM in the same dtype. parted: for every prompt whose tokens differ, the first place, and how
-far the other engine's first token was ahead of its second there: logits of transformers, or
-log-probabilities.
+far the other engine's first token was ahead of its second there, in log-probabilities. off: how far
+log-probabilities of first new tokens differ, where these are the same.
 """
 
 import argparse
 import json
 import os
+import statistics
 import tempfile
 import time
 import traceback
@@ -21,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
@@ -32,6 +34,7 @@ CASES = "; ".join(
     for model in ("gqa", "mha")
     for case in ("fast .5", "palu-j .5", "swift 5", "lean 6", "small 8", "bits 4")
 )
+FORKS = Lock()  # two at once are refused by filelock
 LENGTHS = 5, 40, 170, 333  # tokens of prompts; then two that share SHARED
 SHARED = 150
 
@@ -52,10 +55,12 @@ class Case(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """To every prompt: tokens; and how far each was ahead of the next one."""
+    """To every prompt: tokens; how far each was ahead of the next one; the first one's
+    log-probability."""
 
     tokens: list[list[int]]
     ahead: list[list[float]]
+    first: list[float]
 
 
 @lru_cache
@@ -83,6 +88,7 @@ def compressed(case: Case, folder: str, new: int) -> Answer | None:
     if not case.whole:
         return None
     model, tokens, ahead = kvfold.load(folder, dtype=torch.float32, device="cpu"), [], []
+    first = []
     for prompt in prompts():
         out = model.generate(
             torch.tensor([prompt]), max_new_tokens=new, min_new_tokens=new, do_sample=False,
@@ -91,7 +97,8 @@ def compressed(case: Case, folder: str, new: int) -> Answer | None:
         tops = [score[0].topk(2).values for score in out.scores]
         tokens.append(out.sequences[0, len(prompt) :].tolist())
         ahead.append([float(a - b) for a, b in tops])
-    return Answer(tokens, ahead)
+        first.append(float(out.scores[0][0].log_softmax(-1).max()))
+    return Answer(tokens, ahead, first)
 
 
 def by_the_engine(model: str, bits: int | None, dtype: str, new: int) -> Answer:
@@ -104,6 +111,7 @@ def by_the_engine(model: str, bits: int | None, dtype: str, new: int) -> Answer:
     return Answer(
         [list(out.token_ids) for out in found],
         [[x[-1] - x[-2] for x in own] for own in tops],
+        [out.logprobs[0].chosen for out in found],
     )
 
 
@@ -126,12 +134,16 @@ def served(model: str, bits: int | None, dtype: str, new: int) -> dict[str, Any]
         gpu_memory_utilization=0.01,
         **options,
     )
-    wanted = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    wanted = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, logprobs=1)
     asked = [{"prompt_token_ids": x} for x in prompts()]
     outputs = [llm.generate(asked, wanted, use_tqdm=False) for _ in range(2)]
     compilation = llm.llm_engine.vllm_config.compilation_config
     return {
         "tokens": [[list(x.outputs[0].token_ids) for x in out] for out in outputs],
+        "first": [
+            [x.outputs[0].logprobs[0][x.outputs[0].token_ids[0]].logprob for x in out]
+            for out in outputs
+        ],
         "cached": [x.num_cached_tokens for x in outputs[1]],
         "graphs": str(compilation.cudagraph_mode),
     }
@@ -148,7 +160,8 @@ def forked(call: Any, *args: Any) -> Any:
     context: Any = get_context("spawn" if torch.cuda.is_initialized() else "fork")
     ours, theirs = context.Pipe()
     child = context.Process(target=_forked, args=(theirs, call, *args))
-    child.start()
+    with FORKS:
+        child.start()
     theirs.close()
     try:
         done, found = ours.recv()
@@ -175,25 +188,29 @@ def _forked(pipe: Any, call: Any, *args: Any) -> None:
 
 
 def compare(case: Case, dtype: str, new: int) -> dict[str, Any]:
+    from kvfold.loading import resolve
+
     with tempfile.TemporaryDirectory() as folder:
         model, want = case.model, None
         if case.bits is None:
             model, want = folder, forked(compressed, case, folder, new)
         else:
-            from kvfold.loading import resolve
-
             model = str(resolve(model))
         if want is None:
             want = forked(by_the_engine, model, case.bits, dtype, new)
         found = forked(served, model, case.bits, dtype, new)
     rows = {}
-    for name, tokens in zip(("first", "again"), found["tokens"], strict=True):
-        parted = []
-        for prompt, got, wanted, ahead in zip(prompts(), tokens, *want, strict=True):
+    for i, name in enumerate(("first", "again")):
+        tokens, parted, off = found["tokens"][i], [], []
+        each = zip(prompts(), tokens, found["first"][i], *want, strict=True)
+        for prompt, got, likely, wanted, ahead, sure in each:
+            if got[0] == wanted[0]:
+                off.append(abs(likely - sure))
             if got != wanted:
-                at = next(i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
+                at = next(k for k, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
                 parted.append({"prompt": len(prompt), "at": at, "ahead": round(ahead[at], 4)})
         rows[name] = {"equal": len(tokens) - len(parted), "of": len(tokens), "parted": parted}
+        rows[name] |= {"off_median": statistics.median(off), "off_max": max(off)} if off else {}
     against = "transformers float32" if case.whole else f"kvfold.LLM {dtype}"
     about = {"against": against, "cached": found["cached"], "graphs": found["graphs"]}
     return case._asdict() | about | rows

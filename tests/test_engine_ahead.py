@@ -12,6 +12,7 @@ from kvfold.engine.graphs import DecodeGraphs
 from kvfold.engine.request import Batch, CacheParams, Request, SamplingParams
 from kvfold.engine.runner import ModelRunner
 from kvfold.engine.sampler import Sampled
+from kvfold.engine.scheduler import Schedule
 from models import tiny
 from stub import EOS, POOLS, VOCAB, Bench, mixed_requests, reference
 
@@ -181,13 +182,27 @@ def test_a_prompt_that_is_read_beside_them_goes_on_with_every_step() -> None:
     assert [x[1:] for x in found[1][:5]] == [x[1:] for x in found[0][:5]]
 
 
-def test_what_is_over_its_budget_is_compressed_first() -> None:
+@pytest.mark.parametrize(
+    "schedule, every",
+    [
+        ({}, None),
+        ({}, 1),
+        ({}, 2),
+        ({"every": 1}, None),
+        ({"every": 3}, None),
+        ({"uncompressed": 4}, None),
+    ],
+)
+def test_what_is_over_its_budget_is_compressed_first(schedule: dict, every: int | None) -> None:
+    """With the very tokens and compressions of one step after another."""
     found = []
     for ahead in (False, True):
-        bench = Bench(ahead=ahead)
-        bench.add([1] * 20, CacheParams(max_cache_tokens=8), **NINE)
-        found.append(bench.drain().tokens)
-        assert bench.runner.rounds
+        bench = Bench(ahead=ahead, schedule=Schedule(**schedule))
+        for own in (every, None):
+            bench.add([1] * 20, CacheParams(max_cache_tokens=8, every=own), **NINE)
+        bench.add([2] * 5, **NINE | {"max_new_tokens": 30})
+        found.append((bench.drain().tokens, bench.runner.rounds))
+        assert bench.runner.rounds and (bench.runner.num_ahead > 0) == ahead
     assert found[0] == found[1]
 
 
@@ -198,7 +213,7 @@ def test_a_launch_that_fails_gives_its_pages_back(caplog: pytest.LogCaptureFixtu
     before = bench.pool.host_lengths.copy()
     bench.runner.fail = RuntimeError("out of memory")
     assert len(bench.step()) == 3
-    assert (bench.pool.host_lengths == before).all()
+    assert (bench.pool.host_lengths == before).all() and bench.scheduler.num_steps == 2
     assert "could not be launched ahead" in caplog.text
     bench.drain()
     for id in ids:

@@ -368,6 +368,21 @@ def test_where_pages_are_short_nobody_waits_for_a_reading(monkeypatch: pytest.Mo
     assert bench.scheduler.num_preemptions == 0 and bench.runner.rounds and bench.runner.pieces
 
 
+def test_one_that_pages_forced_through_its_reading_goes_on_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StubRunner, "piece", 3)
+    bench = Bench(27, chunk=64, headroom=0)
+    (id,) = evicting(bench, [20], new=9)
+    bench.add([9] * 30, max_new_tokens=6, ignore_eos=True)
+    while not bench.runner.rounds:
+        bench.step()
+    assert bench.scheduler.num_steps < 20 / 3, "it is read to its end before its turn"
+    assert not bench.scheduler.reading and len(bench.tokens[id]) == 2
+    bench.drain()
+    assert bench.scheduler.num_preemptions == 0 and bench.runner.rounds == [[id]]
+
+
 def test_before_preempt_compression_spares_recomputation() -> None:
     def run(schedule: Schedule) -> Bench:
         bench = Bench(40, schedule=schedule)

@@ -15,15 +15,19 @@ from transformers import AttentionInterface
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from commands import refused
+from kvfold import recipes
 from kvfold.artifact import mark, spec_of
 from kvfold.attention import hybrid as attention
 from kvfold.attention.selector import kernels
 from kvfold.cache.pool import Pool, PoolFull
+from kvfold.capacity import GIB, Capacity
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
-from kvfold.compression.hybrid import with_leaders
+from kvfold.compression.hybrid import check_recipe, with_leaders
 from kvfold.config import CacheConfig, Ratios
-from kvfold.engine.build import build_runner
+from kvfold.engine import demotion, eviction
+from kvfold.engine.build import build_runner, check_served
 from kvfold.engine.demotion import Demotion, first_columns
 from kvfold.engine.llm import LLM
 from kvfold.engine.request import SamplingParams
@@ -33,6 +37,7 @@ from kvfold.evaluation.importance import orders
 from kvfold.evaluation.measure import Measurement, measure
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import window_perplexity
+from kvfold.loading import load_tokenizer
 from kvfold.models.families import family_of
 from kvfold.models.folded import layer_shapes
 from kvfold.ops.store import append, gather
@@ -331,6 +336,23 @@ def test_refuses_what_does_not_go_with_it(settings: dict, named: str) -> None:
         session_of(folded("llama-gqa"), **settings)
 
 
+@pytest.mark.parametrize("command", ["generate", "eval", "capacity", "pack"])
+def test_commands_refuse_it_before_weights_are_read(command: str, tmp_path, capsys) -> None:
+    model = tmp_path / "model"
+    folded("llama-gqa").config.save_pretrained(model)
+    (model / "model.safetensors").touch()
+    load_tokenizer("reference:gqa").save_pretrained(model)
+    given = {
+        "generate": ["--prompt", "x"],
+        "pack": ["--context", __file__, "--output", tmp_path / "x.kvf"],
+    }
+    settings = given.get(command, [])
+    if command != "pack":
+        settings += ["--evict", "h2o", "--keep-tokens", 0.5]
+    line = refused(capsys, command, model, *settings)
+    assert "--evict" in line and "rows have two widths (--hybrid)" in line
+
+
 def test_rows_become_narrow_where_wide_ones_fill_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer after another, as pages come free, to what a large pool gives; or not at all."""
     units, moves = [], Demotion._moves
@@ -365,6 +387,75 @@ def test_rows_become_narrow_where_wide_ones_fill_the_pool(monkeypatch: pytest.Mo
     assert units == [(None, True), (None, False), ((0,), True), ((1,), True), *none]
 
 
+def test_layers_of_one_leader_need_room_together() -> None:
+    """Which a pool of the size that a layout asks for has, for one sequence after another."""
+    model = folded("llama-gqa", replace(RATIOS, important_last=0.25))
+    layout = session_of(model).runner.pool.layout
+    apart, spec = layout.spare_page_bytes, layout.spec
+    mark(model, replace(spec, hybrid=replace(spec.hybrid, leaders=(0, 0))), {})
+    layout, tokens_each = session_of(model).runner.pool.layout, 240
+    assert layout.spare_page_bytes == layout.narrow.page_bytes == 2 * apart
+    enough = layout.bytes_for(2, tokens_each) - 2**20
+    for size in (enough, enough - layout.spare_page_bytes * tokens_each // PAGE):
+        config = CacheConfig(kv_bytes=size, page=PAGE)
+        runner = build_runner(model, config, num_slots=2, max_tokens=tokens_each)
+        requests = sequences_of(runner, tokens_each, tokens_each)
+        for x in requests:
+            step(runner, (x, tokens_each))
+        if size < enough:
+            with pytest.raises(PoolFull, match="no room for narrow rows"):
+                runner.compress(requests)
+            assert not runner.pool.narrow.host_lengths.any()
+        else:
+            runner.compress(requests)
+            held = set(runner.pool.stats().sequence_bytes.values())
+            assert held == {layout.sequence_bytes(tokens_each)}
+        runner.pool.check_integrity()
+
+
+def test_capacity_counts_both_widths() -> None:
+    """Wide rows alone while a prompt is read; more requests fit than of wide rows alone."""
+    model = folded("llama-gqa")
+    spec, cache = spec_of(model), CacheConfig(page=PAGE)
+    both = [
+        Capacity(config=model.config, spec=x, cache=cache, gpu_bytes=4 * GIB)
+        for x in (spec, replace(spec, hybrid=None))
+    ]
+    mean, wide = (x.request_bytes(240) for x in both)
+    assert mean < 0.9 * wide and both[0].room(240).requests > both[1].room(240).requests
+    assert both[0].layout.spare_page_bytes > both[1].layout.spare_page_bytes == 0
+
+
+def test_work_space_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows of few sequences at a time become narrow as all do at once."""
+    model, found, sizes = folded("llama-gqa"), [], []
+
+    def seen(pages, slots, lengths, dtype, size):
+        sizes.append((len(slots), size))
+        return gather(pages, slots, lengths, dtype, size)
+
+    monkeypatch.setattr(demotion, "gather", seen)
+    for numbers, rows in ((2**24, 10**7), (600, 10**7), (600, 1)):
+        monkeypatch.setattr(demotion, "NUMBERS", numbers)
+        monkeypatch.setattr(eviction, "ROWS", rows)
+        config = CacheConfig(kv_bytes=2**21, page=PAGE)
+        runner = build_runner(model, config, num_slots=3, max_tokens=128)
+        lengths = 60, 47, 90
+        requests = sequences_of(runner, *lengths)
+        for x, length in zip(requests, lengths, strict=True):
+            step(runner, (x, length))
+        sizes.clear()
+        runner.compress(requests)
+        width = max(x.row_width for x in spec_of(model).layers)
+        assert numbers > 600 or all(b * t * width <= 600 for b, t in sizes)
+        assert {b for b, _ in sizes} == ({3} if rows > 1 else {1})
+        runner.pool.check_integrity()
+        after = [step(runner, *((x, 1) for x in requests)) for _ in range(2)]
+        found.append([torch.from_numpy(runner.pool.narrow.host_lengths), *after])
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+
+
 def test_quantized_rows_become_narrow() -> None:
     """At 8 bits, not turned, close to what 16 bits give."""
     ids, found = tokens(1, 100)[0].tolist(), []
@@ -386,6 +477,8 @@ def test_refuses_recipes_without_narrow_rows(recipe: str) -> None:
 def test_refuses_ratios_that_leave_nothing() -> None:
     with pytest.raises(SettingError, match="no number of a head: lower keys or values"):
         folded("llama-gqa", Ratios(values=0.97, narrow_values=0.97))
+    with pytest.raises(SettingError, match="unimportant tokens no number: lower narrow_keys"):
+        folded("llama-gqa", Ratios(narrow_keys=0.97, narrow_values=0.97))
     with pytest.raises(SettingError, match="hybrid is empty: give some of keys"):
         Ratios.parse("")
 
@@ -394,6 +487,24 @@ def test_refuses_ratios_that_leave_nothing() -> None:
 def test_refuses_models_whose_attention_reads_one_width(name: str) -> None:
     with pytest.raises(SettingError, match="sliding window or capped"):
         folded(name)
+
+
+@pytest.mark.parametrize("name", ["mistral-sliding", "gemma2"])
+def test_an_engine_refuses_a_saved_spec_of_theirs(name: str) -> None:
+    config, spec = tiny(name).config, spec_of(folded("llama-gqa"))
+    spec = replace(spec, geometry=family_of(config).geometry(config))
+    with pytest.raises(SettingError, match="which no attention with a sliding window or capped"):
+        check_served(config, spec, None, CacheConfig())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [("palu-m", "stores pre_rope keys"), ("fast", "share latents")],
+)
+def test_recipes_are_refused_before_they_are_calibrated(recipe: str, said: str) -> None:
+    wrong = replace(recipes.get(recipe), values="joint")
+    with pytest.raises(SettingError, match=said):
+        check_recipe(wrong, spec_of(folded("llama-gqa")).geometry)
 
 
 def test_spec_survives_json() -> None:

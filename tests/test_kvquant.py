@@ -1,5 +1,7 @@
 """KVQuant: levels of weighted k-means, ranges in the maps, outliers in the rows."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,10 +9,12 @@ from torch import Tensor
 import kvfold
 from kvfold import recipes
 from kvfold.compression import codebooks
-from kvfold.compression.bases.channels import sheared
+from kvfold.compression.bases.base import Source
+from kvfold.compression.bases.channels import Channels, sheared
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.codebooks import Samples, in_range, k_means
 from kvfold.compression.compressor import Compressor, Prepared
+from kvfold.compression.statistics import Moment
 from kvfold.compression.statistics.quantities import Sampled
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
@@ -158,6 +162,39 @@ def test_a_first_token_far_out_is_one_outlier(sink: bool) -> None:
     rows = ((both - maps.mean) @ maps.down).float()[:, None]
     error = (decoded(form, rows)[:, 0].double() @ maps.up.mT + maps.mean - both) / spread
     assert error.square().mean(1).sqrt().max() < 0.25
+
+
+def test_axes_are_sheared_by_a_head_s_own_first_key() -> None:
+    """Of keys before RoPE alone; values keep theirs, and all come back exactly."""
+    generator = torch.Generator().manual_seed(0)
+    d, keys = 64, torch.randn(500, 128, generator=generator).double() + 1
+    keys[:, d:] *= torch.arange(1, d + 1)  # the second head's channels are not equally strong
+    first = keys[0] + 40 * torch.randn(128, generator=generator)
+    other = torch.randn(500, 256, generator=generator)
+    made = {
+        "key_pre": Moment.of(keys),
+        "value": Moment.of(keys),
+        "first": Moment.once(first, torch.cat((first, *other[0].split(128)))),
+        "samples": Moment.once(torch.cat((keys, other, keys, other), 1).float(), first),
+    }
+    source = Source(
+        layer=0,
+        family=None,
+        attention=None,
+        geometry=SimpleNamespace(head_dim=d),
+        statistics={(0, name): moment for name, moment in made.items()},
+    )
+    builder = Channels(recipes.get("kvquant"))
+    for head in range(2):
+        where = slice(head * d, (head + 1) * d)
+        found = builder.build(source, "k", (head,))
+        torch.testing.assert_close(found.down.mT @ found.up, torch.eye(d).double())
+        off = (first[where] - keys[:, where].float().mean(0)) @ found.down
+        assert int((off.abs() > 1e-3 * off.abs().max()).sum()) == 1
+        plain = builder.build(source, "v", (head,))
+        energy = keys[:, where].square().mean(0)
+        assert torch.equal(plain.up, torch.eye(d).double()[:, energy.argsort(descending=True)])
+        torch.testing.assert_close(plain.singular, energy.sort(descending=True).values.sqrt())
 
 
 @pytest.mark.parametrize("recipe, keep", [("kvquant", 1.0), ("kvquant-z", 0.5)])

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -40,11 +41,10 @@ def folded(name: str, recipe: str, **size):
     return model, original
 
 
-def learnt(model, windows: Tensor, teacher=None, **settings) -> tuple[float, float]:
+def learnt(model, windows: Tensor, teacher=None, dtype=None, **settings) -> tuple[float, float]:
     given = LoRA(**{**QUICK, **settings})
-    return lora.finetune(
-        model, family_of(model.config), spec_of(model), windows, given, teacher=teacher
-    )
+    how = {"teacher": teacher, "dtype": dtype}
+    return lora.finetune(model, family_of(model.config), spec_of(model), windows, given, **how)
 
 
 def changed(before: dict[str, Tensor], model) -> set[str]:
@@ -121,6 +121,15 @@ def test_the_loss_falls_on_text_that_is_kept_back(text, size) -> None:
     assert last == pytest.approx(float(nats), abs=1e-4)
 
 
+@pytest.mark.parametrize("own", [torch.bfloat16, torch.float32])
+def test_the_loss_after_is_that_of_what_is_saved(text, own: torch.dtype) -> None:
+    """Of merged weights as they are rounded, not of adapters beside weights."""
+    model = folded("llama-gqa", "small", keep=0.5)[0].to(own)
+    last = learnt(model, text, dtype=torch.bfloat16)[1]
+    assert all(torch.equal(x, x.bfloat16().to(own)) for x in model.parameters())
+    assert last == training.mean_loss(model, None, spec_of(model), text[::4])
+
+
 def test_what_is_kept_back_is_not_learnt(text, monkeypatch) -> None:
     seen = []
 
@@ -171,6 +180,23 @@ def test_a_loss_that_diverges_leaves_the_model(text, steps: int, when: str) -> N
     with pytest.raises(ValueError, match=f"diverged at {when}: take a lower learning_rate"):
         learnt(model, text, learning_rate=1e30, steps=steps)
     assert not changed(before, model)
+
+
+def test_adapters_that_fail_halfway_leave_the_model(monkeypatch) -> None:
+    model, _ = folded("llama-gqa", "small", keep=0.5)
+    before, modules = state(model), dict(model.named_modules())
+    flags, make = [x.requires_grad for x in model.parameters()], peft.get_peft_model
+
+    def short(*given):
+        make(*given)
+        raise MemoryError
+
+    monkeypatch.setattr(peft, "get_peft_model", short)
+    with pytest.raises(MemoryError), lora._adapters(model, family_of(model.config), LoRA()):
+        pass
+    assert not changed(before, model) and dict(model.named_modules()) == modules
+    assert [x.requires_grad for x in model.parameters()] == flags and not model.training
+    assert not hasattr(model, "peft_config")
 
 
 def test_windows_are_spread_over_a_text(tmp_path) -> None:

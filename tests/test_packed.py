@@ -3,6 +3,7 @@ context compressed in place."""
 
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvfold import LLM, CacheParams, PackedContext, SamplingParams
+from kvfold.cache.eviction import policies
 from kvfold.engine.sampler import sample
 from kvfold.engine.scheduler import Schedule
 from kvfold.errors import SettingError
@@ -143,6 +145,30 @@ def test_without_eviction_a_context_is_whole() -> None:
     own = CacheParams(prefix_caching=False)
     plain = llm.generate([[*BOOK, *ids] for ids in QUESTIONS], ASKED, cache=own)
     assert [x.token_ids for x in found] == [x.token_ids for x in plain]
+
+
+def test_chunks_behind_a_context_begin_with_it_whatever_else_is_served(monkeypatch) -> None:
+    """A policy that looks at 32 tokens together sees the same ones alone and beside others."""
+    policy = replace(policies.get("compactor"), chunk=32)
+    monkeypatch.setattr(policies, "get", {"compactor": policy}.__getitem__)
+    questions, limits = (
+        [tokens(1, 50, seed=n)[0].tolist() for n in range(2)],
+        CacheParams(max_cache_tokens=40),
+    )
+    found = []
+    for some, most in ((questions[1:], 2048), (questions, 90)):
+        llm = llm_of(evict="compactor", chunk=64)
+        context = llm.pack(BOOK, factor=2, measure=False)
+        llm.engine.scheduler.max_batch_tokens = most
+        run, batches = llm.runner.run, []
+        llm.runner.run = lambda *x, y=batches, z=run: y.append(x[0]) or z(*x)
+        found.append(llm.generate(some, ASKED, cache=limits, context=context)[-1])
+        assert llm.engine.scheduler.num_compressions == len(some)
+    assert found[0].token_ids == found[1].token_ids
+    both = ([y.chosen for y in x.logprobs] for x in found)
+    assert next(both) == pytest.approx(next(both), abs=1e-4)
+    chunks = [len(x.tokens) for batch in batches for x in batch.chunks if not x.is_decode]
+    assert chunks == [50, 32, 18], "the second is cut where its own 32 tokens end"
 
 
 def test_refused(tmp_path) -> None:

@@ -262,15 +262,14 @@ def test_benchmark_of_a_model(pool: Ranks) -> None:
 # -- mistakes -----------------------------------------------------------------------------------
 
 
-def told(group: dist.ProcessGroup, how: str, model: Any) -> str:
-    """What a rank is told about a mistake."""
-    rank, ids = dist.get_rank(group), list(IDS)
+def told(group: dist.ProcessGroup, how: str, model: Any, other: Any = IDS) -> str:
+    """What a rank is told about a mistake; other: ids of all ranks but the first."""
+    rank = dist.get_rank(group)
+    ids = other if rank else IDS
     try:
         if how == "models" and rank == 1:
             model = model.double()
         parallel = SequenceParallel(model, group)
-        if how == "ids" and rank == 1:
-            ids[3] += 1
         found = parallel.prefill(ids)
         parallel.cache(found)
     except ValueError as error:
@@ -282,10 +281,24 @@ def test_ranks_that_differ_are_told(pool: Ranks) -> None:
     model = tiny("llama-gqa")
     for how, want in (
         ("models", "rank 1 has another model than rank 0: load the same one on every rank"),
-        ("ids", "rank 1 has other ids than rank 0: give every rank the whole prompt"),
         ("rows", "prompt has no rows: prefill it with keep_rows=True"),
     ):
         assert pool.run(2, told, how, model) == [want] * 2
+
+
+@pytest.mark.parametrize(
+    "other", [[*IDS[:3], 5, *IDS[4:]], IDS[:1], [3, 97], "The old house", None]
+)
+def test_ids_of_one_rank_alone_all_are_told(pool: Ranks, other: Any) -> None:
+    """Nobody waits for who has bad ones."""
+    want = "rank 1 has other ids than rank 0: give every rank the whole prompt"
+    assert pool.run(2, told, "ids", tiny("llama-gqa"), other) == [want] * 2
+
+
+def test_ids_are_the_same_whatever_holds_them(pool: Ranks) -> None:
+    other = torch.tensor(IDS, dtype=torch.int32)
+    want = "prompt has no rows: prefill it with keep_rows=True"
+    assert pool.run(2, told, "rows", tiny("llama-gqa"), other) == [want] * 2
 
 
 ONE = "ids must be the token ids of one prompt"

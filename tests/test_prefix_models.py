@@ -78,10 +78,14 @@ def test_what_was_read_again_is_not_read_once_more(monkeypatch: pytest.MonkeyPat
     alone = [llm.generate([ids], ASKED, cache=OFF)[0] for ids in PROMPTS]
     assert read.count(0) == len(PROMPTS)
     del read[:]
+    pool, kept = llm.runner.pool, []
+    score = pool.score
+    monkeypatch.setattr(pool, "score", lambda slot, x: kept.append(len(x)) or score(slot, x))
     found = [llm.generate([ids], ASKED)[0] for ids in PROMPTS]
     together = llm.generate(PROMPTS, ASKED)
     for own in (found, together):
         assert [x.token_ids for x in own] == [x.token_ids for x in alone]
+    assert max(kept) == 16 // pool.layout.page > 1, "blocks of a piece together"
     # 70 tokens in common: four pieces, the first three of which the second prompt of 64 takes.
     assert [read.count(x) for x in (0, 16, 32)] == [1, 1, 1] and read.count(48) <= 3
     llm.runner.pool.check_integrity()

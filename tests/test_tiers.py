@@ -268,6 +268,14 @@ def test_a_latent_of_zeros_leaves_the_budget_to_others():
     assert plan(others, 400, LEVELS) == [(), alone, ()]
 
 
+def test_one_giant_direction_leaves_no_bits_unspent():
+    """A saturated head's may hold 10^10 times what others do."""
+    s = torch.ones(64, dtype=torch.float64)
+    giant = s.clone()
+    giant[0] = 1e8
+    assert sum(map(cost, plan([s, giant], 800, LEVELS))) > 0.95 * 800
+
+
 def test_a_plan_does_not_depend_on_the_scale_of_the_loss():
     found = [falling(), falling(64, 0.5)]
     assert plan(found, 700, LEVELS) == plan([1e-6 * s for s in found], 700, LEVELS)

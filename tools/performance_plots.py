@@ -11,9 +11,11 @@ Row = dict[str, Any]
 
 
 def speedup_figure(rows: Sequence[Row]) -> Any:
-    """Speed-up against B x T: a point a case, a line through their median at every B x T."""
+    """Speed-up against B x T of what was timed at several: a point a case, a line through their
+    median at every B x T."""
     figure, (axes,) = _figure(7.2, 4.2)
     compared = [row for row in rows if row["kind"] == "variant" and row["speedup_vs_fastest"]]
+    compared = _at_several(compared, lambda row: row["batch"] * row["tokens"])
     for i, name in enumerate(_names(compared)):
         points: dict[int, list[float]] = {}
         for row in compared:
@@ -73,10 +75,12 @@ def rank_figure(rows: Sequence[Row]) -> Any:
 
 
 def step_figure(rows: Sequence[Row]) -> Any:
-    """Milliseconds a step: against tokens, a panel a batch; bars where there is one context."""
-    batches = sorted({row["batch"] for row in rows})
+    """Milliseconds a step: against tokens, a panel a batch, of what was timed at several lengths;
+    bars where there is one."""
     if len({row["tokens"] for row in rows}) == 1:
         return _bars(rows)
+    rows = _at_several(rows, lambda row: row["tokens"])
+    batches = sorted({row["batch"] for row in rows})
     figure, panels = _figure(3.4 * max(2, len(batches)), 3.8, len(batches))
     for axes, batch in zip(panels, batches, strict=True):
         for i, name in enumerate(_names(rows)):
@@ -99,6 +103,14 @@ def _bars(rows: Sequence[Row]) -> Any:
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds a step")
     return figure
+
+
+def _at_several(rows: Sequence[Row], size: Callable[[Row], int]) -> list[Row]:
+    """Those of variants that were timed at more than one size; all, where none was."""
+    sizes: dict[str, set[int]] = {}
+    for row in rows:
+        sizes.setdefault(row["variant"], set()).add(size(row))
+    return [row for row in rows if len(sizes[row["variant"]]) > 1] or list(rows)
 
 
 def save(figure: Any, path: Path) -> None:

@@ -99,9 +99,11 @@ def ablations(
 
 
 def methods(rows: Sequence[Row]) -> list[Row]:
-    """Those that are no ablation."""
+    """Those that are no ablation; of what was timed more than once the last."""
     lesser = ("-longest", "-whole", "-pareto", "-decompressed", "-online", "-fixed", "-zack")
-    return [row for row in rows if not row["variant"].endswith(lesser)]
+    own = [row for row in rows if not row["variant"].endswith(lesser)]
+    keys = [(row["variant"], row.get("batch"), row["tokens"], row.get("chunk")) for row in own]
+    return list(dict(zip(keys, own, strict=True)).values())
 
 
 def times_table(rows: Sequence[Row]) -> str:

@@ -60,7 +60,7 @@ class Capacity:
     share: float = 0.9
 
     def __post_init__(self) -> None:
-        check_served(self.config, self._policy, self.cache)
+        check_served(self.config, self.spec, self._policy, self.cache)
 
     @property
     def _policy(self) -> Any:
@@ -89,13 +89,17 @@ class Capacity:
 
     def request_bytes(self, tokens: int) -> int:
         """Of the pages of one request that has so many tokens stored."""
+        return int(self.layout.sequence_bytes(tokens) * SLACK)
+
+    def _prompt_bytes(self, tokens: int) -> int:
+        """The same while its prompt is read, which stores all it has, and is compressed then."""
         layout = self.layout
-        pages = -(-tokens // layout.page)
-        return int((layout.page_bytes * pages + layout.tail_bytes) * SLACK)
+        pages = -(-tokens // layout.page) * (layout.page_bytes + layout.spare_page_bytes)
+        return int((pages + layout.tail_bytes) * SLACK)
 
     def room(self, context: int) -> Room:
         kept = self.kept(context)
-        one, whole = self.request_bytes(kept), self.request_bytes(context)
+        one, whole = self.request_bytes(kept), self._prompt_bytes(context)
         requests = max(0, (self.pool - (whole - one)) // one)
         step = self._step(requests, kept)
         return Room(

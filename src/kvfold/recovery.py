@@ -56,6 +56,7 @@ def recover(
         windows = training_windows(tokenizer, config, text, count)
         model = load(name, dtype=dtype, device=device)
         teacher = load(original, dtype=dtype, device=device) if original is not None else None
+        stored = stored_dtype(config, dtype)
         before, after = finetune(
             model,
             family_of(config),
@@ -63,12 +64,13 @@ def recover(
             windows,
             lora,
             teacher=teacher,
+            dtype=stored,
             progress=stage(progress, "recover"),
         )
         found = {"tokens": windows.numel(), "original": original, "before": before, "after": after}
         mark(model, spec, {**provenance_of(model), "lora": {**asdict(lora), **found}})
         with writing(Path(output)):
-            fill(folder, model, tokenizer, stored_dtype(config, dtype))
+            fill(folder, model, tokenizer, stored)
     return model
 
 

@@ -205,12 +205,17 @@ class SharingPool(Pool):
         span = self._between(np.array([slot]), start, stop)
         self._clear_metrics(torch.cat(self._offsets(span)), span)
 
-    def score(self, slot: int, number: int, block: SharedPages, piece: bytes) -> None:
-        """Give a block, which was copied, the metrics of the block `number` of a sequence that
-        holds the same rows, as the reading of a piece left them."""
-        self._check_blocks(slot, number, 1)
-        self._copy(self._table(slot)[:, number], block.offsets, self._block_pages)
-        block.scored = piece
+    def score(self, slot: int, blocks: Sequence[tuple[int, SharedPages, bytes]]) -> None:
+        """Give blocks, which were copied, the metrics of the blocks of these numbers of a sequence
+        that holds the same rows, as the readings of pieces left them."""
+        if not blocks:
+            return
+        numbers, chain, pieces = zip(*blocks, strict=True)
+        self._check_blocks(slot, 0, max(numbers) + 1)
+        own = self._table(slot).index_select(1, upload(np.array(numbers), self.device))
+        self._copy(own.flatten(), _offsets(chain), len(chain) * self._block_pages)
+        for block, piece in zip(chain, pieces, strict=True):
+            block.scored = piece
 
     def unloaded(self, tokens: int, rows: Ints) -> SharedPages:
         """Rows [G] of so many first tokens of a sequence, which have no pages until `load`."""

@@ -142,7 +142,7 @@ def cache_config(
     cache = storage.config(planned or (spec is not None and spec.planned))
     if cache is not None:
         named = next(iter(policies.POLICIES)) if cache.evict == AUTO else cache.evict
-        check_served(config, policies.get(named) if named else None, cache)
+        check_served(config, spec, policies.get(named) if named else None, cache)
         use_triton((place.device or default_device()).partition(":")[0])
     return cache
 

@@ -74,7 +74,7 @@ def demo(
     from kvfold.report import write_report
 
     loaded, tokenizer = common.load(model, PLACE), common.load_tokenizer(model)
-    check_served(loaded.config, None, CacheConfig())
+    check_served(loaded.config, None, None, CacheConfig())
     what = measurement(loaded, tokenizer)
     with common.progress() as progress:
         rows, statistics = measured(loaded, tokenizer, what, progress)

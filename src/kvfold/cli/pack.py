@@ -77,7 +77,7 @@ def pack(
     from kvfold.evaluation.perplexity import max_positions
     from kvfold.text import longer
 
-    check_served(config, policies.get(stored.evict), cache)
+    check_served(config, common.saved_spec(config), policies.get(stored.evict), cache)
     limit = max_positions(config)
     if limit is not None and longer(tokenizer, text, limit - 1):
         raise ValueError(

@@ -22,6 +22,7 @@ DISTORTION = {1: 0.361, 2: 0.117, 3: 0.0359, 4: 0.0102, 6: 0.00073, 8: 0.000042}
 SCALE_BITS = 8  # one fp8 scale a token and tier
 WIDE = 256  # numbers of a latent whose rows are read 16 bytes at a time, others 4
 FALLS, FALL = 16, 0.8  # how often, and to what share, the price falls to spend what is left
+CHEAPEST = 1e-20  # price of a bit, of the largest s^2: below what doubles tell apart
 WORD = 16  # bits: what a tier is a multiple of, whatever the latent's width
 LOAD = 16  # numbers of a load, which takes 16 bytes of 8 bits, or a part of 16 bytes of fewer
 
@@ -105,7 +106,7 @@ def _plan_sets(
         return sum(size * cost(tiers) for size, tiers in zip(sizes, planned, strict=True))
 
     most = max((float(s[0] ** 2) for own in sets for s in own if len(s)), default=0.0)
-    low, high = most * 1e-12, most  # at `high` nothing is worth a bit
+    low, high = most * CHEAPEST, most  # at `high` nothing is worth a bit
     best: list[Tiers] = [() for _ in sets]
     for _ in range(48 if most else 0):
         price = (low * high) ** 0.5

@@ -41,14 +41,16 @@ def finetune(
     settings: LoRA,
     *,
     teacher: Any | None = None,
+    dtype: torch.dtype | None = None,
     progress: Report | None = None,
 ) -> tuple[float, float]:
     """Train adapters on `model`, folded to `spec`, and merge them into it, in place.
 
     windows [n, T] token ids, n at least 4, of which a fourth, HELD at most, is not learnt. teacher:
-    the original, whose distribution is learnt instead of the text. Returns the loss on the windows
-    that are not learnt before and after, in nats a token. What Palu leaves to SliceGPT (AdamW's
-    settings, dropout, a step every four windows) is as in that one's release. Raises SettingError
+    the original, whose distribution is learnt instead of the text. dtype: that the model will be
+    saved in, to which what is merged is rounded. Returns the loss on the windows that are not
+    learnt before, and after that, in nats a token. What Palu leaves to SliceGPT (AdamW's settings,
+    dropout, a step every four windows) is as in that one's release. Raises SettingError
     where it diverges, and the model is as it was.
     """
     held = torch.arange(len(windows)) % max(4, -(-len(windows) // HELD)) == 0
@@ -74,11 +76,19 @@ def finetune(
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-        after = mean_loss(model.eval(), teacher, spec, windows[held])
-        if not math.isfinite(after):
+        if not math.isfinite(mean_loss(model.eval(), teacher, spec, windows[held])):
             raise SettingError(f"recovery diverged at its last step{LOWER}")
         adapters.merge_adapter()
+        _round(model, dtype)
+        after = mean_loss(model, teacher, spec, windows[held])
     return before, after
+
+
+@torch.no_grad()
+def _round(model: Any, dtype: torch.dtype | None) -> None:
+    """Weights to what a dtype has of them, in their own."""
+    for x in model.parameters() if dtype is not None else ():
+        x.copy_(x.to(dtype))
 
 
 def adapted(model: Any, family: type[Family], maps: bool) -> list[str]:
@@ -105,22 +115,23 @@ def _adapters(model: Any, family: type[Family], settings: LoRA) -> Iterator[Any]
 
     training = model.training
     flags = [(x, x.requires_grad) for x in model.parameters()]
+    names = adapted(model, family, settings.maps)
+    own = [(name, model.get_submodule(name)) for name in names]
     config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.rank,
-        lora_dropout=0.1,
-        target_modules=adapted(model, family, settings.maps),
+        r=settings.rank, lora_alpha=settings.rank, lora_dropout=0.1, target_modules=names
     )
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers' of what PEFT asks it
-            adapters = get_peft_model(model, config)
         try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # transformers' of what PEFT asks it
+                adapters = get_peft_model(model, config)
             model.train()
             yield adapters
-        finally:
-            adapters.unload()
+        finally:  # PEFT's `unload` needs what failed halfway
+            for name, layer in own:
+                model.set_submodule(name, layer)
+            vars(model).pop("peft_config", None)
             model.train(training)
             for parameter, flag in flags:
                 parameter.requires_grad_(flag)

@@ -59,10 +59,9 @@ def build_runner(
         )
     if policy is None and config.evict is not None:
         policy = policies.get(config.evict)
-    check_served(model.config, policy, config)
-    check_scores(model, policy)
     found = spec_of(model)
-    check_hybrid(model.config, found, policy, config)
+    check_served(model.config, found, policy, config)
+    check_scores(model, policy)
     use_triton(model.device.type)
     limits = CacheParams(keep_tokens=config.keep_tokens, max_cache_tokens=config.max_cache_tokens)
     itemsize, device = model.dtype.itemsize, model.device.type
@@ -100,8 +99,11 @@ def _blamed(config: CacheConfig) -> Iterator[None]:
         ) from error
 
 
-def check_served(config: Any, policy: Policy | None, cache: CacheConfig) -> None:
-    """Raises ValueError where a model of this transformers config cannot run on such a cache."""
+def check_served(
+    config: Any, spec: CacheSpec | None, policy: Policy | None, cache: CacheConfig
+) -> None:
+    """Raises ValueError where a model of this transformers config, compressed to `spec` if it is,
+    cannot run on such a cache."""
     if config._attn_implementation == PAGED:
         raise ValueError("this model is an engine's for good (owned=True): load it once more")
     kind = rope_type(config)
@@ -122,6 +124,8 @@ def check_served(config: Any, policy: Policy | None, cache: CacheConfig) -> None
             f"`evict={policy.name!r}`: this model's sliding window already drops old tokens, and "
             "eviction would drop others: leave `evict` out"
         )
+    if spec is not None and spec.hybrid is not None:
+        _check_hybrid(config, spec, policy, cache)
 
 
 def check_scores(model: Any, policy: Policy | None) -> None:
@@ -139,12 +143,8 @@ def has_scores(model: Any) -> bool:
     return all(getattr(x, "score_map", None) is not None for x in attentions)
 
 
-def check_hybrid(
-    config: Any, spec: CacheSpec | None, policy: Policy | None, cache: CacheConfig
-) -> None:
-    """Raises ValueError for what rows of two widths do not go with."""
-    if spec is None or spec.hybrid is None:
-        return
+def _check_hybrid(config: Any, spec: CacheSpec, policy: Policy | None, cache: CacheConfig) -> None:
+    """The same for what rows of two widths do not go with."""
     what = "this model's rows have two widths (`hybrid`)"
     if policy is not None:
         raise SettingError(

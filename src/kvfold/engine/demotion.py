@@ -6,7 +6,6 @@ layer that become narrow, R / S numbers of its wide and narrow row.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -14,12 +13,14 @@ from torch import Tensor
 
 from kvfold.cache.eviction.select import lowest
 from kvfold.cache.pool import PoolFull
-from kvfold.engine.eviction import Eviction
+from kvfold.engine.eviction import Eviction, chunks
 from kvfold.engine.request import Request
 from kvfold.ops.common.launch import upload
 from kvfold.ops.store import append, gather
 from kvfold.spec import LayerSpec
 from kvfold.spec.layout import Ints
+
+NUMBERS = 2**24  # of wide rows that are read at once, in the model's type
 
 
 @dataclass(frozen=True)
@@ -29,21 +30,12 @@ class Demotion:
 
     eviction: Eviction
 
-    @cached_property
-    def _share(self) -> Ints:
-        """Of tokens that are important, by group [G]."""
-        hybrid = self.eviction.pool.layout.spec.hybrid
-        assert hybrid is not None
-        groups = self.eviction.pool.layout.groups
-        return np.array([hybrid.important[group.layer] for group in groups])
-
     def _kept(self, slots: list[int]) -> Ints:
-        """Wide rows [B, G] that sequences may keep: whole pages, since less would free nothing."""
-        pool, page = self.eviction.pool, self.eviction.pool.layout.page
+        """Wide rows [B, G] that sequences may keep."""
+        pool = self.eviction.pool
         assert pool.narrow is not None
         wide, narrow = pool.host_lengths[slots], pool.narrow.host_lengths[slots]
-        pages = np.ceil(self._share * (wide + narrow) / page - 1e-9).astype(np.int64)
-        return np.minimum(pages * page, wide)
+        return np.minimum(pool.layout.wide_rows(wide + narrow), wide)
 
     def is_over(self, request: Request) -> bool:
         """Whether a whole page of rows is over: one row would open a page with every new token, and
@@ -54,30 +46,33 @@ class Demotion:
         return bool((self.eviction.pool.host_lengths[slots] - self._kept(slots) >= page).any())
 
     def demote(self, requests: list[Request]) -> None:
-        """All layers at once or, where there is no room for so many narrow rows beside the wide
-        ones, layers that are ranked together one after another, as room comes free. Raises
-        PoolFull where there is none for any, and then nothing was changed."""
+        """Some sequences together, all layers at once; where there is no room for so many narrow
+        rows beside the wide ones, each alone, and where there is none for one's, layers that are
+        ranked together one after another, as room comes free. Raises PoolFull where there is none
+        for any, and then nothing was changed."""
         slots = [request.open_slot for request in requests]
-        count = self.eviction.pool.host_lengths[slots] - self._kept(slots)
-        goes = self._unimportant(slots, count)
-        if self._moves(slots, goes, count):
-            return
-        waiting, before = self._units, 0
-        while waiting and len(waiting) != before:
-            before = len(waiting)
-            waiting = [x for x in waiting if not self._moves(slots, goes, count, x)]
-        if len(waiting) == len(self._units):
+        each = chunks(slots, self.eviction.pool.host_lengths[slots])
+        done = [self._demotes(some) for some in each]
+        if not any(done):
             raise PoolFull("no room for narrow rows of any layer")
 
-    @cached_property
-    def _units(self) -> list[tuple[int, ...]]:
-        """Layers with one leader, whose rows must stay in the same order."""
-        hybrid = self.eviction.pool.layout.spec.hybrid
-        assert hybrid is not None
-        found: dict[int, tuple[int, ...]] = {}
-        for layer, leader in enumerate(hybrid.leaders):
-            found[leader] = (*found.get(leader, ()), layer)
-        return list(found.values())
+    def _demotes(self, slots: list[int]) -> bool:
+        """Whether some rows are narrow now, or none need be."""
+        pool = self.eviction.pool
+        count = pool.host_lengths[slots] - self._kept(slots)
+        goes = self._unimportant(slots, count)
+        if self._moves(slots, goes, count):
+            return True
+        if len(slots) > 1:
+            done = [self._demotes([slot]) for slot in slots]
+            return any(done)
+        assert pool.layout.spec.hybrid is not None
+        units = waiting = pool.layout.spec.hybrid.units
+        before = 0
+        while waiting and len(waiting) != before:
+            before = len(waiting)
+            waiting = tuple(x for x in waiting if not self._moves(slots, goes, count, x))
+        return len(waiting) < len(units)
 
     def _moves(
         self, slots: list[int], goes: Tensor, count: Ints, layers: tuple[int, ...] | None = None
@@ -118,20 +113,24 @@ class Demotion:
 
     def _copy(self, layer: int, slots: Tensor, goes: Tensor, before: Ints) -> None:
         """Append the first numbers of rows goes [B, G, T] to the narrow ones of slots [B], behind
-        the first before [B, G]."""
-        pool = self.eviction.pool
+        the first before [B, G]; of so many rows at a time as NUMBERS allows."""
+        pool, dtype = self.eviction.pool, self.eviction.attention.view.dtype
         assert pool.narrow is not None
-        where = pool.layout.layer_groups[layer]
+        where, page = pool.layout.layer_groups[layer], pool.layout.page
         wide, narrow = pool.pages(where), pool.narrow.pages(where)
-        sequence, row = (own := goes[:, where.start]).nonzero(as_tuple=True)
-        first = upload(before[:, where.start], pool.device)
-        target = first[sequence] + (own.cumsum(1) - 1)[sequence, row]
-        lengths = wide.lengths[slots]
-        stored = gather(wide, slots, lengths, self.eviction.attention.view.dtype, goes.shape[2])
-        columns = first_columns(*(x.spec.layers[layer] for x in (pool.layout, pool.narrow.layout)))
-        rows = stored.rows[sequence, row][:, upload(columns, pool.device)]
-        index = target[:, None].expand(-1, len(narrow.groups))
-        append(narrow, rows, slots[sequence], index)
+        specs = [x.spec.layers[layer] for x in (pool.layout, pool.narrow.layout)]
+        columns, lengths = upload(first_columns(*specs), pool.device), wide.lengths[slots]
+        own = goes[:, where.start]
+        target = upload(before[:, where.start], pool.device)[:, None] + own.cumsum(1) - 1
+        step = max(NUMBERS // (len(slots) * specs[0].row_width * page), 1) * page
+        for first in range(0, own.shape[1], step):
+            part = own[:, first : first + step]
+            sequence, row = part.nonzero(as_tuple=True)
+            behind = wide._replace(tables=wide.tables[..., first // page :])
+            rest = (lengths - first).clamp(0, part.shape[1])
+            rows = gather(behind, slots, rest, dtype, part.shape[1]).rows[sequence, row]
+            index = target[sequence, first + row][:, None].expand(-1, len(narrow.groups))
+            append(narrow, rows[:, columns], slots[sequence], index)
 
 
 def first_columns(wide: LayerSpec, narrow: LayerSpec) -> Ints:

@@ -7,6 +7,7 @@ Shapes: B sequences, G groups of all layers, T rows of the longest, P rows a pag
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +21,9 @@ from kvfold.cache.eviction.select import scores, select
 from kvfold.engine.request import CacheParams, Request
 from kvfold.ops.common.launch import upload
 from kvfold.ops.store import move, read_tracked
+from kvfold.spec.layout import Ints
 
+T = TypeVar("T")
 ROWS = 10_000_000  # of all groups that are compressed at once, with some 40 B each of temporaries
 
 
@@ -102,22 +105,8 @@ class Eviction:
             for x in requests
             if (budget := self.budget(x)) is not None
         ]
-        for chunk in self._chunks(work):
+        for chunk in chunks(work, self.pool.host_lengths[[x.slot for x in work]]):
             self.pool.shrink([x.slot for x in chunk], self._evict(chunk))
-
-    def _chunks(self, work: list[Held]) -> Iterator[list[Held]]:
-        """Sequences to compress at once: at most ROWS rows, padding included, or one sequence."""
-        chunk: list[Held] = []
-        widest = 0
-        for item in work:
-            rows = self.pool.host_lengths[item.slot]
-            widest = max(widest, int(rows.max()) * len(rows))
-            if chunk and widest * (len(chunk) + 1) > ROWS:
-                yield chunk
-                chunk, widest = [], int(rows.max()) * len(rows)
-            chunk.append(item)
-        if chunk:
-            yield chunk
 
     def _evict(self, chunk: list[Held]) -> Tensor:
         """Move what is kept together; rows kept, int32 [B, G]."""
@@ -201,3 +190,18 @@ class Eviction:
         for where, ((sequence, *rows), _) in zip(self.spans, found, strict=True):
             move(pool.pages(where), slots[sequence], *rows)
         return torch.cat([kept for _, kept in found], 1)
+
+
+def chunks(work: list[T], rows: Ints) -> Iterator[list[T]]:
+    """Sequences of rows [B, G] to work on at once: at most ROWS rows, padding included, or one."""
+    chunk: list[T] = []
+    widest = 0
+    for item, own in zip(work, rows, strict=True):
+        size = int(own.max()) * len(own)
+        widest = max(widest, size)
+        if chunk and widest * (len(chunk) + 1) > ROWS:
+            yield chunk
+            chunk, widest = [], size
+        chunk.append(item)
+    if chunk:
+        yield chunk

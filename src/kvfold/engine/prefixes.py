@@ -258,12 +258,13 @@ class PrefixCache(Prefixes):
             return  # rows were evicted, and others moved
         size = self._piece // self.page
         whole = min(request.num_scored // self.page, request.num_indexed) // size * size
-        names = self._names(request, 0, whole)
+        names, stale = self._names(request, 0, whole), []
         for number, name in enumerate(names):
             piece = names[number // size * size + size - 1]
             block = self.index.get(name)
             if block is not None and block.scored != piece:
-                self.pool.score(request.open_slot, number, block, piece)
+                stale.append((number, block, piece))
+        self.pool.score(request.open_slot, stale)
 
     def _forget(self, request: Request, names: list[bytes]) -> None:
         for name in names:

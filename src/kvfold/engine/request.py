@@ -149,6 +149,11 @@ class Request:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def own_start(self) -> int:
+        """The position of its first token that is in no packed context."""
+        return 0 if self.context is None else len(self.context.token_ids)
+
+    @property
     def prefilled(self) -> bool:
         return self.num_computed >= self.num_prefill
 

@@ -151,6 +151,7 @@ class Scheduler:
 
     def take_back(self, batch: Batch) -> None:
         """Free the pages of a step that was to be `ahead`, and was not."""
+        self.num_steps -= 1
         for chunk in batch.chunks:
             slot = chunk.request.open_slot
             self.pool.shrink(slot, self.pool.host_lengths[slot] - 1)
@@ -276,12 +277,13 @@ class Scheduler:
         return self.max_batch_tokens if whole else self.chunk
 
     def _chunk(self, request: Request, left: int) -> int:
-        """Tokens of its next chunk, where a step has `left` for it: in whole units, where it does
-        not end."""
-        first, most = request.num_computed, self.pool.layout.most_at(request.num_computed)
+        """Tokens of its next chunk, where a step has `left` for it: where it does not end,
+        in whole units of its own."""
+        most = self.pool.layout.most_at(request.num_computed)
         tokens = min(self.longest_chunk, request.num_pending, left, most)
         if tokens == request.num_pending:
             return tokens
+        first = request.num_computed - request.own_start
         return max((first + tokens) // self.unit * self.unit - first, 0)
 
     def _left(self, plan: Plan) -> int:
@@ -396,9 +398,8 @@ class Scheduler:
             or when.uncompressed
             or (when.every and (self.num_steps + 1) % when.every == 0)
         )
-        if timed and any(map(self.runner.needs_compression, going)):
-            return True
-        if self._compressible([x for x in going if x.wants_compression]):
+        due = [x for x in going if timed or x.wants_compression]
+        if any(map(self.runner.needs_compression, due)):
             return True
         return when.after_prefill and bool(self._new())
 
@@ -416,6 +417,7 @@ class Scheduler:
             return False
         chosen = self._capped(sorted(requests, key=lambda s: s.last_compressed or 0))
         self._evict(chosen)
+        self.reading = [x for x in self.reading if x not in chosen]  # to its end by now
         for request in chosen:
             request.last_compressed = self.num_steps
             request.num_compressed = request.num_computed

@@ -130,13 +130,12 @@ class SequenceParallel:
         return torch.cat(parts)
 
     def _checked(self, ids: Sequence[int] | Tensor) -> Tensor:
-        """int64 [N]."""
-        try:
-            tokens = torch.as_tensor(ids)
-        except (RuntimeError, TypeError, ValueError):
-            raise SettingError(
-                f"`ids` must be the token ids of one prompt; got {ids!r:.100}"
-            ) from None
+        """int64 [N]. What is wrong on one rank alone all of them say, since none goes on."""
+        tokens = _tensor(ids)
+        said = "" if tokens is None else repr(tokens.tolist())
+        self._agree(said.encode(), "other ids", "give every rank the whole prompt")
+        if tokens is None:
+            raise SettingError(f"`ids` must be the token ids of one prompt; got {ids!r:.100}")
         if tokens.ndim != 1 or tokens.dtype not in (torch.int64, torch.int32):
             raise SettingError(
                 "`ids` must be the token ids of one prompt, whole numbers in one dimension; got"
@@ -154,10 +153,7 @@ class SequenceParallel:
             raise SettingError(
                 f"`ids` must be of the model's {known} tokens; got some from {least} to {last}"
             )
-        tokens = tokens.to(self.model.device, torch.int64)
-        said = tokens.cpu().numpy().tobytes()
-        self._agree(said, "other ids", "give every rank the whole prompt")
-        return tokens
+        return tokens.to(self.model.device, torch.int64)
 
     def _agree(self, said: bytes, other: str, way_out: str) -> None:
         """Raises ValueError where ranks say different things. Collective."""
@@ -168,6 +164,14 @@ class SequenceParallel:
         if odd := [rank for rank, x in enumerate(found) if int(x) != int(found[0])]:
             listed = ", ".join(map(str, odd))
             raise ValueError(f"rank {listed} has {other} than rank 0: {way_out}")
+
+
+def _tensor(ids: Any) -> Tensor | None:
+    """None for what is none."""
+    try:
+        return torch.as_tensor(ids)
+    except (RuntimeError, TypeError, ValueError):
+        return None
 
 
 def _group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:

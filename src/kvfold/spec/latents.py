@@ -93,6 +93,14 @@ class Hybrid:
     leaders: tuple[int, ...]
     by: Importance = "denominators"
 
+    @cached_property
+    def units(self) -> tuple[tuple[int, ...], ...]:
+        """Layers with one leader, whose rows become narrow together and stay in the same order."""
+        found: dict[int, tuple[int, ...]] = {}
+        for layer, leader in enumerate(self.leaders):
+            found[leader] = (*found.get(leader, ()), layer)
+        return tuple(found.values())
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:

@@ -258,13 +258,45 @@ class CacheLayout:
         return sum(group.layout.page_bytes for group in self.groups)
 
     def bytes_for(self, num_slots: int, max_tokens: int) -> int:
-        """Of a pool that holds all slots at full length, with room for what slabs lose."""
+        """Of a pool that holds all slots at full length, with room for what slabs lose, and for
+        rows of one that become narrow."""
         pages = -(-max_tokens // self.page)
-        own = self.page_bytes
-        if self.narrow is not None:  # rows become narrow a layer at a time
-            layers = map(self.narrow.of_layer, range(len(self.spec.layers)))
-            own += max(sum(group.layout.page_bytes for group in groups) for groups in layers)
-        return int((own * pages + self.tail_bytes) * num_slots * 1.05) + 2**20
+        slot = self.page_bytes * pages + self.tail_bytes
+        return int((slot * num_slots + self.spare_page_bytes * pages) * 1.05) + 2**20
+
+    @cached_property
+    def spare_page_bytes(self) -> int:
+        """Bytes of a narrow page of every group whose rows become narrow together, before their
+        wide ones are freed: of the layers with one leader that take most; 0 without narrow rows."""
+        if self.narrow is None or self.spec.hybrid is None:
+            return 0
+        own = [0] * len(self.spec.layers)
+        for group in self.narrow.groups:
+            own[group.layer] += group.layout.page_bytes
+        return max(sum(own[layer] for layer in unit) for unit in self.spec.hybrid.units)
+
+    def wide_rows(self, rows: Ints) -> Ints:
+        """How many of `rows` rows of every group [..., G] stay wide: of important tokens, in whole
+        pages, since less would free nothing."""
+        pages: Ints = np.ceil(self._important * rows / self.page - 1e-9).astype(np.int64)
+        return np.minimum(pages * self.page, rows)
+
+    @cached_property
+    def _important(self) -> npt.NDArray[np.float64]:
+        """The share of tokens that are important, by group [G]."""
+        assert self.spec.hybrid is not None, "rows have one width"
+        return np.array([self.spec.hybrid.important[group.layer] for group in self.groups])
+
+    def sequence_bytes(self, tokens: int) -> int:
+        """Bytes of the pages of a sequence of so many tokens, narrow ones where they may be."""
+        rows = wide = np.full(len(self.groups), tokens)
+        sizes = [group.layout.page_bytes for group in self.groups]
+        less = 0
+        if self.narrow is not None:
+            wide = self.wide_rows(rows)
+            narrow = [group.layout.page_bytes for group in self.narrow.groups]
+            less = int(-(-(rows - wide) // self.page) @ narrow)
+        return int(-(-wide // self.page) @ sizes) + less + self.tail_bytes
 
     @cached_property
     def tail_bytes(self) -> int:
