@@ -239,6 +239,19 @@ def test_rows_that_all_queries_are_behind() -> None:
     Case.of(((16, 16), (16, 32)), ((37, 48), (1, 0)), 5, first=500, positions=True).check()
 
 
+@pytest.mark.parametrize("rows", [40, 2100])  # 2100: more tiles than are looked at together
+def test_tiles_that_no_query_sees_are_not_read(rows: int) -> None:
+    """A chunk's first queries do not read its last rows: were they read, they would be numbers."""
+    case = Case.of(((16, 16), (16, 16)), ((rows, rows - 3),), 16, first=rows - 36, positions=True)
+    in_order = torch.arange(rows + 5, device=DEVICE, dtype=torch.int32).expand(1, 2, -1)
+    case = replace(case, seen=replace(case.seen, positions=in_order.contiguous()))
+    last = case.seen.queries.max() // CUT.rows * CUT.rows + CUT.rows
+    case.check()
+    case.values.data[:, last:] = torch.nan
+    place = case.q, case.keys, case.values, case.seen, case.scale
+    assert prefill_triton.prefill(*place, cut=lambda _: CUT)[0].isfinite().all()
+
+
 @pytest.mark.parametrize(
     "ranks", [((0, 16),), ((16, 0),), ((0, 0), (5, 3)), ((0, 0),), ((250, 200),), ((96, 80),)]
 )

@@ -5,6 +5,7 @@ of a layer, R numbers of a row, Hk KV heads.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -63,9 +64,9 @@ class ReplayContext(AttentionContext):
         pages = self.view.pages[layer.index]
         reading = self._reading(layer, q, rows)
         out, worth = (_by_kernels if _served(reading) else _in_pytorch)(reading)
-        groups = [worth[:, list(x.heads), : self.size].amax(1) for x in pages.groups]
+        most = worth[:, _heads_of(pages.groups, worth.device), : self.size].amax(2)
         counted = reading.counted[..., : self.size]
-        add_metrics(pages, self.slot, torch.stack(groups, 1).clamp(min=LEAST), counted)
+        add_metrics(pages, self.slot, most.clamp(min=LEAST), counted)
         return out
 
     def _reading(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> "_Reading":
@@ -121,6 +122,15 @@ class _Reading:
     among: Tensor
     of_rows: Tensor | None
     of_queries: Tensor | None
+
+
+@lru_cache
+def _heads_of(groups: tuple[Group, ...], device: torch.device) -> Tensor:
+    """Heads of every group [G, n], the first again where others have more. A tensor of the device,
+    since indexing by numbers of the host waits for it."""
+    most = max(len(x.heads) for x in groups)
+    heads = [[*x.heads, *[x.heads[0]] * (most - len(x.heads))] for x in groups]
+    return torch.tensor(heads, device=device)
 
 
 def _served(x: _Reading) -> bool:

@@ -154,12 +154,13 @@ def parts(rank: int) -> tuple[int, int]:
     return (half, rest) if half >= 16 and half + rest < whole else (whole, 0)
 
 
-def latest_positions(positions: Tensor, counts: Tensor, rows: int) -> Tensor:
-    """Of every tile of `rows` rows, NEVER where one does not exist: positions int32 [B, G, S],
-    counts int [B, G] -> int32 [B, G, tiles]."""
+def ends_of_tiles(positions: Tensor, counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The earliest and the latest position in every tile of `rows` rows, a row that does not exist
+    at NEVER: positions int32 [B, G, S], counts int [B, G] -> int32 [B, G, tiles] each."""
     there = torch.arange(positions.shape[-1], device=positions.device) < counts[..., None]
     known = F.pad(positions.masked_fill(~there, NEVER), (0, -there.shape[-1] % rows), value=NEVER)
-    return known.unflatten(-1, (-1, rows)).amax(-1)
+    earliest, latest = known.unflatten(-1, (-1, rows)).aminmax(dim=-1)
+    return earliest, latest
 
 
 def any_of_tile(counted: Tensor, rows: int) -> Tensor:

@@ -22,7 +22,7 @@ from kvfold.ops.prefill.plan import (
     any_of_tile,
     classes_of,
     cut_for,
-    latest_positions,
+    ends_of_tiles,
     longest_first,
 )
 from kvfold.ops.prefill.rows import KVView, Seen
@@ -116,7 +116,7 @@ INTEGERS = (
 @triton.jit(do_not_specialize=INTEGERS)
 def prefill_kernel(
     q, q_b, q_h, q_t, keys, k_b, k_s, values, v_b, v_s, out, lse, lse_among, units,
-    counts, c_b, c_g, positions, p_b, p_g, tops, t_b, t_g, among, a_b, a_g, any_among,
+    counts, c_b, c_g, positions, p_b, p_g, bottoms, tops, t_b, t_g, among, a_b, a_g, any_among,
     queries, at_b, order,
     B, U, T, H, DO, scale, window,
     N: tl.constexpr, DK: tl.constexpr, EK: tl.constexpr, DV: tl.constexpr,
@@ -130,7 +130,8 @@ def prefill_kernel(
     key, key rank, first value, value rank, column of `out`; order int64 [items]: which item every
     program takes; x_b, x_h.. strides over sequences, heads.. in elements. EXACT: no rank is below
     its width. AMONG: lse_among fp32 [B, H, T] of rows that are not 0 in among int8 [B, G, S], with
-    POSITIONS alone; any_among int8, with strides of tops: whether a tile has some.
+    POSITIONS alone; bottoms, tops: `ends_of_tiles`, and any_among int8, whether a tile has some of
+    those rows, share strides.
     """
     item = tl.program_id(0)
     if ORDER:
@@ -144,6 +145,7 @@ def prefill_kernel(
     k_rank = tl.multiple_of(tl.load(unit + 3).to(tl.int32), ALIGN)
     v_rank = tl.multiple_of(tl.load(unit + 5).to(tl.int32), ALIGN)
     positions += b * p_b + group * p_g
+    bottoms += b * t_b + group * t_g
     tops += b * t_b + group * t_g
     among += b * a_b + group * a_g
     any_among += b * t_b + group * t_g
@@ -166,7 +168,11 @@ def prefill_kernel(
     # Tiles begin .. low and high .. stop need a mask, those between are seen whole by all.
     count = tl.load(counts + b * c_b + group * c_g).to(tl.int32)
     if POSITIONS:
-        begin, low, high, stop = 0, 0, 0, tl.cdiv(count, BN)
+        begin, low, high, stop = 0, 0, 0, 0
+        number = tl.arange(0, 128)
+        for i in tl.range(0, tl.cdiv(count, BN), 128):  # none behind the last that is seen is read
+            bottom = tl.load(bottoms + i + number, i + number < tl.cdiv(count, BN), 2147483647)
+            stop = tl.maximum(stop, tl.max(tl.where(bottom <= latest, i + number + 1, 0)))
     else:
         begin, low = 0, 0
         if WINDOW:
@@ -244,12 +250,12 @@ def _prefill(
     for kind in classes:
         how, num_units = cut(kind.widths) if cut else cut_for(kind.widths, few), len(kind.units)
         blocks = triton.cdiv(num_queries * group, how.pairs)
-        where: tuple[Tensor | int, ...] = (counts, 0, 0, counts, 0, 0)
+        where: tuple[Tensor | int, ...] = (counts, 0, 0, counts, counts, 0, 0)
         some: tuple[Tensor | int, ...] = (counts, 0, 0, counts)
         order = None
         if positions is not None:
-            tops = latest_positions(positions, counts, how.rows)
-            where = (positions, *positions.stride()[:2], tops, *tops.stride()[:2])
+            bottoms, tops = ends_of_tiles(positions, counts, how.rows)
+            where = (positions, *positions.stride()[:2], bottoms, tops, *tops.stride()[:2])
         if among is not None:  # which takes more registers
             how = replace(how, registers=None)
             counted = among.view(torch.int8)
