@@ -503,7 +503,7 @@ CACHE = {
         "kvc-full, snapkv, snapkv-w8, h2o, h2o-r32, keyformer, pyramidkv, "
         "ada-snapkv, ada-snapkv-w8, "
         "keydiff, keydiff-all, knorm, leverage, compactor, kvzip, kvzip-past, kvzip+, "
-        "kvzip-keys, learned, expected-attention, streaming, random, auto; got 'best'"
+        "kvgrad, kvzip-keys, learned, expected-attention, streaming, random, auto; got 'best'"
     ),
     "kvfold eval reference:gqa --evict snapkv": (
         "--evict snapkv evicts down to a budget: give --keep-tokens, such as 0.5, or "

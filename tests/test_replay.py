@@ -99,18 +99,20 @@ def test_metrics_are_those_of_the_model_reading_its_context_twice(runner) -> Non
         )
 
 
+@pytest.mark.parametrize("policy", ["kvzip+", "kvgrad"])
 @pytest.mark.parametrize("name", ["llama-gqa", "opt"])
-def test_metrics_of_kvzip_plus_are_of_what_attention_adds(name: str) -> None:
-    """A dense model's attention times |W_O v| over |x|, one piece that covers everything."""
+def test_metrics_are_of_what_attention_adds(name: str, policy: str) -> None:
+    """A dense model's attention times |W_O v| over |x|, or times the gradient's norm by what
+    attention adds, one piece that covers everything."""
     ids = tokens(1, PROMPT)[0].tolist()
-    model, config = tiny(name), CacheConfig(kv_bytes=2**23, page=4, evict="kvzip+", keep_tokens=0.5)
+    model, config = tiny(name), CacheConfig(kv_bytes=2**23, page=4, evict=policy, keep_tokens=0.5)
     runner = build_runner(tiny(name), config, num_slots=2, max_tokens=160)
     session = session_of(runner, ids)
     runner.replay.score(session.sequence)
     metrics, _, _ = runner.eviction.tracked(session.sequence.open_slot)
     model.set_attn_implementation("eager")
     family, seen = family_of(model.config), {}
-    layers = list(family.attentions(model))
+    layers, added = list(family.attentions(model)), []
     heads, d = model.config.num_attention_heads, 12
     groups = heads // (getattr(model.config, "num_key_value_heads", None) or heads)
     for i, layer in enumerate(layers):
@@ -118,17 +120,24 @@ def test_metrics_of_kvzip_plus_are_of_what_attention_adds(name: str) -> None:
             lambda _, args, kwargs, i=i: seen.update({i: (kwargs["hidden_states"], *args)[0]}),
             with_kwargs=True,
         )
-    with torch.no_grad():
+        layer.register_forward_hook(lambda _, __, out: added.append(out[0]))
+    family.layers(model)[-1].register_forward_hook(lambda _, __, out: added.append(out))
+    with torch.enable_grad():
         found = model(torch.tensor([ids + ids]), output_attentions=True).attentions
+        last = added.pop()
+        last = last[0] if isinstance(last, tuple) else last
+        gradients = torch.autograd.grad(last[:, PROMPT:].square().sum(), added)
+    with torch.no_grad():
         for i, layer in enumerate(layers):
             x = seen[i][0]
             w_o = getattr(layer, family.output_name).weight
             v = layer.v_proj(x).unflatten(-1, (-1, d))  # [2 PROMPT, Hk, d]
             wanted = torch.zeros(heads // groups, PROMPT)
             for h in range(heads):
-                added = v[:PROMPT, h // groups] @ w_o[:, h * d : (h + 1) * d].T
-                worth = found[i][0, h, PROMPT:, :PROMPT] * added.norm(dim=-1)
-                worth = worth / x[PROMPT:].norm(dim=-1, keepdim=True)
+                alone = v[:PROMPT, h // groups] @ w_o[:, h * d : (h + 1) * d].T
+                worth = found[i][0, h, PROMPT:, :PROMPT] * alone.norm(dim=-1)
+                asks = 1 / x.norm(dim=-1) if policy == "kvzip+" else gradients[i][0].norm(dim=-1)
+                worth = worth * asks[PROMPT:, None]
                 wanted[h // groups] = wanted[h // groups].maximum(worth.amax(0))
             size = len(wanted)
             torch.testing.assert_close(

@@ -4,6 +4,7 @@ Shapes: one sequence; n replayed tokens, S rows in pages (of the longest group),
 of a layer, R numbers of a row, Hk KV heads.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -31,10 +32,10 @@ class ReplayContext(AttentionContext):
 
     slot: of the sequence, which computed so many tokens; num_tokens: n; policy: whose first tokens
     (`sinks`) every score's softmax covers. Without its `whole` they stand behind the piece, as if
-    nothing followed.
+    nothing followed; gradients: of every layer, fp32 [1, n], where attention is weighed by them.
     """
 
-    norms: Tensor | None = None  # of hidden states fp32 [1, n], where attention is weighed by them
+    asks: Tensor | None = None  # fp32 [1, n], what tokens that ask multiply their attention with
 
     def __init__(
         self,
@@ -44,8 +45,9 @@ class ReplayContext(AttentionContext):
         num_tokens: int,
         piece: range,
         policy: ReplayPolicy,
+        gradients: Sequence[Tensor] | None = None,
     ) -> None:
-        self.view, self.piece, self.policy = view, piece, policy
+        self.view, self.piece, self.policy, self.gradients = view, piece, policy, gradients
         self.slot = torch.tensor([slot], device=view.pool.device)
         self.start = computed if policy.whole else piece.stop
         self.stop = self.start + num_tokens
@@ -56,8 +58,10 @@ class ReplayContext(AttentionContext):
         self.size = self.start if in_order else int(lengths.max())
 
     def enter(self, layer: LayerMaps, x: Tensor) -> None:
-        if self.policy.by_output:
-            self.norms = torch.linalg.vector_norm(x.float(), dim=-1)
+        if self.gradients is not None:
+            self.asks = self.gradients[layer.index]
+        elif self.policy.by_output:
+            self.asks = 1 / torch.linalg.vector_norm(x.float(), dim=-1).clamp(min=LEAST)
 
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
         """q [1, Hq, n, .] and rows [1, n, R]: what W_O takes [1, n, W]."""
@@ -75,7 +79,6 @@ class ReplayContext(AttentionContext):
         whole = self._with(gather(pages, self.slot, lengths, self.view.dtype, size), rows)
         counted = whole.valid & self._counted(whole.positions)
         first = whole.valid & (whole.positions < self.policy.sinks)
-        weighed = self.norms is not None
         return _Reading(
             layer=layer,
             groups=groups,
@@ -85,8 +88,8 @@ class ReplayContext(AttentionContext):
             rope=rope_of(layer, whole, groups, self.stop),
             counted=counted,
             among=counted | first | (whole.valid & (whole.positions >= self.start)),
-            of_rows=layer.output_norms(whole.rows) if weighed else None,
-            of_queries=1 / self.norms.clamp(min=LEAST) if self.norms is not None else None,
+            of_rows=None if self.asks is None else layer.output_norms(whole.rows),
+            of_queries=self.asks,
         )
 
     def _with(self, stored: StoredRows, rows: Tensor) -> StoredRows:
@@ -102,6 +105,17 @@ class ReplayContext(AttentionContext):
     def _counted(self, positions: Tensor) -> Tensor:
         """Whether rows at these positions are those of the tokens that are replayed."""
         return (positions >= self.piece.start) & (positions < self.piece.stop)
+
+
+class ReplayWithGradients(ReplayContext):
+    """The same attention by differentiable operations, of which no row gets a metric."""
+
+    def enter(self, layer: LayerMaps, x: Tensor) -> None:
+        pass
+
+    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
+        reading = self._reading(layer, q, rows)
+        return _attend(reading, _seen(reading))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,11 +172,22 @@ def _by_kernels(x: _Reading) -> tuple[Tensor, Tensor]:
 
 def _in_pytorch(x: _Reading) -> tuple[Tensor, Tensor]:
     """The same, with weights written out a KV head at a time."""
-    layer, rows, member = x.layer, x.stored, member_of(x.groups, x.q.device)
-    seen = rows.valid[:, member, None] & (rows.positions[:, member, None] <= x.positions[:, None])
-    scored = seen & x.among[:, member, None]
+    layer, rows, seen = x.layer, x.stored, _seen(x)
+    scored = seen & x.among[:, member_of(x.groups, x.q.device), None]
     k, weighed = layer.score_keys(rows.rows, x.rope), (x.of_rows, x.of_queries)
     worth = reconstruction(x.q, k, scored, layer.scale, *weighed, layer.softcap)
+    return _attend(x, seen), worth
+
+
+def _seen(x: _Reading) -> Tensor:
+    """Rows that queries see, bool [1, 1 or Hk, n, T]."""
+    rows, member = x.stored, member_of(x.groups, x.q.device)
+    before = rows.positions[:, member, None] <= x.positions[:, None]
+    return rows.valid[:, member, None] & before
+
+
+def _attend(x: _Reading, seen: Tensor) -> Tensor:
+    """What W_O takes [1, n, W]."""
     if seen.shape[1] > 1:  # a KV head; now a query head
-        seen = seen.repeat_interleave(layer.geometry.queries_per_kv, dim=1)
-    return layer.attend(x.q, rows.rows, x.rope, seen)[0], worth
+        seen = seen.repeat_interleave(x.layer.geometry.queries_per_kv, dim=1)
+    return x.layer.attend(x.q, x.stored.rows, x.rope, seen)[0]

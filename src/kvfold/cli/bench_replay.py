@@ -47,7 +47,10 @@ def replay(
     names, asked = parse_list(variants, "--variants", str), parse_list(policies, "--policies", str)
     check_names("--variants", names, [name for name, x in known.VARIANTS.items() if x.served])
     check_names("--shape", [shape], served.WIDTHS)
-    readers = {name: x for name in POLICIES if isinstance(x := get(name), ReplayPolicy)}
+    every = {name: get(name) for name in POLICIES}
+    readers = {  # of one forward pass
+        name: x for name, x in every.items() if isinstance(x, ReplayPolicy) and not x.by_gradient
+    }
     check_names("--policies", asked, readers)
     if tokens < 2:
         raise ValueError(f"--tokens must be at least 2, got {tokens}")

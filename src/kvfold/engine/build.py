@@ -10,6 +10,7 @@ import torch
 from kvfold.artifact import spec_of
 from kvfold.cache.eviction import policies
 from kvfold.cache.eviction.base import Policy
+from kvfold.cache.eviction.replay import ReplayPolicy
 from kvfold.cache.sharing import SharingPool
 from kvfold.config import AUTO, PAGE, CacheConfig
 from kvfold.engine.request import CacheParams
@@ -79,8 +80,20 @@ def build_runner(
         fold_plain(served, spec, turn)
     elif turn:
         rotate_model(served, spec, config.bits, format_of(config.format))
+    twin = _twin(served, policy)
     merge_products(served, family_of(served.config))
-    return ModelRunner(served, pool, policy=policy, cache=limits, seed=seed, tokenizer=tokenizer)
+    return ModelRunner(
+        served, pool, policy=policy, cache=limits, seed=seed, tokenizer=tokenizer, twin=twin
+    )
+
+
+def _twin(served: Any, policy: Policy | None) -> Any:
+    """Another copy where gradients are asked for, which merged and compiled products have not."""
+    if not (isinstance(policy, ReplayPolicy) and policy.by_gradient):
+        return None
+    twin = shared_copy(served).eval()
+    twin.config._attn_implementation = PAGED
+    return twin
 
 
 @contextmanager

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from kvfold.attention.base import AttentionContext
 from kvfold.attention.metadata import PoolView
-from kvfold.attention.replay import ReplayContext
+from kvfold.attention.replay import ReplayContext, ReplayWithGradients
 from kvfold.cache.eviction.replay import ReplayPolicy
+from kvfold.engine.gradient import gradient_norms
 from kvfold.engine.request import Request
 from kvfold.text import encode, reply_words
 
@@ -18,12 +19,18 @@ Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 
 class Replay:
     """Scores rows of sequences. tokenizer: of the words that ask for a piece; None: there are none.
-    forward: tokens and positions int64 [n] through the model."""
+    forward: tokens and positions int64 [n] through the model. twin: the same model in plain
+    PyTorch, for a policy that asks for gradients."""
 
     def __init__(
-        self, view: PoolView, policy: ReplayPolicy, tokenizer: Any, forward: Forward
+        self,
+        view: PoolView,
+        policy: ReplayPolicy,
+        tokenizer: Any,
+        forward: Forward,
+        twin: Any = None,
     ) -> None:
-        self.view, self.policy, self.forward = view, policy, forward
+        self.view, self.policy, self.forward, self.twin = view, policy, forward, twin
         self.tokenizer, self.reply = tokenizer, reply_words(tokenizer) if tokenizer else ""
 
     def score(self, request: Request) -> None:
@@ -42,9 +49,11 @@ class Replay:
     def _read(self, request: Request, piece: range) -> None:
         tokens = [*self._words(request, piece), *request.token_ids[piece.start : piece.stop]]
         device, start = self.view.pool.device, request.num_computed
-        context = ReplayContext(
-            self.view, request.open_slot, start, len(tokens), piece, self.policy
-        )
+        how = self.view, request.open_slot, start, len(tokens), piece, self.policy
+        gradients = None
+        if self.policy.by_gradient:
+            gradients = gradient_norms(self.twin, tokens, ReplayWithGradients(*how))
+        context = ReplayContext(*how, gradients)
         ids = torch.tensor(tokens, dtype=torch.int64, device=device)
         self.forward(ids, context.positions, context)
 

@@ -36,7 +36,7 @@ class ModelRunner:
     """Runs a folded model over a pool. The model is the runner's own: it can do nothing else after.
 
     policy: what is evicted (None: nothing is observed or evicted); cache: budget of requests that
-    set none of their own; tokenizer: for policies that read a context again.
+    set none of their own; tokenizer: for policies that read a context again; twin: as of `Replay`.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class ModelRunner:
         cache: CacheParams | None = None,
         seed: int = 0,
         tokenizer: Any = None,
+        twin: Any = None,
     ) -> None:
         observed = policy is not None or pool.narrow is not None
         assert not observed or pool.layout.tracked, "this needs positions and metrics of rows"
@@ -69,7 +70,7 @@ class ModelRunner:
         self.demotion = None if pool.narrow is None else Demotion(self.eviction)
         self.replay = None
         if isinstance(policy, ReplayPolicy):
-            self.replay = Replay(self.attention.view, policy, tokenizer, self._forward)
+            self.replay = Replay(self.attention.view, policy, tokenizer, self._forward, twin)
         self.compiled = Compiled(self.model) if wanted(self.device.type) else None
         if self.compiled is not None:
             self.compiled.warm_up(self._forward, self.device)

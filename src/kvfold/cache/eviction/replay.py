@@ -26,7 +26,8 @@ class ReplayPolicy(Policy):
     stay. whole: without it a reading sees the cache up to its piece's end alone, as if nothing had
     followed: what a full piece is worth then depends on what came before its end, and serves all
     who begin alike. by_output: attention counts times the norm of what W_O makes of the value, over
-    that of the hidden states that ask (KVzip+).
+    that of the hidden states that ask (KVzip+). by_gradient: or, instead of over that, times the
+    norm of the last hidden states' gradient by what the layer's attention adds there (KVgrad).
     """
 
     needs = frozenset[Need]({"replay"})
@@ -35,6 +36,7 @@ class ReplayPolicy(Policy):
     lead: int = 8
     whole: bool = True
     by_output: bool = False
+    by_gradient: bool = False
     prompt: str = "\n\nRepeat the previous context exactly."
     follow: str = "\n\nRepeat the part of the previous context exactly, starting with"
 

@@ -35,6 +35,7 @@ POLICIES: dict[str, str] = {
     "kvzip": "replay.kvzip",
     "kvzip-past": "replay.kvzip_past",
     "kvzip+": "kvzip_plus.kvzip_plus",
+    "kvgrad": "kvgrad.kvgrad",
     "kvzip-keys": "replay.kvzip_keys",
     "learned": "learned.learned",
     "expected-attention": "expected.expected_attention",

@@ -1,0 +1,41 @@
+"""How much a model's last hidden states depend on what every layer's attention adds to a token."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvfold.attention.replay import ReplayWithGradients
+from kvfold.models.families import family_of
+
+
+def gradient_norms(model: Any, tokens: list[int], context: ReplayWithGradients) -> list[Tensor]:
+    """|dPhi / da_p| fp32 [1, n] of every layer: a is what its attention adds to token p, Phi the
+    sum of |h_p|^2 over the tokens, h the last layer's outputs before the norm (KVgrad).
+
+    model: in plain PyTorch; its weights get no gradients. tokens: n of them.
+    """
+    family = family_of(model.config)
+    kept: list[Tensor] = []
+
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        kept.append(output[0] if isinstance(output, tuple) else output)
+
+    def begin(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output.detach().requires_grad_()
+
+    # What was made in inference mode has no gradients for good.
+    with ExitStack() as hooks, torch.inference_mode(False), torch.enable_grad():
+        hooks.callback(model.get_input_embeddings().register_forward_hook(begin).remove)
+        for module in (*family.attentions(model), family.layers(model)[-1]):
+            hooks.callback(module.register_forward_hook(keep).remove)
+        model.base_model(
+            input_ids=torch.tensor([tokens], device=context.positions.device),
+            position_ids=context.positions.clone()[None],
+            past_key_values=context,
+            use_cache=False,
+        )
+        *added, last = kept
+        found = torch.autograd.grad(last.float().square().sum(), added)
+    return [torch.linalg.vector_norm(x.float(), dim=-1) for x in found]
