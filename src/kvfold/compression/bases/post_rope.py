@@ -29,7 +29,7 @@ class PostRope(LossWeighted):
             weight.raw()[head],
             keys.mean()[head] * (not capped),
             first and first[2][source.span(heads)],
-            fixed=capped,
+            fixed=capped or source.geometry.rope,  # turned keys are in no clusters: measured worse
         )
         stored = source["key_post"]
         return basis.measured((stored.raw() if capped else stored.covariance())[head])
