@@ -17,13 +17,12 @@ import os
 import statistics
 import tempfile
 import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from multiprocessing import get_context
 from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple
+
+from forks import forked
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
 # Steps start sooner without compiled pieces; asking whether there is a GPU must not begin using it.
@@ -34,7 +33,6 @@ CASES = "; ".join(
     for model in ("gqa", "mha")
     for case in ("fast .5", "palu-j .5", "swift 5", "lean 6", "small 8", "bits 4")
 )
-FORKS = Lock()  # two at once are refused by filelock
 LENGTHS = 5, 40, 170, 333  # tokens of prompts; then two that share SHARED
 SHARED = 150
 
@@ -150,41 +148,6 @@ def served(model: str, bits: int | None, dtype: str, new: int) -> dict[str, Any]
 
 
 # -- in the process that asks ---------------------------------------------------------------------
-
-
-def forked(call: Any, *args: Any) -> Any:
-    """What a call returns, made in a process of its own: what is imported and allocated goes with
-    it. Raises RuntimeError."""
-    import torch
-
-    context: Any = get_context("spawn" if torch.cuda.is_initialized() else "fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_forked, args=(theirs, call, *args))
-    with FORKS:
-        child.start()
-    theirs.close()
-    try:
-        done, found = ours.recv()
-    except EOFError:
-        done, found = False, "its process died"
-    child.join()
-    if not done:
-        raise RuntimeError(found)
-    return found
-
-
-def _forked(pipe: Any, call: Any, *args: Any) -> None:
-    import torch
-
-    # A fork's pool of threads is made when it is asked for, at which two threads at once fail.
-    torch.set_num_threads(torch.get_num_threads())
-    try:
-        pipe.send((True, call(*args)))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()[-2000:]))
-    finally:
-        pipe.close()
-        os._exit(0)
 
 
 def compare(case: Case, dtype: str, new: int) -> dict[str, Any]:

@@ -4,10 +4,9 @@ Its own environment (`make test-vllm`). Every engine has a process of its own, f
 lest each import vLLM again; several processes that serve a model together are vLLM's to start.
 """
 
-import multiprocessing
 import os
 import statistics
-import traceback
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +19,9 @@ import kvfold
 from kvfold.loading import load_tokenizer, resolve
 from kvfold.text import packaged
 from models import greedy
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from forks import forked
 
 pytestmark = pytest.mark.vllm
 NEW = 16  # tokens
@@ -73,38 +75,13 @@ def served(model: str, settings: dict | None = None, *, ask=None, again=False, *
         return generated(resolve(model), asked, 1 + again, options)
     import vllm.v1.worker.cpu_worker  # noqa: F401  before the fork
 
-    return forked(generated, resolve(model), asked, 1 + again, options)
+    return forked(alone, resolve(model), asked, 1 + again, options)
 
 
-def forked(call, *args):
-    """What a call returns, made in a process of its own. What such a call imports stays there: of
-    Numba's modules vLLM's search for kernels takes one amiss (0.32)."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_forked, args=(theirs, call, *args))
-    child.start()
-    theirs.close()
-    try:
-        done, found = ours.recv()
-    except EOFError:
-        done, found = False, "the engine's process died"
-    child.join()
-    if not done:
-        raise RuntimeError(found)
-    return found
-
-
-def _forked(pipe, call, *args) -> None:
+def alone(*args) -> Served:
+    """`generated`, by an engine in this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # A fork's pool of threads is made when it is asked for, at which two threads at once fail.
-    torch.set_num_threads(torch.get_num_threads())
-    try:
-        pipe.send((True, call(*args)))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-    finally:
-        pipe.close()
-        os._exit(0)  # without what the parent would do at its end
+    return generated(*args)
 
 
 def generated(model: str, asked: list[dict], times: int, options: dict) -> Served:

@@ -32,16 +32,15 @@ def by_share(rows: list[Row]) -> str:
     shares = sorted({row["keep"] for row in others}, reverse=True)
     found = {(row["evict"], row["keep"]): row for row in others}
     policies = dict.fromkeys(row["evict"] for row in others)
+    each = {policy: [found.get((policy, share)) for share in shares] for policy in policies}
     names = [f"1/{1 / share:g}" for share in shares]
     lines = [f"| right ({right(original)} with all rows) | {' | '.join(names)} |"]
     lines += ["|---|" + "---|" * len(shares)]
     for policy in policies:
-        each = (found.get((policy, share)) for share in shares)
-        lines.append(line(f"`{policy}`", (right(row) if row else "" for row in each)))
+        lines.append(line(f"`{policy}`", (right(row) if row else "" for row in each[policy])))
     for text in original["texts"]:
         for policy in policies:
-            each = (found.get((policy, share)) for share in shares)
-            cells = (loss(row, original, text) if row else "" for row in each)
+            cells = (loss(row, original, text) if row else "" for row in each[policy])
             lines.append(line(f"`{policy}`, {text}", cells))
     return "\n".join(lines)
 
