@@ -36,6 +36,7 @@ from kvfold.files import write_json
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.copies import shared_copy
 from kvfold.text import packaged, running, windows
+from kvfold.versions import given
 
 BASELINES = ("dynamic", "static", "static compiled")
 RECIPES = ("small", "fast", "lean", "swift")
@@ -77,7 +78,7 @@ class Transformers(Variant):
 
     def _next(self, ids: Tensor) -> Tensor:
         with torch.inference_mode():
-            out = self.forward(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            out = self.forward(ids, **given(self.cache), use_cache=True, logits_to_keep=1)
             return out.logits[:, -1:].argmax(-1)
 
     def step(self) -> None:

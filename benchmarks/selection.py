@@ -30,6 +30,7 @@ from kvfold.evaluation.perplexity import window_perplexity
 from kvfold.evaluation.session import Footprint, Session, Sessions
 from kvfold.models.adapter import PAGED
 from kvfold.ops.common.attention import Tables, attention, rotate
+from kvfold.versions import given
 
 FIRST = 4  # rows that every token sees
 Prefix = dict[int, tuple[Tensor, Tensor, Tensor]]  # rows, keys and values of every layer
@@ -211,7 +212,7 @@ class SelectedSession(Session):
         context = SelectedRows(self.kept, rule, self.prompt, self.found)
         positions = torch.arange(len(self.tokens), len(self.tokens) + ids.shape[1])
         hidden = self.model.base_model(
-            input_ids=ids, position_ids=positions[None], past_key_values=context, use_cache=False
+            input_ids=ids, position_ids=positions[None], **given(context), use_cache=False
         ).last_hidden_state
         self.kept, self.tokens = context.kept, [*self.tokens, *ids[0].tolist()]
         self.logits = self.model.get_output_embeddings()(hidden[:, -1:] if last else hidden)

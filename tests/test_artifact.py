@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 import kvfold
 from kvfold.api import save
@@ -15,6 +16,7 @@ from kvfold.artifact import provenance_of, spec_of
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.evaluation.dense import cache_bytes
+from kvfold.versions import given
 from models import tiny, tokens
 
 
@@ -72,7 +74,7 @@ def test_a_loaded_model_saves_again(saved, tmp_path) -> None:
 def test_the_cache_holds_only_stored_numbers(recipe: str) -> None:
     model = fold("llama-gqa", recipe, 0.5)
     cache = DynamicCache(config=model.config)
-    logits(model, tokens(2, 20), past_key_values=cache)
+    logits(model, tokens(2, 20), **given(cache))
     spec = spec_of(model)
     assert cache_bytes(cache) == 2 * 20 * spec.stored_numbers * 4
     assert spec.stored_numbers <= 0.5 * spec.geometry.full_numbers
@@ -116,8 +118,9 @@ def test_other_attentions_are_refused(saved) -> None:
 
 
 def test_continuous_batching_is_refused(folded) -> None:
+    pages = object.__new__(PagedAttentionCache)
     with pytest.raises(ValueError, match="continuous batching"):
-        logits(folded, tokens(1, 4), cache=object())
+        logits(folded, tokens(1, 4), position_ids=torch.arange(4)[None], cache=pages)
 
 
 @pytest.mark.parametrize(

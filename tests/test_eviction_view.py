@@ -20,6 +20,7 @@ from kvfold.engine.eviction import Held
 from kvfold.engine.runner import ModelRunner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.families import family_of
+from kvfold.versions import CACHE
 from models import tiny, tokens
 from steps import logits_of
 
@@ -102,7 +103,7 @@ def test_values_are_the_model_s(name: str, recipe: str | None) -> None:
     so are keys, where they are not stored in another space."""
     ids = tokens(1, PROMPT, seed=0)
     with torch.no_grad():
-        wanted = tiny(name)(ids, use_cache=True).past_key_values.layers
+        wanted = tiny(name)(ids, use_cache=True)[CACHE].layers
     runner, policy = curious(folded(name, recipe, 1.0))
     runner.compress([x.sequence for x in fed(runner, [PROMPT])])
     for layer, (k, v, *_) in enumerate(policy.seen[0]):

@@ -10,6 +10,7 @@ from kvfold import recipes
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.ops.common.attention import attention, rotate
+from kvfold.versions import given
 from models import CONFIGS, tiny, tokens
 
 LENGTH, PADDING = 40, 5
@@ -40,7 +41,7 @@ def chunked(model, ids: Tensor, chunk: int, mask: Tensor | None = None) -> Tenso
         if model.config.model_type == "opt":
             extra.pop("position_ids", None)
         with torch.no_grad():
-            out = model(ids[:, start:stop], past_key_values=cache, **extra)
+            out = model(ids[:, start:stop], **given(cache), **extra)
         outputs.append(out.logits)
     return torch.cat(outputs, 1)
 

@@ -22,6 +22,7 @@ from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.haystack import FACT, INTRO, QUESTION, build_sample, load_filler, load_words
 from kvfold.evaluation.needle import _summarise, evaluate_needle
 from kvfold.evaluation.reader import Reader
+from kvfold.versions import CACHE
 
 
 def count_pieces(text: str) -> int:
@@ -208,10 +209,10 @@ class Oracle:
         self.config = LlamaConfig(**sizes(num_hidden_layers=1))
         self.device = torch.device("cpu")
 
-    def __call__(self, *, input_ids, past_key_values, use_cache, logits_to_keep):
+    def __call__(self, *, input_ids, use_cache, logits_to_keep, **cache):
         assert input_ids.shape[1] <= 512
         rows = input_ids[:, None, :, None].float()
-        keys, _ = past_key_values.update(rows, rows, 0)
+        keys, _ = cache[CACHE].update(rows, rows, 0)
         text = self.tokenizer.decode(keys.flatten().long().tolist())
         logits = torch.zeros(1, 1, 256)
         logits[0, 0, self._next(text)] = 1

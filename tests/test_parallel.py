@@ -34,6 +34,7 @@ from kvfold.parallel.shares import SLACK, runs, shares_of
 from kvfold.spec import CacheSpec, Latent, LayerSpec
 from kvfold.spec.layout import plain_spec
 from kvfold.text import packaged, running, windows
+from kvfold.versions import given
 from models import CONFIGS, tiny, tokens
 from ranks import Ranks
 from test_fold import close, prepared
@@ -83,7 +84,7 @@ def read(group: dist.ProcessGroup, model: Any) -> tuple[Tensor, Tensor, int]:
     with patch.object(dist, "all_to_all_single", counted):
         found = parallel.prefill(IDS[:LENGTH], keep_rows=True)
     with torch.no_grad():
-        out = model(torch.tensor([IDS[LENGTH:]]), past_key_values=parallel.cache(found))
+        out = model(torch.tensor([IDS[LENGTH:]]), **given(parallel.cache(found)))
     return found.logits, out.logits[0, -1], sent
 
 

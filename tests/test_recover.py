@@ -28,6 +28,7 @@ from kvfold.loading import load, load_tokenizer
 from kvfold.models.copies import shared_copy
 from kvfold.spec import Latent, LayerSpec
 from kvfold.text import packaged, running, windows
+from kvfold.versions import given
 from models import tiny, tokens
 
 pytestmark = pytest.mark.usefixtures("still")
@@ -59,7 +60,7 @@ def test_rows_come_back_as_from_pages(name: str, recipe: str) -> None:
     bases = prepared(model, recipe, tokens(8, 64))
     bases.fold(bases.plan_factor(6.0), {})
     whole = losses_of(model, rows)
-    ours = losses_of(model, rows, past_key_values=QuantisedRows(spec_of(model).layers))
+    ours = losses_of(model, rows, **given(QuantisedRows(spec_of(model).layers)))
     config = CacheConfig(kv_bytes=2**21, page=8)
     runner = build_runner(model, config, num_slots=1, max_tokens=64)
     paged, _ = window_perplexity(partial(PagedSession, runner), rows)
@@ -94,8 +95,8 @@ def test_kept_rows_serve_chunks() -> None:
     layers = spec_of(model).layers
     cache = StoredRows(layers)
     with torch.no_grad():
-        parts = [model(x, past_key_values=cache).logits for x in rows.split(7, 1)]
-        whole = model(rows, past_key_values=QuantisedRows(layers)).logits
+        parts = [model(x, **given(cache)).logits for x in rows.split(7, 1)]
+        whole = model(rows, **given(QuantisedRows(layers))).logits
     assert (torch.cat(parts, 1) - whole).abs().max() < 1e-4
     assert cache.get_seq_length() == 40
 
@@ -195,7 +196,7 @@ def test_the_loss_is_the_divergence_of_what_pages_give(jobs, batch, monkeypatch)
     cache = QuantisedRows(spec.layers)
     with torch.no_grad():
         wanted = teacher(batch).logits.log_softmax(-1)
-        found = job.model(batch, past_key_values=cache).logits.log_softmax(-1)
+        found = job.model(batch, **given(cache)).logits.log_softmax(-1)
     divergence = (wanted.exp() * (wanted - found)).sum(-1).mean()
     monkeypatch.setattr(training, "_CHUNK", 50)  # of 128 positions
     first, _ = recovered(job, teacher, spec, batch, 1)

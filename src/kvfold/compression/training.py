@@ -21,6 +21,7 @@ from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
 from kvfold.models.families import family_of
 from kvfold.spec import CacheSpec
+from kvfold.versions import given
 
 WARMUP = 0.1  # of all steps; then half a cosine to zero
 _CHUNK = 2048  # positions whose logits exist at a time
@@ -113,7 +114,7 @@ def _compared(
     """Last hidden states [N, D] of ids [B, T], and what logits of them are compared with: the
     teacher's [N, D], or without one the next tokens [N]."""
     cache = QuantisedRows(spec.layers)
-    hidden = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)[0]
+    hidden = model.base_model(input_ids=ids, **given(cache), use_cache=True)[0]
     if teacher is None:
         return hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
     with torch.no_grad():

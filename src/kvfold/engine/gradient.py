@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kvfold.attention.replay import ReplayWithGradients
 from kvfold.models.families import family_of
+from kvfold.versions import given
 
 
 def gradient_norms(model: Any, tokens: list[int], context: ReplayWithGradients) -> list[Tensor]:
@@ -33,7 +34,7 @@ def gradient_norms(model: Any, tokens: list[int], context: ReplayWithGradients) 
         model.base_model(
             input_ids=torch.tensor([tokens], device=context.positions.device),
             position_ids=context.positions.clone()[None],
-            past_key_values=context,
+            **given(context),
             use_cache=False,
         )
         *added, last = kept

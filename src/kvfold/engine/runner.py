@@ -30,6 +30,7 @@ from kvfold.models.families import family_of
 from kvfold.ops.backend import no_numba
 from kvfold.ops.common.launch import upload
 from kvfold.ops.store import Fill
+from kvfold.versions import given
 
 
 class ModelRunner:
@@ -179,7 +180,7 @@ class ModelRunner:
         out = self.model.base_model(
             input_ids=tokens[None],
             position_ids=positions[None],
-            past_key_values=step,
+            **given(step),
             use_cache=False,
         )
         hidden: Tensor = out.last_hidden_state[0]

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from kvfold.evaluation.session import Footprint, Session
+from kvfold.versions import given
 
 
 class DenseSession(Session):
@@ -37,7 +38,7 @@ class DenseSession(Session):
         with torch.no_grad():
             out = self.model(
                 input_ids=ids.to(self.model.device),
-                past_key_values=self.cache,
+                **given(self.cache),
                 use_cache=True,
                 logits_to_keep=int(last),  # 0: all
             )

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from kvfold.attention.base import AttentionContext, LayerMaps
 from kvfold.models.folded import FoldedAttention
@@ -102,9 +103,11 @@ class HFAttention(FoldedAttention):
         past: Any,
         extra: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """One forward of x [B, T, D], whose rows `past` stores: a transformers cache, or a context
-        in its place. Outputs [B, T, D], and weights where attention is eager."""
-        if extra.get("cache") is not None:
+        """One forward of x [B, T, D], whose rows `past`, or `cache` of what else came, stores: a
+        transformers cache, or a context in its place. Outputs [B, T, D], and weights where
+        attention is eager."""
+        past = extra.get("cache", past)
+        if not isinstance(past, Cache | AttentionContext | None):
             raise ValueError(
                 "transformers' continuous batching manages its own cache and would ignore the "
                 "compressed one; use model.generate instead"

@@ -23,6 +23,7 @@ from kvfold.models.rotary import LONG_ROPE, rope_type
 from kvfold.parallel.context import UlyssesContext
 from kvfold.parallel.shares import shares_of, token_counts
 from kvfold.spec.layout import plain_spec
+from kvfold.versions import given
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,7 +94,7 @@ class SequenceParallel:
         out = self.model.base_model(
             input_ids=tokens[None, own],
             position_ids=own[None],
-            past_key_values=context,
+            **given(context),
             use_cache=False,
         )
         hidden = out.last_hidden_state[0]
