@@ -39,13 +39,17 @@ class Case:
 
     evict: str | None = None
     keep: float | None = None
+    repair: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.evict} {self.keep:g}" if self.keep else "original"
+        if not self.keep:
+            return "original"
+        return f"{self.evict} {self.keep:g}{' repaired' * self.repair}"
 
     def cache(self, page: int) -> CacheConfig:
-        return CacheConfig(page=page, evict=self.evict, keep_tokens=self.keep)
+        how = {"keep_tokens": self.keep, "repair": self.repair}
+        return CacheConfig(page=page, evict=self.evict, **how)
 
 
 class Bench(quality.Bench):
@@ -150,6 +154,7 @@ def main() -> None:
     parser.add_argument("--questions", nargs="+", choices=list(ruler.KINDS), default=["keys"])
     parser.add_argument("--policies", nargs="+", default=["kvzip", "keydiff-all", "kv-compress"])
     parser.add_argument("--keep", nargs="+", type=float, default=[0.25, 0.125])
+    parser.add_argument("--repair", action="store_true", help="rows that stay, in a row beside")
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--recipe", help="of rows that are evicted, with --factor")
     parser.add_argument("--factor", type=float)
@@ -159,7 +164,12 @@ def main() -> None:
     if (arguments.recipe is None) != (arguments.factor is None):
         parser.error("--recipe and --factor go together: give both, or neither")
     bench = Bench(arguments)
-    cases = [Case(evict=name, keep=keep) for name in arguments.policies for keep in arguments.keep]
+    cases = [
+        Case(evict=name, keep=keep, repair=repair)
+        for name in arguments.policies
+        for keep in arguments.keep
+        for repair in (False, True)[: 1 + arguments.repair]
+    ]
     for row in bench.run(bench.wanted([Case(), *cases]), bench.row):
         answers = row.get("answers", {}).items()
         right = (f"{kind}: {x['right']:g} of {x['asked']}," for kind, x in answers)
