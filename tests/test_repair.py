@@ -10,12 +10,16 @@ from kvfold.cache.eviction.repair import KEYS, MOST, VALUES, WEIGHTS, nearest, r
 from kvfold.config import CacheConfig
 from kvfold.engine import repair
 from kvfold.engine.build import build_runner
+from kvfold.errors import SettingError
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.families import family_of
 from kvfold.models.folded import attention_windows
 from kvfold.ops.common.attention import attention, capped, rotate
 from models import CONFIGS, tiny, tokens
 from steps import logits_of
+from test_eviction_view import folded
+from test_fuzz import same_up_to_rounding
+from test_paged_eviction import survivors
 
 PROMPT, MORE, PAGE = 60, 12, 4
 FAMILIES = [name for name, of in CONFIGS.items() if not any(attention_windows(of()))]
@@ -158,37 +162,125 @@ def _fitted(module, query, key, value, attention_mask, scaling=None, softcap=Non
 AttentionInterface.register(FITTED, _fitted)
 
 
+def dense(name: str, ids: Tensor, session: PagedSession, most: int) -> Tensor:
+    """Logits behind the prompt of the original model, with the rows that a sequence still holds
+    fitted to at most so many queries of a KV head."""
+    model = tiny(name)
+    family, config = family_of(model.config), model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    at = torch.arange(0, PROMPT, -(-PROMPT // (most // (config.num_attention_heads // heads))))
+    tables = None
+    if (rotary := family.rotary(model)) is not None:
+        turn = PROMPT + torch.arange(len(at)) - at
+        tables = tuple(x[0] for x in rotary(torch.zeros(1), turn[None]))
+    layers = list(family.attentions(model))
+    for layer in layers:
+        layer.turned, layer.kept = (at, tables), [[]] * heads
+    groups = session.runner.pool.layout.groups
+    for group, kept in zip(groups, survivors(session), strict=True):
+        layers[group.layer].kept[group.heads[0]] = [x for x in kept if x < PROMPT]
+    model.set_attn_implementation(FITTED)
+    with torch.no_grad():
+        return model(ids).logits[0, PROMPT:]
+
+
 @pytest.mark.parametrize("most", [512, 24])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_a_dense_model_with_fitted_rows(
     name: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(repair, "QUERIES", most)
-    ids, model = tokens(1, PROMPT + MORE), tiny(name)
-    runner = runner_of(model)
-    session = read(runner, ids)
+    ids = tokens(1, PROMPT + MORE)
+    session = read(runner_of(tiny(name)), ids)
     session.compress()
-    runner.pool.check_integrity()
-    _, positions, valid = runner.eviction.tracked(session.sequence.open_slot)
+    session.runner.pool.check_integrity()
     logits = [logits_of(session, ids[0, PROMPT : PROMPT + 5].tolist())]
     logits += [logits_of(session, [token]) for token in ids[0, PROMPT + 5 :].tolist()]
-
-    family, config = family_of(model.config), model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    step = -(-PROMPT // max(1, most // (config.num_attention_heads // heads)))
-    at = torch.arange(0, PROMPT, step)
-    tables = None
-    if (rotary := family.rotary(model)) is not None:
-        turn = PROMPT + torch.arange(len(at)) - at
-        tables = tuple(x[0] for x in rotary(torch.zeros(1), turn[None]))
-    for index, layer in enumerate(family.attentions(model)):
-        layer.turned, layer.kept = (at, tables), [[]] * heads
-        for group, where, own in zip(
-            runner.pool.layout.groups, positions[0], valid[0], strict=True
-        ):
-            if group.layer == index:
-                layer.kept[group.heads[0]] = sorted(where[own].tolist())
-    model.set_attn_implementation(FITTED)
-    with torch.no_grad():
-        wanted = model(ids).logits[0, PROMPT:]
+    wanted = dense(name, ids, session, most)
     torch.testing.assert_close(torch.cat(logits), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("evict", sorted({"kvzip", "h2o", "snapkv", "keydiff", "streaming"}))
+def test_any_policy_s_rows_are_fitted(evict: str) -> None:
+    """And those of a model that is turned by an orthogonal basis, whose fit is the same."""
+    ids = tokens(1, PROMPT + MORE)
+    for model in (tiny("llama-gqa"), folded("llama-gqa", "zack", 1.0)):
+        session = read(runner_of(model, evict), ids)
+        session.compress()
+        found = logits_of(session, ids[0, PROMPT:].tolist())
+        wanted = dense("llama-gqa", ids, session, 512)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    "recipe, settings",
+    [(None, {}), ("zack", {}), ("fast", {}), ("fast", {"bits": 8}), (None, {"bits": 4})],
+)
+def test_less_is_lost(
+    recipe: str | None, settings: dict, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model that keeps all rows, whatever they are made of, and heads fitted one by one."""
+    monkeypatch.setattr(repair, "SCORES", 100 if heads == 1 else repair.SCORES)
+    ids, model = tokens(1, PROMPT + MORE), folded("llama-gqa", recipe, 0.6)
+    found = []
+    for keep, how in ((1.0, False), (0.25, False), (0.25, True)):
+        session = read(runner_of(model, keep=keep, **settings, repair=how), ids)
+        session.compress()
+        found.append(logits_of(session, ids[0, PROMPT:].tolist()).log_softmax(-1))
+    whole, *less = found
+    before, after = (float((whole.exp() * (whole - x)).sum(-1).mean()) for x in less)
+    assert after < 0.8 * before
+
+
+def settings_of(**more) -> dict:
+    fixed = {"evict": "kvzip-keys", "keep_tokens": 0.5, "repair": True, "page": PAGE, "chunk": 16}
+    return fixed | {"kv_bytes": 2**22, "max_sequences": 4, "max_tokens": 160} | more
+
+
+def test_requests_beside_each_other_have_the_tokens_of_each_alone() -> None:
+    """Some compressed again as they go on, some not at all, and slots that others had before."""
+    model, asked = tiny("llama-gqa"), SamplingParams(max_new_tokens=40, logprobs=5)
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (60, 33, 47, 9, 52, 71)]
+    own = [None, CacheParams(keep_tokens=0.3, every=8), CacheParams(keep_tokens=1.0)] * 2
+    each = list(zip(prompts, own, strict=True))
+    alone = [LLM(model, **settings_of()).generate([x], asked, cache=y)[0] for x, y in each]
+    llm = LLM(model, **settings_of())
+    together = llm.generate(prompts, asked, cache=own)
+    for one, beside in zip(alone, together, strict=True):
+        assert same_up_to_rounding(one, beside) == len(one.token_ids)
+    llm.runner.pool.check_integrity()
+    plain = LLM(model, **settings_of(repair=False)).generate(prompts, asked, cache=own)
+    changed = [x.token_ids != y.token_ids for x, y in zip(plain, together, strict=True)]
+    assert any(changed[i] for i in (0, 1, 3, 4)) and not changed[2] and not changed[5]
+
+
+def test_who_has_a_slot_has_hidden_states_and_nobody_else() -> None:
+    llm = LLM(tiny("llama-gqa"), **settings_of())
+    prompt = tokens(1, 40)[0].tolist()
+    llm.generate([prompt] * 3, SamplingParams(max_new_tokens=4))
+    llm.generate([prompt], SamplingParams(max_new_tokens=4), cache=CacheParams(keep_tokens=1.0))
+    assert not llm.runner.repair.prompts
+
+
+def test_prefixes_are_not_shared() -> None:
+    llm = LLM(tiny("llama-gqa"), **settings_of())
+    assert "repaired" in llm.shares_no_prefix
+    asked = SamplingParams(max_new_tokens=8)
+    first = llm.generate([tokens(1, 60)[0].tolist()], asked)[0]
+    again = llm.generate([tokens(1, 60)[0].tolist()], asked)[0]
+    assert first.token_ids == again.token_ids and not llm.engine.scheduler.prefixes.num_hits
+    with pytest.raises(SettingError, match="would change tokens: rows are repaired"):
+        LLM(tiny("llama-gqa"), prefix_caching=True, **settings_of())
+
+
+def test_without_it_nothing_is_kept() -> None:
+    runner = runner_of(tiny("llama-gqa"), repair=False)
+    assert runner.repair is runner.eviction.repair is None
+
+
+@pytest.mark.parametrize("recipe", ["lean", "swift", "small", "palu-m", "palu-j", "lorc"])
+def test_rows_that_heads_share_are_refused(recipe: str) -> None:
+    model = folded("llama-gqa", recipe, 0.5)
+    with pytest.raises(SettingError, match="no head can change its own rows"):
+        runner_of(model)
