@@ -10,7 +10,7 @@ user's turn by its chat template, and the beginning of an answer; an answer coun
 the number, or in parts, where several are asked for. The policy `auto` is measured first, and the
 row says which one it was. --together feeds all contexts and windows at once, with the same outcome.
 --recipe and --factor: rows that are evicted are planned in dimensions and bits; `learned` scores
-are learned of them.
+are learned of them. --repair: each case once more, with rows that stay repaired.
 --svg FILE draws what --json holds: answers and loss against bytes.
 """
 
@@ -120,12 +120,12 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
 
     original = rows["original"]
     kind, (text, *_) = next(iter(original["answers"])), original["texts"]
-    policies = dict.fromkeys(x["evict"] for x in rows.values() if x["evict"] not in (None, AUTO))
+    policies = dict.fromkeys(_label(x) for x in rows.values() if x["evict"] not in (None, AUTO))
     figure, (answers, loss) = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
     full = original["answers"][kind]
     answers.axhline(100 * full["right"] / full["asked"], color="grey", ls=":", label="all rows")
     for number, policy in enumerate(policies):
-        own = sorted((x for x in rows.values() if x["evict"] == policy), key=lambda x: x["keep"])
+        own = sorted((x for x in rows.values() if _label(x) == policy), key=lambda x: x["keep"])
         kept = [x["cache_bytes"] / 1024 for x in own]
         right = [100 * x["answers"][kind]["right"] / x["answers"][kind]["asked"] for x in own]
         look = {"label": policy, "marker": "os^vDP*X<>"[number % 10], "color": f"C{number % 10}"}
@@ -144,6 +144,10 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
         panel.grid(alpha=0.3)
     figure.legend(*answers.get_legend_handles_labels(), loc="outside right center")
     figure.savefig(path)
+
+
+def _label(row: dict[str, Any]) -> str | None:
+    return f"{row['evict']}, repaired" if row.get("repair") else row["evict"]
 
 
 def main() -> None:

@@ -53,6 +53,8 @@ def rewrite(pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, keep:
     plan = plan_pages(groups, arena.device)
     packed = plan.pack(rows)
     for kind in plan.kinds:
+        if not kind.layout.segments:
+            continue
         words, channels = _encode(kind, packed, None)
         assert channels is None, "numbers that share a page's channels are packed together"
         address = kind.address(tables, slots[:, None], kind.numbers, index[:, kind.numbers])
