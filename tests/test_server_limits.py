@@ -368,7 +368,7 @@ def test_the_address_is_told_once_clients_can_connect(capsys) -> None:
 
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # unlike in the background
     try:
         run(FastAPI(lifespan=lifespan), listener, LIMITS)
     finally:
