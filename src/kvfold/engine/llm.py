@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from kvfold.attention.selector import kernels
 from kvfold.config import CacheConfig, Setting, check_types, settings_of
 from kvfold.engine.build import build_runner
+from kvfold.engine.compressions import Schedule
 from kvfold.engine.detokenizer import decoder_of
 from kvfold.engine.engine import Engine, default_chunk, token_ids
 from kvfold.engine.grammar import Grammars
@@ -23,7 +24,6 @@ from kvfold.engine.request import (
     StepOutput,
     TokenLogprobs,
 )
-from kvfold.engine.scheduler import Schedule
 from kvfold.engine.stream import Answer, Stream
 from kvfold.errors import SettingError, renamed
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
