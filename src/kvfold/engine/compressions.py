@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakMethod
 
 from kvfold.cache.eviction.compact import capped
 from kvfold.cache.pool import Pool, PoolFull
@@ -55,7 +56,10 @@ class Compressions:
         fail: Callable[[Request, Exception], None],
     ) -> None:
         self.runner, self.pool, self.prefixes = runner, pool, prefixes
-        self.when, self.running, self.fail = when, running, fail
+        self.when, self.running = when, running
+        self._fail = WeakMethod(
+            fail
+        )  # of the owner: a cycle would keep the cache after its last use
         self.reading: list[Request] = []
         self.num_done, self.num_evicted = 0, 0.0
 
@@ -82,6 +86,10 @@ class Compressions:
 
     def leave(self, request: Request) -> None:
         self.reading = [x for x in self.reading if x is not request]
+
+    def fail(self, request: Request, error: Exception) -> None:
+        if (fail := self._fail()) is not None:
+            fail(request, error)
 
     def _read_first(self, due: list[Request], step: int) -> list[Request]:
         """Those that can be compressed now. Others are read again first, a piece a step, so that
