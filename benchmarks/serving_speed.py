@@ -98,8 +98,8 @@ class Worker:
         from kvfold.bench.synthetic_engine import random_model
         from kvfold.bench.variants import VARIANTS
         from kvfold.engine import graphs
+        from kvfold.engine.compressions import Schedule
         from kvfold.engine.llm import LLM
-        from kvfold.engine.scheduler import Schedule
 
         begun = time.perf_counter()
         graphs.sizes_up_to = lambda most: [*(x for x in SIZES if x < most), most]  # type: ignore
@@ -164,7 +164,7 @@ class Worker:
         keep, outputs = kept(tokens, rate), self.asked.outputs
         jobs = [self._job(tokens, f"{tokens} {i}", outputs, keep) for i in range(requests)]
         scheduler, runner = self.llm.engine.scheduler, self.llm.runner
-        before = scheduler.num_preemptions, scheduler.num_compressions
+        before = scheduler.num_preemptions, scheduler.compressions.num_done
         scheduler.when = replace(scheduler.when, every=every)
         timed = Timed(runner.compress)
         vars(runner)["compress"] = timed
@@ -179,7 +179,7 @@ class Worker:
             "kept": keep,
             "tokens_per_s": found.tokens_per_s,
             "preemptions": scheduler.num_preemptions - before[0],
-            "compressions": scheduler.num_compressions - before[1],
+            "compressions": scheduler.compressions.num_done - before[1],
             "every": every,
             "compressing": timed.steps.summary(),
         }

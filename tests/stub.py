@@ -18,11 +18,11 @@ from torch import Tensor
 from kvfold.cache.pool import Pool, PoolFull
 from kvfold.cache.sharing import SharingPool
 from kvfold.engine import request as sequences
+from kvfold.engine.compressions import Schedule
 from kvfold.engine.engine import Engine, Hooks
 from kvfold.engine.prefixes import PrefixCache
 from kvfold.engine.request import Batch, CacheParams, SamplingParams, StepOutput
 from kvfold.engine.sampler import sample
-from kvfold.engine.scheduler import Schedule
 from kvfold.engine.stream import Answer, Stream
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
 from kvfold.spec.layout import CacheLayout, cache_layout

@@ -33,17 +33,17 @@ LAYERS: dict[str, set[str]] = {
     "step_time": {"attention", "config", "errors", "models", "ops", "spec", "text"},
     "recipes": {"config"},
     "artifact": {"spec", "models", "weights"},
-    "parallel": {"spec", "ops", "attention", "models", "artifact", "errors"},
+    "parallel": {"spec", "ops", "attention", "models", "artifact", "errors", "versions"},
     "compression": {"formats", "spec", "ops", "models", "config", "recipes", "artifact"}
-    | {"errors", "files", "search", "text", "weights"},
+    | {"errors", "files", "search", "text", "versions", "weights"},
     "loading": {"artifact", "models", "gguf", "hub", "place", "smollm2", "weights"}
     | {"config", "errors", "files", "text"},
     "engine": {"formats", "spec", "ops", "cache", "attention", "models", "config", "artifact"}
-    | {"errors", "files", "loading", "text", "weights"},
+    | {"errors", "files", "loading", "text", "versions", "weights"},
     "capacity": {"cache", "config", "engine", "errors", "models", "spec", "step_time"},
     "server": {"cache", "config", "engine", "errors", "text"},
     "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"}
-    | {"errors"},
+    | {"errors", "versions"},
     "evaluation": {
         "spec",
         "step_time",
@@ -54,7 +54,7 @@ LAYERS: dict[str, set[str]] = {
         "artifact",
         "engine",
     }
-    | {"errors", "files", "search", "text"},
+    | {"errors", "files", "search", "text", "versions"},
     "api": {
         "search",
         "spec",

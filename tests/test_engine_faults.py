@@ -13,9 +13,9 @@ import pytest
 from torch import Tensor
 
 from kvfold.engine import request as sequences
+from kvfold.engine.compressions import Schedule
 from kvfold.engine.engine import Hooks
 from kvfold.engine.request import CacheParams, SamplingParams, StepOutput
-from kvfold.engine.scheduler import Schedule
 from kvfold.engine.stream import Answer, Stream
 from stub import EOS, Bench, in_threads, mixed_requests, reference, stream
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvfold.engine import request as sequences
+from kvfold.engine.compressions import Schedule
 from kvfold.engine.engine import Hooks
 from kvfold.engine.request import CacheParams, SamplingParams
-from kvfold.engine.scheduler import Schedule
 from stub import EOS, PAGE, POOLS, VOCAB, Bench, StubRunner, mixed_requests, reference
 
 # Tokens -----------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def test_two_are_read_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None
     evicting(bench, [14, 20, 10])
     bench.step()
     bench.step()
-    assert bench.scheduler.reading and bench.scheduler.running[0].id == 0
+    assert bench.scheduler.compressions.reading and bench.scheduler.running[0].id == 0
     bench.engine.cancel(0)  # in the middle of it
     bench.runner.culprits.add(1)
     bench.drain()
@@ -378,7 +378,7 @@ def test_one_that_pages_forced_through_its_reading_goes_on_at_once(
     while not bench.runner.rounds:
         bench.step()
     assert bench.scheduler.num_steps < 20 / 3, "it is read to its end before its turn"
-    assert not bench.scheduler.reading and len(bench.tokens[id]) == 2
+    assert not bench.scheduler.compressions.reading and len(bench.tokens[id]) == 2
     bench.drain()
     assert bench.scheduler.num_preemptions == 0 and bench.runner.rounds == [[id]]
 
@@ -640,8 +640,8 @@ class EngineMachine(RuleBasedStateMachine):
         elif what == "nan":
             self.bench.runner.poisoned.add(which)
         else:
-            over = self.bench.scheduler._compressible(self.bench.scheduler.running)
-            self.bench.scheduler._compress(over)
+            scheduler = self.bench.scheduler
+            scheduler.compressions.free_rows(scheduler.num_steps)
 
     @invariant()
     def consistent(self) -> None:

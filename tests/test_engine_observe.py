@@ -215,7 +215,7 @@ def test_nothing_is_observed_where_no_request_evicts(
     assert not calls
     own = CacheParams(max_cache_tokens=36, every=2)
     alone = llm.generate(prompts[:1], asked, cache=own)
-    assert calls and llm.engine.scheduler.num_evicted > 0
+    assert calls and llm.engine.scheduler.compressions.num_evicted > 0
     beside = llm.generate(prompts, asked, cache=[own, CacheParams(), CacheParams()])
     assert beside[0].token_ids == alone[0].token_ids
     use_triton.cache_clear()

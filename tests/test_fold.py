@@ -7,6 +7,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from kvfold import recipes
+from kvfold.compression.bases.base import Source
+from kvfold.compression.bases.loss_weighted import LossWeighted
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.ops.common.attention import attention, rotate
@@ -58,6 +60,22 @@ def close(got: Tensor, want: Tensor, mask: Tensor | None = None) -> None:
     if mask is not None:
         got, want = got[mask.bool()], want[mask.bool()]
     assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize(("name", "turned"), [("llama-gqa", True), ("opt", False)])
+def test_keys_that_rope_turned_count_from_their_mean(name: str, turned: bool, monkeypatch) -> None:
+    """However far they spread along what the first token stores, where others count from it."""
+
+    def first(_: LossWeighted, source: Source) -> tuple[Tensor, ...]:
+        return (source["key_post_felt"].mean().flatten() * (1 + 1e-6),) * 3
+
+    monkeypatch.setattr(LossWeighted, "first", first)
+    found = prepared(name, "swift")
+    keys = [x for x in found.candidates if x.side == "k"]
+    for x in keys:
+        mean = found.statistics[x.layer, "key_post_felt"].mean()[x.heads[0]]
+        assert torch.equal(x.basis.mean, mean) is turned
+    assert keys
 
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from kvfold import LLM, CacheParams, PackedContext, SamplingParams
 from kvfold.cache.eviction import policies
+from kvfold.engine.compressions import Schedule
 from kvfold.engine.sampler import sample
-from kvfold.engine.scheduler import Schedule
 from kvfold.errors import SettingError
 from kvfold.evaluation.paged import PagedSession
 from models import tiny, tokens
@@ -118,7 +118,7 @@ def test_a_budget_copies_the_context_before_it_evicts(monkeypatch) -> None:
     assert again and min(x.start for x in again) == 120
     later = llm.generate([QUESTIONS[2]], ASKED, context=context)
     assert later[0].token_ids == plain[0].token_ids
-    assert llm.engine.scheduler.num_compressions >= 1
+    assert llm.engine.scheduler.compressions.num_done >= 1
     llm.runner.pool.check_integrity()
 
 
@@ -164,7 +164,7 @@ def test_chunks_behind_a_context_begin_with_it_whatever_else_is_served(monkeypat
         run, batches = llm.runner.run, []
         llm.runner.run = lambda *x, y=batches, z=run: y.append(x[0]) or z(*x)
         found.append(llm.generate(some, ASKED, cache=limits, context=context)[-1])
-        assert llm.engine.scheduler.num_compressions == len(some)
+        assert llm.engine.scheduler.compressions.num_done == len(some)
     assert found[0].token_ids == found[1].token_ids
     both = ([y.chosen for y in x.logprobs] for x in found)
     assert next(both) == pytest.approx(next(both), abs=1e-4)
@@ -306,6 +306,6 @@ def test_many_random_events(events: int, pool: str) -> None:
         assert found == (whole[: len(found)] if cut else whole), (id, reason)
         counts[reason] += 1
     assert counts["with context"] > events / 100 and counts["length"] > events / 100, counts
-    assert bench.scheduler.num_preemptions and bench.scheduler.num_compressions
+    assert bench.scheduler.num_preemptions and bench.scheduler.compressions.num_done
     bench.pool.drop_all()
     assert not sum(x.used_pages for x in bench.pool.stats().classes)

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from kvfold.cache.prefix import Names
+from kvfold.engine.compressions import Schedule
 from kvfold.engine.request import CacheParams, SamplingParams
-from kvfold.engine.scheduler import Schedule
 from stub import EOS, PAGE, VOCAB, Bench, reference
 from test_engine_loop import Events
 
@@ -126,7 +126,7 @@ def test_evicted_requests_have_the_tokens_they_have_without() -> None:
             for _ in range(3):
                 bench.step()
         bench.drain()
-        assert bench.scheduler.num_compressions == 6
+        assert bench.scheduler.compressions.num_done == 6
         assert (bench.prefixes.num_hits > 80) == caching
         return bench.tokens
 

@@ -67,7 +67,7 @@ def test_they_are_known_before_rows_are_evicted() -> None:
     llm = llm_of(evict="kv-compress")
     (found,) = llm.generate([PROMPTS[0]], WANTED, cache=CacheParams(max_cache_tokens=20))
     check(found.prompt_logprobs, PROMPTS[0])
-    assert llm.engine.scheduler.num_compressions
+    assert llm.engine.scheduler.compressions.num_done
 
 
 def test_a_packed_context_has_none() -> None:

@@ -212,7 +212,7 @@ def test_a_long_answer_stays_near_its_budget() -> None:
             if request.num_outputs > 2 and request.slot is not None:
                 most[-1] = max(most[-1], llm.runner.pool.host_lengths[request.slot].mean())
     assert most[0] == 24 + 58 and 24 < most[1] <= 24 + 10
-    assert llm.engine.scheduler.num_compressions == 1 + 6
+    assert llm.engine.scheduler.compressions.num_done == 1 + 6
 
 
 def test_a_reading_without_what_follows_is_one_where_nothing_did(runner) -> None:

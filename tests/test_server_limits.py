@@ -368,7 +368,11 @@ def test_the_address_is_told_once_clients_can_connect(capsys) -> None:
 
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    run(FastAPI(lifespan=lifespan), listener, LIMITS)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # unlike in the background
+    try:
+        run(FastAPI(lifespan=lifespan), listener, LIMITS)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert said == ["", f"serving at {url}\n"] and capsys.readouterr().err == "stopped\n"
 
 

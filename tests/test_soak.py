@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from kvfold.engine import scheduler
+from kvfold.engine.compressions import Schedule
 from kvfold.engine.request import CacheParams, Request
-from kvfold.engine.scheduler import Schedule
 from memory import resident
 from stub import Bench, in_threads, mixed_requests, reference, stream
 

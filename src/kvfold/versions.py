@@ -1,4 +1,4 @@
-"""The versions kvfold works with, asked for before anything is imported."""
+"""The versions of transformers that kvfold works with, and what differs. Imports nothing of it."""
 
 from importlib.metadata import version
 from typing import Any

@@ -68,7 +68,7 @@ def measure(llm: LLM, tokens: int, rate: float, *, requests: int, outputs: int, 
     budget = kept(tokens, rate)
     cache = CacheParams() if budget is None else CacheParams(max_cache_tokens=budget)
     scheduler, watch = llm.engine.scheduler, Watch(llm)
-    llm.engine.hooks, before = watch, (scheduler.num_preemptions, scheduler.num_compressions)
+    llm.engine.hooks, before = watch, (scheduler.num_preemptions, scheduler.compressions.num_done)
     start = time.perf_counter()
     sampling = SamplingParams(max_new_tokens=outputs, ignore_eos=True)
     found = llm.generate(prompts, sampling, cache=cache)
@@ -88,5 +88,5 @@ def measure(llm: LLM, tokens: int, rate: float, *, requests: int, outputs: int, 
         used_bytes=watch.used,
         pool_bytes=llm.runner.pool.num_bytes,
         preemptions=scheduler.num_preemptions - before[0],
-        compressions=scheduler.num_compressions - before[1],
+        compressions=scheduler.compressions.num_done - before[1],
     )

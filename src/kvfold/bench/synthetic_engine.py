@@ -14,10 +14,10 @@ from kvfold.bench.variants import DTYPE, ROPE_BASES, SHAPES, Variant, variant_la
 from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
+from kvfold.engine.compressions import Schedule
 from kvfold.engine.engine import Engine, StepOutput, default_chunk
 from kvfold.engine.request import CacheParams, SamplingParams
 from kvfold.engine.runner import ModelRunner
-from kvfold.engine.scheduler import Schedule
 from kvfold.models.families import family_of
 from kvfold.ops.common.pages import plan_pages
 from kvfold.spec.layout import CacheLayout

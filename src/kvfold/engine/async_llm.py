@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 from kvfold.engine.engine import Engine
-from kvfold.engine.llm import LLM, Completion, Prompt, completion_of
+from kvfold.engine.llm import LLM, Completion, completion_of
 from kvfold.engine.packed import PackedContext
+from kvfold.engine.prompts import Prompt
 from kvfold.engine.request import CacheParams, Request, SamplingParams, StepOutput
 from kvfold.engine.stream import Answer, Reading
 

@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 from kvfold.cache.pool import Pool
+from kvfold.engine.compressions import Schedule
 from kvfold.engine.flight import Flight
 from kvfold.engine.packed import PackedContext
 from kvfold.engine.prefixes import Prefixes
@@ -26,7 +27,7 @@ from kvfold.engine.request import (
     StepOutput,
 )
 from kvfold.engine.sampler import Choice
-from kvfold.engine.scheduler import Schedule, Scheduler
+from kvfold.engine.scheduler import Scheduler
 from kvfold.engine.turn import Turn
 from kvfold.errors import SettingError
 

@@ -4,17 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from kvfold.attention.selector import kernels
 from kvfold.config import CacheConfig, Setting, check_types, settings_of
 from kvfold.engine.build import build_runner
+from kvfold.engine.compressions import Schedule
 from kvfold.engine.detokenizer import decoder_of
 from kvfold.engine.engine import Engine, default_chunk, token_ids
 from kvfold.engine.grammar import Grammars
 from kvfold.engine.pack import Packer, Report, check_pages
 from kvfold.engine.packed import PackedContext, layout_key
 from kvfold.engine.prefixes import PrefixCache, refusal
+from kvfold.engine.prompts import Prompt, as_list, check_params, spread
 from kvfold.engine.request import (
     CacheParams,
     FinishReason,
@@ -23,15 +24,13 @@ from kvfold.engine.request import (
     StepOutput,
     TokenLogprobs,
 )
-from kvfold.engine.scheduler import Schedule
+from kvfold.engine.sizes import sizes
 from kvfold.engine.stream import Answer, Stream
 from kvfold.errors import SettingError, renamed
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.text import check_tokenizer, encode, encode_chat, encode_prompt
 from kvfold.weights import fingerprint
 
-T = TypeVar("T")
-Prompt = str | Sequence[int]
 # Settings that say how rows are stored, of a CacheConfig.
 STORED = ("page", "bits", "zeros", "sub_group", "rotate", "format", "evict")
 
@@ -184,9 +183,9 @@ class LLM:
 
         Raises ValueError for a prompt that can never be served, and then serves none of them.
         """
-        asked = _as_list(prompts)
+        asked = as_list(prompts)
         each = zip(
-            asked, _spread("sampling", sampling, asked), _spread("cache", cache, asked), strict=True
+            asked, spread("sampling", sampling, asked), spread("cache", cache, asked), strict=True
         )
         opened = [self.request(*one, whole=True, context=context) for one in each]
         found: dict[int, list[StepOutput]] = {request.id: [] for request, _ in opened}
@@ -247,7 +246,7 @@ class LLM:
         context: PackedContext | None = None,
     ) -> tuple[Request, Answer]:
         """A request, checked, and how it is read: as it comes, or as a whole. For drivers."""
-        _check_types(sampling, cache)
+        check_params(sampling, cache)
         ids, sampling = self._behind(context, prompt), sampling or SamplingParams()
         names = "stop_token_ids, allowed_token_ids, bad_words and logit_bias"
         self._check_ids(names, sampling.named_tokens)
@@ -345,36 +344,8 @@ class LLM:
 
     def summary(self) -> list[tuple[str, str]]:
         """Sizes, and how much fits, as (name, value): what a server prints when it starts."""
-        pool, layout = self.runner.pool, self.runner.pool.layout
-        spec, geometry = layout.spec, layout.spec.geometry
-        full, dims = 2 * geometry.full_numbers, spec.bytes_per_token()
-        stored = layout.bits_per_token / 8
-        per_token = layout.page_bytes / layout.page
-        kept = self.cache.keep_tokens
-        if self.cache.max_cache_tokens:
-            kept = min(1.0, self.cache.max_cache_tokens / pool.max_tokens)
-        tokens = pool.num_bytes / per_token
-        at_once = min(pool.num_slots, int(tokens / (pool.max_tokens * (kept or 1.0))))
-        rows = [
-            ("pool", f"{pool.num_bytes / 2**20:.1f} MiB of {layout.page}-row pages"),
-            ("a token, uncompressed", f"{full} B at 16 bits"),
-            ("dimensions kept", f"{dims} B ({full / max(dims, 1):.2f}x smaller)"),
-            ("bits", f"{stored:.0f} B ({full / stored:.2f}x smaller)"),
-            ("in pages", f"{per_token:.0f} B, with rounding and what eviction needs"),
-        ]
-        if kept is not None:
-            policy = self.runner.policy
-            least = policy.sinks + policy.protected_recent(0) if policy else 0
-            floor = f", and never fewer than {least} tokens" if least else ""
-            rows.append(("tokens kept", f"{kept:.2f} of a request after its prompt{floor}"))
-        if pool.device.type == "cuda":
-            layers, view = self.runner.attention.layers, self.runner.attention.view
-            rows.append(("layers with kernels", str(kernels(layers, layout, view.dtype))))
-        return [
-            *rows,
-            ("prefix caching", f"off: {off}" if (off := self.shares_no_prefix) else "on"),
-            ("fits", f"{int(tokens)} tokens; {at_once} requests of {pool.max_tokens} tokens"),
-        ]
+        shares = "on" if self.shares_no_prefix is None else f"off: {self.shares_no_prefix}"
+        return [*sizes(self.runner, self.cache), ("prefix caching", shares)]
 
 
 def _cache(settings: dict[str, Any]) -> CacheConfig:
@@ -390,44 +361,6 @@ def _eos_ids(model: Any) -> list[int]:
     if found is None:
         return []
     return list(found) if isinstance(found, list | tuple) else [found]
-
-
-def _spread(
-    name: str, value: T | Sequence[T] | None, prompts: Sequence[Prompt]
-) -> Sequence[T | None]:
-    """A setting for every prompt."""
-    if not isinstance(value, Sequence):
-        return [value] * len(prompts)
-    if len(value) != len(prompts):
-        raise ValueError(
-            f"{name} must be one for all prompts, or one each; got {len(value)} for {len(prompts)}"
-        )
-    return value
-
-
-def _check_types(sampling: Any, cache: Any) -> None:
-    for name, value, kind in (
-        ("sampling", sampling, SamplingParams),
-        ("cache", cache, CacheParams),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise ValueError(f"{name} must be a {kind.__name__}; got {value!r:.100}")
-
-
-def _as_list(prompts: Any) -> Sequence[Prompt]:
-    """Prompts, of which a text or token ids are one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, bytes | Mapping) or not hasattr(prompts, "__getitem__"):
-        raise ValueError(
-            f"prompts must be a text, token ids or a list of these; got {prompts!r:.100}"
-        )
-    found = list(prompts)
-    return [found] if found and all(map(_is_number, found)) else found
-
-
-def _is_number(item: Any) -> bool:
-    return not isinstance(item, str | Sequence | Mapping) and getattr(item, "ndim", 0) == 0
 
 
 def completion_of(outputs: list[StepOutput]) -> Completion:

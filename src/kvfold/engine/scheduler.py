@@ -11,11 +11,10 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 
-from kvfold.cache.eviction.compact import capped
-from kvfold.cache.pool import Pool, PoolFull
+from kvfold.cache.pool import Pool
+from kvfold.engine.compressions import Compressions, Schedule
 from kvfold.engine.prefixes import Prefixes
 from kvfold.engine.request import Batch, FinishReason, Request, Runner, Status
 from kvfold.errors import SettingError
@@ -25,34 +24,6 @@ logger = logging.getLogger(__name__)
 Plan = dict[Request, int]  # tokens each request computes in the coming step, in order
 
 LOOK = 64  # waiting requests that a step considers behind one that lacks pages
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """When requests over their budget are compressed (KV-Compress §4.2.3), and when others are let
-    in. Raises ValueError.
-
-    after_prefill: each one once its prompt is in the cache. before_preempt: all, before pages are
-    taken from one. every: all, every so many steps. uncompressed: all, once they have computed so
-    many tokens, added up, since their last compressions.
-    max_compressed_rows: most rows (over all groups) that one compression sorts; the rest waits for
-    the next. One request is always taken, so that none waits for ever.
-    admit_every: while some decode, others are let in at most once in so many steps, together: a
-    step that reads prompts holds up all that decode. A prompt of a whole chunk need not wait.
-    """
-
-    after_prefill: bool = True
-    before_preempt: bool = True
-    every: int | None = None
-    uncompressed: int | None = None
-    max_compressed_rows: int | None = None
-    admit_every: int = 1
-
-    def __post_init__(self) -> None:
-        for field in ("every", "uncompressed", "max_compressed_rows", "admit_every"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ValueError(f"{field} must be at least 1, or None for never; got {value}")
 
 
 class Scheduler:
@@ -89,14 +60,14 @@ class Scheduler:
         self.max_batch_tokens = max(max_batch_tokens, self.unit + pool.num_slots - 1)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.reading: list[Request] = []  # some of those, which are read again to be compressed
         self.finished: list[Request] = []  # until the engine has delivered them
         self.prefixes = Prefixes(pool, chunk) if prefixes is None else prefixes
         self.full = False  # whether nobody who waits can be let in until one ends or comes
         self.num_steps = self.last_admitted = 0
         self.num_preemptions = 0
-        self.num_compressions = 0  # of requests
-        self.num_evicted = 0.0  # tokens, averaged over groups
+        self.compressions = Compressions(
+            runner, pool, self.prefixes, self.when, self.running, self.fail
+        )
 
     def check(self, request: Request) -> None:
         """Raises SettingError if the empty pool could not hold its prompt and a decode."""
@@ -122,7 +93,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Compress what is due, make room, and give pages to the coming step's tokens."""
         self.num_steps += 1
-        self._compress(self._read_first(self._due()))
+        self.compressions.take_turns(self.num_steps)
         plan = self._make_room()
         self._continue_prefills(plan)
         self._admit(plan)
@@ -140,7 +111,8 @@ class Scheduler:
         may_join = not (self.full and len(going) == len(done)) and not self._early(1)
         if (self.waiting and may_join) or not going or len(done) < len(self.running):
             return None
-        if any(x.sampling.edits for x in going) or self._due_next(going):
+        edited = any(x.sampling.edits for x in going)
+        if edited or self.compressions.due_next(going, self.num_steps):
             return None
         slots = [x.open_slot for x in going]
         if not self.pool.can_extend(slots, [1] * len(slots)):
@@ -207,7 +179,7 @@ class Scheduler:
         self.prefixes.reset()
         held = {request.id: request for request in (*self.waiting, *self.running)}
         self.running.clear()
-        self.reading.clear()
+        self.compressions.reading.clear()
         self.waiting.clear()
         for _, request in sorted(held.items()):
             if request.status is not Status.FINISHED:
@@ -222,14 +194,14 @@ class Scheduler:
 
     def _first(self) -> Plan:
         """Those that must go on: all decodes; where there is none, the oldest prefill."""
-        decodes = {x: 1 for x in self.running if x.prefilled and x not in self.reading}
+        decodes = {x: 1 for x in self.running if x.prefilled and x not in self.compressions.reading}
         prefills = [x for x in self.running if not x.prefilled][:1]
         return decodes or {x: self._chunk(x, self.max_batch_tokens) for x in prefills}
 
     def _make_room(self) -> Plan:
         """Compress, pre-empt or end until what must go on has pages; what that is."""
         while (plan := self._first()) and not self.pool.can_supply(self._demand(plan)):
-            if not (self.when.before_preempt and self._compress(self._compressible(self.running))):
+            if not (self.when.before_preempt and self.compressions.free_rows(self.num_steps)):
                 self._preempt()
         return plan
 
@@ -261,7 +233,7 @@ class Scheduler:
         self.prefixes.leave(request)
         self.pool.close(slot)
         self.running.remove(request)
-        self.reading = [x for x in self.reading if x is not request]
+        self.compressions.leave(request)
 
     def _demand(self, plan: Plan) -> Ints:
         """Pages of every class for so many more tokens of each."""
@@ -341,127 +313,3 @@ class Scheduler:
             pages = pages + need - self.prefixes.begin(request, chain)
             plan[request] = self._chunk(request, left)
             left -= plan[request]
-
-    # Compression --------------------------------------------------------------------------------
-
-    def _read_first(self, due: list[Request]) -> list[Request]:
-        """Those that can be compressed now. Others are read again first, a piece a step, so that
-        nobody else waits for more than that; they themselves wait until they are compressed."""
-        asked = list(dict.fromkeys([*self.reading, *due]))
-        if unread := [x for x in asked if self.runner.unread(x)]:
-            try:
-                self._read(unread[0])
-            except AssertionError:
-                raise
-            except Exception as error:
-                self.fail(unread[0], error)
-        alive = [x for x in asked if x.status is Status.RUNNING]
-        self.reading = [x for x in alive if self.runner.unread(x)]
-        return self._compressible([x for x in alive if x not in self.reading])
-
-    def _read(self, request: Request) -> None:
-        """A piece again."""
-        self.runner.read(request)
-        self.prefixes.scored(request)
-
-    def _compressible(self, requests: list[Request]) -> list[Request]:
-        """Those over their budget that this step has not compressed yet."""
-        return [
-            request
-            for request in requests
-            if request.prefilled
-            and request.last_compressed != self.num_steps
-            and self.runner.needs_compression(request)
-        ]
-
-    def _due(self) -> list[Request]:
-        """Those that are compressed now. After a prefill only that request, or one that says so
-        itself, so that its tokens do not depend on when others arrive."""
-        when = self.when
-        if self.runner.demotes:
-            return self._compressible(self.running)
-        if when.every and self.num_steps % when.every == 0:
-            return self._compressible(self.running)
-        if when.uncompressed:
-            found = self._compressible(self.running)
-            if sum(request.num_uncompressed for request in found) >= when.uncompressed:
-                return found
-        new = self._new() if when.after_prefill else []
-        own = self._compressible([x for x in self.running if x.wants_compression])
-        return list(dict.fromkeys([*new, *own]))
-
-    def _due_next(self, going: list[Request]) -> bool:
-        """Whether the schedule may compress some of these before the next step."""
-        when = self.when
-        timed = (
-            self.runner.demotes
-            or when.uncompressed
-            or (when.every and (self.num_steps + 1) % when.every == 0)
-        )
-        due = [x for x in going if timed or x.wants_compression]
-        if any(map(self.runner.needs_compression, due)):
-            return True
-        return when.after_prefill and bool(self._new())
-
-    def _new(self) -> list[Request]:
-        """Prefilled and over their budget since. One that was within it may grow over it."""
-        new = [s for s in self.running if s.prefilled and s.last_compressed is None]
-        found = self._compressible(new)
-        for request in set(new).difference(found):
-            request.last_compressed = self.num_steps
-        return found
-
-    def _compress(self, requests: list[Request]) -> bool:
-        """Never compressed first, then least recently, up to the cap (KV-Compress §4.2.3)."""
-        if not requests:
-            return False
-        chosen = self._capped(sorted(requests, key=lambda s: s.last_compressed or 0))
-        self._evict(chosen)
-        self.reading = [x for x in self.reading if x not in chosen]  # to its end by now
-        for request in chosen:
-            request.last_compressed = self.num_steps
-            request.num_compressed = request.num_computed
-        return True
-
-    def _evict(self, requests: list[Request]) -> None:
-        """To each one's budget. Where that fails they are tried one by one, and those end for which
-        it fails alone."""
-        try:
-            before = self._rows(requests)
-            for request in requests:
-                while self.runner.unread(request):
-                    self._read(request)
-            self.runner.compress(requests)
-            self._count(requests, before)
-            return
-        except AssertionError:
-            raise
-        except Exception as error:
-            if len(requests) == 1 and isinstance(error, PoolFull):
-                return  # nowhere to copy pages that others read: it keeps more for now
-            if len(requests) == 1:
-                self.fail(requests[0], error)
-                return
-        for request in requests:
-            self._evict([request])
-
-    def _rows(self, requests: list[Request]) -> Ints:
-        """In the cache, of every group [S, G], of both widths where there are two."""
-        slots, narrow = [request.open_slot for request in requests], self.pool.narrow
-        rows: Ints = self.pool.host_lengths[slots]
-        return rows if narrow is None else rows + narrow.host_lengths[slots]
-
-    def _count(self, requests: list[Request], before: Ints) -> None:
-        """Add what they lost."""
-        lost = (before - self._rows(requests)).mean(1).tolist()
-        self.num_compressions += len(requests)
-        self.num_evicted += sum(lost)
-        for request, tokens in zip(requests, lost, strict=True):
-            request.num_evicted += tokens
-
-    def _capped(self, order: list[Request]) -> list[Request]:
-        limit = self.when.max_compressed_rows
-        if limit is None:
-            return order
-        rows = self._rows(order).sum(1)
-        return capped(list(zip(order, rows.tolist(), strict=True)), limit) or order[:1]

@@ -112,7 +112,7 @@ class HFAttention(FoldedAttention):
                 "transformers' continuous batching manages its own cache and would ignore the "
                 "compressed one; use model.generate instead"
             )
-        context = past
+        context: Any = past
         if not isinstance(past, AttentionContext):
             eager = self.config._attn_implementation == "eager"
             context = CacheContext(past, mask, extra.get("position_ids"), x, eager)

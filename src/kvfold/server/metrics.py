@@ -146,13 +146,13 @@ class _Now(Collector):
         yield self._gauge("vllm:num_requests_waiting", "Choices.", len(scheduler.waiting))
         share = used / pool.num_bytes
         yield self._gauge("vllm:kv_cache_usage_perc", "Used share of the pool, 1 is all.", share)
-        prefixes = scheduler.prefixes
+        prefixes, compressions = scheduler.prefixes, scheduler.compressions
         for name, text, value in (
             ("vllm:prefix_cache_queries", "Tokens of choices let in.", prefixes.num_queries),
             ("vllm:prefix_cache_hits", "Of them those known already.", prefixes.num_hits),
             ("vllm:num_preemptions", "Choices that lost their pages.", scheduler.num_preemptions),
-            ("kvfold:compressions", "Of choices, to their budgets.", scheduler.num_compressions),
-            ("kvfold:evicted_tokens", "Averaged over groups of heads.", scheduler.num_evicted),
+            ("kvfold:compressions", "Of choices, to their budgets.", compressions.num_done),
+            ("kvfold:evicted_tokens", "Averaged over groups of heads.", compressions.num_evicted),
         ):
             found = CounterMetricFamily(name, text, labels=["model_name"])
             found.add_metric([self.model], value)

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvfold.engine.async_llm import AsyncLLM, AsyncStream
 from kvfold.engine.detokenizer import decoder_of
-from kvfold.engine.llm import Prompt
 from kvfold.engine.packed import PackedContext
+from kvfold.engine.prompts import Prompt
 from kvfold.engine.request import CacheParams, SamplingParams, StepOutput
 from kvfold.errors import renamed
 from kvfold.server.errors import APIError
