@@ -215,14 +215,22 @@ def test_any_policy_s_rows_are_fitted(evict: str) -> None:
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize(
     "recipe, settings",
-    [(None, {}), ("zack", {}), ("fast", {}), ("fast", {"bits": 8}), (None, {"bits": 4})],
+    [
+        (None, {}),
+        ("zack", {}),
+        ("fast", {}),
+        ("fast", {"bits": 8}),
+        (None, {"bits": 4}),
+        ("kvquant-z", {"format": "kvquant", "bits": 4}),
+    ],
 )
 def test_less_is_lost(
     recipe: str | None, settings: dict, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a model that keeps all rows, whatever they are made of, and heads fitted one by one."""
     monkeypatch.setattr(repair, "SCORES", 100 if heads == 1 else repair.SCORES)
-    ids, model = tokens(1, PROMPT + MORE), folded("llama-gqa", recipe, 0.6)
+    keep = 1.0 if recipe == "kvquant-z" else 0.6
+    ids, model = tokens(1, PROMPT + MORE), folded("llama-gqa", recipe, keep)
     found = []
     for keep, how in ((1.0, False), (0.25, False), (0.25, True)):
         session = read(runner_of(model, keep=keep, **settings, repair=how), ids)
