@@ -191,6 +191,20 @@ def test_rows_are_scored_once_and_again_from_where_they_were_forgotten(runner) -
     assert session.sequence.num_scored == 0
 
 
+@pytest.mark.parametrize("policy", ["kvzip", "kvgrad"])
+def test_a_reading_ends_with_the_positions_that_a_model_has_learned(policy: str) -> None:
+    """OPT has as many as its longest text; a reading behind one of most of them has them too."""
+    config = CacheConfig(kv_bytes=2**23, page=4, evict=policy, keep_tokens=0.5)
+    runner = build_runner(tiny("opt"), config, num_slots=1, max_tokens=256)
+    session = session_of(runner, tokens(1, 250)[0].tolist())
+    asked, forward = [], runner.replay.forward
+    runner.replay.forward = lambda *x: asked.append(x[1].tolist()) or forward(*x)
+    runner.replay.score(session.sequence)
+    assert asked[0] == list(range(256 - len(asked[0]), 256)) and len(asked[0]) <= 250
+    metrics, _, valid = runner.eviction.tracked(session.sequence.open_slot)
+    assert (metrics[valid] > 0).all()
+
+
 def by_position(runner, session: PagedSession) -> list[dict[int, float]]:
     """What rows are worth, of every group."""
     metrics, positions, valid = (x[0] for x in runner.eviction.tracked(session.sequence.open_slot))
