@@ -10,7 +10,7 @@ user's turn by its chat template, and the beginning of an answer; an answer coun
 the number, or in parts, where several are asked for. The policy `auto` is measured first, and the
 row says which one it was. --together feeds all contexts and windows at once, with the same outcome.
 --recipe and --factor: rows that are evicted are planned in dimensions and bits; `learned` scores
-are learned of them.
+are learned of them. --repair: each case once more, with rows that stay repaired.
 --svg FILE draws what --json holds: answers and loss against bytes.
 """
 
@@ -39,13 +39,17 @@ class Case:
 
     evict: str | None = None
     keep: float | None = None
+    repair: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.evict} {self.keep:g}" if self.keep else "original"
+        if not self.keep:
+            return "original"
+        return f"{self.evict} {self.keep:g}{' repaired' * self.repair}"
 
     def cache(self, page: int) -> CacheConfig:
-        return CacheConfig(page=page, evict=self.evict, keep_tokens=self.keep)
+        how = {"keep_tokens": self.keep, "repair": self.repair}
+        return CacheConfig(page=page, evict=self.evict, **how)
 
 
 class Bench(quality.Bench):
@@ -116,12 +120,12 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
 
     original = rows["original"]
     kind, (text, *_) = next(iter(original["answers"])), original["texts"]
-    policies = dict.fromkeys(x["evict"] for x in rows.values() if x["evict"] not in (None, AUTO))
+    policies = dict.fromkeys(_label(x) for x in rows.values() if x["evict"] not in (None, AUTO))
     figure, (answers, loss) = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
     full = original["answers"][kind]
     answers.axhline(100 * full["right"] / full["asked"], color="grey", ls=":", label="all rows")
     for number, policy in enumerate(policies):
-        own = sorted((x for x in rows.values() if x["evict"] == policy), key=lambda x: x["keep"])
+        own = sorted((x for x in rows.values() if _label(x) == policy), key=lambda x: x["keep"])
         kept = [x["cache_bytes"] / 1024 for x in own]
         right = [100 * x["answers"][kind]["right"] / x["answers"][kind]["asked"] for x in own]
         look = {"label": policy, "marker": "os^vDP*X<>"[number % 10], "color": f"C{number % 10}"}
@@ -142,6 +146,10 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
+def _label(row: dict[str, Any]) -> str | None:
+    return f"{row['evict']}, repaired" if row.get("repair") else row["evict"]
+
+
 def main() -> None:
     parser = quality.parser(__doc__, model="reference:smollm2", ctx=640, windows=8)
     parser.add_argument("--length", type=int, default=512)
@@ -150,6 +158,7 @@ def main() -> None:
     parser.add_argument("--questions", nargs="+", choices=list(ruler.KINDS), default=["keys"])
     parser.add_argument("--policies", nargs="+", default=["kvzip", "keydiff-all", "kv-compress"])
     parser.add_argument("--keep", nargs="+", type=float, default=[0.25, 0.125])
+    parser.add_argument("--repair", action="store_true", help="rows that stay, in a row beside")
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--recipe", help="of rows that are evicted, with --factor")
     parser.add_argument("--factor", type=float)
@@ -159,7 +168,12 @@ def main() -> None:
     if (arguments.recipe is None) != (arguments.factor is None):
         parser.error("--recipe and --factor go together: give both, or neither")
     bench = Bench(arguments)
-    cases = [Case(evict=name, keep=keep) for name in arguments.policies for keep in arguments.keep]
+    cases = [
+        Case(evict=name, keep=keep, repair=repair)
+        for name in arguments.policies
+        for keep in arguments.keep
+        for repair in (False, True)[: 1 + arguments.repair]
+    ]
     for row in bench.run(bench.wanted([Case(), *cases]), bench.row):
         answers = row.get("answers", {}).items()
         right = (f"{kind}: {x['right']:g} of {x['asked']}," for kind, x in answers)

@@ -522,6 +522,15 @@ CACHE = {
         "--keep-tokens and --max-cache-tokens need a policy that says what goes: set "
         "--evict, such as --evict kv-compress"
     ),
+    "kvfold eval reference:gqa --repair": (
+        "--repair is of rows that stay after an eviction: set --evict too, such as --evict "
+        "kvzip-keys, or leave it out"
+    ),
+    "kvfold eval joint --evict kvzip --keep-tokens 0.5 --repair": (
+        "--repair: this model's heads share stored numbers, or their keys are rebuilt before RoPE, "
+        "so that no head can change its own rows: leave --repair out, or take recipe 'fast', "
+        "'zack', 'zdc' or 'kvquant-z', or the model as it is"
+    ),
     "kvfold eval sliding --evict snapkv --keep-tokens 0.5": (
         "--evict snapkv: this model's sliding window already drops old tokens, and eviction "
         "would drop others: leave --evict out"
@@ -701,7 +710,7 @@ PYTHON = {
     ),
     'kvfold.LLM("reference:gqa", bit=4)': (
         "unknown settings: bit; of the cache: kv_bytes, page, bits, zeros, sub_group, rotate, "
-        "format, residual, evict, keep_tokens, max_cache_tokens"
+        "format, residual, evict, keep_tokens, max_cache_tokens, repair"
     ),
     'kvfold.LLM("nowhere")': (
         "cannot load a model from 'nowhere': there is no such directory, the hub cannot be "

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,8 @@ from kvfold.config import CacheConfig, Recipe
 from kvfold.loading import load_config, load_tokenizer
 from kvfold.models.families import family_of
 from kvfold.ops.backend import use_triton
-from kvfold.spec.layout import plain_spec
+from kvfold.spec import LayerSpec
+from kvfold.spec.layout import Latent, plain_spec
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 HEAD = """# Bad inputs and what they are told
@@ -93,6 +95,10 @@ def files(tmp_path_factory) -> Path:
     spec = plain_spec(family_of(config).geometry(config))
     checkpoint(here / "other-tokenizer", vocab_size=64)
     checkpoint(here / "compressed", quantization_config=KVFoldConfig(cache=spec.to_dict()))
+    shared = Latent(side="kv", heads=tuple(range(spec.geometry.num_kv_heads)), rank=8)
+    layer = LayerSpec(keys="pre_rope", values="fused", latents=(shared,))
+    joint = replace(spec, layers=(layer,) * len(spec.layers))
+    checkpoint(here / "joint", quantization_config=KVFoldConfig(cache=joint.to_dict()))
     hf.MistralConfig(sliding_window=128, max_position_embeddings=256).save_pretrained(
         checkpoint(here / "sliding")
     )

@@ -10,9 +10,11 @@ from kvfold.cache.eviction.policies import get
 from kvfold.cli.main import main
 
 
-def test_a_second_reading_beside_the_first(tmp_path):
+@pytest.mark.parametrize("repair", [False, True])
+def test_a_second_reading_beside_the_first(tmp_path, repair):
     target = tmp_path / "replay.json"
     how = ["--tokens", "200", "--policies", "kvzip", "--keep", ".5", "--json", str(target)]
+    how += ["--repair"] * repair
     assert main(["bench", "replay", "--shape", "tiny", *how]) == 0
     found = json.loads(target.read_text())
     assert not found["skipped"]
@@ -20,6 +22,7 @@ def test_a_second_reading_beside_the_first(tmp_path):
     for row in found["rows"]:
         assert min(row["prefill_ms"], row["score_ms"], row["evict_ms"]) > 0
         assert row["prefill_tflop"] < row["score_tflop"]
+        assert (row["repair_tflop"] > 0) == row["repair"] == repair
 
 
 def test_operations_of_a_reading():

@@ -55,6 +55,7 @@ CASES = {
     "kvzip": {},
     "copied, since its rows are watched": {"evict": "snapkv-w8"},
     "keydiff, 4 bits": {"evict": "keydiff", "bits": 4},
+    "repaired": {"repair": True},
     "joint latents": {"recipe": "small", "bits": 8},
 }
 

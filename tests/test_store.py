@@ -22,6 +22,7 @@ from kvfold.ops.store.reference import (
     move,
     read_metrics,
     read_tracked,
+    rewrite,
 )
 from kvfold.spec import CacheSpec, Geometry, LayerSpec
 from kvfold.spec import layout as layouts
@@ -362,6 +363,43 @@ def test_move_copies_whole_rows(layout: CacheLayout, seed: int) -> None:
         assert torch.equal(after.positions, before.positions.gather(2, source_of))
         found = read_metrics(pages, slots.to(DEVICE), everything)
         assert torch.equal(found, values.gather(2, source_of.to(DEVICE)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(layout=random_layouts(), seed=st.integers(0, 999))
+def test_rewritten_rows_are_those_of_an_append_where_they_were(
+    layout: CacheLayout, seed: int
+) -> None:
+    """With the positions and metrics of before; others stay bit for bit."""
+    store, num_groups = Store.of(layout, 2, 40, seed), len(layout.groups)
+    dtype = FLOATS[layout.groups[0].layout.itemsize][0]
+    store.fill(numbers(seed, dtype, 2, 40, store.width), torch.arange(80).int().view(2, 40))
+    slots, lengths = torch.tensor([0, 1]), torch.full((2, num_groups), 40)
+    tracked = layout.groups[0].layout.tracked
+    everything = torch.ones(2, num_groups, 40, dtype=torch.bool, device=DEVICE)
+    if tracked:
+        values = torch.rand(everything.shape).to(DEVICE)
+        add_metrics(store.pages, slots.to(DEVICE), values, everything)
+    before = store.gather(slots, lengths, dtype)
+    chance = torch.Generator().manual_seed(seed)
+    rows = numbers(seed + 1, dtype, 12, store.width)
+    slot = torch.randint(0, 2, (12,), generator=chance)
+    index = torch.rand(num_groups, 40, generator=chance).argsort(1)[:, :12].T
+    keep = torch.rand(12, num_groups, generator=chance) < 0.7
+    rewrite(store.pages, *(x.to(DEVICE) for x in (rows, slot, index, keep)))
+
+    after = store.gather(slots, lengths, dtype)
+    want = before.rows.clone()
+    for g, group in enumerate(layout.groups):
+        whole = stored(rows.to(DEVICE), group).cpu()
+        for i in keep[:, g].nonzero()[:, 0].tolist():
+            for x in group.layout.segments:
+                columns = slice(x.start, x.start + x.width)
+                want[slot[i], index[i, g], columns] = whole[i, columns]
+    assert torch.equal(after.rows, want)
+    assert torch.equal(after.positions, before.positions)
+    if tracked:
+        assert torch.equal(read_metrics(store.pages, slots.to(DEVICE), everything), values)
 
 
 def test_interleaved_widths_come_back_in_row_order() -> None:

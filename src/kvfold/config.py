@@ -295,6 +295,10 @@ class CacheConfig:
         "Tokens to keep of a request, averaged over heads; never fewer than the policy protects.",
         least=1,
     )
+    repair: bool = setting(
+        False,
+        "Fit keys and values that stay after an eviction, so that they attend as all rows did.",
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -313,6 +317,11 @@ class CacheConfig:
             raise SettingError(
                 "`keep_tokens` and `max_cache_tokens` need a policy that says what goes: set "
                 "`evict`, such as `evict='kv-compress'`"
+            )
+        if self.repair and self.evict is None:
+            raise SettingError(
+                "`repair=True` is of rows that stay after an eviction: set `evict` too, such as "
+                "`evict='kvzip-keys'`, or leave it out"
             )
         if self.evict is not None and self.packs_pages:
             per_channel = format_of(self.format).per_channel

@@ -22,6 +22,8 @@ from kvfold.cache.eviction.local import LocalPolicy
 from kvfold.cache.pool import Pool
 from kvfold.ops import store
 
+Watch = Callable[[LayerMaps, Tensor], None]
+
 
 class PagedAttention:
     """Attention of a model's layers over a pool: what all steps share. dtype: of queries and rows.
@@ -69,7 +71,8 @@ class PagedContext(AttentionContext):
     """All layers' attention in one step.
 
     slots, index [N]: each token's sequence, and its row counted from the end of the groups' rows
-    (negative); positions int32 [N]; fill: which tails the tokens fill, where there are any.
+    (negative); positions int32 [N]; fill: which tails the tokens fill, where there are any; watch:
+    told of every layer and the hidden states [1, N, D] that its attention takes.
     """
 
     def __init__(
@@ -80,8 +83,9 @@ class PagedContext(AttentionContext):
         index: Tensor,
         positions: Tensor,
         fill: store.Fill | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        self.view, self.parts, self.fill = attention.view, parts, fill
+        self.view, self.parts, self.fill, self.watch = attention.view, parts, fill, watch
         self.slots, self.positions = slots, positions
         self.index = self.view.pool.lengths[slots] + index[:, None]  # int64 [N, all groups]
         self.recent, self.local = attention.recent, attention.local
@@ -96,6 +100,8 @@ class PagedContext(AttentionContext):
     def enter(self, layer: LayerMaps, x: Tensor) -> None:
         if self.learned is not None:
             self.worth = self.learned.of(layer, x)
+        if self.watch is not None:
+            self.watch(layer, x)
 
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
         """q [1, Hq, N, .] and rows [1, N, R] of the step's tokens: [1, N, W]."""

@@ -96,8 +96,10 @@ def measure(
     case = {"shape": shape, "variant": name, "batch": batch, "tokens": tokens}
 
     def engine_of(variant: Variant, policy: str | None) -> Engine:
-        size = {"batch": batch, "longest": tokens + room}
-        return served.build_engine(model, shape, variant, **size, evict=policy)
+        longest = tokens + room
+        return served.build_engine(
+            model, shape, variant, batch=batch, longest=longest, evict=policy
+        )
 
     engine = engine_of(plain, None)
     served.fill(engine, batch, tokens, room, CacheParams())

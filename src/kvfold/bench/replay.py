@@ -19,6 +19,7 @@ from kvfold.bench.decode import unfit
 from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
 from kvfold.cache.eviction.replay import ReplayPolicy
 from kvfold.engine.engine import default_chunk
+from kvfold.engine.repair import QUERIES
 from kvfold.engine.request import Batch, CacheParams, Request
 from kvfold.engine.runner import ModelRunner
 
@@ -28,8 +29,9 @@ RUNS = 3  # that are timed, after one that is not
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """Milliseconds to prefill T tokens, to read them again with scores, and to select and move the
-    rows that stay, medians of RUNS; most bytes allocated meanwhile beyond those before (None: the
-    device does not say); tera floating-point operations of the first two."""
+    rows that stay, repaired if so asked, medians of RUNS; most bytes allocated meanwhile beyond
+    those before (None: the device does not say); tera floating-point operations of the first
+    two, and of repair alone."""
 
     shape: str
     variant: str
@@ -37,6 +39,7 @@ class Row:
     whole: bool
     tokens: int
     keep: float
+    repair: bool
     prefill_ms: float
     score_ms: float
     evict_ms: float
@@ -44,6 +47,7 @@ class Row:
     score_bytes: int | None
     prefill_tflop: float
     score_tflop: float
+    repair_tflop: float
 
 
 def measure(
@@ -53,6 +57,7 @@ def measure(
     tokens: int,
     keep: float,
     device: torch.device,
+    repair: bool = False,
 ) -> Iterator[Row | str]:
     """A row for every policy, or why not. Raises what goes wrong on the way."""
     plain, tracked = VARIANTS[name], replace(VARIANTS[name], evict=2)
@@ -63,7 +68,8 @@ def measure(
         return
     model = served.random_model(shape, plain, device)
     for policy in policies:
-        engine = served.build_engine(model, shape, tracked, batch=1, longest=tokens, evict="kvzip")
+        size = {"batch": 1, "longest": tokens}
+        engine = served.build_engine(model, shape, tracked, **size, evict="kvzip", repair=repair)
         runner = served.runner_of(engine)
         assert runner.replay is not None
         runner.policy = runner.eviction.policy = runner.replay.policy = policy
@@ -75,8 +81,10 @@ def measure(
             whole=policy.whole,
             tokens=tokens,
             keep=keep,
+            repair=repair,
             prefill_tflop=first / 1e12,
             score_tflop=found / 1e12,
+            repair_tflop=repair * repair_operations(shape, tokens, keep) / 1e12,
             **_costs(runner, tokens, keep),
         )
 
@@ -147,3 +155,17 @@ def operations(shape: str, tokens: int, policy: ReplayPolicy) -> tuple[float, fl
     own, again = 2 * weights * tokens, 2 * heads * d
     prefill = layers * (own + 2 * again * tokens * (tokens + 1) / 2)
     return prefill, layers * (own + 2 * again * pairs + again * scored)
+
+
+def repair_operations(shape: str, tokens: int, keep: float) -> float:
+    """To repair the share `keep` of T rows: queries and their attention to all of them, scores of
+    those that stay twice, and two least squares, for weights and for values."""
+    geometry = SHAPES[shape]
+    d, rows = geometry.head_dim, keep * tokens
+    asked = min(QUERIES, tokens * geometry.queries_per_kv)
+    few, many = sorted((asked, rows))
+    ask = 2 * asked * served.WIDTHS[shape][0] * d
+    attend = 4 * asked * tokens * d + 4 * asked * rows * d
+    solve = 2 * few**2 * many + few**3 / 3
+    fit = 2 * solve + 2 * few**2 * d + 4 * asked * rows * d
+    return geometry.num_layers * geometry.num_kv_heads * (ask + attend + fit)

@@ -77,10 +77,17 @@ def pool_bytes(layout: CacheLayout, batch: int, tokens: int) -> int:
 
 
 def build_engine(
-    model: Any, shape: str, variant: Variant, *, batch: int, longest: int, evict: str | None = None
+    model: Any,
+    shape: str,
+    variant: Variant,
+    *,
+    batch: int,
+    longest: int,
+    evict: str | None = None,
+    repair: bool = False,
 ) -> Engine:
     """An engine for `batch` sequences of `longest` tokens, that compresses none by itself; `evict`:
-    a policy, for a variant with rows that are evicted."""
+    a policy, for a variant with rows that are evicted; repair: those that stay."""
     layout = variant_layout(SHAPES[shape], variant)
     config = CacheConfig(
         bits=variant.bits if variant.bits < 16 else None,
@@ -88,6 +95,7 @@ def build_engine(
         page=variant.page,
         kv_bytes=pool_bytes(layout, batch, longest),
         evict=evict,
+        repair=repair,
     )
     runner = build_runner(model, config, num_slots=batch, max_tokens=longest)
     assert runner.pool.layout.page_bytes == layout.page_bytes, "pages are not as predicted"

@@ -4,7 +4,7 @@ from typing import Any
 
 from kvfold.cli import common
 from kvfold.cli.bench_common import Output, Results, ServedShape, check_names, say, versions
-from kvfold.cli.options import parse_list
+from kvfold.cli.options import Flag, parse_list
 
 
 def replay(
@@ -14,6 +14,7 @@ def replay(
     variants: str = "bf16-full",
     policies: str = "kvzip,kvzip+",
     keep: float = 0.25,
+    repair: Flag = False,
     json: Output = None,
 ) -> None:
     """Time prefill, the second reading that scores rows, and the eviction of the others.
@@ -29,6 +30,8 @@ def replay(
         with what comes before a piece's end.
     keep
         Share of the tokens that is kept.
+    repair
+        Repair rows that stay, as a part of the eviction.
     """
     common.check_outputs(json=json)
     from dataclasses import replace
@@ -58,13 +61,14 @@ def replay(
         raise ValueError(f"--keep must be in (0, 1], got {keep}")
     device = torch.device(default_device())
     settings = {"shape": shape, "tokens": tokens, "variants": names, "keep": keep}
+    settings |= {"policies": asked, "repair": repair}
     kinds = ("rows", "skipped")
-    results = Results(json, "replay", settings | {"policies": asked}, versions(device), kinds)
+    results = Results(json, "replay", settings, versions(device), kinds)
     each = [replace(readers[x], whole=whole) for x in asked for whole in (True, False)]
     for name in names:
         release(device)
         try:
-            for found in benchmark.measure(shape, name, each, tokens, keep, device):
+            for found in benchmark.measure(shape, name, each, tokens, keep, device, repair):
                 if isinstance(found, str):
                     results.add("skipped", {"variant": name, "reason": found})
                     say(f"{name}: {found}")

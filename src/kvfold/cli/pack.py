@@ -31,6 +31,7 @@ class Stored:
     evict: str = setting(DEFAULT, "The policy that says which tokens stay.", choices=POLICIES)
     bits: int | None = setting(None, "Of every number; by default as planned, or 16.")
     page: int | None = setting(None, "Rows a page, the fewest that a head keeps.", least=1)
+    repair: Flag = setting(False, "Fit rows that stay, so that they attend as all rows did.")
     zeros: Flag = setting(False, "Store a zero beside every scale.")
     sub_group: int | None = setting(None, "Most numbers that share a scale.")
     kv_bytes: int | None = setting(None, "Bytes of the page pool that it is read into.", least=1)

@@ -13,6 +13,7 @@ from kvfold.cache.eviction.base import Policy
 from kvfold.cache.eviction.replay import ReplayPolicy
 from kvfold.cache.sharing import SharingPool
 from kvfold.config import AUTO, PAGE, CacheConfig
+from kvfold.engine.repair import check_repairs
 from kvfold.engine.request import CacheParams
 from kvfold.engine.runner import ModelRunner
 from kvfold.errors import SettingError, renamed
@@ -83,7 +84,14 @@ def build_runner(
     twin = _twin(served, policy)
     merge_products(served, family_of(served.config))
     return ModelRunner(
-        served, pool, policy=policy, cache=limits, seed=seed, tokenizer=tokenizer, twin=twin
+        served,
+        pool,
+        policy=policy,
+        cache=limits,
+        seed=seed,
+        tokenizer=tokenizer,
+        twin=twin,
+        repairs=config.repair,
     )
 
 
@@ -139,6 +147,8 @@ def check_served(
         )
     if spec is not None and spec.hybrid is not None:
         _check_hybrid(config, spec, policy, cache)
+    if spec is not None and cache.repair:
+        check_repairs(spec)
 
 
 def check_scores(model: Any, policy: Policy | None) -> None:

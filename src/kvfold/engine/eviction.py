@@ -18,6 +18,7 @@ from kvfold.cache.eviction.base import Policy, RowsView
 from kvfold.cache.eviction.budget import Budget
 from kvfold.cache.eviction.compact import compaction
 from kvfold.cache.eviction.select import scores, select
+from kvfold.engine.repair import Fitted, Repair
 from kvfold.engine.request import CacheParams, Request
 from kvfold.ops.common.launch import upload
 from kvfold.ops.store import move, read_tracked
@@ -46,7 +47,7 @@ class Held:
 
 class Eviction:
     """policy: None evicts nothing but what slides; cache: budget of requests that set none of their
-    own; sliding: groups of a layer with a window, and the window."""
+    own; sliding: groups of a layer with a window, and the window; repair: of rows that stay."""
 
     def __init__(
         self,
@@ -55,10 +56,11 @@ class Eviction:
         cache: CacheParams,
         sliding: Many[tuple[slice, int]],
         seed: int,
+        repair: Repair | None = None,
     ) -> None:
         self.attention, view = attention, attention.view
         self.pool, self.spans = view.pool, view.spans
-        self.policy, self.cache, self.sliding = policy, cache, sliding
+        self.policy, self.cache, self.sliding, self.repair = policy, cache, sliding, repair
         self.device = self.pool.device
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         groups = self.pool.layout.groups
@@ -124,7 +126,12 @@ class Eviction:
             policy,
             [x.budget for x in chunk],
         )
-        return self.close_holes(slots, evicted)
+        fitted: list[Fitted] = []
+        if self.repair is not None:
+            for x, own in zip(chunk, evicted, strict=True):
+                size = int(pool.host_lengths[x.slot].max())
+                fitted += self.repair.fit(x.slot, x.computed, own[:, :size])
+        return self.close_holes(slots, evicted, fitted)
 
     def _view(self, chunk: list[Held], policy: Policy) -> RowsView:
         """The rows of sequences, for the policy to score."""
@@ -182,11 +189,14 @@ class Eviction:
             evicted[:, where] = valid & (positions < first)
         pool.shrink(slot, self.close_holes(index, evicted))
 
-    def close_holes(self, slots: Tensor, evicted: Tensor) -> Tensor:
-        """Close the holes of the sequences slots [B]: evicted bool [B, G, T]; rows kept [B, G]. No
-        row moves before all moves are known: what fails until then has changed nothing."""
+    def close_holes(self, slots: Tensor, evicted: Tensor, fitted: Many[Fitted] = ()) -> Tensor:
+        """Close the holes of the sequences slots [B]: evicted bool [B, G, T]; rows kept [B, G].
+        fitted: rows that change first. None does before all moves are known: what fails until then
+        has changed nothing."""
         pool, lengths = self.pool, self.pool.lengths[slots]
         found = [compaction(evicted[:, where], lengths[:, where]) for where in self.spans]
+        for x in fitted:
+            x.write(self.attention.view)
         for where, ((sequence, *rows), _) in zip(self.spans, found, strict=True):
             move(pool.pages(where), slots[sequence], *rows)
         return torch.cat([kept for _, kept in found], 1)

@@ -124,7 +124,8 @@ class LLM:
     def _prefixes(self, wanted: bool | None) -> PrefixCache | None:
         """Raises SettingError where prefixes are wanted that would change tokens."""
         runner = self.runner
-        self.shares_no_prefix = refusal(runner.pool, runner.policy, windows=bool(runner.sliding))
+        has = {"windows": bool(runner.sliding), "repairs": runner.repair is not None}
+        self.shares_no_prefix = refusal(runner.pool, runner.policy, **has)
         if wanted and self.shares_no_prefix:
             raise SettingError(
                 f"`prefix_caching=True` would change tokens: {self.shares_no_prefix}. Leave it out"

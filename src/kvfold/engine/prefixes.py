@@ -26,14 +26,19 @@ KNOWN = frozenset(
 )  # needs of policies
 
 
-def refusal(pool: SharingPool, policy: Policy | None, *, windows: bool) -> str | None:
-    """Why prefixes cannot be shared without changing tokens, if so. windows: layers have some."""
+def refusal(
+    pool: SharingPool, policy: Policy | None, *, windows: bool, repairs: bool = False
+) -> str | None:
+    """Why prefixes cannot be shared without changing tokens, if so. windows: layers have some;
+    repairs: rows that stay are fitted."""
     if windows:
         return "layers with a sliding window drop old rows, and move others, as a sequence goes on"
     if pool.layout.residual:
         return "the last rows of a sequence wait unquantised in a page of its own"
     if pool.narrow is not None:
         return "rows of unimportant tokens become narrow and move, as a sequence goes on"
+    if repairs:
+        return "rows are repaired for queries of all tokens, those that would be skipped too"
     if policy is None:
         return None
     if other := policy.needs - KNOWN:

@@ -22,6 +22,7 @@ from kvfold.engine.demotion import Demotion
 from kvfold.engine.eviction import Eviction
 from kvfold.engine.graphs import DecodeGraphs
 from kvfold.engine.metadata import decodes, metadata_of
+from kvfold.engine.repair import Repair
 from kvfold.engine.replay import Replay
 from kvfold.engine.request import Batch, CacheParams, Request
 from kvfold.engine.scored import score_prompts
@@ -37,7 +38,8 @@ class ModelRunner:
     """Runs a folded model over a pool. The model is the runner's own: it can do nothing else after.
 
     policy: what is evicted (None: nothing is observed or evicted); cache: budget of requests that
-    set none of their own; tokenizer: for policies that read a context again; twin: as of `Replay`.
+    set none of their own; tokenizer: for policies that read a context again; twin: as of `Replay`;
+    repairs: whether rows that stay are fitted to what goes.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ModelRunner:
         seed: int = 0,
         tokenizer: Any = None,
         twin: Any = None,
+        repairs: bool = False,
     ) -> None:
         observed = policy is not None or pool.narrow is not None
         assert not observed or pool.layout.tracked, "this needs positions and metrics of rows"
@@ -67,7 +70,9 @@ class ModelRunner:
         assert tracked, "layers with a sliding window need positions, to free what is behind it"
         dtype = modules[0].o_proj.weight.dtype
         self.attention = PagedAttention(layers, pool, policy, dtype)
-        self.eviction = Eviction(self.attention, policy, cache or CacheParams(), self.sliding, seed)
+        self.repair = Repair(self.attention.view, modules) if repairs else None
+        how = policy, cache or CacheParams(), self.sliding, seed, self.repair
+        self.eviction = Eviction(self.attention, *how)
         self.demotion = None if pool.narrow is None else Demotion(self.eviction)
         self.replay = None
         if isinstance(policy, ReplayPolicy):
@@ -208,7 +213,8 @@ class ModelRunner:
             fill = Fill.of(slots, rows, self.pool.layout.residual, self.device)
         parts = metadata_of(self.attention.view, batch, positions, self.eviction.evicts)
         where = self._tensor(slots), self._tensor(index), positions.int()
-        return PagedContext(self.attention, parts, *where, fill)
+        watch = None if self.repair is None else self.repair.watch(batch, self.eviction.evicts)
+        return PagedContext(self.attention, parts, *where, fill, watch)
 
     # -- fewer rows ---------------------------------------------------------------------------
 

@@ -68,7 +68,8 @@ def trials(
     )
 
     def measured(evict: str | None) -> Measured:
-        whole = replace(cache, evict=None, keep_tokens=None, max_cache_tokens=None)
+        bare = replace(cache, repair=False)  # which is of rows that stay
+        whole = replace(bare, evict=None, keep_tokens=None, max_cache_tokens=None)
         config = replace(cache, evict=evict) if evict else whole
         return measure(model, tokenizer, replace(what, cache=config), progress, evict or "all rows")
 

@@ -142,6 +142,10 @@ class FoldedAttention(nn.Module):
         q = self._queries(q, tables)
         return q, rows if k is None else self._online_rows(k, tables, rows)
 
+    def queries(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+        """The queries of `project` alone."""
+        return self._queries(self._multiplied(x)[0], tables)
+
     @property
     def products(self) -> list[nn.Linear]:
         """The linear layers that take a token's hidden state: of queries, of computed keys, and of

@@ -27,7 +27,7 @@ REFUSED = {
     "VLLM_CPU_KVCACHE_SPACE",
     "page": "a page is a block of vLLM's: set --block-size",
 }
-REFUSED["keep_tokens"] = REFUSED["max_cache_tokens"] = REFUSED["evict"]
+REFUSED["keep_tokens"] = REFUSED["max_cache_tokens"] = REFUSED["repair"] = REFUSED["evict"]
 REFUSED["residual"] = REFUSED["format"]
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "gather",
     "move",
     "read_tracked",
+    "rewrite",
     "set_metrics",
     "spans",
 ]
@@ -89,6 +90,16 @@ def set_metrics(pages: LayerPages, slots: Tensor, index: Tensor, values: Tensor)
     """Give row index[i, g] of (slots[i], group g) the metric values[i, g]: int64 [N], int64 [N, G],
     fp32 [N, G]. PyTorch on every device; never waits for it."""
     reference.set_metrics(pages, slots, index, values)
+
+
+def rewrite(pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, keep: Tensor) -> None:
+    """Write rows over rows that are there, whose positions and metrics stay: row i of group g over
+    row index[i, g] of sequence slots[i], where keep bool [N, G] says so.
+
+    rows [N, R], slots [N] and index [N, G] as of `append`. Not of formats per channel. PyTorch on
+    every device; waits for it once a kind.
+    """
+    reference.rewrite(pages, rows, slots, index, keep)
 
 
 def read_tracked(

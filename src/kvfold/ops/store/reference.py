@@ -47,6 +47,22 @@ def append(
             words_of(arena, channels.dtype)[kind.channel_address(tables, *first)] = channels
 
 
+def rewrite(pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, keep: Tensor) -> None:
+    """As `ops.store.rewrite`."""
+    arena, tables, _, groups = pages
+    plan = plan_pages(groups, arena.device)
+    packed = plan.pack(rows)
+    for kind in plan.kinds:
+        if not kind.layout.segments:
+            continue
+        words, channels = _encode(kind, packed, None)
+        assert channels is None, "numbers that share a page's channels are packed together"
+        address = kind.address(tables, slots[:, None], kind.numbers, index[:, kind.numbers])
+        mine = keep[:, kind.numbers]
+        # Words of positions and metrics come last.
+        words_of(arena, kind.word)[address[mine][:, : words.shape[-1]]] = words[mine]
+
+
 def gather(
     pages: LayerPages, slots: Tensor, lengths: Tensor, dtype: torch.dtype, size: int | None = None
 ) -> StoredRows:
