@@ -599,6 +599,10 @@ MEASURING = {
     ),
     "kvfold capacity reference:gqa --share 2": "--share must be in (0, 1], got 2.0",
     "kvfold capacity reference:gqa --context 0": "--context must be at least 1, got 0",
+    "kvfold capacity reference:gqa --evict auto --keep-tokens 0.5": (
+        "--evict auto is measured on a model's answers, and this reads its config alone: "
+        "name a policy, such as 'kvzip'"
+    ),
     "kvfold route localhost": ("'localhost' is no URL; give one such as http://127.0.0.1:8000"),
     "kvfold route http://a http://a": "http://a, http://a: give each server once",
     "kvfold route http://a --pick best": (

@@ -47,6 +47,28 @@ def clones(model: nn.Module) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in model.state_dict().items()}
 
 
+class Counted(nn.Module):
+    """A product that says how often it was asked for; a module, as vLLM compiles only such."""
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        super().__init__()
+        self.product, self.calls = Merged.of(linears), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.product(x)
+
+
+def test_a_product_may_be_a_module() -> None:
+    runner = runner_of(tiny("llama-gqa"))
+    layers = list(runner.family.attentions(runner.model))
+    for layer in layers:
+        layer.merged = Counted(layer.products)
+        layer.output = Counted([layer.o_proj])
+    conversation(runner)
+    assert {x.calls for layer in layers for x in (layer.merged, layer.output)} == {4}
+
+
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_products_one_by_one(name: str, bits, monkeypatch) -> None:

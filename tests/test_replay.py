@@ -145,6 +145,23 @@ def test_metrics_are_of_what_attention_adds(name: str, policy: str) -> None:
             )
 
 
+def test_gradients_of_large_hidden_states_are_finite_in_half_precision() -> None:
+    """Some of a model's are in the thousands; the gradient by the last ones is twice as large."""
+    ids, found = tokens(1, PROMPT)[0].tolist(), []
+    for dtype in (torch.float32, torch.float16):
+        model = tiny("llama-gqa")
+        with torch.no_grad():
+            model.model.embed_tokens.weight.mul_(4e4 / model.model.embed_tokens.weight.abs().max())
+        config = CacheConfig(kv_bytes=2**23, page=4, evict="kvgrad", keep_tokens=0.5)
+        runner = build_runner(model.to(dtype), config, num_slots=1, max_tokens=160)
+        session = session_of(runner, ids)
+        runner.replay.score(session.sequence)
+        metrics, _, _ = runner.eviction.tracked(session.sequence.open_slot)
+        found.append(metrics[..., :PROMPT])
+    assert found[1].isfinite().all()
+    torch.testing.assert_close(found[1], found[0], rtol=0.1, atol=0.01 * float(found[0].max()))
+
+
 @pytest.mark.parametrize("name", ["llama-gqa", "opt"])
 @pytest.mark.parametrize("recipe", [None, "zack", "lean", "small", "fast"])
 def test_output_norms_are_of_what_each_head_alone_adds(name: str, recipe: str | None) -> None:
@@ -172,6 +189,20 @@ def test_rows_are_scored_once_and_again_from_where_they_were_forgotten(runner) -
     assert session.sequence.num_scored == 20
     session.sequence.restart()
     assert session.sequence.num_scored == 0
+
+
+@pytest.mark.parametrize("policy", ["kvzip", "kvgrad"])
+def test_a_reading_ends_with_the_positions_that_a_model_has_learned(policy: str) -> None:
+    """OPT has as many as its longest text; a reading behind one of most of them has them too."""
+    config = CacheConfig(kv_bytes=2**23, page=4, evict=policy, keep_tokens=0.5)
+    runner = build_runner(tiny("opt"), config, num_slots=1, max_tokens=256)
+    session = session_of(runner, tokens(1, 250)[0].tolist())
+    asked, forward = [], runner.replay.forward
+    runner.replay.forward = lambda *x: asked.append(x[1].tolist()) or forward(*x)
+    runner.replay.score(session.sequence)
+    assert asked[0] == list(range(256 - len(asked[0]), 256)) and len(asked[0]) <= 250
+    metrics, _, valid = runner.eviction.tracked(session.sequence.open_slot)
+    assert (metrics[valid] > 0).all()
 
 
 def by_position(runner, session: PagedSession) -> list[dict[int, float]]:

@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from kvfold.cache.eviction import policies
-from kvfold.config import CacheConfig
+from kvfold.config import AUTO, CacheConfig
 from kvfold.engine.build import check_served, layout_of
+from kvfold.errors import SettingError
 from kvfold.models.size import DTYPE, weight_bytes
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import CacheLayout
@@ -60,6 +61,11 @@ class Capacity:
     share: float = 0.9
 
     def __post_init__(self) -> None:
+        if self.cache.evict == AUTO:
+            raise SettingError(
+                f"`evict={AUTO!r}` is measured on a model's answers, and this reads its config "
+                "alone: name a policy, such as 'kvzip'"
+            )
         check_served(self.config, self.spec, self._policy, self.cache)
 
     @property

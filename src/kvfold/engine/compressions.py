@@ -57,9 +57,7 @@ class Compressions:
     ) -> None:
         self.runner, self.pool, self.prefixes = runner, pool, prefixes
         self.when, self.running = when, running
-        self._fail = WeakMethod(
-            fail
-        )  # of the owner: a cycle would keep the cache after its last use
+        self._fail = WeakMethod(fail)  # lest a cycle keep the owner's cache after its last use
         self.reading: list[Request] = []
         self.num_done, self.num_evicted = 0, 0.0
 

@@ -11,11 +11,13 @@ from kvfold.models.families import family_of
 from kvfold.versions import given
 
 
-def gradient_norms(model: Any, tokens: list[int], context: ReplayWithGradients) -> list[Tensor]:
+def gradient_norms(
+    model: Any, tokens: Tensor, positions: Tensor, context: ReplayWithGradients
+) -> list[Tensor]:
     """|dPhi / da_p| fp32 [1, n] of every layer: a is what its attention adds to token p, Phi the
     sum of |h_p|^2 over the tokens, h the last layer's outputs before the norm (KVgrad).
 
-    model: in plain PyTorch; its weights get no gradients. tokens: n of them.
+    model: in plain PyTorch; its weights get no gradients. tokens, positions int64 [n].
     """
     family = family_of(model.config)
     kept: list[Tensor] = []
@@ -32,11 +34,13 @@ def gradient_norms(model: Any, tokens: list[int], context: ReplayWithGradients) 
         for module in (*family.attentions(model), family.layers(model)[-1]):
             hooks.callback(module.register_forward_hook(keep).remove)
         model.base_model(
-            input_ids=torch.tensor([tokens], device=context.positions.device),
-            position_ids=context.positions.clone()[None],
+            input_ids=tokens.clone()[None],
+            position_ids=positions.clone()[None],
             **given(context),
             use_cache=False,
         )
         *added, last = kept
-        found = torch.autograd.grad(last.float().square().sum(), added)
-    return [torch.linalg.vector_norm(x.float(), dim=-1) for x in found]
+        largest = last.detach().abs().amax().clamp(min=torch.finfo(last.dtype).tiny)
+        found = torch.autograd.grad(last, added, last.detach() / largest)  # half's ends at 65504
+    whole = 2 * largest.float()
+    return [whole * torch.linalg.vector_norm(x.float(), dim=-1) for x in found]

@@ -20,7 +20,8 @@ Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 class Replay:
     """Scores rows of sequences. tokenizer: of the words that ask for a piece; None: there are none.
     forward: tokens and positions int64 [n] through the model. twin: the same model in plain
-    PyTorch, for a policy that asks for gradients."""
+    PyTorch, for a policy that asks for gradients. learned: positions that the model knows, where it
+    learned each (None: it turns keys by any)."""
 
     def __init__(
         self,
@@ -29,8 +30,10 @@ class Replay:
         tokenizer: Any,
         forward: Forward,
         twin: Any = None,
+        learned: int | None = None,
     ) -> None:
         self.view, self.policy, self.forward, self.twin = view, policy, forward, twin
+        self.learned = learned
         self.tokenizer, self.reply = tokenizer, reply_words(tokenizer) if tokenizer else ""
 
     def score(self, request: Request) -> None:
@@ -50,12 +53,20 @@ class Replay:
         tokens = [*self._words(request, piece), *request.token_ids[piece.start : piece.stop]]
         device, start = self.view.pool.device, request.num_computed
         how = self.view, request.open_slot, start, len(tokens), piece, self.policy
+        ids = torch.tensor(tokens, dtype=torch.int64, device=device)
         gradients = None
         if self.policy.by_gradient:
-            gradients = gradient_norms(self.twin, tokens, ReplayWithGradients(*how))
+            plain = ReplayWithGradients(*how)
+            gradients = gradient_norms(self.twin, ids, self._known(plain.positions), plain)
         context = ReplayContext(*how, gradients)
-        ids = torch.tensor(tokens, dtype=torch.int64, device=device)
-        self.forward(ids, context.positions, context)
+        self.forward(ids, self._known(context.positions), context)
+
+    def _known(self, positions: Tensor) -> Tensor:
+        """Where tokens stand for the model: behind the context, as far as it has learned."""
+        if self.learned is None:
+            return positions
+        over = (positions[-1] + 1 - self.learned).clamp(min=0)
+        return (positions - over).clamp(min=0)
 
     def _words(self, request: Request, piece: range) -> list[int]:
         """What asks for a piece: its beginning, or where the one before it ended."""

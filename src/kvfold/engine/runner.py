@@ -76,7 +76,10 @@ class ModelRunner:
         self.demotion = None if pool.narrow is None else Demotion(self.eviction)
         self.replay = None
         if isinstance(policy, ReplayPolicy):
-            self.replay = Replay(self.attention.view, policy, tokenizer, self._forward, twin)
+            rope = pool.layout.spec.geometry.rope
+            learned = None if rope else model.config.max_position_embeddings
+            view = self.attention.view
+            self.replay = Replay(view, policy, tokenizer, self._forward, twin, learned)
         self.compiled = Compiled(self.model) if wanted(self.device.type) else None
         if self.compiled is not None:
             self.compiled.warm_up(self._forward, self.device)

@@ -25,12 +25,13 @@ class FoldedAttention(nn.Module):
     """
 
     pieces = Pieces()  # an engine puts compiled ones in their place
-    merged: Any = None  # all of `products` at once in an engine, a function of x
-    output: Any = None  # there, W_O as such a function
+    merged: Any  # all of `products` at once in an engine, a function of x; None: one by one
+    output: Any  # there, W_O as such a function
     rotary: RotaryTable | None = None  # the model's, not a submodule
 
     def __init__(self, config: Any, geometry: Geometry, spec: LayerSpec, layer_idx: int) -> None:
         nn.Module.__init__(self)
+        self.merged = self.output = None  # of the class they would hide modules of these names
         self.config, self.geometry, self.spec, self.layer_idx = config, geometry, spec, layer_idx
         self.window = attention_windows(config)[layer_idx]
         self._build_maps()
