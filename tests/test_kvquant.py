@@ -1,5 +1,6 @@
 """KVQuant: levels of weighted k-means, ranges in the maps, outliers in the rows."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -78,9 +79,16 @@ def test_what_a_token_stores_counts() -> None:
     assert pages.page_bytes >= 32 * (2 * (32 + 3) + 4)
 
 
-def kvfold_spec(books) -> CacheSpec:
-    from dataclasses import replace
+def test_a_side_of_which_nothing_is_stored_needs_no_levels() -> None:
+    spec = kvfold_spec(((0.0,) * 16,))
+    layer = spec.layers[0]
+    keys = [replace(x, rank=0, codebooks=()) for x in layer.key_latents]
+    layer = replace(layer, latents=(*keys, *layer.latents[len(keys) :]))
+    layout = cache_layout(replace(spec, layers=(layer,)), bits=4, format="kvquant")
+    assert {x.side for group in layout.groups for x in group.layout.segments} == {"v"}
 
+
+def kvfold_spec(books) -> CacheSpec:
     from kvfold.spec.layout import plain_spec
     from test_selector import GEOMETRY
 

@@ -348,6 +348,8 @@ def cache_layout(
 
     def segments(layer: LayerSpec, latent: Latent) -> Iterator[Segment]:
         """Nothing for rank 0."""
+        if not latent.rank:
+            return
         if reason := chosen.refusal(latent.side, layer.keys, len(latent.heads)):
             raise ValueError(reason)
         start = layer.columns(latent).start
