@@ -94,6 +94,16 @@ def test_energy_is_one_removal_rate_for_all_heads() -> None:
     assert max(removed) <= min(next_removed) + 1e-12
 
 
+def test_energy_keeps_a_first_direction_that_holds_nearly_all() -> None:
+    """Eq. 6 by blocks: one goes when the tail from where it begins is small enough."""
+    spectra = [torch.tensor([100.0] + [0.1] * 15), torch.linspace(2, 1, 16)] * 2
+    found = [
+        LatentCandidate(layer=i // 2, side=side, heads=(0,), basis=basis(spectra[i].double()))
+        for i, side in enumerate("kvkv")
+    ]
+    assert allocate(found, "energy", 32, 8) == [8, 8, 8, 8]
+
+
 def latents(fishers: list[float], width: int, **extra) -> list[LatentCandidate]:
     """One key latent a layer with the given Fisher scores."""
     falling = torch.linspace(2, 1, width).double()

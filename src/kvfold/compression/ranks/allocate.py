@@ -25,7 +25,7 @@ def allocate(candidates: Candidates, method: RankMethod, budget: int, align: int
     layer keeps at least one step. Raises ValueError where the budget cannot pay for that.
     """
     priorities = method.priorities(candidates, budget)
-    steps = [_steps(c, p, align) for c, p in zip(candidates, priorities, strict=True)]
+    steps = [_steps(c, p, method, align) for c, p in zip(candidates, priorities, strict=True)]
     layers = _layers(candidates)
     members = [sorted({i for own in heads for i in own}) for heads in layers]
     for own in members:  # one that stores nothing would have no rows to count
@@ -41,12 +41,14 @@ def allocate(candidates: Candidates, method: RankMethod, budget: int, align: int
     return _limit_classes(layers, steps, ranks, budget, align)
 
 
-def _steps(candidate: LatentCandidate, priority: Tensor, align: int) -> list[Step]:
+def _steps(
+    candidate: LatentCandidate, priority: Tensor, method: RankMethod, align: int
+) -> list[Step]:
     """The candidate's dimensions in blocks of `align`, best first."""
     if candidate.skip:
         return [(float("inf"), candidate.numbers)]
     blocks = priority.split(align)
-    return [(float(block.mean()), len(block)) for block in blocks]
+    return [(float(method.of_block(block)), len(block)) for block in blocks]
 
 
 def _layers(candidates: Candidates) -> list[Heads]:

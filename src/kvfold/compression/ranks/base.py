@@ -81,3 +81,7 @@ class RankMethod(ABC):
     @abstractmethod
     def priorities(self, candidates: Candidates, budget: int) -> list[Tensor]:
         """Of every dimension of every candidate [width]; budget: numbers a token, all layers."""
+
+    def of_block(self, priorities: Tensor) -> Tensor:
+        """Of adjacent dimensions that are kept or dropped together."""
+        return priorities.mean()

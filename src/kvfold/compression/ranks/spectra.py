@@ -23,6 +23,11 @@ class Energy(RankMethod):
             for c in candidates
         ]
 
+    def of_block(self, priorities: Tensor) -> Tensor:
+        """The tail from where it begins, so that no head loses a first direction that holds nearly
+        all, in a block with others that hold nothing."""
+        return priorities[0]
+
 
 class Greedy(RankMethod):
     """The largest predicted losses of all layers, heads, keys and values."""
