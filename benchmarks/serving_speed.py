@@ -164,22 +164,23 @@ class Worker:
         keep, outputs = kept(tokens, rate), self.asked.outputs
         jobs = [self._job(tokens, f"{tokens} {i}", outputs, keep) for i in range(requests)]
         scheduler, runner = self.llm.engine.scheduler, self.llm.runner
-        before = scheduler.num_preemptions, scheduler.compressions.num_done
-        scheduler.when = replace(scheduler.when, every=every)
+        turns = scheduler.compressions
+        before = scheduler.num_preemptions, turns.num_done
+        turns.when = replace(turns.when, every=every)
         timed = Timed(runner.compress)
         vars(runner)["compress"] = timed
         try:
             found = load.drive(self.llm.engine, jobs, limit)
         finally:
             del vars(runner)["compress"]
-            scheduler.when = replace(scheduler.when, every=None)
+            turns.when = replace(turns.when, every=None)
         return self._row("throughput", found) | {
             "tokens": tokens,
             "rate": rate,
             "kept": keep,
             "tokens_per_s": found.tokens_per_s,
             "preemptions": scheduler.num_preemptions - before[0],
-            "compressions": scheduler.compressions.num_done - before[1],
+            "compressions": turns.num_done - before[1],
             "every": every,
             "compressing": timed.steps.summary(),
         }

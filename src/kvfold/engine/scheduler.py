@@ -54,7 +54,7 @@ class Scheduler:
                 f"max_batch_tokens must be at least the pool's num_slots={pool.num_slots}, so that "
                 f"every sequence can decode; got {max_batch_tokens}: raise it or lower num_slots"
             )
-        self.runner, self.pool, self.when = runner, pool, schedule or Schedule()
+        self.runner, self.pool = runner, pool
         self.unit, self.headroom = runner.unit, headroom
         self.chunk = max(chunk // self.unit, 1) * self.unit
         self.max_batch_tokens = max(max_batch_tokens, self.unit + pool.num_slots - 1)
@@ -65,9 +65,12 @@ class Scheduler:
         self.full = False  # whether nobody who waits can be let in until one ends or comes
         self.num_steps = self.last_admitted = 0
         self.num_preemptions = 0
-        self.compressions = Compressions(
-            runner, pool, self.prefixes, self.when, self.running, self.fail
-        )
+        when = schedule or Schedule()
+        self.compressions = Compressions(runner, pool, self.prefixes, when, self.running, self.fail)
+
+    @property
+    def when(self) -> Schedule:
+        return self.compressions.when
 
     def check(self, request: Request) -> None:
         """Raises SettingError if the empty pool could not hold its prompt and a decode."""
