@@ -67,10 +67,10 @@ def trials(
         cache=cache,
     )
 
+    bare = replace(cache, evict=None, keep_tokens=None, max_cache_tokens=None, repair=False)
+
     def measured(evict: str | None) -> Measured:
-        bare = replace(cache, repair=False)  # which is of rows that stay
-        whole = replace(bare, evict=None, keep_tokens=None, max_cache_tokens=None)
-        config = replace(cache, evict=evict) if evict else whole
+        config = replace(cache, evict=evict) if evict else bare
         return measure(model, tokenizer, replace(what, cache=config), progress, evict or "all rows")
 
     whole = measured(None).texts["calibration"]
