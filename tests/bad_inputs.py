@@ -590,7 +590,7 @@ MEASURING = {
         "--plot: a.txt must end with .svg, .png or .pdf"
     ),
     "kvfold bench throughput random:large": (
-        "MODEL: 'large' is none of llama-3.1-8b, llama-2-7b, tiny"
+        "MODEL: 'large' is none of llama-3.1-8b, llama-3.1-70b, llama-2-7b, tiny"
     ),
     "kvfold bench throughput random:tiny --rates .5": "--rates must be at least 1, got 0.5",
     "kvfold capacity reference:gqa --gpu h1000": (

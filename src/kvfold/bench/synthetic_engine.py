@@ -24,6 +24,7 @@ from kvfold.spec.layout import CacheLayout
 
 WIDTHS = {  # hidden size, MLP, vocabulary
     "llama-3.1-8b": (4096, 14336, 128256),
+    "llama-3.1-70b": (8192, 28672, 128256),
     "llama-2-7b": (4096, 11008, 32000),
     "tiny": (64, 128, 256),
 }

@@ -44,11 +44,14 @@ def _shape(kv_heads: int, rope: bool = True) -> Geometry:
 
 SHAPES = {
     "llama-3.1-8b": _shape(8),
+    "llama-3.1-70b": replace(_shape(8), hidden_size=8192, num_query_heads=64, num_layers=80),
     "llama-2-7b": _shape(32),
     "llama-2-7b-norope": _shape(32, rope=False),
     "tiny": replace(_shape(2), hidden_size=64, num_query_heads=4, head_dim=16, num_layers=2),
 }
-ROPE_BASES = dict.fromkeys(SHAPES, 10000.0) | {"llama-3.1-8b": 500000.0}
+ROPE_BASES = dict.fromkeys(SHAPES, 10000.0) | dict.fromkeys(
+    ("llama-3.1-8b", "llama-3.1-70b"), 500000.0
+)
 
 
 @dataclass(frozen=True, kw_only=True)

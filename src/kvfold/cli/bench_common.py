@@ -14,8 +14,11 @@ from kvfold.cli import common
 from kvfold.cli.options import parse_list
 from kvfold.files import write_json
 
-Shape = Annotated[str, Parameter(help="llama-3.1-8b, llama-2-7b, llama-2-7b-norope or tiny.")]
-ServedShape = Annotated[str, Parameter(help="llama-3.1-8b, llama-2-7b or tiny.")]
+Shape = Annotated[
+    str,
+    Parameter(help="llama-3.1-8b, llama-3.1-70b, llama-2-7b, llama-2-7b-norope or tiny."),
+]
+ServedShape = Annotated[str, Parameter(help="llama-3.1-8b, llama-3.1-70b, llama-2-7b or tiny.")]
 Batches = Annotated[str, Parameter(help="Numbers of sequences, separated by commas.")]
 Lengths = Annotated[
     str,

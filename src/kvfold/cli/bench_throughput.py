@@ -26,7 +26,9 @@ RATES = "1,2,4,8,16,32,64"
 RANDOM = "random:"
 Served = Annotated[
     str,
-    Parameter(help="A model as elsewhere, or random:llama-3.1-8b, random:llama-2-7b, random:tiny."),
+    Parameter(
+        help="A model as elsewhere, or random: before a shape of bench decode, such as random:tiny."
+    ),
 ]
 
 

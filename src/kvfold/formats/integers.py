@@ -209,7 +209,8 @@ def _symmetric_scale(x: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     narrow = torch.minimum(GAUSSIAN_STEP[bits] * x.square().mean(-1).sqrt(), wide)
     tries = torch.stack((2 * peak, wide, (narrow * wide).sqrt(), narrow, 0.9 * narrow))
     tries = scale_of(_stored(tries, bits, dtype), bits)
-    steps = x / tries[..., None]
+    # A number that rounding puts on another level is as far from both; kernels divide once, too.
+    steps = x * tries.reciprocal()[..., None]
     half = 2 ** (bits - 1)  # levels are at +-0.5, +-1.5 .. +-(half - 0.5) steps
     missed = steps.floor().clamp_(-half, half - 1).add_(0.5).sub_(steps)
     error = torch.linalg.vector_norm(missed, dim=-1) * tries

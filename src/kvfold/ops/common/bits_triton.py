@@ -56,7 +56,7 @@ def symmetric_scale(
     least = tl.full(peak.shape, float("inf"), tl.float32)
     for i in tl.static_range(5):
         scale = load_scale(store_scale(tries[i], BITS, SCALE), BITS, SCALE)
-        steps = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+        steps = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
         level = tl.minimum(tl.maximum(tl.floor(steps), -half), half - 1) + 0.5
         missed = tl.where(inside, level - steps, 0.0)
         error = tl.sqrt_rn(tl.sum(missed * missed, 1)) * scale

@@ -70,7 +70,7 @@ def costs_of(
     """The first layer's groups, int32 [L, G] cost of a tile of all, and the widest value."""
     each = [decode_groups(groups, queries, device) for groups in layers]
     # In bits of a row, of which some are for what does not depend on its width.
-    cost = torch.stack([x.table[:, 0] * x.bits[0] + x.table[:, 1] * x.bits[1] + 256 for x in each])
+    cost = torch.stack([x.table[:, 0] * x.bits[0] + x.table[:, 1] * x.bits[1] + 1000 for x in each])
     return each[0], cost, padded_width(max(groups.widths[1] for groups in each))
 
 

@@ -2,7 +2,7 @@
 
 Names in capitals are known when a kernel is compiled: FORMS, (bits, bits of the low and of the high
 plane, Gaussian step, bytes that divide offsets, numbers that divide columns) of every bit width of
-the layer; PAGE, rows a page; SCALE, bytes of a scale; ROWS x WIDTH, a program's tile. Steps are
+the layer; TILES, see `Pieces`, of which T is one; PAGE, rows a page; SCALE, bytes of a scale; ROWS x WIDTH, a program's tile. Steps are
 strides. Addresses are int64; a `home` points at the first byte of a page.
 """
 # mypy: allow-untyped-defs
@@ -32,13 +32,40 @@ def _piece(pieces, number):
 def append_rows(
     arena, tables, pieces, rows, slots, index, positions, num_tokens,
     slot_step, group_step, page_step, row_step, token_step, number_step,
-    FORMS: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, ZEROS: tl.constexpr,
-    TRACKED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    FORMS: tl.constexpr, TILES: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr,
+    ZEROS: tl.constexpr, TRACKED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, d): piece d of ROWS tokens."""
-    piece = _piece(pieces, tl.program_id(1))
-    group, start, width, bits, low, high, row, scale_at, zero_at, scales, where, metrics, _ = piece
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """A program: one piece of as many tokens as make SIZE. Those of a tile's pieces follow each
+    other, of its tokens in turn."""
+    program = tl.program_id(0)
+    for t in tl.static_range(len(TILES)):
+        own = tl.cdiv(num_tokens, SIZE // TILES[t][1]) * TILES[t][3]
+        if (program >= 0) & (program < own):
+            _append(
+                arena, tables, pieces, rows, slots, index, positions, num_tokens,
+                slot_step, group_step, page_step, row_step, token_step, number_step,
+                program // TILES[t][3], TILES[t][2] + program % TILES[t][3],
+                t, FORMS, TILES, PAGE, SCALE, ZEROS, TRACKED, SIZE,
+            )  # fmt: skip
+        program -= own
+
+
+@triton.jit
+def _append(
+    arena, tables, pieces, rows, slots, index, positions, num_tokens,
+    slot_step, group_step, page_step, row_step, token_step, number_step, at, number,
+    T: tl.constexpr, FORMS: tl.constexpr, TILES: tl.constexpr, PAGE: tl.constexpr,
+    SCALE: tl.constexpr, ZEROS: tl.constexpr, TRACKED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Piece `number` of ROWS tokens from at * ROWS on."""
+    FORM: tl.constexpr = TILES[T][0]
+    BITS: tl.constexpr = FORMS[FORM][0]
+    WIDTH: tl.constexpr = TILES[T][1]
+    ROWS: tl.constexpr = SIZE // WIDTH
+    NUMBERS: tl.constexpr = FORMS[FORM][5]
+    piece = _piece(pieces, number)
+    group, start, width, _, low, high, row, scale_at, zero_at, scales, where, metrics, _ = piece
+    token = at.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = token < num_tokens
     at = tl.load(index + token * token_step + group * number_step, here, 0)
     slot = tl.load(slots + token, here, 0)
@@ -46,29 +73,26 @@ def append_rows(
     home = arena + tl.load(entry, here, 0).to(tl.int64) * UNIT
     line = (at % PAGE).to(tl.int32)
     column = tl.arange(0, WIDTH)[None, :]
-    inside = here[:, None] & (column < width)
-    x = tl.load(rows + token[:, None] * row_step + start + column, inside, 0.0)
-    for f in tl.static_range(len(FORMS)):
-        if bits == FORMS[f][0]:
-            codes = home + low + line * row
-            if FORMS[f][0] == 16:
-                tl.store(codes.to(rows.dtype)[:, None] + column, x, inside)
-            else:
-                LOW: tl.constexpr = FORMS[f][1]
-                HIGH: tl.constexpr = FORMS[f][2]
-                q, scale, zero = quantize(
-                    x.to(tl.float32), inside, width, FORMS[f][0], FORMS[f][3], SCALE, ZEROS
-                )
-                write_plane(codes, q & ((1 << LOW) - 1), width, here, LOW, ROWS, WIDTH)
-                if HIGH > 0:
-                    write_plane(home + high + line * row, q >> LOW, width, here, HIGH, ROWS, WIDTH)
-                tl.store(
-                    (home + scale_at + line * scales).to(tl.pointer_type(scale.dtype)), scale, here
-                )
-                if ZEROS:
-                    tl.store(
-                        (home + zero_at + line * scales).to(tl.pointer_type(zero.dtype)), zero, here
-                    )
+    # As in `gather_rows`: for wide loads, after which a thread's numbers are of one row.
+    inside = here[:, None] & (column < width // NUMBERS * NUMBERS)
+    first = token[:, None] * row_step + start // NUMBERS * NUMBERS
+    x = tl.load(rows + first + column, inside, 0.0)
+    codes = home + low + line * row
+    if BITS == 16:
+        tl.store(codes.to(rows.dtype)[:, None] + column, x, inside)
+    else:
+        LOW: tl.constexpr = FORMS[FORM][1]
+        HIGH: tl.constexpr = FORMS[FORM][2]
+        q, scale, zero = quantize(
+            x.to(tl.float32), inside, width, BITS, FORMS[FORM][3], SCALE, ZEROS
+        )
+        write_plane(codes, q & ((1 << LOW) - 1), width, here, LOW, ROWS, WIDTH)
+        if HIGH > 0:
+            write_plane(home + high + line * row, q >> LOW, width, here, HIGH, ROWS, WIDTH)
+        beside = home + line * scales
+        tl.store((beside + scale_at).to(tl.pointer_type(scale.dtype)), scale, here)
+        if ZEROS:
+            tl.store((beside + zero_at).to(tl.pointer_type(zero.dtype)), zero, here)
     if TRACKED:
         mine = here & (where >= 0)
         position = tl.load(positions + token, mine, 0)

@@ -117,8 +117,9 @@ def symmetric(x, bits, fp8, gaussian):
         np.float32(2) * peak, wide, np.sqrt(narrow * wide), narrow, np.float32(0.9) * narrow
     ):  # fmt: skip
         step, error = stored(trial, bits, fp8), np.float32(0)
+        inverse = np.float32(1) / step
         for y in x:
-            steps = y / step
+            steps = y * inverse
             missed = min(max(np.floor(steps), -half), half - np.float32(1)) + np.float32(0.5)
             error += (missed - steps) * (missed - steps)
         error = np.sqrt(error) * step

@@ -8,6 +8,7 @@ bytes. A piece's fields are the columns of an int32 tensor [D, 13], in the order
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, groupby
 from math import gcd
 
 import torch
@@ -18,6 +19,8 @@ from kvfold.ops.common.plan import power_of_two
 from kvfold.spec.layout import Group, PageLayout, Segment
 
 NONE = -1  # the offset of what a piece does not have
+RUN = 512  # numbers of a piece in 16 bits, at most
+NARROWEST = 16  # numbers that a tile's row is padded to, at least
 
 
 @lru_cache(maxsize=4096)
@@ -69,12 +72,15 @@ class Form:
 
 @dataclass(frozen=True)
 class Pieces:
-    """table int32 [D, 13]; forms: of all bits that occur; width: the widest piece's, rounded up
-    to a power of two; row: numbers of the layer's row; whole: whether all of them are quantised;
-    scale: bytes of a scale; zeros: whether each has a zero."""
+    """table int32 [D, 13], by bits and width; forms: of all bits that occur; tiles: of pieces that
+    follow each other, alike in bits and in the power of two that their widths are padded to, (the
+    form's number, that power, the first piece, how many they are); width: the greatest such power;
+    row: numbers of the layer's row; whole: whether all of them are quantised; scale: bytes of a
+    scale; zeros: whether each has a zero."""
 
     table: Tensor
     forms: tuple[tuple[int | float, ...], ...]
+    tiles: tuple[tuple[int, int, int, int], ...]
     width: int
     row: int
     whole: bool
@@ -99,13 +105,18 @@ class Blocks:
 def plan_pieces(groups: tuple[Group, ...], limit: int, device: torch.device) -> Pieces:
     """The pieces of one layer's groups; limit: a multiple of 8."""
     pieces = [x for g, group in enumerate(groups) for x in _pieces(g, group.layout, limit)]
-    row = sum(x.width for x in pieces)
-    forms = tuple(astuple(_form(bits, pieces, row)) for bits in sorted({x.bits for x in pieces}))
+    pieces.sort(key=_alike)
+    row, bits = sum(x.width for x in pieces), sorted({x.bits for x in pieces})
+    forms = tuple(astuple(_form(x, pieces, row)) for x in bits)
+    alike = [(key, len([*own])) for key, own in groupby(pieces, _alike)]
+    firsts = accumulate((count for _, count in alike), initial=0)
+    tiles = zip(alike, firsts, strict=False)
     scaled = [x.layout for x in groups if x.layout.scales_per_row]
     return Pieces(
         table=torch.tensor([astuple(x) for x in pieces], dtype=torch.int32, device=device),
         forms=forms,
-        width=power_of_two(max(8, *(x.width for x in pieces))),
+        tiles=tuple((bits.index(x), width, at, n) for ((x, width), n), at in tiles),
+        width=max(width for (_, width), _ in alike),
         row=row,
         whole=all(x.quantized for group in groups for x in group.layout.segments),
         scale=next((x.scale for x in scaled), 2),
@@ -136,11 +147,12 @@ def _pieces(group: int, layout: PageLayout, limit: int) -> list[Piece]:
     for segment, codes, places in zip(layout.segments, blocks.codes, layout.places, strict=True):
         where = [blocks.scales.offset + place * layout.scale for place in places]
         scale, zero, *_ = *where, NONE, NONE
-        for begin in range(0, segment.width, limit):
+        most = limit if segment.quantized else min(limit, RUN)
+        for begin in range(0, segment.width, most):
             piece = Piece(
                 group=group,
                 start=segment.start + begin,
-                width=min(limit, segment.width - begin),
+                width=min(most, segment.width - begin),
                 bits=segment.bits,
                 scale=scale,
                 zero=zero,
@@ -151,6 +163,10 @@ def _pieces(group: int, layout: PageLayout, limit: int) -> list[Piece]:
     first, *others = found or [Piece(group=group)]
     track = {"positions": blocks.positions.offset, "metrics": blocks.metrics.offset}
     return [replace(first, first=1, **(track if layout.tracked else {})), *others]
+
+
+def _alike(piece: Piece) -> tuple[int, int]:
+    return piece.bits, power_of_two(max(NARROWEST, piece.width))
 
 
 def _planes(layout: PageLayout, segment: Segment, low: int, begin: int) -> dict[str, int]:

@@ -17,15 +17,18 @@ from kvfold.ops.store.segments import plan_blocks, plan_pieces, unserved
 from kvfold.spec.layout import Group, PageLayout
 
 WHOLE = 1 << 30  # no segment is cut where it is quantised: its numbers share a scale
+OF_WARP = 256  # numbers, in `append`
 CHUNK = 128  # numbers of a piece where it is read
 TRACK = 256  # rows of a tile of metrics
 MOVED = 2048  # words of a tile of rows that move
 
 
 def tile(width: int) -> tuple[int, int]:
-    """Rows and warps of a program of `append`: of the layout alone, so that sums are taken in one
-    order however many tokens come at once."""
-    return max(1, min(32, 256 // width)), max(1, min(8, width // 256))
+    """Numbers and warps of a program of `append`, for the widest piece: of the layout alone, so
+    that sums are taken in one order however many tokens come at once. A warp sums without waiting
+    for others."""
+    numbers = max(OF_WARP, width)
+    return numbers, min(8, numbers // OF_WARP)
 
 
 def append(
@@ -41,13 +44,14 @@ def append(
     )
     assert not layout.tracked or positions is not None, "tracked rows need positions"
     assert rows.stride(1) == 1 or pieces.row < 2, "rows must be contiguous along their numbers"
-    num_rows, warps = tile(pieces.width)
-    append_rows[(triton.cdiv(len(rows), num_rows), len(pieces.table))](
+    numbers, warps = tile(pieces.width)
+    programs = sum(triton.cdiv(len(rows), numbers // x[1]) * x[3] for x in pieces.tiles)
+    append_rows[(programs,)](
         arena, tables, pieces.table, rows.detach(), slots.contiguous(), index,
         positions.contiguous() if positions is not None and layout.tracked else None, len(rows),
         *tables.stride(), rows.stride(0), *index.stride(),
-        FORMS=pieces.forms, PAGE=layout.page, SCALE=pieces.scale, ZEROS=pieces.zeros,
-        TRACKED=layout.tracked, ROWS=num_rows, WIDTH=pieces.width, num_warps=warps,
+        FORMS=pieces.forms, TILES=pieces.tiles, PAGE=layout.page, SCALE=pieces.scale,
+        ZEROS=pieces.zeros, TRACKED=layout.tracked, SIZE=numbers, num_warps=warps,
     )  # fmt: skip
 
 
