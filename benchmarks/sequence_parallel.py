@@ -306,25 +306,35 @@ def main() -> None:
     if arguments.bytes:
         rows, ranks = counted(arguments.shape, arguments.tokens, arguments.p), None
         show_bytes(rows)
-        first, device = True, torch.device("cpu")
+        device = torch.device("cpu")
     else:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         bench, rows = Bench(arguments, device), []
-        for tokens in arguments.tokens:
-            rows += bench.measure(tokens)
         first, ranks = dist.get_rank() == 0, bench.size
-        if first:
-            show(rows)
+        for tokens in arguments.tokens:
+            found = bench.measure(tokens)
+            rows += found
+            if first:
+                show(found)
+                save(arguments, device, ranks, rows)
         dist.destroy_process_group()
-    if first and arguments.json:
-        settings = {key: str(value) for key, value in vars(arguments).items() if key != "json"}
-        report = {"benchmark": "sequence-parallel", "settings": settings, "ranks": ranks}
-        machine = {"threads": torch.get_num_threads()}
-        report |= {"versions": versions(device), "machine": machine, "rows": rows}
-        write_json(arguments.json, report)
+    if arguments.bytes:
+        save(arguments, device, ranks, rows)
+
+
+def save(
+    arguments: argparse.Namespace, device: torch.device, ranks: int | None, rows: list[Any]
+) -> None:
+    if arguments.json is None:
+        return
+    settings = {key: str(value) for key, value in vars(arguments).items() if key != "json"}
+    report = {"benchmark": "sequence-parallel", "settings": settings, "ranks": ranks}
+    machine = {"threads": torch.get_num_threads()}
+    report |= {"versions": versions(device), "machine": machine, "rows": rows}
+    write_json(arguments.json, report)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ less a tenth and the weights leave 5.5): blocks beyond it are held back.
 
 import argparse
 import json
-import math
 import os
 import random
 import statistics
@@ -79,7 +78,7 @@ def write_config(folder: Path, shape: str, kind: str, layers: int | None) -> Non
 
 def engine(folder: Path, given: argparse.Namespace) -> LLM:
     most = max(given.batch + given.users + [given.slots])
-    sizes = {1, 8, *given.batch, *range(16, most + 1, 16)}
+    sizes = {*given.batch, *(1 << i for i in range(most.bit_length()) if 1 << i <= most)}
     options = {"compilation_config": {"cudagraph_capture_sizes": sorted(sizes)}}
     if given.kind.startswith("bits-"):
         bits = int(given.kind.removeprefix("bits-"))
@@ -328,7 +327,7 @@ def measure(given: argparse.Namespace, say: Say) -> None:
     clock = Clock(llm)
     clock.first_token(given.tokens)  # compiles
     if given.rates:
-        clock.crowd(traffic(given, 4 / given.seconds).jobs(math.inf), 60)
+        clock.crowd(traffic(given, given.rates[0]).jobs(given.rates[0]), 60)
     if given.ready:
         given.ready.touch()
         while given.ready.exists():

@@ -132,6 +132,7 @@ def test_blocks_of_an_engine_are_pages(recipe: str, kernels: str, backend) -> No
         pytest.importorskip("triton")
     backend(kernels)
     engine = Engine(folded(even(recipe), layers=2), torch.float16)
+    engine.attention.warm_up(3)
     if kernels == "triton":
         assert Fallback not in engine.attention.decode.values()
     with torch.inference_mode():

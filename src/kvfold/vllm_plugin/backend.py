@@ -93,6 +93,8 @@ class KVFoldBuilder(AttentionMetadataBuilder[KVFoldMetadata]):
             vllm_config.model_config.max_model_len,
         )
         self.attention = BlockAttention([layer.maps for layer in layers.values()], view)
+        if view.device.type == "cuda":
+            self.attention.warm_up(vllm_config.scheduler_config.max_num_seqs)
 
     @classmethod
     def get_cudagraph_support(

@@ -87,6 +87,36 @@ class BlockAttention:
     def begin(self, step: Step) -> "BlockContext":
         return BlockContext(self, step)
 
+    @torch.inference_mode()
+    def warm_up(self, most: int) -> None:
+        """Compile what runs in steps that decode up to `most` requests beside a prompt's chunk, of
+        which an engine has no graphs; on blocks of its own."""
+        groups = self.view.layout.of_layer
+        alike = {tuple(y.layout for y in groups(i)): x for i, x in self.layers.items()}
+        for layer in alike.values():
+            for i in range(most.bit_length()):
+                self._try(layer, 1 << i)
+
+    def _try(self, layer: LayerMaps, decodes: int) -> None:
+        """A step of a layer: so many requests of one token, and two tokens behind one."""
+        view, count = self.view, decodes + 2
+        groups, on = view.layout.of_layer(layer.index), {"device": view.device}
+        size = sum(group.layout.page_bytes for group in groups)
+        lengths = [1] * decodes + [3]
+        step = Step(
+            tables=torch.ones(len(lengths), 1, dtype=torch.int32, **on),
+            lengths=torch.tensor(lengths, dtype=torch.int32, **on),
+            slots=torch.zeros(count, dtype=torch.int64, **on),
+            decodes=decodes,
+            starts=[*range(len(lengths)), count],
+            most=lengths,
+        )
+        shape = layer.geometry.num_query_heads, count, layer.key_width
+        q = torch.zeros(shape, dtype=view.dtype, **on)
+        rows = torch.zeros(count, layer.spec.row_width, dtype=view.dtype, **on)
+        cache = torch.zeros(2, size, dtype=torch.uint8, **on)
+        self.begin(step).attend(layer, cache, q, rows)
+
 
 def choose(
     layers: Sequence[LayerMaps],

@@ -49,19 +49,19 @@ def repaired(
     places = (~stays).byte().argsort(dim=-1, stable=True)[:, :most]
     inside = stays.gather(1, places)
     k, v = (x.take_along_dim(places[..., None], 1) for x in (k, v))
-    shares = (_scores(q, k, inside, softcap)[0] - mass).exp().double()
+    shares = (_scores(q, k, inside, softcap)[0] - mass).exp()
     w = 1 + nearest(shares, 1 - shares.sum(-1, keepdim=True), WEIGHTS)
-    u = nearest(q.double(), torch.ones_like(shares[..., :1]), KEYS)
-    k = k + (w.log().nan_to_num(-MOST).clamp(-MOST, MOST) * u.mT).float()
+    u = nearest(q, torch.ones_like(shares[..., :1]), KEYS)
+    k = k + w.log().nan_to_num(-MOST).clamp(-MOST, MOST) * u.mT
     scores, mass = _scores(q, k, inside, softcap)
-    weights = (scores - mass).exp().double()
-    more = nearest(weights, target - weights @ v.double(), VALUES)
-    return Repaired(places, inside, k, v + more.float())
+    weights = (scores - mass).exp()
+    return Repaired(places, inside, k, v + nearest(weights, target - weights @ v, VALUES))
 
 
 def nearest(a: Tensor, b: Tensor, ridge: float) -> Tensor:
-    """The x [.., n, c] least in |a x - b|^2 + held |x|^2, of a fp64 [.., m, n] and b [.., m, c];
-    held: `ridge` times the mean of a^T a's diagonal, over columns that are not 0."""
+    """The x [.., n, c] least in |a x - b|^2 + held |x|^2, of a [.., m, n] and b [.., m, c]; held:
+    `ridge` times the mean of a^T a's diagonal, over columns that are not 0, so that the matrix to
+    factor has a condition of at most m / ridge, and fp32 is enough."""
     squares = a.square().sum(-2)
     count = (squares > 0).sum(-1).clamp(min=1)
     held = (ridge * squares.sum(-1) / count).clamp(min=torch.finfo(a.dtype).tiny)
@@ -69,7 +69,8 @@ def nearest(a: Tensor, b: Tensor, ridge: float) -> Tensor:
     few = a if wide else a.mT
     gram = few @ few.mT
     gram.diagonal(dim1=-2, dim2=-1).add_(held[..., None])
-    found = torch.cholesky_solve(b if wide else a.mT @ b, torch.linalg.cholesky(gram))
+    factor, _ = torch.linalg.cholesky_ex(gram)  # which waits for no device, as `cholesky` does
+    found = torch.cholesky_solve(b if wide else a.mT @ b, factor)
     return a.mT @ found if wide else found
 
 

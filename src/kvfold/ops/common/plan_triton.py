@@ -5,12 +5,12 @@ Shapes: L layers of G groups, B sequences, I = B * G items, S slices.
 # mypy: allow-untyped-defs
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.common.launch import launch_options
 from kvfold.ops.common.plan import Slices, power_of_two
+from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.kernels import after_launch
 
 BLOCK = 1024  # items, or slices, that a program takes at a time
@@ -47,7 +47,7 @@ def plan_slices(
     return slices, counted
 
 
-@triton.jit
+@step_kernel
 def plan_kernel(
     lengths, length_slot, slots, cost, ends, counted, starts, firsts, counts,
     items, most_items, num_slices,

@@ -19,6 +19,7 @@ from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.pieces import VALUE_FIELDS, Pieces, equal_values
 from kvfold.ops.common.plan import Slices, padded_queries
 from kvfold.ops.common.split import SPAN, Workspace
+from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.decode.kernels import after_launch, combine_kernel, tile_pages, tile_rows
 from kvfold.ops.decode.triton import combine_options
@@ -156,7 +157,7 @@ def _piece(
         tl.store(ml + GP + n, mass)
 
 
-@triton.jit
+@step_kernel
 def value_kernel(
     out, lse, part, part_ml, weights, tops, values, arena,
     tables, table_slot, table_group, lengths, length_slot, slots, pieces, bases, starts, counts,

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvfold.ops.common.codes_triton import UNIT, load_query, load_scales, unpack
+from kvfold.ops.common.step_kernel import step_kernel
 
 
 @triton.jit
@@ -120,7 +121,7 @@ def tile_rows(t, row, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr):
     return row + first % PAGE if ONE_PAGE else (first + row) % PAGE
 
 
-@triton.jit
+@step_kernel
 def decode_kernel(
     q, q_stride, out, lse, part, part_ml,
     keys, values, scales, tables, table_slot, table_group, lengths, slots,
@@ -245,7 +246,7 @@ def decode_kernel(
         tile = 0
 
 
-@triton.jit
+@step_kernel
 def combine_kernel(
     out, lse, part, part_ml, groups, firsts, counts, order,
     G: tl.constexpr, HQ: tl.constexpr, N: tl.constexpr, GP: tl.constexpr, DO: tl.constexpr,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kvfold.ops.common.codes_triton import UNIT, load_query, load_scale, unpack_all
+from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.common.weights_triton import store_weights
 from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
 
@@ -74,7 +75,7 @@ def _scores(
     return s
 
 
-@triton.jit
+@step_kernel
 def stored_score_kernel(
     q, q_stride, weights, tops, codes, arena,
     tables, table_slot, table_group, lengths, length_slot, slots, heads, bases, starts, scale,

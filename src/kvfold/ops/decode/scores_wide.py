@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kvfold.ops.common.codes_triton import UNIT, load_scale, unpack_all
+from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.common.weights_triton import store_weights
 from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
 from kvfold.ops.decode.scores_triton import stored_queries
@@ -57,7 +58,7 @@ def _run(
     return s
 
 
-@triton.jit
+@step_kernel
 def wide_score_kernel(
     q, q_stride, weights, tops, codes, arena,
     tables, table_slot, table_group, lengths, length_slot, slots, heads, bases, starts, scale,

@@ -4,15 +4,15 @@ Shapes as in `scores_triton`.
 """
 # mypy: allow-untyped-defs
 
-import triton
 import triton.language as tl
 
 from kvfold.ops.common.codes_triton import UNIT
 from kvfold.ops.common.rope_triton import load_angles, load_pairs
+from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.kernels import after_launch
 
 
-@triton.jit
+@step_kernel
 def fold_kernel(
     q, q_stride, up, sums, rope, powers, folded, extra, lengths, length_slot, slots, bases,
     G: tl.constexpr, HG: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr,

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from kvfold.ops.common.codes_triton import UNIT, load_scale, unpack_all
 from kvfold.ops.common.rope_triton import load_pairs
+from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.common.weights_triton import store_weights
 from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
 from kvfold.ops.latent_decode.scores_triton import load_turns, rotated_scores, turned_means
@@ -84,7 +85,7 @@ def _scores(
     )  # fmt: skip
 
 
-@triton.jit
+@step_kernel
 def piece_score_kernel(
     q, q_stride, up, sums, means, rope, turns, weights, tops, codes, arena,
     tables, table_slot, table_group, lengths, length_slot, slots, heads, pieces, bases, starts,

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from kvfold.ops.common.codes_triton import UNIT, load_fp16, unpack
 from kvfold.ops.common.rope_triton import load_angles, load_pairs, packed_pairs, rotate, rotate_back
+from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.common.weights_triton import store_weights
 from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
 
@@ -212,7 +213,7 @@ def _powers(u, k, K: tl.constexpr):
     return x
 
 
-@triton.jit
+@step_kernel
 def score_kernel(
     q, q_stride, up, sums, rope, turns, folded, extra, weights, tops, keys, arena,
     tables, table_slot, table_group, lengths, length_slot, slots, heads, bases, starts, scale,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kvfold.ops.common.codes_triton import UNIT, load_fp16, unpack
+from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
 
 
@@ -75,7 +76,7 @@ def _attend(
     return mass, floor, acc0, acc1, acc2, acc3
 
 
-@triton.jit
+@step_kernel
 def value_kernel(
     out, lse, part, part_ml, weights, tops, values, arena,
     tables, table_slot, table_group, lengths, length_slot, slots, latents, bases, starts, counts,

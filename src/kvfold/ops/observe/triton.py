@@ -14,6 +14,7 @@ from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.codes_triton import UNIT, load_query, load_scales, unpack
 from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import padded_width, power_of_two
+from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.groups import DecodeGroups, decode_groups
 from kvfold.ops.store.segments import plan_blocks
 
@@ -80,7 +81,7 @@ def _mass(k, columns, scale, zero, position, BITS: tl.constexpr, ZEROS: tl.const
     return tl.sum(tl.where(position[:, None] <= last[None, :], tl.exp2(s), 0.0), 1)
 
 
-@triton.jit
+@step_kernel
 def observe_kernel(
     q, lse, positions, keys, scales, ints, floats,
     tables, table_slot, table_group, lengths, length_slot, slots, groups, tracks,

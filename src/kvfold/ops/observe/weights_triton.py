@@ -13,6 +13,7 @@ from torch import Tensor, float32, int32
 from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import power_of_two
 from kvfold.ops.common.split import SPAN, SplitPlan
+from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.latent_decode.plan import LatentPlan
 from kvfold.ops.store.segments import plan_blocks
 
@@ -20,7 +21,7 @@ TILE = 2048  # weights of a tile
 PROGRAMS = 4096  # of a launch, or one a group: some waves, and few that find nothing to do
 
 
-@triton.jit
+@step_kernel
 def observe_weights_kernel(
     weights, tops, bases, lse, positions, ints, floats,
     tables, table_slot, table_group, lengths, length_slot, slots, tracks, exclude,

@@ -2,8 +2,9 @@
 
 Names in capitals are known when a kernel is compiled: FORMS, (bits, bits of the low and of the high
 plane, Gaussian step, bytes that divide offsets, numbers that divide columns) of every bit width of
-the layer; TILES, see `Pieces`, of which T is one; PAGE, rows a page; SCALE, bytes of a scale; ROWS x WIDTH, a program's tile. Steps are
-strides. Addresses are int64; a `home` points at the first byte of a page.
+the layer; TILES, see `Pieces`, of which T is one; PAGE, rows a page; SCALE, bytes of a scale; SIZE,
+numbers of a program's tile, and ROWS x WIDTH, its shape. Steps are strides. Addresses are int64; a
+`home` points at the first byte of a page.
 """
 # mypy: allow-untyped-defs
 
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kvfold.ops.common.bits_triton import quantize, read_plane, read_scale, write_plane
+from kvfold.ops.common.step_kernel import step_kernel
 
 FIELDS = tl.constexpr(13)  # of a segments.Piece
 UNIT = tl.constexpr(64)  # bytes that a page offset counts
@@ -27,8 +29,8 @@ def _piece(pieces, number):
     return group, start, width, bits, low, high, row, scale, zero, scales, positions, metrics, first
 
 
-# A token count of 1 or a multiple of 16 must not compile to another order of sums.
-@triton.jit(do_not_specialize=["num_tokens"])
+# One order of sums, however many tokens there are.
+@step_kernel
 def append_rows(
     arena, tables, pieces, rows, slots, index, positions, num_tokens,
     slot_step, group_step, page_step, row_step, token_step, number_step,
@@ -101,7 +103,7 @@ def _append(
         tl.store((home + metrics + line * 4).to(tl.pointer_type(tl.float32)), nothing, mine)
 
 
-@triton.jit
+@step_kernel
 def gather_rows(
     arena, tables, pieces, slots, lengths, rows, valid, positions,
     size, row_width, num_groups, num_pieces,
@@ -157,7 +159,7 @@ def gather_rows(
             tl.store(out, x.to(rows.dtype.element_ty), exists[:, None] & (column < wide))
 
 
-@triton.jit(do_not_specialize=["num_moves"])
+@step_kernel
 def move_rows(
     words, tables, blocks, slots, groups, sources, targets, num_moves, num_blocks,
     slot_step, group_step, page_step,
@@ -182,7 +184,7 @@ def move_rows(
     tl.store(words + (new[:, None] + word), x, inside)
 
 
-@triton.jit
+@step_kernel
 def track_rows(
     words, tables, offsets, slots, valid, values, size, slot_step, group_step, page_step,
     PAGE: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
