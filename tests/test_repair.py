@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from kvfold import LLM, CacheParams, SamplingParams
+from kvfold.cache.eviction import repair as fits
 from kvfold.cache.eviction.repair import KEYS, MOST, VALUES, WEIGHTS, nearest, repaired
 from kvfold.config import CacheConfig
 from kvfold.engine import repair
@@ -227,8 +228,10 @@ def test_any_policy_s_rows_are_fitted(evict: str) -> None:
 def test_less_is_lost(
     recipe: str | None, settings: dict, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model that keeps all rows, whatever they are made of, and heads fitted one by one."""
-    monkeypatch.setattr(repair, "SCORES", 100 if heads == 1 else repair.SCORES)
+    """Of a model that keeps all rows, whatever they are made of, and layers fitted one by one."""
+    if heads == 1:
+        monkeypatch.setattr(repair, "FITTED", 1)
+        monkeypatch.setattr(fits, "SCORES", 100)
     keep = 1.0 if recipe == "kvquant-z" else 0.6
     ids, model = tokens(1, PROMPT + MORE), folded("llama-gqa", recipe, keep)
     found = []

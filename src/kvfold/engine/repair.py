@@ -18,7 +18,7 @@ from kvfold.attention.base import LayerMaps
 from kvfold.attention.metadata import PoolView
 from kvfold.attention.paged import Watch
 from kvfold.attention.rows import gather_rows
-from kvfold.cache.eviction.repair import repaired
+from kvfold.cache.eviction.repair import Repaired, repaired
 from kvfold.engine.request import Batch, Request, ScheduledChunk
 from kvfold.errors import SettingError
 from kvfold.ops.store import rewrite
@@ -26,7 +26,7 @@ from kvfold.spec import CacheSpec
 
 QUERIES = 512  # of a KV head that are matched, at most
 AFTER = 128  # positions behind what was read that they are turned to
-SCORES = 2**26  # of queries and rows, of heads that are fitted at once, or of one
+FITTED = 2**26  # queries times rows that stay, of layers that are fitted at once, or of one
 
 
 def check_repairs(spec: CacheSpec) -> None:
@@ -64,6 +64,25 @@ class _Prompt:
         if layer not in self.states:
             self.states[layer] = x.new_zeros(len(self.positions), x.shape[-1])
         self.states[layer][own] = x
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """What is fitted of one layer: q, k, v, valid and stays as `repaired` takes them; most: S."""
+
+    index: int
+    tensors: tuple[Tensor, ...]
+    most: int
+
+    @property
+    def kind(self) -> tuple[torch.Size, ...]:
+        """Layers of one kind can be fitted at once."""
+        return tuple(x.shape for x in self.tensors)
+
+    @property
+    def scores(self) -> int:
+        q, *_ = self.tensors
+        return q.shape[0] * q.shape[1] * self.most
 
 
 class Fitted(NamedTuple):
@@ -116,32 +135,52 @@ class Repair:
 
     def fit(self, slot: int, computed: int, evicted: Tensor) -> Iterator[Fitted]:
         """Rows of a sequence of so many tokens, as they are to be in heads which lose some: evicted
-        bool [G, T]. Waits for the device once a layer."""
-        lost = evicted.any(1).tolist()
-        for layer, where in enumerate(self.view.layout.layer_groups):
-            if any(lost[where]):
-                yield self._fit(layer, slot, computed, evicted[where])
+        bool [G, T]. Waits for the device once a layer. Layers alike are fitted together: solving
+        takes as long for many heads as for few."""
+        lost, waiting = evicted.any(1).tolist(), list[_Layer]()
+        for index, where in enumerate(self.view.layout.layer_groups):
+            if not any(lost[where]):
+                continue
+            layer = self._layer(index, slot, computed, evicted[where])
+            full = sum(x.scores for x in (*waiting, layer)) > FITTED
+            if waiting and (full or layer.kind != waiting[0].kind):
+                yield from self._fit(waiting, slot)
+                waiting = []
+            waiting.append(layer)
+        yield from self._fit(waiting, slot)
 
-    def _fit(self, layer: int, slot: int, computed: int, evicted: Tensor) -> Fitted:
-        maps: LayerMaps = self.modules[layer].maps
+    def _layer(self, index: int, slot: int, computed: int, evicted: Tensor) -> _Layer:
+        maps: LayerMaps = self.modules[index].maps
         slots = torch.tensor([slot], device=evicted.device)
         stored = gather_rows(self.view, maps, slots, evicted.shape[1])
-        q = self._queries(layer, slot, computed) * maps.scale
+        q = self._queries(index, slot, computed) * maps.scale
         k = maps.score_keys(stored.rows, None)[0]
         v = maps.value_columns.spread(maps.value_columns.gather(stored.rows))[0]
         stays = stored.valid[0] & ~evicted
-        most, heads = int(stays.sum(-1).max()), max(1, SCORES // (q.shape[1] * k.shape[1]))
-        fit = partial(repaired, most=most, softcap=maps.softcap)
-        parts = map(fit, *(x.split(heads) for x in (q, k, v, stored.valid[0], stays)))
-        places, inside, k, v = (torch.cat(x) for x in zip(*parts, strict=True))
+        return _Layer(index, (q, k, v, stored.valid[0], stays), int(stays.sum(-1).max()))
+
+    def _fit(self, layers: list[_Layer], slot: int) -> Iterator[Fitted]:
+        if not layers:
+            return
+        softcap = self.view.layout.spec.geometry.softcap
+        q, k, v, valid, stays = map(torch.cat, zip(*(x.tensors for x in layers), strict=True))
+        found = repaired(q, k, v, valid, stays, max(x.most for x in layers), softcap)
+        for layer, *own in zip(layers, *(x.chunk(len(layers)) for x in found), strict=True):
+            *_, valid, stays = layer.tensors
+            yield self._fitted(layer.index, slot, Repaired(*own), (valid & ~stays).any(-1))
+
+    def _fitted(self, index: int, slot: int, found: Repaired, lost: Tensor) -> Fitted:
+        """lost: bool [Hk], heads of which rows go."""
+        maps: LayerMaps = self.modules[index].maps
+        places, inside, k, v = found
         sides = (maps.key_columns, k), (maps.value_columns, v)
-        rows = torch.cat([x.compact(z.transpose(0, 1)[None])[0].flatten(1) for x, z in sides], 1)
+        rows = [x.compact(z.transpose(0, 1)[None])[0].flatten(1) for x, z in sides]
         return Fitted(
-            layer=layer,
-            rows=rows.to(stored.rows.dtype),
-            slots=slots.expand(most),
+            layer=index,
+            rows=torch.cat(rows, 1).to(self.view.dtype),
+            slots=torch.full((places.shape[1],), slot, device=places.device),
             places=places.T,
-            keep=(inside & evicted.any(-1, keepdim=True)).T,
+            keep=(inside & lost[:, None]).T,
         )
 
     def _queries(self, layer: int, slot: int, computed: int) -> Tensor:

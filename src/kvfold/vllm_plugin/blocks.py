@@ -100,21 +100,21 @@ class BlockAttention:
     def _try(self, layer: LayerMaps, decodes: int) -> None:
         """A step of a layer: so many requests of one token, and two tokens behind one."""
         view, count = self.view, decodes + 2
-        groups, on = view.layout.of_layer(layer.index), {"device": view.device}
+        groups, on = view.layout.of_layer(layer.index), view.device
         size = sum(group.layout.page_bytes for group in groups)
         lengths = [1] * decodes + [3]
         step = Step(
-            tables=torch.ones(len(lengths), 1, dtype=torch.int32, **on),
-            lengths=torch.tensor(lengths, dtype=torch.int32, **on),
-            slots=torch.zeros(count, dtype=torch.int64, **on),
+            tables=torch.ones(len(lengths), 1, dtype=torch.int32, device=on),
+            lengths=torch.tensor(lengths, dtype=torch.int32, device=on),
+            slots=torch.zeros(count, dtype=torch.int64, device=on),
             decodes=decodes,
             starts=[*range(len(lengths)), count],
             most=lengths,
         )
         shape = layer.geometry.num_query_heads, count, layer.key_width
-        q = torch.zeros(shape, dtype=view.dtype, **on)
-        rows = torch.zeros(count, layer.spec.row_width, dtype=view.dtype, **on)
-        cache = torch.zeros(2, size, dtype=torch.uint8, **on)
+        q = torch.zeros(shape, dtype=view.dtype, device=on)
+        rows = torch.zeros(count, layer.spec.row_width, dtype=view.dtype, device=on)
+        cache = torch.zeros(2, size, dtype=torch.uint8, device=on)
         self.begin(step).attend(layer, cache, q, rows)
 
 

@@ -5,6 +5,7 @@ Pure functions, that never wait for the device. Shapes: H KV heads, m queries of
 least the most that stay of a head, dk and dv numbers of a key and of a value.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from kvfold.ops.common.attention import capped
 
 WEIGHTS, KEYS, VALUES = 0.1, 0.01, 1.0  # ridges, as shares of the mean of a matrix's diagonal
 MOST = 3.0  # log w, up or down
+SCORES = 2**26  # of queries and all rows, of heads that are attended at once, or of one
 
 
 class Repaired(NamedTuple):
@@ -44,8 +46,9 @@ def repaired(
     stay and y what attention to all gave. Both are held to what is there by a ridge.
     """
     q, k, v = q.float(), k.float(), v.float()
-    full, mass = _scores(q, k, valid, softcap)
-    target = (full - mass).exp() @ v
+    heads = max(1, SCORES // (q.shape[1] * k.shape[1]))
+    parts = (x.split(heads) for x in (q, k, v, valid))
+    target, mass = map(torch.cat, zip(*map(partial(_attended, softcap), *parts), strict=True))
     places = (~stays).byte().argsort(dim=-1, stable=True)[:, :most]
     inside = stays.gather(1, places)
     k, v = (x.take_along_dim(places[..., None], 1) for x in (k, v))
@@ -70,8 +73,17 @@ def nearest(a: Tensor, b: Tensor, ridge: float) -> Tensor:
     gram = few @ few.mT
     gram.diagonal(dim1=-2, dim2=-1).add_(held[..., None])
     factor, _ = torch.linalg.cholesky_ex(gram)  # which waits for no device, as `cholesky` does
-    found = torch.cholesky_solve(b if wide else a.mT @ b, factor)
+    found = torch.linalg.solve_triangular(factor, b if wide else a.mT @ b, upper=False)
+    found = torch.linalg.solve_triangular(factor.mT, found, upper=True)
     return a.mT @ found if wide else found
+
+
+def _attended(
+    softcap: float | None, q: Tensor, k: Tensor, v: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs [H, m, dv], and log-sum-exps [H, m, 1] of scores."""
+    scores, mass = _scores(q, k, rows, softcap)
+    return (scores - mass).exp() @ v, mass
 
 
 def _scores(q: Tensor, k: Tensor, rows: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
