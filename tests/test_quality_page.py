@@ -40,7 +40,7 @@ def test_plans_by_levels_are_on_the_page(model: str) -> None:
     assert len(lines) == 15 and len(others) == 3 and {*lines, *others} <= set(page)
 
 
-@pytest.mark.parametrize("model", ["gqa", "mha"])
+@pytest.mark.parametrize("model", ["gqa", "mha", "smollm2"])
 def test_published_methods_are_on_the_page(model: str) -> None:
     report = json.loads((ROOT / f"benchmarks/results/papers-{model}.json").read_text())
     page = (ROOT / "docs/quality.md").read_text(encoding="utf-8").splitlines()
