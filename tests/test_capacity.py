@@ -67,6 +67,10 @@ def test_rooms_shrink_and_grow_as_they_must() -> None:
     assert whole.room(512).requests > whole.room(1024).requests > 0
     assert few.room(1024).kept == 256 and few.room(1024).requests > whole.room(1024).requests
     assert few.kept(8) == 8  # what a policy protects, at most what there is
+    cache = CacheConfig(evict="kvzip-keys", keep_tokens=0.25)
+    alike, repaired = of(cache), of(replace(cache, repair=True))
+    assert repaired.pool == alike.pool
+    assert repaired.room(1024).requests < alike.room(1024).requests
     nothing = of(CACHES["16 bits"], pool=-GIB)
     assert nothing.pool == 0 and nothing.room(512).requests == 0
     assert nothing.room(512).step_ms is None

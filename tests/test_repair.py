@@ -193,6 +193,12 @@ def test_logits_equal_a_dense_model_with_fitted_rows(
     monkeypatch.setattr(repair, "QUERIES", most)
     ids = tokens(1, PROMPT + MORE)
     session = read(runner_of(tiny(name)), ids)
+    (prompt,) = session.runner.repair.prompts.values()
+    states, geometry = (
+        sum(x.nbytes for x in prompt.states.values()),
+        session.runner.pool.layout.spec.geometry,
+    )
+    assert 0 < states <= repair.state_bytes(geometry, PROMPT, 4) < 3 * states
     session.compress()
     session.runner.pool.check_integrity()
     logits = [logits_of(session, ids[0, PROMPT : PROMPT + 5].tolist())]

@@ -10,6 +10,7 @@ from typing import Any
 from kvfold.cache.eviction import policies
 from kvfold.config import AUTO, CacheConfig
 from kvfold.engine.build import check_served, layout_of
+from kvfold.engine.repair import state_bytes
 from kvfold.errors import SettingError
 from kvfold.models.size import DTYPE, weight_bytes
 from kvfold.spec import CacheSpec
@@ -103,10 +104,15 @@ class Capacity:
         pages = -(-tokens // layout.page) * (layout.page_bytes + layout.spare_page_bytes)
         return int((pages + layout.tail_bytes) * SLACK)
 
+    def beside_pages(self, context: int) -> int:
+        """Bytes of one request that are no pages: what repair keeps of its prompt."""
+        geometry = self.layout.spec.geometry
+        return state_bytes(geometry, context, DTYPE.itemsize) if self.cache.repair else 0
+
     def room(self, context: int) -> Room:
         kept = self.kept(context)
         one, whole = self.request_bytes(kept), self._prompt_bytes(context)
-        requests = max(0, (self.pool - (whole - one)) // one)
+        requests = max(0, (self.pool - (whole - one)) // (one + self.beside_pages(context)))
         step = self._step(requests, kept)
         return Room(
             context=context,

@@ -22,7 +22,7 @@ from kvfold.cache.eviction.repair import Repaired, repaired
 from kvfold.engine.request import Batch, Request, ScheduledChunk
 from kvfold.errors import SettingError
 from kvfold.ops.store import rewrite
-from kvfold.spec import CacheSpec
+from kvfold.spec import CacheSpec, Geometry
 
 QUERIES = 512  # of a KV head that are matched, at most
 AFTER = 128  # positions behind what was read that they are turned to
@@ -38,6 +38,17 @@ def check_repairs(spec: CacheSpec) -> None:
             "before RoPE, so that no head can change its own rows: leave `repair` out, or take "
             "recipe 'fast', 'zack', 'zdc' or 'kvquant-z', or the model as it is"
         )
+
+
+def most_kept(geometry: Geometry) -> int:
+    """Tokens of a prompt whose hidden states are kept, at most."""
+    return max(1, QUERIES // geometry.queries_per_kv)
+
+
+def state_bytes(geometry: Geometry, tokens: int, itemsize: int) -> int:
+    """Of the hidden states that are kept of a prompt of so many tokens, beside its pages."""
+    kept = min(most_kept(geometry), tokens)
+    return kept * geometry.num_layers * geometry.hidden_size * itemsize
 
 
 @dataclass
@@ -105,7 +116,7 @@ class Repair:
 
     def __init__(self, view: PoolView, modules: Sequence[Any]) -> None:
         self.view, self.modules = view, modules
-        self.most = max(1, QUERIES // view.layout.spec.geometry.queries_per_kv)
+        self.most = most_kept(view.layout.spec.geometry)
         self.prompts: dict[int, _Prompt] = {}  # by slot
 
     def watch(self, batch: Batch, evicts: Callable[[Request], bool]) -> Watch:
