@@ -64,7 +64,7 @@ def repaired(
 def nearest(a: Tensor, b: Tensor, ridge: float) -> Tensor:
     """The x [.., n, c] least in |a x - b|^2 + held |x|^2, of a [.., m, n] and b [.., m, c]; held:
     `ridge` times the mean of a^T a's diagonal, over columns that are not 0, so that the matrix to
-    factor has a condition of at most m / ridge, and fp32 is enough."""
+    factor has a condition of at most 1 + n / ridge, and fp32 is enough."""
     squares = a.square().sum(-2)
     count = (squares > 0).sum(-1).clamp(min=1)
     held = (ridge * squares.sum(-1) / count).clamp(min=torch.finfo(a.dtype).tiny)
