@@ -304,25 +304,22 @@ def main() -> None:
     arguments = parse()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.bytes:
-        rows, ranks = counted(arguments.shape, arguments.tokens, arguments.p), None
+        rows = counted(arguments.shape, arguments.tokens, arguments.p)
         show_bytes(rows)
-        device = torch.device("cpu")
+        save(arguments, torch.device("cpu"), None, rows)
     else:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         bench, rows = Bench(arguments, device), []
-        first, ranks = dist.get_rank() == 0, bench.size
         for tokens in arguments.tokens:
             found = bench.measure(tokens)
             rows += found
-            if first:
+            if dist.get_rank() == 0:
                 show(found)
-                save(arguments, device, ranks, rows)
+                save(arguments, device, bench.size, rows)
         dist.destroy_process_group()
-    if arguments.bytes:
-        save(arguments, device, ranks, rows)
 
 
 def save(

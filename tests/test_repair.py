@@ -194,10 +194,8 @@ def test_logits_equal_a_dense_model_with_fitted_rows(
     ids = tokens(1, PROMPT + MORE)
     session = read(runner_of(tiny(name)), ids)
     (prompt,) = session.runner.repair.prompts.values()
-    states, geometry = (
-        sum(x.nbytes for x in prompt.states.values()),
-        session.runner.pool.layout.spec.geometry,
-    )
+    states = sum(x.nbytes for x in prompt.states.values())
+    geometry = session.runner.pool.layout.spec.geometry
     assert 0 < states <= repair.state_bytes(geometry, PROMPT, 4) < 3 * states
     session.compress()
     session.runner.pool.check_integrity()

@@ -322,7 +322,7 @@ def compile_all() -> None:
     for bits, width, scale, zeros in cases:
         tiers = () if bits else ((8, 8), (width - 40, 4), (32, 2))
         latent = Latent(side="kv", heads=(0,), rank=width, tiers=tiers)
-        groups = one_layer([latent], bits=bits or 16, zeros=zeros).groups
+        groups = one_layer([latent], bits=bits or None, zeros=zeros).groups
         form = {"PAGE": 32, "SCALE": scale, "ZEROS": zeros, "TRACKED": True}
         for types, kernel, limit in (
             (APPEND, pages_triton.append_rows, store_triton.WHOLE),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvfold.ops.common.launch import launch_options
 from kvfold.ops.common.plan import power_of_two
+from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.kernels import after_launch
 
 FEW, GATED = 16, 64  # most tokens of a product, and of a gated one
@@ -59,7 +60,7 @@ def one_kernel(
     tl.store(out + column, found.to(x.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@step_kernel
 def few_kernel(
     x, weight, bias, out, num_tokens, K, N,
     TOKENS: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32, int64
 
+from kvfold.ops.common.step_kernel import step_kernel
+
 BLOCK = 1024
 
 
@@ -33,7 +35,7 @@ def gumbel_of(bits):
     return -tl.log(w - (1 - u) - tl.log(u))
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@step_kernel
 def gumbel_kernel(values, keys, ids, num_tokens, BLOCK: tl.constexpr):
     """Program (row, i): tokens i * BLOCK ..; values fp32 and ids int64 [r, num_tokens] or None."""
     row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
