@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from hopper import need_compiler, registers, run_alone  # noqa: E402
-from kvfold.ops.common import plan_triton, values_triton  # noqa: E402
+from kvfold.ops.common import combine, plan_triton, values_triton  # noqa: E402
 from kvfold.ops.common.pages import LayerPages  # noqa: E402
 from kvfold.ops.common.plan import padded_queries  # noqa: E402
 from kvfold.ops.common.tuning import Tuning  # noqa: E402
@@ -43,6 +43,8 @@ from pages import per_head  # noqa: E402
 OPTIONS = ("num_warps", "maxnreg", "launch_pdl")
 SHARED = 227 * 1024  # bytes of a block on sm_90
 SPILLS = {"score_kernel": 8, "value_kernel": 8}  # a few registers, once an item, in no loop
+# Once a tile, in no loop over pieces: with twice the warps, which spill nothing, twice as slow.
+SPILLS |= {"piece_score_kernel": 64}
 SHORT = {  # pages shorter than a tile
     Shape(bits=(4, 4), widths=(64, 64), page=16, queries=4): Tuning(block=64, stages=3, warps=1),
 }
@@ -132,18 +134,22 @@ def direct(known: Shape, tuning: Tuning, queries: int, hard: bool) -> dict[str, 
     groups = per_head(ranks, page=known.page, bits=bits, zeros=hard).groups
     q, pages = one_sequence(groups, queries * len(groups), known.widths[0])
     slots = torch.zeros(1, dtype=torch.int64)
-    kernels = recorders(decode_triton, "decode_kernel", "combine_kernel")
+    kernels, merged = (
+        recorders(decode_triton, "decode_kernel"),
+        recorders(combine, "combine_kernel"),
+    )
     planned = recorders(plan_triton, "plan_kernel")
     early = {"launch_options": lambda _: {"PDL": True, "launch_pdl": True}}
     with (
         mock.patch.multiple(decode_triton, **kernels, **early),
+        mock.patch.multiple(combine, **merged, **early),
         mock.patch.multiple(plan_triton, **planned, **early),
     ):
         plan = plan_layers(
             [groups], pages.lengths, queries, tuning=tuning, num_slices=1, slots=slots
         )[0]
         decode_triton.decode(q, pages, slots, 0.1, plan)
-    return kernels | planned
+    return kernels | merged | planned
 
 
 def rebuilt(
@@ -165,11 +171,12 @@ def rebuilt(
     rope = rope_table(angles, 64, 128)
     maps = KeyMaps(layer, torch.zeros(8, 128, keys or values), torch.zeros(8, 128), angles, rope)
     place = (*one_sequence(groups, 32, 128), torch.zeros(1, dtype=torch.int64))
-    names = "fold_kernel", "score_kernel", "value_kernel", "combine_kernel"
+    names = "fold_kernel", "score_kernel", "value_kernel"
     kernels, planned = recorders(latent_triton, *names), recorders(plan_triton, "plan_kernel")
     hopper = recorders(scores_gluon, "score_kernel")
     with (
         mock.patch.multiple(latent_triton, **kernels),
+        mock.patch.multiple(combine, **recorders(combine, "combine_kernel")),
         mock.patch.multiple(scores_gluon, **hopper),
         mock.patch.multiple(plan_triton, **planned),
         mock.patch.object(latent_plan, "hopper_heads", lambda *_: heads),
@@ -221,9 +228,10 @@ def both_passes(
         else (triton_split, ("stored_score_kernel", "wide_score_kernel"))
     )
     scores, planned = recorders(module, *names), recorders(plan_triton, "plan_kernel")
-    values = recorders(values_triton, "value_kernel", "combine_kernel")
+    values = recorders(values_triton, "value_kernel")
     with (
         mock.patch.multiple(module, **scores),
+        mock.patch.multiple(combine, **recorders(combine, "combine_kernel")),
         mock.patch.multiple(values_triton, **values),
         mock.patch.multiple(plan_triton, **planned),
     ):

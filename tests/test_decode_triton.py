@@ -28,11 +28,12 @@ if not GPU and not isinstance(tl.sum, interpreter.InterpretedFunction):
     )
 
 from kvfold.ops.backend import use_triton  # noqa: E402
+from kvfold.ops.common import combine  # noqa: E402
 from kvfold.ops.common.plan import longest_first, stream_k  # noqa: E402
 from kvfold.ops.common.tuning import Tuning  # noqa: E402
 from kvfold.ops.decode import decode  # noqa: E402
 from kvfold.ops.decode import triton as decode_triton  # noqa: E402
-from kvfold.ops.decode.triton import DecodePlan, combine_options, plan_layers  # noqa: E402
+from kvfold.ops.decode.triton import DecodePlan, plan_layers  # noqa: E402
 from pages import Case, error, mixed, per_head  # noqa: E402
 from test_store import DEVICE  # noqa: E402
 
@@ -256,7 +257,7 @@ def test_more_parts_than_are_merged_at_once() -> None:
     layout = per_head([(16, 16)] * 2, page=16)
     case = Case.of(layout, [[16 * 18 - 1, 1], [0, 1]], 8, torch.float16, peak=20.0)
     most = cut(case, Tuning(block=16), 12).slices.counts.max()
-    assert most > 2 * combine_options(12 + 4, 4, 16)["BLOCK"]
+    assert most > 2 * combine.cut(13, 4, 16)["BLOCK"]
     check(case, *run(case, Tuning(block=16), 12))
 
 

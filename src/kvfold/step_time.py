@@ -31,7 +31,7 @@ from kvfold.text import packaged
 DEFAULT = "NVIDIA H200"  # whose coefficients serve where a device has none
 BATCH, CONTEXT = 64, 8192  # of a step, where none are stated
 PIECE = 64  # most 16-bit words of a row that kernels read at a time, where they do by pieces
-ONE_PASS = 32768  # rows from which on Hopper reads them in one pass: `ops.one_pass.ROWS`
+ONE_PASS = 4096  # rows from which on Hopper reads them in one pass: `ops.one_pass.ROWS`
 ON_CHIP = 256  # numbers of a key latent whose maps kernels hold on chip
 
 

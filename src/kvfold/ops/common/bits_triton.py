@@ -51,11 +51,13 @@ def symmetric_scale(
     wide = tl.div_rn(peak, tl.full(peak.shape, half - 0.5, tl.float32))
     mean = tl.div_rn(tl.sum(x * x, 1), tl.zeros_like(peak) + width)
     narrow = tl.minimum(GAUSSIAN * tl.sqrt_rn(mean), wide)
-    tries = (2 * peak, wide, tl.sqrt_rn(narrow * wide), narrow, 0.9 * narrow)
+    middle = tl.sqrt_rn(narrow * wide)
     best = tl.zeros_like(peak)
     least = tl.full(peak.shape, float("inf"), tl.float32)
-    for i in tl.static_range(5):
-        scale = load_scale(store_scale(tries[i], BITS, SCALE), BITS, SCALE)
+    for i in tl.range(5, loop_unroll_factor=1):
+        tried = tl.where(i == 0, 2 * peak, tl.where(i == 1, wide, tl.where(i == 2, middle, narrow)))
+        tried = tl.where(i == 4, 0.9 * narrow, tried)
+        scale = load_scale(store_scale(tried, BITS, SCALE), BITS, SCALE)
         steps = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
         level = tl.minimum(tl.maximum(tl.floor(steps), -half), half - 1) + 0.5
         missed = tl.where(inside, level - steps, 0.0)

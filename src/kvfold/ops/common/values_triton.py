@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.common.codes_triton import factor, load_scale, unpack_centred
+from kvfold.ops.common.combine import combine
 from kvfold.ops.common.launch import launch_options
 from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.pieces import VALUE_FIELDS, Pieces, equal_values
@@ -21,8 +22,9 @@ from kvfold.ops.common.plan import Slices, padded_queries
 from kvfold.ops.common.split import SPAN, Workspace
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.common.tuning import Tuning
-from kvfold.ops.decode.kernels import after_launch, combine_kernel, tile_pages, tile_rows
-from kvfold.ops.decode.triton import combine_options
+from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
+
+TOPS = tl.constexpr(32)  # read at a time
 
 
 @triton.jit
@@ -84,6 +86,21 @@ def _attend(
 
 
 @triton.jit
+def _in_turn(x, C: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """x: C of [W, N] -> [W, N, C], so that numbers that follow each other are stored at once."""
+    if C == 1:
+        found = x[0]
+    elif C == 2:
+        found = tl.join(x[0], x[1])
+    elif C == 4:
+        found = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
+    else:
+        even = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
+        found = tl.join(even, tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7])))
+    return tl.reshape(found, [W, N, C])
+
+
+@triton.jit
 def _piece(
     item, b, line, tile, stop, length, slot, out, lse, part, part_ml, weights, tops, values, arena,
     tables, table_slot, table_group, bases, counts, slice,
@@ -107,8 +124,8 @@ def _piece(
     # The slice's highest score, known beforehand: nothing is rescaled on the way.
     top = tl.full([GP], float("-inf"), tl.float32)
     last = tl.cdiv(tl.minimum(stop * BLOCK, length), SPAN)
-    for begin in range(tile * BLOCK // SPAN, last, 128):
-        t = begin + tl.arange(0, 128)[:, None]
+    for begin in range(tile * BLOCK // SPAN, last, TOPS):
+        t = begin + tl.arange(0, TOPS)[:, None]
         there = (t < last) & (n < N)[None, :]
         found = tl.load(tops + about[6] + t * NQ + n[None, :], there, float("-inf"))
         top = tl.maximum(top, tl.max(found, 0))
@@ -137,18 +154,21 @@ def _piece(
     mass, floor = tl.max(state[0], 0), tl.sum(state[1], 0) / 16
     whole = tl.load(counts + item) == 1
     norm = 1.0 / mass if whole else mass * 0 + 1
-    to = out + (b * HQ + first_head) * DO + first_column
-    piece = part + (slice + item).to(tl.int64) * GP * DV
+    outputs = ()
     for J in tl.static_range(C):
         acc = state[2 + J]
         if BITS < 16:
             acc = acc / (2 * factor(BITS, J)) + floor[None, :]
-        column = word * C + J
-        if whole:
-            there = (n < N)[None, :] & (column < width)[:, None]
-            tl.store(to + n[None, :] * DO + column[:, None], acc * norm[None, :], there)
-        else:
-            tl.store(piece + n[None, :] * DV + column[:, None], acc)
+        outputs = outputs + (acc,)
+    found = _in_turn(outputs, C, WV, GP)
+    column = word[:, None, None] * C + tl.arange(0, C)[None, None, :]
+    if whole:
+        there = (n < N)[None, :, None] & (column < width)
+        to = out + (b * HQ + first_head) * DO + first_column
+        tl.store(to + (n[None, :, None] * DO + column), found * norm[None, :, None], there)
+    else:
+        piece = part + (slice + item).to(tl.int64) * GP * DV
+        tl.store(piece + (n[None, :, None] * DV + column), found)
     if whole:
         tl.store(lse + b * HQ + first_head + n, top + tl.log2(mass), (n < N) & (leads > 0))
     else:
@@ -214,7 +234,6 @@ def attend_values(
     # Pieces write their own columns: what none has is 0.
     out = (q.new_empty if equal_values(groups) else q.new_zeros)(batch, num_heads, width)
     lse = torch.empty(batch, num_heads, dtype=torch.float32, device=q.device)
-    number, items = len(pieces.table), slices.counts.shape[0]
     widths = {
         "HQ": num_heads, "N": heads, "GP": padded_queries(heads), "DO": width,
         "DV": room.part.shape[-1], "FIELDS": VALUE_FIELDS,
@@ -224,14 +243,10 @@ def attend_values(
         words_of(arena, torch.uint16 if coded else q.dtype), words_of(arena, torch.int32),
         tables, tables.stride(0), tables.stride(1), lengths, lengths.stride(0), slots,
         pieces.table, bases, slices.starts, slices.counts,
-        FORMS=pieces.forms, G=len(groups), V=number, NQ=num_heads // len(groups),
+        FORMS=pieces.forms, G=len(groups), V=len(pieces.table), NQ=num_heads // len(groups),
         ZEROS=pieces.zeros, SCALE=pieces.scale, PAGE=groups[0].layout.page, ALIGN=pieces.align,
         BLOCK=tune.block, SPAN=SPAN, STAGES=tune.stages, num_warps=tune.warps,
         maxnreg=tune.registers, **widths, **launch_options(q.device),
     )  # fmt: skip
-    combine_kernel[(items, heads)](
-        out, lse, room.part, room.part_ml, pieces.table, slices.firsts, slices.counts,
-        slices.firsts, G=number, ORDER=False, **widths, **launch_options(q.device),
-        **combine_options(slices.starts.shape[0], items, room.part.shape[-1]),
-    )  # fmt: skip
+    combine(out, lse, room.part, room.part_ml, pieces.table, slices, heads, widths["DV"])
     return out, lse

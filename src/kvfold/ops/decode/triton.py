@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from kvfold.ops.common.attention import LOG2_E
+from kvfold.ops.common.combine import combine
 from kvfold.ops.common.launch import launch_options, multiprocessors
 from kvfold.ops.common.pages import LayerPages, words_of
-from kvfold.ops.common.plan import Slices, padded_queries, padded_width, power_of_two
+from kvfold.ops.common.plan import Slices, padded_queries, padded_width
 from kvfold.ops.common.plan_triton import plan_slices
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.decode.groups import DecodeGroups, decode_groups
-from kvfold.ops.decode.kernels import combine_kernel, decode_kernel
+from kvfold.ops.decode.kernels import decode_kernel
 from kvfold.ops.decode.tuning import tuning_for
 from kvfold.spec.layout import Group
 
@@ -74,13 +75,6 @@ def costs_of(
     return each[0], cost, padded_width(max(groups.widths[1] for groups in each))
 
 
-def combine_options(parts: int, items: int, width: int) -> dict[str, int]:
-    """Parts merged at a time: about as many as an item has, with 32 numbers of them a thread, or 64
-    where 8 warps are not enough."""
-    block = min(128, max(4, power_of_two(-(-parts // items))))
-    return {"BLOCK": block, "num_warps": min(8, max(1, block * width // 1024))}
-
-
 def decode(
     q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: DecodePlan | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -114,10 +108,5 @@ def decode(
         BLOCK=tuning.block, STAGES=tuning.stages, num_warps=tuning.warps,
         maxnreg=tuning.registers, **widths,
     )  # fmt: skip
-    parts, items = plan.part.shape[0], slices.counts.shape[0]
-    combine_kernel[(items, queries)](
-        out, lse, plan.part, plan.part_ml, groups.table, slices.firsts, slices.counts, order,
-        HQ=q.shape[1], FIELDS=groups.table.shape[1], **combine_options(parts, items, values),
-        **widths,
-    )  # fmt: skip
+    combine(out, lse, plan.part, plan.part_ml, groups.table, slices, queries, values)
     return out, lse

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from kvfold.ops.common.attention import LOG2_E
+from kvfold.ops.common.combine import combine
 from kvfold.ops.common.launch import launch_options, multiprocessors
 from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import Slices, padded_queries, padded_width, power_of_two
 from kvfold.ops.common.plan_triton import plan_slices
 from kvfold.ops.common.tuning import Tuning
-from kvfold.ops.decode.kernels import combine_kernel
-from kvfold.ops.decode.triton import combine_options
 from kvfold.ops.latent_decode.fold_triton import fold_kernel
 from kvfold.ops.latent_decode.groups import LatentGroups, Layer, latent_groups
 from kvfold.ops.latent_decode.maps import KeyMaps, Packed, pack_maps
@@ -206,11 +205,5 @@ class _Step:
             STAGES=tune.stages, num_warps=tune.warps, maxnreg=tune.registers,
             **widths, **self._same,
         )  # fmt: skip
-        items = slices.counts.shape[0]
-        combine_kernel[(items, heads)](
-            out, lse, room.part, room.part_ml, groups.values, slices.firsts, slices.counts,
-            slices.firsts, G=len(groups.values), HQ=q.shape[1], FIELDS=groups.values.shape[1],
-            ORDER=False, **widths, **launch_options(q.device),
-            **combine_options(slices.starts.shape[0], items, widths["DV"]),
-        )  # fmt: skip
+        combine(out, lse, room.part, room.part_ml, groups.values, slices, heads, widths["DV"])
         return out, lse

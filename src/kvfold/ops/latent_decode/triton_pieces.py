@@ -26,7 +26,7 @@ from kvfold.ops.latent_decode.pieces import HEAD_FIELDS, PIECE_FIELDS, KeyPieces
 from kvfold.ops.latent_decode.scores_pieces import piece_score_kernel
 from kvfold.ops.one_pass.rebuilt import drift_of
 
-SCORES = Tuning(block=64, stages=2, warps=8, slices=2)
+SCORES = Tuning(block=64, stages=2, warps=4, slices=2)
 
 
 @dataclass(frozen=True, eq=False)

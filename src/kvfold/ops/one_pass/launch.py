@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from kvfold.ops.common.attention import LOG2_E
-from kvfold.ops.common.launch import launch_options, multiprocessors
+from kvfold.ops.common.combine import combine
+from kvfold.ops.common.launch import multiprocessors
 from kvfold.ops.common.pages import LayerPages, owner_of
 from kvfold.ops.common.pieces import VALUE_FIELDS, widest_value
 from kvfold.ops.common.plan import Slices, power_of_two
 from kvfold.ops.common.plan_triton import plan_slices
-from kvfold.ops.decode.kernels import combine_kernel
-from kvfold.ops.decode.triton import combine_options
 from kvfold.ops.latent_decode.maps import KeyMaps
 from kvfold.ops.one_pass.build import Constants, compiled, warps
 from kvfold.ops.one_pass.rebuilt import RebuiltMaps, pack
@@ -23,9 +22,10 @@ from kvfold.ops.one_pass.rows import items_read, shared_bytes
 from kvfold.spec.layout import Group
 
 OVERHEAD, SMALLEST = 2, 2  # cost of beginning an item, and least work of a slice, in pages
-# Fewer leave a slice too little beside its parts: 1 x 8192 takes 8.7 ms a step against 7.3 of two
-# passes, 8 x 8192 8.8 against 9.2.
-ROWS = 32768
+# From so many rows on one pass is faster, or no slower. us a layer of one sequence on an H100, its
+# row's storing included, in two passes and in one: `swift` 5 times smaller 35 and 31 with 1024 rows,
+# 39 and 35 with 4096, 41 and 38 with 8192; `lean` 8 times 39 and 52, 50 and 52, 64 and 53.
+ROWS = 4096
 
 
 @lru_cache(maxsize=4096)
@@ -97,13 +97,7 @@ def decode(
         ],
         shared_mem=shared_bytes(groups[0], queries, None if maps is None else rank),
     )  # fmt: skip
-    count = slices.counts.shape[0]
-    combine_kernel[(count, columns)](
-        out, lse, plan.part, plan.part_ml, lines, slices.firsts, slices.counts,
-        slices.firsts, G=len(groups), HQ=num_heads, N=columns, GP=columns, DO=width, DV=held,
-        FIELDS=VALUE_FIELDS, ORDER=False, **launch_options(q.device),
-        **combine_options(slices.starts.shape[0], count, held),
-    )  # fmt: skip
+    combine(out, lse, plan.part, plan.part_ml, lines, slices, columns, held)
     return out, lse
 
 

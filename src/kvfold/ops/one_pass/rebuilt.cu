@@ -90,8 +90,9 @@ struct Scorer {
   }
   // What all warps of the block do before.
   static __device__ __forceinline__ void prepare(u8 *room, const u8 *maps, const u32 *rope) {
-    for (int i = threadIdx.x; i < MAP_BYTES / 16; i += blockDim.x)
-      ((uint4 *)room)[i] = ((const uint4 *)(maps + MAP_FAST))[i];
+    for (int i = threadIdx.x; i < MAP_BYTES / 16; i += blockDim.x)  // all on their way at once
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                   :: "r"(shared_of(room) + 16 * i), "l"(maps + MAP_FAST + 16 * i) : "memory");
     for (int i = threadIdx.x; i < HEADS * FAST; i += blockDim.x)
       ((float2 *)(room + MAP_BYTES + OFFSETS_BYTES))[i] = ((const float2 *)(maps + MAP_FAST_MEAN))[i];
     for (int i = threadIdx.x; i < 16 * FAST; i += blockDim.x) {
@@ -99,6 +100,7 @@ struct Scorer {
       const u32 turn = rope[row * PAIRS + pair];
       ((uint2 *)(room + MAP_BYTES))[i] = make_uint2(both(turn), both_high(turn) ^ 0x8000u);
     }
+    asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
   __device__ __forceinline__ void begin(const u16 *queries) {

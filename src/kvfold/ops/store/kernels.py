@@ -78,7 +78,8 @@ def _append(
     # As in `gather_rows`: for wide loads, after which a thread's numbers are of one row.
     inside = here[:, None] & (column < width // NUMBERS * NUMBERS)
     first = token[:, None] * row_step + start // NUMBERS * NUMBERS
-    x = tl.load(rows + first + column, inside, 0.0)
+    # Rows that are not there divide 1 by 1: nothing takes the long way of a division by 0.
+    x = tl.load(rows + first + column, inside, tl.where(here, 0.0, 1.0)[:, None])
     codes = home + low + line * row
     if BITS == 16:
         tl.store(codes.to(rows.dtype)[:, None] + column, x, inside)

@@ -1,0 +1,90 @@
+"""Merging what slices found of the same item: the last launch of decode attention.
+
+Shapes: I items, P parts (see `plan`), HQ query heads, `heads` of an item, padded to GP; DV columns
+of a part.
+"""
+# mypy: allow-untyped-defs
+
+import triton.language as tl
+from torch import Tensor
+
+from kvfold.ops.common.launch import launch_options
+from kvfold.ops.common.plan import Slices, power_of_two
+from kvfold.ops.common.step_kernel import step_kernel
+from kvfold.ops.decode.kernels import after_launch
+
+TILE = 2048  # numbers of parts that a program, of one warp, merges at a time
+MOST, NARROWEST = 128, 32  # parts at a time; columns
+
+
+def cut(parts: int, items: int, width: int) -> dict[str, int]:
+    """How parts of `width` columns are merged: about as many at a time as an item has, and the more
+    they are the fewer columns a program takes, since few items are few programs. One warp sums
+    without waiting for others."""
+    block = min(MOST, max(4, power_of_two(-(-parts // items))))
+    return {"BLOCK": block, "COLUMNS": min(width, max(NARROWEST, TILE // block)), "num_warps": 1}
+
+
+def combine(
+    out: Tensor, lse: Tensor, part: Tensor, part_ml: Tensor, table: Tensor, slices: Slices,
+    heads: int, width: int,
+) -> None:  # fmt: skip
+    """Outputs out [B, HQ, DO] and lse fp32 [B, HQ] in log2 of items of which several slices had a
+    part: part fp32 [P, GP, width], part_ml fp32 [P, 2, GP] highest scores and masses. table int32
+    [G, .]: of groups or of pieces, see the kernel."""
+    items = slices.counts.shape[0]
+    how = cut(slices.starts.shape[0], items, width)
+    combine_kernel[(items, heads, width // how["COLUMNS"])](
+        out, lse, part, part_ml, table, slices.firsts, slices.counts,
+        slices.firsts if slices.order is None else slices.order,
+        G=len(table), HQ=out.shape[1], GP=part_ml.shape[2], DO=out.shape[2], DV=width,
+        FIELDS=table.shape[1], ORDER=slices.order is not None, **how,
+        **launch_options(out.device),
+    )  # fmt: skip
+
+
+@step_kernel
+def combine_kernel(
+    out, lse, part, part_ml, groups, firsts, counts, order,
+    G: tl.constexpr, HQ: tl.constexpr, GP: tl.constexpr, DO: tl.constexpr, DV: tl.constexpr,
+    FIELDS: tl.constexpr, ORDER: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr = False,
+):  # fmt: skip
+    """Merge COLUMNS of an item's parts, BLOCK at a time, for one query head; nothing to do for an
+    item of one part. groups int32 [G, FIELDS]: of groups, or of pieces of values, whose columns are
+    some of `out`'s heads'."""
+    item, head = tl.program_id(0), tl.program_id(1)
+    after_launch(PDL)
+    count = tl.load(counts + item)
+    first = (tl.load(firsts + item) + item).to(tl.int64)
+    which = item
+    if ORDER:
+        which = tl.load(order + item)
+    b, g = which // G, which % G
+    about = groups + FIELDS * g
+    row, value_width = b * HQ + tl.load(about + 7) + head, tl.load(about + 1)
+    if count != 1:
+        first_column = tl.program_id(2) * COLUMNS
+        column, number = first_column + tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
+        top, mass = float("-inf"), 0.0
+        acc = tl.zeros([COLUMNS], tl.float32)
+        for begin in range(0, count, BLOCK):
+            there = begin + number < count
+            index = first + begin + number
+            ml = part_ml + index * 2 * GP + head
+            m = tl.load(ml, there, float("-inf"))
+            weight = tl.load(ml + GP, there, 0.0)
+            at = part + (index * GP + head)[:, None] * DV + column[None, :]
+            x = tl.load(at, there[:, None] & (column < value_width)[None, :], 0.0)
+            peak = tl.maximum(top, tl.max(m, 0))
+            fade, each = tl.exp2(top - peak), tl.exp2(m - peak)
+            mass = mass * fade + tl.sum(each * weight, 0)
+            acc = acc * fade + tl.sum(x * each[:, None], 0)
+            top = peak
+        acc = tl.where((column < value_width) & (count > 0), acc / mass, 0.0)
+        to, there, leads = out + row * DO + column, column < DO, first_column == 0
+        if FIELDS > 8:
+            to, there = to + tl.load(about + 8), column < value_width
+            leads = leads & (tl.load(about + 10) > 0)
+        tl.store(to, acc, there)
+        tl.store(lse + row, top + tl.log2(mass) if count > 0 else float("-inf"), leads)
