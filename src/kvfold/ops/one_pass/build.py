@@ -3,7 +3,7 @@
 
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,6 +73,14 @@ def _written(value: int | list[int]) -> str:
     return str(value) if isinstance(value, int) else "{" + ", ".join(map(str, value)) + "}"
 
 
+class Compiled(NamedTuple):
+    """A kernel, threads of a program, and bytes of its shared memory."""
+
+    kernel: Any
+    threads: int
+    shared: int
+
+
 @lru_cache(maxsize=256)
 def compiled(
     groups: tuple[Group, ...],
@@ -80,7 +88,7 @@ def compiled(
     numbers: tuple[int, int, int],
     bf16: bool,
     rebuilt: Constants = (),
-) -> Any:
+) -> Compiled:
     """As `source`."""
     kernel = torch.cuda._compile_kernel(
         source(groups, queries, numbers, bf16, rebuilt),
@@ -88,6 +96,6 @@ def compiled(
         compute_capability="90a",
         nvcc_options=["--std=c++17", "--device-as-default-execution-space"],
     )
-    head_dim = numbers[0] if rebuilt else None
-    kernel.set_shared_memory_config(shared_bytes(groups[0], queries, head_dim))
-    return kernel
+    shared = shared_bytes(groups[0], queries, numbers[0] if rebuilt else None)
+    kernel.set_shared_memory_config(shared)
+    return Compiled(kernel, 32 * warps(groups[0], queries, bool(rebuilt)), shared)

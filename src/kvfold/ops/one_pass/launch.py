@@ -16,15 +16,15 @@ from kvfold.ops.common.pieces import VALUE_FIELDS, widest_value
 from kvfold.ops.common.plan import Slices, power_of_two
 from kvfold.ops.common.plan_triton import plan_slices
 from kvfold.ops.latent_decode.maps import KeyMaps
-from kvfold.ops.one_pass.build import Constants, compiled, warps
+from kvfold.ops.one_pass.build import Constants, compiled
 from kvfold.ops.one_pass.rebuilt import RebuiltMaps, pack
-from kvfold.ops.one_pass.rows import items_read, shared_bytes
+from kvfold.ops.one_pass.rows import items_read
 from kvfold.spec.layout import Group
 
 OVERHEAD, SMALLEST = 2, 2  # cost of beginning an item, and least work of a slice, in pages
-# From so many rows on one pass is faster, or no slower. us a layer of one sequence on an H100, its
-# row's storing included, in two passes and in one: `swift` 5 times smaller 35 and 31 with 1024 rows,
-# 39 and 35 with 4096, 41 and 38 with 8192; `lean` 8 times 39 and 52, 50 and 52, 64 and 53.
+# From so many rows on one pass is faster, or no slower. us a layer of a sequence on an H100, in two
+# passes and in one, its new row's storing included: `swift` 5 times smaller 35 and 31 with 1024
+# rows, 39 and 35 with 4096, 41 and 38 with 8192; `lean` 8 times 39 and 52, 50 and 52, 64 and 53.
 ROWS = 4096
 
 
@@ -84,18 +84,20 @@ def decode(
         packed = _packed(maps, groups[0], rank, queries)
         known, beside = packed.constants, (packed.data, maps.rope)
     numbers = rank, width, held
-    kernel = compiled(tuple(groups), queries, numbers, q.dtype == torch.bfloat16, known)
+    kernel, threads, shared = compiled(
+        tuple(groups), queries, numbers, q.dtype == torch.bfloat16, known
+    )
     own, lines = _tables(tuple(groups), queries, q.device)
     slices = plan.slices
     kernel(
         grid=(slices.starts.shape[0] - 1, 1, 1),
-        block=(warps(groups[0], queries, maps is not None) * 32, 1, 1),
+        block=(threads, 1, 1),
         args=[
             q, q.stride(0), out, lse, plan.part, plan.part_ml, arena, tables, tables.stride(0),
             tables.stride(1), lengths, lengths.stride(0), slots, own, slices.starts,
             slices.counts, float(scale * LOG2_E), *beside,
         ],
-        shared_mem=shared_bytes(groups[0], queries, None if maps is None else rank),
+        shared_mem=shared,
     )  # fmt: skip
     combine(out, lse, plan.part, plan.part_ml, lines, slices, columns, held)
     return out, lse

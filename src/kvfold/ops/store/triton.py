@@ -45,10 +45,11 @@ def append(
     assert not layout.tracked or positions is not None, "tracked rows need positions"
     assert rows.stride(1) == 1 or pieces.row < 2, "rows must be contiguous along their numbers"
     numbers, warps = tile(pieces.width)
-    programs = sum(triton.cdiv(len(rows), numbers // x[1]) * x[3] for x in pieces.tiles)
+    number = len(rows)  # asked once: every layer of every step comes here
+    programs = sum(-(-number // (numbers // width)) * count for _, width, _, count in pieces.tiles)
     append_rows[(programs,)](
         arena, tables, pieces.table, rows.detach(), slots.contiguous(), index,
-        positions.contiguous() if positions is not None and layout.tracked else None, len(rows),
+        positions.contiguous() if positions is not None and layout.tracked else None, number,
         *tables.stride(), rows.stride(0), *index.stride(),
         FORMS=pieces.forms, TILES=pieces.tiles, PAGE=layout.page, SCALE=pieces.scale,
         ZEROS=pieces.zeros, TRACKED=layout.tracked, SIZE=numbers, num_warps=warps,
