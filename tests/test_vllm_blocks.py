@@ -95,8 +95,9 @@ class Engine:
         rows = torch.randn(n, layer.spec.row_width, generator=make)
         q, rows = q.to(DEVICE, self.dtype), rows.to(DEVICE, self.dtype)
         context = self.attention.begin(step)
+        out = torch.full((n, layer.output.shape[1]), float("nan"), dtype=self.dtype, device=DEVICE)
         for index, cache in zip(self.layers, self.cache, strict=True):
-            out = context.attend(index, cache, q, rows)
+            context.attend(index, cache, q, rows, out)
         for i, part in enumerate(rows.split(counts)):
             self.rows[i].append(part)
         want = [self.dense(layer, i, x) for i, x in enumerate(q.split(counts, 1))]

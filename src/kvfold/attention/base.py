@@ -9,6 +9,7 @@ rows are never padded.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -33,7 +34,7 @@ class Columns:
         """Ranks of the latents that serve the query heads, `queries` of them a KV head."""
         return [self.ranks[i] for i in self.heads for _ in range(queries)]
 
-    @property
+    @cached_property
     def places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """First column in a row and rank of every KV head's numbers."""
         starts = tuple(self.starts[i] for i in self.heads)
@@ -184,7 +185,7 @@ class LayerMaps(LayerShape):
         if self.value_up is None:
             return False
         g, rank = self.geometry, self.value_up.shape[-1]
-        first = cached * self.value_up[..., 0].numel() * rank
+        first = cached * self.value_up.numel()
         saved = queries * cached * g.num_query_heads * (rank - g.head_dim)
         return saved > first
 

@@ -183,16 +183,22 @@ class AttentionMetadata:
         stop = self.begin + self.positions.numel()
         return torch.arange(self.begin, stop, device=self.positions.device)
 
+    @cached_property
+    def _sizes(self) -> list[int]:
+        sizes: list[int] = self.lengths.max(1).tolist()
+        return sizes
+
     def size(self, layer: int) -> int:
         """Rows of the longest group of a layer."""
-        return int(self.lengths[layer].max())
+        return self._sizes[layer]
 
     def of(self, packed: Tensor) -> Tensor:
         """This part of packed [1, H, N, n] as [B, H, T, n]."""
         if self.tokens is not None:
             return packed[0][:, self.tokens].transpose(0, 1)
-        rows = packed[0, :, self.begin : self.begin + self.positions.numel()]
-        return rows.unflatten(1, self.positions.shape).transpose(0, 1)
+        rows = packed[0].narrow(1, self.begin, self.positions.numel())
+        heads, _, numbers = rows.shape
+        return rows.view(heads, *self.positions.shape, numbers).transpose(0, 1)
 
 
 def _most_rows(view: PoolView, batch: int) -> int:

@@ -11,12 +11,13 @@ from torch import Tensor
 from kvfold.attention.backend import AttentionBackend, Task
 from kvfold.attention.base import Columns, LayerMaps, LayerShape
 from kvfold.attention.metadata import AttentionMetadata
-from kvfold.attention.rows import gather_rows, rope_of
+from kvfold.attention.rows import rope_of
 from kvfold.cache.eviction.attention import observed
 from kvfold.ops import observe
 from kvfold.ops.common.attention import Tables
 from kvfold.ops.common.pages import owner_of
 from kvfold.ops.prefill import PREFILL, KVView, Seen, prefill, why_not
+from kvfold.ops.store import gather
 from kvfold.spec.layout import Group
 
 
@@ -38,11 +39,12 @@ class TritonPrefill(AttentionBackend):
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
         pages, size = self.view.pages[layer.index], part.size(layer.index)
         groups = pages.groups
-        stored = gather_rows(self.view, layer, part.slots, size)
+        counts = pages.lengths[part.slots]
+        stored = gather(pages, part.slots, counts, self.view.dtype, size)
         rope = rope_of(layer, stored, groups, part.stop)
         keys, values, first = views_of(layer, q, stored.rows, rope)
         seen = Seen(
-            counts=pages.lengths[part.slots],
+            counts=counts,
             owner=owner_of(groups),
             positions=stored.positions if groups[0].layout.tracked else None,
             queries=part.positions,
@@ -70,7 +72,7 @@ def views_of(
     where that costs less, or they would be too wide for the kernel."""
     first = layer.maps_values_first(q.shape[2], rows.shape[1])
     keys, values = _keys(layer, rows, rope), _values(layer, rows, first)
-    if layer.value_up is not None and why_not(q, keys, values):
+    if layer.value_up is not None and not first and why_not(q, keys, values):
         return keys, _values(layer, rows, True), True
     return keys, values, first
 

@@ -163,5 +163,5 @@ class KVFoldImpl(AttentionImpl[KVFoldMetadata]):
         if attn_metadata is None:  # memory is measured, before there are blocks
             return output.zero_()
         tokens, context = attn_metadata.num_tokens, attn_metadata.begin()
-        output[:tokens] = context.attend(layer.maps, kv_cache, query[:, :tokens], key[:tokens])
+        context.attend(layer.maps, kv_cache, query[:, :tokens], key[:tokens], output)
         return output

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,11 +30,13 @@ from kvfold.attention.triton_decode import LatentDecode, TritonDecode
 from kvfold.attention.triton_prefill import TritonPrefill
 from kvfold.ops import store
 from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.common.plan import cdiv
 from kvfold.spec.layout import UNIT, CacheLayout, Group
 
 # In order of preference, as in `attention.selector`, which says why one does not serve a layer.
 DECODE: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, NumbaDecode, Fallback)
 PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
+LONG = 1024  # tokens of a chunk whose tiles fill a GPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +80,7 @@ class BlockAttention:
 
     def __init__(self, layers: Sequence[LayerMaps], view: BlockView) -> None:
         self.layers, self.view = {layer.index: layer for layer in layers}, view
+        self.places: dict[int, Place] = {}
         self.decode = choose(layers, view.layout, view.device.type, view.dtype, decode=True)
         self.prefill = choose(layers, view.layout, view.device.type, view.dtype, decode=False)
         self.makers: dict[type[AttentionBackend], Callable[..., AttentionBackend]] = {}
@@ -87,24 +91,33 @@ class BlockAttention:
     def begin(self, step: Step) -> "BlockContext":
         return BlockContext(self, step)
 
+    def place(self, layer: int, cache: Tensor) -> "Place":
+        """Of a layer's blocks, which are an engine's for good."""
+        found = self.places.get(layer)
+        if found is None or found.begins != cache.data_ptr() or found.blocks != cache.shape[0]:
+            found = self.places[layer] = Place.of(cache, self.view.layout.of_layer(layer))
+        return found
+
     @torch.inference_mode()
     def warm_up(self, most: int) -> None:
-        """Compile what runs in steps that decode up to `most` requests beside a prompt's chunk, of
-        which an engine has no graphs; on blocks of its own."""
+        """Compile what runs in steps that decode up to `most` requests beside a prompt's chunk, a
+        short one or a long one, of which an engine has no graphs; on blocks of its own."""
         groups = self.view.layout.of_layer
         alike = {tuple(y.layout for y in groups(i)): x for i, x in self.layers.items()}
         for layer in alike.values():
             for i in range(most.bit_length()):
-                self._try(layer, 1 << i)
+                self._try(layer, 1 << i, 2)
+            self._try(layer, 1, min(LONG, self.view.max_tokens - 1))
+        self.places.clear()
 
-    def _try(self, layer: LayerMaps, decodes: int) -> None:
-        """A step of a layer: so many requests of one token, and two tokens behind one."""
-        view, count = self.view, decodes + 2
+    def _try(self, layer: LayerMaps, decodes: int, chunk: int) -> None:
+        """A step of a layer: so many requests of one token, and a chunk of tokens behind one."""
+        view, count = self.view, decodes + chunk
         groups, on = view.layout.of_layer(layer.index), view.device
         size = sum(group.layout.page_bytes for group in groups)
-        lengths = [1] * decodes + [3]
+        lengths, blocks = [1] * decodes + [chunk + 1], cdiv(chunk + 1, view.layout.page)
         step = Step(
-            tables=torch.ones(len(lengths), 1, dtype=torch.int32, device=on),
+            tables=torch.ones(len(lengths), blocks, dtype=torch.int32, device=on),
             lengths=torch.tensor(lengths, dtype=torch.int32, device=on),
             slots=torch.zeros(count, dtype=torch.int64, device=on),
             decodes=decodes,
@@ -115,7 +128,28 @@ class BlockAttention:
         q = torch.zeros(shape, dtype=view.dtype, device=on)
         rows = torch.zeros(count, layer.spec.row_width, dtype=view.dtype, device=on)
         cache = torch.zeros(2, size, dtype=torch.uint8, device=on)
-        self.begin(step).attend(layer, cache, q, rows)
+        out = rows.new_empty(count, layer.output.shape[1])
+        self.begin(step).attend(layer, cache, q, rows, out)
+
+
+class Place(NamedTuple):
+    """Where a layer's blocks lie: their number and first byte, all bytes from it on, units from
+    block to block and of every group's page, and offsets of every block's pages as of one sequence,
+    int32 [1, G, blocks]."""
+
+    blocks: int
+    begins: int
+    arena: Tensor
+    stride: int
+    units: tuple[int, ...]
+    tables: Tensor
+
+    @classmethod
+    def of(cls, cache: Tensor, groups: tuple[Group, ...]) -> "Place":
+        arena, stride = arena_of(cache)
+        units = tuple(group.layout.page_units for group in groups)
+        tables = _offsets(torch.arange(len(cache), device=arena.device)[None, None], units, stride)
+        return cls(len(cache), cache.data_ptr(), arena, stride, units, tables)
 
 
 def choose(
@@ -155,24 +189,26 @@ class BlockContext:
         self.tables: dict[tuple[int, ...], Tensor] = {}
         self.counts: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attend(self, layer: LayerMaps, cache: Tensor, q: Tensor, rows: Tensor) -> Tensor:
+    def attend(self, layer: LayerMaps, cache: Tensor, q: Tensor, rows: Tensor, out: Tensor) -> None:
         """Store rows [N, R] of a layer, whose blocks are cache [blocks, ..] of any dtype, and
-        attend with q [Hq, N, .] in score space: [N, W]."""
+        attend with q [Hq, N, .] in score space, into out [N, W]."""
         self._store(layer, cache, rows)
-        chosen, outputs = self.attention, []
+        chosen, packed = self.attention, q[None]
         for part in self.parts:
             kind = (chosen.decode if part.decode else chosen.prefill)[layer.index]
-            out = self.backends[kind].attend(layer, part, part.of(q[None]))
-            outputs.append(out.flatten(0, 1))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+            found = self.backends[kind].attend(layer, part, part.of(packed))
+            own = out[part.begin : part.begin + part.positions.numel()]
+            own.copy_(found.flatten(0, 1))
 
     def _store(self, layer: LayerMaps, cache: Tensor, rows: Tensor) -> None:
         groups = self.view.layout.of_layer(layer.index)
-        arena, stride = arena_of(cache)
-        every = block_tables(groups, len(cache), stride, arena.device)
+        place = self.attention.place(layer.index, cache)
         index, lengths = self._counts(len(groups))
-        store.append(LayerPages(arena, every, lengths, groups), rows, self.zeros, index)
-        self.pages[layer.index] = LayerPages(arena, self._tables(groups, stride), lengths, groups)
+        store.append(
+            LayerPages(place.arena, place.tables, lengths, groups), rows, self.zeros, index
+        )
+        tables = self._tables(place)
+        self.pages[layer.index] = LayerPages(place.arena, tables, lengths, groups)
 
     def _counts(self, groups: int) -> tuple[Tensor, Tensor]:
         """Of every group alike, where new rows go int64 [N, G], and lengths int32 [B, G]; made once
@@ -182,11 +218,11 @@ class BlockContext:
             self.counts[groups] = self.rows[:, None].expand(-1, groups), lengths
         return self.counts[groups]
 
-    def _tables(self, groups: tuple[Group, ...], stride: int) -> Tensor:
+    def _tables(self, place: Place) -> Tensor:
         """Offsets of the requests' pages int32 [B, G, n], which layers alike share."""
-        key = (stride, *(group.layout.page_units for group in groups))
+        key = place.stride, *place.units
         if key not in self.tables:
-            self.tables[key] = _offsets(self.step.tables[:, None], groups, stride)
+            self.tables[key] = _offsets(self.step.tables[:, None], place.units, place.stride)
         return self.tables[key]
 
     def _parts(self) -> list[AttentionMetadata]:
@@ -235,9 +271,8 @@ def arena_of(cache: Tensor) -> tuple[Tensor, int]:
     return flat.view(torch.uint8), stride // UNIT
 
 
-def _offsets(blocks: Tensor, groups: tuple[Group, ...], stride: int) -> Tensor:
+def _offsets(blocks: Tensor, units: tuple[int, ...], stride: int) -> Tensor:
     """blocks int [.., 1, n] -> int32 [.., G, n] offsets of their pages, in units."""
-    units = tuple(group.layout.page_units for group in groups)
     return (blocks * stride + first_pages(units, blocks.device)).int()
 
 
@@ -246,11 +281,3 @@ def first_pages(units: tuple[int, ...], device: torch.device) -> Tensor:
     """Where the pages of block 0 begin, pages of so many units: int32 [G, 1]. Made once, since a
     graph cannot be captured while the host copies."""
     return torch.tensor([*accumulate(units[:-1], initial=0)], dtype=torch.int32).to(device)[:, None]
-
-
-@lru_cache(maxsize=256)
-def block_tables(
-    groups: tuple[Group, ...], blocks: int, stride: int, device: torch.device
-) -> Tensor:
-    """Offsets of every block's pages, as of one sequence: int32 [1, G, blocks]."""
-    return _offsets(torch.arange(blocks, device=device)[None, None], groups, stride)

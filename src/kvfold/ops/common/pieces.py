@@ -199,7 +199,8 @@ def value_heads(groups: Sequence[Group]) -> int:
     return max(served, default=len(groups[0].heads))
 
 
-def widest_value(groups: Sequence[Group]) -> int:
+@lru_cache(maxsize=4096)
+def widest_value(groups: tuple[Group, ...]) -> int:
     """Numbers of the widest value latent."""
     each = (sum(x.width for x in own) for group in groups for own in latents_of(group, "v"))
     return max(each, default=0)

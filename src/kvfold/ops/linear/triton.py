@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.common.launch import launch_options
-from kvfold.ops.common.plan import power_of_two
+from kvfold.ops.common.plan import cdiv, power_of_two
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.kernels import after_launch
 
@@ -147,7 +147,7 @@ def activated(both: Tensor) -> Tensor:
     numbers = both.shape[-1] // 2
     out = both.new_empty(*both.shape[:-1], numbers)
     if out.numel():
-        grid = out.numel() // numbers, triton.cdiv(numbers, BLOCK)
+        grid = out.numel() // numbers, cdiv(numbers, BLOCK)
         act_kernel[grid](both, out, numbers, BLOCK=BLOCK, num_warps=4)
     return out
 

@@ -13,7 +13,7 @@ from torch import Tensor, float16, float32, int32, uint16
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.codes_triton import UNIT, load_query, load_scales, unpack
 from kvfold.ops.common.pages import LayerPages, words_of
-from kvfold.ops.common.plan import padded_width, power_of_two
+from kvfold.ops.common.plan import cdiv, padded_width, power_of_two
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.groups import DecodeGroups, decode_groups
 from kvfold.ops.store.segments import plan_blocks
@@ -168,8 +168,8 @@ def observe(
     groups = decode_groups(pages.groups, queries, q.device)
     bits, columns = groups.bits[0], queries * num_kept
     block, stages = _cut(groups)
-    tiles = triton.cdiv(tables.shape[2] * groups.page, block)
-    programs = min(tiles, triton.cdiv(PROGRAMS, num_groups * len(slots)))
+    tiles = cdiv(tables.shape[2] * groups.page, block)
+    programs = min(tiles, cdiv(PROGRAMS, num_groups * len(slots)))
     at_once = min(64, max(8, power_of_two(columns)))
     kinds = q.dtype if bits == 16 else uint16, int32 if groups.paired else float16, int32, float32
     observe_kernel[(programs, num_groups, len(slots))](

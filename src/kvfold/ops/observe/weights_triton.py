@@ -6,12 +6,11 @@ spans of SPAN rows.
 """
 # mypy: allow-untyped-defs
 
-import triton
 import triton.language as tl
 from torch import Tensor, float32, int32
 
 from kvfold.ops.common.pages import LayerPages, words_of
-from kvfold.ops.common.plan import power_of_two
+from kvfold.ops.common.plan import cdiv, power_of_two
 from kvfold.ops.common.split import SPAN, SplitPlan
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.latent_decode.plan import LatentPlan
@@ -79,8 +78,8 @@ def observe_weights(
     assert groups[0].layout.tracked, "untracked rows have no metrics"
     padded = power_of_two(heads)
     spans = max(1, TILE // (SPAN * padded))
-    tiles = triton.cdiv(tables.shape[2] * page, spans * SPAN)
-    programs = min(tiles, triton.cdiv(PROGRAMS, num_groups * len(slots)))
+    tiles = cdiv(tables.shape[2] * page, spans * SPAN)
+    programs = min(tiles, cdiv(PROGRAMS, num_groups * len(slots)))
     observe_weights_kernel[(programs, num_groups, len(slots))](
         room.weights, room.tops, plan.bases, lse.contiguous(), positions.contiguous(),
         words_of(arena, int32), words_of(arena, float32),

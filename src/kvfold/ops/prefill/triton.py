@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.launch import multiprocessors
+from kvfold.ops.common.plan import cdiv
 from kvfold.ops.prefill.plan import (
     Cut,
     Widths,
@@ -246,10 +247,10 @@ def _prefill(
     lse_among = lse if among is None else torch.empty_like(lse)
     strides = (*q.stride()[:3], *keys.data.stride()[:2], *values.data.stride()[:2])
     aligned = gcd(*strides, out.shape[-1], 8)
-    few = _idle(batch * sum(len(x.units) for x in classes), num_queries * group, q.device)
+    few = _idle(batch * sum(x.units.shape[0] for x in classes), num_queries * group, q.device)
     for kind in classes:
-        how, num_units = cut(kind.widths) if cut else cut_for(kind.widths, few), len(kind.units)
-        blocks = triton.cdiv(num_queries * group, how.pairs)
+        how, num_units = cut(kind.widths) if cut else cut_for(kind.widths, few), kind.units.shape[0]
+        blocks = cdiv(num_queries * group, how.pairs)
         where: tuple[Tensor | int, ...] = (counts, 0, 0, counts, counts, 0, 0)
         some: tuple[Tensor | int, ...] = (counts, 0, 0, counts)
         order = None
@@ -279,4 +280,4 @@ def _prefill(
 def _idle(items: int, pairs: int, device: torch.device) -> bool:
     """Whether tiles of 128 of the `pairs` of so many items are fewer than multiprocessors."""
     number = multiprocessors(device) if device.type == "cuda" else 132
-    return items * triton.cdiv(pairs, 128) < number
+    return items * cdiv(pairs, 128) < number

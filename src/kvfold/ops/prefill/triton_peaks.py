@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvfold.ops.common.attention import LOG2_E
+from kvfold.ops.common.plan import cdiv
 from kvfold.ops.prefill.plan import classes_of, parts
 from kvfold.ops.prefill.rows import KVView
 from kvfold.ops.prefill.triton import _load, _multiple
@@ -100,7 +101,7 @@ def peaks(
     for kind in classes_of(keys.starts, keys.ranks, none, none, owner, q.device):
         width = sum(kind.widths[:2])
         how = cut or Cut(rows=128 if width <= 128 else 64)
-        peaks_kernel[(triton.cdiv(rows, how.rows) * batch * len(kind.units),)](
+        peaks_kernel[(cdiv(rows, how.rows) * batch * len(kind.units),)](
             q, *strides[:3], keys.data, *strides[3:],
             F.pad(bias, (0, -num_queries % how.queries), value=-torch.inf).contiguous(),
             where, *where.stride()[:2], log_worth, out, kind.units,

@@ -5,12 +5,11 @@ Shapes and arguments as in `store`, whose functions these are; D pieces of colum
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from kvfold.formats.base import INTS
 from kvfold.ops.common.pages import LayerPages, words_of
-from kvfold.ops.common.plan import power_of_two
+from kvfold.ops.common.plan import cdiv, power_of_two
 from kvfold.ops.store.kernels import append_rows, gather_rows, move_rows, track_rows
 from kvfold.ops.store.reference import StoredRows
 from kvfold.ops.store.segments import plan_blocks, plan_pieces, unserved
@@ -46,7 +45,7 @@ def append(
     assert rows.stride(1) == 1 or pieces.row < 2, "rows must be contiguous along their numbers"
     numbers, warps = tile(pieces.width)
     number = len(rows)  # asked once: every layer of every step comes here
-    programs = sum(-(-number // (numbers // width)) * count for _, width, _, count in pieces.tiles)
+    programs = sum(cdiv(number, numbers // width) * count for _, width, _, count in pieces.tiles)
     append_rows[(programs,)](
         arena, tables, pieces.table, rows.detach(), slots.contiguous(), index,
         positions.contiguous() if positions is not None and layout.tracked else None, number,
@@ -70,7 +69,7 @@ def gather(
         valid=torch.empty(shape, dtype=torch.bool, device=on),
         positions=torch.empty(shape, dtype=torch.int32, device=on),
     )
-    gather_rows[(len(pieces.table) * triton.cdiv(size, layout.page), len(slots))](
+    gather_rows[(len(pieces.table) * cdiv(size, layout.page), len(slots))](
         arena, tables, pieces.table, slots.contiguous(), lengths,
         found.rows, found.valid, found.positions, size, pieces.row, len(groups), len(pieces.table),
         *tables.stride(), *lengths.stride(),
@@ -85,7 +84,7 @@ def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target
     arena, tables, _, groups = pages
     blocks = plan_blocks(groups, arena.device)
     number, rows = blocks.table.shape[1], max(1, MOVED // blocks.width)
-    move_rows[(triton.cdiv(len(slots), rows), number)](
+    move_rows[(cdiv(len(slots), rows), number)](
         words_of(arena, INTS[blocks.word]), tables, blocks.table,
         *(x.contiguous() for x in (slots, group, source, target)), len(slots), number,
         *tables.stride(),
@@ -114,7 +113,7 @@ def _track(
     pages: LayerPages, slots: Tensor, valid: Tensor, offsets: Tensor, values: Tensor, add: bool
 ) -> None:
     """Add values [B, G, T] to the block at `offsets` [G], or read it into them."""
-    track_rows[(triton.cdiv(valid.shape[2], TRACK), *valid.shape[1::-1])](
+    track_rows[(cdiv(valid.shape[2], TRACK), *valid.shape[1::-1])](
         words_of(pages.arena, values.dtype), pages.tables, offsets,
         slots.contiguous(), valid.contiguous(), values, valid.shape[2], *pages.tables.stride(),
         PAGE=_layout(pages.groups).page, ADD=add, ROWS=TRACK,
