@@ -189,6 +189,17 @@ class Group:
         return hash((self.layer, self.heads, self.layout.page_bytes))
 
 
+class LayerGroups(tuple[Group, ...]):
+    """Of a layer. Their hash is taken once, since every launch looks up what is known of them."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheLayout:
     """All groups of a model, layer by layer. Indices into `groups` are group numbers. narrow: of
@@ -208,9 +219,13 @@ class CacheLayout:
         ends = list(accumulate(counts))
         return tuple(slice(end - count, end) for end, count in zip(ends, counts, strict=True))
 
-    def of_layer(self, layer: int) -> tuple[Group, ...]:
+    @cached_property
+    def _by_layer(self) -> tuple[LayerGroups, ...]:
+        return tuple(LayerGroups(self.groups[where]) for where in self.layer_groups)
+
+    def of_layer(self, layer: int) -> LayerGroups:
         """The groups of a layer."""
-        return self.groups[self.layer_groups[layer]]
+        return self._by_layer[layer]
 
     @cached_property
     def tracked(self) -> bool:

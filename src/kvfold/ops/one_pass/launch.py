@@ -84,10 +84,8 @@ def decode(
         packed = _packed(maps, groups[0], rank, queries)
         known, beside = packed.constants, (packed.data, maps.rope)
     numbers = rank, width, held
-    kernel, threads, shared = compiled(
-        tuple(groups), queries, numbers, q.dtype == torch.bfloat16, known
-    )
-    own, lines = _tables(tuple(groups), queries, q.device)
+    kernel, threads, shared = compiled(groups, queries, numbers, q.dtype == torch.bfloat16, known)
+    own, lines = _tables(groups, queries, q.device)
     slices = plan.slices
     kernel(
         grid=(slices.starts.shape[0] - 1, 1, 1),

@@ -1,0 +1,150 @@
+"""Milliseconds that the host takes to prepare attention of a step that no CUDA graph holds: some
+requests decode beside chunks of prompts.
+
+    python benchmarks/vllm_host.py swift-5x --decodes 40 --chunks 1
+
+On a CPU alone: Triton's kernels are compiled for an H200 (minutes, once), and what is launched does
+nothing; neither do matrix products. What is left is Python's, Triton's and PyTorch's time, with
+the copies of a few hundred rows. The median of steps of Llama-3.1-8B's shape, 8 of its layers taken
+for all.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+os.environ["KVFOLD_BACKEND"] = "triton"
+
+import torch
+import triton
+from torch import Tensor
+from transformers import LlamaConfig
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+
+import kvfold.ops.backend
+from kvfold.bench.synthetic_engine import WIDTHS
+from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
+from kvfold.models.families import family_of
+from kvfold.ops import one_pass
+from kvfold.ops.one_pass import launch
+from kvfold.vllm_plugin.blocks import BlockAttention, BlockView, Step
+from kvfold.vllm_plugin.weights import empty_layer
+
+SHAPE, LAYERS = "llama-3.1-8b", 8
+STORED, ROWS = 300, 64  # tokens of a request that decodes; of a chunk
+LONGEST, BLOCKS = 9216, 500
+
+
+class Device:
+    """An H200 as Triton asks for it."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def loaded(kernel: CompiledKernel) -> None:
+    kernel.module = kernel.function = 1
+    kernel._run = lambda *_: None
+
+
+def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """What a product would be written to."""
+    inputs, output = equation.split("->")
+    sizes = dict(zip(inputs.replace(",", ""), (*a.shape, *b.shape), strict=True))
+    return a.new_empty([sizes[x] for x in output])
+
+
+@contextmanager
+def nothing_runs() -> Iterator[None]:
+    triton.runtime.driver.set_active(Device())
+    own = (lambda **_: None), 32, 0
+    with ExitStack() as stack:
+        for patch in (
+            mock.patch.object(CompiledKernel, "_init_handles", loaded),
+            mock.patch.object(torch, "einsum", einsum),
+            mock.patch.object(kvfold.ops.backend, "use_triton", lambda *_: True),
+            mock.patch.object(one_pass, "serves", lambda *_, **__: True),
+            mock.patch.object(launch, "compiled", lambda *_: own),
+        ):
+            stack.enter_context(patch)
+        yield
+
+
+def step_of(kind: str, decodes: int, chunks: int) -> Callable[[], None]:
+    width, mlp, vocabulary = WIDTHS[SHAPE]
+    geometry, variant = SHAPES[SHAPE], VARIANTS[kind]
+    config = LlamaConfig(
+        hidden_size=width, intermediate_size=mlp, vocab_size=vocabulary, num_hidden_layers=LAYERS,
+        num_attention_heads=geometry.num_query_heads, num_key_value_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim, max_position_embeddings=1 << 17,
+    )  # fmt: skip
+    layout = variant_layout(geometry, variant, LAYERS)
+    own = family_of(config).geometry(config)
+    layout = replace(layout, spec=replace(layout.spec, geometry=own))
+    torch.set_default_dtype(torch.bfloat16)
+    layers = [empty_layer(config, layout.spec, i).maps for i in range(LAYERS)]
+    view = BlockView(layout, torch.bfloat16, torch.device("cpu"), LONGEST)
+    attention = BlockAttention(layers, view)
+    sizes = [sum(x.layout.page_bytes for x in layout.of_layer(i)) for i in range(LAYERS)]
+    caches = [torch.zeros(BLOCKS, size, dtype=torch.int8) for size in sizes]
+    lengths, count = [STORED] * decodes + [ROWS] * chunks, decodes + chunks * ROWS
+    pages = LONGEST // layout.page
+    step = Step(
+        tables=torch.randint(1, BLOCKS, (len(lengths), pages)).int(),
+        lengths=torch.tensor(lengths, dtype=torch.int32),
+        slots=torch.arange(count),
+        decodes=decodes,
+        starts=[*range(decodes), *(decodes + ROWS * i for i in range(chunks + 1))],
+        most=lengths,
+    )
+    q = torch.zeros(geometry.num_query_heads, count, layers[0].key_width)
+    rows = torch.zeros(count, layers[0].spec.row_width)
+    out = torch.zeros(count, layers[0].output.shape[1])
+
+    def run() -> None:
+        context = attention.begin(step)
+        for layer, cache in zip(layers, caches, strict=True):
+            context.attend(layer, cache, q, rows, out)
+
+    return run
+
+
+def median_ms(run: Callable[[], Any], rounds: int) -> float:
+    times = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - begun) * 1e3)
+    return statistics.median(times[rounds // 4 :])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=[x for x, y in VARIANTS.items() if not y.rebuilt])
+    parser.add_argument("--decodes", type=int, default=40, help="requests of one token")
+    parser.add_argument("--chunks", type=int, default=1, help="of prompts")
+    parser.add_argument("--rounds", type=int, default=80)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with torch.inference_mode(), nothing_runs():
+        found = median_ms(step_of(given.kind, given.decodes, given.chunks), given.rounds)
+    whole = found * SHAPES[SHAPE].num_layers / LAYERS
+    print(json.dumps({**vars(given), "ms_a_step": whole, "us_a_layer": found / LAYERS * 1e3}))
+
+
+if __name__ == "__main__":
+    main()
