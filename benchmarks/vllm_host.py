@@ -30,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 
 import kvfold.ops.backend
+from kvfold.attention.fallback import Fallback
 from kvfold.bench.synthetic_engine import WIDTHS
 from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
 from kvfold.models.families import family_of
@@ -99,6 +100,7 @@ def step_of(kind: str, decodes: int, chunks: int) -> Callable[[], None]:
     layers = [empty_layer(config, layout.spec, i).maps for i in range(LAYERS)]
     view = BlockView(layout, torch.bfloat16, torch.device("cpu"), LONGEST)
     attention = BlockAttention(layers, view)
+    assert Fallback not in {*attention.decode.values(), *attention.prefill.values()}
     sizes = [sum(x.layout.page_bytes for x in layout.of_layer(i)) for i in range(LAYERS)]
     caches = [torch.zeros(BLOCKS, size, dtype=torch.int8) for size in sizes]
     lengths, count = [STORED] * decodes + [ROWS] * chunks, decodes + chunks * ROWS

@@ -1,7 +1,12 @@
 """Another engine's blocks as pages, and shares of heads: what the plugin for vLLM is made of.
 `test_vllm` runs the whole."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -146,6 +151,18 @@ def test_blocks_of_an_engine_are_pages(recipe: str, kernels: str, backend) -> No
             torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)
 
 
+def test_blocks_may_move() -> None:
+    """An engine that sleeps has its cache elsewhere when it wakes."""
+    engine = Engine(folded(even("swift"), layers=2), torch.float16)
+    with torch.inference_mode():
+        engine.step((19, 33))
+        before, engine.cache = engine.cache, [x.clone() for x in engine.cache]
+        for x in before:
+            x.fill_(-1)  # NaN
+        got, want = engine.step((1, 14))
+    torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)
+
+
 def test_a_captured_step_copies_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a first step made is there for the next ones: in a graph no copy may wait."""
     engine = Engine(folded(even("swift"), layers=2), torch.float16)
@@ -278,3 +295,23 @@ def test_models_that_are_not_served() -> None:
         with pytest.raises(ValueError, match=message):
             architecture(CONFIGS[name]())
     assert architecture(CONFIGS["mistral"]()) == "KVFoldMistralForCausalLM"
+
+
+@pytest.mark.slow
+def test_the_hosts_time_of_a_step() -> None:
+    """benchmarks/vllm_host.py, whose kernels are no interpreter's."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from hopper import need_compiler
+
+    need_compiler()
+    file = Path(__file__).parents[1] / "benchmarks" / "vllm_host.py"
+    known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = []
+    for chunks in ("0", "3"):
+        asked = ["int4-full", "--decodes", "2", "--chunks", chunks, "--rounds", "8"]
+        command = [sys.executable, str(file), *asked]
+        done = subprocess.run(command, env=known, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout)["us_a_layer"])
+    none, three = found
+    assert 0 < none < three
