@@ -1,5 +1,8 @@
 """Predicted step times: near what was measured, honest about what was not, None without kernels."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from kvfold import recipes
@@ -10,6 +13,9 @@ from kvfold.models.families import family_of
 from kvfold.spec.layout import plain_spec
 from kvfold.step_time import DEFAULT, Load, attention_work, load_of, predict, tables
 from models import CONFIGS, llama_8b
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+from fit_step_time import coefficients
 
 LLAMA = llama_8b(vocab_size=128256, max_position_embeddings=131072)
 GEOMETRY = family_of(LLAMA).geometry(LLAMA)
@@ -61,7 +67,8 @@ def test_a_step_is_near_what_was_measured() -> None:
 def test_steps_on_tiers_are_near_what_was_measured(name: str, batch: int, ms: float) -> None:
     spec = variant_layout(SHAPES["llama-3.1-8b"], VARIANTS[name]).spec
     found = predict(LLAMA, spec, Load(batch=batch))
-    assert found is not None and not found.estimated
+    # What `small` took was timed before its programs had four warps.
+    assert found is not None and found.estimated == name.startswith("small")
     assert found.ms == pytest.approx(ms, rel=0.25)
 
 
@@ -71,7 +78,7 @@ def test_what_was_not_timed_is_an_estimate(recipe: str) -> None:
         predict(LLAMA, even_spec(recipes.get(recipe), GEOMETRY, 0.6, levels), Load())
         for levels in (LEVELS, None)
     )
-    assert tiers is not None and not tiers.estimated
+    assert tiers is not None and tiers.estimated == (recipe == "small")
     assert whole is not None and whole.estimated  # 16-bit rows that are read in pieces
 
 
@@ -93,3 +100,12 @@ def test_a_step_is_stated_within_the_positions_of_a_model() -> None:
         load_of(short, context=8192)
     with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
         load_of(short, batch=0)
+
+
+def test_the_table_is_what_is_fitted(capsys: pytest.CaptureFixture[str]) -> None:
+    """By tools/fit_step_time.py, to the results that are there."""
+    found, kept = coefficients(DEFAULT), tables()[DEFAULT]
+    assert found.attention == pytest.approx(kept.attention, rel=0.01)
+    assert (found.layer, found.sequence) == pytest.approx((kept.layer, kept.sequence), rel=0.01)
+    assert list(found.estimated) == list(kept.estimated)
+    assert "off by" in capsys.readouterr().out
