@@ -54,6 +54,7 @@ def symmetric_scale(
     middle = tl.sqrt_rn(narrow * wide)
     best = tl.zeros_like(peak)
     least = tl.full(peak.shape, float("inf"), tl.float32)
+    # Not five copies of the code: a step of few rows waits for what it runs but once.
     for i in tl.range(5, loop_unroll_factor=1):
         tried = tl.where(i == 0, 2 * peak, tl.where(i == 1, wide, tl.where(i == 2, middle, narrow)))
         tried = tl.where(i == 4, 0.9 * narrow, tried)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.common.launch import launch_options
-from kvfold.ops.common.plan import Slices, power_of_two
+from kvfold.ops.common.plan import Slices, cdiv, power_of_two
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.kernels import after_launch
 
@@ -21,7 +21,7 @@ def cut(parts: int, items: int, width: int) -> dict[str, int]:
     """How parts of `width` columns are merged: about as many at a time as an item has, and the more
     they are the fewer columns a program takes, since few items are few programs. One warp sums
     without waiting for others."""
-    block = min(MOST, max(4, power_of_two(-(-parts // items))))
+    block = min(MOST, max(4, power_of_two(cdiv(parts, items))))
     return {"BLOCK": block, "COLUMNS": min(width, max(NARROWEST, TILE // block)), "num_warps": 1}
 
 
