@@ -36,6 +36,15 @@ def gauge(served: Served, name: str) -> dict[str, float]:
     return {x.labels["context"]: x.value for x in samples if x.name == name}
 
 
+def test_metrics_say_how_the_cache_is_kept() -> None:
+    with serving(small_llm(**HOW, repair=True)) as served:
+        text = served.client.get("/metrics").text
+    samples = [x for family in text_string_to_metric_families(text) for x in family.samples]
+    (said,) = (x.labels for x in samples if x.name == "vllm:cache_config_info")
+    wanted = {"block_size": "8", "bits": "8", "evict": "kvzip", "keep_tokens": "1.0"}
+    assert said | wanted | {"repair": "True"} == said
+
+
 def test_a_completion_goes_on_from_a_context(small: Served, book: PackedContext) -> None:
     before = gauge(small, "kvfold:context_requests_total")
     found = small.ask(prompt=[ASKED, " The ship"], context="book", **GREEDY)

@@ -211,6 +211,7 @@ class _Now(Collector):
             "enable_prefix_caching": str(self.llm.shares_no_prefix is None),
             "evict": str(cache.evict),
             "keep_tokens": str(cache.keep_tokens),
+            "repair": str(cache.repair),
             "max_cache_tokens": str(cache.max_cache_tokens),
         }
         found = GaugeMetricFamily("vllm:cache_config_info", "Of the cache.", labels=list(said))
