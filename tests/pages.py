@@ -97,9 +97,12 @@ class Case:
     def of(
         cls, layout: CacheLayout, lengths: list[list[int]], queries: int, dtype: torch.dtype,
         *, seed: int = 0, peak: float | None = None, page_offset: int = 0,
+        level: tuple[float, float] | None = None, first: float = 1.0,
     ) -> "Case":  # fmt: skip
         """lengths [B, G]. peak: the largest score; None: what chance makes of it.
-        page_offset: how far away all pages are, in units."""
+        page_offset: how far away all pages are, in units. level: a constant of all keys of a head,
+        and of its queries there; first: how much larger a first row's numbers are (see
+        `hard_heads`)."""
         groups, page = layout.groups, layout.page
         chance = torch.Generator().manual_seed(seed)
         counts = torch.tensor(lengths, dtype=torch.int32)
@@ -110,7 +113,12 @@ class Case:
         token = torch.arange(size)
         index = torch.where(token < counts[..., None], token, spare).mT.flatten(0, 1)
         rows = numbers(seed, dtype, len(counts), size, on.width)
+        rows[:, 0] *= first
         arena, tables = on.arena.cpu(), on.tables.cpu()
+        q = queries_of(groups, queries, dtype, len(counts), seed)
+        if level is not None:
+            rows[..., [own[0].start for x in groups for own in latents_of(x, "k")]] = level[0]
+            q[..., 0] = level[1]
         positions = torch.randperm(3 * len(index), generator=chance)[: len(index)].int()
         owner = slots.repeat_interleave(size)
         pages = on.pages._replace(arena=arena, tables=tables)
@@ -120,7 +128,6 @@ class Case:
         far = torch.arange(tables.shape[2]) * page >= all_lengths[..., None]
         tables = torch.where(far, 2**30, tables + page_offset)
         arena = torch.cat((arena.new_full((64 * page_offset,), 255), arena))
-        q = queries_of(groups, queries, dtype, len(counts), seed)
         whole = sum(stored(rows.float(), group).double() for group in groups)
         scale = 0.1
         if peak is not None:

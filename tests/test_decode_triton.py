@@ -96,10 +96,12 @@ def run(case: Case, tuning: Tuning, num_slices: int) -> tuple[Tensor, Tensor]:
 def check(case: Case, out: Tensor, lse: Tensor) -> None:
     q = case.args[0]
     assert out.dtype is q.dtype and out.shape == case.out.shape and lse.dtype is torch.float32
-    assert error(out, case.out) <= LIMITS.get(q.dtype, LIMITS[torch.float16])
     empty = case.lse.isinf()
+    # Eight roundings to fp32 of what is twice a score, before the codes' middle is taken off.
+    rounding = 16 * 2.0**-24 * float(case.lse[~empty].abs().max())
+    assert error(out, case.out) <= LIMITS.get(q.dtype, LIMITS[torch.float16]) + rounding
     assert torch.equal(lse.cpu().isinf(), empty) and not out.cpu()[empty].any()
-    assert ((lse.cpu().double() - case.lse)[~empty].abs() <= LSE).all()
+    assert ((lse.cpu().double() - case.lse)[~empty].abs() <= LSE + rounding).all()
 
 
 def spread(page: int, block: int, seed: int) -> list[list[int]]:

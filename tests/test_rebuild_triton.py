@@ -71,7 +71,9 @@ class Case:
 
     def __init__(self, kind, keys, values, lengths, *, d=32, queries=2, rotary=None, page=16,
                  bits=None, zeros=False, tracked=False, scaling=1.0, seed=0,
-                 tiers=None, runs=None):  # fmt: skip
+                 tiers=None, runs=None, level=None, first=1.0):  # fmt: skip
+        """level: a constant of all keys of a head in a pair that hardly rotates, and of its queries
+        there; first: how much larger a first row's numbers are (see `hard_heads`)."""
         chance = torch.Generator().manual_seed(seed)
         random = lambda *shape: torch.randn(shape, generator=chance)  # noqa: E731
         heads = len(keys)
@@ -91,7 +93,7 @@ class Case:
         )  # fmt: skip
         self.groups, batch = layout.groups, len(lengths)
         counts = torch.tensor(lengths)[:, None] - torch.arange(len(self.groups))
-        self.lengths = counts.clamp(min=0).int()
+        self.lengths, self.first = counts.clamp(min=0).int(), first
         self._fill(layout.page, batch, max(lengths), chance)
         self.slots = torch.randperm(batch, generator=chance).to(DEVICE)
         rotary = rotary or d
@@ -100,9 +102,13 @@ class Case:
             up[h, :, rank:] = 0
         inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
         inv_freq = inv_freq.to(DEVICE)
-        given = up.half().to(DEVICE), random(heads, d).half().to(DEVICE), inv_freq
+        mean, q = random(heads, d), random(batch, heads * queries, d)
+        if level is not None:
+            slow = rotary // 2 - 1
+            mean[:, slow], q[..., slow] = level
+        given = up.half().to(DEVICE), mean.half().to(DEVICE), inv_freq
         self.maps = KeyMaps(self.layer, *given, rope_table(inv_freq, 512, d), scaling)
-        self.q = random(batch, heads * queries, d).half().to(DEVICE)
+        self.q = q.half().to(DEVICE)
 
     def _fill(self, page: int, batch: int, longest: int, chance: torch.Generator) -> None:
         num_groups = len(self.groups)
@@ -117,6 +123,7 @@ class Case:
         index = torch.arange(longest)[:, None].expand(-1, num_groups)
         for b in range(batch):
             rows = torch.randn(longest, self.layer.row_width, generator=chance).half()
+            rows[:1] *= self.first
             for group, count in zip(self.groups, self.lengths[b].tolist(), strict=True):
                 for x in group.layout.segments:
                     rows[count:, x.start : x.start + x.width] = torch.nan

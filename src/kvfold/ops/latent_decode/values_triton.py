@@ -46,7 +46,8 @@ def _attend(
     else:
         some = tl.max(tl.reshape(inside.to(tl.int32), [SPANS, SPAN]), 1) > 0
         there = (n < N)[None, :] & some[:, None]
-        p, top = tl.load(at, there[:, None, :], 0.0), tl.load(tops + to, there, 0.0)
+        p = tl.load(at, there[:, None, :], 0.0)
+        top = tl.load(tops + to, there, float("-inf"))  # 0 would be above very negative scores
     p = p.to(tl.float32) * tl.exp2(top - peak[None, :])[:, None, :]
     p = tl.reshape(p, [BLOCK, GP])
     ones = tl.full([16, BLOCK], 1.0, weights.dtype.element_ty)

@@ -1,0 +1,73 @@
+"""Every decode kernel on heads as real models have them: biases, and a first token unlike others.
+
+Without a GPU kernels run in Triton's interpreter.
+"""
+
+import pytest
+import torch
+
+import test_decode_triton as direct
+import test_rebuild_triton as rebuild
+import test_split_triton as split
+from hard_heads import EXTREMES, FIRST, LEVELS
+from kvfold.ops.common.attention import LOG2_E
+from kvfold.ops.common.tuning import Tuning
+from kvfold.ops.latent_decode import reference, triton_pieces
+from kvfold.ops.latent_decode import triton as latent_triton
+from pages import Case, per_head
+from test_decode_triton import check, poisoned  # noqa: F401
+
+pytestmark = direct.pytestmark
+ALL = LEVELS | EXTREMES
+# The last tile's last rows are missing, by none, by some and by whole spans of 16.
+ROWS = [[64], [17], [33], [5], [0]]
+STORED = ["four bits", "three precisions", "sixteen bits", "tracked"]
+
+
+@pytest.mark.parametrize("level", ALL)
+@pytest.mark.parametrize("name", STORED)
+def test_stored_keys_in_two_passes(name: str, level: str) -> None:
+    case = Case.of(split.LAYOUTS[name], ROWS, 3, torch.float16, level=ALL[level], first=FIRST)
+    check(case, *split.run(case, (split.SMALL[0], Tuning(block=64, stages=2, warps=1, slices=1))))
+
+
+@pytest.mark.parametrize("level", ALL)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_stored_keys_in_one_program(bits: int, level: str) -> None:
+    layout = per_head([(16, 32)], bits=None if bits == 16 else bits, page=16)
+    case = Case.of(layout, ROWS, 7, torch.float16, level=ALL[level], first=FIRST)
+    check(case, *direct.run(case, Tuning(block=32, stages=1, warps=1, slices=1), 3))
+
+
+RUNS = [((16, 8), (16, 4)), ((32, 4),)]  # of keys, of values
+KERNELS = {
+    "pieces": (triton_pieces.latent_decode, {"kind": "lean", "keys": [32, 32], "runs": RUNS}),
+    "pieces, joint": (
+        triton_pieces.latent_decode,
+        {"kind": "small", "keys": [0, 0], "tiers": [8, 4]},
+    ),
+    "held": (latent_triton.latent_decode, {"kind": "lean", "keys": [32, 32], "bits": 4}),
+    "held, joint": (latent_triton.latent_decode, {"kind": "small", "keys": [0, 0]}),
+}
+
+
+@pytest.mark.parametrize("level", ALL)
+@pytest.mark.parametrize("name", KERNELS)
+def test_rebuilt_keys(name: str, level: str) -> None:
+    """Scores may differ by what rounding biases to fp16 makes of them, and outputs accordingly."""
+    kernel, options = KERNELS[name]
+    lengths = [n for (n,) in ROWS]
+    case = rebuild.Case(
+        **options, values=32, lengths=lengths, queries=3, d=32, page=64, level=ALL[level],
+        first=FIRST,
+    )  # fmt: skip
+    out, lse = case.run(kernel)
+    want, exact = case.run(reference.latent_decode, dtype=torch.float64)
+    bias, query = ALL[level]
+    # Two roundings of a product to fp16, and one of what is added to it.
+    bound = 3 * 2.0**-11 * bias * abs(query) * 0.1 * LOG2_E + 5e-3
+    assert out.isfinite().all()
+    torch.testing.assert_close(lse, exact.float(), rtol=1e-6, atol=bound)
+    if bound < 1:
+        values = want.float().abs().amax(-1, keepdim=True)
+        assert ((out.float() - want.float()).abs() <= (2 * bound + 2e-3) * values + 1e-3).all()
