@@ -4,7 +4,7 @@ Shapes: D width, Hk KV heads, G query heads per KV head, d head dim; a latent st
 and stores r. Everything is computed in fp64 and cast to the model's dtype at the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +12,11 @@ from torch import Tensor
 
 from kvfold.models.adapter import Family, HFAttention, Projections
 from kvfold.models.families import family_of
+from kvfold.models.rotary import RotaryTable, rope_type
 from kvfold.ops.common.rotation import rotation
-from kvfold.spec import CacheSpec, Latent, LayerSpec
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
+
+BIAS_POSITIONS = 8192  # over which a key's bias is averaged
 
 
 class LatentMaps(NamedTuple):
@@ -139,12 +142,22 @@ def fold_model(
     model: Any, family: type[Family], spec: CacheSpec, maps: Sequence[Sequence[LatentMaps | None]]
 ) -> None:
     """Replace every attention of `model` in place, layer by layer."""
+    _fold(model, family, spec, lambda index, weights: maps[index])
+
+
+def _fold(
+    model: Any,
+    family: type[Family],
+    spec: CacheSpec,
+    maps_of: Callable[[int, Projections], Sequence[LatentMaps | None]],
+) -> None:
     for index, attention in enumerate(list(family.attentions(model))):
         weights = family.projections(attention, spec.geometry)
         with torch.device(weights.q.device):
             folded = family.swap(model, spec, index)
         folded.to(next(attention.parameters()).dtype).requires_grad_(False)
-        tensors = Maps(weights, folded, maps[index]).tensors() | family.norms(attention)
+        maps = maps_of(index, weights)
+        tensors = Maps(weights, folded, maps).tensors() | family.norms(attention)
         for name, tensor in tensors.items():
             folded.get_parameter(name).data.copy_(tensor.data)
     family.connect(model)
@@ -152,16 +165,57 @@ def fold_model(
 
 def fold_plain(model: Any, spec: CacheSpec, turned: bool) -> None:
     """Make every attention of a plain model store what `spec` says, of which nothing is lost: keys
-    and values as they are, or turned."""
-    maps = [plain_maps(layer, turned, model.device) for layer in spec.layers]
-    fold_model(model, family_of(model.config), spec, maps)
+    and values as they are, or rotated for quantisation."""
+    family = family_of(model.config)
+    rotary: Any = family.rotary(model)
+    table = None if rotary is None else RotaryTable(rotary, rope_type(model.config))
+
+    def maps_of(index: int, weights: Projections) -> list[LatentMaps | None]:
+        return plain_maps(spec.layers[index], turned, weights, spec.geometry, table)
+
+    _fold(model, family, spec, maps_of)
 
 
-def plain_maps(layer: LayerSpec, turned: bool, device: torch.device) -> list[LatentMaps | None]:
-    """The maps of a layer of which nothing is lost."""
-    return [_turn(latent.rank, device) if turned else None for latent in layer.latents]
+def plain_maps(
+    layer: LayerSpec,
+    turned: bool,
+    weights: Projections,
+    geometry: Geometry,
+    table: RotaryTable | None,
+) -> list[LatentMaps | None]:
+    """The maps of a layer of which nothing is lost: None, or where `turned` a rotation of what the
+    biases of keys and values leave.
+
+    A constant vector may be taken out of all keys and values of a head without changing attention:
+    it adds the same to all scores of a query, and returns through W_O's bias. A value's bias is
+    such a constant. A key's bias is rotated by RoPE; its mean over the first BIAS_POSITIONS
+    positions is taken out. What models learn in biases of hundreds, such as Qwen2.5's, sits in
+    pairs that hardly rotate over that span, and would otherwise set the scale of all numbers.
+    table: the model's RoPE, or None.
+    """
+    if not turned:
+        return [None] * len(layer.latents)
+    per_head = weights.k_bias.unflatten(0, (geometry.num_kv_heads, -1))
+    if geometry.key_norm:  # normalised after the bias
+        per_head = torch.zeros_like(per_head)
+    elif table is not None:
+        per_head = mean_rotation(per_head, table.inv_freq, table.scaling, BIAS_POSITIONS)
+    means = {"k": per_head, "v": weights.v_bias.unflatten(0, (geometry.num_kv_heads, -1))}
+    found: list[LatentMaps | None] = []
+    for latent in layer.latents:
+        q = rotation(latent.rank).to(per_head.device)
+        mean = torch.cat([means[side][list(latent.heads)].flatten() for side in latent.side])
+        found.append(LatentMaps(q, q, mean))
+    return found
 
 
-def _turn(rank: int, device: torch.device) -> LatentMaps:
-    q = rotation(rank).to(device)
-    return LatentMaps(q, q, q.new_zeros(rank))
+def mean_rotation(x: Tensor, inv_freq: Tensor, scaling: float, positions: int) -> Tensor:
+    """The mean of RoPE's rotations of vectors x [.., d] over positions 0 .. positions - 1, fp64.
+
+    inv_freq [w / 2]: angles a position of the pairs (i, i + w / 2); scaling: of the w rotated dims.
+    """
+    half = len(inv_freq)
+    angles = torch.arange(positions, device=x.device)[:, None] * inv_freq.to(x.device).double()
+    cos, sin = angles.cos().mean(0) * scaling, angles.sin().mean(0) * scaling
+    first, second, rest = x.double().split((half, half, x.shape[-1] - 2 * half), -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)

@@ -22,16 +22,18 @@ def empty_layer(config: Any, spec: CacheSpec, index: int) -> HFAttention:
     return folded(config, spec.geometry, spec.layers[index], index).requires_grad_(False)
 
 
-def fold_layer(stored: StoredCache, index: int, tensors: Mapping[str, Tensor]) -> HFAttention:
+def fold_layer(
+    stored: StoredCache, index: int, tensors: Mapping[str, Tensor], table: RotaryTable | None
+) -> HFAttention:
     """Layer `index`, whole, of a checkpoint's attention tensors by name: folded already, or plain;
-    turned where that is wanted. Raises ValueError for tensors that are missing or of another
-    shape."""
+    rotated where that is wanted. table: the model's RoPE, or None. Raises ValueError for tensors
+    that are missing or of another shape."""
     with torch.device("meta"):
         whole = empty_layer(stored.config, stored.spec, index)
     # vLLM evicts nothing by what was learned of rows.
     found = {name: x.to(stored.dtype) for name, x in tensors.items() if name != "score_map"}
     if stored.artifact is None:
-        found = _fold_plain(stored, whole, found)
+        found = _fold_plain(stored, whole, found, table)
     wanted = {name: x.shape for name, x in whole.state_dict().items()}
     wrong = sorted(
         name
@@ -50,7 +52,10 @@ def fold_layer(stored: StoredCache, index: int, tensors: Mapping[str, Tensor]) -
 
 
 def _fold_plain(
-    stored: StoredCache, whole: HFAttention, tensors: Mapping[str, Tensor]
+    stored: StoredCache,
+    whole: HFAttention,
+    tensors: Mapping[str, Tensor],
+    table: RotaryTable | None,
 ) -> dict[str, Tensor]:
     family, geometry = family_of(stored.config), stored.spec.geometry
     modules: dict[str, SimpleNamespace] = {}
@@ -59,7 +64,7 @@ def _fold_plain(
         setattr(modules.setdefault(module, SimpleNamespace(bias=None)), kind, x)
     source = SimpleNamespace(**modules)
     weights = family.projections(source, geometry)
-    maps = plain_maps(whole.spec, stored.turn, weights.k.device)
+    maps = plain_maps(whole.spec, stored.turn, weights, geometry, table)
     found = Maps(weights, whole, maps).tensors() | family.norms(source)
     return {name: x.to(stored.dtype).contiguous() for name, x in found.items()}
 
