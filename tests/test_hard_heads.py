@@ -9,7 +9,7 @@ import torch
 import test_decode_triton as direct
 import test_rebuild_triton as rebuild
 import test_split_triton as split
-from hard_heads import EXTREMES, FIRST, LEVELS
+from hard_heads import ALL, FIRST
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.latent_decode import reference, triton_pieces
@@ -18,7 +18,6 @@ from pages import Case, per_head
 from test_decode_triton import check, poisoned  # noqa: F401
 
 pytestmark = direct.pytestmark
-ALL = LEVELS | EXTREMES
 # The last tile's last rows are missing, by none, by some and by whole spans of 16.
 ROWS = [[64], [17], [33], [5], [0]]
 STORED = ["four bits", "three precisions", "sixteen bits", "tracked"]

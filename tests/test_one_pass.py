@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import hard_heads
 import test_rebuild_triton as rebuild
 from kvfold.ops import one_pass
 from kvfold.ops.decode import triton_split
@@ -29,6 +30,10 @@ SERVED = {
     "two groups": (swift([((64, 4),)] * 8, [((128, 4),)] * 2, heads=4, page=64), 4),
     "odd": (swift([((32, 8), (96, 4))] * 8, [((144, 8), (416, 4), (64, 2))], page=64), 4),
     "two bits": (swift([((128, 2),)] * 4, [((320, 2),)], page=64), 4),
+    "six queries": (swift([((24, 8), (104, 4))] * 2, [((64, 8), (96, 4))], page=64), 6),
+    "seven queries": (swift([((64, 4), (64, 2))] * 4, [((96, 4), (64, 2))], page=32), 7),
+    "three queries": (swift([((64, 4),)] * 8, [((256, 8),)], page=16), 3),
+    "groups of padded": (swift([((64, 4),)] * 8, [((128, 4),)] * 2, heads=4, page=64), 3),
 }
 OTHERS = {
     "queries of 32 bits": swift([((64, 4),)] * 8, [((96, 4),)], page=64, itemsize=4),
@@ -90,6 +95,8 @@ REBUILT = {
     "four bits": ((((64, 4),), ((256, 4),)), {"page": 32}),
     "eight bits": ((((48, 8),), ((128, 8),)), {"rotary": 64, "scaling": 1.2}),
     "eight queries": ((((64, 4),), ((256, 4),)), {"queries": 8}),
+    "seven queries": ((((64, 4),), ((256, 4),)), {"queries": 7, "heads": 4}),
+    "three queries": ((((32, 4), (64, 2)), ((128, 8), (384, 4))), {"queries": 3, "heads": 8}),
     "smaller heads": ((((16, 8), (32, 4)), ((128, 8),)), {"d": 64}),
     "quick": ((((64, 4),), ((256, 4),)), {"base": 1e4}),
 }
@@ -98,7 +105,7 @@ REBUILT = {
 def rebuilt(name: str) -> rebuild.Case:
     runs, options = REBUILT[name]
     options = {"d": 128, "queries": 4, "page": 64, "base": 5e5} | options
-    base, heads = options.pop("base"), 32 // options["queries"]
+    base, heads = options.pop("base"), options.pop("heads", 32 // options["queries"])
     ranks = [sum(width for width, _ in own) for own in runs]
     lengths = [2000, 1, 0, 64, 65, 777, 63]
     case = rebuild.Case("lean", [ranks[0]] * heads, ranks[1], lengths, runs=runs, **options)
@@ -125,6 +132,19 @@ def test_one_pass_rebuilds_keys(name: str) -> None:
     want, own = case.run(rebuild.reference.latent_decode, dtype=torch.float64)
     assert (out.float() - want.float()).norm() / want.float().norm() < 1.5e-3
     torch.testing.assert_close(lse, own.float(), rtol=0, atol=5e-3)
+
+
+@pytest.mark.skipif(not HOPPER, reason="for Hopper")
+@pytest.mark.parametrize("level", hard_heads.ALL)
+@pytest.mark.parametrize("name", ["4x", "six queries", "eight bits"])
+def test_one_pass_on_hard_heads(name: str, level: str) -> None:
+    layout, queries = SERVED[name]
+    rows = [[n] * len(layout.groups) for n in (2000, 1, 0, 64, 65, 777, 63)]
+    hard = {"level": hard_heads.ALL[level], "first": hard_heads.FIRST}
+    case = Case.of(layout, rows, queries, torch.bfloat16, **hard)
+    q, pages, slots, scale = case.args
+    plan = one_pass.plan_layers([pages.groups], pages.lengths[slots], queries)[0]
+    check(case, *triton_split.decode(q, pages, slots, scale, plan))
 
 
 def of(layout: CacheLayout, queries: int, dtype: torch.dtype, rows: Sequence[list[int]]) -> Case:

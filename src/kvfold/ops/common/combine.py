@@ -27,18 +27,19 @@ def cut(parts: int, items: int, width: int) -> dict[str, int]:
 
 def combine(
     out: Tensor, lse: Tensor, part: Tensor, part_ml: Tensor, table: Tensor, slices: Slices,
-    heads: int, width: int,
+    heads: int, width: int, padding: tuple[int, int] = (1, 1),
 ) -> None:  # fmt: skip
     """Outputs out [B, HQ, DO] and lse fp32 [B, HQ] in log2 of items of which several slices had a
     part: part fp32 [P, GP, width], part_ml fp32 [P, 2, GP] highest scores and masses. table int32
-    [G, .]: of groups or of pieces, see the kernel."""
+    [G, .]: of groups or of pieces, see the kernel. padding: query heads of a KV head, and how many
+    parts have."""
     items = slices.counts.shape[0]
     how = cut(slices.starts.shape[0], items, width)
     combine_kernel[(items, heads, width // how["COLUMNS"])](
         out, lse, part, part_ml, table, slices.firsts, slices.counts,
         slices.firsts if slices.order is None else slices.order,
         G=len(table), HQ=out.shape[1], GP=part_ml.shape[2], DO=out.shape[2], DV=width,
-        FIELDS=table.shape[1], ORDER=slices.order is not None, **how,
+        N=padding[0], NP=padding[1], FIELDS=table.shape[1], ORDER=slices.order is not None, **how,
         **launch_options(out.device),
     )  # fmt: skip
 
@@ -47,8 +48,8 @@ def combine(
 def combine_kernel(
     out, lse, part, part_ml, groups, firsts, counts, order,
     G: tl.constexpr, HQ: tl.constexpr, GP: tl.constexpr, DO: tl.constexpr, DV: tl.constexpr,
-    FIELDS: tl.constexpr, ORDER: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-    PDL: tl.constexpr = False,
+    N: tl.constexpr, NP: tl.constexpr, FIELDS: tl.constexpr, ORDER: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Merge COLUMNS of an item's parts, BLOCK at a time, for one query head; nothing to do for an
     item of one part. groups int32 [G, FIELDS]: of groups, or of pieces of values, whose columns are
@@ -63,6 +64,7 @@ def combine_kernel(
     b, g = which // G, which % G
     about = groups + FIELDS * g
     row, value_width = b * HQ + tl.load(about + 7) + head, tl.load(about + 1)
+    own = head // N * NP + head % N  # in parts
     if count != 1:
         first_column = tl.program_id(2) * COLUMNS
         column, number = first_column + tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
@@ -71,10 +73,10 @@ def combine_kernel(
         for begin in range(0, count, BLOCK):
             there = begin + number < count
             index = first + begin + number
-            ml = part_ml + index * 2 * GP + head
+            ml = part_ml + index * 2 * GP + own
             m = tl.load(ml, there, float("-inf"))
             weight = tl.load(ml + GP, there, 0.0)
-            at = part + (index * GP + head)[:, None] * DV + column[None, :]
+            at = part + (index * GP + own)[:, None] * DV + column[None, :]
             x = tl.load(at, there[:, None] & (column < value_width)[None, :], 0.0)
             peak = tl.maximum(top, tl.max(m, 0))
             fade, each = tl.exp2(top - peak), tl.exp2(m - peak)

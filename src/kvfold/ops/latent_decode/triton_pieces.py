@@ -55,7 +55,7 @@ def plan_layers(
         and drift_of(x, head_dim, queries) is not None
         for own, x in zip(groups, maps, strict=True)
     ):
-        return one_pass.plan_layers(groups, lengths, queries)
+        return one_pass.plan_layers(groups, lengths, queries, rebuilt=True)
     keys = [key_pieces(x, queries, lengths.device) for x in groups]
     tables = [(x.heads, x.cost) for x in keys]
     return plan_split(groups, tables, lengths, queries, rows, SCORES)

@@ -10,6 +10,7 @@ import torch
 from kvfold.ops.common.pieces import Place, latents_of
 from kvfold.ops.one_pass.rows import (
     BUFFERS,
+    columns_of,
     items,
     read_bytes,
     shared_bytes,
@@ -25,7 +26,7 @@ def warps(group: Group, queries: int, rebuilt: bool) -> int:
     """Of a program: those that score, and those that weigh."""
     if rebuilt:
         return 16  # in fours, between which registers move
-    return len(group.heads) * queries // 8 + len(items(latents_of(group, "v")[0]))
+    return columns_of(group, queries, rebuilt) // 8 + len(items(latents_of(group, "v")[0]))
 
 
 def source(
@@ -46,7 +47,8 @@ def source(
     known: dict[str, int | list[int]] = {
         "PAGE": layout.page, "PAGE_BYTES": read_bytes(group),
         "STAGES": stages(group, queries, numbers[0] if rebuilt else None),
-        "G": len(groups), "HEADS": len(group.heads), "N": queries,
+        "G": len(groups), "HEADS": len(group.heads), "REAL": queries,
+        "N": columns_of(group, queries, bool(rebuilt)) // len(group.heads),
         "QUERY_HEADS": len(group.heads) * len(groups) * queries, "SETS": 1 if rebuilt else 2,
         "ITEMS": number, "WEIGHERS": number - 4 if rebuilt and number > 8 else number,
         "WARPS": warps(group, queries, bool(rebuilt)),

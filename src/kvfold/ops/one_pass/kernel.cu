@@ -135,7 +135,7 @@ __device__ __forceinline__ void finish(
           u32 two[SIDE / 2];
 #pragma unroll
           for (int j = 0; j < SIDE / 2; j++) two[j] = output_of(x[2 * j], x[2 * j + 1]);
-          give(out + (u64)column * DO + number, two);
+          if (is_real(column)) give(out + (u64)real_of(column) * DO + number, two);
         } else {
           give(part + column * DV + number, x);
         }
@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
     Scorer scorer(scorers, maps, rope, warp, lane, scale_of_scores);
     for (; work.more(); work.next()) {
       if (!work.begin(lengths, length_slot, slots)) continue;
-      scorer.begin(q + (u64)work.b * q_stride + (work.g * COLS + warp * 4 * SETS) * DQ);
+      scorer.begin(q + (u64)work.b * q_stride + work.g * HEADS * REAL * DQ);
       float top[SETS], mass[SETS];
 #pragma unroll
       for (int u = 0; u < SETS; u++) top[u] = NONE_YET, mass[u] = 0;
@@ -260,7 +260,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
         const int at = column + 4 * u;
         masses[at] = mass[u];
         if (counts[work.item] == 1) {
-          lse[work.b * QUERY_HEADS + work.g * COLS + at] = top[u] + log2f(mass[u]);
+          float *to = lse + work.b * QUERY_HEADS + work.g * HEADS * REAL;
+          if (is_real(at)) to[real_of(at)] = top[u] + log2f(mass[u]);
         } else {
           float *to = part_ml + (u64)(slice + work.item) * 2 * COLS + at;
           to[0] = top[u], to[COLS] = mass[u];
@@ -327,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
         with_bits(mine[O].bits, [&](auto bits) {
           finish<decltype(bits)::value>(
               sums_of[O], mine[O], masses, whole, lane,
-              out + ((u64)work.b * QUERY_HEADS + work.g * COLS) * DO,
+              out + ((u64)work.b * QUERY_HEADS + work.g * HEADS * REAL) * DO,
               part + (u64)(slice + work.item) * COLS * DV);
         });
       });

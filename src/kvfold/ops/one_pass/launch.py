@@ -18,7 +18,7 @@ from kvfold.ops.common.plan_triton import plan_slices
 from kvfold.ops.latent_decode.maps import KeyMaps
 from kvfold.ops.one_pass.build import Constants, compiled
 from kvfold.ops.one_pass.rebuilt import RebuiltMaps, pack
-from kvfold.ops.one_pass.rows import items_read
+from kvfold.ops.one_pass.rows import columns_of, items_read
 from kvfold.spec.layout import Group
 
 OVERHEAD, SMALLEST = 2, 2  # cost of beginning an item, and least work of a slice, in pages
@@ -53,15 +53,16 @@ class OnePassPlan:
 
 
 def plan_layers(
-    layers: Sequence[Sequence[Group]], lengths: Tensor, queries: int
+    layers: Sequence[Sequence[Group]], lengths: Tensor, queries: int, rebuilt: bool = False
 ) -> list[OnePassPlan]:
-    """As `ops.decode.plan_layers`, of layers that are served and whose pages are alike long."""
+    """As `ops.decode.plan_layers`, of layers that are served and whose pages are alike long.
+    rebuilt: as of `latent_decode`."""
     device, groups, page = lengths.device, len(layers[0]), layers[0][0].layout.page
     cost = torch.ones(len(layers), groups, dtype=torch.int32, device=device)
     number = multiprocessors(device)
     slices, counted = plan_slices(lengths, None, cost, page, OVERHEAD, number, SMALLEST)
     width = power_of_two(max(widest_value(x) for x in layers))
-    columns, parts = len(layers[0][0].heads) * queries, number + counted.shape[1]
+    columns, parts = columns_of(layers[0][0], queries, rebuilt), number + counted.shape[1]
     part = torch.empty(parts, columns, width, device=device)
     part_ml = torch.empty(parts, 2, columns, device=device)
     return [OnePassPlan(slices.layer(i), part, part_ml) for i in range(len(layers))]
@@ -75,7 +76,8 @@ def decode(
     arena, tables, lengths, groups = pages
     batch, num_heads, rank = q.shape
     queries, width = num_heads // len(owner_of(groups)), widest_value(groups)
-    columns, held = plan.part.shape[1:]
+    held, per_group = plan.part.shape[2], num_heads // len(groups)
+    padding = queries, plan.part.shape[1] // len(groups[0].heads)
     out = q.new_empty(batch, num_heads, width)
     lse = torch.empty(batch, num_heads, dtype=torch.float32, device=q.device)
     known: Constants = ()
@@ -97,7 +99,7 @@ def decode(
         ],
         shared_mem=shared,
     )  # fmt: skip
-    combine(out, lse, plan.part, plan.part_ml, lines, slices, columns, held)
+    combine(out, lse, plan.part, plan.part_ml, lines, slices, per_group, held, padding)
     return out, lse
 
 

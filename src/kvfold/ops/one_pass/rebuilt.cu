@@ -65,13 +65,13 @@ struct Scorer {
   u8 *sets;
   const u16 *q;
   float size;
-  int c, g, head;
+  int c, g, head, column;
   float unit[SETS];
 
   __device__ __forceinline__ Scorer(
       u8 *room, const u8 *maps_, const u32 *rope_, int warp, int lane, double scale_of_scores)
       : maps(maps_), rope(rope_), size((float)scale_of_scores), c(lane % 4), g(lane / 4),
-        head(warp * 4 * SETS / N) {
+        head(warp * 4 * SETS / N), column(warp * 4 * SETS) {
     own_map = room + head * (BLOCKS * PRODUCTS * 512) + lane * 16;
     offsets = (const uint2 *)(room + MAP_BYTES) + g * 4 + c;
     means = (const float2 *)(room + MAP_BYTES + OFFSETS_BYTES) + head * FAST + c;
@@ -84,6 +84,9 @@ struct Scorer {
   }
   __device__ __forceinline__ uint2 *fast(int u) const {
     return (uint2 *)(sets + u * SET_BYTES + PRODUCTS * 512) + g / 2 * 4 + c;
+  }
+  __device__ __forceinline__ const u16 *query(int u) const {
+    return q + real_of(column + 4 * u + g / 2) * DQ;
   }
   __device__ __forceinline__ float *extra(int u) const {
     return (float *)(sets + u * SET_BYTES + PRODUCTS * 512 + FAST_QUERIES);
@@ -104,13 +107,13 @@ struct Scorer {
   }
 
   __device__ __forceinline__ void begin(const u16 *queries) {
-    q = queries + g / 2 * DQ;
+    q = queries;
     __syncwarp();
 #pragma unroll 1
     for (int u = 0; u < SETS; u++)
 #pragma unroll
       for (int m = 0; m < BLOCKS; m++) {
-        const u16 *own = q + 4 * u * DQ;
+        const u16 *own = query(u);
         const float2 x = pair_at(own, 8 * m + c), y = pair_at(own, 8 * m + 4 + c);
         fast(u)[m * 16] =
             make_uint2(pair_of(x.x * size, x.y * size), pair_of(y.x * size, y.y * size));
@@ -134,12 +137,13 @@ struct Scorer {
     const float *powers = (const float *)(maps + MAP_POWERS) + (g % 2) * SLOW;
     const u32 *turns_there = rope + (u64)middle * PAIRS + FAST;
     const float2 *mean = (const float2 *)(maps + MAP_SLOW_MEAN) + own * SLOW;
+    const u16 *mine = query(u);
     u32 a[SLOW / 8][4];
     float low = 0, high = 0;
 #pragma unroll
     for (int i = 0; i < SLOW / 4; i++) {
       const int pair = 4 * i + c;
-      const float2 x = pair_at(q + 4 * u * DQ, FAST + pair);
+      const float2 x = pair_at(mine, FAST + pair);
       const u32 turn = turns_there[pair];
       const float cos = half_of(turn & 0xFFFF) * size, sin = half_of(turn >> 16) * size;
       const float there_x = x.x * cos + x.y * sin, there_y = x.y * cos - x.x * sin;

@@ -18,6 +18,14 @@ BUFFERS = 2  # of weights
 REBUILT_COLUMNS = 32  # query heads of a group whose keys are rebuilt: as many as eight warps score
 
 
+def padded(heads: int, queries: int, rebuilt: bool) -> int | None:
+    """Query heads of a KV head, with padding, as a program of `heads` KV heads takes them: 4 or 8,
+    so that they fill its columns, at most half of them padding; None where they cannot."""
+    columns = (REBUILT_COLUMNS,) if rebuilt else (16, 32)
+    sizes = (n for n in (4, 8) if queries <= n <= 2 * queries and heads * n in columns)
+    return next(sizes, None)
+
+
 def unread(groups: Sequence[Group], queries: int, head_dim: int | None = None) -> str | None:
     """Why one pass does not serve these rows; None where it does: groups alike, each with keys a
     head, alike but for their place, and one value latent. head_dim: of keys that are rebuilt before
@@ -29,8 +37,7 @@ def unread(groups: Sequence[Group], queries: int, head_dim: int | None = None) -
     keys, values = latents_of(first, "k"), latents_of(first, "v")
     if layout.itemsize != 2:
         return f"queries of {8 * layout.itemsize} bits"
-    columns = (16, 32) if head_dim is None else (REBUILT_COLUMNS,)
-    if queries not in (4, 8) or heads * queries not in columns:
+    if padded(heads, queries, head_dim is not None) is None:
         return f"{heads} KV heads of {queries} query heads each"
     if head_dim is not None and (rest or padded_width(head_dim // 2) < 32):
         return f"keys of {head_dim} numbers rebuilt for {len(groups)} groups"
@@ -117,18 +124,25 @@ def fast_pairs(head_dim: int) -> int:
     return padded_width(head_dim // 2) // 2
 
 
+def columns_of(group: Group, queries: int, rebuilt: bool) -> int:
+    """Query heads of a group, with padding."""
+    size = padded(len(group.heads), queries, rebuilt)
+    assert size is not None, "rows that one pass does not serve"
+    return len(group.heads) * size
+
+
 def map_bytes(group: Group, queries: int, head_dim: int) -> int:
     """Of the maps that rebuild keys, of how these turn within 16 rows, and of scoring warps'
     queries, turns and sums."""
     fast, made = fast_pairs(head_dim), products(latents_of(group, "k")[0])
-    warps = len(group.heads) * queries // 4
+    warps = columns_of(group, queries, True) // 4
     own = 16 * fast + 64 + 512 * made + group.layout.page // 4 * fast
     return len(group.heads) * (made * 64 * fast + 8 * fast) + 128 * fast + warps * own
 
 
 def fixed_bytes(group: Group, queries: int, head_dim: int | None) -> int:
     """Shared memory beside pages: buffers of weights, what rebuilds keys, and what is small."""
-    columns = len(group.heads) * queries
+    columns = columns_of(group, queries, head_dim is not None)
     scorers = columns // (8 if head_dim is None else 4)
     number = len(items(latents_of(group, "v")[0]))
     each = columns * (2 * group.layout.page + 16) + 4 * columns + 4 * scorers

@@ -18,11 +18,12 @@ struct Scorer {
       u8 *, const u8 *, const u32 *, int warp, int lane, double scale_of_scores)
       : c(lane % 4), g(lane / 4), first(warp * OWN), size((float)scale_of_scores) {}
 
+  // q: of the group's first query head.
   __device__ __forceinline__ void begin(const u16 *q) {
     u32 pairs[2][2 * REGISTERS];  // of numbers, as they come
 #pragma unroll
     for (int u = 0; u < 2; u++) {
-      const u16 *own = q + (u * 4 + g / 2) * DQ;
+      const u16 *own = q + real_of(first * N + u * 4 + g / 2) * DQ;
       each<KEY_RUNS>([&](auto at) {
         constexpr int R = decltype(at)::value, PER = fields(R);
 #pragma unroll

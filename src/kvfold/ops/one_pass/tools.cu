@@ -13,7 +13,7 @@
 // Items are (sequence, group); a tile is a page. Words are of 16 bits.
 //
 // Defined before (see build.py): PAGE rows, PAGE_BYTES copied of a page, STAGES of them at once; G
-// groups of HEADS KV heads, N query heads of each, QUERY_HEADS of all; ITEMS of values, of
+// groups of HEADS KV heads, REAL query heads of each, with padding N, QUERY_HEADS of all, without; ITEMS of values, of
 // WEIGHERS warps, and WARPS of all; BUFFERS of weights; WEIGHERS_SCALE; of every run of keys its
 // bits, words of a row, byte of the first row and number of its first scale, and how far on the next
 // head's are; VALUE_SCALE of the first run of values; SCALE bytes of a scale, SCALE_ROW of them a row; DQ, DO, DV numbers of a row of q, out and
@@ -26,6 +26,11 @@ typedef unsigned long long u64;
 
 constexpr int COLS = HEADS * N;            // query heads of a group
 constexpr int SCORERS = COLS / (4 * SETS);
+// A column's query head in its group; one that is padding computes what its last one does.
+__device__ __forceinline__ bool is_real(int column) { return column % N < REAL; }
+__device__ __forceinline__ int real_of(int column) {
+  return column / N * REAL + (is_real(column) ? column % N : REAL - 1);
+}
 constexpr int OWN = 8 / N;                 // KV heads of a scoring warp
 constexpr int STEPS = PAGE / 16;
 constexpr int ROW = 2 * PAGE + 16;         // bytes of a query head's weights
