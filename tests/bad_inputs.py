@@ -10,7 +10,7 @@ COMMANDS = {
     "kvfold eval": 'Command "eval" parameter MODEL requires an argument.',
     "kvfold eval reference:xyz": (
         "unknown reference model 'xyz'; reference models: reference:gqa, reference:mha, "
-        "reference:smollm2"
+        "reference:smollm2, reference:qwen2.5-coder-1.5b"
     ),
     "kvfold eval nowhere/": (
         "cannot load a model from 'nowhere/': there is no such directory, the hub cannot be "

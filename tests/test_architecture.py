@@ -23,9 +23,9 @@ LAYERS: dict[str, set[str]] = {
     "spec": {"formats"},
     "card": {"spec"},
     "ops": {"formats", "spec"},
-    "gguf": {"files", "weights"},
+    "gguf": set(),
     "hub": {"gguf"},
-    "smollm2": {"gguf"},
+    "reference_models": {"files", "gguf", "weights"},
     "cache": {"errors", "formats", "spec", "ops"},
     "attention": {"spec", "ops", "cache"},
     "models": {"errors", "formats", "spec", "ops", "attention"},
@@ -36,7 +36,7 @@ LAYERS: dict[str, set[str]] = {
     "parallel": {"spec", "ops", "attention", "models", "artifact", "errors", "versions"},
     "compression": {"formats", "spec", "ops", "models", "config", "recipes", "artifact"}
     | {"errors", "files", "search", "text", "versions", "weights"},
-    "loading": {"artifact", "models", "gguf", "hub", "place", "smollm2", "weights"}
+    "loading": {"artifact", "models", "gguf", "hub", "place", "reference_models", "weights"}
     | {"config", "errors", "files", "text"},
     "engine": {"formats", "spec", "ops", "cache", "attention", "models", "config", "artifact"}
     | {"errors", "files", "loading", "text", "versions", "weights"},

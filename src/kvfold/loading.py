@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from kvfold import gguf, smollm2
+from kvfold import gguf, reference_models
 from kvfold.artifact import spec_of  # which tells transformers of the checkpoint format, too
 from kvfold.config import Setting
 from kvfold.errors import SettingError
@@ -24,7 +24,7 @@ from kvfold.text import json_object
 from kvfold.weights import check_complete, check_finite
 
 PACKAGED = ("gqa", "mha")
-REFERENCES = (*PACKAGED, "smollm2")
+REFERENCES = (*PACKAGED, *reference_models.MODELS)
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _UNLOADABLE = (OSError, KeyError, RuntimeError, TypeError, ImportError, json.JSONDecodeError)
 _SIZES = (  # of a config.json, as far as it has them
@@ -42,7 +42,7 @@ _SIZES = (  # of a config.json, as far as it has them
 def resolve(name: str) -> str:
     """A directory, GGUF file or hub id for `name`; `reference:gqa` is inside the package.
 
-    Raises ValueError for an unknown reference model, and as `smollm2.local`.
+    Raises ValueError for an unknown reference model, and as `reference_models.local`.
     """
     if not name.startswith("reference:"):
         return name
@@ -52,8 +52,8 @@ def resolve(name: str) -> str:
             f"unknown reference model {kind!r}; reference models: "
             + ", ".join(f"reference:{item}" for item in REFERENCES)
         )
-    if kind == "smollm2":
-        return smollm2.resolve()
+    if kind in reference_models.MODELS:
+        return reference_models.resolve(kind)
     return str(resources.files("kvfold.models.reference").joinpath(kind))
 
 
@@ -66,8 +66,7 @@ def load(
 ) -> Any:
     """A causal language model, folded or plain, ready for inference.
 
-    name: a directory, a GGUF file, a hub id or `reference:gqa` / `reference:mha` /
-    `reference:smollm2`; dtype as in transformers, but "auto" on a CPU is float32, as 16-bit
+    name: a directory, a GGUF file, a hub id or `reference:NAME` for a NAME of REFERENCES; dtype as in transformers, but "auto" on a CPU is float32, as 16-bit
     arithmetic is slow on most and coarse on all of them (elsewhere the checkpoint's own, bfloat16
     for a GGUF file of packed numbers); device defaults to CUDA where there is one. Raises
     ValueError for anything that is not one, and for weights that are missing, belong to something
@@ -168,8 +167,8 @@ def _reading(files: str, name: str, path: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if path == smollm2.HUB:
-            raise ValueError(f"{smollm2.advice()} ({first_line(error)})") from error
+        if (advice := reference_models.advice(path)) is not None:
+            raise ValueError(f"{advice} ({first_line(error)})") from error
         if not Path(path).exists():
             raise ValueError(f"cannot load a model from {name!r}: {why_not(error)}") from error
         for file in sorted(Path(path).glob("*token*.json")):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.cli import common
+from kvfold.cli import common, suites
 from kvfold.cli.options import (
     PLACE,
     STORAGE,
@@ -18,6 +18,8 @@ from kvfold.cli.options import (
     TaskFiles,
     Windows,
 )
+from kvfold.cli.suites import ASKED, Asked
+from kvfold.errors import SettingError
 from kvfold.files import finite, write_json
 
 if TYPE_CHECKING:
@@ -33,12 +35,13 @@ def evaluate(
     tasks: TaskFiles = (),
     json: Path | None = None,
     windows: Windows = WINDOWS,
+    asked: Asked = ASKED,
     storage: Storage = STORAGE,
     place: Place = PLACE,
 ) -> None:
-    """Measure MODEL through its cache: perplexity, tasks, hidden facts.
+    """Measure MODEL through its cache: perplexity, tasks, hidden facts, suites of questions.
 
-    Without --text, --tasks and --needle, perplexity on a packaged text.
+    Without --text, --tasks, --needle and --suite, perplexity on a packaged text.
 
     Parameters
     ----------
@@ -48,6 +51,12 @@ def evaluate(
         File for the results.
     """
     common.check_outputs(json=json)
+    if asked.suite:
+        for name, value in {"text": text, "tasks": tasks, "needle": windows.needle}.items():
+            if value:
+                raise SettingError(f"`suite` runs alone: leave `{name}` out, or run it apart")
+        suites.evaluate(model, asked, storage, place, json)
+        return
     rows = common.read_tasks(tasks)
     texts = common.named_texts(text) if text or not (tasks or windows.needle) else {}
     config, tokenizer = common.load_config(model), common.load_tokenizer(model)

@@ -34,7 +34,8 @@ app = App(
     name="kvfold",
     help="Shrink a language model's KV cache and measure what it costs.\n\n"
     "MODEL is a directory, a GGUF file, a hub id, or a reference: reference:gqa and reference:mha "
-    "are inside kvfold, reference:smollm2 chats and comes by `make smollm2`.",
+    "are inside kvfold, reference:smollm2 and reference:qwen2.5-coder-1.5b chat and come by "
+    "`make smollm2` and `make qwen`.",
     version=__version__,
     help_format="plaintext",
     suppress_keyboard_interrupt=False,

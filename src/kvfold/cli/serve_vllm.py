@@ -13,8 +13,12 @@ from kvfold.config import CacheConfig
 from kvfold.errors import SettingError
 from kvfold.server.limits import Limits
 
-# Settings of the cache to vLLM's flags; those of the plugin's come as one object.
-FLAGS = {"page": "--block-size", "kv_bytes": "--kv-cache-memory-bytes"}
+# Settings of the cache by vLLM's names; those of the plugin's come as one object.
+NAMES = {"page": "block_size", "kv_bytes": "kv_cache_memory_bytes"}
+NO_DEVICE = (
+    "`device`: vLLM runs on what it was built for; leave it out, and name GPUs in"
+    " CUDA_VISIBLE_DEVICES"
+)
 
 
 def changed(settings: Any) -> dict[str, Any]:
@@ -24,22 +28,33 @@ def changed(settings: Any) -> dict[str, Any]:
     return {x.name: found[x.name] for x in fields(settings) if found[x.name] != x.default}
 
 
-def cache_flags(cache: CacheConfig, compressed: bool) -> list[str]:
-    """Raises SettingError for what the plugin does not serve, by name."""
+def cache_settings(cache: CacheConfig, compressed: bool) -> dict[str, Any]:
+    """Arguments of vLLM's engine. Raises SettingError for what the plugin does not serve, by
+    name."""
     from kvfold.vllm_plugin.stored import REFUSED, SERVED
 
-    own, flags = {}, []
+    own: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, value in changed(cache).items():
-        if name in FLAGS:
-            flags += [FLAGS[name], str(value)]
+        if name in NAMES:
+            found[NAMES[name]] = value
         elif name in SERVED:
             own[name] = value
         else:
             raise SettingError(f"`{name}`: {REFUSED[name]}")
     if own:
-        flags += ["--additional-config", json.dumps({"kvfold": own})]
+        found["additional_config"] = {"kvfold": own}
     if own and not compressed:
-        flags += ["--quantization", "kvfold"]
+        found["quantization"] = "kvfold"
+    return found
+
+
+def cache_flags(cache: CacheConfig, compressed: bool) -> list[str]:
+    """The same as flags of its command line."""
+    flags = []
+    for name, value in cache_settings(cache, compressed).items():
+        text = json.dumps(value) if isinstance(value, dict) else str(value)
+        flags += [f"--{name.replace('_', '-')}", text]
     return flags
 
 
@@ -65,10 +80,7 @@ def command(model: str, storage: Storage, place: Place, limits: Limits, **given:
     cache = storage.config(planned=spec is not None and spec.planned) or CacheConfig()
     flags = cache_flags(cache, spec is not None) + limit_flags(limits)
     if place.device is not None:
-        raise SettingError(
-            "`device`: vLLM runs on what it was built for; leave it out, and name GPUs in"
-            " CUDA_VISIBLE_DEVICES"
-        )
+        raise SettingError(NO_DEVICE)
     if spec is not None or "--quantization" in flags:
         architecture(config)
     given = {"served_model_name": model, "dtype": place.dtype} | {

@@ -1,0 +1,135 @@
+"""The engines that answer a suite: kvfold's own and vLLM's, asked with the same token ids."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvfold.compression.progress import Report
+from kvfold.engine.llm import LLM, completion_of
+from kvfold.engine.request import SamplingParams, StepOutput
+from kvfold.engine.stream import Stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """A greedy answer. error: why the request did not end as others do, else None."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str = "error"
+    error: str | None = None
+
+
+class Answering(Protocol):
+    """An engine with a model. tokenizer: transformers'."""
+
+    name: str
+    tokenizer: Any
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+        report: Report | None = None,
+    ) -> list[Reply]:
+        """A reply for each prompt, in order; prompts are token ids. A request that fails has an
+        error in its reply, and the others go on."""
+        ...
+
+
+class ByKVFold:
+    """Answers of a `kvfold.LLM`."""
+
+    name = "kvfold"
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.tokenizer = llm, llm.tokenizer
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+        report: Report | None = None,
+    ) -> list[Reply]:
+        sampling = SamplingParams(max_new_tokens=max_new_tokens, stop=tuple(stop))
+        replies: list[Reply | None] = [None] * len(prompts)
+        places, opened = {}, []
+        for place, prompt in enumerate(prompts):
+            try:
+                opened.append(self.llm.request(list(prompt), sampling, None, whole=True))
+            except ValueError as error:
+                replies[place] = Reply(error=str(error))
+            else:
+                places[opened[-1][0].id] = place
+        outputs: dict[int, list[StepOutput]] = {id: [] for id in places}
+        ended = len(prompts) - len(opened)
+        with Stream(self.llm.engine).open(opened) as stream:
+            for output in stream:
+                outputs[output.id].append(output)
+                if output.finish_reason is None:
+                    continue
+                replies[places[output.id]] = _reply_of(outputs.pop(output.id))
+                ended += 1
+                if report is not None:
+                    report(ended, len(prompts))
+        return [reply for reply in replies if reply is not None]
+
+
+def _reply_of(outputs: list[StepOutput]) -> Reply:
+    found = completion_of(outputs)
+    error = found.error
+    if found.finish_reason in ("error", "pool", "cancelled"):
+        error = error or f"ended for {found.finish_reason}"
+    return Reply(
+        text=found.text,
+        token_ids=found.token_ids,
+        finish_reason=found.finish_reason,
+        error=error,
+    )
+
+
+class ByVLLM:
+    """Answers of a `vllm.LLM`."""
+
+    name = "vllm"
+
+    def __init__(self, llm: Any, tokenizer: Any) -> None:
+        self.llm, self.tokenizer = llm, tokenizer
+        self.max_tokens = llm.llm_engine.vllm_config.model_config.max_model_len
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+        report: Report | None = None,
+    ) -> list[Reply]:
+        import vllm
+
+        wanted = vllm.SamplingParams(temperature=0, max_tokens=max_new_tokens, stop=list(stop))
+        longest = self.max_tokens - 1  # vLLM refuses all prompts where one is too long
+        fitting = [{"prompt_token_ids": list(x)} for x in prompts if len(x) <= longest]
+        if report is not None:
+            report(0, len(prompts))
+        outputs = self.llm.generate(fitting, wanted, use_tqdm=sys.stderr.isatty())
+        found = iter([self._reply(x.outputs[0]) for x in outputs])
+        why = f"the prompt has more tokens than the {longest} that vLLM takes"
+        if report is not None:
+            report(len(prompts), len(prompts))
+        return [next(found) if len(x) <= longest else Reply(error=why) for x in prompts]
+
+    @staticmethod
+    def _reply(output: Any) -> Reply:
+        reason = str(output.finish_reason)
+        return Reply(
+            text=output.text,
+            token_ids=tuple(output.token_ids),
+            finish_reason=reason,
+            error=None if reason in ("stop", "length") else f"ended for {reason}",
+        )

@@ -1,0 +1,112 @@
+"""HumanEval (Chen et al. 2021): Python functions by their docstrings, judged by running tests."""
+
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvfold.compression.progress import Report
+from kvfold.evaluation.suites.base import Question, Suite, Verdict
+from kvfold.evaluation.suites.sandbox import run_programs
+
+FENCED = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^(?:import |from |def |async def |class |@)", re.MULTILINE)
+
+
+class HumanEval(Suite):
+    title = "HumanEval"
+    keys = ("task_id", "prompt", "entry_point", "test")
+    files = ("HumanEval.jsonl.gz", "HumanEval.jsonl")
+    max_new_tokens = 512
+    stop = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n```")  # Chen et al., and a fence
+
+    def question(self, row: Mapping[str, Any], line: int) -> Question:
+        name = row["entry_point"]
+        if not name.isidentifier() or definition(name).search(row["prompt"]) is None:
+            raise ValueError("prompt must define the function that entry_point names")
+        if "def check(" not in row["test"]:
+            raise ValueError("test must define the function check")
+        return Question(id=row["task_id"], row=row)
+
+    def chat(self, question: Question) -> str:
+        return (
+            "Complete this Python function. Answer with the whole function in one Python code "
+            f"block.\n\n```python\n{question.row['prompt'].strip()}\n```"
+        )
+
+    def text(self, question: Question) -> str:
+        return question.row["prompt"]
+
+    def judge(
+        self, questions: Sequence[Question], answers: Sequence[str], report: Report | None = None
+    ) -> list[Verdict]:
+        programs = [program(x.row, y) for x, y in zip(questions, answers, strict=True)]
+        return [
+            Verdict(x.kind == "passed", x.kind, x.detail)
+            for x in run_programs(programs, report=report)
+        ]
+
+
+def definition(name: str) -> re.Pattern[str]:
+    """The line where a function begins."""
+    return re.compile(rf"^[ \t]*(?:async[ \t]+)?def[ \t]+{re.escape(name)}\b", re.MULTILINE)
+
+
+def program(row: Mapping[str, Any], answer: str) -> str:
+    """The function that an answer holds, what stood before it in the prompt, and its tests."""
+    prompt, name = row["prompt"], row["entry_point"]
+    code = code_of(answer, name)
+    begin = definition(name).search(prompt)
+    assert begin is not None
+    if definition(name).search(code):  # the answer's own function, behind the prompt's imports
+        solution = f"{prompt[: begin.start()]}\n{code}"
+    else:
+        solution = _first_valid(prompt + body for body in _bodies(code))
+    return f"{solution}\n\n{row['test']}\n\ncheck({name})\n"
+
+
+def code_of(answer: str, name: str) -> str:
+    """The code of an answer: its first block that defines the function, else its first block, else
+    all of it, without the words around a function."""
+    blocks = [textwrap.dedent(block) for _, block in FENCED.findall(answer)]
+    for block in blocks:
+        if definition(name).search(block):
+            return block
+    if blocks:
+        return blocks[0]
+    if definition(name).search(answer) is None:
+        return answer
+    begin = CODE.search(answer)
+    lines = (answer if begin is None else answer[begin.start() :]).split("\n")
+    return _first_valid("\n".join(lines[:end]) for end in range(len(lines), 0, -1))
+
+
+def _bodies(code: str) -> Iterator[str]:
+    """A function's body as it may be meant: indented already, its first line alone not, or not."""
+    code = code.strip("\n")
+    yield f"{code}\n"
+    yield f"    {code.lstrip()}\n"
+    yield textwrap.indent(textwrap.dedent(code), "    ") + "\n"
+
+
+def _first_valid(candidates: Iterator[str]) -> str:
+    """The first that is a Python program; the first of all where none is."""
+    first = None
+    for candidate in candidates:
+        if is_program(candidate):
+            return candidate
+        first = candidate if first is None else first
+    assert first is not None
+    return first
+
+
+def is_program(text: str) -> bool:
+    """Whether Python can compile a text."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            compile(text, "answer.py", "exec")
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return False
+    return True

@@ -1,0 +1,125 @@
+"""Programs that a model wrote, each in a process of its own with limits.
+
+The operating system's limits, an audit hook inside the process and a supervisor around it contain
+programs that go wrong: that hang, fork, fill the memory, write files. They are no wall against a
+program that was written to break out; run a model that you do not trust inside a container.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from kvfold.compression.progress import Report
+
+CHILD = Path(__file__).with_name("sandbox_child.py")
+GRACE = 10.0  # seconds beyond the program's own limit, for the supervisor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Of one program: seconds of CPU, seconds of wall-clock time, bytes of address space."""
+
+    cpu_seconds: int = 5
+    wall_seconds: int = 15
+    memory_bytes: int = 2**30
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended. kind: "passed", or "failed" (it raised, or ended its process), "timed
+    out", "memory", "forked" (a process or a thread), "wrote", "connected", "signalled"."""
+
+    kind: str
+    detail: str = ""
+
+
+def run_programs(
+    programs: Sequence[str], limits: Limits | None = None, report: Report | None = None
+) -> list[Outcome]:
+    """The outcomes of Python programs, in order; as many run at once as there are CPUs.
+
+    Raises ValueError where no program can run at all.
+    """
+    limits = limits or Limits()
+    check_runs(limits)
+    pool = ThreadPoolExecutor(num_cpus())
+    try:
+        jobs = {pool.submit(run_program, x, limits): i for i, x in enumerate(programs)}
+        for done, _ in enumerate(as_completed(jobs), start=1):
+            if report is not None:
+                report(done, len(jobs))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [job.result() for job in jobs]
+
+
+def check_runs(limits: Limits) -> None:
+    """Raises ValueError where an empty program does not pass, so that nothing can be scored."""
+    if find_spec("resource") is None:
+        raise ValueError("programs are run on Linux and macOS only: this system has no limits")
+    found = run_program("import math, typing", limits)
+    if found.kind != "passed":
+        raise ValueError(
+            f"no program can be run here: an empty one ended with {found.kind}: {found.detail}"
+        )
+
+
+def num_cpus() -> int:
+    """CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def run_program(program: str, limits: Limits) -> Outcome:
+    """Run one program in a new session, in an empty folder."""
+    sizes = (limits.cpu_seconds, limits.wall_seconds, limits.memory_bytes)
+    # As -I, but the seed of hashes is fixed: the order of a set decides some answers.
+    command = [sys.executable, "-P", "-s", "-B", str(CHILD), *map(str, sizes)]
+    with tempfile.TemporaryDirectory(prefix="kvfold-", ignore_cleanup_errors=True) as folder:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=_environment(folder),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            text, _ = process.communicate(
+                program.encode(errors="replace"), limits.wall_seconds + GRACE
+            )
+        except subprocess.TimeoutExpired:
+            text = b'["timed out", "the supervisor did not answer"]'
+        finally:
+            _kill_group(process)
+    try:
+        return Outcome(*json.loads(text))
+    except (ValueError, TypeError):
+        return Outcome("failed", f"its supervisor ended with code {process.returncode}")
+
+
+def _environment(folder: str) -> dict[str, str]:
+    kept = {x: os.environ[x] for x in ("PATH", "LANG", "LD_LIBRARY_PATH") if x in os.environ}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return kept | threads | {"HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0"}
+
+
+def _kill_group(process: subprocess.Popen) -> None:
+    """End a session's first process group, and reap its leader."""
+    with suppress(OSError):  # it has ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
