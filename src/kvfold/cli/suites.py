@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from kvfold.evaluation.suites.engines import Answering
     from kvfold.evaluation.suites.run import SuiteResult
 
-NAMES = ", ".join(f"{name} ({suite.title})" for name, suite in SUITES.items())
+TITLES = ", ".join(f"{name} ({suite.title})" for name, suite in SUITES.items())
+Names = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="", show_default=False)]
 EngineName = Annotated[
     Literal["kvfold", "vllm"], Parameter(help="Answers suites. vllm: vLLM, see docs/vllm.md.")
 ]
@@ -34,9 +35,9 @@ Questions = dict[str, list[Question]]  # by the suite's name
 class Asked:
     """Suites of questions with checked answers."""
 
-    suite: tuple[str, ...] = setting(
+    suite: Names = setting(
         (),
-        f"Questions to answer and check: {NAMES}; as NAME=FILE, or NAME,NAME with --suite-data.",
+        f"Questions to answer and check: {TITLES}; as NAME=FILE, or NAME,NAME with --suite-data.",
     )
     suite_data: Path | None = setting(
         None, "Folder of the suites' files, under the names that they are published as."
@@ -283,9 +284,11 @@ def listed(ids: Sequence[str]) -> str:
 
 def versions(asked: Asked, place: Place) -> dict[str, str | None]:
     """Versions and device, vLLM's too where it answered."""
-    from importlib.metadata import version
-
     from kvfold.loading import default_device
 
     found = common.versions(place.device or default_device())
-    return found | ({"vllm": version("vllm")} if asked.engine == "vllm" else {})
+    if asked.engine == "vllm":
+        import vllm
+
+        found["vllm"] = vllm.__version__
+    return found
