@@ -69,7 +69,7 @@ class Asked:
         for item in (x for word in self.suite for x in word.split(",") if x):
             name, _, path = item.partition("=")
             if name not in SUITES:
-                raise SettingError(f"`suite`: no suite {name!r}; there are {', '.join(SUITES)}")
+                raise SettingError(f"`suite`: unknown suite {name!r}; suites: {', '.join(SUITES)}")
             if name in found:
                 raise SettingError(f"`suite`: {name} is given twice; give it once")
             if not path and self.suite_data is None:
@@ -227,8 +227,6 @@ def by_vllm(
 def vllm_settings(model: str, config: Any, storage: Storage, place: Place) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for a model of this config. Raises ValueError for what is not served
     there, and where vLLM is not installed."""
-    if find_spec("vllm") is None:
-        raise ValueError('--engine vllm needs vllm: pip install "kvfold[vllm]", which has it')
     from kvfold.vllm_plugin.families import architecture
 
     if place.device is not None:
@@ -238,6 +236,8 @@ def vllm_settings(model: str, config: Any, storage: Storage, place: Place) -> di
     found = serve_vllm.cache_settings(cache, spec is not None)
     if spec is not None or "quantization" in found:
         architecture(config)
+    if find_spec("vllm") is None:
+        raise ValueError('--engine vllm needs vllm: pip install "kvfold[vllm]", which has it')
     return {"dtype": place.dtype, **found}
 
 
@@ -246,10 +246,11 @@ def read_results(path: Path, questions: Questions) -> "dict[str, SuiteResult]":
     from kvfold.evaluation.suites.run import SuiteResult
     from kvfold.text import json_object, read_text
 
+    text = read_text(path)
     try:
-        found = json_object(read_text(path))["suites"]
+        found = json_object(text)["suites"]
         return {name: SuiteResult.from_record(found[name]) for name in questions}
-    except (KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise SettingError(
             f"`against`: {path} holds no results of {', '.join(questions)}; make it with "
             "kvfold eval --suite and --json"
