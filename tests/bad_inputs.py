@@ -460,6 +460,100 @@ FILES = {
         f"task digits.jsonl line 1: holds a number of thousands of digits; {ROWS}"
     ),
 }
+SUITES = {
+    "kvfold eval reference:gqa --suite poetry=gsm8k.jsonl": (
+        "--suite: unknown suite 'poetry'; suites: code, math"
+    ),
+    "kvfold eval reference:gqa --suite code,math": (
+        "--suite: code has no file: write code=FILE, or give --suite-data, the folder of "
+        "HumanEval.jsonl.gz"
+    ),
+    "kvfold eval reference:gqa --suite code --suite-data folder": (
+        "suite code: folder has no HumanEval.jsonl.gz or HumanEval.jsonl; name the file, such as "
+        "code=FILE"
+    ),
+    "kvfold eval reference:gqa --suite code --suite-data nowhere": (
+        "suite code: nowhere has no HumanEval.jsonl.gz or HumanEval.jsonl; name the file, such "
+        "as code=FILE"
+    ),
+    "kvfold eval reference:gqa --suite code=nowhere.jsonl": (
+        "file nowhere.jsonl: no such file; give a text file, plain, .xz or .gz"
+    ),
+    "kvfold eval reference:gqa --suite code=blank.txt": "file blank.txt: empty",
+    "kvfold eval reference:gqa --suite code=text.txt": (
+        "suite code: text.txt line 1: not a JSON object; a row of HumanEval has the keys "
+        "task_id, prompt, entry_point, test"
+    ),
+    "kvfold eval reference:gqa --suite code=gsm8k.jsonl": (
+        "suite code: gsm8k.jsonl line 1: keys question, answer; a row of HumanEval has the keys "
+        "task_id, prompt, entry_point, test"
+    ),
+    "kvfold eval reference:gqa --suite math=untested.jsonl": (
+        "suite math: untested.jsonl line 1: keys task_id, prompt, entry_point, test; a row of "
+        "GSM8K has the keys question, answer"
+    ),
+    "kvfold eval reference:gqa --suite math=number.jsonl": (
+        "suite math: number.jsonl line 1: answer is 4; it must be a text that is not blank"
+    ),
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --against text.json": (
+        "--against: text.json holds no results of math; make it with kvfold eval --suite and --json"
+    ),
+    "kvfold eval reference:gqa --suite math=answer.jsonl": (
+        'suite math: answer.jsonl line 1: answer must end with "#### " and a number'
+    ),
+    "kvfold eval reference:gqa --suite code=untested.jsonl": (
+        "suite code: untested.jsonl line 1: test must define the function check"
+    ),
+    "kvfold eval reference:gqa --suite code=other-name.jsonl": (
+        "suite code: other-name.jsonl line 1: prompt must define the function that entry_point "
+        "names"
+    ),
+    "kvfold eval reference:gqa --suite code=twice.jsonl": (
+        "suite code: twice.jsonl: HumanEval/0 stands on 2 lines; ids must be unique"
+    ),
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl,math=gsm8k.jsonl": (
+        "--suite: math is given twice; give it once"
+    ),
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --suite-rows 0": (
+        "--suite-rows must be at least 1, got 0"
+    ),
+    "kvfold eval reference:gqa --suite-rows 4": (
+        "--suite-rows is about questions that are checked: give --suite too"
+    ),
+    "kvfold eval reference:gqa --engine vllm": (
+        "--engine is about questions that are checked: give --suite too"
+    ),
+    "kvfold eval reference:gqa --against reference:mha": (
+        "--against is about questions that are checked: give --suite too"
+    ),
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --against no-suite.json": (
+        "--against: no-suite.json holds no results of math; make it with kvfold eval --suite and "
+        "--json"
+    ),
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --against nowhere.json": (
+        "file nowhere.json: no such file; give a text file, plain, .xz or .gz"
+    ),
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --against ./nowhere": (
+        "model directory ./nowhere does not exist"
+    ),
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --text text.txt": (
+        "--suite runs alone: leave --text out, or run it apart"
+    ),
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --needle": (
+        "--suite runs alone: leave --needle out, or run it apart"
+    ),
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --engine sglang": (
+        'Invalid value "sglang" for --engine. Choose from: "kvfold", "vllm".'
+    ),
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --engine vllm --device cpu": (
+        "--device: vLLM runs on what it was built for; leave it out, and name GPUs in "
+        "CUDA_VISIBLE_DEVICES"
+    ),
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --engine vllm --bits 4 --format kivi": (
+        "--format: numbers that wait in 16 bits, as kivi's do, fit no block that sequences share; "
+        "leave it out, or serve the model with kvfold.LLM"
+    ),
+}
 CACHE = {
     "kvfold eval reference:gqa --bits 5": "--bits must be one of 16, 8, 6, 4, 3, 2, 1; got 5",
     "kvfold eval reference:gqa --page 0": "--page must be at least 1 row, got 0",

@@ -44,6 +44,7 @@ EARLY = {
     "The model, and where it runs": bad.COMMANDS,
     "Sizes and recipes": bad.SIZES,
     "Files": bad.FILES,
+    "Suites of questions": bad.SUITES,
     "The paged cache": bad.CACHE,
     "Measuring": bad.MEASURING,
     "Generating": bad.GENERATING,
@@ -86,6 +87,14 @@ def files(tmp_path_factory) -> Path:
         "deep.jsonl": "[" * 20000,
         "digits.jsonl": '{"prompt": "a", "answer": ' + "1" * 5000 + "}",
         "long.txt": "The ship went out to sea. " * 40000,
+        "answer.jsonl": '{"question": "Why?", "answer": "#### So."}',
+        "untested.jsonl": json.dumps(humaneval(test="assert True")),
+        "other-name.jsonl": json.dumps(humaneval(entry_point="other")),
+        "twice.jsonl": f"{json.dumps(humaneval())}\n{json.dumps(humaneval())}",
+        "number.jsonl": '{"question": "Two and two?", "answer": 4}',
+        "text.json": "A few words.",
+        "no-suite.json": '{"suites": {"code": {}}}',
+        "gsm8k.jsonl": '{"question": "Two and two?", "answer": "#### 4"}',
     }
     for name, text in texts.items():
         (here / name).write_text(text, encoding="utf-8")
@@ -120,6 +129,12 @@ def files(tmp_path_factory) -> Path:
     (checkpoint(here / "other-shape") / "tokenizer.json").write_text("{}")
     (checkpoint(here / "listed-tokenizer") / "tokenizer_config.json").write_text("[]")
     return here
+
+
+def humaneval(**changes: str) -> dict[str, str]:
+    """A row of HumanEval, changed."""
+    row = {"task_id": "HumanEval/0", "prompt": "def one():\n", "entry_point": "one"}
+    return row | {"test": "def check(candidate): pass"} | changes
 
 
 def edit(file: Path, changes: dict) -> None:

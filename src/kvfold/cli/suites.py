@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from kvfold.evaluation.suites.engines import Answering
     from kvfold.evaluation.suites.run import SuiteResult
 
-NAMES = ", ".join(f"{name} ({suite.title})" for name, suite in SUITES.items())
+TITLES = ", ".join(f"{name} ({suite.title})" for name, suite in SUITES.items())
+Names = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="", show_default=False)]
 EngineName = Annotated[
     Literal["kvfold", "vllm"], Parameter(help="Answers suites. vllm: vLLM, see docs/vllm.md.")
 ]
@@ -34,9 +35,9 @@ Questions = dict[str, list[Question]]  # by the suite's name
 class Asked:
     """Suites of questions with checked answers."""
 
-    suite: tuple[str, ...] = setting(
+    suite: Names = setting(
         (),
-        f"Questions to answer and check: {NAMES}; as NAME=FILE, or NAME,NAME with --suite-data.",
+        f"Questions to answer and check: {TITLES}; as NAME=FILE, or NAME,NAME with --suite-data.",
     )
     suite_data: Path | None = setting(
         None, "Folder of the suites' files, under the names that they are published as."
@@ -68,7 +69,7 @@ class Asked:
         for item in (x for word in self.suite for x in word.split(",") if x):
             name, _, path = item.partition("=")
             if name not in SUITES:
-                raise SettingError(f"`suite`: no suite {name!r}; there are {', '.join(SUITES)}")
+                raise SettingError(f"`suite`: unknown suite {name!r}; suites: {', '.join(SUITES)}")
             if name in found:
                 raise SettingError(f"`suite`: {name} is given twice; give it once")
             if not path and self.suite_data is None:
@@ -226,8 +227,6 @@ def by_vllm(
 def vllm_settings(model: str, config: Any, storage: Storage, place: Place) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for a model of this config. Raises ValueError for what is not served
     there, and where vLLM is not installed."""
-    if find_spec("vllm") is None:
-        raise ValueError('--engine vllm needs vllm: pip install "kvfold[vllm]", which has it')
     from kvfold.vllm_plugin.families import architecture
 
     if place.device is not None:
@@ -237,6 +236,8 @@ def vllm_settings(model: str, config: Any, storage: Storage, place: Place) -> di
     found = serve_vllm.cache_settings(cache, spec is not None)
     if spec is not None or "quantization" in found:
         architecture(config)
+    if find_spec("vllm") is None:
+        raise ValueError('--engine vllm needs vllm: pip install "kvfold[vllm]", which has it')
     return {"dtype": place.dtype, **found}
 
 
@@ -245,10 +246,11 @@ def read_results(path: Path, questions: Questions) -> "dict[str, SuiteResult]":
     from kvfold.evaluation.suites.run import SuiteResult
     from kvfold.text import json_object, read_text
 
+    text = read_text(path)
     try:
-        found = json_object(read_text(path))["suites"]
+        found = json_object(text)["suites"]
         return {name: SuiteResult.from_record(found[name]) for name in questions}
-    except (KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise SettingError(
             f"`against`: {path} holds no results of {', '.join(questions)}; make it with "
             "kvfold eval --suite and --json"
@@ -283,9 +285,11 @@ def listed(ids: Sequence[str]) -> str:
 
 def versions(asked: Asked, place: Place) -> dict[str, str | None]:
     """Versions and device, vLLM's too where it answered."""
-    from importlib.metadata import version
-
     from kvfold.loading import default_device
 
     found = common.versions(place.device or default_device())
-    return found | ({"vllm": version("vllm")} if asked.engine == "vllm" else {})
+    if asked.engine == "vllm":
+        import vllm
+
+        found["vllm"] = vllm.__version__
+    return found

@@ -36,20 +36,23 @@ def read_suite(name: str, path: str | Path, rows: int | None = None) -> list[Que
     ]
     (id, times), *_ = Counter(x.id for x in found).most_common(1)
     if times > 1:
-        raise ValueError(f"suite {name}: {path}: {id} is there {times} times; leave one of each")
+        raise ValueError(f"suite {name}: {path}: {id} stands on {times} lines; ids must be unique")
     return found[:rows]
 
 
 def _question(suite: Suite, line: str, where: str, number: int) -> Question:
-    legal = f"a row of {suite.title} has {', '.join(suite.keys)}, all texts"
+    legal = f"a row of {suite.title} has the keys {', '.join(suite.keys)}"
     try:
         row = json_object(line)
     except ValueError as error:
         raise ValueError(f"{where}: {error}; {legal}") from None
-    wrong = [x for x in suite.keys if not isinstance(row.get(x), str) or not row[x].strip()]
-    if wrong:
-        keys = ", ".join(row) or "none"
-        raise ValueError(f"{where}: no text in {', '.join(wrong)}, of its keys {keys}; {legal}")
+    if not row.keys() >= set(suite.keys):
+        raise ValueError(f"{where}: keys {', '.join(row) or 'none'}; {legal}")
+    for key in suite.keys:
+        if not isinstance(row[key], str) or not row[key].strip():
+            raise ValueError(
+                f"{where}: {key} is {row[key]!r:.60}; it must be a text that is not blank"
+            )
     try:
         return suite.question(row, number)
     except ValueError as error:

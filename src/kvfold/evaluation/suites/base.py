@@ -49,6 +49,10 @@ class Suite(ABC):
     def text(self, question: Question) -> str:
         """What a model without a chat template continues."""
 
+    def check_ready(self) -> None:  # noqa: B027
+        """Raises ValueError where answers cannot be judged on this machine; asked before they are
+        generated."""
+
     @abstractmethod
     def judge(
         self, questions: Sequence[Question], answers: Sequence[str], report: Report | None = None

@@ -8,9 +8,9 @@ from typing import Any
 
 from kvfold.compression.progress import Report
 from kvfold.evaluation.suites.base import Question, Suite, Verdict
-from kvfold.evaluation.suites.sandbox import run_programs
+from kvfold.evaluation.suites.sandbox import check_runs, run_programs
 
-FENCED = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(r"(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"^(?:import |from |def |async def |class |@)", re.MULTILINE)
 
 
@@ -37,6 +37,9 @@ class HumanEval(Suite):
 
     def text(self, question: Question) -> str:
         return question.row["prompt"]
+
+    def check_ready(self) -> None:
+        check_runs()
 
     def judge(
         self, questions: Sequence[Question], answers: Sequence[str], report: Report | None = None

@@ -115,9 +115,10 @@ def run_suite(
 
     name: of SUITES; max_new_tokens: most tokens of an answer (default: the suite's); progress:
     told what is done. A request that fails and a program that misbehaves are wrong answers, and end
-    nothing else.
+    nothing else. Raises ValueError where answers cannot be judged on this machine.
     """
     suite = SUITES[name]
+    suite.check_ready()
     limit = max_new_tokens or suite.max_new_tokens
     chat = bool(engine.tokenizer.chat_template)
     prompts = prompts_of(suite, questions, engine.tokenizer)
