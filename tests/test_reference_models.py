@@ -144,4 +144,4 @@ def test_qwen_answers_in_chat():
     completion = llm.chat(
         "What is the capital of France?", kvfold.SamplingParams(max_new_tokens=20)
     )
-    assert "Paris" in completion.text and completion.finish_reason == "stop"
+    assert "Paris" in completion.text and completion.finish_reason == "eos"
