@@ -13,6 +13,7 @@ from kvfold.artifact import provenance_of, spec_of
 from kvfold.compression.calibration_text import CALIBRATION_TOKENS
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.default import chosen
+from kvfold.compression.documents import is_self
 from kvfold.compression.progress import Progress
 from kvfold.compression.recover import check_steps
 from kvfold.compression.room import factor_of
@@ -73,12 +74,13 @@ def compress(
     that are not important (ZDC §5.2, see `Ratios`), or "ppl<=1.1": the smallest within that ratio
     (Q_d <= 0.1) of those that are tried; of recipe zdc where none is named. align: ranks whose bits
     are not planned are multiples of it (default 16, 8 for head_dim <= 64). calib: text files
-    instead of the packaged text. tokenizer: needed with a loaded model. device, dtype: as of
-    `load`, for a model by its name. statistics: an artifact file, reused if it exists and fits,
-    written if not. recover: steps in which the maps learn from the original on the calibration text
-    (see `compression.recover`; for a GPU). learn_scores: learn what rows are worth, too, for
-    `evict="learned"` (see `evaluation.scores`). output: a directory to save to, in the checkpoint's
-    own dtype unless another is asked for; written whole or not at all.
+    instead of the packaged text, or ["self"]: text that the model writes itself. tokenizer: needed
+    with a loaded model. device, dtype: as of `load`, for a model by its name. statistics: an
+    artifact file, reused if it exists and fits, written if not. recover: steps in which the maps
+    learn from the original on the calibration text (see `compression.recover`; for a GPU).
+    learn_scores: learn what rows are worth, too, for `evict="learned"` (see `evaluation.scores`).
+    output: a directory to save to, in the checkpoint's own dtype unless another is asked for;
+    written whole or not at all.
 
     Returns the folded model. Raises ValueError for settings or inputs that cannot work, and then
     leaves the model as it was, unless it is recovery that diverges.
@@ -188,7 +190,7 @@ def check_files(
     output: Path | str | None,
 ) -> None:
     """Raises ValueError for files that cannot be read, or written after the work is done."""
-    if calib:
+    if calib and not is_self(calib):
         read_texts(calib)
     if isinstance(statistics, str | Path):
         check_place(Path(statistics))

@@ -66,9 +66,10 @@ def load(
 ) -> Any:
     """A causal language model, folded or plain, ready for inference.
 
-    name: a directory, a GGUF file, a hub id or `reference:NAME` for a NAME of REFERENCES; dtype as in transformers, but "auto" on a CPU is float32, as 16-bit
-    arithmetic is slow on most and coarse on all of them (elsewhere the checkpoint's own, bfloat16
-    for a GGUF file of packed numbers); device defaults to CUDA where there is one. Raises
+    name: a directory, a GGUF file, a hub id or `reference:NAME` for a NAME of REFERENCES; dtype as
+    in transformers, but "auto" on a CPU is float32, as 16-bit arithmetic is slow on most and coarse
+    on all of them (elsewhere the checkpoint's own, bfloat16 for a GGUF file of packed numbers);
+    device defaults to CUDA where there is one. Raises
     ValueError for anything that is not one, and for weights that are missing, belong to something
     else, or are not numbers.
     """

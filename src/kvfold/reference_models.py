@@ -152,7 +152,7 @@ def find_parts(model: ReferenceModel) -> list[Part]:
 
 
 def _packaged(package: str, file: str) -> Part | None:
-    """A part in an installed package, which is not imported as it may need others; or in a wheel."""
+    """A part in an installed package, which is not imported, or in a wheel."""
     spec = find_spec(package)
     for folder in (spec.submodule_search_locations if spec is not None else None) or ():
         if (path := Path(folder) / file).exists():

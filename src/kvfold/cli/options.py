@@ -84,7 +84,9 @@ class Place:
 class Calibration:
     """Text that statistics are measured on."""
 
-    calib: Files = setting((), "Text files instead of ours (.txt, .xz, .gz).")
+    calib: Files = setting(
+        (), "Text files instead of ours (.txt, .xz, .gz); self: text that the model writes."
+    )
     stats: Path | None = setting(None, "Statistics file: reused if it fits, written if absent.")
     max_tokens: int = setting(32768, "Tokens of calibration text.", least=1)
     seed: int = setting(0, "Of labels and clusters.", **SEEDS)

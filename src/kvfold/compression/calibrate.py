@@ -27,6 +27,7 @@ def calibrate(
     needs: set[str],
     *,
     topics: Tensor | None = None,
+    text: str | None = None,
     centroids: int | None = None,
     seed: int = 0,
     progress: Report | None = None,
@@ -34,7 +35,8 @@ def calibrate(
     """Collect the moments named in `needs` (see QUANTITIES).
 
     windows [n, T] token ids, no padding. For `rows_reduced`: topics [n] of the windows where they
-    are known (None: by `reduce.window_topics`), and the number of k-means centroids.
+    are known (None: by `reduce.window_topics`), and the number of k-means centroids. text: a name
+    for the windows in the artifact's key, instead of their tokens.
 
     Gradients are those of the summed loss with labels sampled from the model, in the model's own
     dtype, accumulated in fp64 (squares of `fisher` in fp32); layers of a large model are recomputed
@@ -51,14 +53,21 @@ def calibrate(
             recorder.run(ids, generator, kept=done in kept)
             if progress is not None:
                 progress(done + 1, len(windows))
-    key = artifact_key(model, windows, centroids)
+    key = artifact_key(model, windows if text is None else text, centroids)
     return Statistics(key, recorder.moments(centroids, seed))
 
 
-def artifact_key(model: nn.Module, windows: Tensor, centroids: int | None = None) -> dict[str, Any]:
-    """The key of a reusable statistics artifact: same model, tokens and ZDC's centroids."""
-    text = hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()[:32]
-    key = {"model": fingerprint(model), "text": text, "tokens": windows.numel()}
+def artifact_key(
+    model: nn.Module, text: Tensor | str, centroids: int | None = None
+) -> dict[str, Any]:
+    """The key of a reusable statistics artifact: same model, text (as windows, or by a name for
+    them) and ZDC's centroids."""
+    key: dict[str, Any] = {"model": fingerprint(model)}
+    if isinstance(text, str):
+        key["text"] = text
+    else:
+        digest = hashlib.sha256(text.cpu().numpy().tobytes()).hexdigest()[:32]
+        key |= {"text": digest, "tokens": text.numel()}
     return key if centroids is None else {**key, "centroids": centroids}
 
 

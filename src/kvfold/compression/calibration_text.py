@@ -6,27 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.compression.documents import calibration_documents, shares
+from kvfold.compression.progress import Report
+from kvfold.compression.self_text import write
 from kvfold.errors import SettingError
-from kvfold.text import (
-    CHARACTERS_PER_TOKEN,
-    check_ids,
-    documents,
-    encode,
-    longer,
-    packaged,
-    read_texts,
-    running,
-    windows,
-)
+from kvfold.text import CHARACTERS_PER_TOKEN, check_ids, encode_prompt, longer, windows
 
 CALIBRATION_TOKENS = 32768
 CALIBRATION_WINDOW = 1024
 MIN_WINDOWS = 4
 
 
-def calibration_text(calib: list[str | Path] | None) -> str:
-    """The documents of text files, or the packaged ones."""
-    return read_texts(calib) if calib else packaged("calibration.txt")
+def calibration_text(calib: list[str | Path] | None, tokenizer: Any) -> str:
+    """Running text of the documents of text files, or of the packaged ones."""
+    return "\n\n".join(document.text for document in calibration_documents(calib, tokenizer))
 
 
 def calibration_windows(
@@ -35,17 +28,33 @@ def calibration_windows(
     """Token windows [n, T].
 
     Documents follow each other with BOS between them. Where they hold more than `max_tokens`,
-    every document gives its beginning, long ones no more than an equal share of what is left.
+    every document gives its beginning, as `documents.shares` says.
     """
     if tokenizer is None:
         raise ValueError("a tokenizer is needed to read calibration text; pass tokenizer=")
     check_tokens(config, max_tokens)
-    texts = documents(calibration_text(calib))
+    found = calibration_documents(calib, tokenizer)
+    encoded = [encode_prompt(tokenizer, document.text) for document in found]
+    pairs = zip(encoded, shares(found, [len(ids) for ids in encoded], max_tokens), strict=True)
+    return _windows(tokenizer, config, [ids[:share] for ids, share in pairs])
+
+
+def self_windows(
+    model: Any, tokenizer: Any, max_tokens: int, seed: int = 0, progress: Report | None = None
+) -> Tensor:
+    """Token windows [n, T] of text that the model writes, as `self_text.write`."""
+    if tokenizer is None:
+        raise ValueError("a tokenizer is needed to write calibration text; pass tokenizer=")
+    check_tokens(model.config, max_tokens)
+    length = window_length(model.config)
+    texts = write(model, tokenizer, max_tokens, length, seed=seed, progress=progress)
+    return _windows(tokenizer, model.config, texts)[: max_tokens // length]
+
+
+def _windows(tokenizer: Any, config: Any, texts: list[list[int]]) -> Tensor:
+    """Texts of token ids, one after the other, as windows [n, T] that begin with BOS."""
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    encoded = [bos + encode(tokenizer, text) for text in texts]
-    shares = _shares([len(ids) for ids in encoded], max_tokens)
-    pairs = zip(encoded, shares, strict=True)
-    stream = [token for ids, share in pairs for token in ids[:share]]
+    stream = [token for ids in texts for token in ids]
     length = window_length(config)
     count = len(stream) // length
     if count < MIN_WINDOWS:
@@ -67,7 +76,7 @@ def training_windows(
     Of the packaged calibration text where no files are given. Raises SettingError for text of fewer
     than MIN_WINDOWS.
     """
-    text = running(calibration_text(files))
+    text = calibration_text(files, tokenizer)
     length, part = window_length(config), len(text) // count
     if not longer(tokenizer, text, MIN_WINDOWS * length):
         raise SettingError(
@@ -99,13 +108,3 @@ def check_tokens(config: Any, max_tokens: int) -> None:
 def window_length(config: Any) -> int:
     """Tokens of a window for a model of this config."""
     return min(CALIBRATION_WINDOW, config.max_position_embeddings)
-
-
-def _shares(sizes: list[int], total: int) -> list[int]:
-    """Split `total` evenly over documents of `sizes`; what short ones leave goes to longer ones."""
-    shares, left = [0] * len(sizes), total
-    order = sorted(range(len(sizes)), key=lambda i: sizes[i])
-    for position, i in enumerate(order):
-        shares[i] = min(sizes[i], left // (len(order) - position))
-        left -= shares[i]
-    return shares

@@ -13,9 +13,11 @@ from kvfold.compression.calibrate import artifact_key, calibrate
 from kvfold.compression.calibration_text import (
     CALIBRATION_TOKENS,
     calibration_windows,
+    self_windows,
     window_length,
 )
 from kvfold.compression.codebooks import with_codebooks
+from kvfold.compression.documents import is_self
 from kvfold.compression.hybrid import rank_of, with_narrow
 from kvfold.compression.plan import Size, by_layer, plan_bits, planned_spec
 from kvfold.compression.preference import key_limits
@@ -24,6 +26,7 @@ from kvfold.compression.ranks import LatentCandidate, allocate, method_of
 from kvfold.compression.recover import BATCH, check_steps
 from kvfold.compression.recover import recover as distil
 from kvfold.compression.room import aligned, bits_of, factor_of, numbers
+from kvfold.compression.self_text import describe
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.target import Target, check_keep
 from kvfold.config import SEEDS, Prefer, Ratios, Recipe, Setting, check_types
@@ -65,6 +68,7 @@ class Compressor:
         self.family: type[Family] = family_of(model.config)
         self.geometry = self.family.geometry(model.config)
         self.calib, self.max_tokens, self.seed = calib, max_tokens, seed
+        self._written: dict[int, Tensor] = {}
         self.basis, self.ranks = builder_of(recipe), method_of(recipe)
         check(recipe, self.geometry, model.config.model_type)
         check_finite(model)
@@ -82,10 +86,16 @@ class Compressor:
         """As `aligned`."""
         return aligned(self.geometry, given)
 
-    def windows(self, max_tokens: int | None = None) -> Tensor:
-        """Windows [n, T] of the calibration text."""
+    def windows(self, max_tokens: int | None = None, progress: Progress | None = None) -> Tensor:
+        """Windows [n, T] of the calibration text. What the model writes itself is kept, as it is
+        another model once it is folded."""
         most = self.max_tokens if max_tokens is None else max_tokens
-        return calibration_windows(self.tokenizer, self.model.config, self.calib, most)
+        if not is_self(self.calib):
+            return calibration_windows(self.tokenizer, self.model.config, self.calib, most)
+        if most not in self._written:
+            report = stage(progress, "write text")
+            self._written[most] = self_windows(self.model, self.tokenizer, most, self.seed, report)
+        return self._written[most]
 
     def prepare(
         self,
@@ -134,13 +144,18 @@ class Compressor:
             return self.measure(needs, progress)
         path = Path(given)
         if path.exists():
-            key = artifact_key(self.model, self.windows(), self.recipe.centroids)
+            text = self._self_text()
+            key = artifact_key(self.model, text or self.windows(), self.recipe.centroids)
             found = Statistics.load(path, key)
             if found.has(needs):
                 return found.to(self.model.device)
         made = self.measure(needs, progress)
         made.save(path)
         return made
+
+    def _self_text(self) -> str | None:
+        """What the model's own text is written from, where it is calibrated on that."""
+        return describe(self.max_tokens, self.seed) if is_self(self.calib) else None
 
     def measure(self, needs: set[str], progress: Progress | None = None) -> Statistics:
         """The statistics named in `needs`, from one pass over the calibration text."""
@@ -149,8 +164,9 @@ class Compressor:
         return calibrate(
             self.model,
             self.family,
-            self.windows(),
+            self.windows(progress=progress),
             needs,
+            text=self._self_text(),
             centroids=self.recipe.centroids,
             seed=self.seed,
             progress=stage(progress, "calibrate"),
@@ -242,7 +258,7 @@ class Prepared:
         provenance = {**provenance, "recipe": asdict(c.recipe), "statistics": self.statistics.key}
         windows, teacher = None, None
         if recover:  # what can fail, fails before the model changes
-            windows = c.windows(recover * BATCH * window_length(model.config))
+            windows = c.windows(recover * BATCH * window_length(model.config), progress)
             teacher = shared_copy(model)
         self._fold(model, spec)
         mark(model, spec, provenance)

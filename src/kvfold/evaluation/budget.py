@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.compression.calibration_text import calibration_text, calibration_windows
+from kvfold.compression.calibration_text import calibration_windows
 from kvfold.compression.compressor import Compressor, Prepared
+from kvfold.compression.documents import calibration_documents, files_of
 from kvfold.compression.progress import Progress, stage
 from kvfold.errors import SettingError
 from kvfold.evaluation.comparison import ORIGINAL
 from kvfold.evaluation.perplexity import perplexity
 from kvfold.search import search
-from kvfold.text import documents, windows
+from kvfold.text import windows
 
 SEARCH_WINDOWS = 16
 RUN = 32
@@ -27,14 +28,15 @@ def held_out(compressor: Compressor, ctx: int, num_windows: int = SEARCH_WINDOWS
 
     They share no run of RUN tokens with what it reads. Raises ValueError if there are none.
     """
+    files = files_of(compressor.calib)
     used = calibration_windows(
-        compressor.tokenizer, compressor.model.config, compressor.calib, compressor.max_tokens
+        compressor.tokenizer, compressor.model.config, files, compressor.max_tokens
     )
     taken = {run for row in used.tolist() for run in _runs(row)}
     found: list[list[int]] = []
-    for document in documents(calibration_text(compressor.calib)):
+    for document in calibration_documents(files, compressor.tokenizer):
         try:
-            found += windows(compressor.tokenizer, document, ctx).tolist()
+            found += windows(compressor.tokenizer, document.text, ctx).tolist()
         except ValueError:
             continue  # shorter than one window
     free = [row for row in found if taken.isdisjoint(_runs(row))]

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvfold.artifact import mark, provenance_of, spec_of
 from kvfold.compression.calibration_text import calibration_text
 from kvfold.compression.compressor import Compressor
+from kvfold.compression.documents import files_of
 from kvfold.compression.progress import Progress, stage
 from kvfold.compression.target import Target
 from kvfold.config import CacheConfig
@@ -25,7 +26,7 @@ from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import max_positions
 from kvfold.models.families import family_of
 from kvfold.models.folded import attention_windows
-from kvfold.text import running, windows
+from kvfold.text import windows
 
 TEACHER = "kvzip+"
 TOKENS, LENGTH = 16384, 1024  # most that are read, and of a window
@@ -71,7 +72,7 @@ def readings(compressor: Compressor) -> Tensor:
     """Windows [n, T] to learn from, spread over the calibration text, each as a prompt is: BOS,
     then text alone. Calibration's own have BOS between documents too, and what attention makes of
     that is no guide to a prompt."""
-    text = running(calibration_text(compressor.calib))
+    text = calibration_text(files_of(compressor.calib), compressor.tokenizer)
     cut = windows(compressor.tokenizer, text, _length(compressor.model))
     most = min(TOKENS, compressor.max_tokens)
     return cut[:: max(1, -(-cut.numel() // most))]

@@ -1,0 +1,110 @@
+"""Documents to calibrate on: the packaged ones, of several kinds, or those of text files."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvfold.compression.self_text import SELF
+from kvfold.errors import SettingError
+from kvfold.text import documents, packaged, read_texts
+
+PACKAGED = {  # kinds of packaged text, which give equal shares of the tokens
+    "prose": ("calibration.txt",),
+    "code": ("calibration/code.txt",),
+    "other": ("calibration/chat.jsonl", "calibration/data.txt", "calibration/languages.txt"),
+}
+
+
+def is_self(calib: Sequence[str | Path] | None) -> bool:
+    """Whether to calibrate on text that the model writes itself. Raises SettingError where files
+    are named beside it."""
+    names = [str(x) for x in calib or ()]
+    if SELF in names and len(names) > 1:
+        raise SettingError(
+            f"`calib`: {SELF} is text that the model writes itself, and stands alone; leave the "
+            "other files out, or give the whole path of a file of that name"
+        )
+    return names == [SELF]
+
+
+def files_of(calib: list[str | Path] | None) -> list[str | Path] | None:
+    """Files to read, or None for the packaged text, where the model writes its own, too."""
+    return None if is_self(calib) else calib
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, and what kind of text it is."""
+
+    kind: str
+    text: str
+
+
+def calibration_documents(
+    calib: Sequence[str | Path] | None, tokenizer: Any = None
+) -> list[Document]:
+    """The documents of text files, of one kind, or the packaged ones with their kinds mixed.
+
+    tokenizer: whose chat template packaged conversations are written in. Raises as `read_text`.
+    """
+    if calib:
+        return [Document("given", text) for text in documents(read_texts(calib))]
+    kinds = {kind: _mixed([_read(file, tokenizer) for file in PACKAGED[kind]]) for kind in PACKAGED}
+    return _mixed([[Document(kind, text) for text in kinds[kind]] for kind in kinds])
+
+
+def shares(found: Sequence[Document], sizes: Sequence[int], total: int) -> list[int]:
+    """How many tokens each document gives: its beginning, where all of them hold more than `total`.
+
+    sizes: tokens of each document. Kinds give equally many tokens, and so do the documents of a
+    kind; what short ones leave goes to longer ones.
+    """
+    members: dict[str, list[int]] = {}
+    for i, document in enumerate(found):
+        members.setdefault(document.kind, []).append(i)
+    of_kinds = split_evenly([sum(sizes[i] for i in x) for x in members.values()], total)
+    result = [0] * len(sizes)
+    for indices, share in zip(members.values(), of_kinds, strict=True):
+        for i, size in zip(indices, split_evenly([sizes[i] for i in indices], share), strict=True):
+            result[i] = size
+    return result
+
+
+def split_evenly(sizes: Sequence[int], total: int) -> list[int]:
+    """Split `total` evenly over things of `sizes`; what small ones leave goes to larger ones."""
+    result, left = [0] * len(sizes), total
+    order = sorted(range(len(sizes)), key=lambda i: sizes[i])
+    for position, i in enumerate(order):
+        result[i] = min(sizes[i], left // (len(order) - position))
+        left -= result[i]
+    return result
+
+
+def _read(file: str, tokenizer: Any) -> list[str]:
+    """The documents of a packaged file."""
+    text = packaged(file)
+    if not file.endswith(".jsonl"):
+        return documents(text)
+    return [conversation(json.loads(line), tokenizer) for line in text.splitlines()]
+
+
+def conversation(messages: Sequence[dict[str, str]], tokenizer: Any) -> str:
+    """A conversation as the tokenizer's chat template writes it, without a system prompt that the
+    template refuses; as paragraphs that name who speaks where there is no template."""
+    from jinja2 import TemplateError  # what transformers renders with
+
+    asked = [x for x in messages if x["role"] != "system"]
+    for attempt in (messages, asked) if getattr(tokenizer, "chat_template", None) else ():
+        try:
+            return str(tokenizer.apply_chat_template(list(attempt), tokenize=False))
+        except TemplateError:
+            continue
+    return "\n\n".join(f"{x['role'].capitalize()}: {x['content']}" for x in messages)
+
+
+def _mixed(groups: Sequence[Sequence[Any]]) -> list[Any]:
+    """The members of all groups in one order, in which every group is spread evenly."""
+    placed = [((i + 0.5) / len(group), x) for group in groups for i, x in enumerate(group)]
+    return [x for _, x in sorted(placed, key=lambda pair: pair[0])]
