@@ -12,6 +12,7 @@ from kvfold.text import (
     check_ids,
     documents,
     encode,
+    leading_tokens,
     longer,
     packaged,
     read_texts,
@@ -34,15 +35,16 @@ def calibration_windows(
 ) -> Tensor:
     """Token windows [n, T].
 
-    Documents follow each other with BOS between them. Where they hold more than `max_tokens`,
-    every document gives its beginning, long ones no more than an equal share of what is left.
+    Documents follow each other, each behind the tokenizer's `leading_tokens`, as do windows. Where
+    they hold more than `max_tokens`, every document gives its beginning, long ones no more than an
+    equal share of what is left.
     """
     if tokenizer is None:
         raise ValueError("a tokenizer is needed to read calibration text; pass tokenizer=")
     check_tokens(config, max_tokens)
     texts = documents(calibration_text(calib))
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    encoded = [bos + encode(tokenizer, text) for text in texts]
+    leading = leading_tokens(tokenizer)
+    encoded = [leading + encode(tokenizer, text) for text in texts]
     shares = _shares([len(ids) for ids in encoded], max_tokens)
     pairs = zip(encoded, shares, strict=True)
     stream = [token for ids, share in pairs for token in ids[:share]]
@@ -55,7 +57,7 @@ def calibration_windows(
         )
     check_ids(stream, config.get_text_config(decoder=True).vocab_size)
     rows = torch.tensor(stream[: count * length]).view(count, length)
-    rows[:, : len(bos)] = torch.tensor(bos, dtype=rows.dtype)
+    rows[:, : len(leading)] = rows.new_tensor(leading)
     return rows
 
 
