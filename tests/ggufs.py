@@ -44,15 +44,18 @@ def random_llama(**changes):
     return hf.LlamaForCausalLM(hf.LlamaConfig(**TINY | changes))
 
 
-def write(path, model, *, packed=False, architecture="llama", without=(), extra=()):
+def write(path, model, *, packed=False, architecture="llama", without=(), extra=(), adds_bos=True):
     """`model` as a GGUF file, its matrices as Q8_0 if `packed`, with the embedded model's tokenizer
     or as much of it as the vocabulary has room for.
 
-    without: tensors to leave out, by GGUF name; extra: metadata to add. Returns the numbers
-    that were written, by the model's names.
+    without: tensors to leave out, by GGUF name; extra: metadata to add; adds_bos: whether the file
+    says that BOS comes in front of a text, None: it does not say. Returns the numbers that were
+    written, by the model's names.
     """
     writer, written = gguf.GGUFWriter(path, architecture), {}
     _describe(writer, model.config)
+    if adds_bos is not None:
+        writer.add_add_bos_token(adds_bos)
     for key, value in extra:
         (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
     for name, weight in model.state_dict().items():

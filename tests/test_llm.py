@@ -29,8 +29,11 @@ class Letters:
 
     bos_token_id = 3
 
-    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
-        return {"input_ids": [26 + ord(letter) - ord("a") for letter in text]}
+    def __call__(
+        self, text: str, add_special_tokens: bool = True, **_: object
+    ) -> dict[str, list[int]]:
+        start = [self.bos_token_id] if add_special_tokens else []
+        return {"input_ids": [*start, *(26 + ord(letter) - ord("a") for letter in text)]}
 
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(ord("a") + i % 26) for i in ids)

@@ -159,6 +159,7 @@ def train_tokenizer(documents: Sequence[str], seed: int, size: int = 20_000_000)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         bos_token=SEPARATOR,
+        add_bos_token=True,
         eos_token=SEPARATOR,
         pad_token=SEPARATOR,
         model_max_length=MAX_CONTEXT,

@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.integrations.gguf import read_gguf_metadata
 
 PACKAGES = ("gguf", "accelerate")
 _DTYPES = {0: torch.float32, 1: torch.float16}  # by general.file_type
+CONVERSION = 2  # raise it when `convert` writes other files for the same GGUF file
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
 _UNREADABLE = (ValueError, LookupError, OSError, OverflowError, struct.error)
 _UNLOADABLE = (*_UNREADABLE, NotImplementedError, RuntimeError, TypeError)
+# Byte-level vocabularies (tokenizer.ggml.pre) that come with BOS where a file does not say: those
+# of Llama 3 and Mistral Nemo, as in llama.cpp.
+_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "tekken")
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -81,17 +86,37 @@ def load_model(path: str, *, dtype: str | torch.dtype = "auto", **options: Any) 
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a GGUF file, with its chat template. Raises ValueError without one."""
+    """The tokenizer of a GGUF file, with its chat template. Raises ValueError without one.
+
+    The file's metadata says whether it puts BOS in front of a text, and EOS behind it.
+    """
     check_installed()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**_place(path))
+        tokenizer: Any = AutoTokenizer.from_pretrained(**_place(path))
         metadata, _ = read_gguf_metadata(path)
     except _UNLOADABLE as error:
         raise ValueError(f"cannot load a tokenizer from {path!r}: {first_line(error)}") from error
     for name, key in _SPECIAL.items():  # transformers 5.17 takes the first token for the last
         if (number := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
+    # transformers 5.17 reads neither of these.
+    tokenizer.add_bos_token = _adds_bos(metadata)
+    tokenizer.add_eos_token = bool(metadata.get("tokenizer.ggml.add_eos_token"))
+    if metadata.get("tokenizer.ggml.pre") == "smollm":  # transformers leaves numbers whole
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
     return tokenizer
+
+
+def _adds_bos(metadata: dict[str, Any]) -> bool:
+    """What the file says; where it says nothing, what its kind of vocabulary comes with."""
+    sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
+    default = sentencepiece or metadata.get("tokenizer.ggml.pre") in _WITH_BOS
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", default))
 
 
 def check_installed() -> None:

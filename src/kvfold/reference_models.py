@@ -107,7 +107,7 @@ def local(name: str) -> Path | None:
     Raises ValueError for a missing or damaged part, and where the packages that read GGUF files
     are missing.
     """
-    folder = cache_folder() / name
+    folder = cache_folder() / f"{name}-{gguf.CONVERSION}"  # earlier conversions are not read
     if not (folder / "config.json").exists():
         parts = find_parts(MODELS[name])
         if not parts:

@@ -123,10 +123,25 @@ def check_ids(ids: Iterable[int], num_embeddings: int) -> None:
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of `text` after BOS, where the tokenizer has one."""
-    bos = tokenizer.bos_token_id
-    ids = encode(tokenizer, text)
-    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+    """Token ids of `text` as `tokenizer(text)` gives them: its post-processor alone decides which
+    special tokens come with them, as in transformers and vLLM."""
+    check_text("text", text)
+    return list(tokenizer(text, verbose=False)["input_ids"])
+
+
+def leading_tokens(tokenizer: Any) -> list[int]:
+    """Special tokens that the tokenizer itself puts in front of a text, such as BOS.
+
+    Empty where it puts none there, whether it has a BOS token or not.
+    """
+    text, whole = encode(tokenizer, "a"), encode_prompt(tokenizer, "a")
+    starts = range(len(whole) - len(text) + 1)
+    return whole[: next(i for i in starts if whole[i : i + len(text)] == text)]
+
+
+def encode_start(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a `text` that other tokens will follow: special tokens in front, none behind."""
+    return [*leading_tokens(tokenizer), *encode(tokenizer, text)]
 
 
 def encode_chat(
@@ -205,19 +220,20 @@ def longer(tokenizer: Any, text: str, limit: int) -> bool:
 def windows(tokenizer: Any, text: str, ctx: int, max_tokens: int | None = None) -> "Tensor":
     """Cut `text` into int64 windows [n, ctx] that do not overlap; the remainder is dropped.
 
-    With a BOS token each window is BOS and `ctx - 1` tokens of text, else `ctx` tokens of text.
+    Each window begins with the tokenizer's `leading_tokens`; the rest of it is text.
     `max_tokens` bounds n * ctx. Only as much text as needed is tokenised. Raises ValueError if not
     one window can be filled.
     """
-    if ctx < 2:
-        raise SettingError(f"`ctx`: {ctx} is too small; a window needs at least 2 tokens")
+    leading = leading_tokens(tokenizer)
+    least = max(2, len(leading) + 1)
+    if ctx < least:
+        raise SettingError(f"`ctx`: {ctx} is too small; a window needs at least {least} tokens")
     if max_tokens is not None and max_tokens < ctx:
         raise SettingError(
             f"`max_tokens`: {max_tokens} is less than one window of `ctx={ctx}` tokens; take more,"
             " or a smaller `ctx`"
         )
-    bos = tokenizer.bos_token_id
-    stride = ctx if bos is None else ctx - 1
+    stride = ctx - len(leading)
     limit = None if max_tokens is None else max_tokens // ctx * stride
     ids = _encode_prefix(tokenizer, text, limit)
     num_windows = len(ids) // stride
@@ -229,7 +245,7 @@ def windows(tokenizer: Any, text: str, ctx: int, max_tokens: int | None = None) 
     import torch  # here, as the command line's help needs texts but no tensors
 
     rows = torch.tensor(ids[: num_windows * stride], dtype=torch.long).view(num_windows, stride)
-    return rows if bos is None else torch.cat([torch.full((num_windows, 1), bos), rows], dim=1)
+    return torch.cat([rows.new_tensor(leading).expand(num_windows, -1), rows], dim=1)
 
 
 def _encode_prefix(tokenizer: Any, text: str, limit: int | None) -> list[int]:

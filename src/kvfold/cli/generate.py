@@ -154,7 +154,7 @@ def encode(
         )
     ids = encode_chat(tokenizer, text) if chat else encode_prompt(tokenizer, text)
     if not ids:
-        raise ValueError("the prompt is empty and the tokenizer has no BOS token; give some text")
+        raise ValueError("the prompt is empty and the tokenizer adds no BOS token; give some text")
     check_ids(ids, vocabulary(config))
     if limit is not None and len(ids) + max_new_tokens > limit:
         raise ValueError(

@@ -10,7 +10,14 @@ from kvfold.compression.documents import calibration_documents, shares
 from kvfold.compression.progress import Report
 from kvfold.compression.self_text import write
 from kvfold.errors import SettingError
-from kvfold.text import CHARACTERS_PER_TOKEN, check_ids, encode_prompt, longer, windows
+from kvfold.text import (
+    CHARACTERS_PER_TOKEN,
+    check_ids,
+    encode_prompt,
+    leading_tokens,
+    longer,
+    windows,
+)
 
 CALIBRATION_TOKENS = 32768
 CALIBRATION_WINDOW = 1024
@@ -27,8 +34,9 @@ def calibration_windows(
 ) -> Tensor:
     """Token windows [n, T].
 
-    Documents follow each other with BOS between them. Where they hold more than `max_tokens`,
-    every document gives its beginning, as `documents.shares` says.
+    Documents follow each other, each behind the tokenizer's `leading_tokens`, as do windows. Where
+    they hold more than `max_tokens`, every document gives its beginning, as `documents.shares`
+    says.
     """
     if tokenizer is None:
         raise ValueError("a tokenizer is needed to read calibration text; pass tokenizer=")
@@ -52,8 +60,9 @@ def self_windows(
 
 
 def _windows(tokenizer: Any, config: Any, texts: list[list[int]]) -> Tensor:
-    """Texts of token ids, one after the other, as windows [n, T] that begin with BOS."""
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    """Texts of token ids, one after the other, as windows [n, T] that begin with its
+    `leading_tokens`."""
+    leading = leading_tokens(tokenizer)
     stream = [token for ids in texts for token in ids]
     length = window_length(config)
     count = len(stream) // length
@@ -64,7 +73,7 @@ def _windows(tokenizer: Any, config: Any, texts: list[list[int]]) -> Tensor:
         )
     check_ids(stream, config.get_text_config(decoder=True).vocab_size)
     rows = torch.tensor(stream[: count * length]).view(count, length)
-    rows[:, : len(bos)] = torch.tensor(bos, dtype=rows.dtype)
+    rows[:, : len(leading)] = rows.new_tensor(leading)
     return rows
 
 

@@ -1,6 +1,6 @@
 """Text in, text out: a model, its tokenizer and an engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from kvfold.engine.sizes import sizes
 from kvfold.engine.stream import Answer, Stream
 from kvfold.errors import SettingError, renamed
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
-from kvfold.text import check_tokenizer, encode, encode_chat, encode_prompt
+from kvfold.text import check_tokenizer, encode, encode_chat, encode_prompt, encode_start
 from kvfold.weights import fingerprint
 
 # Settings that say how rows are stored, of a CacheConfig.
@@ -155,7 +155,7 @@ class LLM:
         """
         Setting(least=1).check("factor", factor, float | int)
         with renamed(prompt="text"):
-            ids = self.encode(text)
+            ids = self._encode(text, encode_start)
         with self.engine.turn.take():
             packer = Packer(self.runner, self.tokenizer, self.engine.scheduler.chunk, progress)
             rows, pages, report = packer.pack(ids, factor, measure)
@@ -305,12 +305,16 @@ class LLM:
             )
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text, with the start token if the tokenizer has one; ids as they are."""
+        """Token ids of a text as the tokenizer gives them, special tokens included; ids as they
+        are."""
+        return self._encode(prompt, encode_prompt)
+
+    def _encode(self, prompt: Prompt, how: Callable[[Any, str], list[int]]) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt is text, but this LLM has no tokenizer: pass tokenizer=")
             with renamed(text="prompt"):
-                prompt = encode_prompt(self.tokenizer, prompt)
+                prompt = how(self.tokenizer, prompt)
         ids = token_ids(prompt)
         self._check_ids("prompt", ids)
         return ids

@@ -18,7 +18,7 @@ from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.haystack import build_sample, load_filler
 from kvfold.evaluation.perplexity import max_positions, vocabulary
 from kvfold.evaluation.reader import Reader
-from kvfold.text import check_ids
+from kvfold.text import check_ids, leading_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +67,7 @@ def evaluate_needle(
             f"{limit}: leave out the lengths above {limit}"
         )
     filler, reader = load_filler(), reader or Reader(partial(DenseSession, model, chunk))
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-
-    size = vocabulary(model)
+    leading, size = leading_tokens(tokenizer), vocabulary(model)
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -91,12 +89,12 @@ def evaluate_needle(
         for context in range(num_contexts):
             sample = build_sample(
                 count,
-                length=length - len(bos),
+                length=length - len(leading),
                 num_facts=facts_per_context,
                 filler=filler,
                 rng=rng,
             )
-            reader.prefill(bos + encode(sample.prompt))
+            reader.prefill(leading + encode(sample.prompt))
             hits.append([ask(*pair) for pair in zip(sample.questions, sample.answers, strict=True)])
             if progress is not None:
                 progress(number * num_contexts + context + 1, len(lengths) * num_contexts)

@@ -69,9 +69,9 @@ def check_learnable(config: Any, target: Target) -> None:
 
 
 def readings(compressor: Compressor) -> Tensor:
-    """Windows [n, T] to learn from, spread over the calibration text, each as a prompt is: BOS,
-    then text alone. Calibration's own have BOS between documents too, and what attention makes of
-    that is no guide to a prompt."""
+    """Windows [n, T] to learn from, spread over the calibration text, each as a prompt is: the
+    tokenizer's `leading_tokens`, such as BOS, then text alone. Calibration's own have them between
+    documents too, and what attention makes of that is no guide to a prompt."""
     text = calibration_text(files_of(compressor.calib), compressor.tokenizer)
     cut = windows(compressor.tokenizer, text, _length(compressor.model))
     most = min(TOKENS, compressor.max_tokens)

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from kvfold.evaluation.tasks.base import Prompt, require
 from kvfold.evaluation.tasks.generation import WrittenTask, answer_of
-from kvfold.text import encode, encode_prompt
+from kvfold.text import encode, leading_tokens
 
 OTHERS = {"prompt", "choices"}  # a row with these is of another kind, whatever else it carries
 
@@ -15,7 +15,8 @@ OTHERS = {"prompt", "choices"}  # a row with these is of another kind, whatever 
 class AskedTask(WrittenTask):
     """Read `context`, compress it, then read `question` and continue greedily.
 
-    Both are plain text, tokenised apart: a chat's marks belong into them.
+    Both are plain text, tokenised apart: a chat's marks belong into them. A BOS token that a chat
+    template wrote into the context is not put in front a second time.
     """
 
     legal = '{"context", "question", "answer"[, "max_new_tokens"]}'
@@ -35,5 +36,8 @@ class AskedTask(WrittenTask):
         return cls(context=row["context"], question=row["question"], **answer_of(row, where))
 
     def prompt_for(self, tokenizer: Any, num_new: int) -> Prompt:
-        context, question = encode_prompt(tokenizer, self.context), encode(tokenizer, self.question)
+        context, question = (encode(tokenizer, x) for x in (self.context, self.question))
+        leading = leading_tokens(tokenizer)
+        if context[: len(leading)] != leading:
+            context = leading + context
         return Prompt(context=context, question=question, num_new=num_new)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kvfold.evaluation.tasks.base import Answer, Prompt, Task, require
-from kvfold.text import encode_prompt
+from kvfold.text import encode_start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,8 @@ def split_choices(
 
     The joint texts are tokenised; a token that spans the border counts with the choices.
     """
-    wholes = [encode_prompt(tokenizer, context + choice) for choice in choices]
-    shared = encode_prompt(tokenizer, context)
+    wholes = [encode_start(tokenizer, context + choice) for choice in choices]
+    shared = encode_start(tokenizer, context)
     for whole in wholes:
         same = [a == b for a, b in zip(shared, whole, strict=False)]
         shared = shared[: same.index(False) if False in same else len(same)]

@@ -15,7 +15,7 @@ from kvfold.evaluation.perplexity import max_positions, mean_and_se, vocabulary
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks import SCORES
 from kvfold.evaluation.tasks.base import Answer, Prompt, Task, decode
-from kvfold.text import check_ids
+from kvfold.text import check_ids, leading_tokens
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def run_tasks(
     has one, and its answer.
 
     reader: another cache than transformers'. A context that does not fit the model's positions
-    loses tokens on its left, after BOS. `progress(done, total)` counts rows. Raises ValueError for
-    an answer that alone does not fit.
+    loses tokens on its left, after the tokenizer's `leading_tokens`. `progress(done, total)` counts
+    rows. Raises ValueError for an answer that alone does not fit.
     """
     reader = reader or Reader(partial(DenseSession, model, chunk))
     stops, limit = _stop_ids(model, tokenizer), max_positions(model)
-    size = vocabulary(model)
+    size, leading = vocabulary(model), leading_tokens(tokenizer)
     values = defaultdict[str, list[float]](list)
     outputs: list[str] = []
     truncated = 0
@@ -85,7 +85,7 @@ def run_tasks(
             asked = task.prompts(tokenizer)
             for prompt in asked:
                 check_ids(chain(prompt.context, prompt.question, *prompt.endings), size)
-            prompts = [_fit(prompt, limit, tokenizer.bos_token_id) for prompt in asked]
+            prompts = [_fit(prompt, limit, leading) for prompt in asked]
             answers = [_answer(reader, prompt, stops) for prompt in prompts]
             written = zip(prompts, answers, strict=True)
             outputs += [decode(tokenizer, answer.tokens) for x, answer in written if x.num_new]
@@ -105,19 +105,22 @@ def _answer(reader: Reader, prompt: Prompt, stops: Collection[int | None]) -> An
     return Answer(log_likelihoods=weighed, tokens=tokens)
 
 
-def _fit(prompt: Prompt, limit: int | None, bos: int | None) -> Prompt:
-    """The prompt with as many last tokens of its context as leave room within `limit`, BOS kept."""
+def _fit(prompt: Prompt, limit: int | None, leading: list[int]) -> Prompt:
+    """The prompt with as many last tokens of its context as leave room within `limit`, after the
+    `leading` tokens that it begins with."""
     ids, room = prompt.context, prompt.room
     if not ids:
-        raise ValueError("task: empty context and no BOS token to start from; give a context")
+        raise ValueError(
+            "task: empty context, and the tokenizer puts no BOS token in front; give a context"
+        )
     if limit is None or len(ids) + room <= limit:
         return prompt
-    left = limit - room
-    if left < 2:
+    left, kept = limit - room, leading if ids[: len(leading)] == leading else []
+    if left < len(leading) + 1:
         raise ValueError(
             f"task: an answer of {room} tokens, with its question, leaves no context in {limit}"
         )
-    return replace(prompt, context=ids[:1] + ids[1 - left :] if ids[0] == bos else ids[-left:])
+    return replace(prompt, context=kept + ids[len(kept) - left :])
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int | None]:
