@@ -131,8 +131,9 @@ class LatentDecode(AttentionBackend):
     ) -> Callable[[CacheView], AttentionBackend]:
         first, size = layers[0], view.max_tokens
         assert first.rope is not None
-        rope = latent_decode.rope_table(first.rope.inv_freq, size, first.geometry.head_dim)
-        maps = {layer.index: _key_maps(layer, rope) for layer in layers}
+        about = first.rope.inv_freq, size, first.geometry.head_dim
+        tables = latent_decode.rope_table(*about), latent_decode.exact_table(*about)
+        maps = {layer.index: _key_maps(layer, *tables) for layer in layers}
         return partial(cls, layers=batches(view, layers), maps=maps)
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
@@ -171,9 +172,9 @@ def _add_metrics(
     )  # fmt: skip
 
 
-def _key_maps(layer: LayerMaps, table: Tensor) -> KeyMaps:
+def _key_maps(layer: LayerMaps, table: Tensor, exact: Tensor) -> KeyMaps:
     rope = layer.rope
     assert rope is not None and layer.key_up is not None and layer.key_mean is not None
     up = layer.key_columns.per_head(layer.key_up, layer.geometry.head_dim).detach()
     mean = layer.key_mean.detach()
-    return KeyMaps(layer.spec, up, mean, rope.inv_freq, table, rope.scaling)
+    return KeyMaps(layer.spec, up, mean, rope.inv_freq, table, rope.scaling, exact)

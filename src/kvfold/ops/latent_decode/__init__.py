@@ -19,11 +19,11 @@ from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import columns_of
 from kvfold.ops.latent_decode import pieces
 from kvfold.ops.latent_decode.groups import Layer, unread
-from kvfold.ops.latent_decode.maps import KeyMaps, rope_table
+from kvfold.ops.latent_decode.maps import KeyMaps, exact_table, rope_table
 from kvfold.spec import LayerSpec
 from kvfold.spec.layout import Group
 
-__all__ = ["KeyMaps", "latent_decode", "plan_layers", "rope_table", "why_not"]
+__all__ = ["KeyMaps", "exact_table", "latent_decode", "plan_layers", "rope_table", "why_not"]
 
 # Each has `plan_layers` and `latent_decode`, which are called as those below.
 LATENT_DECODE = Operation(__name__, {"triton": unread, "triton_pieces": pieces.unread})

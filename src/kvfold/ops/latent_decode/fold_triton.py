@@ -7,14 +7,15 @@ Shapes as in `scores_triton`.
 import triton.language as tl
 
 from kvfold.ops.common.codes_triton import UNIT
-from kvfold.ops.common.rope_triton import load_angles, load_pairs
+from kvfold.ops.common.rope_triton import load_pairs
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.kernels import after_launch
+from kvfold.ops.latent_decode.scores_triton import OFFSETS, STEP
 
 
 @step_kernel
 def fold_kernel(
-    q, q_stride, up, sums, rope, powers, folded, extra, lengths, length_slot, slots, bases,
+    q, q_stride, up, sums, exact, powers, folded, extra, lengths, length_slot, slots, bases,
     G: tl.constexpr, HG: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr, WORDS: tl.constexpr,
     WP: tl.constexpr, SHARE: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr,
@@ -51,8 +52,8 @@ def fold_kernel(
         a_y = tl.load(up + place + WORDS * PAIRS, (word < WORDS)[:, None], 0.0)
         for stretch in range(tl.program_id(0), tl.cdiv(length, REACH), tl.num_programs(0)):
             middle = stretch * REACH + REACH // 2
-            cos, sin = load_angles(tl.load(rope + middle * PAIRS + pair))
-            cos, sin = cos.to(tl.float32)[:, None], sin.to(tl.float32)[:, None]
+            angle = exact + ((OFFSETS + middle // STEP) * PAIRS + pair) * 2
+            cos, sin = tl.load(angle)[:, None], tl.load(angle + 1)[:, None]
             there_x, there_y = x * cos + y * sin, y * cos - x * sin
             g_x = tl.where(odd, there_y, there_x) * power
             g_y = tl.where(odd, -there_x, there_y) * power

@@ -5,6 +5,7 @@ Shapes as in `latent_decode`; W 16-bit words of a key row, of C codes; K powers 
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from kvfold.spec import LayerSpec
 
 REACHES = (512, 256, 128, 64)  # rows of a stretch
 TOLERANCE = 1e-3  # of a cosine: less than bf16 rounds off
+OFFSETS, STEP = 128, 16  # first rows of `exact_table`, and positions from row to row of the others
+BIASED = 32.0  # numbers of a key's mean from which fp16 arithmetic is too coarse for it
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +28,8 @@ class KeyMaps:
     layer: its latents; up [Hk, d, r], 0 beyond a head's own rank; mean [Hk, d]; inv_freq fp32
     [w / 2]: angles a position, of the pairs (i, i + w / 2); rope: `rope_table` of these for all
     positions, which layers may share; scaling: of the rotated dims (attention_scaling of
-    transformers). packed: what kernels made of them, by their own key.
+    transformers). exact: `exact_table` of the same, made where it is None. packed: what kernels
+    made of them, by their own key.
     """
 
     layer: LayerSpec
@@ -34,11 +38,24 @@ class KeyMaps:
     inv_freq: Tensor
     rope: Tensor
     scaling: float = 1.0
+    exact: Tensor | None = None
     packed: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def rotary(self) -> int:
         return 2 * len(self.inv_freq)
+
+    @cached_property
+    def angles(self) -> Tensor:
+        """`exact_table`."""
+        if self.exact is not None:
+            return self.exact
+        return exact_table(self.inv_freq, self.rope.shape[0] - REACHES[0], self.up.shape[1])
+
+    @cached_property
+    def biased(self) -> bool:
+        """Whether some number of a mean is BIASED. Waits for the device."""
+        return bool(self.mean.abs().max() >= BIASED)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin fp32 [..., w] of positions [...]."""
@@ -107,6 +124,18 @@ def no_drift(pairs: int, queries: int, device: torch.device) -> Drift:
 def num_powers(queries: int) -> int:
     """As many as fill the 8 columns of a product, at least 4."""
     return max(4, 8 // power_of_two(queries))
+
+
+def exact_table(inv_freq: Tensor, positions: int, head_dim: int) -> Tensor:
+    """cos and sin fp32 [OFFSETS + ., F, 2] of positions 0 .. OFFSETS - 1, then of every STEP-th of
+    as many as `rope_table` has. In fp16 a key's mean of hundreds would be off by what scores feel.
+    """
+    pairs = torch.zeros(padded_width(head_dim // 2), device=inv_freq.device)
+    pairs[: len(inv_freq)] = inv_freq
+    number = torch.arange(positions + REACHES[0], device=inv_freq.device)
+    number = torch.cat((torch.arange(OFFSETS, device=inv_freq.device), number[::STEP]))
+    angles = number[:, None].float() * pairs
+    return torch.stack((angles.cos(), angles.sin()), -1)
 
 
 def rope_table(inv_freq: Tensor, positions: int, head_dim: int) -> Tensor:

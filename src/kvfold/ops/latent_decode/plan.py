@@ -57,12 +57,15 @@ class Passes:
         return self.heads if self.heads and groups.heads[2] % self.heads == 0 else 1
 
     @classmethod
-    def of(cls, layers: Sequence[LatentGroups], queries: int, head_dim: int) -> "Passes":
-        """The fastest for rows as wide as these layers'; queries: of a KV head."""
+    def of(
+        cls, layers: Sequence[LatentGroups], queries: int, head_dim: int, biased: bool = False
+    ) -> "Passes":
+        """The fastest for rows as wide as these layers'; queries: of a KV head; biased: whether a
+        layer's means want `scores_triton`'s arithmetic (see `KeyMaps.biased`)."""
         groups = max(layers, key=lambda x: x.widths)
         words, (key_bits, value_bits) = sum(groups.pieces), groups.bits
         numbers = padded_width(groups.widths[1]) * padded_queries(groups.heads[1] * queries)
-        heads = hopper_heads(layers, queries, head_dim)
+        heads = 0 if biased else hopper_heads(layers, queries, head_dim)
         if heads:
             exact = all(x.narrowest[0] == x.widths[0] for x in layers)
             scores = tuning_for("scores_gluon", words * 16 // key_bits, key_bits, exact)
@@ -74,12 +77,12 @@ class Passes:
 
 def hopper_heads(layers: Sequence[LatentGroups], queries: int, head_dim: int) -> int:
     """KV heads of a program of `scores_gluon`; 0 where it does not serve: it takes rows
-    without positions, codes of up to 256 numbers, heads of at most 128, 3 to 8 queries a KV head,
-    and sm_90."""
+    without positions, codes of up to 256 numbers, heads of 64 to 128 numbers, 3 to 8 queries a KV
+    head, and sm_90."""
     plain = all(x.align % 4 == 0 and not x.tracked for x in layers)
     if not has_gluon(layers[0].keys.device) or not plain:
         return 0
-    if head_dim > 128 or not 2 < queries <= 8:
+    if not 64 <= head_dim <= 128 or not 2 < queries <= 8:
         return 0
     # Maps of two heads that are wider would not fit; codes become numbers in registers.
     wide = any(sum(x.pieces) * 16 // x.bits[0] > 256 for x in layers)

@@ -14,7 +14,12 @@ from kvfold.ops.common.rope_triton import load_pairs
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.common.weights_triton import store_weights
 from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
-from kvfold.ops.latent_decode.scores_triton import load_turns, rotated_scores, turned_means
+from kvfold.ops.latent_decode.scores_triton import (
+    item_queries,
+    load_turns,
+    rotated_scores,
+    turned_means,
+)
 
 
 @triton.jit
@@ -61,11 +66,11 @@ def _add_piece(
 
 @triton.jit
 def _scores(
-    t, page, row, inside, line, pieces, up, sums, codes, arena, rope, mean, queries, turns,
+    t, page, row, inside, line, pieces, up, sums, codes, arena, rope, exact, mean, queries, turns,
     FORMS: tl.constexpr, HEAD_FIELDS: tl.constexpr, PIECE_FIELDS: tl.constexpr, F: tl.constexpr,
     QP: tl.constexpr, ZEROS: tl.constexpr, SCALE: tl.constexpr, TRACKED: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, ONE_PAGE: tl.constexpr,
-    MASKED: tl.constexpr,
+    BIASED: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ONE_PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Scores [BLOCK, QP] of tile t."""
     scale_row, position_start = tl.load(line + 2), tl.load(line + 3)
@@ -80,21 +85,21 @@ def _scores(
             )  # fmt: skip
     none = tl.zeros([BLOCK, QP], tl.float32)
     return rotated_scores(
-        x, y, none, t, page, row, inside, arena, rope, position_start, mean[0], mean[1], queries,
-        turns, TRACKED, F, BLOCK,
+        x, y, none, t, page, row, inside, arena, rope, exact, position_start, mean[0], mean[1],
+        queries, turns, TRACKED, BIASED, F, BLOCK,
     )  # fmt: skip
 
 
 @step_kernel
 def piece_score_kernel(
-    q, q_stride, up, sums, means, rope, turns, weights, tops, codes, arena,
+    q, q_stride, up, sums, means, rope, turns, exact, weights, tops, codes, arena,
     tables, table_slot, table_group, lengths, length_slot, slots, heads, pieces, bases, starts,
     scale,
     FORMS: tl.constexpr, HEAD_FIELDS: tl.constexpr, PIECE_FIELDS: tl.constexpr,
     G: tl.constexpr, HK: tl.constexpr, NQ: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, F: tl.constexpr, ZEROS: tl.constexpr, SCALE: tl.constexpr,
-    TRACKED: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
+    TRACKED: tl.constexpr, BIASED: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Weights of every tile of a slice; items are (sequence, KV head).
 
@@ -122,9 +127,9 @@ def piece_score_kernel(
             stop = end_tile
         if tile < stop:
             q_x, q_y = load_pairs(q + b * q_stride + first_head * D, n, pair, n < N, D, HALF)
-            queries = q_x.to(tl.float16), q_y.to(tl.float16)
+            queries = item_queries(q_x, q_y, TRACKED, BIASED)
             mean = tl.load(means + h * 2 * F + pair), tl.load(means + h * 2 * F + F + pair)
-            mean_x, mean_y = turned_means(mean[0], mean[1], cos, sin, BLOCK)
+            mean_x, mean_y = turned_means(mean[0], mean[1], cos, sin, exact, BLOCK, F, F, BIASED)
             turned = (cos, sin, mean_x, mean_y)
             table = tables + slot * table_slot + g * table_group
             base = tl.load(bases + b * G + g).to(tl.int64) * NQ
@@ -134,8 +139,9 @@ def piece_score_kernel(
                 page = tile_pages(table, t, row, length, PAGE, ONE_PAGE).to(tl.int64) * 32
                 s = _scores(
                     t, page, tile_rows(t, row, PAGE, ONE_PAGE), row < rows, line, pieces, up, sums,
-                    codes, arena, rope, mean, queries, turned, FORMS, HEAD_FIELDS, PIECE_FIELDS, F,
-                    QP, ZEROS, SCALE, TRACKED, ALIGN, BLOCK, STAGES, ONE_PAGE, True,
+                    codes, arena, rope, exact, mean, queries, turned, FORMS, HEAD_FIELDS,
+                    PIECE_FIELDS, F, QP, ZEROS, SCALE, TRACKED, BIASED, ALIGN, BLOCK, STAGES,
+                    ONE_PAGE, True,
                 )  # fmt: skip
                 s = tl.where((row < rows)[:, None], s * scale, float("-inf"))
                 own = to + t * (BLOCK // SPAN) * NQ

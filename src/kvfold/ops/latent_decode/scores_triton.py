@@ -7,6 +7,10 @@ Keys are not rotated to where they are: score = (R_a^T q) . (R_o u) for u = A z 
 a + o, so that a tile rotates its N queries by its first row's angles a, and its rows by o < BLOCK,
 whose table stays on chip. Rows that carry positions look their angles up instead.
 
+Means may be a hundred times as large as what tells keys apart (Qwen2.5's biases). Where BIASED,
+R_o mu - mu alone, which is small where mu is large, is added to keys in fp16; (R_a^T q) . mu comes
+in fp32.
+
 Half of the pairs turn so slowly that they are not rebuilt: within a stretch of REACH rows R_o is a
 polynomial in o, of K powers, and A^T times its coefficients' queries is K * N vectors in the
 latent's space (`fold_kernel`), which rows are multiplied by directly (see `maps.Drift`).
@@ -18,10 +22,19 @@ import triton
 import triton.language as tl
 
 from kvfold.ops.common.codes_triton import UNIT, load_fp16, unpack
-from kvfold.ops.common.rope_triton import load_angles, load_pairs, packed_pairs, rotate, rotate_back
+from kvfold.ops.common.rope_triton import (
+    load_angles,
+    load_pairs,
+    packed_pairs,
+    rotate,
+    rotate_back,
+)
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.common.weights_triton import store_weights
 from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
+from kvfold.ops.latent_decode import maps as tables_of
+
+OFFSETS, STEP = tl.constexpr(tables_of.OFFSETS), tl.constexpr(tables_of.STEP)
 
 
 @triton.jit
@@ -89,11 +102,11 @@ def _attend_folded(
 
 @triton.jit
 def _scores(
-    t, page, row, inside, keys, arena, rope, head, maps0, maps1, sums, queries, turns,
+    t, page, row, inside, keys, arena, rope, exact, head, maps0, maps1, sums, queries, turns,
     folded, extra,
-    BITS: tl.constexpr, ZEROS: tl.constexpr, TRACKED: tl.constexpr, EXACT: tl.constexpr,
-    W0: tl.constexpr, W1: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr, K: tl.constexpr,
-    NP: tl.constexpr, HG: tl.constexpr, REACH: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, ZEROS: tl.constexpr, TRACKED: tl.constexpr, BIASED: tl.constexpr,
+    EXACT: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr,
+    K: tl.constexpr, NP: tl.constexpr, HG: tl.constexpr, REACH: tl.constexpr, BLOCK: tl.constexpr,
     ONE_PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Scores [BLOCK, NP] of tile t, whose rows are rows `row` of pages `page` (in 16-bit words)."""
@@ -153,19 +166,19 @@ def _scores(
         if ZEROS:
             x, y = x + zero * total_x[None, :], y + zero * total_y[None, :]
     s = rotated_scores(
-        x, y, slow, t, page, row, inside, arena, rope, position_start, mean_x, mean_y, queries,
-        turns, TRACKED, PAIRS, BLOCK,
+        x, y, slow, t, page, row, inside, arena, rope, exact, position_start, mean_x, mean_y,
+        queries, turns, TRACKED, BIASED, PAIRS, BLOCK,
     )  # fmt: skip
     return tl.sum(tl.reshape(s, [BLOCK, QP // NP, NP]), 1)
 
 
 @triton.jit
 def rotated_scores(
-    x, y, s, t, page, row, inside, arena, rope, position_start, mean_x, mean_y, queries, turns,
-    TRACKED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    x, y, s, t, page, row, inside, arena, rope, exact, position_start, mean_x, mean_y, queries,
+    turns, TRACKED: tl.constexpr, BIASED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """s [BLOCK, QP] and the products of queries with the rows of tile t, whose halves x, y
-    [BLOCK, F] of F pairs are A z."""
+    [BLOCK, F] of F pairs are A z. queries, turns: of `item_queries` and `turned_means`."""
     pair = tl.arange(0, x.shape[1])
     q_x, q_y = queries
     cos, sin, turned_x, turned_y = turns
@@ -176,6 +189,13 @@ def rotated_scores(
         x, y = x.to(tl.float16), y.to(tl.float16)
         x, y = x * cos - y * sin, y * cos + x * sin
         q0, q1 = q_x, q_y
+    elif BIASED:
+        base = exact + ((OFFSETS + t * (BLOCK // STEP)) * PAIRS + pair) * 2
+        base_cos, base_sin = tl.load(base)[:, None], tl.load(base + 1)[:, None]
+        q0, q1 = q_x * base_cos + q_y * base_sin, q_y * base_cos - q_x * base_sin
+        s += tl.sum(q0 * mean_x[:, None] + q1 * mean_y[:, None], 0)[None, :]
+        q0, q1 = q0.to(tl.float16), q1.to(tl.float16)
+        x, y = rotate(x, y, cos, sin, turned_x, turned_y)
     else:
         base_cos, base_sin = load_angles(tl.load(rope + t * BLOCK * PAIRS + pair))
         q0, q1 = rotate_back(q_x, q_y, base_cos[:, None], base_sin[:, None])
@@ -195,12 +215,31 @@ def load_turns(turns, BLOCK: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr)
 
 
 @triton.jit
-def turned_means(mean_x, mean_y, cos, sin, BLOCK: tl.constexpr):
-    """Halves of mu [F] as a tile's rows turn them."""
+def item_queries(q_x, q_y, TRACKED: tl.constexpr, BIASED: tl.constexpr):
+    """Halves of an item's queries, fp32, as `rotated_scores` takes them."""
+    if TRACKED or not BIASED:
+        q_x, q_y = q_x.to(tl.float16), q_y.to(tl.float16)
+    return q_x, q_y
+
+
+@triton.jit
+def turned_means(
+    mean_x, mean_y, cos, sin, exact, BLOCK: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr,
+    BIASED: tl.constexpr,
+):  # fmt: skip
+    """Halves of R_o mu for a tile's rows o, fp16 [BLOCK, F]; where BIASED, of R_o mu - mu."""
     nothing = cos * 0
-    mean_x = tl.broadcast_to(mean_x[None, :], BLOCK, mean_x.shape[0])
-    mean_y = tl.broadcast_to(mean_y[None, :], BLOCK, mean_y.shape[0])
-    return rotate(mean_x, mean_y, cos, sin, nothing, nothing)
+    if BIASED:
+        at = exact + (tl.arange(0, BLOCK)[:, None] * PAIRS + tl.arange(0, F)[None, :]) * 2
+        less, sine = tl.load(at) - 1.0, tl.load(at + 1)
+        mean_x, mean_y = mean_x[None, :], mean_y[None, :]
+        x, y = mean_x * less - mean_y * sine, mean_y * less + mean_x * sine
+        x, y = packed_pairs(x.to(tl.float16) + nothing, y.to(tl.float16) + nothing)
+    else:
+        mean_x = tl.broadcast_to(mean_x[None, :], BLOCK, F)
+        mean_y = tl.broadcast_to(mean_y[None, :], BLOCK, F)
+        x, y = rotate(mean_x, mean_y, cos, sin, nothing, nothing)
+    return x, y
 
 
 @triton.jit
@@ -215,19 +254,20 @@ def _powers(u, k, K: tl.constexpr):
 
 @step_kernel
 def score_kernel(
-    q, q_stride, up, sums, rope, turns, folded, extra, weights, tops, keys, arena,
+    q, q_stride, up, sums, rope, turns, exact, folded, extra, weights, tops, keys, arena,
     tables, table_slot, table_group, lengths, length_slot, slots, heads, bases, starts, scale,
     G: tl.constexpr, HG: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr,
-    BITS: tl.constexpr, ZEROS: tl.constexpr, TRACKED: tl.constexpr, EXACT: tl.constexpr,
-    PAGE: tl.constexpr, ALIGN: tl.constexpr, REACH: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
+    BITS: tl.constexpr, ZEROS: tl.constexpr, TRACKED: tl.constexpr, BIASED: tl.constexpr,
+    EXACT: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr, REACH: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Weights of every tile of a slice; items are (sequence, KV head).
 
     q [B, Hq, D]; up [Hk, C, 2, W, PAIRS] and sums fp32 [Hk, 6, PAIRS]: see `maps.Packed`;
-    folded, extra: see `fold_kernel`; rope int32 [M, PAIRS], turns the same as fp16s. weights
+    folded, extra: see `fold_kernel`; rope int32 [M, PAIRS], turns the same as fp16s; exact:
+    `exact_table`. weights
     [spans, HG * N, SPAN], tops fp32 [spans, HG * N] in log2, spans of (b, g) from bases int32
     [B * G] on. keys: the arena as 16-bit words, arena: as int32. heads: see `LatentGroups`. HALF:
     half of the rotated dims.
@@ -264,7 +304,7 @@ def score_kernel(
                 tl.load(about + 6),
             )  # fmt: skip
             q_x, q_y = load_pairs(q + b * q_stride + h * N * D, column, pair, column < N, D, HALF)
-            queries = q_x.to(tl.float16), q_y.to(tl.float16)
+            queries = item_queries(q_x, q_y, TRACKED, BIASED)
             map_at = up + h * C * 2 * WORDS * PAIRS
             maps0 = _map(map_at, 0, W0, F, WORDS, PAIRS, C)
             maps1 = maps0
@@ -276,7 +316,7 @@ def score_kernel(
                 tl.load(sum_at + 3 * PAIRS), tl.load(sum_at + 4 * PAIRS),
                 tl.load(sum_at + 5 * PAIRS),
             )  # fmt: skip
-            mean_x, mean_y = turned_means(six[0], six[1], cos, sin, BLOCK)
+            mean_x, mean_y = turned_means(six[0], six[1], cos, sin, exact, BLOCK, F, PAIRS, BIASED)
             turned = (cos, sin, mean_x, mean_y)
             table = tables + slot * table_slot + g * table_group
             run = b * G + g
@@ -290,9 +330,10 @@ def score_kernel(
                 page = ahead.to(tl.int64) * 32
                 ahead = tile_pages(table, t + 1, row, length, PAGE, ONE_PAGE)
                 s = _scores(
-                    t, page, tile_rows(t, row, PAGE, ONE_PAGE), row >= 0, keys, arena, rope, head,
-                    maps0, maps1, six, queries, turned, own_folded, own_extra, BITS, ZEROS, TRACKED,
-                    EXACT, W0, W1, F, PAIRS, K, NP, HG, REACH, BLOCK, ONE_PAGE, False,
+                    t, page, tile_rows(t, row, PAGE, ONE_PAGE), row >= 0, keys, arena, rope, exact,
+                    head, maps0, maps1, six, queries, turned, own_folded, own_extra, BITS, ZEROS,
+                    TRACKED, BIASED, EXACT, W0, W1, F, PAIRS, K, NP, HG, REACH, BLOCK, ONE_PAGE,
+                    False,
                 )  # fmt: skip
                 own = to + t * (BLOCK // SPAN) * NQ
                 store_weights(s * scale, weights, tops, own, n < N, BLOCK, BLOCK, NP, NQ, SPAN)
@@ -300,9 +341,10 @@ def score_kernel(
                 rows = length - t * BLOCK
                 page = tile_pages(table, t, row, length, PAGE, ONE_PAGE).to(tl.int64) * 32
                 s = _scores(
-                    t, page, tile_rows(t, row, PAGE, ONE_PAGE), row < rows, keys, arena, rope, head,
-                    maps0, maps1, six, queries, turned, own_folded, own_extra, BITS, ZEROS, TRACKED,
-                    EXACT, W0, W1, F, PAIRS, K, NP, HG, REACH, BLOCK, ONE_PAGE, True,
+                    t, page, tile_rows(t, row, PAGE, ONE_PAGE), row < rows, keys, arena, rope,
+                    exact, head, maps0, maps1, six, queries, turned, own_folded, own_extra, BITS,
+                    ZEROS, TRACKED, BIASED, EXACT, W0, W1, F, PAIRS, K, NP, HG, REACH, BLOCK,
+                    ONE_PAGE, True,
                 )  # fmt: skip
                 s = tl.where((row < rows)[:, None], s * scale, float("-inf"))
                 own = to + t * (BLOCK // SPAN) * NQ

@@ -44,7 +44,8 @@ def plan_layers(
     """As `ops.latent_decode.plan_layers`. passes: how both are cut, by default as was fastest."""
     queries = q.shape[1] // sum(len(latent.heads) for latent in layers[0][0].key_latents)
     tables = [latent_groups(*layer, queries, lengths.device) for layer in layers]
-    passes = passes or Passes.of(tables, queries, q.shape[2])
+    biased = any(x.biased for x in maps)
+    passes = passes or Passes.of(tables, queries, q.shape[2], biased)
     first, second = passes.scores, passes.values
     counts = lengths.unflatten(1, (len(layers), -1))  # [B, L, G]
     units = tables[0].heads[0] // max(1, passes.heads)
@@ -143,7 +144,7 @@ class _Step:
             items = runs * group_heads
             longest = -(-self.pages.tables.shape[2] * groups.page // drift.reach)
             fold_kernel[(max(1, min(longest, FOLDING // items)), items)](
-                self.q, self.q.stride(0), packed.up, packed.sums, self.maps.rope, drift.powers,
+                self.q, self.q.stride(0), packed.up, packed.sums, self.maps.angles, drift.powers,
                 folded, extra, *self._where[3:], self.plan.bases, G=len(self.pages.groups),
                 SPAN=SPAN, WORDS=words, WP=padded_width(words), SHARE=packed.share,
                 ZEROS=groups.zeros, num_warps=1 if words <= 64 else 4, **self._heads,
@@ -158,9 +159,9 @@ class _Step:
         bits, (first, second) = groups.bits[0], groups.pieces
         assert rope.shape[0] >= tuning.block, "the table is shorter than a tile"
         grid = (plan.scores.starts.shape[0] - 1,)
+        angles = packed.sums, rope, rope.view(torch.float16)
         inputs = (
-            packed.sums, rope, rope.view(torch.float16), folded, extra,
-            plan.room.weights, plan.room.tops,
+            folded, extra, plan.room.weights, plan.room.tops,
             words_of(arena, self.q.dtype if bits == 16 else torch.uint16),
         )  # fmt: skip
         place = *self._where, groups.keys, plan.bases, plan.scores.starts, scale * LOG2_E
@@ -170,7 +171,7 @@ class _Step:
 
             alike = groups.narrowest[0] == groups.widths[0]
             scores_gluon.score_kernel[grid](
-                self.q, self.q.stride(0), packed.beside, *inputs,
+                self.q, self.q.stride(0), packed.beside, *angles, *inputs,
                 words_of(arena, torch.float16), *place, G=len(self.pages.groups),
                 HEADS=plan.passes.heads, LATENTS=plan.passes.heads // packed.share,
                 WIDTH=groups.widths[0] * bits // 16 if alike else 0, VECTOR=min(8, groups.align),
@@ -179,10 +180,10 @@ class _Step:
             )  # fmt: skip
             return
         score_kernel[grid](
-            self.q, self.q.stride(0), packed.up, *inputs, words_of(arena, torch.int32),
-            *place, TRACKED=groups.tracked,
-            EXACT=groups.narrowest[0] * bits == 16 * (first + second), BLOCK=tuning.block,
-            STAGES=tuning.stages, **cut, **self._heads, **self._same,
+            self.q, self.q.stride(0), packed.up, *angles, self.maps.angles, *inputs,
+            words_of(arena, torch.int32), *place, TRACKED=groups.tracked,
+            BIASED=self.maps.biased, EXACT=groups.narrowest[0] * bits == 16 * (first + second),
+            BLOCK=tuning.block, STAGES=tuning.stages, **cut, **self._heads, **self._same,
         )  # fmt: skip
 
     def attend_values(self) -> tuple[Tensor, Tensor]:

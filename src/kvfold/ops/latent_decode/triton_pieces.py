@@ -49,7 +49,7 @@ def plan_layers(
     maps these are, and rows are many."""
     groups = [groups for _, groups in layers]
     queries, head_dim = q.shape[1] // len(owner_of(groups[0])), q.shape[2]
-    whole = len(maps) == len(layers) and rows >= one_pass.ROWS
+    whole = len(maps) == len(layers) and rows >= one_pass.ROWS and not any(x.biased for x in maps)
     if whole and all(
         one_pass.serves(tuple(own), queries, lengths.device, head_dim)
         and drift_of(x, head_dim, queries) is not None
@@ -85,15 +85,15 @@ def latent_decode(
     assert rope.shape[1] == packed.means.shape[-1], "the table is of another head dim"
     piece_score_kernel[(plan.scores.starts.shape[0] - 1,)](
         q, q.stride(0), packed.up, packed.sums, packed.means, rope, rope.view(torch.float16),
-        room.weights, room.tops, words_of(arena, torch.uint16 if coded else q.dtype),
+        maps.angles, room.weights, room.tops, words_of(arena, torch.uint16 if coded else q.dtype),
         words_of(arena, torch.int32), tables, tables.stride(0), tables.stride(1), lengths,
         lengths.stride(0), slots, keys.heads, keys.pieces, plan.bases, plan.scores.starts,
         scale * LOG2_E,
         FORMS=keys.forms, HEAD_FIELDS=HEAD_FIELDS, PIECE_FIELDS=PIECE_FIELDS, G=len(groups),
         HK=len(maps.up), NQ=q.shape[1] // len(groups), N=queries, NP=power_of_two(queries),
         D=q.shape[2], HALF=maps.rotary // 2, F=rope.shape[1], ZEROS=keys.zeros, SCALE=keys.scale,
-        TRACKED=keys.tracked, PAGE=groups[0].layout.page, ALIGN=keys.align, SPAN=SPAN,
-        BLOCK=cut.block, STAGES=cut.stages, num_warps=cut.warps, maxnreg=cut.registers,
+        TRACKED=keys.tracked, BIASED=maps.biased, PAGE=groups[0].layout.page,
+        ALIGN=keys.align, SPAN=SPAN, BLOCK=cut.block, STAGES=cut.stages, num_warps=cut.warps, maxnreg=cut.registers,
         **launch_options(q.device),
     )  # fmt: skip
     return attend_values(
