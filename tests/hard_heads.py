@@ -12,4 +12,4 @@ LEVELS = {
 }
 EXTREMES = {"lowest": (456.0, -280.0), "highest": (456.0, 280.0)}  # near 12,800
 ALL = LEVELS | EXTREMES
-FIRST = 30.0  # times a first row's numbers, so that queries give it all the weight, or none
+FIRST = 8.0  # times a first row's numbers

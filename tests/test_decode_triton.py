@@ -93,15 +93,16 @@ def run(case: Case, tuning: Tuning, num_slices: int) -> tuple[Tensor, Tensor]:
     return decode_triton.decode(*case.args, plan=cut(case, tuning, num_slices))
 
 
-def check(case: Case, out: Tensor, lse: Tensor) -> None:
+def check(case: Case, out: Tensor, lse: Tensor, slack: float = 0.0) -> None:
+    """slack: of scores, in log2, from queries that are rounded more than others."""
     q = case.args[0]
     assert out.dtype is q.dtype and out.shape == case.out.shape and lse.dtype is torch.float32
     empty = case.lse.isinf()
     # Eight roundings to fp32 of what is twice a score, before the codes' middle is taken off.
     rounding = 16 * 2.0**-24 * float(case.lse[~empty].abs().max())
-    assert error(out, case.out) <= LIMITS.get(q.dtype, LIMITS[torch.float16]) + rounding
+    assert error(out, case.out) <= LIMITS.get(q.dtype, LIMITS[torch.float16]) + rounding + slack
     assert torch.equal(lse.cpu().isinf(), empty) and not out.cpu()[empty].any()
-    assert ((lse.cpu().double() - case.lse)[~empty].abs() <= LSE + rounding).all()
+    assert ((lse.cpu().double() - case.lse)[~empty].abs() <= LSE + rounding + slack).all()
 
 
 def spread(page: int, block: int, seed: int) -> list[list[int]]:

@@ -65,8 +65,8 @@ def test_rebuilt_keys(name: str, level: str) -> None:
     want, exact = case.run(reference.latent_decode, dtype=torch.float64)
     bias, query = ALL[level]
     size = bias * abs(query) * 0.1 * LOG2_E
-    # A first key without its bias, and what a query makes of its map, are near FIRST times a unit in
-    # the biased number: both are rounded, each twice.
+    # A first key without its bias, and what a query makes of its map, are near FIRST times a unit
+    # in the biased number: both are rounded, each twice.
     bound = 16 * 2.0**-24 * size + 4 * 2.0**-11 * FIRST * abs(query) * 0.1 * LOG2_E
     assert out.isfinite().all()
     torch.testing.assert_close(lse, exact.float(), rtol=0, atol=bound)

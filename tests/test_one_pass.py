@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import hard_heads
 import test_rebuild_triton as rebuild
 from kvfold.ops import one_pass
+from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.decode import triton_split
 from kvfold.ops.latent_decode import rope_table, triton_pieces
 from kvfold.ops.one_pass.rows import items, latents_of
@@ -144,7 +145,11 @@ def test_one_pass_on_hard_heads(name: str, level: str) -> None:
     case = Case.of(layout, rows, queries, torch.bfloat16, **hard)
     q, pages, slots, scale = case.args
     plan = one_pass.plan_layers([pages.groups], pages.lengths[slots], queries)[0]
-    check(case, *triton_split.decode(q, pages, slots, scale, plan))
+    # Queries are whole numbers of 16 bits, by the largest, and a first key is FIRST * sqrt(128)
+    # long: three standard deviations of what that makes of its score.
+    step = abs(hard_heads.ALL[level][1]) / 32512
+    slack = 3 * step / 12**0.5 * hard_heads.FIRST * 128**0.5 * scale * LOG2_E
+    check(case, *triton_split.decode(q, pages, slots, scale, plan), slack)
 
 
 def of(layout: CacheLayout, queries: int, dtype: torch.dtype, rows: Sequence[list[int]]) -> Case:

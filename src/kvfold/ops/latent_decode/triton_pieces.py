@@ -93,7 +93,8 @@ def latent_decode(
         HK=len(maps.up), NQ=q.shape[1] // len(groups), N=queries, NP=power_of_two(queries),
         D=q.shape[2], HALF=maps.rotary // 2, F=rope.shape[1], ZEROS=keys.zeros, SCALE=keys.scale,
         TRACKED=keys.tracked, BIASED=maps.biased, PAGE=groups[0].layout.page,
-        ALIGN=keys.align, SPAN=SPAN, BLOCK=cut.block, STAGES=cut.stages, num_warps=cut.warps, maxnreg=cut.registers,
+        ALIGN=keys.align, SPAN=SPAN, BLOCK=cut.block, STAGES=cut.stages, num_warps=cut.warps,
+        maxnreg=cut.registers,
         **launch_options(q.device),
     )  # fmt: skip
     return attend_values(
