@@ -10,6 +10,7 @@ from kvfold.compression.self_text import SELF
 from kvfold.errors import SettingError
 from kvfold.text import documents, packaged, read_texts
 
+LEAST = 256  # tokens of a document, where it has them
 PACKAGED = {  # kinds of packaged text, which give equal shares of the tokens
     "prose": ("calibration.txt",),
     "code": ("calibration/code.txt",),
@@ -59,7 +60,8 @@ def shares(found: Sequence[Document], sizes: Sequence[int], total: int) -> list[
     """How many tokens each document gives: its beginning, where all of them hold more than `total`.
 
     sizes: tokens of each document. Kinds give equally many tokens, and so do the documents of a
-    kind; what short ones leave goes to longer ones.
+    kind; what short ones leave goes to longer ones. Where that would be less than LEAST tokens of
+    each document, some give more and the others nothing: statistics are of text that runs on.
     """
     members: dict[str, list[int]] = {}
     for i, document in enumerate(found):
@@ -67,9 +69,20 @@ def shares(found: Sequence[Document], sizes: Sequence[int], total: int) -> list[
     of_kinds = split_evenly([sum(sizes[i] for i in x) for x in members.values()], total)
     result = [0] * len(sizes)
     for indices, share in zip(members.values(), of_kinds, strict=True):
-        for i, size in zip(indices, split_evenly([sizes[i] for i in indices], share), strict=True):
+        chosen = _chosen(indices, sizes, share)
+        for i, size in zip(chosen, split_evenly([sizes[i] for i in chosen], share), strict=True):
             result[i] = size
     return result
+
+
+def _chosen(indices: list[int], sizes: Sequence[int], total: int) -> list[int]:
+    """Of documents, as many as can give LEAST of `total` tokens each, spread evenly; more, where
+    those are too short to fill it."""
+    for count in range(max(1, total // LEAST), len(indices)):
+        chosen = [indices[i * len(indices) // count] for i in range(count)]
+        if sum(sizes[i] for i in chosen) >= total:
+            return chosen
+    return indices
 
 
 def split_evenly(sizes: Sequence[int], total: int) -> list[int]:
