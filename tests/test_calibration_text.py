@@ -22,7 +22,7 @@ from kvfold.compression.documents import (
     split_evenly,
 )
 from kvfold.compression.self_text import write
-from kvfold.text import ROLES, packaged
+from kvfold.text import ROLES, encode_chat, packaged
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"
@@ -85,9 +85,18 @@ def test_packaged_files_are_small_and_conversations_whole():
 
 def test_shares_of_kinds_are_equal_and_small_kinds_leave_the_rest():
     found = [Document("a", ""), Document("b", ""), Document("a", ""), Document("b", "")]
-    assert shares(found, [100, 100, 100, 100], 120) == [30, 30, 30, 30]
-    assert shares(found, [10, 100, 10, 40], 120) == [10, 60, 10, 40]
+    assert shares(found, [1000] * 4, 2000) == [500] * 4
+    assert shares(found, [10, 1000, 10, 400], 1220) == [10, 800, 10, 400]
     assert split_evenly([5, 100, 100], 65) == [5, 30, 30]
+
+
+def test_few_tokens_are_of_few_documents_that_run_on():
+    found = [Document("a", "")] * 100
+    given = shares(found, [1000] * 100, 1024)
+    assert [i for i, size in enumerate(given) if size] == [0, 25, 50, 75]
+    assert max(given) == min(size for size in given if size) == 256
+    short = shares(found, [10] * 100, 600)
+    assert sum(short) == 600 and sum(size > 0 for size in short) == 60
 
 
 def test_files_that_are_given_are_one_kind(tmp_path):
@@ -144,14 +153,21 @@ def test_a_model_writes_the_same_text_for_a_seed(short, model, tokenizer, templa
     assert seen == sorted(seen) and seen[-1] == (512, 512)
 
 
-def test_texts_are_prompts_and_replies_up_to_their_end(model, tokenizer):
+def test_texts_are_prompts_and_replies_up_to_their_end(model, tokenizer, monkeypatch):
     tokenizer.chat_template = CHAT
-    texts = write(model, tokenizer, 600, 64)
-    assert sum(map(len, texts)) >= 600 and max(map(len, texts)) <= 64
-    end = tokenizer.eos_token_id
-    assert all(end not in text[:-1] for text in texts)
+    ends = list(range(1000, len(tokenizer), 8))
+    monkeypatch.setattr(model.generation_config, "eos_token_id", ends)
+    texts = write(model, tokenizer, 2000, 160)
+    assert sum(map(len, texts)) >= 2000 and max(map(len, texts)) <= 160
     prompts = packaged("calibration/prompts.txt").splitlines()
-    assert tokenizer.decode(texts[0]).startswith(f"<user>{prompts[0]}</><assistant>")
+    ended = 0
+    for text, prompt in zip(texts, prompts, strict=False):
+        asked = encode_chat(tokenizer, prompt)
+        assert text[: len(asked)] == asked
+        reply = text[len(asked) :]
+        assert not set(reply[:-1]) & set(ends)
+        ended += reply[-1] in ends
+    assert ended >= 8
 
 
 def test_statistics_of_own_text_are_reused_without_writing_it_again(

@@ -13,7 +13,6 @@ from kvfold.errors import SettingError
 from kvfold.text import (
     CHARACTERS_PER_TOKEN,
     check_ids,
-    encode_prompt,
     leading_tokens,
     longer,
     windows,
@@ -42,7 +41,7 @@ def calibration_windows(
         raise ValueError("a tokenizer is needed to read calibration text; pass tokenizer=")
     check_tokens(config, max_tokens)
     found = calibration_documents(calib, tokenizer)
-    encoded = [encode_prompt(tokenizer, document.text) for document in found]
+    encoded = [document.encode(tokenizer) for document in found]
     pairs = zip(encoded, shares(found, [len(ids) for ids in encoded], max_tokens), strict=True)
     return _windows(tokenizer, config, [ids[:share] for ids, share in pairs])
 

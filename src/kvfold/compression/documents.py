@@ -8,8 +8,9 @@ from typing import Any
 
 from kvfold.compression.self_text import SELF
 from kvfold.errors import SettingError
-from kvfold.text import documents, packaged, read_texts
+from kvfold.text import documents, encode, encode_prompt, packaged, read_texts
 
+LEAST = 256  # tokens of a document, where it has them
 PACKAGED = {  # kinds of packaged text, which give equal shares of the tokens
     "prose": ("calibration.txt",),
     "code": ("calibration/code.txt",),
@@ -36,10 +37,16 @@ def files_of(calib: list[str | Path] | None) -> list[str | Path] | None:
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and what kind of text it is."""
+    """A text, and what kind of text it is; templated: with the special tokens of a chat template,
+    to which the tokenizer is to add none."""
 
     kind: str
     text: str
+    templated: bool = False
+
+    def encode(self, tokenizer: Any) -> list[int]:
+        """Token ids, as a prompt has them."""
+        return (encode if self.templated else encode_prompt)(tokenizer, self.text)
 
 
 def calibration_documents(
@@ -51,15 +58,17 @@ def calibration_documents(
     """
     if calib:
         return [Document("given", text) for text in documents(read_texts(calib))]
-    kinds = {kind: _mixed([_read(file, tokenizer) for file in PACKAGED[kind]]) for kind in PACKAGED}
-    return _mixed([[Document(kind, text) for text in kinds[kind]] for kind in kinds])
+    return _mixed(
+        [_mixed([_read(kind, x, tokenizer) for x in files]) for kind, files in PACKAGED.items()]
+    )
 
 
 def shares(found: Sequence[Document], sizes: Sequence[int], total: int) -> list[int]:
     """How many tokens each document gives: its beginning, where all of them hold more than `total`.
 
     sizes: tokens of each document. Kinds give equally many tokens, and so do the documents of a
-    kind; what short ones leave goes to longer ones.
+    kind; what short ones leave goes to longer ones. Where that would be less than LEAST tokens of
+    each document, some give more and the others nothing: statistics are of text that runs on.
     """
     members: dict[str, list[int]] = {}
     for i, document in enumerate(found):
@@ -67,9 +76,20 @@ def shares(found: Sequence[Document], sizes: Sequence[int], total: int) -> list[
     of_kinds = split_evenly([sum(sizes[i] for i in x) for x in members.values()], total)
     result = [0] * len(sizes)
     for indices, share in zip(members.values(), of_kinds, strict=True):
-        for i, size in zip(indices, split_evenly([sizes[i] for i in indices], share), strict=True):
+        chosen = _chosen(indices, sizes, share)
+        for i, size in zip(chosen, split_evenly([sizes[i] for i in chosen], share), strict=True):
             result[i] = size
     return result
+
+
+def _chosen(indices: list[int], sizes: Sequence[int], total: int) -> list[int]:
+    """Of documents, as many as can give LEAST of `total` tokens each, spread evenly; more, where
+    those are too short to fill it."""
+    for count in range(max(1, total // LEAST), len(indices)):
+        chosen = [indices[i * len(indices) // count] for i in range(count)]
+        if sum(sizes[i] for i in chosen) >= total:
+            return chosen
+    return indices
 
 
 def split_evenly(sizes: Sequence[int], total: int) -> list[int]:
@@ -82,12 +102,14 @@ def split_evenly(sizes: Sequence[int], total: int) -> list[int]:
     return result
 
 
-def _read(file: str, tokenizer: Any) -> list[str]:
+def _read(kind: str, file: str, tokenizer: Any) -> list[Document]:
     """The documents of a packaged file."""
     text = packaged(file)
     if not file.endswith(".jsonl"):
-        return documents(text)
-    return [conversation(json.loads(line), tokenizer) for line in text.splitlines()]
+        return [Document(kind, x) for x in documents(text)]
+    templated = bool(getattr(tokenizer, "chat_template", None))
+    lines = (conversation(json.loads(line), tokenizer) for line in text.splitlines())
+    return [Document(kind, line, templated) for line in lines]
 
 
 def conversation(messages: Sequence[dict[str, str]], tokenizer: Any) -> str:
@@ -95,13 +117,13 @@ def conversation(messages: Sequence[dict[str, str]], tokenizer: Any) -> str:
     template refuses; as paragraphs that name who speaks where there is no template."""
     from jinja2 import TemplateError  # what transformers renders with
 
-    asked = [x for x in messages if x["role"] != "system"]
-    for attempt in (messages, asked) if getattr(tokenizer, "chat_template", None) else ():
-        try:
-            return str(tokenizer.apply_chat_template(list(attempt), tokenize=False))
-        except TemplateError:
-            continue
-    return "\n\n".join(f"{x['role'].capitalize()}: {x['content']}" for x in messages)
+    if not getattr(tokenizer, "chat_template", None):
+        return "\n\n".join(f"{x['role'].capitalize()}: {x['content']}" for x in messages)
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
+    except TemplateError:
+        asked = [x for x in messages if x["role"] != "system"]
+        return str(tokenizer.apply_chat_template(asked, tokenize=False))
 
 
 def _mixed(groups: Sequence[Sequence[Any]]) -> list[Any]:

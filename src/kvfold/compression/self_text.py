@@ -49,10 +49,9 @@ def write(
         texts: list[list[int]] = []
         done = 0
         while done < max_tokens:
-            counter = _Counter(done, max_tokens, progress)
-            for text in _sampled(model, list(islice(prompts, BATCH)), length, counter):
-                texts.append(text)
-                done += len(text)
+            batch = list(islice(prompts, BATCH))
+            texts += _sampled(model, batch, length, _Counter(done, max_tokens, progress))
+            done = sum(map(len, texts))
     return texts
 
 
@@ -69,7 +68,9 @@ def _prompts(model: Any, tokenizer: Any, length: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def _sampled(model: Any, prompts: list[list[int]], length: int, counter: "_Counter") -> list[Any]:
+def _sampled(
+    model: Any, prompts: list[list[int]], length: int, counter: "_Counter"
+) -> list[list[int]]:
     """A text for each prompt, as token ids: the prompt, then tokens up to one that ends a text."""
     width = max(map(len, prompts))
     ends = model.generation_config.eos_token_id
@@ -77,6 +78,7 @@ def _sampled(model: Any, prompts: list[list[int]], length: int, counter: "_Count
     padding = ends[0] if ends else 0
     ids = torch.tensor([[padding] * (width - len(x)) + x for x in prompts])
     there = torch.tensor([[0] * (width - len(x)) + [1] * len(x) for x in prompts])
+    counter.begin(prompts, width, ends)
     found = model.generate(
         ids.to(model.device),
         attention_mask=there.to(model.device),
@@ -107,8 +109,15 @@ class _Counter(StoppingCriteria):
     def __init__(self, done: int, total: int, report: Report | None) -> None:
         self.done, self.total, self.report = done, total, report
 
+    def begin(self, prompts: list[list[int]], width: int, ends: list[int]) -> None:
+        """Count a batch of prompts, padded to `width`, whose replies end with one of `ends`."""
+        self.done += sum(map(len, prompts))
+        self.width, self.ends = width, torch.tensor(ends, dtype=torch.long)
+
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        now = self.done + input_ids.numel()
+        end = torch.isin(input_ids[:, self.width :], self.ends.to(input_ids.device))
+        written = end.cumsum(1) - end.long() == 0  # up to the first end, which is included
+        now = self.done + int(written.sum())
         if self.report is not None:
             self.report(min(now, self.total), self.total)
         return torch.full((len(input_ids),), now >= self.total, device=input_ids.device)
