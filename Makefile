@@ -4,23 +4,31 @@ BIN := .venv/bin
 export KVFOLD_CACHE ?= $(HOME)/.cache/kvfold
 STAMP := .venv/.installed
 
-.PHONY: demo test soak gpu-test test-oldest test-vllm test-real smollm2 qwen check bench bench-real clean
+.PHONY: demo test test-all soak gpu-test test-oldest test-vllm test-real smollm2 qwen check bench bench-real clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold demo --output report.html
 
-test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+# Each worker takes tests that follow each other, and so sets up what they share once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal
 
-# Random configurations and events at length, of which `test` runs a slice.
+test: $(STAMP)
+	$(PYTEST) -n auto
+
+# With the long matrices, of which `test` runs a case of each kind.
+test-all: $(STAMP)
+	$(PYTEST) -n auto -m 'not real and not soak and not vllm'
+
+# Random configurations and events at length, of which `test` runs a slice; and other examples than
+# the ones that every machine tries.
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m 'soak or not soak' tests/test_fuzz.py tests/test_soak.py tests/test_server_limits.py tests/test_packed.py tests/test_prefix.py
+	$(PYTEST) -n auto -m 'soak or not soak' --hypothesis-profile=explore \
+		tests/test_fuzz.py tests/test_soak.py tests/test_server_limits.py tests/test_packed.py \
+		tests/test_prefix.py $(shell grep -l 'import given' tests/test_*.py)
 
 # Where there is a GPU: the kernels themselves, which `test` interprets, and all that runs on them.
 gpu-test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 8 tests/test_*_triton.py tests/test_engine_observe.py \
-		tests/test_engine_compiled.py tests/test_paged_eviction.py tests/test_store.py tests/test_pool.py \
-		tests/test_sliding.py tests/test_decode.py tests/test_eviction_view.py tests/test_softcap.py
+	$(PYTEST) -n 8 -m 'gpu and not real and not soak and not vllm'
 
 # The oldest transformers that is supported, laid over the same environment.
 test-oldest: $(STAMP) .venv/oldest

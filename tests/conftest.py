@@ -1,5 +1,7 @@
 """Tests run beside each other: one thread each is faster than two fighting for two cores."""
 
+import gc
+import math
 import os
 from collections.abc import Iterator
 
@@ -15,6 +17,38 @@ import transformers
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+
+try:
+    from hypothesis import settings
+except ImportError:  # as in `make test-vllm`, which asks for none of its tests
+    pass
+else:  # the same examples on every machine; `make soak` looks for others
+    settings.register_profile("fixed", derandomize=True, deadline=None)
+    settings.register_profile("explore", deadline=None)
+    settings.load_profile("fixed")
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage looks again through what was imported, which is most of it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    """Random numbers do not depend on the tests that a worker ran before."""
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a slow machine prints to stderr, where commands are to say nothing else."""
+    monkeypatch.setattr("kvfold.cli.common.FIRST", math.inf)
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,11 @@ def registers(listing: str) -> int:
     return max(int(n) for n in re.findall(r"\bR(\d+)", listing)) + 3
 
 
-def run_alone(file: str) -> list[str]:
+def run_alone(file: str, *arguments: str) -> list[str]:
     """The lines that a test's file prints as a program."""
     known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = {"PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
-    done = subprocess.run([sys.executable, file], env=known | path, capture_output=True, text=True)
+    command = [sys.executable, file, *arguments]
+    done = subprocess.run(command, env=known | path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -14,7 +14,8 @@ from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.pieces import latents_of, widest_value
 from kvfold.ops.store import reference as store
 from kvfold.spec.layout import CacheLayout, Group, Latent
-from test_store import DEVICE, Store, numbers, one_layer, stored
+from test_store import DEVICE, Store, numbers, one_layer, sizes, stored
+from tolerance import attention_errors
 
 Ranks = list[tuple[int, int]]
 
@@ -80,6 +81,21 @@ def written_out(
     return out, lse, weights
 
 
+def most_off(
+    q: Tensor, rows: Tensor, sizes: Tensor, groups: tuple[Group, ...], lengths: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """How far outputs [B, Hq, widest value] and log2-sum-exp2s [B, Hq] may be off in float32.
+    sizes [B, T, R]: what rows are summed from."""
+    out = torch.zeros(*q.shape[:2], widest_value(groups), dtype=torch.float64)
+    lse = torch.zeros(q.shape[:2], dtype=torch.float64)
+    both = [heads_of(q, x, groups, lengths) for x in (rows, sizes)]
+    for (b, heads, mine, k, v), (*_, of_k, of_v) in zip(*both, strict=True):
+        if len(k):
+            found = attention_errors(mine, k, v, scale, (of_k, of_v))
+            out[b, heads, : v.shape[1]], lse[b, heads] = found.out, found.lse
+    return out, lse
+
+
 @dataclass
 class Case:
     """A filled cache and what attention over it gives.
@@ -92,6 +108,11 @@ class Case:
     out: Tensor
     lse: Tensor
     weights: Tensor
+    slack: tuple[Tensor, Tensor]  # of `out` and of `lse`, computed in float32
+
+    def is_near(self, out: Tensor) -> Tensor:
+        """Is a sequence's output [Hq, widest value] what float32 gives? bool [B]."""
+        return ((out.cpu().double() - self.out).abs() <= self.slack[0]).flatten(1).all(1)
 
     @classmethod
     def of(
@@ -136,8 +157,10 @@ class Case:
         args = [x.to(DEVICE) for x in (q, arena, tables, all_lengths)]
         beyond = torch.cat((slots, torch.tensor([2**40]))).to(DEVICE)
         found = written_out(q, whole, groups, counts, scale)
+        each = sum(sizes(rows.float(), group).double() for group in groups)
+        slack = most_off(q, whole, each, groups, counts, scale)
         q, *place = args
-        return cls((q, LayerPages(*place, groups), beyond[:-1], scale), *found)
+        return cls((q, LayerPages(*place, groups), beyond[:-1], scale), *found, slack)
 
 
 def queries_of(

@@ -94,7 +94,7 @@ def running(app: Any) -> Iterator[str]:
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        assert ready.wait(30)
+        assert ready.wait(120)
         yield url
     finally:
         server.should_exit = True

@@ -69,7 +69,7 @@ def serving(llm: LLM, *, clean: bool = True, **settings: Any) -> Iterator[Served
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        assert ready.wait(30)
+        assert ready.wait(120)
         with httpx.Client(base_url=url, timeout=60) as client:
             yield Served(llm, url, client, server)
     finally:

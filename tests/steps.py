@@ -1,6 +1,6 @@
 """A runner driven by hand on tiny fp16 models, by the reference or by kernels."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,6 +17,7 @@ from kvfold.engine.runner import ModelRunner
 from kvfold.evaluation.session import Session
 from kvfold.models.families import family_of
 from kvfold.ops.backend import use_triton
+from kvfold.ops.store import gather
 from models import tiny, tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,6 +69,16 @@ def sequences_of(runner: ModelRunner, *prompts: int, more: int = 30) -> list[Req
         one = Request(id=i, token_ids=ids, num_prompt=length, sampling=SamplingParams())
         one.slot, one.num_prefill = runner.pool.open(), length
         found.append(one)
+    return found
+
+
+def stored_rows(runner: ModelRunner, sequences: Iterable[Request]) -> list[Tensor]:
+    """Of each layer, the rows [B, T, R] of sequences as they come back."""
+    slots, found = torch.tensor([x.open_slot for x in sequences], device=DEVICE), []
+    for where in runner.pool.layout.layer_groups:
+        pages = runner.pool.pages(where)
+        lengths = pages.lengths[slots]
+        found.append(gather(pages, slots, lengths, torch.float32, int(lengths.max())).rows)
     return found
 
 

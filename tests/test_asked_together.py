@@ -17,6 +17,7 @@ from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks.run import run_tasks
 from kvfold.loading import load, load_tokenizer
+from matrix import slow
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import together
@@ -34,7 +35,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [x if x in ("all rows", "kivi", "kv-compress") else slow(x) for x in CASES]
+)
 def test_all_at_once_measures_the_same(case, monkeypatch):
     monkeypatch.setattr(together, "CHUNK", 96)
     monkeypatch.setattr(together, "TOKENS", 2 * (LENGTH + 80))  # two at a time

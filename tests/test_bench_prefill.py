@@ -15,6 +15,8 @@ from kvfold.cli.main import main
 from kvfold.ops.backend import use_triton
 from kvfold.ops.prefill.reference import prefill as prefill_reference
 
+pytestmark = pytest.mark.gpu
+
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]
 

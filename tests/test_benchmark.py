@@ -107,6 +107,7 @@ def test_ceiling_is_the_fastest_read():
     assert 0 < found.read_tb_per_s < 10 and 0 < found.copy_tb_per_s < 10
 
 
+@pytest.mark.gpu
 def test_the_reading_kernel_reads_all(monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     if not torch.cuda.is_available():

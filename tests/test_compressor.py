@@ -15,6 +15,7 @@ from kvfold.compression.ranks import METHODS
 from kvfold.config import Recipe
 from kvfold.loading import load, load_tokenizer
 from kvfold.spec import CacheSpec
+from matrix import slow
 from models import tiny
 from test_cli import plain  # noqa: F401  (a fixture: a random Llama as a checkpoint)
 
@@ -34,7 +35,7 @@ def tokenizer():
 @pytest.mark.parametrize(
     ("flags", "size"),
     [
-        (["--budget", "ppl<=1.5"], {"budget": "ppl<=1.5"}),
+        slow(["--budget", "ppl<=1.5"], {"budget": "ppl<=1.5"}),
         (["--bytes-per-token", "20"], {"bytes_per_token": 20}),
         (["--factor", "6.4", "--levels", "4,8"], {"factor": 6.4, "levels": (8, 4)}),
         (["--factor", "6.4", "--levels", "all"], {"factor": 6.4, "levels": (8, 6, 4, 3, 2, 1)}),

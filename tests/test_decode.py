@@ -17,8 +17,10 @@ from kvfold.ops.decode.groups import DecodeGroups, decode_groups, unread
 from kvfold.ops.decode.reference import decode as decode_reference
 from kvfold.ops.decode.tuning import FILE, Shape, table, tuning_for
 from kvfold.spec.layout import Group, Latent
-from pages import Case, Ranks, error, mixed, per_head
+from pages import Case, Ranks, mixed, per_head
 from test_store import one_layer
+
+pytestmark = pytest.mark.gpu
 
 # -- the reference ------------------------------------------------------------------------------
 
@@ -43,17 +45,17 @@ def test_reference_is_the_formula(name: str, queries: int) -> None:
     case = Case.of(layout, LENGTHS, queries, torch.float32)
     found, lse = decode_reference(*case.args)
     assert found.shape == case.out.shape and found.dtype is torch.float32
-    assert error(found, case.out) < 1e-5
+    assert case.is_near(found).all()
     assert not found[2].any()  # no rows in any group
     lse, empty = lse.cpu(), case.lse.isinf()
     assert lse.dtype is torch.float32 and torch.equal(lse.isinf(), empty)
-    assert ((lse - case.lse)[~empty].abs() < 1e-4).all()
+    assert ((lse - case.lse).abs() <= case.slack[1])[~empty].all()
 
 
 def test_reference_in_any_order_of_groups() -> None:
     layout = per_head([(8, 16), (24, 4), (0, 12)], page=8, itemsize=4)
     case = Case.of(replace(layout, groups=layout.groups[::-1]), LENGTHS, 2, torch.float32)
-    assert error(decode_reference(*case.args)[0], case.out) < 1e-5
+    assert case.is_near(decode_reference(*case.args)[0]).all()
 
 
 def test_reference_without_any_row() -> None:

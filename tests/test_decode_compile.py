@@ -7,6 +7,7 @@ process of its own, since kernels of the tests' process may belong to Triton's i
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from types import ModuleType
 from typing import Any
@@ -331,6 +332,31 @@ def compile_all() -> None:
             print_report("in pieces", kernel, wanted, latents=of)
 
 
+def compile_few() -> None:
+    """A case of each kernel."""
+    for known, tuning in SHORT.items():
+        kernels = direct(known, tuning, known.queries, False)
+        wanted = {"HMMA": products(known, tuning)}
+        print_report(f"{known} {tuning}", kernels["decode_kernel"], wanted)
+    print_report("planned", kernels["plan_kernel"], {})
+    print_report("merged", kernels["combine_kernel"], {})
+    for kernel, wanted in zip(rebuilt(48, 256), ((0, 68), (8, 2)), strict=True):
+        print_report("rebuilt", kernel, dict(zip(("HGMMA", "HMMA"), wanted, strict=True)))
+    print_report("rebuilt", rebuilt(48, 256, heads=2)[0], {"HGMMA": 12, "HMMA": 16})
+    for kernel in in_pieces("pre_rope", ((32, 8), (64, 4), (32, 2))):
+        print_report("in pieces", kernel, {})
+    print_report("in pieces", in_pieces("post_rope", ((128, 4),), ((512, 4),))[0], {"HMMA": 32})
+    of = ("absorbed", 32, 1024, 3072)
+    print_report("in pieces", shared(*of)[0], SHARED_LATENTS[of][0])
+
+
+def test_a_case_of_each_kernel_compiles_well_for_hopper() -> None:
+    need_compiler()
+    reports = [json.loads(line) for line in run_alone(__file__, "few")]
+    assert len({x["kernel"] for x in reports}) == 8 and len(reports) == 10
+    check(reports)
+
+
 @pytest.mark.slow
 def test_kernels_compile_well_for_hopper() -> None:
     need_compiler()
@@ -338,6 +364,10 @@ def test_kernels_compile_well_for_hopper() -> None:
     cuts = (table() | SHORT).values()
     limited = sum(tuning.registers is not None for tuning in cuts)
     assert len(reports) == len(cuts) + limited + 18 + 2 * len(SHARED_LATENTS)
+    check(reports)
+
+
+def check(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert report["spills"] <= SPILLS.get(report["kernel"], 0) and not report["in_loop"], report
         assert report["shared"] <= SHARED, report
@@ -348,4 +378,4 @@ def test_kernels_compile_well_for_hopper() -> None:
 
 
 if __name__ == "__main__":
-    compile_all()
+    compile_few() if "few" in sys.argv else compile_all()

@@ -73,6 +73,7 @@ def poisoned(monkeypatch) -> Iterator[None]:
 
 
 pytestmark = [
+    pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
 ]

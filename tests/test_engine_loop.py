@@ -659,12 +659,12 @@ TestEngineMachine.settings = settings(max_examples=25, stateful_step_count=25, d
 
 @pytest.mark.parametrize("piece", [0, 4])
 def test_many_random_events(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """20,000 of them. About one in ten adds a request, and pages are short most of the time."""
+    """10,000 of them. About one in ten adds a request, and pages are short most of the time."""
     monkeypatch.setattr(StubRunner, "piece", piece)
     rng = random.Random(1)
     bench = Bench(40, num_slots=5, max_tokens=70, schedule=Schedule(max_compressed_rows=60))
     events, requests = Events(bench), mixed_requests(300)
-    for i in range(20_000):
+    for i in range(10_000):
         chance = rng.random()
         if chance < 0.1 and len(bench.engine._requests) < 12:
             most = rng.choice([None, None, 6, 12])

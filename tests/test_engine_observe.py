@@ -18,10 +18,14 @@ from kvfold.config import Recipe
 from kvfold.engine.request import CacheParams, Request, SamplingParams
 from kvfold.engine.runner import ModelRunner
 from kvfold.ops.backend import use_triton
+from matrix import slow
 from models import tiny, tokens
 from steps import backends, even, folded, runner_of, sequences_of, step
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
+]
 
 
 @pytest.fixture
@@ -55,9 +59,9 @@ def generated(runner: ModelRunner) -> list[list[Tensor]]:
     ("recipe", "evict", "settings"),
     [
         (None, "kv-compress", {}),
-        (None, "kv-compress-full", {}),
-        (even("swift"), "kv-compress", {"bits": 8}),
-        (even("swift"), "kv-compress-full", {}),
+        slow(None, "kv-compress-full", {}),
+        slow(even("swift"), "kv-compress", {"bits": 8}),
+        slow(even("swift"), "kv-compress-full", {}),
         (even("lean"), "kv-compress-full", {}),
         (even("small"), "kv-compress", {"bits": 2}),
     ],

@@ -18,9 +18,13 @@ from kvfold import recipes
 from kvfold.attention import fallback, triton_decode, triton_prefill
 from kvfold.engine.graphs import DecodeGraphs, sizes_up_to
 from kvfold.engine.runner import ModelRunner
+from matrix import matrix, slow
 from steps import DEVICE, backends, even, folded, runner_of, sequences_of, step
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
+]
 
 
 @pytest.fixture
@@ -82,11 +86,11 @@ OBSERVED = {"evict": "kv-compress", "keep_tokens": 0.5}
         (None, 8, 1, {}, "direct"),
         (recipes.fast(), 1, 1, OBSERVED, "direct"),
         (even("lean"), 8, 1, {}, "rebuilt"),
-        (even("lean"), 8, 1, {"bits": 8}, "rebuilt"),
+        slow(even("lean"), 8, 1, {"bits": 8}, "rebuilt"),
         (even("lean"), 8, 1, OBSERVED, "rebuilt"),
         (even("swift"), 8, 1, OBSERVED, "direct"),
         (even("small"), 8, 2, {}, "rebuilt"),
-        (even("palu-m"), 4, 1, STREAMING, "rebuilt"),
+        slow(even("palu-m"), 4, 1, STREAMING, "rebuilt"),
     ],
 )
 def test_logits_are_the_reference_s(
@@ -103,8 +107,7 @@ def test_logits_are_the_reference_s(
     assert not (apart and ways["chunk in torch"]), "rows of one head, or no query is observed"
 
 
-@pytest.mark.parametrize("name", ["palu-g", "palu-j"])
-@pytest.mark.parametrize("settings", [{}, OBSERVED])
+@pytest.mark.parametrize(("name", "settings"), matrix(["palu-g", "palu-j"], [{}, OBSERVED]))
 def test_heads_that_share_absorbed_latents(
     name: str, settings: dict, backend, ways: Counter
 ) -> None:
@@ -131,9 +134,9 @@ class Replayed:
     ("recipe", "settings", "warm"),
     [
         (None, OBSERVED, True),
-        (even("small"), {}, True),
+        slow(even("small"), {}, True),
         (even("small"), OBSERVED, False),
-        (even("swift"), OBSERVED | {"bits": 4}, True),
+        slow(even("swift"), OBSERVED | {"bits": 4}, True),
     ],
 )
 def test_steps_that_graphs_hold(

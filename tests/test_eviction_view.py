@@ -24,6 +24,8 @@ from kvfold.versions import CACHE
 from models import tiny, tokens
 from steps import logits_of
 
+pytestmark = pytest.mark.gpu
+
 PROMPT, WINDOW, PAGE = 45, 7, 4
 CASES = [
     *((name, None) for name in ("llama-gqa", "qwen3", "opt")),

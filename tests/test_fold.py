@@ -13,8 +13,10 @@ from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.ops.common.attention import attention, rotate
 from kvfold.versions import given
+from matrix import matrix
 from models import CONFIGS, tiny, tokens
 
+CASES = matrix(list(CONFIGS), list(recipes.RECIPES), diagonals=2)
 LENGTH, PADDING = 40, 5
 PROJECTED = "kvfold_test_projected"
 
@@ -78,8 +80,7 @@ def test_keys_that_rope_turned_count_from_their_mean(name: str, turned: bool, mo
     assert keys
 
 
-@pytest.mark.parametrize("recipe", recipes.RECIPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_full_rank_equals_the_original(name: str, recipe: str) -> None:
     bases = prepared(name, recipe)
     model = bases.compressor.model
@@ -91,8 +92,7 @@ def test_full_rank_equals_the_original(name: str, recipe: str) -> None:
         close(chunked(model, left, chunk, mask), want_padded, mask)
 
 
-@pytest.mark.parametrize("recipe", recipes.RECIPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_half_rank_equals_projected_keys_and_values(name: str, recipe: str) -> None:
     bases = prepared(name, recipe)
     model, spec = bases.compressor.model, bases.plan(0.5, 1)

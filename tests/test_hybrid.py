@@ -47,6 +47,8 @@ from kvfold.vllm_plugin.shares import Share
 from models import tiny, tokens
 from steps import backends, even, logits_of, sequences_of, step
 
+pytestmark = pytest.mark.gpu
+
 PROMPT, PAGE, ALIGN = 57, 4, 2
 RATIOS = Ratios(keys=0.2, narrow_keys=0.6, values=0.2, narrow_values=0.4, important_last=0.6)
 FAMILIES = ("llama-gqa", "llama-mha", "llama3-scaling", "qwen3", "opt", "gpt-neox")

@@ -25,6 +25,8 @@ from models import tiny, tokens
 from steps import logits_of
 from test_store import FLOATS, numbers, one_layer
 
+pytestmark = pytest.mark.gpu
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ALL = slice(None)  # groups
 

@@ -79,6 +79,7 @@ def test_what_is_read_is_like_a_prompt() -> None:
     assert (compressor.windows()[:, 1:] == tokenizer.bos_token_id).any()
 
 
+@pytest.mark.slow
 def test_scores_fit_a_prompt_that_was_not_read() -> None:
     """Of a layer in the middle, whose scores learned from calibration's windows do not."""
     model, tokenizer = kvfold.reference("gqa"), load_tokenizer("reference:gqa")

@@ -12,6 +12,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvfold.ops.linear import reference, triton
 
+pytestmark = pytest.mark.gpu
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INPUTS, OUTPUTS = 1024, 256
 

@@ -15,6 +15,7 @@ from kvfold import LLM, CacheParams, SamplingParams, recipes
 from kvfold.cli.main import main
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
+from matrix import matrix
 from models import greedy, tiny, tokens
 from stub import in_threads
 
@@ -64,9 +65,13 @@ def compressed(name: str, recipe: str, **size):
 # -- what comes out -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["zack", "lorc", "palu-g", "fast", "swift", "lean", "small"])
 @pytest.mark.parametrize(
-    "name", ["llama-gqa", "qwen3", "phi3", "gemma2-sliding", "opt", "gpt-neox"]
+    ("name", "recipe"),
+    matrix(
+        ["llama-gqa", "qwen3", "phi3", "gemma2-sliding", "opt", "gpt-neox"],
+        ["zack", "lorc", "palu-g", "fast", "swift", "lean", "small"],
+        diagonals=2,
+    ),
 )
 def test_the_engine_equals_transformers_on_compressed_models(name: str, recipe: str) -> None:
     model = compressed(name, recipe, keep=0.6)

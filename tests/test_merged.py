@@ -14,8 +14,11 @@ from kvfold.engine.runner import ModelRunner
 from kvfold.models.folded import FoldedAttention
 from kvfold.models.merged import GatedMLP, Merged
 from models import CONFIGS, tiny
-from steps import sequences_of, step
+from steps import sequences_of, step, stored_rows
 from test_llm import compressed
+from tolerance import assert_same_logits, flipped
+
+MOST = 21  # tokens that one attends to
 
 
 def runner_of(model, **settings) -> ModelRunner:
@@ -24,9 +27,15 @@ def runner_of(model, **settings) -> ModelRunner:
 
 
 def conversation(runner: ModelRunner) -> Tensor:
+    return logits_and_rows(runner)[0]
+
+
+def logits_and_rows(runner: ModelRunner) -> tuple[Tensor, list[Tensor]]:
+    """Logits, and what the cache holds in the end."""
     a, b = sequences_of(runner, 19, 2)
     found = [step(runner, (a, 15), (b, 2)), step(runner, (a, 4), (b, 1))]
-    return torch.cat([*found, step(runner, (a, 1), (b, 1)), step(runner, (a, 1))])
+    found += [step(runner, (a, 1), (b, 1)), step(runner, (a, 1))]
+    return torch.cat(found), stored_rows(runner, (a, b))
 
 
 def num_bytes(*models: nn.Module) -> int:
@@ -76,10 +85,11 @@ def test_logits_are_those_of_products_one_by_one(name: str, bits, monkeypatch) -
         bits = 4
     if bits:  # products of one kernel, since codes jump where sums differ by a rounding
         monkeypatch.setenv("KVFOLD_BACKEND", "reference")
-    merged = conversation(runner_of(tiny(name), bits=bits))
+    merged, rows = logits_and_rows(runner_of(tiny(name), bits=bits))
     monkeypatch.setattr(build, "merge_products", lambda *_: None)
-    apart = conversation(runner_of(tiny(name), bits=bits))
-    torch.testing.assert_close(merged, apart, rtol=1e-5, atol=2e-5)
+    apart, wanted = logits_and_rows(runner_of(tiny(name), bits=bits))
+    codes = flipped(rows, wanted) if bits else 0.0
+    assert_same_logits(merged, apart, CONFIGS[name](), MOST, codes)
 
 
 @pytest.mark.parametrize("recipe", ["fast", "lean", "small"])
@@ -90,7 +100,7 @@ def test_so_are_a_compressed_models(recipe: str, monkeypatch) -> None:
     merged = conversation(served)
     assert same(model, before) and num_bytes(model, served.model) == size
     monkeypatch.setattr(build, "merge_products", lambda *_: None)
-    torch.testing.assert_close(merged, conversation(runner_of(model)), rtol=1e-5, atol=2e-5)
+    assert_same_logits(merged, conversation(runner_of(model)), model.config, MOST)
 
 
 @pytest.mark.parametrize(

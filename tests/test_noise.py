@@ -8,6 +8,8 @@ from torch import Tensor
 
 from kvfold.ops.noise.reference import gumbel, gumbel_of, keys_of, splitmix
 
+pytestmark = pytest.mark.gpu
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -4,6 +4,7 @@ Without a GPU it runs in Triton's interpreter.
 """
 
 import json
+import sys
 from unittest import mock
 
 import pytest
@@ -20,12 +21,16 @@ from kvfold.ops.backend import use_triton  # noqa: E402
 from kvfold.ops.noise import keys_of, reference  # noqa: E402
 from kvfold.ops.noise import triton as noise_triton  # noqa: E402
 from kvfold.ops.noise.triton import BLOCK, gumbel_of, splitmix  # noqa: E402
+from matrix import slow  # noqa: E402
 from test_decode_compile import operations  # noqa: E402
 from test_prefill_compile import Launch  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ENDS = [0, 1, -1, 2**12 - 1, 2**12, 2**62, 2**63 - 1, -(2**63), -(2**12), 1 - 2**63]
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
+]
 
 
 def random_bits(*shape: int, seed: int = 0) -> Tensor:
@@ -104,10 +109,11 @@ def test_draws_are_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- compiled for sm_90a, in a process of its own: this one's may belong to the interpreter -------
 
 
-def compile_all() -> None:
-    """For all tokens and for chosen ones, what a launch would be: see test_decode_compile."""
+def compile_all(number: int) -> None:
+    """What a launch would be, see test_decode_compile: for all tokens, and where number is 2 for
+    chosen ones."""
     values, ids = torch.zeros(2, 2048), torch.zeros(2, 2048, dtype=torch.int64)
-    for tokens in (None, ids):
+    for tokens in (None, ids)[:number]:
         recorder = Launch(noise_triton.gumbel_kernel)
         with mock.patch.object(noise_triton, "gumbel_kernel", recorder):
             noise_triton.add_gumbel(values, ids[:, 0], tokens)
@@ -115,16 +121,16 @@ def compile_all() -> None:
         print(json.dumps([x.split()[0] for x in names]), flush=True)
 
 
-@pytest.mark.slow
-def test_kernel_compiles_well_for_hopper() -> None:
+@pytest.mark.parametrize("number", [1, slow(2)])
+def test_kernel_compiles_well_for_hopper(number: int) -> None:
     """Nothing spills; logarithms are not the device's quick ones, which are wrong near 1."""
     need_compiler()
-    reports = [json.loads(line) for line in run_alone(__file__)]
-    assert len(reports) == 2
+    reports = [json.loads(line) for line in run_alone(__file__, str(number))]
+    assert len(reports) == number
     for names in reports:
         assert not any(x.startswith(("STL", "LDL", "MUFU")) for x in names), names
         assert len(names) <= 110 * (BLOCK // 128), len(names)  # for each number of a thread
 
 
 if __name__ == "__main__":
-    compile_all()
+    compile_all(int(sys.argv[1]))

@@ -5,6 +5,7 @@ Without a GPU it runs in Triton's interpreter, on tiny cases. Shapes as in `ops.
 
 import json
 import re
+import sys
 from dataclasses import dataclass, replace
 from itertools import product
 from math import e, log2
@@ -26,12 +27,16 @@ from kvfold.ops.observe import triton as observe_triton  # noqa: E402
 from kvfold.ops.observe.reference import observe as observe_reference  # noqa: E402
 from kvfold.ops.store import reference as store  # noqa: E402
 from kvfold.spec.layout import CacheLayout  # noqa: E402
+from matrix import slow  # noqa: E402
 from pages import heads_of, mixed, per_head, queries_of  # noqa: E402
 from test_store import DEVICE, Store, numbers, stored  # noqa: E402
 
 RAGGED = [(48, 32), (64, 16), (0, 64)]
 SCALE = 0.3
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
+]
 
 
 @dataclass
@@ -226,11 +231,11 @@ def test_what_runs_where(monkeypatch) -> None:
 COMPILED = [*product((None, 8, 4), ((64, 8), (64, 64))), (8, (128, 8))]  # bits, (key rank, W)
 
 
-def compile_all() -> None:
+def compile_all(cases: list) -> None:
     """bf16, 8 and 4 bits with 4 queries a head, what a launch would be: see test_decode_compile."""
     from test_decode_compile import one_sequence, operations, recorders
 
-    for bits, (rank, kept) in COMPILED:
+    for bits, (rank, kept) in cases:
         layout = per_head([(rank, rank), (rank // 2, 16)] * 4, page=32, bits=bits, tracked=True)
         q, pages = one_sequence(layout.groups, 32, rank)
         q = q[:, :, None].expand(-1, -1, kept, -1)
@@ -252,13 +257,12 @@ def compile_all() -> None:
         print(json.dumps({"size": len(loop), "spills": spills, **counts}), flush=True)
 
 
-@pytest.mark.slow
-def test_kernel_compiles_well_for_hopper() -> None:
+@pytest.mark.parametrize("number", [1, slow(len(COMPILED))])
+def test_kernel_compiles_well_for_hopper(number: int) -> None:
     """Nothing spills, keys are copied ahead of their use, and a tile takes few instructions."""
     need_compiler()
-    reports = [json.loads(line) for line in run_alone(__file__)]
-    assert len(reports) == len(COMPILED)
-    for (bits, (rank, kept)), report in zip(COMPILED, reports, strict=True):
+    reports = [json.loads(line) for line in run_alone(__file__, str(number))]
+    for (bits, (rank, kept)), report in zip(COMPILED[:number], reports, strict=True):
         rows = 64 if rank * (bits or 16) > 1024 else 128
         columns = min(64, 4 * kept)
         assert report["spills"] == 0, report
@@ -270,4 +274,4 @@ def test_kernel_compiles_well_for_hopper() -> None:
 
 
 if __name__ == "__main__":
-    compile_all()
+    compile_all(COMPILED[: int(sys.argv[1])])

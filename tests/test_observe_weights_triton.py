@@ -31,7 +31,10 @@ from test_split_triton import SMALL, swift
 from test_store import DEVICE
 
 START = 2.0**-10
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
+]
 
 
 @dataclass
@@ -149,7 +152,7 @@ def test_keys_that_are_rebuilt(
 def test_any_number_of_programs_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program may take all tiles of its group, or none; the sums are the same."""
     found = []
-    for programs, tile in ((1, 16), (1, 4096), (4096, 64)):
+    for programs, tile in ((1, 16), (1, 4096), (64, 64)):
         monkeypatch.setattr(weights_triton, "PROGRAMS", programs)
         monkeypatch.setattr(weights_triton, "TILE", tile)
         on = stored(A_HEAD, [[290, 1, 33]])

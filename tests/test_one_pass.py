@@ -21,6 +21,8 @@ from pages import Case
 from test_decode_triton import check
 from test_split_triton import swift
 
+pytestmark = pytest.mark.gpu
+
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 SERVED = {
     "4x": (swift([((24, 8), (104, 4))] * 8, [((128, 8), (384, 4), (256, 2))], page=64), 4),

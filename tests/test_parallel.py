@@ -35,6 +35,7 @@ from kvfold.spec import CacheSpec, Latent, LayerSpec
 from kvfold.spec.layout import plain_spec
 from kvfold.text import packaged, running, windows
 from kvfold.versions import given
+from matrix import matrix
 from models import CONFIGS, tiny, tokens
 from ranks import Ranks
 from test_fold import close, prepared
@@ -46,7 +47,7 @@ SIZES = (1, 2, 3, 5)
 LENGTH = 47  # a multiple of none of them
 IDS = tokens(1, LENGTH + 1)[0].tolist()
 EIGHT = SHAPES["llama-3.1-8b"]
-CASES = [(name, recipe) for name in CONFIGS for recipe in (None, "fast", "small")]
+CASES = matrix(list(CONFIGS), [None, "fast", "small"])
 CASES += [("llama-gqa", x) for x in recipes.RECIPES if x not in ("fast", "small")]
 CASES += [("llama-mha", "zack"), ("llama-mha", "lean"), ("llama-mha", "palu-g"), ("opt", "palu-j")]
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from kvfold.ops.common.plan import Slices, longest_first, stream_k, whole_items
 
+pytestmark = pytest.mark.gpu
+
 
 def walk(slices: Slices, tiles: list[int]) -> list[list[tuple[int, int]]]:
     """(item, tile) of every slice, as the kernel goes through them."""

@@ -22,6 +22,8 @@ from kvfold.cache.pool import Pool, PoolFull
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
 from kvfold.spec.layout import UNIT, CacheLayout, cache_layout
 
+pytestmark = pytest.mark.gpu
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif("not torch.cuda.is_available()"))]
 MIXED = (8, 24, 40, 24, 8, 72)  # pages of 64, 192, 320 and 576 bytes at 4 rows
 WAITS = ("_local_scalar_dense", "nonzero", "bincount", "masked_select", "unique")

@@ -5,6 +5,7 @@ As in `test_decode_compile`, what is compiled is what a launch would be.
 
 import json
 import re
+import sys
 from dataclasses import asdict, replace
 from typing import Any
 from unittest import mock
@@ -106,25 +107,35 @@ def compile_all() -> None:
             print_report(ranks, how)
 
 
+def test_one_cut_compiles_well_for_hopper() -> None:
+    need_compiler()
+    (line,) = run_alone(__file__, "one")
+    check(json.loads(line))
+
+
 @pytest.mark.slow
 def test_the_kernel_compiles_well_for_hopper() -> None:
     need_compiler()
     reports = [json.loads(line) for line in run_alone(__file__)]
     assert len(reports) == len(RANKS) + 3 + 3 * len(UNEVEN)
     for report in reports:
-        widths = widths_of(*report["ranks"])
-        how = cut_of(report["how"], widths)
-        assert report["in_loop"] == 0 and report["spills"] <= SPILLS, report
-        assert report["WARPGROUP"] <= 6, report  # else ptxas waits after each product
-        tiles = how.pairs // (16 * how.warps)  # of 64 rows, of a warp group
-        assert report["HGMMA"] == tiles * (sum(widths[:2]) + how.rows) // 16, report
-        assert not report["HMMA"], report
-        copies = sum(-(-how.rows * x // 256 // how.warps) for x in widths)  # of 16 bytes
-        assert report["LDGSTS"] == copies + report["positions"], report
-        # Two programs share a multiprocessor where ranks are small.
-        narrow = max(report["ranks"]) <= 96 and report["how"] in ("ours", "few")
-        assert report["shared"] <= SHARED // (2 if narrow else 1), report
+        check(report)
+
+
+def check(report: dict[str, Any]) -> None:
+    widths = widths_of(*report["ranks"])
+    how = cut_of(report["how"], widths)
+    assert report["in_loop"] == 0 and report["spills"] <= SPILLS, report
+    assert report["WARPGROUP"] <= 6, report  # else ptxas waits after each product
+    tiles = how.pairs // (16 * how.warps)  # of 64 rows, of a warp group
+    assert report["HGMMA"] == tiles * (sum(widths[:2]) + how.rows) // 16, report
+    assert not report["HMMA"], report
+    copies = sum(-(-how.rows * x // 256 // how.warps) for x in widths)  # of 16 bytes
+    assert report["LDGSTS"] == copies + report["positions"], report
+    # Two programs share a multiprocessor where ranks are small.
+    narrow = max(report["ranks"]) <= 96 and report["how"] in ("ours", "few")
+    assert report["shared"] <= SHARED // (2 if narrow else 1), report
 
 
 if __name__ == "__main__":
-    compile_all()
+    print_report((64, 64), positions=True) if "one" in sys.argv else compile_all()

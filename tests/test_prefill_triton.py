@@ -41,6 +41,7 @@ from kvfold.ops.prefill.plan import (  # noqa: E402
     widths_of,
 )
 from kvfold.ops.prefill.reference import prefill as prefill_reference  # noqa: E402
+from matrix import slow  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 LIMIT, LSE = 1e-3, 1e-3
@@ -49,6 +50,7 @@ WIDE = replace(CUT, pairs=32, rows=32)
 RAGGED = ((16, 32), (24, 48), (48, 8), (40, 16))  # key and value rank
 
 pytestmark = [
+    pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
 ]
@@ -239,7 +241,7 @@ def test_rows_that_all_queries_are_behind() -> None:
     Case.of(((16, 16), (16, 32)), ((37, 48), (1, 0)), 5, first=500, positions=True).check()
 
 
-@pytest.mark.parametrize("rows", [40, 2100])  # 2100: more tiles than are looked at together
+@pytest.mark.parametrize("rows", [40, slow(2100)])  # 2100: more tiles than are looked at together
 def test_tiles_that_no_query_sees_are_not_read(rows: int) -> None:
     """A chunk's first queries do not read its last rows: were they read, they would be numbers."""
     case = Case.of(((16, 16), (16, 16)), ((rows, rows - 3),), 16, first=rows - 36, positions=True)

@@ -30,9 +30,13 @@ from kvfold.ops.latent_decode.plan import HOPPER_BLOCK, Passes, table  # noqa: E
 from kvfold.ops.store import reference as store  # noqa: E402
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
 from kvfold.spec.layout import cache_layout  # noqa: E402
+from matrix import slow  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
+]
 SMALL = Passes(
     scores=Tuning(block=16, warps=4, slices=1), values=Tuning(block=16, warps=4, slices=1)
 )
@@ -234,10 +238,10 @@ def test_piece_by_piece(kind: str, keys: list[int], values: int, options: dict) 
 
 
 @pytest.mark.parametrize("kind,keys,values,options", [
-    ("joint", [640] * 32, 528, {}),
-    ("joint", [640] * 32, 528, {"bits": 8}),
+    slow("joint", [640] * 32, 528, {}),
+    slow("joint", [640] * 32, 528, {"bits": 8}),
     ("joint", [640] * 32, 528, {"bits": 4, "zeros": True, "tracked": True}),
-    ("fours", [80] * 32, 96, {}),
+    slow("fours", [80] * 32, 96, {}),
 ])  # fmt: skip
 def test_thirty_two_heads(kind: str, keys: list[int], values: int, options: dict) -> None:
     """Llama-2-7B's heads, which have one query each: all of a latent, as LoRC and Palu's J-LRD have
@@ -251,7 +255,7 @@ def test_thirty_two_heads(kind: str, keys: list[int], values: int, options: dict
 
 @pytest.mark.parametrize("options", [
     {"queries": 1}, {"queries": 3, "rotary": 40, "scaling": 1.3}, {"page": 64, "queries": 8},
-    {"bits": 8, "queries": 2}, {"bits": 4, "zeros": True, "queries": 1}, {"bits": 4},
+    slow({"bits": 8, "queries": 2}), {"bits": 4, "zeros": True, "queries": 1}, slow({"bits": 4}),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind,keys,values", [("lean", [48], 32)])
 def test_slow_pairs(kind: str, keys: list[int], values: int, options: dict) -> None:

@@ -29,6 +29,7 @@ from kvfold.models.copies import shared_copy
 from kvfold.spec import Latent, LayerSpec
 from kvfold.text import packaged, running, windows
 from kvfold.versions import given
+from matrix import slow
 from models import tiny, tokens
 
 pytestmark = pytest.mark.usefixtures("still")
@@ -170,7 +171,7 @@ def recovered(job, teacher, spec, batch: Tensor, steps: int = STEPS) -> tuple[fl
 
 @pytest.mark.parametrize(
     ("recipe", "size"),
-    [("lean", {"keep": 0.15}), ("lean", {"factor": 12}), ("swift", {"factor": 6})],
+    [slow("lean", {"keep": 0.15}), ("lean", {"factor": 12}), ("swift", {"factor": 6})],
 )
 def test_maps_learn_and_nothing_else(jobs, batch, recipe: str, size: dict) -> None:
     job, teacher, spec = folded(jobs, recipe, **size)

@@ -17,10 +17,12 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from kvfold.config import Recipe  # noqa: E402
 from kvfold.ops.prefill import reference, triton_peaks  # noqa: E402
 from kvfold.ops.prefill import triton as prefill_triton  # noqa: E402
+from matrix import slow  # noqa: E402
 from steps import backends, even, folded, runner_of, sequences_of, step  # noqa: E402
 
 SMALL = triton_peaks.Cut(rows=16, queries=16, warps=4, stages=1)
 pytestmark = [
+    pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
 ]
@@ -46,7 +48,7 @@ def check_among(case: Case, among: Tensor, cut=CUT) -> None:
     assert torch.equal(found.isinf(), nothing) and ((found - want)[~nothing].abs() <= LSE).all()
 
 
-@pytest.mark.parametrize("share", [0, 0.05, 0.6, 1])
+@pytest.mark.parametrize("share", [slow(0), 0.05, slow(0.6), 1])
 def test_a_log_sum_exp_of_some_rows(share: float) -> None:
     counts = ((48, 16, 0, 33), (7, 40, 47, 1))
     case = Case.of(RAGGED, counts, 11, group=2, first=37, positions=True)
@@ -155,10 +157,16 @@ def scored(recipe: Recipe | None, evict: str, settings: dict) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("evict", ["kvzip", "kvzip+"])
 @pytest.mark.parametrize(
-    ("recipe", "settings"),
-    [(None, {}), (even("swift"), {"bits": 8}), (even("lean"), {}), (even("small"), {"bits": 8})],
+    ("recipe", "settings", "evict"),
+    [
+        (None, {}, "kvzip+"),
+        (even("small"), {"bits": 8}, "kvzip"),
+        slow(None, {}, "kvzip"),
+        slow(even("small"), {"bits": 8}, "kvzip+"),
+        *(slow(even("swift"), {"bits": 8}, x) for x in ("kvzip", "kvzip+")),
+        *(slow(even("lean"), {}, x) for x in ("kvzip", "kvzip+")),
+    ],
 )
 def test_kernels_score_as_pytorch_does(recipe, settings, evict, backend, monkeypatch) -> None:
     found, calls = [], []

@@ -32,7 +32,7 @@ STREAM = WHOLE | {"stream": True}
 def routing(*stubs: Stub | str, **balance: Any) -> Iterator[httpx.Client]:
     urls = [x if isinstance(x, str) else x.url for x in stubs]
     app = create_router(urls, balance=Balance(**balance), limits=Limits(max_body=20_000))
-    with running(app) as url, httpx.Client(base_url=url, timeout=20) as client:
+    with running(app) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 
@@ -42,7 +42,7 @@ def three(**how: Any) -> Iterator[list[Stub]]:
         yield [stack.enter_context(stub(name, **how)) for name in ("one", "two", "three")]
 
 
-def until(true: Any, seconds: float = 10) -> None:
+def until(true: Any, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end

@@ -12,6 +12,8 @@ from kvfold.engine.request import Request, SamplingParams
 from kvfold.engine.sampler import _likeliest, _limit, _sort, sample
 from kvfold.ops import noise
 
+pytestmark = pytest.mark.gpu
+
 VOCAB = 12
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
 

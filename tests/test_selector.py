@@ -30,6 +30,7 @@ from kvfold.ops.backend import GPU
 from kvfold.spec import CacheSpec, Geometry, KeyKind, Latent, LayerSpec, ValueKind
 from kvfold.spec.layout import Group, cache_layout
 from kvfold.step_time import Load, predict
+from matrix import matrix
 from models import CONFIGS, llama_8b, tiny
 from steps import backends
 
@@ -266,21 +267,22 @@ def planned(
     return prepared.plan_factor(factor, prefer=prefer)
 
 
+SPEED = [("swift", "speed"), ("lean", "speed")]
 MANY_HEADS = llama_8b(num_key_value_heads=32, num_hidden_layers=2)
 NARROW = llama_8b(
     hidden_size=576, num_attention_heads=9, num_key_value_heads=3, head_dim=64, num_hidden_layers=4
 )
 
 
-@pytest.mark.parametrize("config", [llama_8b(num_hidden_layers=4), MANY_HEADS, NARROW])
 @pytest.mark.parametrize(
-    ("recipe", "prefer"),
-    [
-        *((x, "balanced") for x in ("fast", "swift", "lean", "small")),
-        *((x, "speed") for x in ("swift", "lean")),
-    ],
+    ("config", "plan"),
+    matrix(
+        [llama_8b(num_hidden_layers=4), MANY_HEADS, NARROW],
+        [(x, "balanced") for x in ("swift", "fast", "lean", "small")] + SPEED,
+    ),
 )
-def test_no_planned_checkpoint_decodes_in_pytorch(config, recipe: str, prefer, backend) -> None:
+def test_no_planned_checkpoint_decodes_in_pytorch(config, plan: tuple, backend) -> None:
+    recipe, prefer = plan
     backend("reference")  # which says nothing of other machines
     for factor in (2, 3, 4, 6, 8, 14, 20):
         found = kernels_of(config, planned(config, recipe, factor, prefer))

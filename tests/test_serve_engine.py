@@ -87,6 +87,7 @@ def test_rates_close_in_on_what_is_sustained(script) -> None:
     assert rates.next == pytest.approx(6 / 1.3)
 
 
+@pytest.mark.slow
 def test_the_script_writes_what_engines_of_their_own_found(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     words = f"--json {path} --shape tiny --device cpu --kv-bytes 600000 --engines kv-compress,none"

@@ -13,6 +13,8 @@ from kvfold.cache.sharing import SharedPages, SharingPool
 from kvfold.spec.layout import UNIT
 from test_pool import MIXED, layout
 
+pytestmark = pytest.mark.gpu
+
 PAGE = 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif("not torch.cuda.is_available()"))]
 

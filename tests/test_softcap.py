@@ -22,6 +22,8 @@ from kvfold.spec.layout import plain_spec
 from models import tiny, tokens
 from steps import logits_of
 
+pytestmark = pytest.mark.gpu
+
 SCALE, CAP, FINAL = 0.4, 0.7, 2.0
 CAPPED = "kvfold_test_capped"
 

@@ -19,9 +19,12 @@ from kvfold.ops.common.tuning import Tuning  # noqa: E402
 from kvfold.ops.decode import DECODE, triton_split  # noqa: E402
 from kvfold.spec import Latent  # noqa: E402
 from kvfold.spec.layout import CacheLayout  # noqa: E402
+from matrix import matrix, slow  # noqa: E402
 from pages import Case, error  # noqa: E402
 from test_decode_triton import check, poisoned  # noqa: E402, F401
 from test_store import one_layer  # noqa: E402
+
+pytestmark = pytest.mark.gpu
 
 SMALL = Tuning(block=16, stages=2, warps=1, slices=1), Tuning(block=16, stages=2, warps=1, slices=1)
 Runs = tuple[tuple[int, int], ...]  # (numbers, bits)
@@ -69,8 +72,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("name", "dtype"), matrix(list(LAYOUTS), [torch.float16, torch.bfloat16]))
 def test_kernels_are_the_formula(name: str, dtype: torch.dtype) -> None:
     layout = LAYOUTS[name]
     assert DECODE.why_not(ANY_GPU, layout.groups) is None
@@ -89,8 +91,7 @@ def shared(heads: int, share: int, keys: list[int], values: list[int], **options
     return one_layer(latents, **{"page": 16, **options})
 
 
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("queries,dtype,layout", [
+@pytest.mark.parametrize("wide,case", matrix([False, True], [
     (1, torch.float16, shared(8, 4, [32], [48])),
     (1, torch.bfloat16, shared(8, 4, [48, 16], [80, 16])),
     (3, torch.float16, shared(8, 4, [48, 0], [32, 64])),
@@ -99,11 +100,10 @@ def shared(heads: int, share: int, keys: list[int], values: list[int], **options
     (1, torch.float16, shared(8, 4, [64], [48], bits=4, zeros=True)),
     (1, torch.float16, shared(32, 32, [320], [96], bits=8)),
     (1, torch.float16, shared(8, 4, [32, 48], [48], tracked=True)),
-])  # fmt: skip
-def test_heads_that_share_keys(
-    queries: int, dtype: torch.dtype, layout: CacheLayout, wide: bool, monkeypatch
-) -> None:
+]))  # fmt: skip
+def test_heads_that_share_keys(wide: bool, case: tuple, monkeypatch) -> None:
     """A latent is read once for all its heads: held by a warp, or piece by piece."""
+    queries, dtype, layout = case
     assert DECODE.which(ANY_GPU, layout.groups) == "triton_split"
     monkeypatch.setattr(triton_split, "held", lambda *_: not wide)
     lengths = [[37, 5], [0, 16], [101, 64]]
@@ -132,8 +132,7 @@ def test_what_a_warp_holds() -> None:
         assert triton_split.held(layout.groups, queries, torch.device("cpu")) == wanted
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("bits", "zeros"), matrix([8, 4, 2], [False, True]))
 def test_bits_of_a_run_time(bits: int, zeros: bool) -> None:
     latents = [Latent(side="k", heads=(h,), rank=64) for h in range(2)]
     latents.append(Latent(side="v", heads=(0, 1), rank=96))
@@ -142,7 +141,7 @@ def test_bits_of_a_run_time(bits: int, zeros: bool) -> None:
     check(case, *run(case))
 
 
-@pytest.mark.parametrize("slices", [1, 3])
+@pytest.mark.parametrize("slices", [slow(1), 3])
 def test_what_slices_do_not_change(slices: int) -> None:
     case = Case.of(LAYOUTS["three precisions"], [[300], [45]], 1, torch.float16)
     cuts = tuple(Tuning(block=32, stages=1, warps=1, slices=slices) for _ in range(2))

@@ -102,6 +102,7 @@ def test_a_step_is_stated_within_the_positions_of_a_model() -> None:
         load_of(short, batch=0)
 
 
+@pytest.mark.slow
 def test_the_table_is_what_is_fitted(capsys: pytest.CaptureFixture[str]) -> None:
     """By tools/fit_step_time.py, to the results that are there."""
     found, kept = coefficients(DEFAULT), tables()[DEFAULT]

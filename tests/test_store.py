@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.formats.integers import SCALES_IN, dequantize, quantize, scale_of
+from kvfold.formats.integers import SCALES_IN, dequantize, lowest, quantize, scale_of
 from kvfold.ops.common import pages as addressing
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.store.reference import (
@@ -28,6 +28,8 @@ from kvfold.spec import CacheSpec, Geometry, LayerSpec
 from kvfold.spec import layout as layouts
 from kvfold.spec.layout import CacheLayout, Group, Latent, cache_layout
 from test_quantize import bound
+
+pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOATS = {2: (torch.bfloat16, torch.float16), 4: (torch.float32,)}
@@ -144,6 +146,21 @@ def stored(rows: Tensor, group: Group) -> Tensor:
             )
             part = dequantize(codes, scale_of(scale, x.bits), zero, x.bits)
         found[..., x.start : x.start + x.width] = part
+    return found
+
+
+def sizes(rows: Tensor, group: Group) -> Tensor:
+    """What the numbers of `stored` are summed from, without signs: step * code and low, which are
+    much larger than a number between them where few share a step."""
+    found = stored(rows, group).abs()
+    for x in group.layout.segments:
+        if x.quantized:
+            part = rows[..., x.start : x.start + x.width]
+            form = group.layout.zeros, SCALES_IN[group.layout.scale]
+            codes, scale, zero = quantize(part, x.bits, *form)
+            step = scale_of(scale, x.bits)
+            size = codes * step[..., None] + lowest(step, zero, x.bits).abs()
+            found[..., x.start : x.start + x.width] = size
     return found
 
 

@@ -69,7 +69,7 @@ def total_loss(found: list[Tensor], planned: list) -> float:
     return sum(predicted_loss(s, tiers) for s, tiers in zip(found, planned, strict=True))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(spectra(), st.integers(0, 3000), SETS)
 def test_plans_keep_to_the_budget_and_the_rules(
     found: list[Tensor], budget: int, levels: list[int]
@@ -84,7 +84,7 @@ def test_plans_keep_to_the_budget_and_the_rules(
             assert s[sum(w for w, _ in tiers[:-1])] > 0
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(spectra(), st.integers(0, 9000), SETS)
 def test_rows_of_codes_are_whole_units(found: list[Tensor], budget: int, levels: list[int]):
     """16 bytes in latents of 256 numbers or more, else 4; where the latent ends between, a word."""
@@ -96,7 +96,7 @@ def test_rows_of_codes_are_whole_units(found: list[Tensor], budget: int, levels:
             assert row * 8 == width * bits and row % (2 if forced else size) == 0
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(spectra(), st.sampled_from([64, 256, 640, 768, 1024]), st.integers(500, 20000))
 def test_plans_for_speed_are_runs_that_one_pass_reads(found: list[Tensor], width: int, budget: int):
     """Whole 4 bytes of keys, 16 of values, oddly many of wide ones, which twelve warps weigh."""
@@ -117,7 +117,7 @@ def test_plans_for_speed_are_runs_that_one_pass_reads(found: list[Tensor], width
             assert sum(-(-n // (64 * k)) * k for n, b in tiers for k in [1 + (b == 2)]) <= 12
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 8), st.floats(0.01, 0.2), st.integers(100, 1200))
 def test_keys_that_are_rebuilt_load_at_most_so_much(loads: int, fall: float, budget: int):
     """16 numbers a load, in whole 16 bytes of a run; as many tiers as plans without a limit, where
@@ -153,7 +153,7 @@ def test_a_width_of_no_whole_units_is_kept_to_its_end():
     assert plan([torch.ones(39)], 10**6, [2]) == [((32, 2),)]  # 78 bits are no words
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(0.2, 2.0), min_size=1, max_size=4), st.integers(200, 4000), SETS)
 def test_what_rounding_leaves_is_small(decays: list[float], budget: int, levels: list[int]):
     found = [falling(128, decay, 1 + i / 7) for i, decay in enumerate(decays)]
@@ -163,7 +163,7 @@ def test_what_rounding_leaves_is_small(decays: list[float], budget: int, levels:
     assert sum(map(cost, planned)) >= min(budget, most) - 2 * 32 * max(levels)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(spectra(), st.integers(0, 3000), SETS)
 def test_more_bits_predict_less_loss(found: list[Tensor], budget: int, levels: list[int]):
     """Budgets apart by more than what rounding leaves."""
@@ -204,7 +204,7 @@ def test_no_other_tiers_of_as_many_bits_lose_less(levels, decay: float, budget: 
     assert predicted_loss(s, found) == pytest.approx(best, rel=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(spectra(), st.integers(0, 3000), SETS)
 def test_members_of_a_set_get_the_same_tiers(found: list[Tensor], budget: int, levels: list[int]):
     """Of each width; a set of one is a latent."""

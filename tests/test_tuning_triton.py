@@ -18,7 +18,10 @@ from kvfold.ops.decode.tuning import Shape, table
 from test_store import DEVICE
 
 TOOL = Path(__file__).parents[1] / "tools" / "tune_decode.py"
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
+]
 
 
 @pytest.fixture

@@ -27,10 +27,14 @@ from kvfold.vllm_plugin.families import architecture
 from kvfold.vllm_plugin.shares import Share
 from kvfold.vllm_plugin.stored import StoredCache, settings
 from kvfold.vllm_plugin.weights import empty_layer, fold_layer
+from matrix import matrix
 from models import CONFIGS, tiny, tokens
 from steps import DEVICE, backends, even, folded
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
+]
 BLOCK = 16
 
 
@@ -126,8 +130,10 @@ def _float(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float()
 
 
-@pytest.mark.parametrize("kernels", ["reference", "numba", "triton"])
-@pytest.mark.parametrize("recipe", ["fast", "swift", "lean", "small"])
+@pytest.mark.parametrize(
+    ("recipe", "kernels"),
+    matrix(["fast", "swift", "lean", "small"], ["reference", "numba", "triton"], diagonals=2),
+)
 def test_blocks_of_an_engine_are_pages(recipe: str, kernels: str, backend) -> None:
     """Chunks, then a step that decodes one request beside another's chunk, then both decode."""
     if kernels == "numba":
