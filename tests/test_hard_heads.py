@@ -23,11 +23,20 @@ ROWS = [[64], [17], [33], [5], [0]]
 STORED = ["four bits", "three precisions", "sixteen bits", "tracked"]
 
 
+def slack(level: str, bits: int) -> float:
+    """What tensor cores may leave out of a score, in log2: codes are subnormal numbers there, and
+    sums keep 24 bits below 2^-14, a subnormal's exponent, times the largest query, rounded up to a
+    power of two."""
+    bias, query = ALL[level]
+    return 2.0**-14 * 2 * abs(query) * bias / 2 ** (bits - 1) * 0.1 * LOG2_E
+
+
 @pytest.mark.parametrize("level", ALL)
 @pytest.mark.parametrize("name", STORED)
 def test_stored_keys_in_two_passes(name: str, level: str) -> None:
     case = Case.of(split.LAYOUTS[name], ROWS, 3, torch.float16, level=ALL[level], first=FIRST)
-    check(case, *split.run(case, (split.SMALL[0], Tuning(block=64, stages=2, warps=1, slices=1))))
+    cuts = split.SMALL[0], Tuning(block=64, stages=2, warps=1, slices=1)
+    check(case, *split.run(case, cuts), slack(level, 4))
 
 
 @pytest.mark.parametrize("level", ALL)
@@ -35,7 +44,8 @@ def test_stored_keys_in_two_passes(name: str, level: str) -> None:
 def test_stored_keys_in_one_program(bits: int, level: str) -> None:
     layout = per_head([(16, 32)], bits=None if bits == 16 else bits, page=16)
     case = Case.of(layout, ROWS, 7, torch.float16, level=ALL[level], first=FIRST)
-    check(case, *direct.run(case, Tuning(block=32, stages=1, warps=1, slices=1), 3))
+    tuning = Tuning(block=32, stages=1, warps=1, slices=1)
+    check(case, *direct.run(case, tuning, 3), slack(level, bits))
 
 
 RUNS = [((16, 8), (16, 4)), ((32, 4),)]  # of keys, of values
