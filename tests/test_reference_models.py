@@ -8,11 +8,12 @@ import pytest
 
 import ggufs
 import kvfold
-from kvfold import loading, reference_models
+from kvfold import gguf, loading, reference_models
 from kvfold.reference_models import QWEN_CODER
 
 COUNT = len(QWEN_CODER.packages)
 NAME = f"reference:{QWEN_CODER.name}"
+CONVERTED = f"{QWEN_CODER.name}-{gguf.CONVERSION}"
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +73,16 @@ def test_parts_are_joined_and_converted_once(cache, data, form):
     files[form]()
     before = {path.name for path in cache.iterdir()}
     folder = loading.resolve(NAME)
-    assert folder == str(cache / QWEN_CODER.name)
-    assert {path.name for path in cache.iterdir()} == {*before, QWEN_CODER.name}
-    assert not list((cache / QWEN_CODER.name).glob("*.gguf"))
+    assert folder == str(cache / CONVERTED)
+    assert {path.name for path in cache.iterdir()} == {*before, CONVERTED}
+    assert not list((cache / CONVERTED).glob("*.gguf"))
     assert loading.load_config(NAME).hidden_size == ggufs.TINY["hidden_size"]
 
 
 def test_a_complete_set_of_plain_parts_makes_up_for_missing_wheels(cache, data):
     wheels(cache, data)[3].unlink()
     plain(cache, data, COUNT)
-    assert loading.resolve(NAME) == str(cache / QWEN_CODER.name)
+    assert loading.resolve(NAME) == str(cache / CONVERTED)
 
 
 def test_a_missing_wheel_is_named(cache, data):
@@ -96,7 +97,7 @@ def test_a_damaged_wheel_is_named(cache, data):
     stored[len(stored) // 2] ^= 255
     path.write_bytes(stored)
     assert f"{path} is damaged" in refused()
-    assert not (cache / QWEN_CODER.name).exists()
+    assert not (cache / CONVERTED).exists()
 
 
 @pytest.mark.parametrize("missing", [0, 4, 17])
@@ -118,7 +119,7 @@ def test_parts_of_another_file_are_refused(cache, data):
     path.write_bytes(bytes(path.stat().st_size))
     line = refused()
     assert "part01.bin to part18.bin" in line and "SHA-256" in line
-    assert not (cache / QWEN_CODER.name).exists()
+    assert not (cache / CONVERTED).exists()
 
 
 def test_ends_of_replies_are_added(cache, data, monkeypatch):
