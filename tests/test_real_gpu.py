@@ -27,7 +27,12 @@ TOPICS = (
     "rain",
     "law",
 )
-TASKS = ("Write a story about {}.", "Explain {} to a child.", "List ten facts about {}.", "Write a Python function about {}.")  # fmt: skip
+TASKS = (
+    "Write a story about {}.",
+    "Explain {} to a child.",
+    "List ten facts about {}.",
+    "Write a Python function about {}.",
+)
 SETTINGS = {
     "bits 8": (None, {"bits": 8}),
     "bits 4": (None, {"bits": 4}),
