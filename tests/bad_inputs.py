@@ -190,7 +190,11 @@ SIZES = {
     ),
     "kvfold compress reference:gqa --factor 4 --align 8 --output new": (
         "--align is of ranks whose bits are not planned; tiers are whole units of what kernels "
-        "read: leave it out"
+        "read: leave it out, or say the size as --keep"
+    ),
+    "kvfold compress reference:gqa --align 8 --output new": (
+        "--align is of ranks whose bits are not planned; tiers are whole units of what kernels "
+        "read: leave it out, or say the size as --keep"
     ),
     "kvfold compress reference:gqa --factor 4 --levels 5,4 --output new": (
         "--levels must be some of 8, 6, 4, 3, 2, 1; got (5, 4)"
@@ -341,14 +345,14 @@ SIZES = {
     ),
     "kvfold compress reference:gqa --bytes-per-token 0.001 --output new": (
         "--bytes-per-token 0.001 leaves 0 bits a token, and each of 7 layers takes at least "
-        "136: ask for a larger cache"
+        "40: ask for a larger cache"
     ),
     "kvfold compress reference:gqa --keep 1e-300 --output new": (
         "--keep 1e-300 leaves 0 numbers a token, and each of 7 layers takes at least 16: ask "
         "for a larger cache, or a smaller --align than 16"
     ),
     "kvfold compress reference:gqa --factor 999 --output new": (
-        "--factor 999 leaves 57 bits a token, and each of 7 layers takes at least 136: ask for "
+        "--factor 999 leaves 57 bits a token, and each of 7 layers takes at least 40: ask for "
         "a larger cache"
     ),
     "kvfold compress reference:gqa --align 1000000000000 --output new": (
@@ -684,7 +688,7 @@ MEASURING = {
         "--plot: a.txt must end with .svg, .png or .pdf"
     ),
     "kvfold bench throughput random:large": (
-        "MODEL: 'large' is none of llama-3.1-8b, llama-3.1-70b, llama-2-7b, tiny"
+        "MODEL: 'large' is none of llama-3.1-8b, llama-3.1-70b, llama-2-7b, qwen2.5-1.5b, tiny"
     ),
     "kvfold bench throughput random:tiny --rates .5": "--rates must be at least 1, got 0.5",
     "kvfold capacity reference:gqa --gpu h1000": (

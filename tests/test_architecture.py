@@ -35,6 +35,7 @@ LAYERS: dict[str, set[str]] = {
     "artifact": {"spec", "models", "weights"},
     "parallel": {"spec", "ops", "attention", "models", "artifact", "errors", "versions"},
     "compression": {"formats", "spec", "ops", "models", "config", "recipes", "artifact"}
+    | {"step_time"}
     | {"errors", "files", "search", "text", "versions", "weights"},
     "loading": {"artifact", "models", "gguf", "hub", "place", "reference_models", "weights"}
     | {"config", "errors", "files", "text"},

@@ -41,4 +41,7 @@ def test_what_cannot_be_measured(capsys) -> None:
     assert "--requests must be at least 1, got 0" in refused(capsys, *call, "--requests", 0)
     assert "--evict must be one of" in refused(capsys, *call, "--evict", "luck")
     words = refused(capsys, "bench", "throughput", "random:large")
-    assert "MODEL: 'large' is none of llama-3.1-8b, llama-3.1-70b, llama-2-7b, tiny" in words
+    assert (
+        "MODEL: 'large' is none of llama-3.1-8b, llama-3.1-70b, llama-2-7b, qwen2.5-1.5b, tiny"
+        in words
+    )

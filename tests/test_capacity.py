@@ -85,4 +85,19 @@ def test_the_command(tmp_path: Path, capsys) -> None:
     first, last = found["rows"]
     assert first["requests"] == found["pool_bytes"] // first["request_bytes"] > 40
     assert last["requests"] == 0 and last["step_ms"] is None
-    assert f"--kv-bytes {found['pool_bytes']}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"--kv-bytes {found['pool_bytes']}" in out
+    beside = found["beside"]
+    assert [*beside] == ["original", "original, --bits 8"]
+    few = [rows[0]["requests"] for rows in (*beside.values(), found["rows"])]
+    assert few == sorted(few) and few[0] < few[-1] / 3
+    lines = [line.split("  ")[0] for line in out.splitlines() if " 2048 " in line]
+    assert lines == ["original", "original, --bits 8", "original, as asked"]
+
+
+def test_what_is_asked_about_stands_there_once(capsys) -> None:
+    for flags, names in (([], ["original, --bits 8", "original"]), (["--bits", "8"], ["original"])):
+        assert main(["capacity", "random:tiny", "--context", "512", *flags]) == 0
+        found = [x for x in capsys.readouterr().out.splitlines() if x.startswith("original")]
+        assert [x.split("  ")[0] for x in found][: len(names)] == names
+        assert len(found) == 2

@@ -39,7 +39,8 @@ def tokenizer():
         (["--bytes-per-token", "20"], {"bytes_per_token": 20}),
         (["--factor", "6.4", "--levels", "4,8"], {"factor": 6.4, "levels": (8, 4)}),
         (["--factor", "6.4", "--levels", "all"], {"factor": 6.4, "levels": (8, 6, 4, 3, 2, 1)}),
-        (["--align", "1"], {"align": 1}),
+        (["--keep", "0.4", "--align", "1"], {"keep": 0.4, "align": 1}),
+        ([], {}),
     ],
 )
 def test_python_and_command_line_plan_the_same(plain, model, tmp_path, capsys, flags, size):  # noqa: F811

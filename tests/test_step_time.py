@@ -11,7 +11,15 @@ from kvfold.compression.default import even_spec
 from kvfold.config import LEVELS
 from kvfold.models.families import family_of
 from kvfold.spec.layout import plain_spec
-from kvfold.step_time import DEFAULT, Load, attention_work, load_of, predict, tables
+from kvfold.step_time import (
+    DEFAULT,
+    Load,
+    attention_work,
+    load_of,
+    predict,
+    rebuilt_keys,
+    tables,
+)
 from models import CONFIGS, llama_8b
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
@@ -72,6 +80,22 @@ def test_steps_on_tiers_are_near_what_was_measured(name: str, batch: int, ms: fl
     assert found.ms == pytest.approx(ms, rel=0.25)
 
 
+def test_one_pass_takes_less_of_fewer_heads_and_no_less_than_its_bytes() -> None:
+    def us(shape: str, name: str) -> float:
+        geometry, table = SHAPES[shape], tables()[DEFAULT]
+        layout = variant_layout(geometry, VARIANTS[name], 1)
+        work = attention_work(
+            layout.spec.layers[0], layout.groups, geometry, 48 * 8192, table.read, True
+        )
+        assert work["bytes"] < table.attention_us(work)
+        return table.attention_us(work)
+
+    few, many = us("qwen2.5-1.5b", "swift-4x-256"), us("llama-3.1-8b", "swift-4x-odd")
+    assert 0.6 * many < few < 0.85 * many  # 2 KV heads of 6 query heads; 8 of 4
+    table = tables()[DEFAULT]
+    assert table.attention_us({"launch": 1.0, "bytes": 400.0}) == 400.0
+
+
 @pytest.mark.parametrize("recipe", ["swift", "lean", "small"])
 def test_what_was_not_timed_is_an_estimate(recipe: str) -> None:
     tiers, whole = (
@@ -86,6 +110,28 @@ def test_more_rows_take_longer_and_cost_no_less_a_token() -> None:
     spec = plain_spec(GEOMETRY)
     small, large = (predict(LLAMA, spec, Load(batch=b, context=2048)) for b in (1, 64))
     assert small is not None and large is not None and small.ms < large.ms < 64 * small.ms
+
+
+def test_recipes_that_reconstruct_keys_say_what_a_step_takes() -> None:
+    def said(name: str, share: float, config=LLAMA) -> str:
+        geometry = family_of(config).geometry(config)
+        return str(rebuilt_keys(name, config, even_spec(recipes.get(name), geometry, share)))
+
+    where = "times the original's (predicted for 64 x 8192 on an NVIDIA H200)"
+    assert said("small", 0.25).startswith("small trades time for memory: a decode step takes")
+    assert said("small", 0.25).endswith(where) and said("palu-j", 0.5).startswith("palu-j trades")
+    assert said("lean", 0.25).startswith("lean reconstructs all cached keys: a decode step")
+    assert said("lean", 0.25).endswith(f" about 0.6 {where}")
+    assert said("swift", 0.5) == said("lean", 0.5, CONFIGS["opt"]()) == "None"
+    words = "small trades time for memory: every decode step reconstructs all cached keys"
+    assert said("small", 0.5, CONFIGS["gemma2"]()) == words
+
+
+def test_a_prediction_leaves_the_config_as_it_was() -> None:
+    config = llama_8b(num_hidden_layers=2, dtype="float32")
+    before = config.to_dict()
+    assert predict(config, plain_spec(family_of(config).geometry(config)), Load()) is not None
+    assert config.to_dict() == before
 
 
 def test_without_kernels_nothing_is_predicted() -> None:

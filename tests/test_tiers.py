@@ -453,8 +453,14 @@ def test_compress_refuses(settings: dict, message: str):
         kvfold.compress(model, **{"recipe": "small", "statistics": made, **settings})
 
 
-def test_keep_is_a_half_where_neither_is_given():
+@pytest.mark.parametrize(
+    ("recipe", "planned", "kept"), [("small", True, 1 / 4), ("zack", False, 1 / 2)]
+)
+def test_without_a_size_it_is_a_quarter_where_bits_are_planned_and_else_a_half(
+    recipe, planned, kept
+):
     model = tiny("llama-gqa")
-    folded = kvfold.compress(model, "small", statistics=statistics_of(model, "small"), align=1)
-    assert spec_of(folded).kept_fraction == pytest.approx(0.5, abs=0.01)
-    assert not spec_of(folded).planned
+    how = {} if planned else {"align": 1}
+    spec = spec_of(kvfold.compress(model, recipe, statistics=statistics_of(model, recipe), **how))
+    assert spec.planned is planned
+    assert cache_layout(spec).kept_fraction == pytest.approx(kept, rel=0.1)

@@ -42,7 +42,7 @@ def compress(
     factor: float | None = None,
     bytes_per_token: float | None = None,
     levels: tuple[int, ...] | None = None,
-    prefer: Prefer = "balanced",
+    prefer: Prefer | None = None,
     budget: str | None = None,
     hybrid: Ratios | str | None = None,
     align: int | None = None,
@@ -61,14 +61,14 @@ def compress(
     """Fold a model so that its KV cache keeps `keep` of its numbers, or is `factor` times smaller.
 
     model: a name (directory, GGUF file, hub id, `reference:gqa`) or a loaded causal LM, which is
-    folded in place. recipe: a name from `kvfold.recipes`, a `Recipe`, or None: the best of ours
-    with kernels for the model and size (see `compression.default`). keep: in (0, 1], 0.5 where no
-    size is given. factor: dimensions and bits planned together (see `Prepared.plan_factor`); the
-    planned bits take effect on the paged cache. bytes_per_token: the same, as bytes. levels: bits
-    that planned numbers may have, of 8, 6, 4, 3, 2, 1 (default (8, 4, 2), those that kernels
+    folded in place. recipe: a name from `kvfold.recipes`, a `Recipe`, or None: see
+    `compression.default`. keep: in (0, 1]. factor: dimensions and bits planned together (see
+    `Prepared.plan_factor`); the planned bits take effect on the paged cache. Without a size it is
+    4, or for a recipe that plans no bits, keep is 0.5. bytes_per_token: the same, as bytes. levels:
+    bits that planned numbers may have, of 8, 6, 4, 3, 2, 1 (default (8, 4, 2), those that kernels
     read). prefer: what such a plan is for: `speed`, rows that a Hopper GPU reads in one pass, of
-    recipes swift and lean; `size`, the least loss at a size, in all levels (see
-    `compression.preference`).
+    recipes swift and lean; `size`, the least loss at a size, in all levels; `balanced` (see
+    `compression.preference`). None: balanced, or without a recipe speed where a GPU can use it.
     budget: "ppl<=1.01", the smallest keep within that ratio of the original's perplexity on
     calibration text that calibration does not read. hybrid: two widths, the narrow one for tokens
     that are not important (ZDC §5.2, see `Ratios`), or "ppl<=1.1": the smallest within that ratio
@@ -104,7 +104,7 @@ def compress(
         check_loaded(model, device, dtype)
     with nullcontext() if output is None else new_directory(Path(output)) as folder:
         config = model.config if name is None else load_config(name)
-        recipe, why = chosen(recipe, config, target)
+        recipe, target, why = chosen(recipe, config, target)
         factor_of(recipe, family_of(config).geometry(config), target, align)
         if learn_scores:
             scores.check_learnable(config, target)
@@ -163,7 +163,7 @@ def fold_to(
         spec = prepared.plan_hybrid(hybrid, align)
     elif factor is not None:
         assert target.levels is not None
-        spec = prepared.plan_factor(factor, target.levels, target.prefer)
+        spec = prepared.plan_factor(factor, target.levels, target.plans_for)
     else:
         assert keep is not None
         spec = prepared.plan(keep, align)

@@ -25,13 +25,14 @@ from kvfold.ops.common.pieces import latents_of
 from kvfold.ops.decode import DECODE
 from kvfold.ops.latent_decode import LATENT_DECODE
 from kvfold.spec import CacheSpec, Geometry, LayerSpec
-from kvfold.spec.layout import Group, Segment, cache_layout
+from kvfold.spec.layout import Group, Segment, cache_layout, plain_spec
 from kvfold.text import packaged
 
 DEFAULT = "NVIDIA H200"  # whose coefficients serve where a device has none
 BATCH, CONTEXT = 64, 8192  # of a step, where none are stated
 PIECE = 64  # most 16-bit words of a row that kernels read at a time, where they do by pieces
 ONE_PASS = 4096  # rows from which on Hopper reads them in one pass: `ops.one_pass.ROWS`
+BYTES = "bytes"  # of `attention_work`: no work that adds up, but the least that it takes
 ON_CHIP = 256  # numbers of a key latent whose maps kernels hold on chip
 
 
@@ -76,8 +77,9 @@ class Coefficients:
     sequence: float
 
     def attention_us(self, work: Mapping[str, float]) -> float:
-        """Of a layer."""
-        return sum(self.attention[name] * amount for name, amount in work.items())
+        """Of a layer, and no less than reading its bytes takes."""
+        own = sum(self.attention[name] * us for name, us in work.items() if name != BYTES)
+        return max(own, work.get(BYTES, 0.0))
 
     def step_us(self, weights: int, attention_us: float, layers: int, batch: int) -> float:
         """weights: bytes; attention_us: of all layers."""
@@ -132,6 +134,24 @@ def predict(
     return Prediction(ms=us / 1e3, device=name, estimated=estimated)
 
 
+def rebuilt_keys(name: str, config: Any, spec: CacheSpec) -> str | None:
+    """What a recipe's reconstructed keys cost at every decode step, for users; None where keys are
+    scored as they are stored."""
+    if all(layer.keys != "pre_rope" for layer in spec.layers):
+        return None
+    load, coded = load_of(config), any(x.codebooks for y in spec.layers for x in y.latents)
+    own = None if coded else predict(config, spec, load)
+    whole = predict(config, plain_spec(spec.geometry), load)
+    if own is None or whole is None:
+        return f"{name} trades time for memory: every decode step reconstructs all cached keys"
+    times = own.ms / whole.ms
+    trade = "trades time for memory" if times > 1 else "reconstructs all cached keys"
+    return (
+        f"{name} {trade}: a decode step takes about {times:.{1 if times < 10 else 0}f} times the"
+        f" original's (predicted for {load} on an {own.device})"
+    )
+
+
 def attention_work(
     layer: LayerSpec,
     groups: Sequence[Group],
@@ -149,18 +169,18 @@ def attention_work(
     runs of equal bits that are read by themselves, of every KV head's keys and of values: runs, or
     rebuilt_runs by kernels that rebuild keys, with _16 where none has fewer bits; unpacked, by
     those that rebuild keys of rows they read at once. In one pass nothing counts but launch, whole:
-    millions of rows, by their runs of a head's keys and of values: whole_runs, even_runs: of values
-    with an even number of 16 bytes, whole_rebuilt: of every KV head whose keys are rebuilt, and
-    beside: 1, for what a step has beside that pass.
+    millions of rows (weighed by `_row_work`), by their runs of a head's keys and of values:
+    whole_runs, even_runs: of values with an even number of 16 bytes, whole_rebuilt: of every KV
+    head whose keys are rebuilt, beside: 1, for what a step has beside that pass, and BYTES:
+    microseconds that its bytes take at `read` TB/s.
     """
-    if one_pass:
-        return _in_one_pass(groups, rows, layer.keys == "pre_rope")
     rebuilds, groups = layer.keys == "pre_rope", tuple(groups)
+    if one_pass:
+        return _in_one_pass(groups, rows, geometry.queries_per_kv, rebuilds, read)
     kernel = LATENT_DECODE.which(GPU, layer, groups) if rebuilds else DECODE.which(GPU, groups)
     layouts = [group.layout for group in groups]
     segments = [x for layout in layouts for x in layout.segments]
-    scales = sum(layout.scale * layout.scales_per_row for layout in layouts)
-    us = rows * (sum(x.row_bytes for x in segments) + scales) / read / 1e6
+    us = _bytes_us(groups, rows, read)
     work = {
         "launch": 1.0,
         "rebuilt" if rebuilds else "stored": us,
@@ -177,17 +197,44 @@ def attention_work(
     return work
 
 
-def _in_one_pass(groups: Sequence[Group], rows: int, rebuilds: bool) -> dict[str, float]:
+def _bytes_us(groups: Sequence[Group], rows: int, read: float) -> float:
+    each = (
+        sum(x.row_bytes for x in layout.segments) + layout.scale * layout.scales_per_row
+        for layout in (group.layout for group in groups)
+    )
+    return rows * sum(each) / read / 1e6
+
+
+def _in_one_pass(
+    groups: Sequence[Group], rows: int, queries: int, rebuilds: bool, read: float
+) -> dict[str, float]:
     runs = even = 0
     for group in groups:
         (values,) = latents_of(group, "v")
         runs += len(latents_of(group, "k")[0]) + len(values)
         even += sum(run.row_bytes % 32 == 0 for run in values)
-    millions = rows / 1e6
+    millions = rows / 1e6 * _row_work(groups[0], queries, rebuilds)
     own = {"whole": millions * len(groups), "whole_runs": millions * runs}
     if rebuilds:
         own["whole_rebuilt"] = millions * sum(len(group.heads) for group in groups)
-    return {"launch": 1.0, **own, "even_runs": millions * even, "beside": 1.0}
+    own["even_runs"] = millions * even
+    return {"launch": 1.0, **own, "beside": 1.0, BYTES: _bytes_us(groups, rows, read)}
+
+
+def _row_work(group: Group, queries: int, rebuilds: bool) -> float:
+    """What a row takes in one pass, of what it takes where 8 KV heads have 4 query heads each.
+
+    Counted from the kernel's instructions, as no other shape was timed: a warp scores 8 query heads
+    (padding included), for which it unpacks the keys of so many KV heads, one or two; a warp that
+    weighs values multiplies them for every 16 query heads; the other half is the same for all.
+    """
+    if rebuilds:
+        return 1.0  # 32 query heads, always
+    from kvfold.ops.one_pass.rows import columns_of
+
+    columns = columns_of(group, queries, rebuilds)
+    unpacked = 8 * len(group.heads) / columns
+    return (2 + unpacked + columns / 16) / 6
 
 
 def _kind(rebuilds: bool, in_pieces: bool, alone: Sequence[Segment]) -> str:

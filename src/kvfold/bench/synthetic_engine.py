@@ -26,6 +26,7 @@ WIDTHS = {  # hidden size, MLP, vocabulary
     "llama-3.1-8b": (4096, 14336, 128256),
     "llama-3.1-70b": (8192, 28672, 128256),
     "llama-2-7b": (4096, 11008, 32000),
+    "qwen2.5-1.5b": (1536, 8960, 151936),
     "tiny": (64, 128, 256),
 }
 NEVER = Schedule(after_prefill=False, before_preempt=False)

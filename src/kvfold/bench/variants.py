@@ -47,11 +47,13 @@ SHAPES = {
     "llama-3.1-70b": replace(_shape(8), hidden_size=8192, num_query_heads=64, num_layers=80),
     "llama-2-7b": _shape(32),
     "llama-2-7b-norope": _shape(32, rope=False),
+    "qwen2.5-1.5b": replace(_shape(2), hidden_size=1536, num_query_heads=12, num_layers=28),
     "tiny": replace(_shape(2), hidden_size=64, num_query_heads=4, head_dim=16, num_layers=2),
 }
 ROPE_BASES = dict.fromkeys(SHAPES, 10000.0) | dict.fromkeys(
     ("llama-3.1-8b", "llama-3.1-70b"), 500000.0
 )
+ROPE_BASES["qwen2.5-1.5b"] = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,8 @@ VARIANTS = {
     # for reference:gqa.
     "swift-4x": _planned(((24, 8), (104, 4)), ((128, 8), (384, 4), (256, 2))),
     "swift-5x": _planned(((8, 8), (80, 4), (32, 2)), ((64, 8), (384, 4), (256, 2))),
+    # The same where the values of all KV heads are 256 numbers, as of qwen2.5-1.5b.
+    "swift-4x-256": _planned(((32, 8), (96, 4)), ((32, 8), (96, 4), (64, 2))),
     # What one pass reads fastest: no keys in 2 bits, value runs of odd numbers of 16 bytes.
     "swift-4x-odd": _planned(((32, 8), (96, 4)), ((144, 8), (416, 4), (64, 2))),
     "swift-4.6x-odd": _planned(((128, 4),), ((144, 8), (416, 4), (64, 2))),

@@ -16,9 +16,13 @@ from kvfold.files import write_json
 
 Shape = Annotated[
     str,
-    Parameter(help="llama-3.1-8b, llama-3.1-70b, llama-2-7b, llama-2-7b-norope or tiny."),
+    Parameter(
+        help="llama-3.1-8b, llama-3.1-70b, llama-2-7b, llama-2-7b-norope, qwen2.5-1.5b or tiny."
+    ),
 ]
-ServedShape = Annotated[str, Parameter(help="llama-3.1-8b, llama-3.1-70b, llama-2-7b or tiny.")]
+ServedShape = Annotated[
+    str, Parameter(help="llama-3.1-8b, llama-3.1-70b, llama-2-7b, qwen2.5-1.5b or tiny.")
+]
 Batches = Annotated[str, Parameter(help="Numbers of sequences, separated by commas.")]
 Lengths = Annotated[
     str,

@@ -1,8 +1,8 @@
 """kvfold capacity: how many requests a GPU holds."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -14,6 +14,9 @@ from kvfold.cli.options import STORAGE, Storage, parse_list
 from kvfold.config import CacheConfig
 from kvfold.errors import SettingError
 from kvfold.files import write_json
+
+if TYPE_CHECKING:
+    from kvfold.capacity import Capacity, Room
 
 Share = Annotated[float, Parameter(help="Of its memory that may be used.")]
 
@@ -31,7 +34,8 @@ def capacity(
 ) -> None:
     """Say how many requests fit a GPU with such a cache, before there is one.
 
-    Reads a model's config alone. Bytes are those that an engine would allocate.
+    Reads a model's config alone. Bytes are those that an engine would allocate. The uncompressed
+    model in 16 and in 8 bits stands beside it.
 
     Parameters
     ----------
@@ -70,7 +74,10 @@ def capacity(
         share=share,
     )
     rooms = [found.room(tokens) for tokens in contexts]
-    show(found, rooms)
+    others = {
+        name: [own.room(tokens) for tokens in contexts] for name, own in beside(found).items()
+    }
+    show(found, rooms, others)
     if json is not None:
         about: dict[str, Any] = {
             "model": model,
@@ -79,7 +86,15 @@ def capacity(
         }
         about |= {"gpu_bytes": found.gpu_bytes, "cache": asdict(cache)}
         sizes = {"weight_bytes": found.weights, "pool_bytes": found.pool}
+        about |= {"beside": {name: [asdict(room) for room in x] for name, x in others.items()}}
         write_json(json, about | sizes | {"rows": [asdict(room) for room in rooms]})
+
+
+def beside(found: "Capacity") -> dict[str, "Capacity"]:
+    """The uncompressed model by the bits of its cache, but for what `found` is itself."""
+    caches = {"original": CacheConfig(), "original, --bits 8": CacheConfig(bits=8)}
+    plain = {name: replace(found, spec=None, cache=cache) for name, cache in caches.items()}
+    return {name: x for name, x in plain.items() if x != found}
 
 
 def load_config(model: str) -> Any:
@@ -94,7 +109,8 @@ def load_config(model: str) -> Any:
     return served.config_of(shape)
 
 
-def show(found: Any, rooms: list[Any]) -> None:
+def show(found: "Capacity", rooms: "list[Room]", others: "dict[str, list[Room]]") -> None:
+    """others: rooms of the same contexts, by what they are of."""
     from kvfold.capacity import GIB, WORK
     from kvfold.step_time import DEFAULT
 
@@ -110,15 +126,19 @@ def show(found: Any, rooms: list[Any]) -> None:
             " those of all requests off --kv-bytes"
         )
     print(f"a token: {token:.0f} B in pages, {full / token:.2f}x smaller than {full} B at 16 bits")
-    table = empty_table("context", "kept", "MiB each", "requests", "step ms", "tokens/s")
-    for room in rooms:
-        times = (room.step_ms, room.tokens_per_s)
-        table.add_row(
-            str(room.context),
-            str(room.kept),
-            f"{room.request_bytes / 2**20:.1f}",
-            str(room.requests),
-            *("-" if x is None else f"{x:.0f}" for x in times),
-        )
+    table = empty_table("cache", "context", "kept", "MiB each", "requests", "step ms", "tokens/s")
+    name = "original" if found.spec is None else "checkpoint"
+    caches = others | {name if found.cache == CacheConfig() else f"{name}, as asked": rooms}
+    for each in zip(*caches.values(), strict=True):
+        for cache, room in zip(caches, each, strict=True):
+            table.add_row(
+                cache,
+                str(room.context),
+                str(room.kept),
+                f"{room.request_bytes / 2**20:.1f}",
+                str(room.requests),
+                "-" if room.step_ms is None else f"{room.step_ms:.1f}",
+                "-" if room.tokens_per_s is None else f"{room.tokens_per_s:.0f}",
+            )
     Console().print(table)
     print(f"step and tokens/s: of decoding alone, as predicted on an {DEFAULT}")

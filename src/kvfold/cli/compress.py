@@ -103,8 +103,8 @@ def fold_asked(
     from kvfold.api import fold_to
     from kvfold.compression.default import chosen
 
-    target, align = size.target, size.align
-    settings, why = chosen(recipe, config, target)
+    align = size.align
+    settings, target, why = chosen(recipe, config, size.target)
     compressor = common.compressor(model, config, settings, calibration, place, target, align)
     begin = time.perf_counter()
     with common.progress() as progress:
@@ -165,8 +165,11 @@ def say(made: Made, config: Any, stored: "torch.dtype") -> None:
     from kvfold.artifact import provenance_of
     from kvfold.card import facts
     from kvfold.models.kernels import in_one_pass, kernels_of
+    from kvfold.step_time import rebuilt_keys
 
     name = made.compressor.recipe.name
+    if note := rebuilt_keys(name, config, made.spec):
+        print(note)
     if made.why is not None:
         print(f"recipe {name}: {made.why}")
     provenance = provenance_of(made.compressor.model)

@@ -84,6 +84,7 @@ def frontier(
         Of calibration.
     """
     from kvfold.compression.target import Target
+    from kvfold.config import DEFAULT_KEEP
     from kvfold.step_time import load_of
 
     names = parse_list(recipes, "--recipes", str)
@@ -99,7 +100,7 @@ def frontier(
     load = load_of(config, batch, context)
     with renamed(max_tokens="calib_tokens"):
         for name in names:  # sizes that are too small are left out
-            common.check_recipe(config, name, calib_tokens, Target(), None)
+            common.check_recipe(config, name, calib_tokens, Target(keep=DEFAULT_KEEP), None)
     cache = common.cache_config(config, Storage(paged=True), place)
     what = common.measurement(config, tokenizer, windows, cache, texts, {})
     loaded = common.load(model, place)

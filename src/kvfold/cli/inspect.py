@@ -50,6 +50,7 @@ def inspect(
     from kvfold.models.families import family_of
     from kvfold.models.kernels import in_one_pass, kernels_of
     from kvfold.spec.layout import plain_spec
+    from kvfold.step_time import rebuilt_keys
 
     config = common.load_config(model)
     geometry = family_of(config).geometry(config)
@@ -69,6 +70,9 @@ def inspect(
     title = f"{model} ({config.model_type})"
     print_geometry(title, geometry)
     if spec is not None:
+        name = provenance["recipe"]["name"] if provenance else recipe
+        if note := rebuilt_keys(str(name), config, spec):
+            print(note)
         print_spec(spec, provenance)
         print(f"kernels on a GPU: {kernels_of(config, spec)}")
         if provenance.get("prefer") == "speed":
@@ -85,6 +89,7 @@ def check_plan(
     """The size to plan. Raises ValueError for a plan that cannot be made, or was not asked for."""
     from kvfold.api import check_files
     from kvfold.compression.target import Target, check_align
+    from kvfold.config import DEFAULT_KEEP
 
     check_align(align)
     check_files(calibration.calib, calibration.stats, None)
@@ -92,7 +97,7 @@ def check_plan(
         raise SettingError(
             "`keep`, `align` and settings of calibration are about a plan: give its `recipe` too"
         )
-    return Target(keep=keep)
+    return Target(keep=DEFAULT_KEEP if keep is None else keep)
 
 
 def prepared(

@@ -87,7 +87,7 @@ def _read(name: str) -> Asked:
         /,
         *,
         levels: str | None = None,
-        prefer: Prefer = "balanced",
+        prefer: Prefer | None = None,
         align: int | None = None,
         storage: Storage = STORAGE,
     ) -> Asked:

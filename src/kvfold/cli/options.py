@@ -35,8 +35,8 @@ TaskFiles = Annotated[Files, Parameter(help=f"Files of {LEGAL_ROWS} rows (.jsonl
 RecipeName = Annotated[
     str | None,
     Parameter(
-        help=f"One of {', '.join(RECIPES)}. By default the best of ours with fast kernels on a GPU"
-        " for the model and size.",
+        help=f"One of {', '.join(RECIPES)}. By default swift; with --keep or --budget the one of"
+        " small, lean and swift that loses least and is predicted to be no slower than the model.",
         show_default=False,
     ),
 ]
@@ -101,7 +101,9 @@ class Size:
     """How small a cache is to be: a `Target`, which checks it, and what ranks are multiples of."""
 
     keep: float | None = setting(
-        None, "Share of the cache to keep, in (0, 1]; 0.5 if no size is given."
+        None,
+        "Share of the cache to keep, in (0, 1]; 0.5 if no size is given and the recipe plans no"
+        " bits.",
     )
     budget: str | None = setting(
         None,
@@ -110,7 +112,8 @@ class Size:
     factor: float | None = setting(
         None,
         "Instead of --keep: a cache so many times smaller, in dimensions and bits together, for the"
-        " least predicted loss. For recipes that predict it, ours; runs on the paged cache.",
+        " least predicted loss. For recipes that predict it, ours, of which it is 4 if no size is"
+        " given; runs on the paged cache.",
     )
     bytes_per_token: float | None = setting(None, "The same, as bytes a token.")
     hybrid: str | None = setting(
@@ -125,10 +128,11 @@ class Size:
         "Bits that planned numbers may have, separated by commas, of 8,6,4,3,2,1, or all of them;"
         " default 8,4,2, those that kernels read.",
     )
-    prefer: Prefer = setting(
-        "balanced",
-        "What such a plan is for. speed: rows that a Hopper GPU reads in one pass, of recipes swift"
-        " and lean; size: the least loss at a size, in all levels, of which not all have kernels.",
+    prefer: Prefer | None = setting(
+        None,
+        "What such a plan is for: balanced, or without --recipe speed where a GPU can use it."
+        " speed: rows that a Hopper GPU reads in one pass, of recipes swift and lean; size: the"
+        " least loss at a size, in all levels, of which not all have kernels.",
     )
     align: int | None = setting(
         None,
@@ -166,8 +170,7 @@ class Fastest:
 
     def check(self, size: Size, recipe: str | None, stats: Path | None) -> None:
         """Raises SettingError for what it needs or decides by itself, or what only it has."""
-        given = {"recipe": recipe, "align": size.align, "stats": stats}
-        given["prefer"] = None if size.prefer == Size.prefer else size.prefer
+        given = {"recipe": recipe, "align": size.align, "stats": stats, "prefer": size.prefer}
         if not self.fastest:
             for name in ("batch", "context"):
                 if getattr(self, name) is not None:

@@ -1,64 +1,110 @@
-"""The recipe where none is named: the best of ours that kernels serve, before calibration."""
+"""The recipe and the size where none is given, chosen before calibration, by the model's config."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from kvfold import recipes
 from kvfold.compression.bases import builder_of
 from kvfold.compression.bit_allocation import even_tiers
+from kvfold.compression.preference import one_pass_tiers
 from kvfold.compression.target import Target
-from kvfold.config import Recipe
+from kvfold.config import DEFAULT_KEEP, LEVELS, Recipe
 from kvfold.models.families import family_of
-from kvfold.models.kernels import kernels_of
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, value_kind
+from kvfold.models.kernels import fastest_layout, in_one_pass
+from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side, Tiers, value_kind
+from kvfold.spec.layout import plain_spec
+from kvfold.step_time import load_of, predict
 
-PREFERENCE = ("small", "lean", "fast")  # by what they lose at one size: docs/quality.md
-FOR_SPEED = "swift"  # of rows that one pass reads
+SERVED = "swift"  # its decode step reconstructs nothing
+REBUILT = ("small", "lean")  # lose less than SERVED where no bits are planned, the best first
 HYBRID = "zdc"
-SLOW = 512  # numbers of a latent: of more, keys take several times as long to rebuild as to read
-SLACK = 2  # how much more than its even share of the budget a latent may get
+FACTOR = 4.0  # times smaller where no size is given, of recipes that plan bits
+Sizes = Callable[[Side, int], tuple[int, Tiers | None]]  # rank and tiers by a latent's side, width
 
 
-def chosen(given: str | Recipe | None, config: Any, target: Target) -> tuple[Recipe, str | None]:
-    """A recipe, and why it was chosen, where none is given; config: of the model.
+def chosen(
+    given: str | Recipe | None, config: Any, target: Target
+) -> tuple[Recipe, Target, str | None]:
+    """The recipe, the size, and why this recipe where none is given. config: of the model.
 
-    HYBRID where rows have two widths, FOR_SPEED where plans are for speed. Else the first of
-    PREFERENCE that gives every layer kernels on a GPU and rebuilds keys of no latent wider than
-    SLOW, though each latent keep SLACK times its even share of the budget, or its whole width where
-    that is less or no share is asked for; the very first where none does. Raises ValueError for an
-    unknown name or family.
+    Where bits are planned, SERVED, for speed if a Hopper GPU reads such entries of this model in
+    one pass and nothing else is asked for. Where dimensions alone are dropped, the first of REBUILT
+    whose decode step is predicted to take no longer than the original's, else SERVED. HYBRID where
+    entries have two widths. Without a size, FACTOR, or DEFAULT_KEEP of a recipe that plans no bits.
+    Raises ValueError for an unknown name or family.
     """
     if given is not None:
-        return recipes.get(given) if isinstance(given, str) else given, None
+        recipe = recipes.get(given) if isinstance(given, str) else given
+        return recipe, _complete(target, recipe), None
     if target.hybrid is not None:
-        return recipes.get(HYBRID), "hybrid ratios are of its sorted directions"
-    if target.prefer == "speed":
-        return recipes.get(FOR_SPEED), "one pass reads keys that nothing rebuilds and joint values"
+        name, why = HYBRID, "hybrid ratios are of its sorted directions"
+    elif target.keep is not None or target.budget is not None:
+        name, why = _of_dimensions(config, target.keep or DEFAULT_KEEP)
+    else:
+        name, prefer, why = _of_bits(config, target)
+        target = replace(target, prefer=prefer)
+    recipe = recipes.get(name)
+    return recipe, _complete(target, recipe), why
+
+
+def _complete(target: Target, recipe: Recipe) -> Target:
+    """With a size, and with what a plan is for."""
+    target = replace(target, prefer=target.plans_for)
+    if target.sized:
+        return target
+    if builder_of(recipe).predicts_loss:
+        return replace(target, factor=FACTOR)
+    return replace(target, keep=DEFAULT_KEEP)
+
+
+def _of_bits(config: Any, target: Target) -> tuple[str, Any, str]:
+    """Name, what to plan for, and why, where bits are planned."""
+    why = "a decode step reconstructs no keys"
+    if target.prefer is not None or target.levels not in (None, LEVELS):
+        return SERVED, target.prefer, why
+    spec = speed_spec(recipes.get(SERVED), family_of(config).geometry(config))
+    if fastest_layout(config, spec) is not None:
+        why += ", and a Hopper GPU reads the cache in one pass: planned for speed"
+        return SERVED, "speed", why
+    reason = in_one_pass(config, spec).removeprefix("no: ")
+    return (
+        SERVED,
+        None,
+        f"{why}; not planned for speed, as no kernel reads it in one pass: {reason}",
+    )
+
+
+def _of_dimensions(config: Any, keep: float) -> tuple[str, str]:
+    """Name, and why, where dimensions alone are dropped."""
+    geometry, load = family_of(config).geometry(config), load_of(config)
+    whole = predict(config, plain_spec(geometry), load)
     passed: list[str] = []
-    for recipe in map(recipes.get, PREFERENCE):
-        spec = widest_spec(recipe, config, target)
-        if not slow(spec) and kernels_of(config, spec, torch.bfloat16).complete:
+    for name in REBUILT:
+        own = predict(config, even_spec(recipes.get(name), geometry, keep), load)
+        if whole and own and own.ms <= whole.ms:
             others = f"; not {', '.join(passed)}" if passed else ""
-            return recipe, f"the best of ours with fast kernels on a GPU at this size{others}"
-        passed.append(recipe.name)
-    why = "the best of ours; none has fast kernels on a GPU at this size"
-    return recipes.get(PREFERENCE[0]), why
+            return name, (
+                "loses least of those whose decode step is predicted to take no longer than the"
+                f" original's: {own.ms:.1f} and {whole.ms:.1f} ms ({load} on an {own.device})"
+                f"{others}"
+            )
+        passed.append(f"{name} ({own.ms:.1f} ms)" if own else f"{name} (has no kernels)")
+    beside = f" beside the original's {whole.ms:.1f} ms" if whole else ""
+    return SERVED, f"a decode step reconstructs no keys; not {', '.join(passed)}{beside}"
 
 
-def slow(spec: CacheSpec) -> bool:
-    """Whether keys of a layer are rebuilt from latents wider than SLOW."""
-    keys = (x for layer in spec.layers if layer.keys == "pre_rope" for x in layer.key_latents)
-    return any(latent.rank > SLOW for latent in keys)
+def speed_spec(recipe: Recipe, geometry: Geometry) -> CacheSpec:
+    """What a recipe may store when it is planned for speed: as much as fits, in 4 bits."""
 
+    def size(side: Side, width: int) -> tuple[int, Tiers]:
+        rule = one_pass_tiers(side, width, (4,))
+        ((bits, step),) = rule.units
+        units = rule.most // step
+        units -= rule.odd and units % 2 == 0
+        return units * step, ((units * step, bits),)
 
-def widest_spec(recipe: Recipe, config: Any, target: Target) -> CacheSpec:
-    """What a recipe stores if every latent is as wide as it may well become; where bits are to be
-    planned, in tiers of every level."""
-    geometry = family_of(config).geometry(config)
-    share = 1.0 if target.keep is None else min(1.0, SLACK * target.keep)
-    return even_spec(recipe, geometry, share, target.levels)
+    return _spec(recipe, geometry, size)
 
 
 def even_spec(
@@ -66,12 +112,22 @@ def even_spec(
 ) -> CacheSpec:
     """What a recipe stores that keeps `share` of every latent's numbers, in all layers; with
     levels, in tiers of each of them that are about as wide."""
+
+    def size(side: Side, width: int) -> tuple[int, Tiers | None]:
+        rank = int(share * width)
+        if levels is None:
+            return rank, None
+        tiers = even_tiers(rank, levels)
+        return sum(own for own, _ in tiers), tiers
+
+    return _spec(recipe, geometry, size)
+
+
+def _spec(recipe: Recipe, geometry: Geometry, size: Sizes) -> CacheSpec:
+    """Of equal layers."""
     basis, latents = builder_of(recipe), []
     for side, heads in basis.head_sets(geometry):
-        rank, tiers = int(share * len(side) * len(heads) * geometry.head_dim), None
-        if levels is not None:
-            tiers = even_tiers(rank, levels)
-            rank = sum(width for width, _ in tiers)
+        rank, tiers = size(side, len(side) * len(heads) * geometry.head_dim)
         latents.append(Latent(side=side, heads=heads, rank=rank, tiers=tiers))
     values = value_kind(geometry, [latent for latent in latents if "v" in latent.side])
     layer = LayerSpec(keys=basis.key_kind(geometry), values=values, latents=tuple(latents))

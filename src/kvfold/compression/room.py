@@ -25,6 +25,7 @@ def factor_of(
     Raises ValueError for a size that the recipe cannot plan, whatever calibration finds, or the
     model already has.
     """
+    target.check_align(align)
     factor, full = target.factor, 2 * geometry.full_numbers
     if target.bytes_per_token is not None:
         if target.bytes_per_token > full:
@@ -63,7 +64,7 @@ def _check_room(
     if factor is not None:
         assert target.levels is not None
         found = [
-            rule_of(target.prefer, side, width, target.levels, basis.key_kind(geometry))
+            rule_of(target.plans_for, side, width, target.levels, basis.key_kind(geometry))
             for (side, _), width in zip(sets, widths, strict=True)
         ]
         needed, what = sum(rule.least for rule in found if rule.needed), "bits"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfold.compression.preference import default_levels
-from kvfold.config import ALL_LEVELS, DEFAULT_KEEP, Prefer, Ratios, Setting, check, setting
+from kvfold.config import ALL_LEVELS, Prefer, Ratios, Setting, check, setting
 from kvfold.errors import SettingError, renamed
 from kvfold.search import parse_budget
 
@@ -14,14 +14,16 @@ SHARE: dict[str, Any] = {"above": 0, "most": 1, "hint": "it is the share of the 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One way to say how small; without any, DEFAULT_KEEP. Raises ValueError for another value.
+    """One way to say how small, or none: `default.chosen` then decides by the recipe. Raises
+    ValueError for another value.
 
     keep: share of the numbers, in (0, 1]. factor: so many times smaller, in dimensions and bits
     planned together. bytes_per_token: the same as bytes. budget: "ppl<=RATIO", the smallest keep
     whose perplexity on held-out text is within that ratio of the original's. levels: the bits that
     planned numbers may have, from the most on; where bits are planned and none are given, those of
-    prefer: what the plan is for (see `preference`). hybrid: two widths, by tokens' importance: in
-    these ratios, or the smallest that are tried within such a ratio of perplexities.
+    prefer: what the plan is for (see `preference`; None: `default.chosen` decides). hybrid: two
+    widths, by tokens' importance: in these ratios, or the smallest that are tried within such a
+    ratio of perplexities.
     """
 
     keep: float | None = setting(None, "Share.", **SHARE)
@@ -30,7 +32,7 @@ class Target:
     budget: str | None = None
     hybrid: Ratios | str | None = None
     levels: tuple[int, ...] | None = None
-    prefer: Prefer = "balanced"
+    prefer: Prefer | None = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -38,8 +40,6 @@ class Target:
         if len(given) > 1:
             named = " and ".join(f"`{name}={value!r}`" for name, value in given.items())
             raise SettingError(f"{named} exclude each other: each decides the size alone")
-        if not given:
-            object.__setattr__(self, "keep", DEFAULT_KEEP)
         if self.budget is not None:
             parse_budget(self.budget)
         if isinstance(self.hybrid, str):
@@ -48,15 +48,16 @@ class Target:
         object.__setattr__(self, "levels", self._levels())
 
     def _levels(self) -> tuple[int, ...] | None:
-        if self.prefer != "balanced" and not self.planned:
+        own = default_levels(self.plans_for)
+        may_plan = self.planned or not self.sized
+        if self.plans_for != "balanced" and not may_plan:
             raise SettingError(
                 f"`prefer={self.prefer!r}` is how bits are planned, and none are: say the size as"
                 " `factor` or `bytes_per_token`"
             )
-        own = default_levels(self.prefer)
         if self.levels is None:
             return own if self.planned else None
-        if self.prefer != "balanced" and tuple(self.levels) != own:
+        if self.plans_for != "balanced" and tuple(self.levels) != own:
             raise SettingError(
                 f"`levels` and `prefer={self.prefer!r}` exclude each other: each decides which bits"
                 " numbers may have"
@@ -64,12 +65,22 @@ class Target:
         if not self.levels or not {*self.levels} <= {*ALL_LEVELS}:
             legal = ", ".join(map(str, ALL_LEVELS))
             raise SettingError(f"`levels` must be some of {legal}; got {self.levels!r}")
-        if not self.planned:
+        if not may_plan:
             raise SettingError(
                 "`levels` are the bits of planned numbers, and no bits are planned: give `factor`"
                 " or `bytes_per_token` too"
             )
         return tuple(sorted({*self.levels}, reverse=True))
+
+    @property
+    def sized(self) -> bool:
+        """Whether it says how small."""
+        return any(getattr(self, x) is not None for x in SIZES)
+
+    @property
+    def plans_for(self) -> Prefer:
+        """`prefer`, where it is given."""
+        return self.prefer or "balanced"
 
     @property
     def size(self) -> tuple[str, Any]:
@@ -87,7 +98,7 @@ class Target:
         if self.planned and align is not None:
             raise SettingError(
                 "`align` is of ranks whose bits are not planned; tiers are whole units of what"
-                " kernels read: leave it out"
+                " kernels read: leave it out, or say the size as `keep`"
             )
 
     @property

@@ -1,5 +1,6 @@
 """Bytes of weights, by a model's config and what it stores."""
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ def weight_bytes(config: Any, spec: CacheSpec) -> int:
 
 def _bytes(config: Any, spec: CacheSpec, *, exclude_embeddings: bool) -> int:
     family = family_of(config)
+    config = deepcopy(config)  # `from_config` leaves DTYPE in it
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
         for index, layer in enumerate(spec.layers):
