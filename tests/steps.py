@@ -89,13 +89,16 @@ def step(runner: ModelRunner, *work: tuple[Request, int], every: bool = False) -
     return found
 
 
-def broken(monkeypatch: pytest.MonkeyPatch, layer: int, rows: int) -> None:
-    """Attention of a layer that is NaN where a sequence has so many rows, or more."""
+def broken(
+    monkeypatch: pytest.MonkeyPatch, layer: int, rows: int, factor: float = torch.nan
+) -> None:
+    """Attention of a layer comes out so many times too large where a sequence has so many rows, or
+    more."""
     for backend in (Fallback, CpuPaged):
 
         def wrong(self, maps, part, q, attend=backend.attend):
             out = attend(self, maps, part, q)
             bad = maps.index == layer and int(part.positions.max()) + 1 >= rows
-            return out * torch.nan if bad else out
+            return out * factor if bad else out
 
         monkeypatch.setattr(backend, "attend", wrong)

@@ -178,11 +178,25 @@ def test_a_fold_that_went_wrong_is_not_saved(recipe: str, tmp_path: Path, monkey
 
     monkeypatch.setattr(answers, "_dense", lambda model, answer: answer.logits)
     damage(monkeypatch, 4.0)
-    with pytest.raises(ValueError, match=r"nats a token over 8 tokens, and its .* at most 0\.25;"):
+    with pytest.raises(
+        ValueError, match=r"nats a token over 8 tokens, where .* explain 0\.25 at most;"
+    ):
         compress()
     assert not list(tmp_path.iterdir())
     compress(check=False)
     assert (tmp_path / "new" / "model.safetensors").exists()
+
+
+def test_a_prediction_that_is_too_high_hides_no_kernel(monkeypatch) -> None:
+    monkeypatch.setenv(*REFERENCE)
+    model = tiny("llama-gqa")
+    answer = Answer.of(model, None)
+    spec = plain_spec(family_of(model.config).geometry(model.config))
+    fold_plain(model, spec, False)
+    mark(model, spec, {})
+    broken(monkeypatch, layer=0, rows=answers.PROMPT + 1, factor=100.0)
+    with pytest.raises(ValueError, match=r"explain 0\.25 at most"):
+        check_answer(model, answer, predicted=100.0)
 
 
 def test_the_command_says_how_to_save_it_all_the_same(tmp_path, monkeypatch, capsys) -> None:

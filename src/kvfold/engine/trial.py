@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvfold.cache.pool import PoolFull
 from kvfold.engine.request import Batch, Request
 from kvfold.engine.runner import ModelRunner
 from kvfold.models.finite import HEAD, dtype_name, probe_ids, rows_are_finite, watched, way_out
@@ -54,7 +55,8 @@ def _step(
     while waiting := [x for x in requests if x.num_pending]:
         if runner.demotes:
             over = [x for x in waiting if x.prefilled and runner.needs_compression(x)]
-            runner.compress(over)
+            if over:
+                runner.compress(over)
         counts = [min(x.num_pending, _most(runner, x)) for x in waiting]
         runner.pool.extend([x.open_slot for x in waiting], counts)
         chunks = tuple(x.next_chunk(n) for x, n in zip(waiting, counts, strict=True))
@@ -82,8 +84,12 @@ def check_start(runner: ModelRunner) -> None:
     ids = probe_ids(vocabulary, max(lengths) + STEPS)
     prompts = [ids[:n] for n in lengths]
     rest = [ids[n : n + STEPS] for n in lengths]
-    finite = [rows_are_finite(logits).all() for logits in feed(runner, prompts, rest)]
-    runner.pool.reset_high_water()
+    try:
+        finite = [rows_are_finite(logits).all() for logits in feed(runner, prompts, rest)]
+    except PoolFull:  # of rows that become narrow
+        return
+    finally:
+        runner.pool.reset_high_water()
     if not bool(torch.stack(finite).all()):
         raise not_finite(runner, prompts, rest)
 

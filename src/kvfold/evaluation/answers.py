@@ -8,7 +8,7 @@ vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log
+from math import isfinite, log
 from typing import Any
 
 import torch
@@ -95,29 +95,32 @@ def check_answer(model: Any, answer: Answer, predicted: float | None) -> float:
     """The divergence of a folded model's answer from the original's, nats a token. The model stays
     as it is.
 
-    predicted: nats a token that its plan expects. None: the loss of the same model in transformers'
-    cache is expected, or, where rows have two widths, nothing but better than a guess. Raises
-    ValueError where it is more than FACTOR times as much and FLOOR, or logits are not finite.
+    predicted: nats a token that its plan expects, None where it has no prediction. What is expected
+    is the smaller of this and of what the same model loses in transformers' cache, which rounds no
+    row to few bits: predictions count a first token that holds all attention for much more than is
+    lost. Raises ValueError where it is more than FACTOR times as much and FLOOR, or logits are not
+    finite. Where rows have two widths nothing is expected but better than a guess.
     """
     with rounded(model, answer.dtype), inference(model):
         found = answer.divergence(_through_cache(model, answer))
         limit = _limit(model, answer, predicted)
     if found <= limit:
         return found
-    why = "its plan predicts" if predicted is not None else "its recipe explains"
     raise SettingError(
         f"the compressed model answers otherwise than the original: {found:.2f} nats a token over "
-        f"{len(answer.tokens)} tokens, and {why} at most {limit:.2f}; nothing was saved. Try a "
-        "larger cache, another recipe or another dtype; `check=False` saves it all the same"
+        f"{len(answer.tokens)} tokens, where its recipe and size explain {limit:.2f} at most; "
+        "nothing was saved. Try a larger cache, another recipe or another dtype; `check=False` "
+        "saves it all the same"
     )
 
 
 def _limit(model: Any, answer: Answer, predicted: float | None) -> float:
     spec = spec_of(model)
-    if predicted is None and spec is not None and spec.hybrid is not None:
-        return log(answer.logits.shape[1])
-    expected = answer.divergence(_dense(model, answer)) if predicted is None else predicted
-    return FACTOR * expected + FLOOR
+    found = [] if predicted is None else [predicted]
+    if spec is None or spec.hybrid is None:
+        found.append(answer.divergence(_dense(model, answer)))
+    expected = [x for x in found if isfinite(x)]
+    return FACTOR * min(expected) + FLOOR if expected else log(answer.logits.shape[1])
 
 
 def _dense(model: Any, answer: Answer) -> Tensor:

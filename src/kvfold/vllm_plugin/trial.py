@@ -12,19 +12,21 @@ from kvfold.models.adapter import HFAttention
 from kvfold.vllm_plugin.blocks import BlockAttention
 
 CHUNK = 64  # tokens of a prompt
+SIZE = 0.25  # of hidden states, as weights of norms in front of attention have it or exceed it
 LENGTHS = (1, 2, 5, 12, 27, 50)  # of requests that decode beside it, over its first rows
 
 
 @torch.inference_mode()
 def check_attention(attention: BlockAttention, layers: Sequence[HFAttention]) -> None:
-    """Attention of hidden states as a norm gives them, through each layer's own projections, on
-    blocks of its own. Raises ValueError naming the first layer whose outputs are not finite."""
+    """Attention of random hidden states, as a norm gives them, through each layer's own
+    projections, on blocks of its own. Raises ValueError naming the first layer whose outputs are
+    not finite."""
     view = attention.view
     chunk = min(CHUNK, view.max_tokens)
     lengths = [n for n in LENGTHS if n <= chunk]
     make = torch.Generator().manual_seed(0)
     x = torch.randn(1, len(lengths) + chunk, layers[0].geometry.hidden_size, generator=make)
-    x = x.to(view.device, view.dtype)
+    x = (SIZE * x).to(view.device, view.dtype)
     positions = torch.tensor([*(n - 1 for n in lengths), *range(chunk)], device=view.device)
     step = attention.step_of(lengths, chunk)
     finite = []
