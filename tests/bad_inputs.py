@@ -1068,6 +1068,20 @@ CHECKPOINTS = {
         "parameter model.layers.1.mlp.up_proj.weight holds NaN or infinite numbers; the "
         "checkpoint is damaged or was saved from a diverged run: use another one"
     ),
+    "kvfold compress large-scores --output new": (
+        "the attention of layer 2 gives numbers that are not finite in float32: the model "
+        "overflows by itself, before anything is compressed; use another checkpoint"
+    ),
+    "kvfold compress large-values --output new --dtype float16": (
+        "the attention of layer 4 gives numbers that are not finite in float16: the model "
+        "overflows by itself, before anything is compressed; load it with dtype float32, or use "
+        "another checkpoint"
+    ),
+    "kvfold generate large-values --prompt 'The old house' --bits 8 --dtype float16": (
+        "the attention of layer 4 gives numbers that are not finite in float16 on cpu, as tokens "
+        "are decoded through the cache; load it with dtype float32, or use another checkpoint. If "
+        "the original model runs in this dtype, set KVFOLD_BACKEND=reference and report it"
+    ),
     "kvfold eval gptq": (
         "cannot load a model from 'gptq': GPTQConfig.__init__() missing 1 required positional "
         "argument: 'bits'"

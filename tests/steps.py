@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from kvfold import compress, recipes
+from kvfold.attention.cpu_paged import CpuPaged
+from kvfold.attention.fallback import Fallback
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig, Recipe
@@ -96,3 +98,18 @@ def step(runner: ModelRunner, *work: tuple[Request, int], every: bool = False) -
     for x, count in work:
         x.num_computed += count
     return found
+
+
+def broken(
+    monkeypatch: pytest.MonkeyPatch, layer: int, rows: int, factor: float = torch.nan
+) -> None:
+    """Attention of a layer comes out so many times too large where a sequence has so many rows, or
+    more."""
+    for backend in (Fallback, CpuPaged):
+
+        def wrong(self, maps, part, q, attend=backend.attend):
+            out = attend(self, maps, part, q)
+            bad = maps.index == layer and int(part.positions.max()) + 1 >= rows
+            return out * factor if bad else out
+
+        monkeypatch.setattr(backend, "attend", wrong)

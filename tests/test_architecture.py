@@ -28,7 +28,7 @@ LAYERS: dict[str, set[str]] = {
     "reference_models": {"files", "gguf", "weights"},
     "cache": {"errors", "formats", "spec", "ops"},
     "attention": {"spec", "ops", "cache"},
-    "models": {"errors", "formats", "spec", "ops", "attention"},
+    "models": {"errors", "formats", "spec", "ops", "attention", "weights"},
     "config": {"errors", "kinds", "formats", "cache"},
     "step_time": {"attention", "config", "errors", "models", "ops", "spec", "text"},
     "recipes": {"config"},
@@ -55,7 +55,7 @@ LAYERS: dict[str, set[str]] = {
         "artifact",
         "engine",
     }
-    | {"errors", "files", "search", "text", "versions"},
+    | {"errors", "files", "ops", "search", "text", "versions", "weights"},
     "api": {
         "search",
         "spec",

@@ -229,9 +229,20 @@ def checkpoints(files) -> None:
         change(tensors)
         save_file(tensors, file, metadata={"format": "pt"})
 
+    def overflowing(name: str, layer: int, factor: float, *projections: str) -> None:
+        model = kvfold.load("reference:gqa")
+        attention = model.model.layers[layer].self_attn
+        with torch.no_grad():
+            for projection in projections:
+                attention.get_submodule(projection).weight.mul_(factor)
+        model.save_pretrained(files / name)
+        load_tokenizer("reference:gqa").save_pretrained(files / name)
+
     def layers(found: dict) -> list[dict]:
         return found["quantization_config"]["cache"]["layers"]
 
+    overflowing("large-scores", 2, 1e20, "q_proj", "k_proj")
+    overflowing("large-values", 4, 5e4, "v_proj")
     weights("no-tensor", lambda x: x.pop("model.layers.1.mlp.up_proj.weight"))
     weights("edited-weights", lambda x: x["model.layers.1.self_attn.key_up"].mul_(2))
     weights("nan", lambda x: x["model.layers.1.mlp.up_proj.weight"].fill_(torch.nan))

@@ -40,7 +40,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory):
         if key not in made:
             made[key] = tmp_path_factory.mktemp("vllm") / "checkpoint"
             size = {"keep": 0.5} if factor is None else {"factor": factor}
-            kvfold.compress(model, recipe, output=made[key], max_tokens=4096, **size)
+            # Numba in this process, which a check loads, keeps vLLM 0.32 from starting in a fork.
+            size |= {"output": made[key], "max_tokens": 4096, "check": False}
+            kvfold.compress(model, recipe, **size)
         return str(made[key])
 
     return get
@@ -182,3 +184,59 @@ def by_the_engine(model: str, bits: int | None, ask: list[list[int]]) -> list[di
 def test_what_is_refused(checkpoints) -> None:
     with pytest.raises(RuntimeError, match="vLLM has one block table for all heads"):
         served(checkpoints("reference:gqa", "fast"), {"evict": "random"})
+
+
+def test_logits_that_are_not_finite_end_their_request(checkpoints) -> None:
+    path = checkpoints("reference:gqa", "fast")
+    want = served(path, ask=prompts()[:2]).tokens
+    tokens, reasons, errors = forked(poisoned, path, prompts()[:2])
+    assert reasons == ["length", "stop"]
+    assert tokens[0] == want[0] and tokens[1][:-1] == want[1][:4]
+    assert len(errors) == 1 and "not finite for 1 token(s)" in errors[0]
+
+
+def poisoned(model: str, ask: list[list[int]]) -> tuple[list[list[int]], list[str], list[str]]:
+    """Tokens, ends and errors that are logged, where the second request's fifth logits are NaN."""
+    import logging
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    compute, left = LlamaForCausalLM.compute_logits, [sys.maxsize]
+    records: list[str] = []
+
+    def wrong(self, *args):
+        logits = compute(self, *args)
+        left[0] -= 1
+        if left[0] == 0:
+            logits[1] = torch.nan
+        return logits
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage())
+
+    LlamaForCausalLM.compute_logits = wrong
+    logging.getLogger("vllm.kvfold").addHandler(Handler())
+    llm = LLM(model, dtype="float32", async_scheduling=False, **SMALL)
+    try:
+        left[0] = 5
+        asked = [{"prompt_token_ids": x} for x in ask]
+        wanted = SamplingParams(temperature=0, max_tokens=NEW)
+        outputs = [x.outputs[0] for x in llm.generate(asked, wanted, use_tqdm=False)]
+        return [list(x.token_ids) for x in outputs], [x.finish_reason for x in outputs], records
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def test_a_model_that_overflows_is_refused_at_the_start(tmp_path: Path) -> None:
+    model = kvfold.load("reference:gqa", dtype=torch.bfloat16)
+    attention = model.model.layers[2].self_attn
+    with torch.no_grad():
+        for projection in (attention.q_proj, attention.k_proj):
+            projection.weight.mul_(1e20)
+    model.save_pretrained(tmp_path)
+    load_tokenizer("reference:gqa").save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="attention of layer 2 gives numbers that are not"):
+        served(str(tmp_path), {"bits": 8}, dtype="bfloat16")

@@ -1,8 +1,8 @@
 """compress: from a model and a recipe to a folded model, in one call."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvfold.compression.statistics.artifact import check_place
 from kvfold.compression.target import Target
 from kvfold.config import Prefer, Ratios, Recipe, check_types
 from kvfold.evaluation import scores
+from kvfold.evaluation.answers import Answer, check_answer
 from kvfold.evaluation.budget import search_keep
 from kvfold.evaluation.importance import find_leaders
 from kvfold.evaluation.ratios import search_ratios
@@ -31,7 +32,7 @@ from kvfold.models.families import family_of
 from kvfold.search import parse_budget
 from kvfold.spec import CacheSpec
 from kvfold.text import check_tokenizer, read_texts
-from kvfold.weights import write
+from kvfold.weights import rounded, write
 
 
 def compress(
@@ -55,6 +56,7 @@ def compress(
     max_tokens: int = CALIBRATION_TOKENS,
     recover: int = 0,
     learn_scores: bool = False,
+    check: bool = True,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Any:
@@ -80,10 +82,11 @@ def compress(
     learn from the original on the calibration text (see `compression.recover`; for a GPU).
     learn_scores: learn what rows are worth, too, for `evict="learned"` (see `evaluation.scores`).
     output: a directory to save to, in the checkpoint's own dtype unless another is asked for;
-    written whole or not at all.
+    written whole or not at all. check: before it is saved, compare its answer to a short prompt,
+    through an engine's cache, with the original's (see `evaluation.answers`).
 
     Returns the folded model. Raises ValueError for settings or inputs that cannot work, and then
-    leaves the model as it was, unless it is recovery that diverges.
+    leaves the model as it was, unless it is recovery that diverges, or the check that fails.
     """
     check_types(compress, locals())
     target = Target(
@@ -115,7 +118,10 @@ def compress(
         compressor = Compressor(
             model, recipe, tokenizer, calib=calib, max_tokens=max_tokens, seed=seed
         )
-        fold_to(
+        answer = None
+        if check and output is not None:
+            answer = Answer.of(model, tokenizer, stored)
+        folded = fold_to(
             compressor,
             target,
             source=name or str(model.config.name_or_path),
@@ -127,10 +133,21 @@ def compress(
         )
         if learn_scores:
             scores.learn_scores(model, tokenizer, scores.readings(compressor), progress)
+        if answer is not None:
+            check_answer(model, answer, folded.predicted)
         if folder is not None and output is not None:
             with writing(Path(output)):
                 fill(folder, model, tokenizer, stored)
     return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folded:
+    """What a model was folded to, and the loss that its plan predicts, in nats a token; None where
+    nothing predicts it."""
+
+    spec: CacheSpec
+    predicted: float | None
 
 
 def fold_to(
@@ -143,12 +160,11 @@ def fold_to(
     statistics: Path | str | Statistics | None = None,
     recover: int = 0,
     progress: Progress | None = None,
-) -> tuple[CacheSpec, float | None]:
+) -> Folded:
     """Fold a compressor's model in place to a size; the last step, after all that can fail.
 
     source: the name of the original, why: the reason for a recipe that was not named, both for
-    provenance; the rest as in `compress`. Returns what it was folded to, and the ratio of
-    perplexities where that decided it.
+    provenance; the rest as in `compress`.
     """
     factor = compressor.factor_of(target, align)
     prepared = compressor.prepare(statistics, progress)
@@ -175,7 +191,7 @@ def fold_to(
     prepared.fold(spec, provenance, recover=recover, progress=progress)
     if spec.hybrid is not None:
         spec = find_leaders(compressor.model, compressor.windows())
-    return spec, ratio
+    return Folded(spec=spec, predicted=prepared.predicted_loss(spec))
 
 
 def stored_dtype(config: Any, dtype: str | torch.dtype) -> torch.dtype | None:
@@ -206,21 +222,8 @@ def save(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype | None = Non
 
 def fill(folder: Path, model: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> None:
     """Write a checkpoint, as `save`, with a README of what was done to it."""
-    with _rounded(model, dtype):
+    with rounded(model, dtype):
         write(model, tokenizer, folder)
     spec = spec_of(model)
     if spec is not None:
         (folder / "README.md").write_text(card.text(spec, provenance_of(model)), encoding="utf-8")
-
-
-@contextmanager
-def _rounded(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
-    """A model whose parameters, and no buffers, are of this dtype (None: their own) meanwhile."""
-    whole = [(parameter, parameter.data) for parameter in model.parameters()]
-    try:
-        for parameter, data in whole:
-            parameter.data = data if dtype is None else data.to(dtype)
-        yield
-    finally:
-        for parameter, data in whole:
-            parameter.data = data

@@ -99,3 +99,16 @@ def fingerprint(model: torch.nn.Module) -> str:
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+@contextmanager
+def rounded(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
+    """A model whose parameters, and no buffers, are of this dtype (None: their own) meanwhile."""
+    whole = [(parameter, parameter.data) for parameter in model.parameters()]
+    try:
+        for parameter, data in whole:
+            parameter.data = data if dtype is None else data.to(dtype)
+        yield
+    finally:
+        for parameter, data in whole:
+            parameter.data = data

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvfold.compression.compressor import Compressor
+    from kvfold.evaluation.answers import Answer
     from kvfold.spec import CacheSpec
 
 
@@ -36,6 +37,7 @@ def compress(
     fastest: Fastest = FASTEST,
     recover: int = 0,
     learn_scores: Flag = False,
+    no_check: Flag = False,
     output: Path,
     calibration: Calibration = CALIBRATION,
     place: Place = PLACE,
@@ -48,12 +50,15 @@ def compress(
         Steps in which the maps learn from the original on the calibration text; for a GPU.
     learn_scores
         Learn what rows are worth, for --evict learned.
+    no_check
+        Save it without comparing its answer to a short prompt with the original's.
     output
         New directory, written whole or not at all.
     """
     from kvfold.api import check_files, fill, stored_dtype
     from kvfold.compression.recover import check_steps
     from kvfold.evaluation import scores
+    from kvfold.evaluation.answers import check_answer
     from kvfold.files import new_directory, writing
 
     fastest.check(size, recipe, calibration.stats)
@@ -65,13 +70,19 @@ def compress(
         if learn_scores:
             scores.check_learnable(config, size.target)
         if fastest.fastest:
-            made = fold_fastest(model, config, size, fastest, calibration, place, recover)
+            made = fold_fastest(
+                model, config, size, fastest, calibration, place, recover, not no_check
+            )
         else:
-            made = fold_asked(model, config, recipe, size, calibration, place, recover)
+            made = fold_asked(
+                model, config, recipe, size, calibration, place, recover, not no_check
+            )
         if learn_scores:
             own = made.compressor
             with common.progress() as progress:
                 scores.learn_scores(own.model, own.tokenizer, scores.readings(own), progress)
+        if made.answer is not None:
+            check_answer(made.compressor.model, made.answer, made.predicted)
         stored = stored_dtype(config, place.dtype) or made.compressor.model.dtype
         with writing(output):
             fill(folder, made.compressor.model, made.compressor.tokenizer, stored)
@@ -82,11 +93,13 @@ def compress(
 @dataclass(frozen=True, kw_only=True)
 class Made:
     """A compressor whose model was folded in place, to what, why by its recipe, and how long it
-    took."""
+    took. answer: the original's, where it is to be checked; predicted: as of `api.Folded`."""
 
     compressor: "Compressor"
     spec: "CacheSpec"
     seconds: float
+    answer: "Answer | None"
+    predicted: float | None
     why: str | None = None
 
 
@@ -98,6 +111,7 @@ def fold_asked(
     calibration: Calibration,
     place: Place,
     recover: int,
+    check: bool,
 ) -> Made:
     """To a size, by a recipe or the default."""
     from kvfold.api import fold_to
@@ -106,9 +120,10 @@ def fold_asked(
     align = size.align
     settings, target, why = chosen(recipe, config, size.target)
     compressor = common.compressor(model, config, settings, calibration, place, target, align)
+    answer = answer_of(compressor, config, place) if check else None
     begin = time.perf_counter()
     with common.progress() as progress:
-        spec, _ = fold_to(
+        folded = fold_to(
             compressor,
             target,
             source=model,
@@ -119,7 +134,23 @@ def fold_asked(
             progress=progress,
         )
     seconds = time.perf_counter() - begin
-    return Made(compressor=compressor, spec=spec, seconds=seconds, why=why)
+    return Made(
+        compressor=compressor,
+        spec=folded.spec,
+        seconds=seconds,
+        answer=answer,
+        predicted=folded.predicted,
+        why=why,
+    )
+
+
+def answer_of(compressor: "Compressor", config: Any, place: Place) -> "Answer":
+    """What the original answers, before it is folded."""
+    from kvfold.api import stored_dtype
+    from kvfold.evaluation.answers import Answer
+
+    stored = stored_dtype(config, place.dtype)
+    return Answer.of(compressor.model, compressor.tokenizer, stored)
 
 
 def fold_fastest(
@@ -130,6 +161,7 @@ def fold_fastest(
     calibration: Calibration,
     place: Place,
     recover: int,
+    check: bool,
 ) -> Made:
     """To what is predicted to be the fastest within a budget."""
     from kvfold.evaluation import comparison
@@ -147,6 +179,7 @@ def fold_fastest(
         max_tokens=calibration.max_tokens,
         seed=calibration.seed,
     )
+    answer = answer_of(compressors[0], config, place) if check else None
     assert target.limit is not None
     begin = time.perf_counter()
     with common.progress() as progress:
@@ -157,7 +190,13 @@ def fold_fastest(
         best.prepared.fold(best.spec, provenance, recover=recover, progress=progress)
     print(f"the fastest within the budget at {load}: {best}")
     seconds = time.perf_counter() - begin
-    return Made(compressor=best.prepared.compressor, spec=best.spec, seconds=seconds)
+    return Made(
+        compressor=best.prepared.compressor,
+        spec=best.spec,
+        seconds=seconds,
+        answer=answer,
+        predicted=best.prepared.predicted_loss(best.spec),
+    )
 
 
 def say(made: Made, config: Any, stored: "torch.dtype") -> None:

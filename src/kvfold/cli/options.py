@@ -59,8 +59,11 @@ def flags_of(config: type) -> Callable[[type[T]], type[T]]:
 
 
 def flag(name: str, value: str | None = None) -> str:
-    """How a setting is written here: max_tokens -> --max-tokens, bits=4 -> --bits 4."""
-    written = f"--{name.replace('_', '-')}"
+    """How a setting is written here: max_tokens -> --max-tokens, bits=4 -> --bits 4, check=False ->
+    --no-check."""
+    written = f"--{'no-' * (value == 'False')}{name.replace('_', '-')}"
+    if value == "False":
+        return written
     return written if value is None or value == "True" else f"{written} {value.strip(_QUOTES)}"
 
 

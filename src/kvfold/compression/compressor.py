@@ -19,7 +19,7 @@ from kvfold.compression.calibration_text import (
 from kvfold.compression.codebooks import with_codebooks
 from kvfold.compression.documents import is_self
 from kvfold.compression.hybrid import rank_of, with_narrow
-from kvfold.compression.plan import Size, by_layer, plan_bits, planned_spec
+from kvfold.compression.plan import Size, by_layer, plan_bits, planned_spec, predicted_loss
 from kvfold.compression.preference import key_limits
 from kvfold.compression.progress import Progress, stage
 from kvfold.compression.ranks import LatentCandidate, allocate, method_of
@@ -34,6 +34,7 @@ from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import check_model, family_of
+from kvfold.models.finite import check_outputs
 from kvfold.models.fold import LatentMaps, fold_model
 from kvfold.models.folded import attention_windows
 from kvfold.models.kernels import fastest_layout
@@ -72,6 +73,7 @@ class Compressor:
         self.basis, self.ranks = builder_of(recipe), method_of(recipe)
         check(recipe, self.geometry, model.config.model_type)
         check_finite(model)
+        check_outputs(model)
 
     @property
     def needs(self) -> set[str]:
@@ -230,6 +232,19 @@ class Prepared:
         if len(limits) == 1 or fastest_layout(c.model.config, first) is not None:
             return first
         return next((x for x in plans if fastest_layout(c.model.config, x) is not None), first)
+
+    def predicted_loss(self, spec: CacheSpec) -> float | None:
+        """Nats a token that a plan is predicted to lose, of dimensions and bits. None where the
+        basis predicts none, or tokens differ in width."""
+        if not self.compressor.basis.predicts_loss or spec.hybrid is not None:
+            return None
+        each = zip(spec.layers, self.layers, strict=True)
+        return sum(
+            predicted_loss(c.basis, latent)
+            for layer, own in each
+            if layer.keys != "plain"
+            for latent, c in zip(layer.latents, own, strict=True)
+        )
 
     def _spec(self, sizes: Sequence[Size]) -> CacheSpec:
         c = self.compressor

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from kvfold.compression.bit_allocation import any_tiers, plan_tiers, predicted_loss
+from kvfold.compression import bit_allocation
+from kvfold.compression.basis import Basis
+from kvfold.compression.bit_allocation import any_tiers, plan_tiers
 from kvfold.compression.preference import KEY_LEVELS, LITTLE, one_pass_tiers
 from kvfold.compression.ranks import Candidates, LatentCandidate
 from kvfold.config import Prefer
@@ -78,9 +80,16 @@ def _for_speed(free: Candidates, room: int, levels: Sequence[int], loads: int) -
         each = ((c, keys if c.side == "k" else levels) for c in free)
         rules = [one_pass_tiers(c.side, c.width, own, loads) for c, own in each]
         tiers = plan_tiers(spectra, room, rules, sets)
-        found.append((sum(map(predicted_loss, spectra, tiers)), tiers))
+        found.append((sum(map(bit_allocation.predicted_loss, spectra, tiers)), tiers))
     (few, without), (least, every) = found[0], found[-1]
     return without if few <= (1 + LITTLE) * least else every
+
+
+def predicted_loss(basis: Basis, latent: Latent) -> float:
+    """Nats a token that storing a latent is predicted to lose, by a basis that predicts losses."""
+    if latent.tiers is None:
+        return float(basis.loss[latent.rank :].sum())
+    return bit_allocation.predicted_loss(basis.singular, latent.tiers)
 
 
 def planned_spec(

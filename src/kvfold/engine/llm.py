@@ -26,6 +26,7 @@ from kvfold.engine.request import (
 )
 from kvfold.engine.sizes import sizes
 from kvfold.engine.stream import Answer, Stream
+from kvfold.engine.trial import check_start
 from kvfold.errors import SettingError, renamed
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.text import check_tokenizer, encode, encode_chat, encode_prompt, encode_start
@@ -109,6 +110,7 @@ class LLM:
             tokenizer=tokenizer,
         )
         self.runner.warm_up()
+        check_start(self.runner)
         self.model = self.runner.model
         chunk = default_chunk(self.runner.pool.device.type) if chunk is None else chunk
         self.engine = Engine(

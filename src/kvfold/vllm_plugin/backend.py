@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockContext, BlockView, Step, choose
 from kvfold.vllm_plugin.layer import CachedAttention
+from kvfold.vllm_plugin.trial import check_attention
 
 SMALLEST = 16  # tokens of a block, of which every part is then aligned
 PREFERRED = 32
@@ -95,6 +96,7 @@ class KVFoldBuilder(AttentionMetadataBuilder[KVFoldMetadata]):
         self.attention = BlockAttention([layer.maps for layer in layers.values()], view)
         if view.device.type == "cuda":
             self.attention.warm_up(vllm_config.scheduler_config.max_num_seqs)
+        check_attention(self.attention, [layer.folded[0] for layer in layers.values()])
 
     @classmethod
     def get_cudagraph_support(

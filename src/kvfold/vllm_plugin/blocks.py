@@ -113,23 +113,39 @@ class BlockAttention:
     def _try(self, layer: LayerMaps, decodes: int, chunk: int) -> None:
         """A step of a layer: so many requests of one token, and a chunk of tokens behind one."""
         view, count = self.view, decodes + chunk
-        groups, on = view.layout.of_layer(layer.index), view.device
-        size = sum(group.layout.page_bytes for group in groups)
-        lengths, blocks = [1] * decodes + [chunk + 1], cdiv(chunk + 1, view.layout.page)
-        step = Step(
-            tables=torch.ones(len(lengths), blocks, dtype=torch.int32, device=on),
-            lengths=torch.tensor(lengths, dtype=torch.int32, device=on),
-            slots=torch.zeros(count, dtype=torch.int64, device=on),
-            decodes=decodes,
-            starts=[*range(len(lengths)), count],
-            most=lengths,
-        )
         shape = layer.geometry.num_query_heads, count, layer.key_width
-        q = torch.zeros(shape, dtype=view.dtype, device=on)
-        rows = torch.zeros(count, layer.spec.row_width, dtype=view.dtype, device=on)
-        cache = torch.zeros(2, size, dtype=torch.uint8, device=on)
-        out = rows.new_empty(count, layer.output.shape[1])
+        q = torch.zeros(shape, dtype=view.dtype, device=view.device)
+        rows = torch.zeros(count, layer.spec.row_width, dtype=view.dtype, device=view.device)
+        self.attend_alone(layer, self.step_of([1] * decodes, chunk, before=1), q, rows)
+
+    def step_of(self, lengths: Sequence[int], chunk: int, before: int = 0) -> Step:
+        """A step of one request for each of `lengths`, which decodes its last row, and of a chunk
+        of a prompt behind `before` rows. All read the same blocks, whose rows the chunk stores;
+        those of the others go nowhere."""
+        page, on = self.view.layout.page, self.view.device
+        every = [*lengths, before + chunk]
+        blocks = cdiv(max(every), page)
+        nowhere = torch.full((len(lengths),), -1)
+        slots = torch.cat((nowhere, page + torch.arange(before, before + chunk)))
+        return Step(
+            tables=torch.arange(1, blocks + 1, dtype=torch.int32, device=on).repeat(len(every), 1),
+            lengths=torch.tensor(every, dtype=torch.int32, device=on),
+            slots=slots.to(on),
+            decodes=len(lengths),
+            starts=[*range(len(every)), len(lengths) + chunk],
+            most=every,
+        )
+
+    def attend_alone(self, layer: LayerMaps, step: Step, q: Tensor, rows: Tensor) -> Tensor:
+        """What W_O takes [N, W] of a layer in a step of `step_of`, on blocks made for it; q and
+        rows as of `BlockContext.attend`."""
+        groups = self.view.layout.of_layer(layer.index)
+        size = sum(group.layout.page_bytes for group in groups)
+        blocks = 1 + step.tables.shape[1]
+        cache = torch.zeros(blocks, size, dtype=torch.uint8, device=self.view.device)
+        out = rows.new_empty(len(rows), layer.output.shape[1])
         self.begin(step).attend(layer, cache, q, rows, out)
+        return out
 
 
 class Place(NamedTuple):

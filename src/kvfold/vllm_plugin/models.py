@@ -21,10 +21,12 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvfold.models.families import family_of
+from kvfold.vllm_plugin.guard import LogitsGuard, end_tokens
 from kvfold.vllm_plugin.layer import FoldedLayer
 from kvfold.vllm_plugin.shares import Share
 from kvfold.vllm_plugin.stored import StoredCache, settings
 from kvfold.vllm_plugin.weights import rotary_table
+from kvfold.weights import check_finite
 
 
 class FoldedModel(torch.nn.Module):
@@ -32,12 +34,14 @@ class FoldedModel(torch.nn.Module):
 
     stored: StoredCache
     folded: dict[str, FoldedLayer]
+    guard: LogitsGuard
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         check_served(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.stored = stored_of(vllm_config)
         self.folded = replace_attentions(self, self.stored, vllm_config)
+        self.guard = LogitsGuard(end_tokens(vllm_config.model_config))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Attentions take theirs; vLLM's own loader has the rest."""
@@ -56,7 +60,13 @@ class FoldedModel(torch.nn.Module):
         for name, layer in self.folded.items():
             layer.load(mine[layer.index])
             loaded |= {f"{name}.{own}" for own, _ in layer.named_parameters()}
+        check_finite(self)
         return loaded
+
+    def compute_logits(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """vLLM's, of which rows that are not finite end their requests."""
+        logits: Tensor | None = super().compute_logits(*args, **kwargs)  # type: ignore[misc]
+        return None if logits is None else self.guard(logits)
 
 
 def stored_of(vllm_config: VllmConfig) -> StoredCache:
