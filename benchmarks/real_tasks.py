@@ -1,0 +1,172 @@
+"""What settings cost a real model, in nats, retrieval and tasks, and what their steps take.
+
+    python benchmarks/real_tasks.py --model reference:qwen2.5-coder-1.5b --settings swift-4x small-8x \
+        --text wiki.txt python.txt --suites HumanEval.jsonl.gz gsm8k-test.jsonl --folder /tmp/made
+
+A setting is compressed once, into a folder of its own. Then in float32 its nats a token on every
+text (windows of 2048 tokens) and hidden facts at 512 to 4096 tokens; in bfloat16 HumanEval and
+GSM8K through `kvfold.LLM`, or vLLM with --engine vllm, 64 at a time; and with --steps BATCH CONTEXT
+the median decode step. One JSON file a setting, in --folder, written as it is measured: several
+processes may share a GPU, each with settings of its own.
+"""
+
+import argparse
+import gc
+import json
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvfold
+from kvfold.config import CacheConfig
+from kvfold.engine.params import SamplingParams
+from kvfold.engine.stream import Stream
+from kvfold.evaluation.measure import NEEDLE_LENGTHS, Measurement, measure, text_windows
+from kvfold.evaluation.suites import read_suite
+from kvfold.evaluation.suites.engines import Answering, ByKVFold, ByVLLM
+from kvfold.evaluation.suites.run import run_suite
+from kvfold.files import finite
+from kvfold.loading import load, load_config, load_tokenizer, resolve
+
+PLAIN: dict[str, dict[str, Any]] = {"original": {}, "bits-8": {"bits": 8}, "bits-4": {"bits": 4}}
+CTX, TOKENS, CONTEXTS, SLOTS, LONGEST = 2048, 32768, 5, 64, 2048
+STEPS, SKIPPED = 100, 10  # timed, after so many that are not
+
+
+def planned(name: str) -> dict[str, Any]:
+    """Arguments of `kvfold.compress` of a setting such as swift-4x, swift-4x-speed or small-8x-150:
+    a recipe, a factor, then what it is planned for, or steps of recovery. `default` has none."""
+    if name == "default":
+        return {}
+    recipe, factor, *more = name.split("-")
+    found: dict[str, Any] = {"recipe": recipe, "factor": float(factor.removesuffix("x"))}
+    for word in more:
+        found |= {"recover": int(word)} if word.isdigit() else {"prefer": word}
+    return found
+
+
+class Setting:
+    """One of PLAIN, or a checkpoint made from `planned`."""
+
+    def __init__(self, name: str, given: argparse.Namespace) -> None:
+        self.name, self.given = name, given
+        self.cache = PLAIN.get(name, {})
+        self.model = given.model if name in PLAIN else str(given.folder / name)
+        self.record: dict[str, Any] = {"setting": name, "model": given.model}
+
+    def make(self) -> None:
+        if self.name in PLAIN or Path(self.model).exists():
+            return
+        begin = time.perf_counter()
+        kvfold.compress(self.given.model, output=self.model, **planned(self.name))
+        self.record["compress_s"] = time.perf_counter() - begin
+
+    def read(self) -> None:
+        """Nats and hidden facts, in float32."""
+        config, tokenizer = load_config(self.given.model), load_tokenizer(self.given.model)
+        texts = {path.stem: path.read_text(encoding="utf-8") for path in self.given.text}
+        what = Measurement(
+            windows=text_windows(config, tokenizer, texts, ctx=CTX, max_tokens=TOKENS),
+            needle=CONTEXTS,
+            lengths=NEEDLE_LENGTHS,
+            cache=None if self.name == "original" else CacheConfig(**self.cache),
+            chunk=CTX,
+        )
+        found = measure(load(self.model, dtype="float32"), tokenizer, what)
+        self.record["nll"] = {name: x.nll for name, x in found.texts.items()}
+        self.record["needle"] = {length: x.exact for length, x in found.needle.items()}
+
+    def answer(self) -> None:
+        """Tasks, in bfloat16."""
+        begin, engine = time.perf_counter(), self._engine()
+        self.record["ready_s"] = time.perf_counter() - begin
+        for name, path in zip(("code", "math"), self.given.suites, strict=False):
+            result = run_suite(name, read_suite(name, path, self.given.rows), engine)
+            self.record[name] = result.record()
+            print(self.name, name, result.right, "of", len(result.answers), result.errors)
+
+    def _engine(self) -> Answering:
+        if self.given.engine == "kvfold":
+            return ByKVFold(self._llm(SLOTS, LONGEST))
+        import vllm
+
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        more: dict[str, Any] = {}
+        if self.cache:
+            more = {"quantization": "kvfold", "additional_config": {"kvfold": self.cache}}
+        model = str(resolve(self.model))
+        about = {"max_num_seqs": SLOTS, "max_model_len": LONGEST, "dtype": "bfloat16"}
+        share = {"gpu_memory_utilization": self.given.share}
+        return ByVLLM(vllm.LLM(model=model, **about, **share, **more), load_tokenizer(self.model))
+
+    def _llm(self, slots: int, longest: int, **more: Any) -> kvfold.LLM:
+        return kvfold.LLM(
+            self.model,
+            dtype="bfloat16",
+            max_sequences=slots,
+            max_tokens=longest,
+            **more,
+            **self.cache,
+        )
+
+    def step(self) -> None:
+        """The median decode step of as many sequences, all of them as long."""
+        batch, context = self.given.steps
+        llm = self._llm(batch, context + STEPS + 2 * SKIPPED, prefix_caching=False)
+        top = load_config(self.given.model).vocab_size
+        ids = torch.randint(top // 2, (batch, context), generator=torch.Generator().manual_seed(0))
+        wanted = SamplingParams(max_new_tokens=STEPS + 2 * SKIPPED, ignore_eos=True)
+        opened = [llm.request(own, wanted, None, whole=True) for own in ids.tolist()]
+        last, seen, times = opened[-1][0].id, set[int](), list[float]()
+        with Stream(llm.engine).open(opened) as stream:
+            for output in stream:
+                seen.add(output.id)
+                if len(seen) == batch and output.id == last:
+                    times.append(time.perf_counter())
+        steps = [y - x for x, y in pairwise(times)][SKIPPED:STEPS]
+        self.record["step_ms"] = 1e3 * float(torch.tensor(steps).median())
+        self.record["storage"] = dict(llm.summary())
+        print(self.name, f"{batch} x {context}: {self.record['step_ms']:.2f} ms a step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="reference:qwen2.5-coder-1.5b")
+    parser.add_argument("--settings", nargs="+", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--text", nargs="*", type=Path, default=())
+    parser.add_argument("--suites", nargs="*", type=Path, default=(), help="of code, then of math")
+    parser.add_argument("--rows", type=int, help="first questions of each suite")
+    parser.add_argument("--engine", choices=("kvfold", "vllm"), default="kvfold")
+    parser.add_argument("--share", type=float, default=0.9, help="of the GPU's memory, for vLLM")
+    parser.add_argument("--steps", nargs=2, type=int, metavar=("BATCH", "CONTEXT"))
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    for name in given.settings:
+        setting = Setting(name, given)
+        setting.make()
+        for wanted, measured in (
+            (given.text, setting.read),
+            (given.suites, setting.answer),
+            (given.steps, setting.step),
+        ):
+            if wanted:
+                measured()
+                gc.collect()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                file = given.folder / f"{name}-{given.engine}.json"
+                file.write_text(json.dumps(finite(setting.record), indent=1))
+                print(
+                    name, {x: setting.record[x] for x in ("nll", "needle") if x in setting.record}
+                )
+
+
+if __name__ == "__main__":
+    main()
