@@ -1,7 +1,8 @@
 """What settings cost a real model, in nats, retrieval and tasks, and what their steps take.
 
-    python benchmarks/real_tasks.py --model reference:qwen2.5-coder-1.5b --settings swift-4x small-8x \
-        --text wiki.txt python.txt --suites HumanEval.jsonl.gz gsm8k-test.jsonl --folder /tmp/made
+    python benchmarks/real_tasks.py --model reference:qwen2.5-coder-1.5b --folder /tmp/made \\
+        --settings swift-4x small-8x --text wiki.txt python.txt \\
+        --suites HumanEval.jsonl.gz gsm8k-test.jsonl
 
 A setting is compressed once, into a folder of its own. Then in float32 its nats a token on every
 text (windows of 2048 tokens) and hidden facts at 512 to 4096 tokens; in bfloat16 HumanEval and
