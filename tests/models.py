@@ -104,8 +104,10 @@ def tokens(batch: int, length: int, seed: int = 1) -> Tensor:
 
 def greedy(model, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
     """transformers' greedy tokens, and how far each was ahead of the second best."""
+    ids = torch.tensor([prompt])
     out = model.generate(
-        torch.tensor([prompt]),
+        ids,
+        attention_mask=torch.ones_like(ids),  # else a BOS that is token 0, too, counts as padding
         max_new_tokens=new,
         min_new_tokens=new,
         do_sample=False,

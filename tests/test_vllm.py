@@ -218,8 +218,8 @@ def poisoned(model: str, ask: list[list[int]]) -> tuple[list[list[int]], list[st
             records.append(record.getMessage())
 
     LlamaForCausalLM.compute_logits = wrong
-    logging.getLogger("vllm.kvfold").addHandler(Handler())
     llm = LLM(model, dtype="float32", async_scheduling=False, **SMALL)
+    logging.getLogger("vllm.kvfold").addHandler(Handler())  # vLLM has set up its own by now
     try:
         left[0] = 5
         asked = [{"prompt_token_ids": x} for x in ask]
@@ -234,8 +234,8 @@ def test_a_model_that_overflows_is_refused_at_the_start(tmp_path: Path) -> None:
     model = kvfold.load("reference:gqa", dtype=torch.bfloat16)
     attention = model.model.layers[2].self_attn
     with torch.no_grad():
-        for projection in (attention.q_proj, attention.k_proj):
-            projection.weight.mul_(1e20)
+        attention.v_proj.weight.mul_(1e4)
+        attention.o_proj.weight.mul_(1e36)
     model.save_pretrained(tmp_path)
     load_tokenizer("reference:gqa").save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="attention of layer 2 gives numbers that are not"):

@@ -8,7 +8,7 @@ vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, log
+from math import log
 from typing import Any
 
 import torch
@@ -30,7 +30,9 @@ TOKENS = 64  # of an answer
 TOY, FEW = 2**25, 8  # parameters of a model that is for tests, and tokens of its answer
 PROMPT = 32  # tokens of a prompt that is not a chat
 LONGEST = 1024  # tokens that a cache has room for
-FACTOR = 4.0  # so many times the expected loss is as expected
+PLAN = 10.0  # so many times the predicted loss is lost at most: small models are far from it
+ENGINE = 4.0  # the same of what transformers loses, whose cache rounds no numbers to few bits
+BITS = 0.25  # nats a token of a prediction that few bits may lose: it counts a first token too much
 FLOOR = 0.25  # nats a token beyond that, for few tokens and numbers of 16 bits
 
 
@@ -95,11 +97,10 @@ def check_answer(model: Any, answer: Answer, predicted: float | None) -> float:
     """The divergence of a folded model's answer from the original's, nats a token. The model stays
     as it is.
 
-    predicted: nats a token that its plan expects, None where it has no prediction. What is expected
-    is the smaller of this and of what the same model loses in transformers' cache, which rounds no
-    row to few bits: predictions count a first token that holds all attention for much more than is
-    lost. Raises ValueError where it is more than FACTOR times as much and FLOOR, or logits are not
-    finite. Where rows have two widths nothing is expected but better than a guess.
+    predicted: nats a token that its plan expects, None where it has no prediction. Raises
+    ValueError where the divergence exceeds FLOOR by more than PLAN times the prediction, or ENGINE
+    times what the same model loses in transformers' cache, or where logits are not finite. A model
+    whose rows have two widths has neither bound, and must be better than a guess.
     """
     with rounded(model, answer.dtype), inference(model):
         found = answer.divergence(_through_cache(model, answer))
@@ -116,11 +117,12 @@ def check_answer(model: Any, answer: Answer, predicted: float | None) -> float:
 
 def _limit(model: Any, answer: Answer, predicted: float | None) -> float:
     spec = spec_of(model)
-    found = [] if predicted is None else [predicted]
-    if spec is None or spec.hybrid is None:
-        found.append(answer.divergence(_dense(model, answer)))
-    expected = [x for x in found if isfinite(x)]
-    return FACTOR * min(expected) + FLOOR if expected else log(answer.logits.shape[1])
+    if spec is not None and spec.hybrid is not None:
+        return log(answer.logits.shape[1])
+    dense = answer.divergence(_dense(model, answer))
+    if predicted is None:
+        return FLOOR + ENGINE * dense
+    return FLOOR + min(PLAN * predicted, ENGINE * max(dense, min(predicted, BITS)))
 
 
 def _dense(model: Any, answer: Answer) -> Tensor:
