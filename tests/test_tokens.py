@@ -154,10 +154,11 @@ def test_windows(tokenizer):
     assert all(row[: len(leading)].tolist() == leading for row in rows)
 
 
-def test_calibration_windows(tokenizer, monkeypatch):
+def test_calibration_windows(tokenizer, tmp_path):
     text = f"{TEXT * 5}<|endoftext|>{TEXT * 6}"
-    monkeypatch.setattr(calibration_text, "calibration_text", lambda calib: text)
-    rows = calibration_text.calibration_windows(tokenizer, config(64), None, 512)
+    file = tmp_path / "calib.txt"
+    file.write_text(text)
+    rows = calibration_text.calibration_windows(tokenizer, config(64), [file], 512)
     stream = [token for part in documents(text) for token in started(tokenizer, part)]
     leading = leading_tokens(tokenizer)
     assert len(rows) == len(stream) // 64

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvfold.compression.self_text import SELF
 from kvfold.errors import SettingError
-from kvfold.text import documents, encode, encode_prompt, packaged, read_texts
+from kvfold.text import documents, encode, encode_start, packaged, read_texts
 
 LEAST = 256  # tokens of a document, where it has them
 PACKAGED = {  # kinds of packaged text, which give equal shares of the tokens
@@ -45,8 +45,8 @@ class Document:
     templated: bool = False
 
     def encode(self, tokenizer: Any) -> list[int]:
-        """Token ids, as a prompt has them."""
-        return (encode if self.templated else encode_prompt)(tokenizer, self.text)
+        """Token ids, as the start of a prompt has them."""
+        return (encode if self.templated else encode_start)(tokenizer, self.text)
 
 
 def calibration_documents(
