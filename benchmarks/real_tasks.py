@@ -93,9 +93,9 @@ class Setting:
     def _engine(self) -> Answering:
         if self.given.engine == "kvfold":
             return ByKVFold(self._llm(SLOTS, LONGEST))
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         import vllm
 
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         more: dict[str, Any] = {}
         if self.cache:
             more = {"quantization": "kvfold", "additional_config": {"kvfold": self.cache}}

@@ -214,8 +214,12 @@ def mean_rotation(x: Tensor, inv_freq: Tensor, scaling: float, positions: int) -
 
     inv_freq [w / 2]: angles a position of the pairs (i, i + w / 2); scaling: of the w rotated dims.
     """
-    half = len(inv_freq)
-    angles = torch.arange(positions, device=x.device)[:, None] * inv_freq.to(x.device).double()
-    cos, sin = angles.cos().mean(0) * scaling, angles.sin().mean(0) * scaling
+    # The mean of n terms e^(i p a), a geometric series: sin(n a / 2) / (n sin(a / 2)) times
+    # e^(i (n - 1) a / 2).
+    half, angle = len(inv_freq), inv_freq.to(x.device).double() / 2
+    size = (positions * angle).sin() / (positions * angle.sin())
+    size = scaling * torch.where(angle == 0, 1.0, size)
+    angle = (positions - 1) * angle
+    cos, sin = size * angle.cos(), size * angle.sin()
     first, second, rest = x.double().split((half, half, x.shape[-1] - 2 * half), -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)

@@ -4,10 +4,9 @@ Shapes: W 16-bit words of a row, each of C codes; GP padded queries of a KV head
 
 A code becomes fp16 by masking: the bits of c, alone, are the subnormal number c * 2^-24, which
 tensor cores multiply exactly (Fasi et al. 2021; Khattak and Mikaitis 2025 for H100); sums keep 24
-bits below 2^-14 times the largest other factor. Nothing is
-converted, or added that would have to be taken off again; UNIT comes back as a factor of scores and
-outputs, which are fp32. Codes below 8 bits stay where they are in their byte, so many times as
-large (`factor`).
+bits below 2^-14 times the largest other factor. Nothing is converted, or added that would have to
+be taken off again; UNIT comes back as a factor of scores and outputs, which are fp32. Codes below 8
+bits stay where they are in their byte, so many times as large (`factor`).
 """
 # mypy: allow-untyped-defs, disable-error-code=assignment
 

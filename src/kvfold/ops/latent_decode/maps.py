@@ -130,10 +130,15 @@ def exact_table(inv_freq: Tensor, positions: int, head_dim: int) -> Tensor:
     """cos and sin fp32 [OFFSETS + ., F, 2] of positions 0 .. OFFSETS - 1, then of every STEP-th of
     as many as `rope_table` has. In fp16 a key's mean of hundreds would be off by what scores feel.
     """
-    pairs = torch.zeros(padded_width(head_dim // 2), device=inv_freq.device)
-    pairs[: len(inv_freq)] = inv_freq
     number = torch.arange(positions + REACHES[0], device=inv_freq.device)
     number = torch.cat((torch.arange(OFFSETS, device=inv_freq.device), number[::STEP]))
+    return _turns(inv_freq, number, head_dim)
+
+
+def _turns(inv_freq: Tensor, number: Tensor, head_dim: int) -> Tensor:
+    """cos and sin fp32 [M, F, 2] of positions `number` [M]; dims that are not rotated turn by 0."""
+    pairs = torch.zeros(padded_width(head_dim // 2), device=inv_freq.device)
+    pairs[: len(inv_freq)] = inv_freq
     angles = number[:, None].float() * pairs
     return torch.stack((angles.cos(), angles.sin()), -1)
 
@@ -141,12 +146,8 @@ def exact_table(inv_freq: Tensor, positions: int, head_dim: int) -> Tensor:
 def rope_table(inv_freq: Tensor, positions: int, head_dim: int) -> Tensor:
     """cos and sin of positions 0 .. as two fp16s of an int32 [positions + longest reach, F]; dims
     that are not rotated turn by 0. One for all layers with these angles."""
-    pairs = torch.zeros(padded_width(head_dim // 2), device=inv_freq.device)
-    pairs[: len(inv_freq)] = inv_freq
     number = torch.arange(positions + REACHES[0], device=inv_freq.device)
-    angles = number[:, None].float() * pairs
-    both = torch.stack((angles.cos(), angles.sin()), -1).half()
-    return both.view(torch.int32)[..., 0]
+    return _turns(inv_freq, number, head_dim).half().view(torch.int32)[..., 0]
 
 
 def halves_of(maps: KeyMaps, width: int) -> Tensor:

@@ -13,8 +13,8 @@
 // Items are (sequence, group); a tile is a page. Words are of 16 bits.
 //
 // Defined before (see build.py): PAGE rows, PAGE_BYTES copied of a page, STAGES of them at once; G
-// groups of HEADS KV heads, REAL query heads of each, with padding N, QUERY_HEADS of all, without; ITEMS of values, of
-// WEIGHERS warps, and WARPS of all; BUFFERS of weights; WEIGHERS_SCALE; of every run of keys its
+// groups of HEADS KV heads, REAL query heads of each, with padding N, QUERY_HEADS of all, without;
+// ITEMS of values, of WEIGHERS warps, and WARPS of all; BUFFERS of weights; WEIGHERS_SCALE; of every run of keys its
 // bits, words of a row, byte of the first row and number of its first scale, and how far on the next
 // head's are; VALUE_SCALE of the first run of values; SCALE bytes of a scale, SCALE_ROW of them a row; DQ, DO, DV numbers of a row of q, out and
 // part; BF16.
