@@ -8,7 +8,8 @@ A setting is compressed once, into a folder of its own. Then in float32 its nats
 text (windows of 2048 tokens) and hidden facts at 512 to 4096 tokens; in bfloat16 HumanEval and
 GSM8K through `kvfold.LLM`, or vLLM with --engine vllm, 64 at a time; and with --steps BATCH CONTEXT
 the median decode step. One JSON file a setting, in --folder, written as it is measured: several
-processes may share a GPU, each with settings of its own.
+processes may share a GPU, each with settings of its own. --ties says, once both engines have
+answered, how far apart the two tokens were where their answers first differ.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import gc
 import json
 import os
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from kvfold.engine.params import SamplingParams
 from kvfold.engine.stream import Stream
 from kvfold.evaluation.measure import NEEDLE_LENGTHS, Measurement, measure, text_windows
 from kvfold.evaluation.suites import read_suite
-from kvfold.evaluation.suites.engines import Answering, ByKVFold, ByVLLM
+from kvfold.evaluation.suites.engines import Answering, ByKVFold, ByVLLM, Reply
 from kvfold.evaluation.suites.run import run_suite
 from kvfold.files import finite
 from kvfold.loading import load, load_config, load_tokenizer, resolve
@@ -36,6 +38,7 @@ from kvfold.loading import load, load_config, load_tokenizer, resolve
 PLAIN: dict[str, dict[str, Any]] = {"original": {}, "bits-8": {"bits": 8}, "bits-4": {"bits": 4}}
 CTX, TOKENS, CONTEXTS, SLOTS, LONGEST = 2048, 32768, 5, 64, 2048
 STEPS, SKIPPED = 100, 10  # timed, after so many that are not
+LIKELIEST, UNLIKELY = 20, -1e3  # tokens whose log-probability is read, and that of all others
 
 
 def planned(name: str) -> dict[str, Any]:
@@ -48,6 +51,21 @@ def planned(name: str) -> dict[str, Any]:
     for word in more:
         found |= {"recover": int(word)} if word.isdigit() else {"prefer": word}
     return found
+
+
+class Keeping:
+    """An engine that also remembers the token ids of its prompts and answers."""
+
+    def __init__(self, engine: Answering) -> None:
+        self.engine, self.name, self.tokenizer = engine, engine.name, engine.tokenizer
+        self.prompts: list[list[int]] = []
+        self.tokens: list[list[int]] = []
+
+    def answer(self, prompts: Sequence[Sequence[int]], **more: Any) -> list[Reply]:
+        replies = self.engine.answer(prompts, **more)
+        self.prompts += map(list, prompts)
+        self.tokens += [list(reply.token_ids) for reply in replies]
+        return replies
 
 
 class Setting:
@@ -83,12 +101,14 @@ class Setting:
 
     def answer(self) -> None:
         """Tasks, in bfloat16."""
-        begin, engine = time.perf_counter(), self._engine()
+        begin = time.perf_counter()
+        engine = Keeping(self._engine())
         self.record["ready_s"] = time.perf_counter() - begin
         for name, path in zip(("code", "math"), self.given.suites, strict=False):
             result = run_suite(name, read_suite(name, path, self.given.rows), engine)
             self.record[name] = result.record()
             print(self.name, name, result.right, "of", len(result.answers), result.errors)
+        self.record |= {"prompts": engine.prompts, "tokens": engine.tokens}
 
     def _engine(self) -> Answering:
         if self.given.engine == "kvfold":
@@ -114,6 +134,26 @@ class Setting:
             **self.cache,
         )
 
+    def compare(self) -> None:
+        """Where both engines' answers first differ: by how many nats their tokens do."""
+        ours, theirs = (json.loads(self.file(x).read_text()) for x in ("kvfold", "vllm"))
+        pairs = zip(ours["prompts"], ours["tokens"], theirs["tokens"], strict=True)
+        places = [(p, a, b, _parted(a, b)) for p, a, b in pairs if a != b]
+        places = [place for place in places if place[-1] is not None]
+        llm = self._llm(SLOTS, LONGEST)
+        asked = SamplingParams(max_new_tokens=1, logprobs=LIKELIEST, ignore_eos=True)
+        prompts = [p + a[:n] for p, a, _, n in places]
+        gaps = []
+        for (_, a, b, n), done in zip(places, llm.generate(prompts, asked), strict=True):
+            (found,) = done.logprobs or ()
+            likely = dict(found.top)
+            gaps.append(abs(likely.get(a[n], UNLIKELY) - likely.get(b[n], UNLIKELY)))
+        self.record["parted"] = {"answers": len(ours["tokens"]), "gaps": sorted(gaps)}
+        print(self.name, f"{len(gaps)} of {len(ours['tokens'])} part, by", sorted(gaps)[-8:])
+
+    def file(self, kind: str) -> Path:
+        return Path(self.given.folder) / f"{self.name}-{kind}.json"
+
     def step(self) -> None:
         """The median decode step of as many sequences, all of them as long."""
         batch, context = self.given.steps
@@ -134,6 +174,12 @@ class Setting:
         print(self.name, f"{batch} x {context}: {self.record['step_ms']:.2f} ms a step")
 
 
+def _parted(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """The first place where two answers differ, None where one begins the other."""
+    pairs = zip(left, right, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -146,6 +192,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="first questions of each suite")
     parser.add_argument("--engine", choices=("kvfold", "vllm"), default="kvfold")
     parser.add_argument("--share", type=float, default=0.9, help="of the GPU's memory, for vLLM")
+    parser.add_argument("--ties", action="store_true", help="of answers of both engines")
     parser.add_argument("--steps", nargs=2, type=int, metavar=("BATCH", "CONTEXT"))
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -155,6 +202,7 @@ def main() -> None:
         for wanted, measured in (
             (given.text, setting.read),
             (given.suites, setting.answer),
+            (given.ties, setting.compare),
             (given.steps, setting.step),
         ):
             if wanted:
@@ -162,8 +210,9 @@ def main() -> None:
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
-                file = given.folder / f"{name}-{given.engine}.json"
-                file.write_text(json.dumps(finite(setting.record), indent=1))
+                kinds = {"ties": given.ties, "steps": given.steps, given.engine: True}
+                file = setting.file(next(kind for kind, found in kinds.items() if found))
+                file.write_text(json.dumps(finite(setting.record)))
                 print(
                     name, {x: setting.record[x] for x in ("nll", "needle") if x in setting.record}
                 )
