@@ -36,20 +36,26 @@ from kvfold.files import finite
 from kvfold.loading import load, load_config, load_tokenizer, resolve
 
 PLAIN: dict[str, dict[str, Any]] = {"original": {}, "bits-8": {"bits": 8}, "bits-4": {"bits": 4}}
-CTX, TOKENS, CONTEXTS, SLOTS, LONGEST = 2048, 32768, 5, 64, 2048
+CTX, TOKENS, SLOTS, LONGEST = 2048, 32768, 64, 2048
 STEPS, SKIPPED = 100, 10  # timed, after so many that are not
 LIKELIEST, UNLIKELY = 20, -1e3  # tokens whose log-probability is read, and that of all others
 
 
 def planned(name: str) -> dict[str, Any]:
-    """Arguments of `kvfold.compress` of a setting such as swift-4x, swift-4x-speed or small-8x-150:
-    a recipe, a factor, then what it is planned for, or steps of recovery. `default` has none."""
+    """Arguments of `kvfold.compress` of a setting such as swift-4x, swift-4x-speed, small-8x-150 or
+    small-8x-64k-self: a recipe, a factor, then what it is planned for, steps of recovery, thousands
+    of tokens to calibrate on, and that the model writes them. `default` has none."""
     if name == "default":
         return {}
     recipe, factor, *more = name.split("-")
     found: dict[str, Any] = {"recipe": recipe, "factor": float(factor.removesuffix("x"))}
     for word in more:
-        found |= {"recover": int(word)} if word.isdigit() else {"prefer": word}
+        if word.isdigit():
+            found["recover"] = int(word)
+        elif word.removesuffix("k").isdigit():
+            found["max_tokens"] = 1024 * int(word.removesuffix("k"))
+        else:
+            found |= {"calib": ["self"]} if word == "self" else {"prefer": word}
     return found
 
 
@@ -90,7 +96,7 @@ class Setting:
         texts = {path.stem: path.read_text(encoding="utf-8") for path in self.given.text}
         what = Measurement(
             windows=text_windows(config, tokenizer, texts, ctx=CTX, max_tokens=TOKENS),
-            needle=CONTEXTS,
+            needle=self.given.needle,
             lengths=NEEDLE_LENGTHS,
             cache=None if self.name == "original" else CacheConfig(**self.cache),
             chunk=CTX,
@@ -188,6 +194,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--text", nargs="*", type=Path, default=())
+    parser.add_argument("--needle", type=int, default=5, help="contexts of four facts a length")
     parser.add_argument("--suites", nargs="*", type=Path, default=(), help="of code, then of math")
     parser.add_argument("--rows", type=int, help="first questions of each suite")
     parser.add_argument("--engine", choices=("kvfold", "vllm"), default="kvfold")
