@@ -163,7 +163,9 @@ class Setting:
     def step(self) -> None:
         """The median decode step of as many sequences, all of them as long."""
         batch, context = self.given.steps
+        begin = time.perf_counter()
         llm = self._llm(batch, context + STEPS + 2 * SKIPPED, prefix_caching=False)
+        self.record["ready_s"] = time.perf_counter() - begin
         top = load_config(self.given.model).vocab_size
         ids = torch.randint(top // 2, (batch, context), generator=torch.Generator().manual_seed(0))
         wanted = SamplingParams(max_new_tokens=STEPS + 2 * SKIPPED, ignore_eos=True)
