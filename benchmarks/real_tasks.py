@@ -16,6 +16,7 @@ import argparse
 import gc
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -201,6 +202,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="first questions of each suite")
     parser.add_argument("--engine", choices=("kvfold", "vllm"), default="kvfold")
     parser.add_argument("--share", type=float, default=0.9, help="of the GPU's memory, for vLLM")
+    parser.add_argument("--drop", action="store_true", help="checkpoints once they are measured")
     parser.add_argument("--ties", action="store_true", help="of answers of both engines")
     parser.add_argument("--steps", nargs=2, type=int, metavar=("BATCH", "CONTEXT"))
     given = parser.parse_args()
@@ -225,6 +227,8 @@ def main() -> None:
                 print(
                     name, {x: setting.record[x] for x in ("nll", "needle") if x in setting.record}
                 )
+        if given.drop and name not in PLAIN:
+            shutil.rmtree(setting.model)
 
 
 if __name__ == "__main__":
