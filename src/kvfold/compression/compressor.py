@@ -43,7 +43,8 @@ from kvfold.weights import check_finite
 
 
 class Compressor:
-    """A model and a recipe that fit each other, and the text they are calibrated on.
+    """A model and a recipe that fit each other, and the text they are calibrated on. family: what
+    is known of the model (default: by its type).
 
     Raises ValueError where they do not fit. `prepare` measures and builds; the model stays as it
     is until a `Prepared` folds it.
@@ -58,6 +59,7 @@ class Compressor:
         calib: list[str | Path] | None = None,
         max_tokens: int = CALIBRATION_TOKENS,
         seed: int = 0,
+        family: type[Family] | None = None,
     ) -> None:
         given = {"recipe": recipe, "calib": calib, "max_tokens": max_tokens}
         check_types(type(self).__init__, given)
@@ -66,7 +68,7 @@ class Compressor:
         if spec_of(model) is not None:
             raise ValueError("this model is compressed already; start from the original checkpoint")
         self.model, self.recipe, self.tokenizer = model, recipe, tokenizer
-        self.family: type[Family] = family_of(model.config)
+        self.family: type[Family] = family or family_of(model.config)
         self.geometry = self.family.geometry(model.config)
         self.calib, self.max_tokens, self.seed = calib, max_tokens, seed
         self._written: dict[int, Tensor] = {}
@@ -250,7 +252,7 @@ class Prepared:
         c = self.compressor
         spec = planned_spec(self.candidates, sizes, c.geometry, c.basis.key_kind(c.geometry))
         if c.recipe.codebooks:
-            layers = with_codebooks(spec, self._maps(spec), self.statistics)
+            layers = with_codebooks(spec, self.maps(spec), self.statistics)
             return replace(spec, layers=tuple(layer for layer, _ in layers))
         return spec
 
@@ -298,7 +300,7 @@ class Prepared:
         return copy
 
     def _fold(self, model: Any, spec: CacheSpec) -> None:
-        maps = self._maps(spec)
+        maps = self.maps(spec)
         if self.compressor.recipe.codebooks:
             maps = [own for _, own in with_codebooks(spec, maps, self.statistics)]
         plain: list[list[LatentMaps | None]] = [
@@ -307,7 +309,7 @@ class Prepared:
         ]
         fold_model(model, self.compressor.family, spec, plain)
 
-    def _maps(self, spec: CacheSpec) -> list[list[LatentMaps]]:
+    def maps(self, spec: CacheSpec) -> list[list[LatentMaps]]:
         """Of every layer's latents; none of a plain one's."""
         return [
             []

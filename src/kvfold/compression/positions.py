@@ -35,8 +35,8 @@ class Shift:
     def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "position_ids" in kwargs:
             return args, {**kwargs, "position_ids": self._moved(kwargs["position_ids"])}
-        x, positions = args
-        return (x, self._moved(positions)), kwargs
+        x, positions, *more = args
+        return (x, self._moved(positions), *more), kwargs
 
     def _moved(self, positions: torch.Tensor) -> torch.Tensor:
         return positions + self.by * (positions > 0)

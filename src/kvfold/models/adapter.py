@@ -142,6 +142,7 @@ class Family:
     finish: ClassVar[Callable[..., Residual] | None] = None
     rope: ClassVar[bool] = True
     key_norm: ClassVar[bool] = False
+    sinks: ClassVar[bool] = False  # a number of the layer's own stands beside every query's scores
     not_in_gguf: ClassVar[str | None] = None
 
     @classmethod
@@ -183,6 +184,17 @@ class Family:
     @classmethod
     def rotary(cls, model: Any) -> nn.Module | None:
         return model.model.rotary_emb
+
+    @classmethod
+    def turns(cls, model: Any, tokens: int) -> tuple[Tables | None, float]:
+        """RoPE of the first positions, cos and sin fp32 [1, tokens, .], and the square of its
+        scaling; None, 1 where keys are taken as they stand."""
+        rotary = cls.rotary(model)
+        if rotary is None:
+            return None, 1.0
+        like = torch.empty(0, dtype=torch.float32, device=model.device)
+        tables = rotary(like, torch.arange(tokens, device=like.device)[None])
+        return tables, float(getattr(rotary, "attention_scaling", 1.0)) ** 2
 
     @classmethod
     def projections(cls, attention: Any, geometry: Geometry) -> Projections:

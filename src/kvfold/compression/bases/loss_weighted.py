@@ -28,21 +28,37 @@ class LossWeighted(BasisBuilder):
 
     def values(self, source: Source, heads: tuple[int, ...]) -> Basis:
         """Of one head: errors are seen through attention, C = Cov(p V), G at its outputs; so are
-        those of several without gradients. Else C and G at the values themselves."""
+        those of several without gradients. Else C and G at the values themselves. Weights of
+        attention sum to less than one where it has sinks: then the mean is kept with the rest."""
         where, gradients = source.span(heads), self.recipe.gradients
         if self.recipe.values == "head":
             out = self.grad_weighted(source, "out_head")
-            covariance, mean = out.covariance()[heads[0]], out.mean()[heads[0]]
+            covariance, mean = self._moments(source, out)
+            covariance, mean = covariance[heads[0]], mean[heads[0]]
             gradient = (
                 torch.block_diag(*source["grad_out"].raw()) if gradients else source.output_gram()
             )
         else:
             seen = self.grad_weighted(source, "value") if gradients else source["out"]
-            covariance, mean = seen.covariance()[where, where], seen.mean()[where]
+            covariance, mean = self._moments(source, seen)
+            covariance, mean = covariance[where, where], mean[where]
             gradient = source["grad_value"].raw() if gradients else source.output_gram()
         first = self.first(source)
-        basis = weighted(covariance, gradient[where, where], mean, first and first[1][where])
-        return basis.measured(source["value"].covariance()[where, where])
+        basis = weighted(
+            covariance,
+            gradient[where, where],
+            mean,
+            first and first[1][where],
+            fixed=source.family.sinks,
+        )
+        stored = self._moments(source, source["value"])[0]
+        return basis.measured(stored[where, where])
+
+    def _moments(self, source: Source, seen: Moment) -> tuple[Tensor, Tensor]:
+        """Second moments of values, and what they are taken about."""
+        if source.family.sinks:
+            return seen.raw(), torch.zeros_like(seen.mean())
+        return seen.covariance(), seen.mean()
 
     def grad_weighted(self, source: Source, name: str) -> Moment:
         """A moment in which tokens of larger gradients weigh more, where gradients are used.

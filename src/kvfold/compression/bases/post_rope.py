@@ -8,7 +8,7 @@ from kvfold.spec import Side
 
 class PostRope(LossWeighted):
     """Keys per head; the constant mean of rotated keys drops out of the softmax, unless scores are
-    capped before it: then it is kept with the rest."""
+    capped before it, or a sink stands beside them: then it is kept with the rest."""
 
     key_shares = ("head",)
     after_rope = True
@@ -23,7 +23,8 @@ class PostRope(LossWeighted):
         (head,), gradients = heads, self.recipe.gradients
         keys = source["key_post_felt" if gradients else "key_seen"]
         weight = source["grad_key_post" if gradients else "query"]
-        first, capped = self.first(source), source.geometry.softcap is not None
+        first = self.first(source)
+        capped = source.geometry.softcap is not None or source.family.sinks
         basis = weighted(
             (keys.raw() if capped else keys.covariance())[head],
             weight.raw()[head],

@@ -69,6 +69,7 @@ class Recorder:
             cache(partial(subspace, family, attention, geometry))
             for attention in family.attentions(model)
         ]
+        self.index = {module: i for i, module in enumerate(family.attentions(model))}
         self.totals: list[dict[str, Any]] = [{} for _ in self.subspaces]
         self.hidden: dict[int, Tensor] = {}
         self.recomputing = False
@@ -121,11 +122,7 @@ class Recorder:
         """One window of token ids [1, T], forward and, where gradients are read, backward; kept:
         by ZDC's topic pruning."""
         self.recomputing = False
-        rotary, tables, scale = self.family.rotary(self.model), None, 1.0
-        if rotary is not None:
-            like = torch.empty(0, dtype=torch.float32, device=self.model.device)
-            tables = rotary(like, torch.arange(ids.shape[1], device=like.device)[None])
-            scale = float(getattr(rotary, "attention_scaling", 1.0)) ** 2
+        tables, scale = self.family.turns(self.model, ids.shape[1])
         self.window = Window(
             scaling=self.geometry.scaling,
             softcap=self.geometry.softcap,
@@ -172,10 +169,12 @@ class Recorder:
         value: Tensor,
         attention_mask: Tensor | None,
         scaling: float | None = None,
+        s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """q [1, Hq, T, d], k, v [1, Hk, T, d] after RoPE -> output [1, T, Hq, d]."""
-        g, index = self.geometry, module.layer_idx
+        """q [1, Hq, T, d], k, v [1, Hk, T, d] after RoPE -> output [1, T, Hq, d]. s_aux [Hq]:
+        sinks, where the model has them."""
+        g, index = self.geometry, self.index[module]
         scaling = g.scaling if scaling is None else scaling
         query = query * (scaling / g.scaling)  # OPT scales queries itself: undo that
         own: dict[str, Any] = {"window": self.window, "subspace": self.subspaces[index]}
@@ -183,7 +182,9 @@ class Recorder:
             seen = {**own, "k": key.detach()[0], "v": value.detach()[0]}
             key, value = _Tap.apply(partial(self._saw_gradients, index, seen), key, value)
         q = query.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
-        out = attention(query, key, value, attention_mask, g.scaling, softcap=g.softcap)[0]
+        out = attention(
+            query, key, value, attention_mask, g.scaling, softcap=g.softcap, sinks=s_aux
+        )[0]
         out = out.unflatten(1, q.shape[1:3])
         if not self.recomputing:
             with torch.no_grad():

@@ -22,18 +22,21 @@ def attention(
     scale: float,
     need_weights: bool = False,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(capped(q k^T * scale) + mask) v with grouped heads and d_qk != d_v.
+
+    sinks [Hq]: a score of nothing that stands beside every query's, or None.
 
     q [B, Hq, T, dk], k [B, Hk, S, dk], v [B, 1 or Hk, S, dv]; mask None (causal if T > 1), bool or
     additive [B or 1, 1 or Hq, T, S]. Returns [B, Hq, T, dv] and, if asked, weights [B, Hq, T, S].
     """
     v = v.expand(-1, k.shape[1], -1, -1)
     if need_weights:
-        return _explicit(q, k, v, mask, scale, softcap)
+        return _explicit(q, k, v, mask, scale, softcap, sinks)
     causal = mask is None and q.shape[2] > 1
-    if softcap is not None or 0 in (q.shape[-1], v.shape[-1]):
-        return _explicit(q, k, v, mask, scale, softcap)[0], None
+    if softcap is not None or sinks is not None or 0 in (q.shape[-1], v.shape[-1]):
+        return _explicit(q, k, v, mask, scale, softcap, sinks)[0], None
     width = v.shape[-1]
     if q.is_cuda:
         q, k, v = map(aligned, (q, k, v))
@@ -114,7 +117,13 @@ def capped(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -124,7 +133,10 @@ def _explicit(
     if mask is not None:
         least = torch.finfo(scores.dtype).min  # finite, so that padding that sees nothing is no NaN
         scores = scores.masked_fill(~mask, least) if mask.dtype is torch.bool else scores + mask
-    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    if sinks is not None:
+        beside = sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, beside), -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
     return weights @ v, weights
 
 
