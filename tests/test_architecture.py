@@ -39,6 +39,8 @@ LAYERS: dict[str, set[str]] = {
     | {"errors", "files", "search", "text", "versions", "weights"},
     "loading": {"artifact", "models", "gguf", "hub", "place", "reference_models", "weights"}
     | {"config", "errors", "files", "text"},
+    "seam": {"spec", "ops", "models", "config", "recipes", "compression", "loading"}
+    | {"errors", "files", "text"},
     "engine": {"formats", "spec", "ops", "cache", "attention", "models", "config", "artifact"}
     | {"errors", "files", "loading", "text", "versions", "weights"},
     "capacity": {"cache", "config", "engine", "errors", "models", "spec", "step_time"},

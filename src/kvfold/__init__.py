@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvfold.loading import load as load
     from kvfold.loading import reference as reference
     from kvfold.recovery import recover as recover
+    from kvfold.seam.attach import attach as attach
+    from kvfold.seam.compress import make_maps as make_maps
 
 __version__ = "0.1.0"
 # Where public names are; torch and transformers are imported when the first of them is asked for.
@@ -28,9 +30,11 @@ _HOMES = {
     "Ratios": "config",
     "PackedContext": "engine.packed",
     "SamplingParams": "engine.request",
+    "attach": "seam.attach",
     "best_policy": "evaluation.auto",
     "compress": "api",
     "load": "loading",
+    "make_maps": "seam.compress",
     "recover": "recovery",
     "reference": "loading",
 }

@@ -1,0 +1,114 @@
+"""What compression asks of a model's family, of any model: what its layers ask of attention."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from kvfold.errors import SettingError
+from kvfold.models.adapter import Family
+from kvfold.ops.common.attention import Tables
+from kvfold.seam.layers import SeamLayer
+from kvfold.spec import Geometry
+
+
+class SeamFamily(Family):
+    """Of one model, whose layers that call attention are alike in their heads. Keys are taken as
+    attention gets them, turned or not."""
+
+    found: ClassVar[list[SeamLayer]]
+    key_norm = True  # nothing is known of what keys were made from
+
+    @classmethod
+    def geometry(cls, config: Any) -> Geometry:
+        first = cls.found[0]
+        text = config.get_text_config()
+        return Geometry(
+            hidden_size=text.hidden_size,
+            num_query_heads=first.num_query_heads,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            num_layers=len(cls.found),
+            rope=True,
+            key_norm=True,
+            scaling=first.head_dim**-0.5 if first.scaling is None else first.scaling,
+            softcap=first.softcap,
+        )
+
+    @classmethod
+    def attentions(cls, model: Any) -> Iterator[nn.Module]:
+        return (layer.module for layer in cls.found)
+
+    @classmethod
+    def layers(cls, model: Any) -> Any:
+        return [model.get_submodule(x.name.rpartition(".")[0]) for x in cls.found]
+
+    @classmethod
+    def rotary(cls, model: Any) -> nn.Module | None:
+        """The first module that makes RoPE's tables, by its name."""
+        each = model.base_model.modules()
+        return next((x for x in each if type(x).__name__.endswith("RotaryEmbedding")), None)
+
+    @classmethod
+    def turns(cls, model: Any, tokens: int) -> tuple[Tables | None, float]:
+        return None, 1.0
+
+    @classmethod
+    def logits(cls, model: Any, hidden: Tensor) -> Tensor:
+        """By the model's own forward, in which its base gives these hidden states."""
+        base = model.base_model
+        base.__dict__["forward"] = lambda *_, **__: _Hidden(hidden)
+        try:
+            found: Tensor = model(inputs_embeds=hidden, use_cache=False).logits
+        finally:
+            base.__dict__.pop("forward")
+        return found
+
+
+class _Hidden:
+    """What a base model gives: last hidden states, and nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, _: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.last_hidden_state
+
+
+def seam_family(layers: list[SeamLayer]) -> type[Family]:
+    """The family of a model with these layers. Raises SettingError for layers of unlike heads."""
+    shape: Callable[[SeamLayer], tuple[Any, ...]] = lambda x: (  # noqa: E731
+        x.num_query_heads,
+        x.num_kv_heads,
+        x.head_dim,
+        x.value_dim,
+        x.softcap,
+    )
+    if shared := next((x for x in layers if x.source != x.name), None):
+        raise SettingError(
+            f"{shared.name} reads the keys and values of {shared.source}; maps are planned for"
+            " layers that have their own"
+        )
+    if len({x.module for x in layers}) < len(layers):
+        raise SettingError(
+            f"{layers[0].name} serves several layers; maps are planned for layers that have a"
+            " module of their own"
+        )
+    first = layers[0]
+    for layer in layers:
+        if shape(layer) != shape(first):
+            raise SettingError(
+                f"layers {first.name} and {layer.name} have attention of other shapes (query heads,"
+                f" KV heads, key and value width, cap): {shape(first)} and {shape(layer)}; maps are"
+                " planned for layers alike"
+            )
+    if first.head_dim != first.value_dim:
+        raise SettingError(
+            f"keys of {first.name} have {first.head_dim} numbers a head and values"
+            f" {first.value_dim}; maps are planned for heads alike"
+        )
+    sinks = any(layer.sinks for layer in layers)
+    return type("ModelsFamily", (SeamFamily,), {"found": layers, "sinks": sinks})

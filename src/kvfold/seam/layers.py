@@ -1,0 +1,196 @@
+"""Which modules of a model call attention, and with what: found by one short forward.
+
+Shapes: T probe tokens; Hq / Hk query / KV heads, d, dv head dims of keys and values.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvfold.errors import SettingError
+from kvfold.models.finite import probe_ids
+
+TOKENS = 16
+_LOOK = "kvfold_look"
+MASKED_BY_VALUES = ("doge",)  # masks are computed from the values that the cache gives back
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SeamLayer:
+    """A module that calls attention. name: in the model; source: of the module whose keys and
+    values it reads, its own name in most models, None where they are not as a cache stores them;
+    sinks: whether a score of its own stands beside all others; window: tokens that a query sees
+    (None: all). keys [Hk, T, d], values [Hk, T, dv]: of the probe, where attention gives nothing in
+    any layer."""
+
+    name: str
+    source: str | None
+    module: nn.Module
+    num_query_heads: int
+    scaling: float | None
+    softcap: float | None
+    window: int | None
+    sinks: bool
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        return self.values.shape[2]
+
+
+class _Probe:
+    """A forward that is looked at: what caches gave back, by whom it was first read, and the layers
+    so far."""
+
+    def __init__(self, model: Any) -> None:
+        self.names = {module: name for name, module in model.named_modules()}
+        self.given: list[tuple[Tensor, Tensor]] = []
+        self.readers: dict[int, str] = {}
+        self.layers: list[SeamLayer] = []
+
+    def source(self, name: str, key: Tensor, value: Tensor) -> str | None:
+        """Who read these keys and values first, this one if nobody did; None for other ones."""
+        for i, (k, v) in reversed(list(enumerate(self.given))):
+            if _same(k, key) and _same(v, value):
+                return self.readers.setdefault(i, name)
+        return None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Caches write down what they give back."""
+        update = Cache.update
+
+        def watched(cache: Any, *args: Any, **kwargs: Any) -> Any:
+            found = update(cache, *args, **kwargs)
+            self.given.append(found[:2])
+            return found
+
+        global _probe
+        _probe, Cache.update = self, watched  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            _probe, Cache.update = None, update  # type: ignore[method-assign]
+
+
+_probe: _Probe | None = None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are one, or views alike."""
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _look(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """Attention that gives nothing, and writes down what it was asked."""
+    assert _probe is not None, "nobody looks"
+    name = _probe.names[module]
+    _probe.layers.append(
+        SeamLayer(
+            name=name,
+            source=_probe.source(name, key, value),
+            module=module,
+            num_query_heads=query.shape[1],
+            scaling=asked.get("scaling"),
+            softcap=asked.get("softcap"),
+            window=asked.get("sliding_window"),
+            sinks=asked.get("s_aux") is not None,
+            keys=key[0],
+            values=value[0],
+        )
+    )
+    shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    return query.new_zeros(shape), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_LOOK, _look)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_LOOK, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
+@torch.no_grad()
+def seam_layers(model: Any) -> list[SeamLayer]:
+    """The layers of a causal LM that call transformers' attention, in order."""
+    probe = _Probe(model)
+    ids = probe_ids(model.get_input_embeddings().num_embeddings, TOKENS)
+    with attention_of(model, lambda _: _LOOK), probe.watching():
+        model.base_model(input_ids=torch.tensor([ids], device=model.device), use_cache=True)
+    return probe.layers
+
+
+def check_layers(model: Any, layers: Sequence[SeamLayer]) -> None:
+    """Raises SettingError for a model whose layers do not call transformers' attention interface,
+    or with other keys and values than their cache stores."""
+    kind = model.config.model_type
+    if not layers or not model._can_set_attn_implementation():
+        raise SettingError(
+            f"no layer of model type {kind!r} calls transformers' attention interface, so no map"
+            " of keys and values can act there"
+        )
+    if kind in MASKED_BY_VALUES or (indexed := [x for x in layers if hasattr(x.module, "indexer")]):
+        name = layers[0].name if kind in MASKED_BY_VALUES else indexed[0].name
+        raise SettingError(
+            f"{name} of model type {kind!r} chooses the keys that it sees by what it stores, which"
+            " maps would change"
+        )
+    if wrong := next((x for x in layers if x.source is None), None):
+        raise SettingError(
+            f"{wrong.name} of model type {kind!r} attends to other keys and values than"
+            " transformers' cache stores for it (a latent that it expands, or a cache of its own),"
+            " so no map of what is stored can act there"
+        )
+
+
+@contextmanager
+def attention_of(model: Any, name: Callable[[str], str]) -> Iterator[None]:
+    """The model with the attention function that `name` gives for each one in use, until the block
+    ends."""
+    before = set_attention(model, name)
+    try:
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation = own
+
+
+def set_attention(model: Any, name: Callable[[str], str]) -> list[tuple[Any, str]]:
+    """Put another attention function into all configs of a model; returns what they had."""
+    configs = {id(x.config): x.config for x in model.modules() if hasattr(x, "config")}
+    before = [(x, x._attn_implementation) for x in configs.values()]
+    for config, own in before:
+        config._attn_implementation = name(own)
+    return before
+
+
+def own_eager(module: nn.Module) -> Callable[..., Any]:
+    """The attention that a module's file falls back to. Raises SettingError where it has none."""
+    found = getattr(import_module(type(module).__module__), "eager_attention_forward", None)
+    if found is None:
+        raise SettingError(
+            f"{type(module).__name__} has no eager attention: load the model with"
+            " attn_implementation='sdpa'"
+        )
+    return found

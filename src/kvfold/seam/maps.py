@@ -1,0 +1,103 @@
+"""The maps of one layer: what is stored of its keys and values, and what they come back as.
+
+Shapes: B batch, T tokens; Hq / Hk query / KV heads, G = Hq / Hk; d, dv head dims of keys and
+values; n value latents, each of h adjacent heads; r, s numbers that the widest key and value latent
+store. Shorter latents are padded with zeros.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvfold.models.fold import LatentMaps
+
+NAMES = ("key_down", "key_up", "key_shift", "value_down", "value_up", "value_shift", "value_mean")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Maps:
+    """key_down, key_up [Hk, d, r], key_shift [Hk, r]: key_down^T k - key_shift is stored, and
+    scored by key_up^T q. A shift adds the same to all scores of a query, which softmax does not
+    see; where scores are capped or a sink stands beside them it is zero.
+
+    value_down, value_up [n, h dv, s], value_shift [n, s], value_mean [Hk, dv]: of the values of h
+    heads value_down^T v - value_shift is stored; what attention adds up of it comes back through
+    value_up, plus value_mean.
+    """
+
+    key_down: Tensor
+    key_up: Tensor
+    key_shift: Tensor
+    value_down: Tensor
+    value_up: Tensor
+    value_shift: Tensor
+    value_mean: Tensor
+
+    @classmethod
+    def of(cls, keys: Sequence[LatentMaps], values: Sequence[LatentMaps]) -> "Maps":
+        """Of a layer's latents: one of keys a KV head, those of values of as many heads each."""
+        value_mean = torch.cat([x.mean for x in values])
+        return cls(
+            key_down=_stack([x.down for x in keys]),
+            key_up=_stack([x.up for x in keys]),
+            key_shift=_stack([x.down.mT @ x.mean for x in keys]),
+            value_down=_stack([x.down for x in values]),
+            value_up=_stack([x.up for x in values]),
+            value_shift=_stack([x.down.mT @ x.mean for x in values]),
+            value_mean=value_mean.view(len(keys), -1),
+        )
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads."""
+        return self.key_down.shape[0]
+
+    @cached_property
+    def value_ups(self) -> Tensor:
+        """value_up of every KV head [Hk, dv, s]."""
+        return self.value_up.unflatten(1, (-1, self.value_mean.shape[1])).flatten(0, 1)
+
+    def to(self, *args: object) -> "Maps":
+        """The same in another dtype, on another device, or as a tensor is."""
+        return Maps(**{name: getattr(self, name).to(*args) for name in NAMES})
+
+    def keys(self, k: Tensor) -> Tensor:
+        """Keys [B, Hk, T, d] as they are stored [B, Hk, T, r]."""
+        return k @ self.key_down - self.key_shift[:, None]
+
+    def values(self, v: Tensor) -> Tensor:
+        """Values [B, Hk, T, dv] as they are stored [B, n, T, s]."""
+        n = self.value_down.shape[0]
+        whole = v.unflatten(1, (n, -1)).transpose(2, 3).flatten(3)
+        return whole @ self.value_down - self.value_shift[:, None]
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Queries [B, Hq, T, d] that score stored keys [B, Hq, T, r]."""
+        grouped = q.unflatten(1, (self.num_heads, -1))
+        return torch.einsum("bhgtd,hdr->bhgtr", grouped, self.key_up).flatten(1, 2)
+
+    def per_head(self, z: Tensor) -> Tensor:
+        """Stored values [B, n, T, s] for every KV head [B, Hk, T, s], without a copy where a latent
+        serves one head or all."""
+        n, heads = z.shape[1], self.num_heads
+        if n == heads:
+            return z
+        if n == 1:
+            return z.expand(-1, heads, -1, -1)
+        return z.repeat_interleave(heads // n, 1)
+
+    def outputs(self, out: Tensor) -> Tensor:
+        """What attention adds up [B, T, Hq, s] as the model's own outputs [B, T, Hq, dv]."""
+        grouped = out.unflatten(2, (self.num_heads, -1))
+        mapped = torch.einsum("bthgs,hds->bthgd", grouped, self.value_ups)
+        return (mapped + self.value_mean[:, None]).flatten(2, 3)
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors [.., r] of as many numbers but the last dim's, as one, padded with zeros there."""
+    widest = max(x.shape[-1] for x in parts)
+    return torch.stack([pad(x, (0, widest - x.shape[-1])) for x in parts])

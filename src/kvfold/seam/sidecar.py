@@ -1,0 +1,129 @@
+"""Maps beside the weights: two small files that say what a model's cache stores.
+
+`kvfold.json` holds the plan, how it was made, and what the base asks of attention for a few tokens;
+`kvfold.safetensors` the maps by layer. Published, they fit every copy of their base: in another
+dtype, quantised, or with a LoRA.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvfold.errors import SettingError
+from kvfold.files import new_directory
+from kvfold.seam.layers import SeamLayer
+from kvfold.seam.maps import NAMES, Maps
+from kvfold.spec import CacheSpec
+from kvfold.text import json_object, read_text
+
+FORMAT = 1
+PLAN, TENSORS = "kvfold.json", "kvfold.safetensors"
+PROBES = 8  # numbers that stand for the keys, and for the values, of a layer
+NEAR = 0.5  # by how much of their size they may differ: a base rounded to 4 bits does by a quarter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sidecar:
+    """maps: of layers by their module's name; spec: what they store; base: what `probes` are of
+    them in the model that they were made for; provenance: how they were made."""
+
+    maps: Mapping[str, Maps]
+    spec: CacheSpec
+    base: Mapping[str, Sequence[float]]
+    provenance: Mapping[str, Any]
+
+    def save(self, folder: Path | str) -> None:
+        """Write a new directory, whole or not at all. Raises ValueError where it cannot be made."""
+        plan = {
+            "format": FORMAT,
+            "cache": self.spec.to_dict(),
+            "layers": list(self.maps),
+            "base": {name: list(x) for name, x in self.base.items()},
+            "provenance": dict(self.provenance),
+        }
+        tensors = {
+            f"{name}.{part}": getattr(own, part).float().contiguous().cpu()
+            for name, own in self.maps.items()
+            for part in NAMES
+        }
+        with new_directory(Path(folder)) as made:
+            (made / PLAN).write_text(json.dumps(plan, indent=1), encoding="utf-8")
+            save_file(tensors, made / TENSORS)
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Self:
+        """Raises SettingError for a folder that holds no whole sidecar."""
+        folder = Path(folder)
+        if missing := [x for x in (PLAN, TENSORS) if not (folder / x).is_file()]:
+            raise SettingError(
+                f"`maps` must be a folder with {PLAN} and {TENSORS}; {folder} has no"
+                f" {' and no '.join(missing)}"
+            )
+        plan = json_object(read_text(folder / PLAN))
+        if plan.get("format") != FORMAT:
+            raise SettingError(
+                f"`maps`: {folder / PLAN} has format {plan.get('format')!r}, this kvfold reads"
+                f" {FORMAT}: install the kvfold that made it, or compress again"
+            )
+        try:
+            with safe_open(folder / TENSORS, framework="pt") as file:
+                maps = {
+                    name: Maps(**{x: file.get_tensor(f"{name}.{x}") for x in NAMES})
+                    for name in plan["layers"]
+                }
+            spec = CacheSpec.from_dict(plan["cache"])
+            return cls(maps=maps, spec=spec, base=plan["base"], provenance=plan["provenance"])
+        except (KeyError, TypeError, OSError, SafetensorError) as error:
+            raise SettingError(
+                f"`maps`: {folder} is damaged ({error}); copy both files again, or compress again"
+            ) from None
+
+    def check(self, layers: Sequence[SeamLayer]) -> None:
+        """Raises SettingError where a model's layers are not those that the maps were made for."""
+        found = {layer.name: layer for layer in layers}
+        if missing := [name for name in self.maps if name not in found]:
+            raise SettingError(
+                f"`maps` were made for a layer {missing[0]} that calls attention, and this model"
+                f" has none of that name but {layers[0].name}: take the maps of this model"
+            )
+        for name, own in self.maps.items():
+            layer = found[name]
+            wanted = (own.num_heads, own.key_down.shape[1], own.value_mean.shape[1])
+            has = (layer.num_kv_heads, layer.head_dim, layer.value_dim)
+            if wanted != has:
+                raise SettingError(
+                    f"`maps` of {name} are of {wanted[0]} KV heads with {wanted[1]} and {wanted[2]}"
+                    f" numbers of keys and values; this model's has {has[0]}, {has[1]}, {has[2]}:"
+                    " take the maps of this model"
+                )
+            was, now = torch.tensor(self.base[name]), probes(layer)
+            if not (now - was).norm() <= NEAR * was.norm():
+                apart = float((now - was).norm() / was.norm())
+                raise SettingError(
+                    f"`maps` were made for another model: keys and values of {name} for the same"
+                    f" tokens differ by {apart:.0%}, at most {NEAR:.0%} can be rounding; take the"
+                    " maps of this model"
+                )
+
+
+def probes(layer: SeamLayer) -> Tensor:
+    """Numbers fp32 [2 PROBES] that stand for a layer's keys and values of fixed tokens."""
+    found = []
+    for x in (layer.keys, layer.values):
+        flat = x.detach().float().flatten().cpu()
+        signs = torch.Generator().manual_seed(0)
+        drawn = torch.randint(0, 2, (PROBES, len(flat)), generator=signs).float() * 2 - 1
+        found.append(drawn @ flat / (len(flat) ** 0.5 * flat.norm().clamp(min=1e-30)) ** 0.5)
+    return torch.cat(found)
+
+
+def probes_of(layers: Sequence[SeamLayer]) -> dict[str, list[float]]:
+    """Of every layer, by its name."""
+    return {layer.name: probes(layer).tolist() for layer in layers}

@@ -1,0 +1,159 @@
+"""Maps beside the weights: made, saved, read, attached, and refused where they do not fit."""
+
+import json
+
+import pytest
+import torch
+
+import kvfold
+from kvfold.errors import SettingError
+from kvfold.loading import load, load_tokenizer
+from kvfold.seam.layers import seam_layers
+from kvfold.seam.sidecar import NEAR, PLAN, TENSORS, Sidecar, probes
+from seam_types import TYPES, tiny
+
+TEXT = "The tide came in over the flats, and the boats that had lain on their sides stood up. " * 40
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("reference:gqa")
+
+
+@pytest.fixture(scope="module")
+def made():
+    return kvfold.make_maps("reference:gqa", keep=0.5, max_tokens=4096)
+
+
+def nats(model, ids: torch.Tensor) -> float:
+    with torch.no_grad():
+        logits = model(ids).logits[0, :-1].float()
+    return float(torch.nn.functional.cross_entropy(logits, ids[0, 1:]))
+
+
+def test_maps_are_those_that_a_folded_model_has(made, tokenizer, tmp_path) -> None:
+    """The same recipe, from what attention is asked and from the weights of a known family."""
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"][:512]])
+    made.save(tmp_path / "maps")
+    model = load("reference:gqa")
+    before = nats(model, ids)
+    detach = kvfold.attach(model, tmp_path / "maps")
+    attached = nats(model, ids) - before
+    detach()
+    assert nats(model, ids) == before
+    folded = kvfold.compress(model, "swift", keep=0.5, max_tokens=4096, tokenizer=tokenizer)
+    assert attached == pytest.approx(nats(folded, ids) - before, rel=0.03)
+
+
+def test_a_chat_goes_on_through_the_smaller_cache(made, tokenizer) -> None:
+    model = load("reference:gqa")
+    kvfold.attach(model, made)
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"][:64]])
+    found = model.generate(
+        ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, pad_token_id=0
+    )
+    cache = getattr(found, "past_key_values", None) or found.cache
+    layer = made.spec.layers[0]
+    assert cache.layers[0].values.shape[-1] == layer.value_latents[0].rank
+
+
+@pytest.mark.parametrize(
+    "name", [x for x in ("qwen3_moe", "gemma2", "gpt_oss", "phi3", "cohere2", "opt") if x in TYPES]
+)
+def test_any_type_is_calibrated_at_the_seam(name: str, tmp_path) -> None:
+    """With little of the cache left out, and with much."""
+    model, tokenizer = tiny(name), bytes_tokenizer(tmp_path)
+    ids = torch.randint(3, 127, (1, 96))
+    with torch.no_grad():
+        wanted = model(ids).logits
+    lost = []
+    for keep in (1.0, 0.75, 0.25):
+        made = kvfold.make_maps(model, keep=keep, align=1, tokenizer=tokenizer, max_tokens=1024)
+        detach = kvfold.attach(model, made)
+        with torch.no_grad():
+            lost.append(float((model(ids).logits - wanted).norm() / wanted.norm()))
+        detach()
+    assert lost[0] < 1e-3
+    assert lost[0] < lost[1] < lost[2]
+
+
+def bytes_tokenizer(folder):
+    """Of text in bytes below 128."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {chr(i): i for i in range(3, 127)} | {"<pad>": 0, "<s>": 1, "</s>": 2}
+    made = Tokenizer(models.BPE(letters, [], unk_token="</s>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+
+
+def test_another_model_is_refused(made) -> None:
+    other = load("reference:gqa")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn_like(parameter) * parameter.std())
+    with pytest.raises(SettingError, match="were made for another model: keys and values of"):
+        kvfold.attach(other, made)
+    with pytest.raises(SettingError, match=r"KV heads|of that name"):
+        kvfold.attach(load("reference:mha"), made)
+    with pytest.raises(SettingError, match=r"of that name|KV heads"):
+        kvfold.attach(tiny("gpt2"), made)
+
+
+def test_the_same_base_in_fewer_bits_is_taken(made) -> None:
+    for dtype, bits in ((torch.bfloat16, 16), (torch.float32, 4)):
+        model = load("reference:gqa", dtype=dtype)
+        if bits < 16:
+            for name, parameter in model.named_parameters():
+                if name.endswith("proj.weight"):
+                    top = parameter.data.abs().amax(1, keepdim=True) / 7
+                    parameter.data = (parameter.data / top).round() * top
+        kvfold.attach(model, made)
+
+
+def test_maps_twice_are_refused(made) -> None:
+    model = load("reference:gqa")
+    kvfold.attach(model, made)
+    with pytest.raises(SettingError, match="has maps already"):
+        kvfold.attach(model, made)
+
+
+@pytest.mark.parametrize("file", [PLAN, TENSORS])
+def test_half_a_sidecar_is_refused(made, file: str, tmp_path) -> None:
+    made.save(tmp_path / "maps")
+    path = tmp_path / "maps" / file
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"damaged|JSON"):
+        Sidecar.load(tmp_path / "maps")
+    path.unlink()
+    with pytest.raises(SettingError, match=f"has no {file}"):
+        Sidecar.load(tmp_path / "maps")
+
+
+def test_another_format_is_refused(made, tmp_path) -> None:
+    made.save(tmp_path / "maps")
+    path = tmp_path / "maps" / PLAN
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    with pytest.raises(SettingError, match="has format 99"):
+        Sidecar.load(tmp_path / "maps")
+
+
+def test_recipes_that_need_the_family_are_refused() -> None:
+    with pytest.raises(SettingError, match="needs more of a model"):
+        kvfold.make_maps("reference:gqa", "lean", keep=0.5, max_tokens=4096)
+
+
+def test_layers_that_share_keys_are_refused_by_name() -> None:
+    if "gemma3n_text" not in TYPES:
+        pytest.skip("this transformers has no gemma3n")
+    with pytest.raises(SettingError, match="reads the keys and values of"):
+        kvfold.make_maps(tiny("gemma3n_text"), keep=0.5, tokenizer=load_tokenizer("reference:gqa"))
+
+
+def test_probes_tell_models_apart() -> None:
+    one, other = (seam_layers(load(x)) for x in ("reference:gqa", "reference:mha"))
+    a, b = probes(one[1]), probes(other[1])
+    assert (a - b).norm() > 2 * NEAR * a.norm()
