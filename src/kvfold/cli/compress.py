@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import common
+from kvfold.cli import maps as beside
 from kvfold.cli.options import (
     CALIBRATION,
     FASTEST,
@@ -38,6 +39,7 @@ def compress(
     recover: int = 0,
     learn_scores: Flag = False,
     no_check: Flag = False,
+    maps: Flag = False,
     output: Path,
     calibration: Calibration = CALIBRATION,
     place: Place = PLACE,
@@ -52,6 +54,9 @@ def compress(
         Learn what rows are worth, for --evict learned.
     no_check
         Save it without comparing its answer to a short prompt with the original's.
+    maps
+        Write maps beside the weights, some megabytes that `kvfold.attach` gives to a model of
+        transformers, instead of a checkpoint: of any model type, quantised or with a LoRA.
     output
         New directory, written whole or not at all.
     """
@@ -65,6 +70,10 @@ def compress(
     size.target.check_align(size.align)
     check_steps(recover)
     check_files(calibration.calib, calibration.stats, output)
+    if maps:
+        beside.check(size, fastest, calibration, recover=recover, learn_scores=learn_scores)
+        beside.write_maps(model, recipe, size, calibration, place, output)
+        return
     with new_directory(output) as folder:
         config = common.load_config(model)
         if learn_scores:

@@ -37,5 +37,6 @@ def family_of(config: Any) -> type[Family]:
     supported = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
     raise ValueError(
         f"model type {config.model_type!r} is not supported; supported types: {supported}. "
-        "ALiBi (bloom, falcon) is not supported."
+        "ALiBi (bloom, falcon) is not supported. Maps beside the weights (kvfold compress --maps) "
+        "need no supported type"
     )
