@@ -9,18 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from transformers import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.errors import SettingError
+from kvfold.seam.caches import map_next
 from kvfold.seam.layers import (
     SeamLayer,
     check_layers,
     own_eager,
     seam_layers,
     set_attention,
+    unwrapped,
 )
 from kvfold.seam.maps import Maps
 from kvfold.seam.sidecar import Sidecar
@@ -30,38 +33,27 @@ _STATE = "_kvfold_seam"  # of a module, in its __dict__
 
 
 class Bound:
-    """The maps of one attention module, where it is. stored: whether the keys and values that its
-    attention gets next come from a cache."""
+    """The maps of one attention module, in the dtypes and on the devices that were asked for."""
 
     def __init__(self, maps: Maps) -> None:
-        self.maps, self.stored = maps, False
+        self.maps = maps.with_stored_shape()
+        self.digest = self.maps.digest()
         self._placed: dict[Any, Maps] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickled model names attention functions that another process has not registered."""
+        self.__dict__.update(state)
+        for base in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()):
+            if not base.startswith("paged|"):
+                mapped_attention(base)
 
     def placed(self, like: Tensor) -> Maps:
         """The maps in a tensor's dtype and on its device."""
         key = like.dtype, like.device
         if key not in self._placed:
-            self._placed[key] = self.maps.to(like)
+            with torch.inference_mode(False):  # else training could not use them later
+                self._placed[key] = self.maps.to(like.device, like.dtype)
         return self._placed[key]
-
-
-class MappedCache:
-    """A transformers cache as one attention sees it: what it stores is mapped."""
-
-    def __init__(self, cache: Cache, bound: Bound) -> None:
-        self._cache, self._bound = cache, bound
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # models ask which cache they have
-        return type(self._cache)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
-
-    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        maps = self._bound.placed(key)
-        self._bound.stored = True
-        return self._cache.update(maps.keys(key), maps.values(value), *args, **kwargs)
 
 
 def attach(model: Any, maps: Sidecar | Path | str) -> Callable[[], None]:
@@ -71,6 +63,7 @@ def attach(model: Any, maps: Sidecar | Path | str) -> Callable[[], None]:
     Raises SettingError for maps of another model, or a model that has maps already.
     """
     sidecar = maps if isinstance(maps, Sidecar) else Sidecar.load(maps)
+    model = unwrapped(model)
     if any(_STATE in module.__dict__ for module in model.modules()):
         raise SettingError(
             "`model` has maps already: take them away first, by what attach returned"
@@ -87,21 +80,22 @@ def bind(model: Any, layers: Sequence[SeamLayer], maps: Mapping[str, Maps]) -> C
     bounds = {name: Bound(own) for name, own in maps.items()}
     undo: list[Callable[[], None]] = []
     for layer in layers:
-        if layer.source not in bounds:
-            continue
-        module, bound = layer.module, bounds[layer.source]
-        module.__dict__[_STATE] = bound
-        undo.append(partial(module.__dict__.pop, _STATE, None))
+        module, bound = layer.module, bounds.get(str(layer.source))
+        if bound is not None:
+            module.__dict__[_STATE] = bound
+            undo.append(partial(module.__dict__.pop, _STATE, None))
         if layer.name == layer.source:
-            hook = module.register_forward_pre_hook(partial(_give_cache, bound), with_kwargs=True)
+            hook = module.register_forward_pre_hook(
+                partial(_before_attention, bound), with_kwargs=True
+            )
             undo.append(hook.remove)
-    before = set_attention(model, mapped_attention)
+    set_attention(model, mapped_attention)
 
     def detach() -> None:
-        for step in undo:
-            step()
-        for config, own in before:
-            config._attn_implementation = own
+        if undo:
+            set_attention(model, lambda name: name.removeprefix(PREFIX))
+        while undo:
+            undo.pop()()
 
     return detach
 
@@ -110,6 +104,11 @@ def mapped_attention(base: str) -> str:
     """The name of an attention function that maps, around one of transformers'."""
     if base.startswith(PREFIX):
         return base
+    if base.startswith("paged|"):
+        raise SettingError(
+            f"attention {base!r} stores keys and values itself, so maps cannot act: take the maps"
+            " away first, by what attach returned, or generate without continuous batching"
+        )
     name = PREFIX + base
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention, base))
@@ -118,17 +117,17 @@ def mapped_attention(base: str) -> str:
     return name
 
 
-def _give_cache(
-    bound: Bound, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put a mapped view in the place of the cache among a module's arguments."""
-    bound.stored = False
-    view = partial(_view, bound)
-    return tuple(map(view, args)), {name: view(value) for name, value in kwargs.items()}
-
-
-def _view(bound: Bound, value: Any) -> Any:
-    return MappedCache(value, bound) if isinstance(value, Cache) else value
+def _before_attention(
+    bound: Bound | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Let the cache among a module's arguments map what the module stores next; without maps, store
+    it as it is."""
+    config = module.config
+    if not config._attn_implementation.startswith(PREFIX):  # set_attn_implementation was called
+        config._attn_implementation = mapped_attention(config._attn_implementation)
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Cache):
+            map_next(value, bound)
 
 
 def _attention(
@@ -149,7 +148,7 @@ def _attention(
         found: tuple[Tensor, Any] = inner(module, query, key, value, mask, *args, **kwargs)
         return found
     maps = bound.placed(query)
-    if not bound.stored:
+    if not maps.are_stored(key, value):
         key, value = maps.keys(key), maps.values(value)
     q = maps.queries(query)
     out, weights = inner(module, q, key, maps.per_head(value), mask, *args, **kwargs)

@@ -17,7 +17,7 @@ from kvfold.files import check_makeable
 from kvfold.loading import check_loaded, load, load_tokenizer
 from kvfold.models.fold import LatentMaps
 from kvfold.seam.family import seam_family
-from kvfold.seam.layers import check_layers, seam_layers
+from kvfold.seam.layers import check_layers, seam_layers, unwrapped
 from kvfold.seam.maps import Maps
 from kvfold.seam.sidecar import Sidecar, probes_of
 from kvfold.spec import LayerSpec
@@ -60,6 +60,7 @@ def make_maps(
     found = recipe if isinstance(recipe, Recipe) else recipes.get(recipe or RECIPE)
     name = str(model) if isinstance(model, str | Path) else None
     if name is None:
+        model = unwrapped(model)
         check_loaded(model, device, dtype)
     else:
         tokenizer = tokenizer or load_tokenizer(name)

@@ -6,6 +6,7 @@ Shapes: T probe tokens; Hq / Hk query / KV heads, d, dv head dims of keys and va
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvfold.models.finite import probe_ids
 
 TOKENS = 16
 _LOOK = "kvfold_look"
+_PROBE = "_kvfold_probe"  # of a module, in its __dict__, while a probe looks
 MASKED_BY_VALUES = ("doge",)  # masks are computed from the values that the cache gives back
 
 
@@ -73,24 +75,34 @@ class _Probe:
         return None
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Caches write down what they give back."""
-        update = Cache.update
-
-        def watched(cache: Any, *args: Any, **kwargs: Any) -> Any:
-            found = update(cache, *args, **kwargs)
-            self.given.append(found[:2])
-            return found
-
-        global _probe
-        _probe, Cache.update = self, watched  # type: ignore[method-assign, assignment]
+    def watching(self, model: Any) -> Iterator[None]:
+        """Caches that pass through modules write down what they give back, and the model's
+        attention writes down what it is asked."""
+        modules = [(x, x.training) for x in model.modules()]
+        hooks = []
         try:
+            for module, _ in modules:
+                module.__dict__[_PROBE] = self
+                module.training = False  # no dropout, no layer left out
+                hooks.append(module.register_forward_pre_hook(self._watch, with_kwargs=True))
             yield
         finally:
-            _probe, Cache.update = None, update  # type: ignore[method-assign]
+            for hook in hooks:
+                hook.remove()
+            for module, training in modules:
+                module.training = training
+                module.__dict__.pop(_PROBE, None)
 
+    def _watch(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Watch the caches among a module's arguments, which live as long as the probe."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Cache) and "update" not in value.__dict__:
+                value.update = partial(self._updated, value.update)  # type: ignore[method-assign]
 
-_probe: _Probe | None = None
+    def _updated(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = update(*args, **kwargs)
+        self.given.append(found[:2])
+        return found
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -107,12 +119,12 @@ def _look(
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """Attention that gives nothing, and writes down what it was asked."""
-    assert _probe is not None, "nobody looks"
-    name = _probe.names[module]
-    _probe.layers.append(
+    probe = module.__dict__[_PROBE]
+    name = probe.names[module]
+    probe.layers.append(
         SeamLayer(
             name=name,
-            source=_probe.source(name, key, value),
+            source=probe.source(name, key, value),
             module=module,
             num_query_heads=query.shape[1],
             scaling=asked.get("scaling"),
@@ -136,9 +148,15 @@ def seam_layers(model: Any) -> list[SeamLayer]:
     """The layers of a causal LM that call transformers' attention, in order."""
     probe = _Probe(model)
     ids = probe_ids(model.get_input_embeddings().num_embeddings, TOKENS)
-    with attention_of(model, lambda _: _LOOK), probe.watching():
+    with attention_of(model, lambda _: _LOOK), probe.watching(model):
         model.base_model(input_ids=torch.tensor([ids], device=model.device), use_cache=True)
     return probe.layers
+
+
+def unwrapped(model: Any) -> Any:
+    """The model of transformers inside what torch.compile or PEFT made of it."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def check_layers(model: Any, layers: Sequence[SeamLayer]) -> None:

@@ -6,8 +6,9 @@ store. Shorter latents are padded with zeros.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.nn.functional import pad
 from kvfold.models.fold import LatentMaps
 
 NAMES = ("key_down", "key_up", "key_shift", "value_down", "value_up", "value_shift", "value_mean")
+ZEROS = 8  # so that widths stay a multiple of what kernels want
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,6 +62,26 @@ class Maps:
     def value_ups(self) -> Tensor:
         """value_up of every KV head [Hk, dv, s]."""
         return self.value_up.unflatten(1, (-1, self.value_mean.shape[1])).flatten(0, 1)
+
+    def are_stored(self, k: Tensor, v: Tensor) -> bool:
+        """Whether keys and values [B, heads, T, width] are as stored, by their shapes. Takes maps
+        of `with_stored_shape`."""
+        widths = self.key_down.shape[2], self.value_down.shape[2]
+        return (k.shape[3], v.shape[3], v.shape[1]) == (*widths, self.value_down.shape[0])
+
+    def with_stored_shape(self) -> "Maps":
+        """The same maps, which store other shapes than the model has: where none of them differs,
+        keys get zeros."""
+        model = (self.key_down.shape[1], self.value_mean.shape[1], self.num_heads)
+        if (self.key_down.shape[2], self.value_down.shape[2], len(self.value_down)) != model:
+            return self
+        parts = ("key_down", "key_up", "key_shift")
+        return replace(self, **{x: pad(getattr(self, x), (0, ZEROS)) for x in parts})
+
+    def digest(self) -> str:
+        """What tells these maps from others, in hex."""
+        parts = (getattr(self, name).detach().double().cpu().numpy() for name in NAMES)
+        return sha256(b"".join(x.tobytes() for x in parts)).hexdigest()
 
     def to(self, *args: object) -> "Maps":
         """The same in another dtype, on another device, or as a tensor is."""
