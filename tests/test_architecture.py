@@ -39,10 +39,20 @@ LAYERS: dict[str, set[str]] = {
     | {"errors", "files", "search", "text", "versions", "weights"},
     "loading": {"artifact", "models", "gguf", "hub", "place", "reference_models", "weights"}
     | {"config", "errors", "files", "text"},
-    "seam": {"spec", "ops", "models", "config", "recipes", "compression", "loading"}
+    "seam": {
+        "attention",
+        "formats",
+        "spec",
+        "ops",
+        "models",
+        "config",
+        "recipes",
+        "compression",
+        "loading",
+    }
     | {"errors", "files", "text"},
     "engine": {"formats", "spec", "ops", "cache", "attention", "models", "config", "artifact"}
-    | {"errors", "files", "loading", "text", "versions", "weights"},
+    | {"errors", "files", "loading", "seam", "text", "versions", "weights"},
     "capacity": {"cache", "config", "engine", "errors", "models", "spec", "step_time"},
     "server": {"cache", "config", "engine", "errors", "text"},
     "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"}

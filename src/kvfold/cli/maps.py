@@ -19,25 +19,25 @@ def write_maps(
 ) -> None:
     """Measure what the model's layers ask of attention, and save maps of its keys and values."""
     from kvfold.card import facts
-    from kvfold.loading import load_tokenizer
     from kvfold.seam.compress import make_maps
 
     begin = time.perf_counter()
-    tokenizer = load_tokenizer(model)
+    common.quiet()
     with common.progress() as progress:
         made = make_maps(
-            common.load(model, place),
+            model,
             recipe,
             keep=DEFAULT_KEEP if size.keep is None else size.keep,
             align=size.align,
             calib=list(calibration.calib) or None,
-            tokenizer=tokenizer,
+            dtype=place.dtype,
+            device=place.device,
             max_tokens=calibration.max_tokens,
             seed=calibration.seed,
             output=output,
             progress=progress,
         )
-    print(f"maps of {len(made.maps)} layers: " + "\n".join(facts(made.spec, made.provenance)))
+    print(f"maps of {len(made.maps)} layers: " + "\n".join(facts(made.spec, dict(made.provenance))))
     seconds = time.perf_counter() - begin
     print(f'measured in {seconds:.1f} seconds, saved to {output}: kvfold.attach(model, "{output}")')
 

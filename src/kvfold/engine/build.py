@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,10 @@ from kvfold.models.rotary import LONG_ROPE, rope_type
 from kvfold.models.rotate import rotate_model, turned
 from kvfold.ops.backend import use_triton
 from kvfold.ops.decode import one_pass_page
+from kvfold.seam.family import seam_family
+from kvfold.seam.layers import check_layers, seam_layers
+from kvfold.seam.served import check_servable, install, served_spec
+from kvfold.seam.sidecar import Sidecar
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import CacheLayout, cache_layout, plain_spec
 
@@ -44,16 +49,20 @@ def build_runner(
     owned: bool = False,
     policy: Policy | None = None,
     tokenizer: Any = None,
+    maps: Sidecar | None = None,
 ) -> ModelRunner:
     """Fold and rotate a copy of `model`, which shares its weights, as `config` asks, and give it a
     pool. `model` stays as it was.
 
     num_slots: most sequences at once; max_tokens: longest sequence; owned: nobody else needs
     `model`, which saves the memory of the copy's attentions; policy: one to evict by instead of the
-    one that `config` names; tokenizer: for policies that read a context again. Raises ValueError
+    one that `config` names; tokenizer: for policies that read a context again; maps: beside the
+    weights of a model of any type. Raises ValueError
     for settings that contradict each other or the model, and for a pool that cannot hold a page of
     each group.
     """
+    if maps is not None:
+        return _with_maps(model, maps, config, num_slots, max_tokens, owned)
     if policy is None and config.evict == AUTO:
         raise SettingError(
             "`evict='auto'` is measured before an engine is built: set `evict` to what "
@@ -93,6 +102,47 @@ def build_runner(
         twin=twin,
         repairs=config.repair,
     )
+
+
+def _with_maps(
+    model: Any, maps: Sidecar, config: CacheConfig, num_slots: int, max_tokens: int, owned: bool
+) -> ModelRunner:
+    """A runner of a model of any type, by maps beside its weights."""
+    if config.evict is not None or config.format != CacheConfig().format or config.repair:
+        raise SettingError(
+            f"`maps`: with maps beside the weights nothing is evicted, and numbers are packed as"
+            f" {CacheConfig().format!r}: leave `evict`, `repair` and `format` out"
+        )
+    layers = seam_layers(model)
+    check_layers(model, layers)
+    maps.check(layers)
+    check_servable(layers)
+    use_triton(model.device.type)
+    spec = served_spec(maps.spec)
+    itemsize = model.dtype.itemsize
+    windows = [layer.window for layer in layers]
+    layout = cache_layout(
+        spec,
+        page=config.page or PAGE,
+        itemsize=itemsize,
+        bits=config.bits,
+        sub_group=config.sub_group,
+        zeros=config.zeros,
+        tracked=[window is not None for window in windows],
+        format=config.format,
+        residual=config.residual,
+    )
+    size = config.kv_bytes or default_bytes(layout, num_slots, max_tokens, model.device)
+    lengths = {"num_slots": num_slots, "max_tokens": max_tokens}
+    with renamed(num_bytes="kv_bytes"), _blamed(config):
+        pool = SharingPool(
+            layout, size, **lengths, windows=windows, spare=True, device=model.device
+        )
+    served = model if owned else shared_copy(model)
+    turns = format_of(config.format) if _turns(maps.spec, config) else None
+    seen = install(served, layers, maps, spec, config.bits, turns)
+    own = [replace(x, module=served.get_submodule(x.name)) for x in layers]
+    return ModelRunner(served, pool, family=seam_family(own), layers=seen)
 
 
 def _twin(served: Any, policy: Policy | None) -> Any:

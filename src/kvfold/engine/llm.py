@@ -29,6 +29,7 @@ from kvfold.engine.stream import Answer, Stream
 from kvfold.engine.trial import check_start
 from kvfold.errors import SettingError, renamed
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
+from kvfold.seam.sidecar import Sidecar
 from kvfold.text import check_tokenizer, encode, encode_chat, encode_prompt, encode_start
 from kvfold.weights import fingerprint
 
@@ -60,7 +61,8 @@ class LLM:
     CUDA, else 512), or four times as many where nobody decodes and kernels read prompts. seed: of
     what policies draw; a request's tokens are drawn with its own.
     prefix_caching: requests that begin alike compute their beginning once (default: where that
-    changes no tokens; True: refuse a cache where it would).
+    changes no tokens; True: refuse a cache where it would). maps: beside the weights of a model of
+    any type, or their folder (see `kvfold.make_maps`).
     settings: fields of `CacheConfig`: kv_bytes, bits, evict, keep_tokens, page and so on. With
     `evict` every request needs a budget, these settings' or its own; keep_tokens=1 evicts nothing.
     Raises ValueError for what cannot work.
@@ -80,6 +82,7 @@ class LLM:
         seed: int = 0,
         owned: bool = False,
         prefix_caching: bool | None = None,
+        maps: Sidecar | Path | str | None = None,
         **settings: Any,
     ) -> None:
         check_types(LLM.__init__, locals())
@@ -87,15 +90,18 @@ class LLM:
             Setting(least=1).check(name, value, int | None)
         check_tokenizer(tokenizer)
         self.cache = _cache(settings)
+        beside = Sidecar.load(maps) if isinstance(maps, str | Path) else maps
         if isinstance(model, str | Path):
-            load_config(str(model))
+            any_type = beside is not None
+            load_config(str(model), any_type=any_type)
             tokenizer = tokenizer or load_tokenizer(str(model))
-            model, owned = load(str(model), dtype=dtype, device=device), True
+            model = load(str(model), dtype=dtype, device=device, any_type=any_type)
+            owned = True
         else:
             check_loaded(model, device, dtype)
         self.tokenizer = tokenizer
         self._fingerprint = fingerprint(model)
-        limit = model.config.max_position_embeddings
+        limit = model.config.get_text_config().max_position_embeddings
         if max_tokens is not None and not 0 < max_tokens <= limit:
             raise ValueError(
                 f"max_tokens must be in 1..{limit}, the model's positions; got {max_tokens}"
@@ -108,6 +114,7 @@ class LLM:
             seed=seed,
             owned=owned,
             tokenizer=tokenizer,
+            maps=beside,
         )
         self.runner.warm_up()
         check_start(self.runner)

@@ -1,6 +1,6 @@
 """The model side of the engine: a batch to logits, and requests to fewer pages."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.attention.base import AttentionContext
+from kvfold.attention.base import AttentionContext, LayerMaps
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.observer import Turn
 from kvfold.attention.paged import PagedAttention, PagedContext
@@ -26,7 +26,7 @@ from kvfold.engine.repair import Repair
 from kvfold.engine.replay import Replay
 from kvfold.engine.request import Batch, CacheParams, Request
 from kvfold.engine.scored import score_prompts
-from kvfold.models.adapter import PAGED
+from kvfold.models.adapter import PAGED, Family
 from kvfold.models.families import family_of
 from kvfold.ops.backend import no_numba
 from kvfold.ops.common.launch import upload
@@ -39,7 +39,8 @@ class ModelRunner:
 
     policy: what is evicted (None: nothing is observed or evicted); cache: budget of requests that
     set none of their own; tokenizer: for policies that read a context again; twin: as of `Replay`;
-    repairs: whether rows that stay are fitted to what goes.
+    repairs: whether rows that stay are fitted to what goes; family, layers: of a model whose maps
+    lie beside its weights.
     """
 
     def __init__(
@@ -53,14 +54,17 @@ class ModelRunner:
         tokenizer: Any = None,
         twin: Any = None,
         repairs: bool = False,
+        family: type[Family] | None = None,
+        layers: Sequence[LayerMaps] | None = None,
     ) -> None:
         observed = policy is not None or pool.narrow is not None
         assert not observed or pool.layout.tracked, "this needs positions and metrics of rows"
         self.model, self.pool, self.policy, self.device = model.eval(), pool, policy, pool.device
         self.model.config._attn_implementation = PAGED
-        self.family = family_of(model.config)
+        self.family = family or family_of(model.config)
         modules: list[Any] = list(self.family.attentions(model))
-        layers = [module.maps for module in modules]
+        beside = layers is not None
+        layers = [module.maps for module in modules] if layers is None else layers
         self.sliding = [
             (where, layer.window)
             for where, layer in zip(pool.layout.layer_groups, layers, strict=True)
@@ -68,7 +72,7 @@ class ModelRunner:
         ]
         tracked = all(pool.layout.groups[where.start].layout.tracked for where, _ in self.sliding)
         assert tracked, "layers with a sliding window need positions, to free what is behind it"
-        dtype = modules[0].o_proj.weight.dtype
+        dtype = model.dtype if beside else modules[0].o_proj.weight.dtype
         self.attention = PagedAttention(layers, pool, policy, dtype)
         self.repair = Repair(self.attention.view, modules) if repairs else None
         how = policy, cache or CacheParams(), self.sliding, seed, self.repair
@@ -80,10 +84,11 @@ class ModelRunner:
             learned = None if rope else model.config.max_position_embeddings
             view = self.attention.view
             self.replay = Replay(view, policy, tokenizer, self._forward, twin, learned)
-        self.compiled = Compiled(self.model) if wanted(self.device.type) else None
+        whole = not beside and wanted(self.device.type)
+        self.compiled = Compiled(self.model) if whole else None
         if self.compiled is not None:
             self.compiled.warm_up(self._forward, self.device)
-        if no_numba(self.device.type) is None:
+        if no_numba(self.device.type) is None and not beside:
             few.install(self.model, self.family)
         self.graphs = self._graphs() if self.attention.captures else None
 

@@ -37,11 +37,16 @@ def watched(model: Any) -> Iterator[Callable[[], str]]:
     def hook(name: str) -> Callable[..., None]:
         return lambda module, args, out: seen.append((name, _finite(out)))
 
-    family = family_of(model.config)
     parts = [("the embedding of tokens", model.get_input_embeddings())]
-    for index, layer in enumerate(family.layers(model)):
-        parts.append((f"the attention of layer {index}", getattr(layer, family.attention_name)))
-        parts.append((f"layer {index}, behind its attention,", layer))
+    try:
+        family = family_of(model.config)
+    except ValueError:  # a model that maps beside the weights are for
+        parts += [(name, module) for name, module in model.base_model.named_children()]
+    else:
+        for index, layer in enumerate(family.layers(model)):
+            attention = getattr(layer, family.attention_name)
+            parts.append((f"the attention of layer {index}", attention))
+            parts.append((f"layer {index}, behind its attention,", layer))
     handles = [module.register_forward_hook(hook(name)) for name, module in parts]
     try:
         yield lambda: next((name for name, finite in seen if not finite), HEAD)

@@ -38,10 +38,10 @@ def rotate_model(model: Any, spec: CacheSpec, bits: int | None, chosen: type[For
 def rotate_layer(attention: FoldedAttention, bits: int | None, chosen: type[Format]) -> None:
     """Rotate all latents of one layer."""
     latents = attention.spec.latents
-    rotate_rows(attention, {x: _turn(tiers(x, bits, chosen)) for x in latents})
+    rotate_rows(attention, {x: turn_of(tiers(x, bits, chosen)) for x in latents})
 
 
-def _turn(widths: Sequence[tuple[int, int]]) -> Tensor:
+def turn_of(widths: Sequence[tuple[int, int]]) -> Tensor:
     """A rotation of a latent that keeps its tiers apart; 16-bit tiers stay as they are."""
     blocks = [
         rotation(width) if bits < 16 else torch.eye(width, dtype=torch.float64)

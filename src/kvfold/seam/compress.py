@@ -64,7 +64,7 @@ def make_maps(
         check_loaded(model, device, dtype)
     else:
         tokenizer = tokenizer or load_tokenizer(name)
-        model = load(name, dtype=dtype, device=device)
+        model = load(name, dtype=dtype, device=device, any_type=True)
     layers = seam_layers(model)
     check_layers(model, layers)
     compressor = Compressor(

@@ -56,13 +56,13 @@ class SeamFamily(Family):
     @classmethod
     def logits(cls, model: Any, hidden: Tensor) -> Tensor:
         """By the model's own forward, in which its base gives these hidden states."""
-        base = model.base_model
-        base.__dict__["forward"] = lambda *_, **__: _Hidden(hidden)
+        base, flat = model.base_model, hidden.reshape(1, -1, hidden.shape[-1])
+        base.__dict__["forward"] = lambda *_, **__: _Hidden(flat)
         try:
-            found: Tensor = model(inputs_embeds=hidden, use_cache=False).logits
+            found: Tensor = model(inputs_embeds=flat, use_cache=False).logits
         finally:
             base.__dict__.pop("forward")
-        return found
+        return found.view(*hidden.shape[:-1], -1)
 
 
 class _Hidden:

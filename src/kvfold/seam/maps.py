@@ -83,6 +83,20 @@ class Maps:
         parts = (getattr(self, name).detach().double().cpu().numpy() for name in NAMES)
         return sha256(b"".join(x.tobytes() for x in parts)).hexdigest()
 
+    def turned(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> "Maps":
+        """With what every latent of keys and of values stores rotated, by [r, r] of its rank."""
+        k = torch.stack([_square(q, self.key_up.shape[2]) for q in keys]).to(self.key_down)
+        v = torch.stack([_square(q, self.value_up.shape[2]) for q in values]).to(self.value_down)
+        return Maps(
+            key_down=self.key_down @ k,
+            key_up=self.key_up @ k,
+            key_shift=(self.key_shift[:, None] @ k)[:, 0],
+            value_down=self.value_down @ v,
+            value_up=self.value_up @ v,
+            value_shift=(self.value_shift[:, None] @ v)[:, 0],
+            value_mean=self.value_mean,
+        )
+
     def to(self, *args: object) -> "Maps":
         """The same in another dtype, on another device, or as a tensor is."""
         return Maps(**{name: getattr(self, name).to(*args) for name in NAMES})
@@ -123,3 +137,9 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
     """Tensors [.., r] of as many numbers but the last dim's, as one, padded with zeros there."""
     widest = max(x.shape[-1] for x in parts)
     return torch.stack([pad(x, (0, widest - x.shape[-1])) for x in parts])
+
+
+def _square(x: Tensor, size: int) -> Tensor:
+    """x [r, r] in the corner of zeros [size, size]."""
+    more = size - len(x)
+    return pad(x, (0, more, 0, more))

@@ -1,0 +1,148 @@
+"""A model with maps in an engine: what its attention is asked goes to a context.
+
+Shapes: N tokens of a step; Hq / Hk query / KV heads, dv head dim of values; R numbers of a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvfold.attention.base import AttentionContext, Columns, LayerMaps
+from kvfold.errors import SettingError
+from kvfold.formats.base import Format
+from kvfold.models.adapter import PAGED
+from kvfold.models.rotate import turn_of
+from kvfold.seam.layers import SeamLayer
+from kvfold.seam.maps import Maps
+from kvfold.seam.sidecar import Sidecar
+from kvfold.spec import CacheSpec
+from kvfold.spec.layout import tiers
+
+_STATE = "_kvfold_served"  # of a module, in its __dict__
+
+
+class Served:
+    """One attention module's maps, as attention sees the layer, and the context of the step."""
+
+    def __init__(self, maps: Maps, layer: LayerMaps) -> None:
+        self.maps, self.layer = maps, layer
+        self.context: AttentionContext | None = None
+
+    def rows(self, k: Tensor, v: Tensor) -> Tensor:
+        """Keys [1, Hk, N, d] and values [1, Hk, N, dv] as they are stored [1, N, R]."""
+        keys = self.layer.key_columns.compact(self.maps.keys(k).transpose(1, 2))
+        values = self.layer.value_columns.compact(self.maps.values(v).transpose(1, 2))
+        return torch.cat((keys.flatten(2), values.flatten(2)), -1)
+
+
+class _View:
+    """A step's context in the place of a transformers cache: keys and values pass through."""
+
+    def __init__(self, context: AttentionContext, served: Served) -> None:
+        self._context, self._served = context, served
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self._served.context = self._context
+        return k, v
+
+
+def check_servable(layers: Sequence[SeamLayer]) -> None:
+    """Raises SettingError for attention that no kernel of the engine computes."""
+    for layer in layers:
+        if layer.sinks:
+            raise SettingError(
+                f"{layer.name} has sinks beside its scores, which the engine's kernels do not know:"
+                " use kvfold.attach and transformers"
+            )
+        if layer.source != layer.name:
+            raise SettingError(
+                f"{layer.name} reads the keys and values of {layer.source}, which the engine does"
+                " not know: use kvfold.attach and transformers"
+            )
+
+
+def served_spec(spec: CacheSpec) -> CacheSpec:
+    """A plan whose values are mapped back behind attention, as no W_O is at hand."""
+    return replace(spec, layers=tuple(replace(x, values="rebuilt") for x in spec.layers))
+
+
+def install(
+    model: Any,
+    layers: Sequence[SeamLayer],
+    sidecar: Sidecar,
+    spec: CacheSpec,
+    bits: int | None,
+    turns: type[Format] | None,
+) -> list[LayerMaps]:
+    """Let a model that is an engine's own attend through contexts. layers: as its original's, by
+    name; spec: as `served_spec`; bits: of what is stored, None as planned; turns: the format that
+    numbers are rotated for, or None. Returns the layers as attention sees them."""
+    found = []
+    for index, (layer, own) in enumerate(zip(layers, spec.layers, strict=True)):
+        maps = sidecar.maps[layer.name]
+        if turns is not None:
+            keys, values = (
+                [turn_of(tiers(x, bits, turns)) for x in each]
+                for each in (own.key_latents, own.value_latents)
+            )
+            maps = maps.to(torch.float64).turned(keys, values)
+        maps = maps.to(model.device, model.dtype)
+        seen = LayerMaps(
+            index=index,
+            spec=own,
+            geometry=spec.geometry,
+            window=layer.window,
+            fixed_rope=True,
+            key_columns=Columns(own, own.key_latents),
+            value_columns=Columns(own, own.value_latents),
+            key_up=None,
+            key_mean=None,
+            value_up=maps.value_up.contiguous(),
+            output=maps.value_up.new_empty(0),
+            rope=None,
+        )
+        module = model.get_submodule(layer.name)
+        module.__dict__[_STATE] = served = Served(maps, seen)
+        module.register_forward_pre_hook(partial(_give_context, served), with_kwargs=True)
+        found.append(seen)
+    if PAGED not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        ALL_ATTENTION_FUNCTIONS.register(PAGED, _attention)
+    return found
+
+
+def _give_context(
+    served: Served, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put a view in the place of the context among a module's arguments."""
+
+    def view(value: Any) -> Any:
+        return _View(value, served) if isinstance(value, AttentionContext) else value
+
+    return tuple(map(view, args)), {name: view(value) for name, value in kwargs.items()}
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of q [1, Hq, N, d] through the step's context: [1, N, Hq, dv]."""
+    served: Served = module.__dict__[_STATE]
+    context, served.context = served.context, None
+    assert context is not None, "an engine's model runs with a context alone"
+    maps = served.maps
+    found = context.attend(served.layer, maps.queries(query), served.rows(key, value))
+    out = found.unflatten(-1, (query.shape[1], -1))
+    mean = maps.value_mean.repeat_interleave(query.shape[1] // maps.num_heads, 0)
+    return out + mean, None

@@ -1,0 +1,102 @@
+"""The engine serves models of any type by maps beside their weights: what it computes is what
+transformers does with the same maps.
+
+Shapes: T tokens of a prompt.
+"""
+
+import pytest
+import torch
+
+import kvfold
+from kvfold.engine.params import SamplingParams
+from kvfold.engine.trial import feed
+from kvfold.errors import SettingError
+from seam_types import TYPES, tiny
+from test_sidecar import bytes_tokenizer
+
+KINDS = ("llama", "qwen3_moe", "gemma3_text", "phi3", "cohere2", "olmo2", "glm", "gemma2", "gpt2")
+KINDS += ("smollm3", "granitemoe", "mixtral", "stablelm", "exaone4")
+PROMPT, STEPS = 21, 4
+
+
+def compressed(name: str, keep: float, folder):
+    model = tiny(name)
+    made = kvfold.make_maps(
+        model, keep=keep, align=1, tokenizer=bytes_tokenizer(folder), max_tokens=1024
+    )
+    return model, made
+
+
+def engine_logits(llm, ids: list[int]) -> torch.Tensor:
+    """Logits after a prompt and after each token that follows."""
+    with torch.inference_mode():
+        found = [x[0].clone() for x in feed(llm.runner, [ids[:PROMPT]], [ids[PROMPT:]])]
+    return torch.stack(found)
+
+
+def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.fixture
+def ids() -> list[int]:
+    return torch.randint(3, 127, (PROMPT + STEPS,)).tolist()
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.5])
+@pytest.mark.parametrize("name", [x for x in KINDS if x in TYPES])
+def test_steps_are_those_of_transformers(name: str, keep: float, ids, tmp_path) -> None:
+    model, made = compressed(name, keep, tmp_path)
+    llm = kvfold.LLM(model, maps=made, max_sequences=2, max_tokens=64)
+    found = engine_logits(llm, ids)
+    kvfold.attach(model, made)
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids]), use_cache=False).logits[0, PROMPT - 1 :]
+    assert apart(found, wanted) < 4e-5
+    assert apart(found, wanted.flip(0)) > 0.05
+
+
+def test_fewer_bits_cost_little(ids, tmp_path) -> None:
+    model, made = compressed("qwen3_moe", 1.0, tmp_path)
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0, PROMPT - 1 :]
+    lost = []
+    for bits in (8, 4):
+        llm = kvfold.LLM(model, maps=made, max_sequences=2, max_tokens=64, bits=bits)
+        lost.append(apart(engine_logits(llm, ids), wanted))
+    assert lost[0] < 0.05  # weights are random, and large
+    assert lost[0] < lost[1] < 0.3
+
+
+def test_requests_run_together_and_share_prefixes(tmp_path) -> None:
+    model, made = compressed("gemma3_text", 0.5, tmp_path)
+    llm = kvfold.LLM(model, maps=made, max_sequences=3, max_tokens=96)
+    prompts = [torch.randint(3, 127, (n,)).tolist() for n in (40, 17, 3)]
+    wanted = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    together = llm.generate(prompts, wanted)
+    alone = [llm.generate([x], wanted)[0] for x in prompts]
+    assert [x.token_ids for x in together] == [x.token_ids for x in alone]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "why"),
+    [
+        ("gpt_oss", {}, "has sinks beside its scores"),
+        ("llama", {"evict": "h2o", "keep_tokens": 0.5}, "nothing is evicted"),
+        ("llama", {"format": "kivi", "bits": 4}, "numbers are packed as"),
+    ],
+)
+def test_what_is_not_served_is_refused(name: str, settings, why: str, tmp_path) -> None:
+    model, made = compressed(name, 0.5, tmp_path)
+    with pytest.raises(SettingError, match=why):
+        kvfold.LLM(model, maps=made, max_sequences=2, max_tokens=64, **settings)
+
+
+def test_a_model_keeps_its_own_attention(ids, tmp_path) -> None:
+    """An engine serves a copy, of the same weights."""
+    model, made = compressed("llama", 0.5, tmp_path)
+    with torch.no_grad():
+        before = model(torch.tensor([ids])).logits
+    kvfold.LLM(model, maps=made, max_sequences=2, max_tokens=64)
+    with torch.no_grad():
+        assert torch.equal(model(torch.tensor([ids])).logits, before)
