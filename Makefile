@@ -33,7 +33,8 @@ gpu-test: $(STAMP)
 # The oldest transformers that is supported, laid over the same environment.
 test-oldest: $(STAMP) .venv/oldest
 	PYTHONPATH=.venv/oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto \
-		tests/test_fold.py tests/test_artifact.py tests/test_checkpoint.py tests/test_calibrate.py tests/test_evaluate.py tests/test_gguf.py
+		tests/test_fold.py tests/test_artifact.py tests/test_checkpoint.py tests/test_calibrate.py tests/test_evaluate.py tests/test_gguf.py \
+		tests/test_seam.py tests/test_sidecar.py tests/test_seam_engine.py tests/test_seam_users.py
 
 # vLLM on a CPU, in an environment of its own, which takes 4 GB and two minutes to make.
 VLLM := .venv/vllm

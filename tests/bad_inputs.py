@@ -141,6 +141,10 @@ SIZES = {
     "kvfold compress reference:gqa --recipe zack --factor 4 --output new": (
         "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean or small"
     ),
+    "kvfold compress reference:gqa --maps --factor 4 --output new": (
+        "--maps and --factor exclude each other: maps beside the weights drop dimensions, as "
+        "--keep says"
+    ),
     "kvfold compress reference:gqa --bytes-per-token 1e6 --output new": (
         "--bytes-per-token must be at most 7168, what the uncompressed cache takes at 16 bits; "
         "got 1e+06"
@@ -789,6 +793,17 @@ POOLS = {
 PYTHON = {
     'kvfold.recover("reference:gqa", output="new", step=5)': (
         "unknown settings: step; legal: steps, batch, rank, learning_rate, maps, seed"
+    ),
+    'kvfold.attach(None, "nowhere")': (
+        "maps must be a folder with kvfold.json and kvfold.safetensors; nowhere has no kvfold.json "
+        "and no kvfold.safetensors"
+    ),
+    'kvfold.LLM("reference:gqa", maps="nowhere")': (
+        "maps must be a folder with kvfold.json and kvfold.safetensors; nowhere has no kvfold.json "
+        "and no kvfold.safetensors"
+    ),
+    'kvfold.make_maps("reference:gqa", "lean", max_tokens=4096)': (
+        "recipe 'lean' needs more of a model than what its attention is asked; use 'swift'"
     ),
     "kvfold.LLM(None)": "model must be a name or a loaded causal LM; got None",
     'kvfold.LLM("reference:gqa", max_sequences="4")': (

@@ -47,6 +47,8 @@ def ids() -> list[int]:
 @pytest.mark.parametrize("name", [x for x in KINDS if x in TYPES])
 def test_steps_are_those_of_transformers(name: str, keep: float, ids, tmp_path) -> None:
     model, made = compressed(name, keep, tmp_path)
+    if name == "gemma2":  # sdpa of transformers 5.17 leaves its cap out
+        model.set_attn_implementation("eager")
     llm = kvfold.LLM(model, maps=made, max_sequences=2, max_tokens=64)
     found = engine_logits(llm, ids)
     kvfold.attach(model, made)

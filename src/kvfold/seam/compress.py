@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold import recipes
+from kvfold.compression.bases import builder_of
 from kvfold.compression.calibration_text import CALIBRATION_TOKENS
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.documents import is_self
@@ -58,6 +59,12 @@ def make_maps(
     if output is not None:
         check_makeable(Path(output))
     found = recipe if isinstance(recipe, Recipe) else recipes.get(recipe or RECIPE)
+    basis = builder_of(found)
+    if not basis.after_rope or basis.factors_weights:
+        raise SettingError(
+            f"`recipe` {found.name!r} needs more of a model than what its attention is asked; use"
+            f" {RECIPE!r}"
+        )
     name = str(model) if isinstance(model, str | Path) else None
     if name is None:
         model = unwrapped(model)
@@ -76,11 +83,6 @@ def make_maps(
         seed=seed,
         family=seam_family(layers),
     )
-    if not compressor.basis.after_rope or compressor.basis.factors_weights:
-        raise SettingError(
-            f"`recipe` {found.name!r} needs more of a model than what its attention is asked; use"
-            f" {RECIPE!r}"
-        )
     compressor.factor_of(target, align)
     prepared = compressor.prepare(progress=progress)
     spec = prepared.plan(keep, align)
