@@ -1,6 +1,6 @@
 """What compression asks of a model's family, of any model: what its layers ask of attention."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -80,13 +80,6 @@ class _Hidden:
 
 def seam_family(layers: list[SeamLayer]) -> type[Family]:
     """The family of a model with these layers. Raises SettingError for layers of unlike heads."""
-    shape: Callable[[SeamLayer], tuple[Any, ...]] = lambda x: (  # noqa: E731
-        x.num_query_heads,
-        x.num_kv_heads,
-        x.head_dim,
-        x.value_dim,
-        x.softcap,
-    )
     if shared := next((x for x in layers if x.source != x.name), None):
         raise SettingError(
             f"{shared.name} reads the keys and values of {shared.source}; maps are planned for"
@@ -99,10 +92,10 @@ def seam_family(layers: list[SeamLayer]) -> type[Family]:
         )
     first = layers[0]
     for layer in layers:
-        if shape(layer) != shape(first):
+        if layer.shape != first.shape:
             raise SettingError(
                 f"layers {first.name} and {layer.name} have attention of other shapes (query heads,"
-                f" KV heads, key and value width, cap): {shape(first)} and {shape(layer)}; maps are"
+                f" KV heads, key and value width, cap): {first.shape} and {layer.shape}; maps are"
                 " planned for layers alike"
             )
     if first.head_dim != first.value_dim:

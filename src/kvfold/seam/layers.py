@@ -45,6 +45,12 @@ class SeamLayer:
     values: Tensor
 
     @property
+    def shape(self) -> tuple[int, int, int, int, float | None]:
+        """What layers have to share to be planned together."""
+        heads = self.num_query_heads, self.num_kv_heads
+        return (*heads, self.head_dim, self.value_dim, self.softcap)
+
+    @property
     def num_kv_heads(self) -> int:
         return self.keys.shape[0]
 
@@ -168,12 +174,12 @@ def check_layers(model: Any, layers: Sequence[SeamLayer]) -> None:
             f"no layer of model type {kind!r} calls transformers' attention interface, so no map"
             " of keys and values can act there"
         )
-    if kind in MASKED_BY_VALUES or (indexed := [x for x in layers if hasattr(x.module, "indexer")]):
-        name = layers[0].name if kind in MASKED_BY_VALUES else indexed[0].name
-        raise SettingError(
-            f"{name} of model type {kind!r} chooses the keys that it sees by what it stores, which"
-            " maps would change"
-        )
+    for layer in layers:
+        if kind in MASKED_BY_VALUES or hasattr(layer.module, "indexer"):
+            raise SettingError(
+                f"{layer.name} of model type {kind!r} chooses the keys that it sees by what it"
+                " stores, which maps would change"
+            )
     if wrong := next((x for x in layers if x.source is None), None):
         raise SettingError(
             f"{wrong.name} of model type {kind!r} attends to other keys and values than"
