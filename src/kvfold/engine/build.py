@@ -1,7 +1,7 @@
 """From a model, folded or plain, and a cache configuration to a runner over a pool."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,6 @@ from kvfold.models.rotate import rotate_model, turned
 from kvfold.ops.backend import use_triton
 from kvfold.ops.decode import one_pass_page
 from kvfold.seam.family import seam_family
-from kvfold.seam.layers import check_layers, seam_layers
 from kvfold.seam.served import check_servable, install, served_spec
 from kvfold.seam.sidecar import Sidecar
 from kvfold.spec import CacheSpec
@@ -78,13 +77,8 @@ def build_runner(
     itemsize, device = model.dtype.itemsize, model.device.type
     layout = layout_of(model.config, found, config, policy, itemsize, device)
     spec, turn = layout.spec, _turns(found, config)
-    size = config.kv_bytes or default_bytes(layout, num_slots, max_tokens, model.device)
-    lengths = {"num_slots": num_slots, "max_tokens": max_tokens}
     windows = attention_windows(model.config)
-    with renamed(num_bytes="kv_bytes"), _blamed(config):
-        pool = SharingPool(
-            layout, size, **lengths, windows=windows, spare=True, device=model.device
-        )
+    pool = _pool(layout, config, windows, num_slots, max_tokens, model.device)
     served = model if owned else shared_copy(model)
     if found is None:
         fold_plain(served, spec, turn)
@@ -113,9 +107,7 @@ def _with_maps(
             f"`maps`: with maps beside the weights nothing is evicted, and numbers are packed as"
             f" {CacheConfig().format!r}: leave `evict`, `repair` and `format` out"
         )
-    layers = seam_layers(model)
-    check_layers(model, layers)
-    maps.check(layers)
+    layers = maps.layers_of(model)
     check_servable(layers)
     use_triton(model.device.type)
     spec = served_spec(maps.spec)
@@ -132,17 +124,27 @@ def _with_maps(
         format=config.format,
         residual=config.residual,
     )
-    size = config.kv_bytes or default_bytes(layout, num_slots, max_tokens, model.device)
-    lengths = {"num_slots": num_slots, "max_tokens": max_tokens}
-    with renamed(num_bytes="kv_bytes"), _blamed(config):
-        pool = SharingPool(
-            layout, size, **lengths, windows=windows, spare=True, device=model.device
-        )
+    pool = _pool(layout, config, windows, num_slots, max_tokens, model.device)
     served = model if owned else shared_copy(model)
     turns = format_of(config.format) if _turns(maps.spec, config) else None
     seen = install(served, layers, maps, spec, config.bits, turns)
     own = [replace(x, module=served.get_submodule(x.name)) for x in layers]
     return ModelRunner(served, pool, family=seam_family(own), layers=seen)
+
+
+def _pool(
+    layout: CacheLayout,
+    config: CacheConfig,
+    windows: Sequence[int | None],
+    num_slots: int,
+    max_tokens: int,
+    device: torch.device,
+) -> SharingPool:
+    """Pages of the size that is asked for, or of all slots at full length. windows: of layers."""
+    size = config.kv_bytes or default_bytes(layout, num_slots, max_tokens, device)
+    lengths = {"num_slots": num_slots, "max_tokens": max_tokens}
+    with renamed(num_bytes="kv_bytes"), _blamed(config):
+        return SharingPool(layout, size, **lengths, windows=windows, spare=True, device=device)
 
 
 def _twin(served: Any, policy: Policy | None) -> Any:

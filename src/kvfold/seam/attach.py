@@ -19,9 +19,7 @@ from kvfold.errors import SettingError
 from kvfold.seam.caches import map_next
 from kvfold.seam.layers import (
     SeamLayer,
-    check_layers,
     own_eager,
-    seam_layers,
     set_attention,
     unwrapped,
 )
@@ -68,10 +66,7 @@ def attach(model: Any, maps: Sidecar | Path | str) -> Callable[[], None]:
         raise SettingError(
             "`model` has maps already: take them away first, by what attach returned"
         )
-    layers = seam_layers(model)
-    check_layers(model, layers)
-    sidecar.check(layers)
-    return bind(model, layers, sidecar.maps)
+    return bind(model, sidecar.layers_of(model), sidecar.maps)
 
 
 def bind(model: Any, layers: Sequence[SeamLayer], maps: Mapping[str, Maps]) -> Callable[[], None]:
@@ -141,15 +136,16 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """transformers' attention `base` of a module, over what its maps store."""
-    mask = attention_mask
     inner = own_eager(module) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
     bound = module.__dict__.get(_STATE)
     if bound is None:
-        found: tuple[Tensor, Any] = inner(module, query, key, value, mask, *args, **kwargs)
+        found: tuple[Tensor, Any] = inner(
+            module, query, key, value, attention_mask, *args, **kwargs
+        )
         return found
     maps = bound.placed(query)
     if not maps.are_stored(key, value):
         key, value = maps.keys(key), maps.values(value)
     q = maps.queries(query)
-    out, weights = inner(module, q, key, maps.per_head(value), mask, *args, **kwargs)
+    out, weights = inner(module, q, key, maps.per_head(value), attention_mask, *args, **kwargs)
     return maps.outputs(out), weights

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvfold.errors import SettingError
 from kvfold.files import new_directory
-from kvfold.seam.layers import SeamLayer
+from kvfold.seam.layers import SeamLayer, check_layers, seam_layers
 from kvfold.seam.maps import NAMES, Maps
 from kvfold.spec import CacheSpec
 from kvfold.text import json_object, read_text
@@ -84,6 +84,14 @@ class Sidecar:
             raise SettingError(
                 f"`maps`: {folder} is damaged ({error}); copy both files again, or compress again"
             ) from None
+
+    def layers_of(self, model: Any) -> list[SeamLayer]:
+        """The layers of a model that calls attention as maps need it, and that these maps fit.
+        Raises SettingError."""
+        layers = seam_layers(model)
+        check_layers(model, layers)
+        self.check(layers)
+        return layers
 
     def check(self, layers: Sequence[SeamLayer]) -> None:
         """Raises SettingError where a model's layers are not those that the maps were made for."""
