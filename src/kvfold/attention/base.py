@@ -150,6 +150,14 @@ class LayerMaps(LayerShape):
     def scale(self) -> float:
         return self.geometry.scaling
 
+    @property
+    def output_width(self) -> int:
+        """Numbers that W_O takes of a token."""
+        heads = self.geometry.num_query_heads
+        if self.spec.values != "fused":
+            return heads * self.geometry.head_dim
+        return sum(self.value_columns.head_ranks(self.geometry.queries_per_kv))
+
     def score_keys(self, rows: Tensor, rope: Tables | None) -> Tensor:
         """Keys of rows [B, S, R] in score space [B, Hk, S, d or r]. rope: cos, sin
         [B or 1, 1 or Hk, S, w] of their positions, where `rope` is set."""

@@ -20,7 +20,7 @@ from kvfold.models.rotate import turn_of
 from kvfold.seam.layers import SeamLayer
 from kvfold.seam.maps import Maps
 from kvfold.seam.sidecar import Sidecar
-from kvfold.spec import CacheSpec
+from kvfold.spec import CacheSpec, LayerSpec
 from kvfold.spec.layout import tiers
 
 _STATE = "_kvfold_served"  # of a module, in its __dict__
@@ -74,6 +74,36 @@ def served_spec(spec: CacheSpec) -> CacheSpec:
     return replace(spec, layers=tuple(replace(x, values="rebuilt") for x in spec.layers))
 
 
+def served_layer(index: int, spec: CacheSpec, maps: Maps, window: int | None) -> Served:
+    """A layer of a plan `served_spec` by its number and maps, as attention sees it. window: tokens
+    that a query sees (None: all)."""
+    layer = spec.layers[index]
+    seen = LayerMaps(
+        index=index,
+        spec=layer,
+        geometry=spec.geometry,
+        window=window,
+        fixed_rope=True,
+        key_columns=Columns(layer, layer.key_latents),
+        value_columns=Columns(layer, layer.value_latents),
+        key_up=None,
+        key_mean=None,
+        value_up=maps.value_up.contiguous(),
+        output=maps.value_up.new_empty(0),
+        rope=None,
+    )
+    return Served(maps, seen)
+
+
+def turned_maps(maps: Maps, layer: LayerSpec, bits: int | None, turns: type[Format]) -> Maps:
+    """Maps whose stored numbers are rotated for a format, within the tiers that share a scale."""
+    keys, values = (
+        [turn_of(tiers(x, bits, turns)) for x in latents]
+        for latents in (layer.key_latents, layer.value_latents)
+    )
+    return maps.to(torch.float64).turned(keys, values)
+
+
 def install(
     model: Any,
     layers: Sequence[SeamLayer],
@@ -89,30 +119,13 @@ def install(
     for index, (layer, own) in enumerate(zip(layers, spec.layers, strict=True)):
         maps = sidecar.maps[layer.name]
         if turns is not None:
-            keys, values = (
-                [turn_of(tiers(x, bits, turns)) for x in each]
-                for each in (own.key_latents, own.value_latents)
-            )
-            maps = maps.to(torch.float64).turned(keys, values)
+            maps = turned_maps(maps, own, bits, turns)
         maps = maps.to(model.device, model.dtype)
-        seen = LayerMaps(
-            index=index,
-            spec=own,
-            geometry=spec.geometry,
-            window=layer.window,
-            fixed_rope=True,
-            key_columns=Columns(own, own.key_latents),
-            value_columns=Columns(own, own.value_latents),
-            key_up=None,
-            key_mean=None,
-            value_up=maps.value_up.contiguous(),
-            output=maps.value_up.new_empty(0),
-            rope=None,
-        )
+        served = served_layer(index, spec, maps, layer.window)
         module = model.get_submodule(layer.name)
-        module.__dict__[_STATE] = served = Served(maps, seen)
+        module.__dict__[_STATE] = served
         module.register_forward_pre_hook(partial(_give_context, served), with_kwargs=True)
-        found.append(seen)
+        found.append(served.layer)
     if PAGED not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         ALL_ATTENTION_FUNCTIONS.register(PAGED, _attention)
     return found

@@ -111,20 +111,26 @@ class Sidecar:
                     f" numbers of keys and values; this model's has {has[0]}, {has[1]}, {has[2]}:"
                     " take the maps of this model"
                 )
-            was, now = torch.tensor(self.base[name]), probes(layer)
-            if not (now - was).norm() <= NEAR * was.norm():
-                apart = float((now - was).norm() / was.norm())
-                raise SettingError(
-                    f"`maps` were made for another model: keys and values of {name} for the same"
-                    f" tokens differ by {apart:.0%}, at most {NEAR:.0%} can be rounding; take the"
-                    " maps of this model"
-                )
+            self.check_base(name, layer.keys, layer.values)
+
+    def check_base(self, name: str, keys: Tensor, values: Tensor) -> None:
+        """Raises SettingError where the keys [Hk, T, d] and values [Hk, T, dv] of a layer, by the
+        name of its maps, are not those of the model that the maps were made for. Of the tokens
+        `probe_ids`, where attention gives nothing in any layer."""
+        was, now = torch.tensor(self.base[name]), probes(keys, values)
+        if not (now - was).norm() <= NEAR * was.norm():
+            apart = float((now - was).norm() / was.norm())
+            raise SettingError(
+                f"`maps` were made for another model: keys and values of {name} for the same"
+                f" tokens differ by {apart:.0%}, at most {NEAR:.0%} can be rounding; take the"
+                " maps of this model"
+            )
 
 
-def probes(layer: SeamLayer) -> Tensor:
+def probes(keys: Tensor, values: Tensor) -> Tensor:
     """Numbers fp32 [2 PROBES] that stand for a layer's keys and values of fixed tokens."""
     found = []
-    for x in (layer.keys, layer.values):
+    for x in (keys, values):
         flat = x.detach().float().flatten().cpu()
         signs = torch.Generator().manual_seed(0)
         drawn = torch.randint(0, 2, (PROBES, len(flat)), generator=signs).float() * 2 - 1
@@ -134,4 +140,4 @@ def probes(layer: SeamLayer) -> Tensor:
 
 def probes_of(layers: Sequence[SeamLayer]) -> dict[str, list[float]]:
     """Of every layer, by its name."""
-    return {layer.name: probes(layer).tolist() for layer in layers}
+    return {layer.name: probes(layer.keys, layer.values).tolist() for layer in layers}

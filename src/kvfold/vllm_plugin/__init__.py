@@ -21,9 +21,11 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.v1.attention.backends.registry import register_backend
 
+    from kvfold.vllm_plugin.loading import watch_loading
     from kvfold.vllm_plugin.quantization import KVFoldQuantization
 
     register_quantization_config("kvfold")(KVFoldQuantization)
     register_backend("KVFOLD", "kvfold.vllm_plugin.backend.KVFoldBackend")
     for name in ARCHITECTURES.values():
         ModelRegistry.register_model(name, f"kvfold.vllm_plugin.models:{name}")
+    watch_loading()

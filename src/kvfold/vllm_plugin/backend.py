@@ -1,11 +1,13 @@
 """Attention under vLLM: its metadata to steps over blocks, and nothing else."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -17,12 +19,15 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from kvfold.attention.base import LayerMaps
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockContext, BlockView, Step, choose
 from kvfold.vllm_plugin.layer import CachedAttention
+from kvfold.vllm_plugin.stored import StoredCache
 from kvfold.vllm_plugin.trial import check_attention
 
 SMALLEST = 16  # tokens of a block, of which every part is then aligned
 PREFERRED = 32
+SIZE = 0.25  # of hidden states, as weights of norms in front of attention have it or exceed it
 
 
 class KVFoldBackend(AttentionBackend):
@@ -85,29 +90,28 @@ class KVFoldBuilder(AttentionMetadataBuilder[KVFoldMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1)
-        layers = get_layers_from_vllm_config(vllm_config, CachedAttention, layer_names)
-        stored = next(iter(layers.values())).stored
+        impls = cached_impls(vllm_config, layer_names)
+        stored = impls[0].stored
         view = BlockView(
             stored.layout(kv_cache_spec.block_size),
             stored.dtype,
             torch.device(device),
             vllm_config.model_config.max_model_len,
         )
-        self.attention = BlockAttention([layer.maps for layer in layers.values()], view)
+        self.attention = BlockAttention([x.maps for x in impls if not x.reads_only], view)
         if view.device.type == "cuda":
             self.attention.warm_up(vllm_config.scheduler_config.max_num_seqs)
-        check_attention(self.attention, [layer.folded[0] for layer in layers.values()])
+        check_attention(self.attention, [x for x in impls if not x.reads_only])
 
     @classmethod
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
     ) -> AttentionCGSupport:
         """Graphs only where kernels decode all layers."""
-        layers = get_layers_from_vllm_config(vllm_config, CachedAttention)
-        for layer in layers.values():
-            layout = layer.stored.layout(kv_cache_spec.block_size)
+        for impl in cached_impls(vllm_config):
+            layout = impl.stored.layout(kv_cache_spec.block_size)
             device_type = vllm_config.device_config.device_type
-            found = choose([layer.maps], layout, device_type, layer.stored.dtype, decode=True)
+            found = choose([impl.maps], layout, device_type, impl.stored.dtype, decode=True)
             if not all(backend.captures for backend in found.values()):
                 return AttentionCGSupport.NEVER
         return cls._cudagraph_support
@@ -141,14 +145,60 @@ class KVFoldBuilder(AttentionMetadataBuilder[KVFoldMetadata]):
         return KVFoldMetadata(found.num_actual_tokens, step, self.attention)
 
 
-class KVFoldImpl(AttentionImpl[KVFoldMetadata]):
-    """Of one layer, whose q [Hq, N, .] and rows [N, R] vLLM's operation passes on as they are."""
+class CachedImpl(AttentionImpl[KVFoldMetadata]):
+    """Attention of one layer over a cache of kvfold's. maps: the layer as attention sees it;
+    reads_only: whether another layer stores its keys and values."""
+
+    stored: StoredCache
+    maps: LayerMaps
+    reads_only = False
+    kv_cache_dtype = "auto"
+
+    @abstractmethod
+    def sample(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [Hq, N, .] in score space and cache entries [N, R] of some tokens at positions
+        int64 [N], as large as the model's own are."""
+
+    def finish(self, out: Tensor) -> Tensor:
+        """What a model goes on with, of what attention gives [N, W]."""
+        return out
+
+
+def cached_impls(vllm_config: VllmConfig, names: list[str] | None = None) -> list[CachedImpl]:
+    """Of the layers by these names, or of all, in order."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, names)
+    impls = [getattr(layer, "impl", None) for layer in layers.values()]
+    return [impl for impl in impls if isinstance(impl, CachedImpl)]
+
+
+class KVFoldImpl(CachedImpl):
+    """Of a folded layer, whose q [Hq, N, .] and rows [N, R] vLLM's operation passes on as they
+    are."""
 
     def __init__(self, layer: CachedAttention) -> None:
-        maps = layer.maps
-        self.num_heads, self.head_size = maps.geometry.num_query_heads, maps.geometry.head_dim
-        self.num_kv_heads, self.scale = maps.geometry.num_kv_heads, maps.scale
-        self.kv_cache_dtype = "auto"
+        self.stored, self.maps, self.folded = layer.stored, layer.maps, layer.folded
+        self.num_heads, self.head_size = (
+            layer.maps.geometry.num_query_heads,
+            layer.maps.geometry.head_dim,
+        )
+        self.num_kv_heads, self.scale = layer.maps.geometry.num_kv_heads, layer.maps.scale
+
+    def sample(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """By the layer's own projections of random hidden states, as a norm gives them."""
+        folded = self.folded[0]
+        make = torch.Generator().manual_seed(0)
+        x = torch.randn(1, len(positions), folded.geometry.hidden_size, generator=make)
+        x = (SIZE * x).to(positions.device, self.stored.dtype)
+        rotary = folded.rotary
+        tables = (
+            None if rotary is None else rotary.tables(x, positions[None], int(positions.max()) + 1)
+        )
+        q, rows = folded.project(x, tables)
+        return q[0], rows[0]
+
+    def finish(self, out: Tensor) -> Tensor:
+        found: Tensor = self.folded[0].o_proj(out)
+        return found
 
     def forward(
         self,

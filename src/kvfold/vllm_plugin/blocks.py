@@ -143,7 +143,7 @@ class BlockAttention:
         size = sum(group.layout.page_bytes for group in groups)
         blocks = 1 + step.tables.shape[1]
         cache = torch.zeros(blocks, size, dtype=torch.uint8, device=self.view.device)
-        out = rows.new_empty(len(rows), layer.output.shape[1])
+        out = rows.new_empty(len(rows), layer.output_width)
         self.begin(step).attend(layer, cache, q, rows, out)
         return out
 
@@ -205,9 +205,12 @@ class BlockContext:
         self.tables: dict[tuple[int, ...], Tensor] = {}
         self.counts: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attend(self, layer: LayerMaps, cache: Tensor, q: Tensor, rows: Tensor, out: Tensor) -> None:
-        """Store rows [N, R] of a layer, whose blocks are cache [blocks, ..] of any dtype, and
-        attend with q [Hq, N, .] in score space, into out [N, W]."""
+    def attend(
+        self, layer: LayerMaps, cache: Tensor, q: Tensor, rows: Tensor | None, out: Tensor
+    ) -> None:
+        """Store rows [N, R] of a layer, None where another layer stored them, whose blocks are
+        cache [blocks, ..] of any dtype, and attend with q [Hq, N, .] in score space, into out
+        [N, W]."""
         self._store(layer, cache, rows)
         chosen, packed = self.attention, q[None]
         for part in self.parts:
@@ -216,13 +219,14 @@ class BlockContext:
             own = out[part.begin : part.begin + part.positions.numel()]
             own.copy_(found.flatten(0, 1))
 
-    def _store(self, layer: LayerMaps, cache: Tensor, rows: Tensor) -> None:
+    def _store(self, layer: LayerMaps, cache: Tensor, rows: Tensor | None) -> None:
         groups = self.view.layout.of_layer(layer.index)
         place = self.attention.place(layer.index, cache)
         index, lengths = self._counts(len(groups))
-        store.append(
-            LayerPages(place.arena, place.tables, lengths, groups), rows, self.zeros, index
-        )
+        if rows is not None:
+            store.append(
+                LayerPages(place.arena, place.tables, lengths, groups), rows, self.zeros, index
+            )
         tables = self._tables(place)
         self.pages[layer.index] = LayerPages(place.arena, tables, lengths, groups)
 

@@ -24,7 +24,7 @@ from kvfold.models.families import family_of
 from kvfold.vllm_plugin.guard import LogitsGuard, end_tokens
 from kvfold.vllm_plugin.layer import FoldedLayer
 from kvfold.vllm_plugin.shares import Share
-from kvfold.vllm_plugin.stored import StoredCache, settings
+from kvfold.vllm_plugin.stored import StoredCache, check_served, settings
 from kvfold.vllm_plugin.weights import rotary_table
 from kvfold.weights import check_finite
 
@@ -38,6 +38,11 @@ class FoldedModel(torch.nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         check_served(vllm_config)
+        if vllm_config.lora_config is not None:
+            raise ValueError(
+                "kvfold's plugin for vLLM: LoRA adapters are of projections that this checkpoint"
+                " has folded: merge them first, or serve the original model with maps"
+            )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.stored = stored_of(vllm_config)
         self.folded = replace_attentions(self, self.stored, vllm_config)
@@ -73,26 +78,13 @@ def stored_of(vllm_config: VllmConfig) -> StoredCache:
     model = vllm_config.model_config
     given = dict(vllm_config.additional_config or {}).get("kvfold", {})
     share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
-    return StoredCache.of(model.hf_config, settings(given), model.dtype, share)
-
-
-def check_served(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for features of vLLM's that these caches cannot be used with."""
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    problem = None
-    if cache.cache_dtype != "auto":
-        problem = (
-            f"--kv-cache-dtype {cache.cache_dtype}: kvfold packs the cache itself; leave it out and"
-            ' set bits, as in --additional-config \'{"kvfold": {"bits": 4}}\''
+    maps, cache = settings(given)
+    if maps is not None:
+        raise ValueError(
+            "kvfold in --additional-config: maps: this checkpoint is folded already, and stores"
+            " what its own maps leave; leave `maps` out, or serve the original model with them"
         )
-    elif parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        problem = (
-            "context parallelism cuts sequences, which kvfold's kernels read whole: leave it out"
-        )
-    elif vllm_config.lora_config is not None:
-        problem = "LoRA adapters are of projections that are folded here: merge them first"
-    if problem is not None:
-        raise ValueError(f"kvfold's plugin for vLLM: {problem}")
+    return StoredCache.of(model.hf_config, cache, model.dtype, share)
 
 
 def replace_attentions(

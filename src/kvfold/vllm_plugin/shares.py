@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.models.folded import FoldedAttention
+from kvfold.seam.maps import Maps
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
 
 
@@ -103,6 +104,38 @@ class Share:
                 x = torch.zeros_like(x)  # the first adds it
             found[name] = x
         return found
+
+    def of_maps(self, maps: Maps, geometry: Geometry, layer: LayerSpec) -> Maps:
+        """A layer's maps beside the weights, for this process. Its value latents stay whole where
+        heads of several processes share them: what they store is made from all of those heads."""
+        if self.size == 1:
+            return maps
+        heads = slice(self.heads(geometry).start, self.heads(geometry).stop)
+        kept = [i for i, _ in self._kept(geometry, layer.value_latents)]
+        dv = maps.value_mean.shape[1]
+        ups = []
+        for i, own in self._kept(geometry, layer.value_latents):
+            places = [layer.value_latents[i].heads.index(head) for head in own]
+            ups.append(maps.value_up[i].unflatten(0, (-1, dv))[places].flatten(0, 1))
+        return Maps(
+            key_down=maps.key_down[heads],
+            key_up=maps.key_up[heads],
+            key_shift=maps.key_shift[heads],
+            value_down=maps.value_down[kept],
+            value_up=torch.stack(ups),
+            value_shift=maps.value_shift[kept],
+            value_mean=maps.value_mean[heads],
+        )
+
+    def gathered(self, geometry: Geometry, layer: LayerSpec) -> list[int] | None:
+        """Where the heads that this process's value latents are made from lie among those of all
+        processes, one after another; None where they are its own."""
+        kept = [layer.value_latents[i].heads for i, _ in self._kept(geometry, layer.value_latents)]
+        heads = sorted(head for latent in kept for head in latent)
+        if heads == list(self.heads(geometry)):
+            return None
+        copies = max(1, self.size // geometry.num_kv_heads)  # processes that have the same head
+        return [head * copies for head in heads]
 
     def _kept(
         self, geometry: Geometry, latents: Sequence[Latent]

@@ -12,10 +12,13 @@ from kvfold.config import CacheConfig
 from kvfold.formats import format_of
 from kvfold.models.families import family_of
 from kvfold.models.rotate import turned
+from kvfold.seam.maps import Maps
+from kvfold.seam.served import turned_maps
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import CacheLayout, cache_layout, plain_spec
 from kvfold.vllm_plugin.shares import Share
 
+MAPS = "maps"
 SERVED = ("bits", "rotate", "sub_group", "zeros")  # of CacheConfig
 # The others, and the way out.
 REFUSED = {
@@ -31,20 +34,43 @@ REFUSED["keep_tokens"] = REFUSED["max_cache_tokens"] = REFUSED["repair"] = REFUS
 REFUSED["residual"] = REFUSED["format"]
 
 
-def settings(given: Any) -> CacheConfig:
-    """Of `--additional-config '{"kvfold": {...}}'`. Raises ValueError for what is no such setting,
-    or is not served under vLLM."""
+def settings(given: Any) -> tuple[str | None, CacheConfig]:
+    """Maps, if any, and the cache of `--additional-config '{"kvfold": {...}}'`. Raises ValueError
+    for what is no such setting, or is not served under vLLM."""
     if not isinstance(given, Mapping):
         raise ValueError(
             f"kvfold in --additional-config must be an object of settings; got {given!r}"
         )
-    for name in given:
+    others = {name: value for name, value in given.items() if name != MAPS}
+    for name in others:
         if name not in SERVED:
             why = REFUSED.get(name, "there is no such setting")
             raise ValueError(
-                f"kvfold in --additional-config: {name}: {why}. Legal: {', '.join(SERVED)}"
+                f"kvfold in --additional-config: {name}: {why}. Legal: {', '.join((MAPS, *SERVED))}"
             )
-    return CacheConfig(**given)
+    maps = given.get(MAPS)
+    if maps is not None and not isinstance(maps, str):
+        raise ValueError(
+            f"kvfold in --additional-config: maps must be a folder or a name; got {maps!r}"
+        )
+    return maps, CacheConfig(**others)
+
+
+def check_served(vllm_config: Any) -> None:
+    """Raises ValueError for features of vLLM's that these caches cannot be used with."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    problem = None
+    if cache.cache_dtype != "auto":
+        problem = (
+            f"--kv-cache-dtype {cache.cache_dtype}: kvfold packs the cache itself; leave it out and"
+            ' set bits, as in --additional-config \'{"kvfold": {"bits": 4}}\''
+        )
+    elif parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        problem = (
+            "context parallelism cuts sequences, which kvfold's kernels read whole: leave it out"
+        )
+    if problem is not None:
+        raise ValueError(f"kvfold's plugin for vLLM: {problem}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +115,23 @@ class StoredCache:
         for index, layer in enumerate(spec.layers):
             share.check(geometry, layer, index)
         return cls(config, spec, artifact, turn, cache, dtype, share)
+
+    @classmethod
+    def mapped(
+        cls, spec: CacheSpec, cache: CacheConfig, dtype: torch.dtype, share: Share
+    ) -> "StoredCache":
+        """Of a model with maps beside its weights. spec: as `seam.served.served_spec`. Raises
+        ValueError for heads that the processes cannot share."""
+        for index, layer in enumerate(spec.layers):
+            share.check(spec.geometry, layer, index)
+        turn = cache.rotate and ((cache.bits or 16) < 16 or spec.planned)
+        return cls(None, spec, None, turn, cache, dtype, share)
+
+    def turned(self, index: int, maps: Maps) -> Maps:
+        """A layer's maps, whose numbers are rotated where they are stored in few bits."""
+        if not self.turn:
+            return maps
+        return turned_maps(maps, self.spec.layers[index], self.cache.bits, self.format)
 
     @property
     def format(self) -> Any:
