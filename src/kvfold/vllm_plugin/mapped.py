@@ -8,16 +8,21 @@ Shapes: N tokens of a step; Hq / Hk query / KV heads of this process, d, dv head
 values; R numbers of a token's cache entry.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
@@ -26,6 +31,7 @@ from kvfold.config import CacheConfig
 from kvfold.models.finite import probe_ids
 from kvfold.seam.layers import TOKENS
 from kvfold.seam.maps import Maps
+from kvfold.seam.plain import full_spec, plain_maps
 from kvfold.seam.served import Served, served_layer, served_spec
 from kvfold.seam.sidecar import Sidecar
 from kvfold.spec import CacheSpec, Geometry
@@ -34,26 +40,64 @@ from kvfold.vllm_plugin.shares import Share
 from kvfold.vllm_plugin.stored import StoredCache, check_served, settings
 
 PLUGIN = "kvfold's plugin for vLLM"
+MANY, SPREAD = 256, 8192  # tokens that means are taken of, and the positions over which they lie
+
+
+class Seen(NamedTuple):
+    """What a layer's attention is asked of a few tokens, by the heads of this process: query
+    [N, Hq, d], key [N, Hk, d], value [N, Hk, dv]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    def of_all(self, heads: int) -> tuple[Tensor, Tensor]:
+        """Keys [heads, N, d] and values [heads, N, dv] of all processes' KV heads."""
+        size = get_tensor_model_parallel_world_size()
+        every = max(1, size // heads)  # so many processes have the same head
+        key, value = self.key, self.value
+        if size > 1:
+            key, value = (tensor_model_parallel_all_gather(x, 1)[:, ::every] for x in (key, value))
+        return key.transpose(0, 1), value.transpose(0, 1)
+
+
+class Recorder:
+    """In the place of an attention's implementation: attention that gives nothing, and keeps what
+    it was asked."""
+
+    seen: Seen
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        output: Tensor,
+        **__: Any,
+    ) -> Tensor:
+        self.seen = Seen(query.clone(), key.clone(), value.clone())
+        return output.zero_()
 
 
 class MappedImpl(CachedImpl):
     """Attention of one layer over what its maps store.
 
-    stored: the model's cache; index: of the layer in it; served: its maps, for this process; share:
-    which heads are this process's; reads_only: whether another layer stores its keys and values.
+    stored: the model's cache; index: of the layer in it; served: its maps, for this process; seen:
+    of a few tokens, for a trial.
     """
 
     def __init__(
-        self, layer: Attention, stored: StoredCache, index: int, served: Served, reads_only: bool
+        self, layer: Attention, stored: StoredCache, index: int, served: Served, seen: Seen
     ) -> None:
         self.num_heads, self.head_size = layer.num_heads, layer.head_size
         self.num_kv_heads, self.scale = layer.num_kv_heads, layer.impl.scale
         self.stored, self.index, self.served = stored, index, served
         self.heads = stored.share.gathered(stored.spec.geometry, stored.spec.layers[index])
-        self.reads_only = reads_only
+        self.reads_only = layer.kv_sharing_target_layer_name is not None
         self.maps = served.layer
-        self.watched = False
-        self.seen: tuple[Tensor, Tensor, Tensor] | None = None  # of a step without a cache
+        self.seen = seen
 
     def forward(
         self,
@@ -69,8 +113,6 @@ class MappedImpl(CachedImpl):
     ) -> Tensor:
         """query [N, Hq, d], key [N, Hk, d], value [N, Hk, dv] -> output [N, Hq, dv]."""
         if attn_metadata is None:  # memory is measured, before there are blocks
-            if self.watched:
-                self.seen = query.clone(), key.clone(), value.clone()
             return output.zero_()
         tokens = attn_metadata.num_tokens
         q, entries = self.score_space(query[:tokens], key[:tokens], value[:tokens])
@@ -81,23 +123,10 @@ class MappedImpl(CachedImpl):
 
     def sample(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Of the tokens that were seen, again and again."""
-        assert self.seen is not None, "no step was watched"
-        index = torch.arange(len(positions), device=positions.device) % len(self.seen[0])
+        index = torch.arange(len(positions), device=positions.device) % len(self.seen.query)
         q, entries = self.score_space(*(x[index] for x in self.seen))
         assert entries is not None
         return q, entries
-
-    def seen_of_all(self) -> tuple[Tensor, Tensor]:
-        """Keys [Hk, N, d] and values [Hk, N, dv] that were seen, of all processes' heads."""
-        assert self.seen is not None, "no step was watched"
-        size, heads = self.stored.share.size, self.stored.spec.geometry.num_kv_heads
-        if size == 1:
-            return self.seen[1].transpose(0, 1), self.seen[2].transpose(0, 1)
-        from vllm.distributed import tensor_model_parallel_all_gather
-
-        key, value = (tensor_model_parallel_all_gather(x, 1) for x in self.seen[1:])
-        step = max(1, size // heads)  # processes with the same head
-        return key[:, ::step].transpose(0, 1), value[:, ::step].transpose(0, 1)
 
     @property
     def means(self) -> Tensor:
@@ -121,27 +150,28 @@ class MappedImpl(CachedImpl):
         """Values of the heads that this process's latents are made from [N, h, dv]."""
         if self.heads is None:
             return value
-        from vllm.distributed import tensor_model_parallel_all_gather
-
         return tensor_model_parallel_all_gather(value.contiguous(), 1)[:, self.heads]
 
 
 def attach(model: nn.Module, vllm_config: VllmConfig, given: Any) -> None:
     """Let the attention layers of a model that vLLM has loaded store what is given as `kvfold` in
-    `--additional-config`. Raises ValueError for maps of another model, and for
-    layers that cannot have maps."""
-    model_config = vllm_config.model_config
+    `--additional-config`. Raises ValueError for maps of another model, and for layers that cannot
+    have maps."""
     maps, cache = settings(given)
     check_served(vllm_config)
     layers = dict(attention_layers(model))
+    if not layers:
+        raise ValueError(
+            f"{PLUGIN}: no layer of {type(model).__name__} calls vLLM's attention (its keys and"
+            " values are stored otherwise, as those of multi-head latent attention are): leave"
+            " kvfold out of --additional-config"
+        )
     if maps is None:
-        raise NotImplementedError
-    sidecar = Sidecar.load(maps)
-    names = bind(layers, sidecar, vllm_config, cache)
-    watch(model, vllm_config, {name: layer.impl for name, layer in names.items()})
-    if vllm_config.parallel_config.pipeline_parallel_size == 1 and not model_config.is_hybrid:
-        for name, layer in names.items():
-            sidecar.check_base(name, *layer.impl.seen_of_all())
+        seen = watch(model, vllm_config, layers, SPREAD)
+        bind_plain(layers, seen, vllm_config, cache)
+    else:
+        seen = watch(model, vllm_config, layers, TOKENS)
+        bind(layers, seen, Sidecar.load(maps), vllm_config, cache)
 
 
 def attention_layers(model: nn.Module) -> Iterator[tuple[int, Attention]]:
@@ -161,41 +191,43 @@ def attention_layers(model: nn.Module) -> Iterator[tuple[int, Attention]]:
 
 
 @torch.inference_mode()
-def watch(model: nn.Module, vllm_config: VllmConfig, impls: Mapping[str, MappedImpl]) -> None:
-    """Let layers see their own queries, keys and values of the tokens by which a base is told,
-    where attention gives nothing."""
-    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        raise NotImplementedError
-    device = layer_device()
-    ids = torch.tensor(probe_ids(model_config.get_vocab_size(), TOKENS), device=device)
-    positions = torch.arange(TOKENS, device=device)
+def watch(
+    model: nn.Module, vllm_config: VllmConfig, layers: Mapping[int, Attention], span: int
+) -> dict[int, Seen]:
+    """What layers by number are asked of the tokens `probe_ids`, where attention gives nothing in
+    any layer, as `seam.layers.seam_layers` asks a model of transformers. span: positions over which
+    the tokens lie."""
+    model_config, device = vllm_config.model_config, layer_device()
+    span = min(span, model_config.max_model_len)
+    count = min(span, TOKENS if span == TOKENS else MANY)
+    ids = torch.tensor(probe_ids(model_config.get_vocab_size(), count), device=device)
+    positions = torch.arange(count, device=device) * (span // count)
     if model_config.uses_mrope:
         positions = positions.expand(3, -1)
-    for impl in impls.values():
-        impl.watched = True
+    stock = {number: layer.impl for number, layer in layers.items()}
+    recorders = {number: Recorder() for number in layers}
     try:
-        with set_forward_context(None, vllm_config, num_tokens=TOKENS, skip_compiled=True):
+        for number, layer in layers.items():
+            layer.impl = recorders[number]
+        with set_forward_context(None, vllm_config, num_tokens=count, skip_compiled=True):
             model(input_ids=ids, positions=positions)
     finally:
-        for impl in impls.values():
-            impl.watched = False
+        for number, layer in layers.items():
+            layer.impl = stock[number]
+    return {number: recorder.seen for number, recorder in recorders.items()}
 
 
 def bind(
-    layers: Mapping[int, Attention], sidecar: Sidecar, vllm_config: VllmConfig, cache: CacheConfig
-) -> dict[str, Attention]:
-    """Give layers by number the maps of a sidecar; returns them by the names of their maps. Raises
-    ValueError."""
-    from vllm.distributed import (
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-    )
-
+    layers: Mapping[int, Attention],
+    seen: Mapping[int, Seen],
+    sidecar: Sidecar,
+    vllm_config: VllmConfig,
+    cache: CacheConfig,
+) -> None:
+    """Give layers by number the maps of a sidecar. Raises ValueError."""
     share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
-    stored = StoredCache.mapped(
-        served_spec(sidecar.spec), cache, vllm_config.model_config.dtype, share
-    )
+    model_config = vllm_config.model_config
+    stored = StoredCache.mapped(served_spec(sidecar.spec), cache, model_config.dtype, share)
     places = {_number(name): (index, name) for index, name in enumerate(sidecar.maps)}
     if left := sorted(set(places) - set(layers)):
         raise ValueError(
@@ -203,11 +235,57 @@ def bind(
             f" vLLM gives a cache of keys and values; it has layers {sorted(layers)}: take the maps"
             " of this model"
         )
+    geometry = stored.spec.geometry
     for number, (index, name) in places.items():
         layer = layers[number]
-        check_heads(layer, stored.spec.geometry, share, name)
-        _give(layer, stored, index, sidecar.maps[name])
-    return {name: layers[number] for number, (_, name) in places.items()}
+        check_heads(layer, geometry, share, name)
+        check_servable(layer)
+        if not model_config.is_hybrid:  # whose recurrent layers give nothing without a cache
+            sidecar.check_base(name, *seen[number].of_all(geometry.num_kv_heads))
+        _give(layer, stored, index, sidecar.maps[name], seen[number])
+
+
+def bind_plain(
+    layers: Mapping[int, Attention],
+    seen: Mapping[int, Seen],
+    vllm_config: VllmConfig,
+    cache: CacheConfig,
+) -> None:
+    """Give all layers by number maps that drop nothing, for a cache of few bits. Raises
+    ValueError."""
+    share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+    kinds: dict[Geometry, list[int]] = defaultdict(list)
+    for number, layer in layers.items():
+        check_servable(layer)
+        kinds[geometry_of(layer, vllm_config)].append(number)
+    for geometry, numbers in kinds.items():
+        spec = full_spec(geometry, len(numbers))
+        stored = StoredCache.mapped(spec, cache, vllm_config.model_config.dtype, share)
+        for index, number in enumerate(numbers):
+            keys, values = seen[number].of_all(geometry.num_kv_heads)
+            shift = geometry.softcap is None
+            maps = plain_maps(keys, values, shift_keys=shift, shift_values=True)
+            _give(layers[number], stored, index, maps, seen[number])
+
+
+def geometry_of(layer: Attention, vllm_config: VllmConfig) -> Geometry:
+    """Of all processes' heads."""
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    heads = model_config.get_total_num_kv_heads()
+    size = parallel.tensor_parallel_size
+    if max(1, heads // size) != layer.num_kv_heads:  # layers unlike the model's config
+        heads = layer.num_kv_heads * size
+    return Geometry(
+        hidden_size=model_config.get_hidden_size(),
+        num_query_heads=layer.num_heads * size,
+        num_kv_heads=heads,
+        head_dim=layer.head_size,
+        num_layers=0,
+        rope=True,
+        key_norm=True,
+        scaling=layer.impl.scale,
+        softcap=getattr(layer.impl, "logits_soft_cap", None) or None,
+    )
 
 
 def _number(name: str) -> int:
@@ -215,7 +293,7 @@ def _number(name: str) -> int:
     return extract_layer_index(name)
 
 
-def _give(layer: Attention, stored: StoredCache, index: int, maps: Maps) -> None:
+def _give(layer: Attention, stored: StoredCache, index: int, maps: Maps, seen: Seen) -> None:
     """One layer's maps become its attention."""
     stock = layer.impl
     spec, share = stored.spec, stored.share
@@ -233,11 +311,17 @@ def _give(layer: Attention, stored: StoredCache, index: int, maps: Maps) -> None
         ),
         layer.sliding_window,
     )
-    reads_only = layer.kv_sharing_target_layer_name is not None
-    layer.impl = MappedImpl(layer, stored, index, served, reads_only)
-    layer.attn_backend = KVFoldBackend
+    layer.impl = MappedImpl(layer, stored, index, served, seen)
+    layer.attn_backend = backend_of(stored)
     layer.kv_cache_dtype, layer.query_quant = "auto", None
     layer.get_kv_cache_spec = lambda config: cache_spec(layer, config)
+
+
+def backend_of(stored: StoredCache) -> type[KVFoldBackend]:
+    """A backend for all layers of one kind: vLLM gives layers of one backend that store as many
+    bytes the same metadata."""
+    name = f"{KVFoldBackend.__name__}_{id(stored):x}"
+    return type(name, (KVFoldBackend,), {"__module__": __name__})
 
 
 def layer_device() -> torch.device:
@@ -274,21 +358,24 @@ def check_heads(layer: Attention, geometry: Geometry, share: Share, name: str) -
             f" {wanted[2]} numbers a head in this process; {layer.layer_name} has {has[0]},"
             f" {has[1]} and {has[2]}: take the maps of this model"
         )
+
+
+def check_servable(layer: Attention) -> None:
+    """Raises ValueError for attention that no kernel of kvfold's computes."""
     stock = layer.impl
     if getattr(stock, "alibi_slopes", None) is not None:
         raise ValueError(
             f"{PLUGIN}: {layer.layer_name} adds biases of ALiBi to its scores, which kvfold's"
             " kernels do not know; use transformers with kvfold.attach"
         )
+    if layer.head_size_v != layer.head_size:
+        raise ValueError(
+            f"{PLUGIN}: keys of {layer.layer_name} have {layer.head_size} numbers a head and values"
+            f" {layer.head_size_v}; kvfold serves heads alike: leave kvfold out of"
+            " --additional-config"
+        )
     if getattr(stock, "sinks", None) is not None:
         raise ValueError(
             f"{PLUGIN}: {layer.layer_name} has sinks beside its scores, which kvfold's kernels do"
             " not know; use transformers with kvfold.attach"
         )
-
-
-def mapped_layers(model: nn.Module) -> Iterator[AttentionLayerBase]:
-    """A model's layers that have maps."""
-    for module in model.modules():
-        if isinstance(module, Attention) and isinstance(module.impl, MappedImpl):
-            yield module
