@@ -125,7 +125,7 @@ class Setting:
 
         more: dict[str, Any] = {}
         if self.cache:
-            more = {"quantization": "kvfold", "additional_config": {"kvfold": self.cache}}
+            more = {"additional_config": {"kvfold": self.cache}}
         model = str(resolve(self.model))
         about = {"max_num_seqs": SLOTS, "max_model_len": LONGEST, "dtype": "bfloat16"}
         share = {"gpu_memory_utilization": self.given.share}

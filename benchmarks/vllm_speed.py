@@ -82,7 +82,7 @@ def engine(folder: Path, given: argparse.Namespace) -> LLM:
     options = {"compilation_config": {"cudagraph_capture_sizes": sorted(sizes)}}
     if given.kind.startswith("bits-"):
         bits = int(given.kind.removeprefix("bits-"))
-        options |= {"quantization": "kvfold", "additional_config": {"kvfold": {"bits": bits}}}
+        options |= {"additional_config": {"kvfold": {"bits": bits}}}
     elif given.kind != "bf16-full":
         options["block_size"] = VARIANTS[given.kind].page
     if given.apart:

@@ -119,8 +119,7 @@ def served(model: str, bits: int | None, dtype: str, new: int) -> dict[str, Any]
 
     options: dict[str, Any] = {"block_size": 64, "max_model_len": 512, "max_num_seqs": 8}
     if bits:
-        settings = {"additional_config": {"kvfold": {"bits": bits}}}
-        options |= {"quantization": "kvfold"} | settings
+        options["additional_config"] = {"kvfold": {"bits": bits}}
     sizes = [1, 2, 4, 8]
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
     llm = LLM(

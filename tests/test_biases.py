@@ -6,8 +6,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
-from kvfold.models.fold import fold_plain, mean_rotation
+from kvfold.models.fold import fold_plain
 from kvfold.models.rotate import turned
+from kvfold.seam.plain import measured_means
 from kvfold.spec.layout import plain_spec
 from models import ROTARY, tiny, tokens
 
@@ -18,7 +19,7 @@ def folded(model):
     """A copy that stores rotated keys and values, in floating point."""
     spec = turned(plain_spec(family_of(model.config).geometry(model.config)))
     copy = shared_copy(model)
-    fold_plain(copy, spec, turned=True)
+    fold_plain(copy, spec, measured_means(model))
     return copy
 
 
@@ -49,13 +50,3 @@ def test_a_bias_of_hundreds_is_not_stored() -> None:
     torch.testing.assert_close(copy(ids).logits, model(ids).logits, rtol=1e-8, atol=1e-8)
     norms = seen[0][1].unflatten(-1, (4, -1)).norm(dim=-1)  # of two keys and two values
     assert float(norms.max()) < 40  # a bias alone has 400 and more
-
-
-def test_the_mean_of_rotations() -> None:
-    x = torch.randn(3, 10, dtype=torch.float64)
-    freq = torch.tensor([1.0, 0.1, 0.001, 1e-6])
-    pairs = torch.complex(x[:, :4], x[:, 4:8])
-    angles = torch.arange(50)[:, None] * freq.double()
-    want = (pairs[:, None] * torch.polar(torch.full_like(angles, 1.5), angles)).mean(1)
-    found = mean_rotation(x, freq, 1.5, 50)
-    torch.testing.assert_close(found, torch.cat((want.real, want.imag, x[:, 8:]), -1))

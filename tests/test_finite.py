@@ -137,7 +137,7 @@ def test_a_model_that_keeps_all_answers_as_before(name: str) -> None:
     answer = Answer.of(model, None)
     assert len(answer.tokens) == answers.FEW
     spec = plain_spec(family_of(model.config).geometry(model.config))
-    fold_plain(model, spec, False)
+    fold_plain(model, spec)
     mark(model, spec, {})
     before = {name: x.clone() for name, x in model.state_dict().items()}
     assert abs(check_answer(model, answer, 0.0)) < 1e-5
@@ -194,7 +194,7 @@ def test_a_prediction_that_is_too_high_hides_no_kernel(monkeypatch) -> None:
         model.lm_head.weight.mul_(20)  # tokens that are sure of themselves
     answer = Answer.of(model, None)
     spec = plain_spec(family_of(model.config).geometry(model.config))
-    fold_plain(model, spec, False)
+    fold_plain(model, spec)
     mark(model, spec, {})
     broken(monkeypatch, layer=0, rows=answers.PROMPT + 1, factor=100.0)
     with pytest.raises(ValueError, match=r"explain 1\.25 at most"):

@@ -84,7 +84,7 @@ def test_scores_fit_a_prompt_that_was_not_read() -> None:
     """Of a layer in the middle, whose scores learned from calibration's windows do not."""
     model, tokenizer = kvfold.reference("gqa"), load_tokenizer("reference:gqa")
     compressor = Compressor(model, recipes.get("zack"), tokenizer, max_tokens=4096)
-    fold_plain(model, spec := plain_spec(family_of(model.config).geometry(model.config)), False)
+    fold_plain(model, spec := plain_spec(family_of(model.config).geometry(model.config)))
     mark(model, spec, {})
     learn_scores(model, tokenizer, readings(compressor))
     (row, *_) = ruler.rows("keys", tokenizer, length=768, contexts=1)

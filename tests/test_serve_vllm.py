@@ -40,7 +40,7 @@ def test_options_are_translated(started, capsys: pytest.CaptureFixture) -> None:
     got = dict(zip(flags[::2], flags[1::2], strict=True))
     assert json.loads(got.pop("--additional-config")) == {"kvfold": {"bits": 4, "sub_group": 32}}
     assert got == {
-        "--quantization": "kvfold", "--block-size": "64", "--kv-cache-memory-bytes": "1000000",
+        "--block-size": "64", "--kv-cache-memory-bytes": "1000000",
         "--max-num-seqs": "7", "--max-model-len": "900", "--dtype": "float32",
         "--max-logprobs": "3", "--host": "0.0.0.0", "--port": "1234",
         "--served-model-name": "reference:gqa",

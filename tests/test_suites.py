@@ -294,7 +294,7 @@ def test_the_command_in_vllm(files: Path, vllm, capsys) -> None:
     made = FakeVLLM.made
     assert made.pop("model").endswith("/gqa") and made.pop("max_model_len") > 400
     assert made == {
-        "max_num_seqs": 7, "dtype": "auto", "quantization": "kvfold",
+        "max_num_seqs": 7, "dtype": "auto",
         "additional_config": {"kvfold": {"bits": 4}},
     }  # fmt: skip
     record = json.loads(json_file.read_text())

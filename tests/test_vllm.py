@@ -69,7 +69,7 @@ def served(model: str, settings: dict | None = None, *, ask=None, again=False, *
     """vLLM's outputs for prompts `ask`, greedy, prefill in chunks of at most 128 tokens. again: of
     the second time that it is asked."""
     if settings:
-        options |= {"quantization": "kvfold", "additional_config": {"kvfold": settings}}
+        options |= {"additional_config": {"kvfold": settings}}
     options = {"dtype": "float32", "max_num_batched_tokens": 128} | SMALL | options
     asked = [{"prompt_token_ids": x} for x in ask or prompts()]
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -1,6 +1,7 @@
 """Under vLLM: what is done about logits that are not finite, and the trial before it serves."""
 
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -50,14 +51,24 @@ def test_vllm_ends_requests_by_the_models_end_tokens(generation, config, want, m
     assert end_tokens(model_config) == []
 
 
+def sampled(layer, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(1, len(positions), layer.geometry.hidden_size)
+    rotary, stop = layer.rotary, int(positions.max()) + 1
+    q, rows = layer.project(x, rotary and rotary.tables(x, positions[None], stop))
+    return q[0].detach(), rows[0].detach()
+
+
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen2", "opt"])
 def test_vllm_tries_every_layers_attention_first(name: str, monkeypatch) -> None:
     monkeypatch.setenv("KVFOLD_BACKEND", "reference")
     model = tiny(name)
     family = family_of(model.config)
     spec = plain_spec(family.geometry(model.config))
-    fold_plain(model, spec, False)
-    layers = list(family.attentions(model))
+    fold_plain(model, spec)
+    layers = [
+        SimpleNamespace(maps=x.maps, finish=x.o_proj, sample=partial(sampled, x))
+        for x in family.attentions(model)
+    ]
     layout = cache_layout(spec, page=16, itemsize=4)
     view = BlockView(layout, torch.float32, torch.device("cpu"), 256)
     attention = BlockAttention([x.maps for x in layers], view)

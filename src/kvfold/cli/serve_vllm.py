@@ -28,7 +28,7 @@ def changed(settings: Any) -> dict[str, Any]:
     return {x.name: found[x.name] for x in fields(settings) if found[x.name] != x.default}
 
 
-def cache_settings(cache: CacheConfig, compressed: bool) -> dict[str, Any]:
+def cache_settings(cache: CacheConfig) -> dict[str, Any]:
     """Arguments of vLLM's engine. Raises SettingError for what the plugin does not serve, by
     name."""
     from kvfold.vllm_plugin.stored import REFUSED, SERVED
@@ -44,15 +44,13 @@ def cache_settings(cache: CacheConfig, compressed: bool) -> dict[str, Any]:
             raise SettingError(f"`{name}`: {REFUSED[name]}")
     if own:
         found["additional_config"] = {"kvfold": own}
-    if own and not compressed:
-        found["quantization"] = "kvfold"
     return found
 
 
-def cache_flags(cache: CacheConfig, compressed: bool) -> list[str]:
+def cache_flags(cache: CacheConfig) -> list[str]:
     """The same as flags of its command line."""
     flags = []
-    for name, value in cache_settings(cache, compressed).items():
+    for name, value in cache_settings(cache).items():
         text = json.dumps(value) if isinstance(value, dict) else str(value)
         flags += [f"--{name.replace('_', '-')}", text]
     return flags
@@ -78,10 +76,10 @@ def command(model: str, storage: Storage, place: Place, limits: Limits, **given:
     config = common.load_config(model)
     spec = common.saved_spec(config)
     cache = storage.config(planned=spec is not None and spec.planned) or CacheConfig()
-    flags = cache_flags(cache, spec is not None) + limit_flags(limits)
+    flags = cache_flags(cache) + limit_flags(limits)
     if place.device is not None:
         raise SettingError(NO_DEVICE)
-    if spec is not None or "--quantization" in flags:
+    if spec is not None:
         architecture(config)
     given = {"served_model_name": model, "dtype": place.dtype} | {
         name: value for name, value in given.items() if value is not None

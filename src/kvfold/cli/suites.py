@@ -233,7 +233,7 @@ def vllm_settings(model: str, config: Any, storage: Storage, place: Place) -> di
         raise SettingError(serve_vllm.NO_DEVICE)
     spec = common.saved_spec(config)
     cache = storage.config(planned=spec is not None and spec.planned) or CacheConfig()
-    found = serve_vllm.cache_settings(cache, spec is not None)
+    found = serve_vllm.cache_settings(cache)
     if spec is not None or "quantization" in found:
         architecture(config)
     if find_spec("vllm") is None:

@@ -21,7 +21,7 @@ from kvfold.errors import SettingError, renamed
 from kvfold.formats import format_of
 from kvfold.models.adapter import PAGED
 from kvfold.models.copies import shared_copy
-from kvfold.models.families import family_of
+from kvfold.models.families import family_of, has_family
 from kvfold.models.fold import fold_plain
 from kvfold.models.folded import attention_windows
 from kvfold.models.merged import merge_products
@@ -30,6 +30,7 @@ from kvfold.models.rotate import rotate_model, turned
 from kvfold.ops.backend import use_triton
 from kvfold.ops.decode import one_pass_page
 from kvfold.seam.family import seam_family
+from kvfold.seam.plain import measured_means, plain_sidecar
 from kvfold.seam.served import check_servable, install, served_spec
 from kvfold.seam.sidecar import Sidecar
 from kvfold.spec import CacheSpec
@@ -60,6 +61,8 @@ def build_runner(
     for settings that contradict each other or the model, and for a pool that cannot hold a page of
     each group.
     """
+    if maps is None and not has_family(model.config):
+        maps = plain_sidecar(model)
     if maps is not None:
         return _with_maps(model, maps, config, num_slots, max_tokens, owned)
     if policy is None and config.evict == AUTO:
@@ -81,7 +84,7 @@ def build_runner(
     pool = _pool(layout, config, windows, num_slots, max_tokens, model.device)
     served = model if owned else shared_copy(model)
     if found is None:
-        fold_plain(served, spec, turn)
+        fold_plain(served, spec, measured_means(model) if turn else None)
     elif turn:
         rotate_model(served, spec, config.bits, format_of(config.format))
     twin = _twin(served, policy)

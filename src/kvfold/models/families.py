@@ -29,6 +29,11 @@ def check_model(model: Any, legal: str = "a name or a loaded causal LM") -> None
         raise SettingError(f"`model` must be {legal}; got {model!r:.100}")
 
 
+def has_family(config: Any) -> bool:
+    """Whether a transformers config is of a supported family."""
+    return any(config.model_type in family.model_types for family in FAMILIES)
+
+
 def family_of(config: Any) -> type[Family]:
     """The family of a transformers config. Raises ValueError for an unsupported model type."""
     for family in FAMILIES:

@@ -12,11 +12,8 @@ from torch import Tensor
 
 from kvfold.models.adapter import Family, HFAttention, Projections
 from kvfold.models.families import family_of
-from kvfold.models.rotary import RotaryTable, rope_type
 from kvfold.ops.common.rotation import rotation
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
-
-BIAS_POSITIONS = 8192  # over which a key's bias is averaged
+from kvfold.spec import CacheSpec, Latent
 
 
 class LatentMaps(NamedTuple):
@@ -163,63 +160,24 @@ def _fold(
     family.connect(model)
 
 
-def fold_plain(model: Any, spec: CacheSpec, turned: bool) -> None:
+def fold_plain(
+    model: Any, spec: CacheSpec, means: Sequence[tuple[Tensor, Tensor]] | None = None
+) -> None:
     """Make every attention of a plain model store what `spec` says, of which nothing is lost: keys
-    and values as they are, or rotated for quantisation."""
-    family = family_of(model.config)
-    rotary: Any = family.rotary(model)
-    table = None if rotary is None else RotaryTable(rotary, rope_type(model.config))
+    and values as they are, or rotated for quantisation, less their `means` [Hk, d] each, by
+    layer."""
 
-    def maps_of(index: int, weights: Projections) -> list[LatentMaps | None]:
-        return plain_maps(spec.layers[index], turned, weights, spec.geometry, table)
+    def maps_of(index: int, weights: Projections) -> Sequence[LatentMaps | None]:
+        latents = spec.layers[index].latents
+        if means is None:
+            return [None] * len(latents)
+        return [_rotated(latent, *means[index], like=weights.k) for latent in latents]
 
-    _fold(model, family, spec, maps_of)
-
-
-def plain_maps(
-    layer: LayerSpec,
-    turned: bool,
-    weights: Projections,
-    geometry: Geometry,
-    table: RotaryTable | None,
-) -> list[LatentMaps | None]:
-    """The maps of a layer of which nothing is lost: None, or where `turned` a rotation of what the
-    biases of keys and values leave.
-
-    A constant vector may be taken out of all keys and values of a head without changing attention:
-    it adds the same to all scores of a query, and returns through W_O's bias. A value's bias is
-    such a constant. A key's bias is rotated by RoPE; its mean over the first BIAS_POSITIONS
-    positions is taken out. What models learn in biases of hundreds, such as Qwen2.5's, sits in
-    pairs that hardly rotate over that span, and would otherwise set the scale of all numbers.
-    table: the model's RoPE, or None.
-    """
-    if not turned:
-        return [None] * len(layer.latents)
-    per_head = weights.k_bias.unflatten(0, (geometry.num_kv_heads, -1))
-    if geometry.key_norm:  # normalised after the bias
-        per_head = torch.zeros_like(per_head)
-    elif table is not None:
-        per_head = mean_rotation(per_head, table.inv_freq, table.scaling, BIAS_POSITIONS)
-    means = {"k": per_head, "v": weights.v_bias.unflatten(0, (geometry.num_kv_heads, -1))}
-    found: list[LatentMaps | None] = []
-    for latent in layer.latents:
-        q = rotation(latent.rank).to(per_head.device)
-        mean = torch.cat([means[side][list(latent.heads)].flatten() for side in latent.side])
-        found.append(LatentMaps(q, q, mean))
-    return found
+    _fold(model, family_of(model.config), spec, maps_of)
 
 
-def mean_rotation(x: Tensor, inv_freq: Tensor, scaling: float, positions: int) -> Tensor:
-    """The mean of RoPE's rotations of vectors x [.., d] over positions 0 .. positions - 1, fp64.
-
-    inv_freq [w / 2]: angles a position of the pairs (i, i + w / 2); scaling: of the w rotated dims.
-    """
-    # The mean of n terms e^(i p a), a geometric series: sin(n a / 2) / (n sin(a / 2)) times
-    # e^(i (n - 1) a / 2).
-    half, angle = len(inv_freq), inv_freq.to(x.device).double() / 2
-    size = (positions * angle).sin() / (positions * angle.sin())
-    size = scaling * torch.where(angle == 0, 1.0, size)
-    angle = (positions - 1) * angle
-    cos, sin = size * angle.cos(), size * angle.sin()
-    first, second, rest = x.double().split((half, half, x.shape[-1] - 2 * half), -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+def _rotated(latent: Latent, keys: Tensor, values: Tensor, like: Tensor) -> LatentMaps:
+    q = rotation(latent.rank).to(like.device)
+    sides = {"k": keys, "v": values}
+    mean = torch.cat([sides[side][list(latent.heads)].flatten() for side in latent.side])
+    return LatentMaps(q, q, mean.to(q))

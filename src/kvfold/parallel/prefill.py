@@ -74,7 +74,7 @@ class SequenceParallel:
         self._agree(said, "another model", "load the same one on every rank")
         self.folded = found is not None
         if found is None:
-            fold_plain(self.model, self.spec, turned=False)
+            fold_plain(self.model, self.spec)
         self.model.config._attn_implementation = PAGED
         geometry = self.spec.geometry
         self.shares = [shares_of(layer, geometry, self.size) for layer in self.spec.layers]

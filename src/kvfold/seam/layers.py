@@ -150,12 +150,15 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(_LOOK, ALL_MASK_ATTENTION_FUNCTIONS["eager
 
 
 @torch.no_grad()
-def seam_layers(model: Any) -> list[SeamLayer]:
-    """The layers of a causal LM that call transformers' attention, in order."""
+def seam_layers(model: Any, positions: Tensor | None = None) -> list[SeamLayer]:
+    """The layers of a causal LM that call transformers' attention, in order. positions int64 [T]:
+    of the probe's tokens (None: the first ones)."""
     probe = _Probe(model)
-    ids = probe_ids(model.get_input_embeddings().num_embeddings, TOKENS)
+    count = TOKENS if positions is None else len(positions)
+    ids = probe_ids(model.get_input_embeddings().num_embeddings, count)
+    more = {} if positions is None else {"position_ids": positions[None].to(model.device)}
     with attention_of(model, lambda _: _LOOK), probe.watching(model):
-        model.base_model(input_ids=torch.tensor([ids], device=model.device), use_cache=True)
+        model.base_model(input_ids=torch.tensor([ids], device=model.device), use_cache=True, **more)
     return probe.layers
 
 

@@ -4,35 +4,84 @@ taken out of it.
 Shapes: T tokens; Hk KV heads, d, dv head dims of keys and values.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from kvfold.seam.family import seam_family
+from kvfold.seam.layers import SeamLayer, check_layers, seam_layers
 from kvfold.seam.maps import Maps
+from kvfold.seam.sidecar import Sidecar, probes_of
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
 
+TOKENS, SPAN = 256, 8192  # of which means are taken, and the positions over which they lie
 
-def plain_maps(keys: Tensor, values: Tensor, *, shift_keys: bool, shift_values: bool) -> Maps:
-    """Identity maps, fp32, of a layer whose keys [Hk, T, d] and values [Hk, T, dv] of some tokens
-    are at hand: their means are not stored, for they would set the scale of all numbers where a
-    model has large biases.
 
-    shift_keys: whether a constant in keys leaves attention as it is (no cap of scores, no sink);
-    shift_values: whether attention's weights add up to one (no sink).
+class Means(NamedTuple):
+    """What is not stored of a layer's keys [Hk, d] and values [Hk, dv], fp32 on the CPU.
+
+    A constant in all keys of a head adds the same to all scores of a query, and one in all values
+    comes back as it is, where attention's weights add up to one. Biases of hundreds, such as
+    Qwen2.5's in pairs that RoPE hardly rotates, would otherwise set the scale of all numbers.
     """
-    identity = [torch.eye(x.shape[2]).expand(x.shape[0], -1, -1) for x in (keys, values)]
-    means = [x.detach().float().cpu().mean(1) for x in (keys, values)]
-    key_mean, value_mean = (
-        x if shift else torch.zeros_like(x)
-        for x, shift in zip(means, (shift_keys, shift_values), strict=True)
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, *, capped: bool, sinks: bool) -> "Means":
+        """Of keys [Hk, T, d] and values [Hk, T, dv] of some tokens; zeros where attention would
+        change (capped: scores are; sinks: a score without a value stands beside them)."""
+        k, v = (x.detach().float().cpu().mean(1) for x in (keys, values))
+        return cls(k * (not (capped or sinks)), v * (not sinks))
+
+
+def mean_positions(limit: int) -> Tensor:
+    """Positions int64 [T] that differ, drawn from the first `limit`, at most SPAN: at equal steps
+    some pair of RoPE's would not rotate at all."""
+    span = min(limit, SPAN)
+    drawn = torch.randperm(span, generator=torch.Generator().manual_seed(0))
+    return drawn[:TOKENS].sort().values
+
+
+def measured_means(model: Any) -> list[Means]:
+    """Of a causal LM's layers that call attention, in order, by one short forward."""
+    limit = model.config.get_text_config().max_position_embeddings
+    return [_means(x) for x in seam_layers(model, mean_positions(limit))]
+
+
+def _means(layer: SeamLayer) -> Means:
+    capped = layer.softcap is not None
+    return Means.of(layer.keys, layer.values, capped=capped, sinks=layer.sinks)
+
+
+def plain_sidecar(model: Any) -> Sidecar:
+    """Maps that drop nothing of a causal LM of any type. Raises SettingError for one whose
+    attention cannot have maps."""
+    layers = seam_layers(model)
+    check_layers(model, layers)
+    geometry = seam_family(layers).geometry(model.config)
+    means = measured_means(model)
+    return Sidecar(
+        maps={x.name: plain_maps(own) for x, own in zip(layers, means, strict=True)},
+        spec=full_spec(geometry, len(layers)),
+        base=probes_of(layers),
+        provenance={"model": str(model.config.name_or_path)},
     )
+
+
+def plain_maps(means: Means) -> Maps:
+    """Identity maps, fp32, of a layer with these means."""
+    key, value = (torch.eye(x.shape[1]).expand(len(x), -1, -1) for x in means)
     return Maps(
-        key_down=identity[0],
-        key_up=identity[0],
-        key_shift=key_mean,
-        value_down=identity[1],
-        value_up=identity[1],
-        value_shift=value_mean,
-        value_mean=value_mean,
+        key_down=key,
+        key_up=key,
+        key_shift=means.keys,
+        value_down=value,
+        value_up=value,
+        value_shift=means.values,
+        value_mean=means.values,
     )
 
 

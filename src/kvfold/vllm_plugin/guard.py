@@ -76,6 +76,17 @@ class LogitsGuard:
             logger.error(MESSAGE, count)
 
 
+def guard_logits(model: Any, model_config: Any) -> None:
+    """Let a model of vLLM's end requests whose logits are not finite."""
+    guard, compute = LogitsGuard(end_tokens(model_config)), model.compute_logits
+
+    def compute_logits(*args: Any, **kwargs: Any) -> Tensor | None:
+        logits: Tensor | None = compute(*args, **kwargs)
+        return None if logits is None else guard(logits)
+
+    model.compute_logits = compute_logits
+
+
 def end_tokens(model_config: Any) -> list[int]:
     """Tokens that end a request by default, of vLLM's ModelConfig: those of generation_config.json,
     else of config.json; none where neither names one, or vLLM is to end the engine itself."""

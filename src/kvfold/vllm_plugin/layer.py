@@ -141,5 +141,5 @@ class FoldedLayer(nn.Module):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take this process's share of a checkpoint's tensors of this layer."""
-        whole = fold_layer(self.stored, self.index, tensors, self.folded.rotary)
+        whole = fold_layer(self.stored, self.index, tensors)
         self.folded.load_state_dict(self.stored.share.of_tensors(whole, self.folded))

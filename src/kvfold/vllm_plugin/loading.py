@@ -34,7 +34,7 @@ def _attaching(load: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         model = load(self, vllm_config, model_config, *args, **kwargs)
         given = dict(vllm_config.additional_config or {}).get("kvfold")
         draft = model_config is not vllm_config.model_config
-        if given and not draft and model_config.quantization != "kvfold":  # folded checkpoints
+        if given and not draft and not hasattr(model, "folded"):  # which has its own maps
             from kvfold.vllm_plugin.mapped import attach  # only where it is wanted
 
             attach(model, vllm_config, given)

@@ -31,16 +31,16 @@ from kvfold.config import CacheConfig
 from kvfold.models.finite import probe_ids
 from kvfold.seam.layers import TOKENS
 from kvfold.seam.maps import Maps
-from kvfold.seam.plain import full_spec, plain_maps
+from kvfold.seam.plain import Means, full_spec, mean_positions, plain_maps
 from kvfold.seam.served import Served, served_layer, served_spec
 from kvfold.seam.sidecar import Sidecar
 from kvfold.spec import CacheSpec, Geometry
 from kvfold.vllm_plugin.backend import CachedImpl, KVFoldBackend, KVFoldMetadata
+from kvfold.vllm_plugin.guard import guard_logits
 from kvfold.vllm_plugin.shares import Share
 from kvfold.vllm_plugin.stored import StoredCache, check_served, settings
 
 PLUGIN = "kvfold's plugin for vLLM"
-MANY, SPREAD = 256, 8192  # tokens that means are taken of, and the positions over which they lie
 
 
 class Seen(NamedTuple):
@@ -50,6 +50,21 @@ class Seen(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
+
+    @classmethod
+    def random(cls, layer: Attention, device: torch.device) -> "Seen":
+        make = torch.Generator(device).manual_seed(0)
+        shapes = (
+            (layer.num_heads, layer.head_size),
+            (layer.num_kv_heads, layer.head_size),
+            (layer.num_kv_heads, layer.head_size_v),
+        )
+        return cls(
+            *(
+                torch.randn(TOKENS, *x, generator=make, device=device).to(layer.dtype)
+                for x in shapes
+            )
+        )
 
     def of_all(self, heads: int) -> tuple[Tensor, Tensor]:
         """Keys [heads, N, d] and values [heads, N, dv] of all processes' KV heads."""
@@ -167,11 +182,13 @@ def attach(model: nn.Module, vllm_config: VllmConfig, given: Any) -> None:
             " kvfold out of --additional-config"
         )
     if maps is None:
-        seen = watch(model, vllm_config, layers, SPREAD)
+        positions = mean_positions(vllm_config.model_config.max_model_len)
+        seen = watch(model, vllm_config, layers, positions)
         bind_plain(layers, seen, vllm_config, cache)
     else:
-        seen = watch(model, vllm_config, layers, TOKENS)
+        seen = watch(model, vllm_config, layers, torch.arange(TOKENS))
         bind(layers, seen, Sidecar.load(maps), vllm_config, cache)
+    guard_logits(model, vllm_config.model_config)
 
 
 def attention_layers(model: nn.Module) -> Iterator[tuple[int, Attention]]:
@@ -192,16 +209,17 @@ def attention_layers(model: nn.Module) -> Iterator[tuple[int, Attention]]:
 
 @torch.inference_mode()
 def watch(
-    model: nn.Module, vllm_config: VllmConfig, layers: Mapping[int, Attention], span: int
+    model: nn.Module, vllm_config: VllmConfig, layers: Mapping[int, Attention], positions: Tensor
 ) -> dict[int, Seen]:
     """What layers by number are asked of the tokens `probe_ids`, where attention gives nothing in
-    any layer, as `seam.layers.seam_layers` asks a model of transformers. span: positions over which
-    the tokens lie."""
+    any layer, as `seam.layers.seam_layers` asks a model of transformers. positions
+    int64 [N]: of the tokens. Of a part of a model (pipeline parallelism) nothing can be asked:
+    random numbers stand for it."""
     model_config, device = vllm_config.model_config, layer_device()
-    span = min(span, model_config.max_model_len)
-    count = min(span, TOKENS if span == TOKENS else MANY)
-    ids = torch.tensor(probe_ids(model_config.get_vocab_size(), count), device=device)
-    positions = torch.arange(count, device=device) * (span // count)
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return {number: Seen.random(layer, device) for number, layer in layers.items()}
+    ids = torch.tensor(probe_ids(model_config.get_vocab_size(), len(positions)), device=device)
+    positions = positions.to(device)
     if model_config.uses_mrope:
         positions = positions.expand(3, -1)
     stock = {number: layer.impl for number, layer in layers.items()}
@@ -209,7 +227,7 @@ def watch(
     try:
         for number, layer in layers.items():
             layer.impl = recorders[number]
-        with set_forward_context(None, vllm_config, num_tokens=count, skip_compiled=True):
+        with set_forward_context(None, vllm_config, num_tokens=len(ids), skip_compiled=True):
             model(input_ids=ids, positions=positions)
     finally:
         for number, layer in layers.items():
@@ -226,21 +244,26 @@ def bind(
 ) -> None:
     """Give layers by number the maps of a sidecar. Raises ValueError."""
     share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
-    model_config = vllm_config.model_config
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     stored = StoredCache.mapped(served_spec(sidecar.spec), cache, model_config.dtype, share)
     places = {_number(name): (index, name) for index, name in enumerate(sidecar.maps)}
-    if left := sorted(set(places) - set(layers)):
+    own = set(places)
+    if parallel.pipeline_parallel_size > 1:
+        own &= set(range(*model_config.get_layers_start_end_indices(parallel)))
+    if left := sorted(own - set(layers)):
         raise ValueError(
             f"{PLUGIN}: maps were made for {places[left[0]][1]}, which is no attention layer that"
             f" vLLM gives a cache of keys and values; it has layers {sorted(layers)}: take the maps"
             " of this model"
         )
     geometry = stored.spec.geometry
-    for number, (index, name) in places.items():
-        layer = layers[number]
+    # Recurrent layers give nothing without a cache, and parts of a model are not asked.
+    told = not model_config.is_hybrid and parallel.pipeline_parallel_size == 1
+    for number in own:
+        (index, name), layer = places[number], layers[number]
         check_heads(layer, geometry, share, name)
         check_servable(layer)
-        if not model_config.is_hybrid:  # whose recurrent layers give nothing without a cache
+        if told:
             sidecar.check_base(name, *seen[number].of_all(geometry.num_kv_heads))
         _give(layer, stored, index, sidecar.maps[name], seen[number])
 
@@ -263,9 +286,8 @@ def bind_plain(
         stored = StoredCache.mapped(spec, cache, vllm_config.model_config.dtype, share)
         for index, number in enumerate(numbers):
             keys, values = seen[number].of_all(geometry.num_kv_heads)
-            shift = geometry.softcap is None
-            maps = plain_maps(keys, values, shift_keys=shift, shift_values=True)
-            _give(layers[number], stored, index, maps, seen[number])
+            means = Means.of(keys, values, capped=geometry.softcap is not None, sinks=False)
+            _give(layers[number], stored, index, plain_maps(means), seen[number])
 
 
 def geometry_of(layer: Attention, vllm_config: VllmConfig) -> Geometry:

@@ -12,7 +12,8 @@ from vllm.model_executor.layers.quantization.base_config import (
 
 
 class KVFoldQuantization(QuantizationConfig):
-    """Of a compressed checkpoint, or of a plain model by `--quantization kvfold`."""
+    """Of a folded checkpoint. A plain model by `--quantization kvfold` is served as it is: few bits
+    need no format of weights."""
 
     def get_name(self) -> str:
         return "kvfold"
@@ -41,4 +42,6 @@ class KVFoldQuantization(QuantizationConfig):
         """Name the class that serves it, in vLLM's copy of the config."""
         from kvfold.vllm_plugin.families import architecture  # only where it is served
 
+        if getattr(hf_config, "quantization_config", None) is None:
+            return
         hf_config.architectures = [architecture(hf_config)]

@@ -11,11 +11,10 @@ from kvfold.artifact import KVFoldConfig
 from kvfold.config import CacheConfig
 from kvfold.formats import format_of
 from kvfold.models.families import family_of
-from kvfold.models.rotate import turned
 from kvfold.seam.maps import Maps
 from kvfold.seam.served import turned_maps
 from kvfold.spec import CacheSpec
-from kvfold.spec.layout import CacheLayout, cache_layout, plain_spec
+from kvfold.spec.layout import CacheLayout, cache_layout
 from kvfold.vllm_plugin.shares import Share
 
 MAPS = "maps"
@@ -75,13 +74,12 @@ def check_served(vllm_config: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class StoredCache:
-    """A model's cache. config: transformers'; spec: of the whole model; artifact: of a compressed
-    checkpoint, None of a plain one; turn: whether numbers that share a scale are turned at load;
-    dtype: of the model; share: of this process."""
+    """A model's cache. config: transformers', of a folded checkpoint, else None; spec: of the whole
+    model; turn: whether numbers that share a scale are rotated at load; dtype: of the model; share:
+    of this process."""
 
     config: Any
     spec: CacheSpec
-    artifact: KVFoldConfig | None
     turn: bool
     cache: CacheConfig
     dtype: torch.dtype
@@ -91,30 +89,23 @@ class StoredCache:
     def of(cls, config: Any, cache: CacheConfig, dtype: torch.dtype, share: Share) -> "StoredCache":
         """Raises ValueError for a checkpoint's spec that is damaged, or was made for another model,
         and for heads that the processes cannot share."""
-        found = getattr(config, "quantization_config", None) or {}
+        found = config.quantization_config
         artifact = KVFoldConfig(**found) if isinstance(found, Mapping) else found
-        geometry = family_of(config).geometry(config)
-        if not artifact.cache:
-            artifact, spec = None, plain_spec(geometry)
-        else:
-            spec = artifact.spec
-            if spec.geometry != geometry:
-                raise ValueError(
-                    f"config.json describes {geometry} but its cache spec was made for "
-                    f"{spec.geometry}; the checkpoint's files do not belong together"
-                )
+        geometry, spec = family_of(config).geometry(config), artifact.spec
+        if spec.geometry != geometry:
+            raise ValueError(
+                f"config.json describes {geometry} but its cache spec was made for "
+                f"{spec.geometry}; the checkpoint's files do not belong together"
+            )
         if spec.hybrid is not None:
             raise ValueError(
                 "this checkpoint's rows have two widths (`hybrid`), and vLLM's blocks hold one: "
                 "serve it with kvfold, or compress the model without `hybrid`"
             )
-        quantized = (cache.bits or 16) < 16 or spec.planned
-        turn = cache.rotate and quantized
-        if turn and artifact is None:
-            spec = turned(spec)
+        turn = cache.rotate and ((cache.bits or 16) < 16 or spec.planned)
         for index, layer in enumerate(spec.layers):
             share.check(geometry, layer, index)
-        return cls(config, spec, artifact, turn, cache, dtype, share)
+        return cls(config, spec, turn, cache, dtype, share)
 
     @classmethod
     def mapped(
@@ -125,7 +116,7 @@ class StoredCache:
         for index, layer in enumerate(spec.layers):
             share.check(spec.geometry, layer, index)
         turn = cache.rotate and ((cache.bits or 16) < 16 or spec.planned)
-        return cls(None, spec, None, turn, cache, dtype, share)
+        return cls(None, spec, turn, cache, dtype, share)
 
     def turned(self, index: int, maps: Maps) -> Maps:
         """A layer's maps, whose numbers are rotated where they are stored in few bits."""

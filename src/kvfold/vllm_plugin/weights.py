@@ -1,7 +1,6 @@
 """A checkpoint's attention weights, layer by layer, as the folded attention that vLLM runs."""
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 
 from kvfold.models.adapter import HFAttention
 from kvfold.models.families import family_of
-from kvfold.models.fold import Maps, plain_maps
 from kvfold.models.rotary import RotaryTable, rope_type
 from kvfold.models.rotate import rotate_layer
 from kvfold.spec import CacheSpec
@@ -22,18 +20,14 @@ def empty_layer(config: Any, spec: CacheSpec, index: int) -> HFAttention:
     return folded(config, spec.geometry, spec.layers[index], index).requires_grad_(False)
 
 
-def fold_layer(
-    stored: StoredCache, index: int, tensors: Mapping[str, Tensor], table: RotaryTable | None
-) -> HFAttention:
-    """Layer `index`, whole, of a checkpoint's attention tensors by name: folded already, or plain;
-    rotated where that is wanted. table: the model's RoPE, or None. Raises ValueError for tensors
+def fold_layer(stored: StoredCache, index: int, tensors: Mapping[str, Tensor]) -> HFAttention:
+    """Layer `index`, whole, of a folded checkpoint's attention tensors by name; rotated where that
+    is wanted. Raises ValueError for tensors
     that are missing or of another shape."""
     with torch.device("meta"):
         whole = empty_layer(stored.config, stored.spec, index)
     # vLLM evicts nothing by what was learned of rows.
     found = {name: x.to(stored.dtype) for name, x in tensors.items() if name != "score_map"}
-    if stored.artifact is None:
-        found = _fold_plain(stored, whole, found, table)
     wanted = {name: x.shape for name, x in whole.state_dict().items()}
     wrong = sorted(
         name
@@ -46,27 +40,9 @@ def fold_layer(
             "checkpoint's files do not belong together: copy it again"
         )
     whole.load_state_dict(found, assign=True)
-    if stored.artifact is not None and stored.turn:
+    if stored.turn:
         rotate_layer(whole, stored.cache.bits, stored.format)
     return whole
-
-
-def _fold_plain(
-    stored: StoredCache,
-    whole: HFAttention,
-    tensors: Mapping[str, Tensor],
-    table: RotaryTable | None,
-) -> dict[str, Tensor]:
-    family, geometry = family_of(stored.config), stored.spec.geometry
-    modules: dict[str, SimpleNamespace] = {}
-    for name, x in tensors.items():
-        module, _, kind = name.rpartition(".")
-        setattr(modules.setdefault(module, SimpleNamespace(bias=None)), kind, x)
-    source = SimpleNamespace(**modules)
-    weights = family.projections(source, geometry)
-    maps = plain_maps(whole.spec, stored.turn, weights, geometry, table)
-    found = Maps(weights, whole, maps).tensors() | family.norms(source)
-    return {name: x.to(stored.dtype).contiguous() for name, x in found.items()}
 
 
 def rotary_table(config: Any, device: torch.device) -> RotaryTable | None:
