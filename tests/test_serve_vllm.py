@@ -7,9 +7,13 @@ import sys
 
 import pytest
 
+from kvfold import compress, recipes
 from kvfold.cli import serve_vllm
 from kvfold.cli.main import main
-from models import tiny
+from kvfold.compression.calibrate import calibrate
+from kvfold.compression.compressor import Compressor
+from kvfold.models.families import family_of
+from models import tiny, tokens
 
 
 @pytest.fixture
@@ -57,8 +61,11 @@ def test_a_key_is_not_among_the_words(started) -> None:
     assert os.environ.pop("VLLM_API_KEY") == "secret"
 
 
-def test_families_that_the_plugin_does_not_serve(tmp_path, capsys) -> None:
-    tiny("gemma2").save_pretrained(tmp_path)
+def test_folded_families_that_the_plugin_does_not_serve(tmp_path, capsys) -> None:
+    model = tiny("gemma2")
+    wanted = Compressor(model, recipes.get("swift")).needs
+    statistics = calibrate(model, family_of(model.config), tokens(2, 32), wanted)
+    compress(model, "swift", keep=0.5, statistics=statistics).save_pretrained(tmp_path)
     assert main(["serve", str(tmp_path), "--engine", "vllm", "--bits", "8"]) == 2
     assert "does not serve model type 'gemma2'" in capsys.readouterr().err
 
