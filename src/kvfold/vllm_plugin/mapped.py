@@ -9,13 +9,14 @@ values; R numbers of a token's cache entry.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -23,6 +24,7 @@ from vllm.distributed import (
 )
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
@@ -189,6 +191,19 @@ def attach(model: nn.Module, vllm_config: VllmConfig, given: Any) -> None:
         seen = watch(model, vllm_config, layers, torch.arange(TOKENS))
         bind(layers, seen, Sidecar.load(maps), vllm_config, cache)
     guard_logits(model, vllm_config.model_config)
+    if vllm_config.model_config.is_hybrid:
+        start_recurrent_layers(vllm_config)
+
+
+def start_recurrent_layers(vllm_config: VllmConfig) -> None:
+    """Choose the kernels of Mamba's states, which vLLM 0.32 forgets where layers store unlike
+    numbers of bytes: it looks for states among groups of layers, and not inside of such groups."""
+    from vllm.model_executor.layers.mamba.ops.ssu_dispatch import initialize_mamba_ssu_backend
+
+    layers = get_layers_from_vllm_config(vllm_config, MambaBase)
+    specs = [layer.get_kv_cache_spec(vllm_config) for layer in layers.values()]
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    initialize_mamba_ssu_backend(vllm_config.mamba_config, SimpleNamespace(kv_cache_groups=groups))
 
 
 def attention_layers(model: nn.Module) -> Iterator[tuple[int, Attention]]:
@@ -213,10 +228,9 @@ def watch(
 ) -> dict[int, Seen]:
     """What layers by number are asked of the tokens `probe_ids`, where attention gives nothing in
     any layer, as `seam.layers.seam_layers` asks a model of transformers. positions
-    int64 [N]: of the tokens. Of a part of a model (pipeline parallelism) nothing can be asked:
-    random numbers stand for it."""
+    int64 [N]: of the tokens. Random numbers stand for it where nothing can be asked."""
     model_config, device = vllm_config.model_config, layer_device()
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+    if not can_be_asked(vllm_config):
         return {number: Seen.random(layer, device) for number, layer in layers.items()}
     ids = torch.tensor(probe_ids(model_config.get_vocab_size(), len(positions)), device=device)
     positions = positions.to(device)
@@ -233,6 +247,13 @@ def watch(
         for number, layer in layers.items():
             layer.impl = stock[number]
     return {number: recorder.seen for number, recorder in recorders.items()}
+
+
+def can_be_asked(vllm_config: VllmConfig) -> bool:
+    """Whether a model can run before it has a cache: not one with recurrent layers, nor a part of
+    one (pipeline parallelism)."""
+    parts = vllm_config.parallel_config.pipeline_parallel_size
+    return parts == 1 and not vllm_config.model_config.is_hybrid
 
 
 def bind(
@@ -256,16 +277,15 @@ def bind(
             f" vLLM gives a cache of keys and values; it has layers {sorted(layers)}: take the maps"
             " of this model"
         )
-    geometry = stored.spec.geometry
-    # Recurrent layers give nothing without a cache, and parts of a model are not asked.
-    told = not model_config.is_hybrid and parallel.pipeline_parallel_size == 1
+    geometry, mixed = stored.spec.geometry, stores_unlike(layers.values(), vllm_config)
+    told = can_be_asked(vllm_config)
     for number in own:
         (index, name), layer = places[number], layers[number]
         check_heads(layer, geometry, share, name)
         check_servable(layer)
         if told:
             sidecar.check_base(name, *seen[number].of_all(geometry.num_kv_heads))
-        _give(layer, stored, index, sidecar.maps[name], seen[number])
+        _give(layer, stored, index, sidecar.maps[name], seen[number], mixed)
 
 
 def bind_plain(
@@ -277,6 +297,7 @@ def bind_plain(
     """Give all layers by number maps that drop nothing, for a cache of few bits. Raises
     ValueError."""
     share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+    mixed = stores_unlike(layers.values(), vllm_config)
     kinds: dict[Geometry, list[int]] = defaultdict(list)
     for number, layer in layers.items():
         check_servable(layer)
@@ -287,7 +308,15 @@ def bind_plain(
         for index, number in enumerate(numbers):
             keys, values = seen[number].of_all(geometry.num_kv_heads)
             means = Means.of(keys, values, capped=geometry.softcap is not None, sinks=False)
-            _give(layers[number], stored, index, plain_maps(means), seen[number])
+            if not can_be_asked(vllm_config):
+                means = Means(means.keys * 0, means.values * 0)
+            _give(layers[number], stored, index, plain_maps(means), seen[number], mixed)
+
+
+def stores_unlike(layers: Iterable[Attention], vllm_config: VllmConfig) -> bool:
+    """Whether a model's layers store states, or windows, beside whole sequences."""
+    windows = {layer.sliding_window for layer in layers}
+    return bool(vllm_config.model_config.is_hybrid) or len(windows) > 1
 
 
 def geometry_of(layer: Attention, vllm_config: VllmConfig) -> Geometry:
@@ -315,7 +344,9 @@ def _number(name: str) -> int:
     return extract_layer_index(name)
 
 
-def _give(layer: Attention, stored: StoredCache, index: int, maps: Maps, seen: Seen) -> None:
+def _give(
+    layer: Attention, stored: StoredCache, index: int, maps: Maps, seen: Seen, mixed: bool
+) -> None:
     """One layer's maps become its attention."""
     stock = layer.impl
     spec, share = stored.spec, stored.share
@@ -334,16 +365,29 @@ def _give(layer: Attention, stored: StoredCache, index: int, maps: Maps, seen: S
         layer.sliding_window,
     )
     layer.impl = MappedImpl(layer, stored, index, served, seen)
-    layer.attn_backend = backend_of(stored)
+    layer.attn_backend = backend_of(stored, mixed)
     layer.kv_cache_dtype, layer.query_quant = "auto", None
     layer.get_kv_cache_spec = lambda config: cache_spec(layer, config)
 
 
-def backend_of(stored: StoredCache) -> type[KVFoldBackend]:
+def backend_of(stored: StoredCache, mixed: bool) -> type[KVFoldBackend]:
     """A backend for all layers of one kind: vLLM gives layers of one backend that store as many
-    bytes the same metadata."""
+    bytes the same metadata. mixed: whether other layers of the model store something else, such as
+    states or windows."""
     name = f"{KVFoldBackend.__name__}_{id(stored):x}"
-    return type(name, (KVFoldBackend,), {"__module__": __name__})
+    base = BlockwiseBackend if mixed else KVFoldBackend
+    return type(name, (base,), {"__module__": __name__})
+
+
+class BlockwiseBackend(KVFoldBackend):
+    """Asks vLLM for blocks that hold all layers, one after another. In its default layout, layers
+    that store fewer bytes than others would be padded to as many."""
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Any:
+        from vllm.v1.kv_cache_interface import KVCacheLayout  # from 0.28 on
+
+        return KVCacheLayout.BLHNC, KVCacheLayout.LBHNC
 
 
 def layer_device() -> torch.device:
