@@ -11,6 +11,7 @@ import kvfold
 from kvfold.engine.params import SamplingParams
 from kvfold.engine.trial import feed
 from kvfold.errors import SettingError
+from kvfold.seam.plain import measured_means
 from seam_types import TYPES, tiny
 from test_sidecar import bytes_tokenizer
 
@@ -102,3 +103,24 @@ def test_a_model_keeps_its_own_attention(ids, tmp_path) -> None:
     kvfold.LLM(model, maps=made, max_sequences=2, max_tokens=64)
     with torch.no_grad():
         assert torch.equal(model(torch.tensor([ids])).logits, before)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3_text", "cohere2"])
+def test_few_bits_need_no_maps(name: str, ids) -> None:
+    """Nor does a model whose type nobody named need any in 16 bits and more."""
+    model = tiny(name)
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids]), use_cache=False).logits[0, PROMPT - 1 :]
+    exact = kvfold.LLM(model, max_sequences=2, max_tokens=64)
+    assert apart(engine_logits(exact, ids), wanted) < 4e-5
+    packed = kvfold.LLM(model, max_sequences=2, max_tokens=64, bits=8)
+    assert 1e-5 < apart(engine_logits(packed, ids), wanted) < 0.05
+    bits = [x.runner.pool.layout.bits_per_token for x in (exact, packed)]
+    assert bits[1] == bits[0] * (8 + 16 / 16) / 16  # a scale for 16 numbers
+
+
+def test_means_that_are_not_stored_stay_where_attention_would_feel_them() -> None:
+    for name, kept in (("gemma2", (0, None)), ("qwen2", (None, None))):
+        for means in measured_means(tiny(name)):
+            for x, zero in zip(means, kept, strict=True):
+                assert (float(x.abs().max()) == 0) == (zero == 0)
