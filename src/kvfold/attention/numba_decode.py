@@ -62,5 +62,6 @@ class NumbaDecode(AttentionBackend):
             last = torch.where(seen, part.positions[:, 0] - policy.exclude, -1)
             watch = numba.Watch(policy.power, last)
         pages, plan = self.view.pages[layer.index], self.plans[layer.index]
-        out = numba.decode(q[:, :, 0].detach(), pages, part.slots, layer.scale, plan, watch)
+        place = pages, part.slots, layer.scale, plan, watch
+        out = numba.decode(q[:, :, 0].detach(), *place, layer.sinks)
         return layer.joined(out[:, :, None].to(q.dtype))

@@ -92,7 +92,7 @@ class TritonDecode(AttentionBackend):
                 self.plans.update(zip(x.layers, plans, strict=True))
         q, pages = q[:, :, 0], self.view.pages[layer.index]
         plan = self.plans[layer.index]
-        out, lse = decode.decode(q, pages, part.slots, layer.scale, plan)
+        out, lse = _with_sinks(layer, *decode.decode(q, pages, part.slots, layer.scale, plan))
         if self.observer is None or layer.index not in self.observer.layers:
             _add_metrics(self.view, layer.index, part, lse, plan)
         elif part.prompt_lengths is not None:
@@ -143,7 +143,7 @@ class LatentDecode(AttentionBackend):
             self._plan(part, q)
         place = self.view.pages[layer.index], part.slots, layer.scale
         maps, plan = self.maps[layer.index], self.plans[layer.index]
-        out, lse = latent_decode.latent_decode(q, *place, maps, plan)
+        out, lse = _with_sinks(layer, *latent_decode.latent_decode(q, *place, maps, plan))
         _add_metrics(self.view, layer.index, part, lse, plan)
         return layer.joined(out[:, :, None])
 
@@ -156,6 +156,12 @@ class LatentDecode(AttentionBackend):
                 q, layers, counts, part.rows, [self.maps[i] for i in x.layers]
             )
             self.plans.update(zip(x.layers, plans, strict=True))
+
+
+def _with_sinks(layer: LayerMaps, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """A kernel's out [B, Hq, .] and lse fp32 [B, Hq], beside the layer's sinks."""
+    out, lse = layer.beside_sinks(out[:, :, None], lse[..., None])
+    return out[:, :, 0], lse[..., 0]
 
 
 def _add_metrics(

@@ -50,7 +50,7 @@ class TritonPrefill(AttentionBackend):
             queries=part.positions,
             window=layer.window,
         )
-        out, lse = prefill(q, keys, values, seen, layer.scale)
+        out, lse = layer.beside_sinks(*prefill(q, keys, values, seen, layer.scale))
         self._observe(layer, part, q, lse)
         return layer.joined(out, mapped=first)
 

@@ -26,10 +26,9 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(capped(q k^T * scale) + mask) v with grouped heads and d_qk != d_v.
 
-    sinks [Hq]: a score of nothing that stands beside every query's, or None.
-
     q [B, Hq, T, dk], k [B, Hk, S, dk], v [B, 1 or Hk, S, dv]; mask None (causal if T > 1), bool or
-    additive [B or 1, 1 or Hq, T, S]. Returns [B, Hq, T, dv] and, if asked, weights [B, Hq, T, S].
+    additive [B or 1, 1 or Hq, T, S]; sinks [Hq]: a score of nothing that stands beside every
+    query's, or None. Returns [B, Hq, T, dv] and, if asked, weights [B, Hq, T, S].
     """
     v = v.expand(-1, k.shape[1], -1, -1)
     if need_weights:
@@ -44,6 +43,17 @@ def attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out[..., :width], None
+
+
+def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """What attention without sinks gave, as if a sink had stood beside the scores: its value is
+    nothing, so outputs shrink by the share of the exponentials' sum that it takes.
+
+    out [B, Hq, T, dv], overwritten; lse fp32 [B, Hq, T]: log2-sum-exp2 of scaled scores, -inf where
+    nothing was seen; sinks fp32 [Hq], in natural units. Returns both with the sinks.
+    """
+    total = torch.logaddexp2(lse, (sinks * LOG2_E)[:, None])
+    return out.mul_((lse - total).exp2_()[..., None]), total
 
 
 def attend_rows(

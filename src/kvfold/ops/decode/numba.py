@@ -38,12 +38,14 @@ class Watch:
 
 
 def decode(
-    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: Parts, watch: Watch | None
-) -> Tensor:
+    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: Parts, watch: Watch | None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v over the rows of every group: fp32 [B, Hq, dv], 0 beyond a head's
     own rank and for a group without rows. Adds what is watched to the metrics.
 
-    q [B, Hq, widest key rank], zeros beyond a head's own rank; slots int64 [B].
+    q [B, Hq, widest key rank], zeros beyond a head's own rank; slots int64 [B]; sinks fp32 [Hq]: a
+    score without a value beside those of a query head, or None.
     """
     queries = (q.float() * (scale * LOG2_E)).contiguous().numpy()
     chunk = max(1, CHUNK // plan.page) * plan.page
@@ -59,7 +61,11 @@ def decode(
     data = arena, halves, singles, plan.factors, plan.small, plan.scales, plan.columns
     share(partial(_attend, queries, *rows, *data, chunk, weights, sums, found), len(tasks))
     out = np.zeros((*q.shape[:2], plan.values), dtype=np.float32)
-    merge(tasks, plan.groups, plan.heads, sums, found, out)
+    if sinks is None:
+        beside = np.full(q.shape[1], -np.inf, dtype=np.float32)
+    else:
+        beside = (sinks * LOG2_E).numpy()
+    merge(tasks, plan.groups, plan.heads, sums, found, beside, out)
     if watch is not None:
         last = watch.last.numpy()
         observe(
@@ -221,21 +227,22 @@ def attend(
 
 @kernel(
     "void(int64[:,::1], int64[:,::1], int64[:,::1], float32[:,:,::1], float32[:,:,::1],"
-    "float32[:,:,::1])",
+    "float32[::1], float32[:,:,::1])",
     fast=True,
 )
-def merge(tasks, groups, heads, sums, found, out):
+def merge(tasks, groups, heads, sums, found, sinks, out):
     """Tasks of a group together: out [B, Hq, dv]. The largest scores in `sums` become what a task's
-    powers are to be multiplied by."""
+    powers are to be multiplied by. sinks [Hq]: -inf where there are none."""
     k = 0
     while k < len(tasks):
         b, g, end = tasks[k, 0], tasks[k, 1], k + 1
         while end < len(tasks) and tasks[end, 0] == b and tasks[end, 1] == g:
             end += 1
         for h in range(groups[g, 3]):
-            most, total = np.float32(-np.inf), np.float32(0)
+            most = sinks[heads[g, h]]
             for t in range(k, end):
                 most = max(most, sums[t, h, 0])
+            total = power_of_2(sinks[heads[g, h]] - most)
             for t in range(k, end):
                 sums[t, h, 0] = power_of_2(sums[t, h, 0] - most)
                 total += sums[t, h, 0] * sums[t, h, 1]
