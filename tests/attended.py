@@ -118,11 +118,13 @@ class Attended:
         slots, decode = self.slots[: len(counts)], max(counts) == 1
         self.pool.extend(slots, list(counts))
         parts, begin, where, index = [], 0, [], []
-        positions = [torch.arange(self.done[s], self.done[s] + n) for s, n in zip(slots, counts)]
+        positions = [
+            torch.arange(self.done[s], self.done[s] + n) for s, n in zip(slots, counts, strict=True)
+        ]
         joined = torch.cat(positions).int().to(DEVICE)
         together = [slots] if decode else [[slot] for slot in slots]
         for own in together:
-            tokens = sum(n for s, n in zip(slots, counts) if s in own)
+            tokens = sum(n for s, n in zip(slots, counts, strict=True) if s in own)
             part = AttentionMetadata.of_step(
                 self.attention.view,
                 own,

@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvfold.ops.common.attention import Tables, attention, beside_sinks, rotate
+from kvfold.ops.common.attention import Tables, attention, rotate
+from kvfold.ops.sinks import beside_sinks
 from kvfold.spec import Geometry, Latent, LayerSpec
 
 
@@ -224,7 +225,7 @@ class LayerMaps(LayerShape):
         return self.joined(out, mapped=first), weights
 
     def beside_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """As of `ops.common.attention`, of what a kernel gave: out [B, Hq, T, .] and lse fp32
+        """As of `ops.sinks`, of what a kernel gave: out [B, Hq, T, .] and lse fp32
         [B, Hq, T]. As they are where the layer has no sinks."""
         return (out, lse) if self.sinks is None else beside_sinks(out, lse, self.sinks)
 

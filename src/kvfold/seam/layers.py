@@ -30,8 +30,8 @@ class SeamLayer:
     """A module that calls attention. name: in the model; source: of the module whose keys and
     values it reads, its own name in most models, None where they are not as a cache stores them;
     sinks [Hq]: scores of its own that stand beside all others, or None; window: tokens that a query
-    sees (None: all). keys [Hk, T, d], values [Hk, T, dv]: of the probe, where attention gives nothing in
-    any layer."""
+    sees (None: all). keys [Hk, T, d], values [Hk, T, dv]: of the probe, where attention gives
+    nothing in any layer."""
 
     name: str
     source: str | None

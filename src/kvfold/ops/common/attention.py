@@ -45,17 +45,6 @@ def attention(
     return out[..., :width], None
 
 
-def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """What attention without sinks gave, as if a sink had stood beside the scores: its value is
-    nothing, so outputs shrink by the share of the exponentials' sum that it takes.
-
-    out [B, Hq, T, dv], overwritten; lse fp32 [B, Hq, T]: log2-sum-exp2 of scaled scores, -inf where
-    nothing was seen; sinks fp32 [Hq], in natural units. Returns both with the sinks.
-    """
-    total = torch.logaddexp2(lse, (sinks * LOG2_E)[:, None])
-    return out.mul_((lse - total).exp2_()[..., None]), total
-
-
 def attend_rows(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
