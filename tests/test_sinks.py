@@ -21,12 +21,15 @@ from kvfold.engine.params import SamplingParams
 from kvfold.engine.trial import feed
 from kvfold.ops.common.attention import LOG2_E, attend_rows, attention
 from kvfold.ops.common.parts import plan_parts
-from kvfold.ops.decode import numba
+from kvfold.ops.common.tuning import Tuning
+from kvfold.ops.decode import Limits, numba, triton_split
+from kvfold.ops.decode import reference as decode_reference
 from kvfold.ops.sinks import reference
 from kvfold.ops.sinks import triton as kernel
+from kvfold.ops.store import gather
 from kvfold.ops.store.reference import read_metrics
 from matrix import matrix
-from pages import Case, per_head
+from pages import Case, error, per_head
 from seam_types import TYPES, config, tiny
 from steps import backends
 from test_sidecar import bytes_tokenizer
@@ -59,10 +62,8 @@ SHAPES = {
     "codes": {"bits": 4},
     "codes in a window": {"bits": 8, "window": 7},
 }
-# What no kernel serves in decoding, and in prefill: plain PyTorch does.
-WINDOWED = {name for name, shape in SHAPES.items() if "window" in shape}
-CAPPED = {name for name, shape in SHAPES.items() if "softcap" in shape}
-NO_DECODE, NO_PREFILL = WINDOWED | CAPPED, CAPPED | {"512"}
+# What no kernel of a CPU serves in decoding: plain PyTorch does.
+LIMITED = {name for name, shape in SHAPES.items() if {"window", "softcap"} & shape.keys()}
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_any_layer_on_a_cpu(way: str, name: str, sinks: bool, backend) -> None:
     by_pages = "NumbaDecode"
     if way == "reference":
         by_pages = "Fallback" if sinks or "joint" in SHAPES[name] else "CpuPaged"
-    assert (decode, prefill) == ("Fallback" if name in NO_DECODE else by_pages, "Fallback")
+    assert (decode, prefill) == ("Fallback" if name in LIMITED else by_pages, "Fallback")
     assert error < rounding(torch.float32, 1024)
 
 
@@ -96,8 +97,8 @@ def test_any_layer_on_a_cpu(way: str, name: str, sinks: bool, backend) -> None:
 def test_any_layer_by_kernels(name: str, sinks: bool, backend) -> None:
     backend("triton")
     decode, prefill, error = served(Shape(**SHAPES[name], sinks=sinks, dtype=torch.float16))
-    wanted = "Fallback" if name in NO_DECODE else "TritonDecode"
-    assert decode == wanted and prefill == ("Fallback" if name in NO_PREFILL else "TritonPrefill")
+    assert decode == "TritonDecode"
+    assert prefill == ("Fallback" if name == "512" else "TritonPrefill")
     assert error < 2e-3
 
 
@@ -177,6 +178,43 @@ def test_numba_adds_to_metrics_what_is_left_beside_sinks() -> None:
         torch.testing.assert_close(
             added[0, g, :rows].double(), weights[0, g, :rows], rtol=bound, atol=1e-4
         )
+
+
+# -- limits of scores in two passes -------------------------------------------------------------
+
+LAYOUTS = {
+    "16 bits": {"ranks": [(16, 16), (8, 24)]},
+    "codes": {"ranks": [(16, 16), (32, 24)], "bits": 4},
+    "wide": {"ranks": [(272, 16)]},
+    "wide codes": {"ranks": [(544, 16)], "bits": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tracked", "limits"),
+    matrix(list(LAYOUTS), [False, True], [(None, 9), (1.5, None), (0.8, 60)], diagonals=2),
+)
+def test_scores_in_two_passes(name: str, tracked: bool, limits) -> None:
+    """Of rows in several tiles, of which windows hide whole ones and whole slices."""
+    ranks, how = LAYOUTS[name]["ranks"], {k: x for k, x in LAYOUTS[name].items() if k != "ranks"}
+    layout = per_head(ranks, page=16, tracked=tracked, **how)
+    lengths = [[n] * len(ranks) for n in (150, 1, 0, 64, 65)]
+    case = Case.of(layout, lengths, 3, torch.float16, peak=4.0)
+    q, pages, slots, scale = case.args
+    counts = pages.lengths[slots]
+    rows = gather(pages, slots, counts, torch.float16, 150)
+    last = rows.positions[:, 0].masked_fill(~rows.valid[:, 0], -1).amax(1)
+    bound = Limits(softcap=limits[0], window=limits[1], positions=last)
+    cut = Tuning(block=32, stages=1, warps=1, slices=4)
+    plan = triton_split.plan_layers([layout.groups], counts, 3, 1000, (cut, cut), limited=True)[0]
+    plan = replace(plan, wide="wide" in name)
+    out, lse = triton_split.decode(q, pages, slots, scale, plan, bound)
+    wanted, wanted_lse = decode_reference.decode(q, pages, slots, scale, None, bound)
+    free, _ = decode_reference.decode(q, pages, slots, scale)
+    assert error(out, wanted.cpu().double()) < 4e-3
+    assert not out[2].any()
+    torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=2e-3)
+    assert error(free, wanted.cpu().double()) > 0.02
 
 
 # -- models -------------------------------------------------------------------------------------

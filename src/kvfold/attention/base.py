@@ -111,6 +111,11 @@ class LayerShape:
         return self.geometry.softcap
 
     @property
+    def limited(self) -> bool:
+        """Whether scores are capped, or a window hides rows."""
+        return self.softcap is not None or self.window is not None
+
+    @property
     def rebuilds_keys(self) -> bool:
         """Whether keys are mapped, then turned, for every score."""
         return self.spec.keys == "pre_rope"

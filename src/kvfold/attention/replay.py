@@ -150,7 +150,8 @@ def _heads_of(groups: tuple[Group, ...], device: torch.device) -> Tensor:
 def _served(x: _Reading) -> bool:
     """Whether kernels take these queries."""
     task = Task(decode=False, observed=False, device_type=x.q.device.type, dtype=x.q.dtype)
-    return select(x.layer, x.groups, task).backend is TritonPrefill
+    chosen = select(x.layer, x.groups, task).backend
+    return chosen is TritonPrefill and x.layer.softcap is None
 
 
 def _by_kernels(x: _Reading) -> tuple[Tensor, Tensor]:
