@@ -62,7 +62,7 @@ SHAPES = {
     "codes": {"bits": 4},
     "codes in a window": {"bits": 8, "window": 7},
 }
-# What no kernel of a CPU serves in decoding: plain PyTorch does.
+# Where scores are capped, or rows hidden.
 LIMITED = {name for name, shape in SHAPES.items() if {"window", "softcap"} & shape.keys()}
 
 
@@ -88,8 +88,9 @@ def test_any_layer_on_a_cpu(way: str, name: str, sinks: bool, backend) -> None:
     decode, prefill, error = served(Shape(**SHAPES[name], sinks=sinks))
     by_pages = "NumbaDecode"
     if way == "reference":
-        by_pages = "Fallback" if sinks or "joint" in SHAPES[name] else "CpuPaged"
-    assert (decode, prefill) == ("Fallback" if name in LIMITED else by_pages, "Fallback")
+        others = sinks or name in LIMITED or "joint" in SHAPES[name]
+        by_pages = "Fallback" if others else "CpuPaged"
+    assert (decode, prefill) == (by_pages, "Fallback")
     assert error < rounding(torch.float32, 1024)
 
 
@@ -215,6 +216,25 @@ def test_scores_in_two_passes(name: str, tracked: bool, limits) -> None:
     assert not out[2].any()
     torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=2e-3)
     assert error(free, wanted.cpu().double()) > 0.02
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="Numba's kernels run on a CPU")
+@pytest.mark.parametrize("bounds", [(None, 9), (1.5, None), (0.8, 600)], ids=str)
+@pytest.mark.parametrize("tracked", [False, True], ids=["indices", "positions"])
+def test_scores_by_numba(tracked: bool, bounds) -> None:
+    """Of rows in several tasks, of which windows hide whole ones."""
+    layout = per_head([(16, 16), (8, 24)], page=16, itemsize=4, tracked=tracked)
+    lengths = [[n] * 2 for n in (1200, 1, 0, 511, 513)]
+    case = Case.of(layout, lengths, 3, torch.float32, peak=4.0)
+    q, pages, slots, scale = case.args
+    rows = gather(pages, slots, pages.lengths[slots], torch.float32, 1200)
+    last = rows.positions[:, 0].masked_fill(~rows.valid[:, 0], -1).amax(1)
+    limits = Limits(softcap=bounds[0], window=bounds[1], positions=last)
+    plan = plan_parts(layout.spec.layers[0], layout.groups, 3, torch.float32)
+    found = numba.decode(q, pages, slots, scale, plan, None, None, limits)
+    wanted, _ = decode_reference.decode(q, pages, slots, scale, None, limits)
+    assert error(found, wanted.double()) < rounding(torch.float32, 4096)
+    assert error(case.out, wanted.double()) > 0.02 and not found[2].any()
 
 
 # -- models -------------------------------------------------------------------------------------

@@ -99,10 +99,7 @@ class TritonDecode(AttentionBackend):
                 self.plans.update(zip(x.layers, plans, strict=True))
         q, pages = q[:, :, 0], self.view.pages[layer.index]
         plan = self.plans[layer.index]
-        limits = None
-        if layer.limited:
-            positions = part.positions[:, 0]
-            limits = Limits(softcap=layer.softcap, window=layer.window, positions=positions)
+        limits = limits_of(layer, part)
         out, lse = decode.decode(q, pages, part.slots, layer.scale, plan, limits)
         out, lse = _with_sinks(layer, out, lse)
         if self.observer is None or layer.index not in self.observer.layers:
@@ -168,6 +165,14 @@ class LatentDecode(AttentionBackend):
                 q, layers, counts, part.rows, [self.maps[i] for i in x.layers]
             )
             self.plans.update(zip(x.layers, plans, strict=True))
+
+
+def limits_of(layer: LayerShape, part: AttentionMetadata) -> Limits | None:
+    """Of the scores of a decoding part's queries; None where they stay as they are."""
+    if not layer.limited:
+        return None
+    positions = part.positions[:, 0]
+    return Limits(softcap=layer.softcap, window=layer.window, positions=positions)
 
 
 def _with_sinks(layer: LayerMaps, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
