@@ -45,12 +45,12 @@ def random_maps(layer: SeamLayer, keep: float = 1.0) -> Maps:
     turned = orthogonal(heads, d) * (torch.rand(heads, 1, d, dtype=torch.float64) + 0.5)
     back = torch.linalg.inv(turned).mT
     about = torch.randn(heads, d, dtype=torch.float64)
-    if layer.softcap is not None or layer.sinks:
+    if layer.softcap is not None or layer.sinks is not None:
         about = about * 0
     values, mean = orthogonal(1, heads * dv)[0], torch.randn(heads * dv, dtype=torch.float64)
     r, s = int(d * keep), int(heads * dv * keep)
     keys = [LatentMaps(x[:, :r], y[:, :r], z) for x, y, z in zip(turned, back, about, strict=True)]
-    mean = mean * (not layer.sinks)
+    mean = mean * (layer.sinks is None)
     return Maps.of(keys, [LatentMaps(values[:, :s], values[:, :s], mean)])
 
 

@@ -84,7 +84,6 @@ def test_requests_run_together_and_share_prefixes(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "why"),
     [
-        ("gpt_oss", {}, "has sinks beside its scores"),
         ("llama", {"evict": "h2o", "keep_tokens": 0.5}, "nothing is evicted"),
         ("llama", {"format": "kivi", "bits": 4}, "numbers are packed as"),
     ],

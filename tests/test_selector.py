@@ -66,6 +66,7 @@ def layer_of(
     window: int | None = None,
     softcap: float | None = None,
     fixed: bool = True,
+    sinks: bool = False,
     **layout,
 ) -> Layer:
     """A layer of 16 numbers a head and side, or of 16 for all of them."""
@@ -86,6 +87,8 @@ def layer_of(
         geometry=geometry,
         window=window,
         fixed_rope=fixed,
+        has_sinks=sinks,
+        sinks=torch.zeros(4) if sinks else None,
         key_columns=Columns(spec, spec.key_latents),
         value_columns=Columns(spec, spec.value_latents),
         key_up=up if keys == "pre_rope" else None,
@@ -129,6 +132,10 @@ def warned(layer: Layer, choice: Choice, task: Task) -> str:
         (layer_of(shared=True, tracked=True), True, "TritonDecode"),
         (layer_of(tiers=((8, 4), (8, 2)), tracked=True), True, "TritonDecode"),
         (layer_of("pre_rope", tracked=True), True, "LatentDecode"),
+        (layer_of(window=64, tracked=True), False, "TritonDecode"),
+        (layer_of(softcap=30.0, window=64, shared=True), False, "TritonDecode"),
+        (layer_of(sinks=True), False, "TritonDecode"),
+        (layer_of("pre_rope", sinks=True), False, "LatentDecode"),
     ],
 )
 def test_kernels_decode_on_a_gpu(layer: Layer, observed: bool, wanted: str) -> None:
@@ -161,9 +168,10 @@ def test_kernels_decode_on_a_gpu(layer: Layer, observed: bool, wanted: str) -> N
         ),
         (layer_of(bits=4, sub_group=8), False, "", "leave sub_group out"),
         (layer_of(itemsize=4), False, "", "load the model as bfloat16"),
-        (layer_of(window=64, tracked=True), False, "window of 64 tokens", "no setting avoids it"),
-        (layer_of(softcap=30.0), False, "scores are capped", "no setting avoids it"),
-        (layer_of(softcap=30.0, window=64), False, "scores are capped", "no setting avoids it"),
+        (layer_of("pre_rope", window=64), False, "window of 64 tokens", "no setting avoids it"),
+        (layer_of("pre_rope", softcap=30.0), False, "scores are capped", "no setting avoids it"),
+        (layer_of(softcap=30.0, tracked=True), True, "observes capped", "no setting avoids it"),
+        (layer_of(softcap=30.0, itemsize=4), False, "", "load the model as bfloat16"),
         (layer_of(bits=3, tracked=True), True, "3 bits", "8, 4 and 2 bits have kernels"),
     ],
 )
@@ -196,8 +204,8 @@ def test_queries_are_kept_where_decoding_leaves_no_weights(layer: Layer, wanted:
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("numba", ("NumbaDecode", "NumbaDecode", "Fallback")),
-        ("reference", ("CpuPaged", "Fallback", "Fallback")),
+        ("numba", ("NumbaDecode",) * 4),
+        ("reference", ("CpuPaged", "Fallback", "Fallback", "Fallback")),
     ],
 )
 def test_cpus_read_pages_and_warn_of_nothing(
@@ -205,7 +213,8 @@ def test_cpus_read_pages_and_warn_of_nothing(
 ) -> None:
     pytest.importorskip("numba", reason="Numba is not installed")
     backend(name)
-    task, several = task_of("cpu"), ({}, {"shared": True}, {"window": 64, "tracked": True})
+    window = {"window": 64, "tracked": True}
+    task, several = task_of("cpu"), ({}, {"shared": True}, window, {"sinks": True})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for options, wanted_one in zip(several, wanted, strict=True):
@@ -229,7 +238,9 @@ def test_without_triton_a_gpu_is_told_so(backend: Callable[[str], None]) -> None
         (layer_of("pre_rope", "rebuilt", shared=True), False, "TritonPrefill"),
         (layer_of(tracked=True), True, "TritonPrefill"),
         (layer_of("pre_rope", tracked=True), True, "Fallback"),
-        (layer_of(softcap=30.0), False, "Fallback"),
+        (layer_of(softcap=30.0), False, "TritonPrefill"),
+        (layer_of(softcap=30.0, tracked=True), True, "Fallback"),
+        (layer_of(sinks=True, window=64), False, "TritonPrefill"),
     ],
 )
 def test_prefill_has_its_own(layer: Layer, observed: bool, wanted: str) -> None:

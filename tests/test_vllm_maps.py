@@ -107,7 +107,7 @@ def sidecar(model, folder: Path, half: bool = False, joint: bool = False) -> str
     for index, layer in enumerate(layers):
         heads, d = layer.num_kv_heads, layer.head_dim
         r = RANKS[index % len(RANKS)] if half else d
-        plain = layer.softcap is None and not layer.sinks
+        plain = layer.softcap is None and layer.sinks is None
         values = (
             orthogonal(1, heads * d)[..., : heads * r] if joint else orthogonal(heads, d)[..., :r]
         )

@@ -16,6 +16,8 @@ from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
 from kvfold.spec.layout import Group
 
+RESIDUAL = "a residual keeps rows in two places"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -72,7 +74,7 @@ def reads_unevenly(layer: LayerShape, groups: Sequence[Group]) -> str | None:
     if layer.softcap is not None:
         return "scores are capped"
     if groups[0].layout.residual:
-        return "a residual keeps rows in two places"
+        return RESIDUAL
     if layer.window is not None:
         return f"a sliding window of {layer.window} tokens hides rows of a page"
     return None

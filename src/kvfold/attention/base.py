@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvfold.ops.common.attention import Tables, attention, rotate
+from kvfold.ops.sinks import beside_sinks
 from kvfold.spec import Geometry, Latent, LayerSpec
 
 
@@ -94,7 +95,8 @@ class LayerShape:
     """What a layer's backends are chosen by: its number and what it stores, no tensors.
 
     window: tokens that a query sees, its own included (None: all); fixed_rope: whether there is
-    RoPE, whose angles hold for sequences of any length.
+    RoPE, whose angles hold for sequences of any length; has_sinks: whether a learned score stands
+    beside those of every query.
     """
 
     index: int
@@ -102,10 +104,16 @@ class LayerShape:
     geometry: Geometry
     window: int | None
     fixed_rope: bool
+    has_sinks: bool = False
 
     @property
     def softcap(self) -> float | None:
         return self.geometry.softcap
+
+    @property
+    def limited(self) -> bool:
+        """Whether scores are capped, or a window hides rows."""
+        return self.softcap is not None or self.window is not None
 
     @property
     def rebuilds_keys(self) -> bool:
@@ -134,7 +142,9 @@ class LayerMaps(LayerShape):
     key_up [n, heads * d, r] and key_mean [Hk, d]: of keys that are rebuilt before RoPE, else None;
     value_up [n, heads * d, r]: of values that W_O does not take as they are stored, else None;
     output: W_O [D, W]; rope: of keys that are rebuilt, None where the model has none; score_map
-    [Hk, D + 1]: from hidden states and a one to the log of what rows are worth, if it was learned.
+    [Hk, D + 1]: from hidden states and a one to the log of what rows are worth, if it was learned;
+    sinks fp32 [Hq]: by query head, the score that stands beside a query's and has no value, where
+    `has_sinks`.
     """
 
     key_columns: Columns
@@ -145,6 +155,10 @@ class LayerMaps(LayerShape):
     output: Tensor
     rope: Rope | None
     score_map: Tensor | None = None
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.has_sinks is (self.sinks is not None), "a layer with sinks has their tensor"
 
     @property
     def scale(self) -> float:
@@ -212,8 +226,13 @@ class LayerMaps(LayerShape):
         v = self.mapped_values(rows) if first else self.value_columns.gather(rows)
         heads = self.geometry.num_kv_heads
         v = v.transpose(1, 2) if v.shape[2] in (1, heads) else self.value_columns.spread(v)
-        out, weights = attention(q, k, v, mask, self.scale, need_weights, self.softcap)
+        out, weights = attention(q, k, v, mask, self.scale, need_weights, self.softcap, self.sinks)
         return self.joined(out, mapped=first), weights
+
+    def beside_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """As of `ops.sinks`, of what a kernel gave: out [B, Hq, T, .] and lse fp32
+        [B, Hq, T]. As they are where the layer has no sinks."""
+        return (out, lse) if self.sinks is None else beside_sinks(out, lse, self.sinks)
 
     def joined(self, out: Tensor, mapped: bool = False) -> Tensor:
         """Attention outputs [B, Hq, T, d or r] as what W_O takes [B, T, W]. mapped: values were

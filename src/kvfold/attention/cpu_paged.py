@@ -44,6 +44,8 @@ class CpuPaged(AttentionBackend):
             return "it is for CPUs without kernels"
         if layer.rebuilds_keys:
             return "keys are rebuilt before RoPE"
+        if layer.has_sinks:
+            return "a sink stands beside the scores"
         if len(groups) != layer.geometry.num_kv_heads:
             return "heads share latents"
         if not cpu.supports(groups):

@@ -62,6 +62,7 @@ class HybridAttention(AttentionBackend):
         if not part.narrow.lengths.size or part.narrow.size(layer.index):
             found = self._weigh(False, layer, part.narrow, self._first(layer, q))
             out, lse = merged((out, lse), found)
+        out, lse = layer.beside_sinks(out, lse)
         self._rank(layer, part, q, lse)
         return layer.joined(out)
 

@@ -7,10 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.attention.backend import AttentionBackend, Task, reads_unevenly
+from kvfold.attention.backend import RESIDUAL, AttentionBackend, Task
 from kvfold.attention.base import LayerMaps, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
+from kvfold.attention.triton_decode import limits_of
 from kvfold.cache.eviction.attention import observed
 from kvfold.ops.backend import no_numba
 from kvfold.ops.common.parts import Parts, plan_parts, unread
@@ -33,11 +34,9 @@ class NumbaDecode(AttentionBackend):
     def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
         if layer.rebuilds_keys:
             return "keys are rebuilt before RoPE"
-        return (
-            no_numba(task.device_type)
-            or reads_unevenly(layer, groups)
-            or unread(layer.spec, groups)
-        )
+        if groups[0].layout.residual:
+            return RESIDUAL
+        return no_numba(task.device_type) or unread(layer.spec, groups)
 
     @classmethod
     def prepare(
@@ -62,5 +61,6 @@ class NumbaDecode(AttentionBackend):
             last = torch.where(seen, part.positions[:, 0] - policy.exclude, -1)
             watch = numba.Watch(policy.power, last)
         pages, plan = self.view.pages[layer.index], self.plans[layer.index]
-        out = numba.decode(q[:, :, 0].detach(), pages, part.slots, layer.scale, plan, watch)
+        place, limits = (pages, part.slots, layer.scale, plan, watch), limits_of(layer, part)
+        out = numba.decode(q[:, :, 0].detach(), *place, layer.sinks, limits)
         return layer.joined(out[:, :, None].to(q.dtype))

@@ -150,7 +150,8 @@ def _heads_of(groups: tuple[Group, ...], device: torch.device) -> Tensor:
 def _served(x: _Reading) -> bool:
     """Whether kernels take these queries."""
     task = Task(decode=False, observed=False, device_type=x.q.device.type, dtype=x.q.dtype)
-    return select(x.layer, x.groups, task).backend is TritonPrefill
+    chosen = select(x.layer, x.groups, task).backend
+    return chosen is TritonPrefill and x.layer.softcap is None
 
 
 def _by_kernels(x: _Reading) -> tuple[Tensor, Tensor]:
@@ -164,7 +165,8 @@ def _by_kernels(x: _Reading) -> tuple[Tensor, Tensor]:
         positions=rows.positions.masked_fill(~rows.valid, NEVER),
         queries=x.positions[None],
     )
-    out, _, lse = prefill_among(x.q, keys, values, seen, x.layer.scale, x.among)
+    out, whole, lse = prefill_among(x.q, keys, values, seen, x.layer.scale, x.among)
+    out, _ = x.layer.beside_sinks(out, whole)
     bias = -lse if x.of_queries is None else x.of_queries.log2()[:, None] - lse
     worth = peaks(x.q, keys, bias, x.counted, seen.owner, x.layer.scale, x.of_rows)
     return x.layer.joined(out, mapped=first), worth

@@ -204,7 +204,7 @@ def _remedy(layer: LayerShape, groups: Sequence[Group], task: Task) -> str:
         return "install triton, and leave KVFOLD_BACKEND at auto"
     if task.reweighed:
         return "another policy, such as kv-compress, has kernels"
-    if layer.softcap is not None or (task.decode and layer.window is not None):
+    if layer.limited and (task.observed or (task.decode and layer.rebuilds_keys)):
         return "no setting avoids it"
     settings = _decode_settings if task.decode else _prefill_settings
     return "; ".join(settings(layer, groups, task)) or EVEN

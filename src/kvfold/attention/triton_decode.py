@@ -13,23 +13,25 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.attention.backend import AttentionBackend, Task, reads_unevenly
+from kvfold.attention.backend import RESIDUAL, AttentionBackend, Task, reads_unevenly
 from kvfold.attention.base import LayerMaps, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
 from kvfold.ops import decode, latent_decode, observe
+from kvfold.ops.decode import Limits
 from kvfold.ops.latent_decode import KeyMaps
 from kvfold.spec.layout import Group
 
 
 @dataclass(frozen=True)
 class LayerBatch:
-    """Layers that are planned together, since they have equally many groups and latents; columns
-    int64: the numbers of these groups."""
+    """Layers that are planned together, since they have equally many groups and latents, and limits
+    of scores or none; columns int64: the numbers of these groups."""
 
     layers: tuple[int, ...]
     groups: tuple[tuple[Group, ...], ...]
     columns: Tensor
+    limited: bool
 
     def lengths(self, view: CacheView, part: AttentionMetadata) -> Tensor:
         """int32 [B, groups of these layers], the step's own rows included."""
@@ -41,14 +43,15 @@ def batches(view: CacheView, layers: Sequence[LayerMaps]) -> list[LayerBatch]:
     alike = defaultdict(list)
     for layer in layers:
         counts = len(layer.spec.key_latents), len(layer.spec.value_latents)
-        alike[len(view.layout.of_layer(layer.index)), counts].append(layer.index)
+        groups = len(view.layout.of_layer(layer.index))
+        alike[groups, counts, layer.limited].append(layer.index)
     found = []
-    for own in alike.values():
-        groups = tuple(view.layout.of_layer(i) for i in own)
+    for (*_, limited), own in alike.items():
+        each = tuple(view.layout.of_layer(i) for i in own)
         places = [view.layout.layer_groups[i] for i in own]
         numbers = [number for x in places for number in range(x.start, x.stop)]
         columns = torch.tensor(numbers, device=view.device)
-        found.append(LayerBatch(tuple(own), groups, columns))
+        found.append(LayerBatch(tuple(own), each, columns, limited))
     return found
 
 
@@ -70,7 +73,11 @@ class TritonDecode(AttentionBackend):
     def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
         if layer.rebuilds_keys:
             return "keys are rebuilt before RoPE"
-        return reads_unevenly(layer, groups) or decode.why_not(groups, task.device_type)
+        if groups[0].layout.residual:
+            return RESIDUAL
+        if task.observed and layer.limited:
+            return "no kernel observes capped scores, or rows that a window hides"
+        return decode.why_not(groups, task.device_type, layer.limited)
 
     @classmethod
     def keeps(cls, groups: Sequence[Group], device_type: str) -> bool:
@@ -88,11 +95,13 @@ class TritonDecode(AttentionBackend):
         if not self.plans:
             for x in self.layers:
                 counts, queries = x.lengths(self.view, part), layer.geometry.queries_per_kv
-                plans = decode.plan_layers(x.groups, counts, queries, part.rows)
+                plans = decode.plan_layers(x.groups, counts, queries, part.rows, x.limited)
                 self.plans.update(zip(x.layers, plans, strict=True))
         q, pages = q[:, :, 0], self.view.pages[layer.index]
         plan = self.plans[layer.index]
-        out, lse = decode.decode(q, pages, part.slots, layer.scale, plan)
+        limits = limits_of(layer, part)
+        out, lse = decode.decode(q, pages, part.slots, layer.scale, plan, limits)
+        out, lse = _with_sinks(layer, out, lse)
         if self.observer is None or layer.index not in self.observer.layers:
             _add_metrics(self.view, layer.index, part, lse, plan)
         elif part.prompt_lengths is not None:
@@ -143,7 +152,7 @@ class LatentDecode(AttentionBackend):
             self._plan(part, q)
         place = self.view.pages[layer.index], part.slots, layer.scale
         maps, plan = self.maps[layer.index], self.plans[layer.index]
-        out, lse = latent_decode.latent_decode(q, *place, maps, plan)
+        out, lse = _with_sinks(layer, *latent_decode.latent_decode(q, *place, maps, plan))
         _add_metrics(self.view, layer.index, part, lse, plan)
         return layer.joined(out[:, :, None])
 
@@ -156,6 +165,20 @@ class LatentDecode(AttentionBackend):
                 q, layers, counts, part.rows, [self.maps[i] for i in x.layers]
             )
             self.plans.update(zip(x.layers, plans, strict=True))
+
+
+def limits_of(layer: LayerShape, part: AttentionMetadata) -> Limits | None:
+    """Of the scores of a decoding part's queries; None where they stay as they are."""
+    if not layer.limited:
+        return None
+    positions = part.positions[:, 0]
+    return Limits(softcap=layer.softcap, window=layer.window, positions=positions)
+
+
+def _with_sinks(layer: LayerMaps, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """A kernel's out [B, Hq, .] and lse fp32 [B, Hq], beside the layer's sinks."""
+    out, lse = layer.beside_sinks(out[:, :, None], lse[..., None])
+    return out[:, :, 0], lse[..., 0]
 
 
 def _add_metrics(

@@ -26,8 +26,8 @@ class TritonPrefill(AttentionBackend):
 
     @classmethod
     def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
-        if layer.softcap is not None:
-            return "scores are capped"
+        if task.observed and layer.softcap is not None:
+            return "no kernel observes capped scores"
         if task.observed and layer.rebuilds_keys:
             return "no kernel observes keys that are rebuilt"
         dtypes = frozenset((task.dtype,))
@@ -50,7 +50,8 @@ class TritonPrefill(AttentionBackend):
             queries=part.positions,
             window=layer.window,
         )
-        out, lse = prefill(q, keys, values, seen, layer.scale)
+        found = prefill(q, keys, values, seen, layer.scale, layer.softcap)
+        out, lse = layer.beside_sinks(*found)
         self._observe(layer, part, q, lse)
         return layer.joined(out, mapped=first)
 

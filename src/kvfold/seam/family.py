@@ -103,5 +103,5 @@ def seam_family(layers: list[SeamLayer]) -> type[Family]:
             f"keys of {first.name} have {first.head_dim} numbers a head and values"
             f" {first.value_dim}; maps are planned for heads alike"
         )
-    sinks = any(layer.sinks for layer in layers)
+    sinks = any(layer.sinks is not None for layer in layers)
     return type("ModelsFamily", (SeamFamily,), {"found": layers, "sinks": sinks})

@@ -29,9 +29,9 @@ MASKED_BY_VALUES = ("doge",)  # masks are computed from the values that the cach
 class SeamLayer:
     """A module that calls attention. name: in the model; source: of the module whose keys and
     values it reads, its own name in most models, None where they are not as a cache stores them;
-    sinks: whether a score of its own stands beside all others; window: tokens that a query sees
-    (None: all). keys [Hk, T, d], values [Hk, T, dv]: of the probe, where attention gives nothing in
-    any layer."""
+    sinks [Hq]: scores of its own that stand beside all others, or None; window: tokens that a query
+    sees (None: all). keys [Hk, T, d], values [Hk, T, dv]: of the probe, where attention gives
+    nothing in any layer."""
 
     name: str
     source: str | None
@@ -40,7 +40,7 @@ class SeamLayer:
     scaling: float | None
     softcap: float | None
     window: int | None
-    sinks: bool
+    sinks: Tensor | None
     keys: Tensor
     values: Tensor
 
@@ -136,7 +136,7 @@ def _look(
             scaling=asked.get("scaling"),
             softcap=asked.get("softcap"),
             window=asked.get("sliding_window"),
-            sinks=asked.get("s_aux") is not None,
+            sinks=asked.get("s_aux"),
             keys=key[0],
             values=value[0],
         )

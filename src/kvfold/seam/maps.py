@@ -28,7 +28,8 @@ class Maps:
 
     value_down, value_up [n, h dv, s], value_shift [n, s], value_mean [Hk, dv]: of the values of h
     heads value_down^T v - value_shift is stored; what attention adds up of it comes back through
-    value_up, plus value_mean.
+    value_up, plus value_mean. Both are zero where a sink stands beside the scores, since weights
+    then add up to less than one.
     """
 
     key_down: Tensor

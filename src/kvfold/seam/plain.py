@@ -53,7 +53,7 @@ def measured_means(model: Any) -> list[Means]:
 
 def _means(layer: SeamLayer) -> Means:
     capped = layer.softcap is not None
-    return Means.of(layer.keys, layer.values, capped=capped, sinks=layer.sinks)
+    return Means.of(layer.keys, layer.values, capped=capped, sinks=layer.sinks is not None)
 
 
 def plain_sidecar(model: Any) -> Sidecar:

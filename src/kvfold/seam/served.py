@@ -57,11 +57,6 @@ class _View:
 def check_servable(layers: Sequence[SeamLayer]) -> None:
     """Raises SettingError for attention that no kernel of the engine computes."""
     for layer in layers:
-        if layer.sinks:
-            raise SettingError(
-                f"{layer.name} has sinks beside its scores, which the engine's kernels do not know:"
-                " use kvfold.attach and transformers"
-            )
         if layer.source != layer.name:
             raise SettingError(
                 f"{layer.name} reads the keys and values of {layer.source}, which the engine does"
@@ -74,9 +69,11 @@ def served_spec(spec: CacheSpec) -> CacheSpec:
     return replace(spec, layers=tuple(replace(x, values="rebuilt") for x in spec.layers))
 
 
-def served_layer(index: int, spec: CacheSpec, maps: Maps, window: int | None) -> Served:
+def served_layer(
+    index: int, spec: CacheSpec, maps: Maps, window: int | None, sinks: Tensor | None = None
+) -> Served:
     """A layer of a plan `served_spec` by its number and maps, as attention sees it. window: tokens
-    that a query sees (None: all)."""
+    that a query sees (None: all); sinks [Hq]: scores that stand beside a query head's, or None."""
     layer = spec.layers[index]
     seen = LayerMaps(
         index=index,
@@ -84,6 +81,7 @@ def served_layer(index: int, spec: CacheSpec, maps: Maps, window: int | None) ->
         geometry=spec.geometry,
         window=window,
         fixed_rope=True,
+        has_sinks=sinks is not None,
         key_columns=Columns(layer, layer.key_latents),
         value_columns=Columns(layer, layer.value_latents),
         key_up=None,
@@ -91,6 +89,7 @@ def served_layer(index: int, spec: CacheSpec, maps: Maps, window: int | None) ->
         value_up=maps.value_up.contiguous(),
         output=maps.value_up.new_empty(0),
         rope=None,
+        sinks=None if sinks is None else sinks.detach().to(maps.value_up.device, torch.float32),
     )
     return Served(maps, seen)
 
@@ -121,7 +120,7 @@ def install(
         if turns is not None:
             maps = turned_maps(maps, own, bits, turns)
         maps = maps.to(model.device, model.dtype)
-        served = served_layer(index, spec, maps, layer.window)
+        served = served_layer(index, spec, maps, layer.window, layer.sinks)
         module = model.get_submodule(layer.name)
         module.__dict__[_STATE] = served
         module.register_forward_pre_hook(partial(_give_context, served), with_kwargs=True)

@@ -26,10 +26,9 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(capped(q k^T * scale) + mask) v with grouped heads and d_qk != d_v.
 
-    sinks [Hq]: a score of nothing that stands beside every query's, or None.
-
     q [B, Hq, T, dk], k [B, Hk, S, dk], v [B, 1 or Hk, S, dv]; mask None (causal if T > 1), bool or
-    additive [B or 1, 1 or Hq, T, S]. Returns [B, Hq, T, dv] and, if asked, weights [B, Hq, T, S].
+    additive [B or 1, 1 or Hq, T, S]; sinks [Hq]: a score of nothing that stands beside every
+    query's, or None. Returns [B, Hq, T, dv] and, if asked, weights [B, Hq, T, S].
     """
     v = v.expand(-1, k.shape[1], -1, -1)
     if need_weights:
@@ -47,7 +46,7 @@ def attention(
 
 
 def attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query a sequence to the rows that are valid.
 
@@ -60,9 +59,9 @@ def attend_rows(
         nothing = torch.full(q.shape[:2], -torch.inf, device=q.device)
         return q.new_zeros(*q.shape[:2], v.shape[-1]), nothing
     mask = (valid | empty)[:, :, None].repeat_interleave(group, 1)
-    out, _ = attention(q[:, :, None], k, v, mask, scale)
+    out, _ = attention(q[:, :, None], k, v, mask, scale, softcap=softcap)
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(wide).unflatten(1, (-1, group)) @ k.to(wide).mT * scale
+    scores = capped(q.to(wide).unflatten(1, (-1, group)) @ k.to(wide).mT * scale, softcap)
     lse = scores.masked_fill(~valid[:, :, None], -torch.inf).logsumexp(-1).flatten(1)
     return out[:, :, 0], (lse * LOG2_E).float()
 

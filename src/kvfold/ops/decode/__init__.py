@@ -8,7 +8,6 @@ once.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -20,15 +19,28 @@ from kvfold.ops.common import pieces
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import columns_of
 from kvfold.ops.decode.groups import unread
+from kvfold.ops.decode.limits import LIMITED, Limits
 from kvfold.spec.layout import CacheLayout, Group
 
+__all__ = ["DECODE", "Limits", "decode", "one_pass_page", "plan_layers", "two_passes", "why_not"]
+
+
 # Each has `plan_layers` and `decode`, which are called as those below.
-DECODE = Operation(__name__, {"triton": unread, "triton_split": partial(pieces.unread, "decode")})
+def _unread_at_once(groups: tuple[Group, ...], limited: bool = False) -> str | None:
+    return LIMITED if limited else unread(groups)
 
 
-def why_not(groups: Sequence[Group], device_type: str) -> str | None:
-    """Why `decode` gathers all rows of such pages, in plain PyTorch; None where it does not."""
-    return DECODE.why_not(device_type, tuple(groups))
+def _unread_split(groups: tuple[Group, ...], limited: bool = False) -> str | None:
+    return pieces.unread("decode", groups)
+
+
+DECODE = Operation(__name__, {"triton": _unread_at_once, "triton_split": _unread_split})
+
+
+def why_not(groups: Sequence[Group], device_type: str, limited: bool = False) -> str | None:
+    """Why `decode` gathers all rows of such pages, in plain PyTorch; None where it does not.
+    limited: with `Limits`."""
+    return DECODE.why_not(device_type, tuple(groups), limited)
 
 
 def two_passes(layout: CacheLayout, queries: int) -> str | None:
@@ -58,33 +70,43 @@ def one_pass_page(layout_of: Callable[[int], CacheLayout], queries: int) -> int 
 
 
 def plan_layers(
-    layers: Sequence[Sequence[Group]], lengths: Tensor, queries: int, rows: int
+    layers: Sequence[Sequence[Group]],
+    lengths: Tensor,
+    queries: int,
+    rows: int,
+    limited: bool = False,
 ) -> list[Any]:
     """How a step's work is cut, of layers with equally many groups at once: what `decode` takes of
     each, or None where nothing is planned. No host sync.
 
     lengths int [B, groups of all layers], of the sequences `decode` is given, the step's own rows
     included; queries: query heads of a KV head; rows: at most as many has a layer, its groups added
-    up.
+    up; limited: whether all of these layers are decoded with `Limits`.
     """
+    more = {"limited": True} if limited else {}
 
     def make(module: ModuleType, own: list[int]) -> list[Any]:
         counts = columns_of(lengths, len(layers), own)
-        plans: list[Any] = module.plan_layers([layers[i] for i in own], counts, queries, rows)
+        mine = [layers[i] for i in own]
+        plans: list[Any] = module.plan_layers(mine, counts, queries, rows, **more)
         return plans
 
-    return DECODE.plan(lengths.device.type, [(tuple(groups),) for groups in layers], make)
+    return DECODE.plan(lengths.device.type, [(tuple(groups), limited) for groups in layers], make)
 
 
 def decode(
-    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: Any = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: Any = None,
+    limits: Limits | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(q k^T * scale) v over the rows of every group.
 
     q [B, Hq, widest key rank], zeros beyond a head's own rank, KV heads in order; slots int64 [B];
-    plan: of `plan_layers`, else made here. Returns [B, Hq, widest value rank], 0 beyond a head's
-    own rank and for a group without rows, and the log2-sum-exp2 of the scaled scores, fp32
-    [B, Hq], -inf for a group without rows.
+    plan: of `plan_layers`, else made here; limits: of scores, under which every sequence sees a
+    row of every group that has some. Returns [B, Hq, widest value rank], 0 beyond a head's own rank
+    and for a group without rows, and the log2-sum-exp2 of the scaled scores, fp32 [B, Hq], -inf for
+    a group without rows.
     """
-    module = DECODE.choose(q.device.type, pages.groups).module
-    return module.decode(q, pages, slots, scale, plan)
+    module = DECODE.choose(q.device.type, pages.groups, limits is not None).module
+    if limits is None:
+        return module.decode(q, pages, slots, scale, plan)
+    return module.decode(q, pages, slots, scale, plan, limits)

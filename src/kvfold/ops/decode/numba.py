@@ -23,6 +23,7 @@ from kvfold.ops.common.pages import LayerPages, views_of
 from kvfold.ops.common.parts import HALF, LANES, SINGLE, Parts
 from kvfold.ops.common.products_numba import dots, mix, power_of_2
 from kvfold.ops.common.threads import share
+from kvfold.ops.decode.limits import Limits
 from kvfold.spec.layout import UNIT
 
 CHUNK = 512  # rows of a task: their weights fit a core's first cache, beside a page
@@ -38,12 +39,14 @@ class Watch:
 
 
 def decode(
-    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: Parts, watch: Watch | None
-) -> Tensor:
+    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: Parts, watch: Watch | None,
+    sinks: Tensor | None = None, limits: Limits | None = None,
+) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v over the rows of every group: fp32 [B, Hq, dv], 0 beyond a head's
     own rank and for a group without rows. Adds what is watched to the metrics.
 
-    q [B, Hq, widest key rank], zeros beyond a head's own rank; slots int64 [B].
+    q [B, Hq, widest key rank], zeros beyond a head's own rank; slots int64 [B]; sinks fp32 [Hq]: a
+    score without a value beside those of a query head, or None; limits: of scores, or None.
     """
     queries = (q.float() * (scale * LOG2_E)).contiguous().numpy()
     chunk = max(1, CHUNK // plan.page) * plan.page
@@ -56,10 +59,19 @@ def decode(
     arena, halves, singles, ints = views_of(pages.arena)
     tables = pages.tables.numpy(), where
     rows = tasks, *tables, plan.segments, plan.parts, plan.groups, plan.heads, plan.page
-    data = arena, halves, singles, plan.factors, plan.small, plan.scales, plan.columns
-    share(partial(_attend, queries, *rows, *data, chunk, weights, sums, found), len(tasks))
+    data = arena, halves, singles, ints, plan.factors, plan.small, plan.scales, plan.columns
+    cap, window, last = 0.0, 0, where
+    if limits is not None:
+        cap, window = (limits.softcap or 0.0) * LOG2_E, limits.window or 0
+        last = limits.positions.long().numpy()
+    bounds = cap, window, last, pages.groups[0].layout.tracked
+    share(partial(_attend, queries, *rows, *data, *bounds, chunk, weights, sums, found), len(tasks))
     out = np.zeros((*q.shape[:2], plan.values), dtype=np.float32)
-    merge(tasks, plan.groups, plan.heads, sums, found, out)
+    if sinks is None:
+        beside = np.full(q.shape[1], -np.inf, dtype=np.float32)
+    else:
+        beside = (sinks * LOG2_E).numpy()
+    merge(tasks, plan.groups, plan.heads, sums, found, beside, out)
     if watch is not None:
         last = watch.last.numpy()
         observe(
@@ -77,7 +89,7 @@ def _attend(*arguments: Any) -> None:
 @kernel(fast=True)
 def powers(scores):
     """Scores become powers of 2, the largest of them 1. The largest score, the powers' sum."""
-    most, total = np.float32(-np.inf), np.float32(0)
+    most, total = np.float32(-1e30), np.float32(0)  # also where all are hidden
     for i in range(len(scores)):
         most = max(most, scores[i])
     for i in range(len(scores)):
@@ -85,6 +97,21 @@ def powers(scores):
     for i in range(len(scores)):
         total += scores[i]
     return most, total
+
+
+@kernel(fast=True)
+def limit(scores, first, count, row, positions, tracked, cap, least):
+    """Scores [H, C] of `count` rows of a page, columns `first`.. of them: within a cap, where that
+    is above 0, and -inf of rows at positions up to `least`. positions: of the page's rows, where
+    they are tracked; else they count from `row`."""
+    for h in range(len(scores)):
+        if cap > 0:
+            for p in range(first, first + count):
+                scores[h, p] = cap * np.tanh(scores[h, p] / cap)
+        for p in range(count):
+            position = positions[p] if tracked else row + p
+            if position <= least:
+                scores[h, first + p] = -np.inf
 
 
 @kernel(fast=True)
@@ -155,19 +182,21 @@ def cut(lengths, slots, chunk):
 
 @kernel(
     "void(float32[:,:,::1], int64[:,::1], int32[:,:,:], int64[::1], int64[:,::1], int64[:,::1],"
-    "int64[:,::1], int64[:,::1], int64, uint8[::1], uint16[::1], float32[::1], float32[::1],"
-    "boolean, int64, int64, int64, float32[:,:,::1], float32[:,:,::1], float32[:,:,::1],"
+    "int64[:,::1], int64[:,::1], int64, uint8[::1], uint16[::1], float32[::1], int32[::1],"
+    "float32[::1], boolean, int64, int64, float32, int64, int64[:], boolean, int64,"
+    "float32[:,:,::1], float32[:,:,::1], float32[:,:,::1],"
     "int64, int64)",
     fast=True,
 )
 def attend(
     q, tasks, tables, slots, segments, parts, groups, heads, page,
-    arena, halves, singles, factors, small, most_scales, columns,
+    arena, halves, singles, ints, factors, small, most_scales, columns, cap, window, asked, tracked,
     chunk, weights, sums, found, begin, end,
 ):  # fmt: skip
     """Attention of tasks begin..end: powers of 2 whose largest is 1 to `weights` [K, H, C], where
     these are kept, the largest score and the powers' sum to `sums` [K, H, 2], and the values added
-    up by them to `found` [K, H, dv]."""
+    up by them to `found` [K, H, dv]. cap: in log2, 0: none; window: 0: none, else rows up to
+    asked - window are hidden, asked [B]: positions of the queries."""
     most = heads.shape[1]
     rows = np.zeros(page * columns, dtype=np.float32)  # of a page, decoded
     queries = np.empty((most, columns), dtype=np.float32)
@@ -196,6 +225,13 @@ def attend(
                     load(base, inside, segments, factors, part, arena, halves, singles, scales,
                          each, rows)  # fmt: skip
                     dots(queries[own:last], rows, width, inside, mine[own:last, first:])
+        if cap > 0 or window > 0:
+            least = asked[b] - window if window > 0 else np.int64(-1)
+            for first in range(0, count, page):
+                base = np.int64(tables[slots[b], g, (row + first) // page]) * UNIT
+                at, inside = (base + groups[g, 6]) // 4, min(page, count - first)
+                rows_of = mine[: groups[g, 3]]
+                limit(rows_of, first, inside, row + first, ints[at:], tracked, cap, least)
         for h in range(groups[g, 3]):
             sums[t, h, 0], sums[t, h, 1] = powers(mine[h, :count])
         total[:] = 0
@@ -221,21 +257,22 @@ def attend(
 
 @kernel(
     "void(int64[:,::1], int64[:,::1], int64[:,::1], float32[:,:,::1], float32[:,:,::1],"
-    "float32[:,:,::1])",
+    "float32[::1], float32[:,:,::1])",
     fast=True,
 )
-def merge(tasks, groups, heads, sums, found, out):
+def merge(tasks, groups, heads, sums, found, sinks, out):
     """Tasks of a group together: out [B, Hq, dv]. The largest scores in `sums` become what a task's
-    powers are to be multiplied by."""
+    powers are to be multiplied by. sinks [Hq]: -inf where there are none."""
     k = 0
     while k < len(tasks):
         b, g, end = tasks[k, 0], tasks[k, 1], k + 1
         while end < len(tasks) and tasks[end, 0] == b and tasks[end, 1] == g:
             end += 1
         for h in range(groups[g, 3]):
-            most, total = np.float32(-np.inf), np.float32(0)
+            most = sinks[heads[g, h]]
             for t in range(k, end):
                 most = max(most, sums[t, h, 0])
+            total = power_of_2(sinks[heads[g, h]] - most)
             for t in range(k, end):
                 sums[t, h, 0] = power_of_2(sums[t, h, 0] - most)
                 total += sums[t, h, 0] * sums[t, h, 1]

@@ -8,27 +8,39 @@ from torch import Tensor
 from kvfold.ops.common.attention import attend_rows
 from kvfold.ops.common.pages import LayerPages, owner_of
 from kvfold.ops.common.pieces import latents_of, widest_value
+from kvfold.ops.decode.limits import Limits
 from kvfold.ops.store.reference import gather
 from kvfold.spec import Side
 from kvfold.spec.layout import Group
 
 
 def plan_layers(
-    layers: Sequence[Sequence[Group]], lengths: Tensor, queries: int, rows: int
+    layers: Sequence[Sequence[Group]],
+    lengths: Tensor,
+    queries: int,
+    rows: int,
+    limited: bool = False,
 ) -> list[None]:
     """Nothing is planned."""
     return [None] * len(layers)
 
 
 def decode(
-    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: None = None,
+    limits: Limits | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `ops.decode.decode`."""
     stored, groups = gather(pages, slots, pages.lengths[slots], q.dtype), pages.groups
     owner = torch.tensor(owner_of(groups), device=q.device)
     k = _spread(stored.rows, groups, "k", q.shape[-1])
     v = _spread(stored.rows, groups, "v", widest_value(groups))
-    return attend_rows(q, k, v, stored.valid[:, owner], scale)
+    valid = stored.valid[:, owner]
+    if limits is None:
+        return attend_rows(q, k, v, valid, scale)
+    if limits.window is not None:
+        first = limits.positions - limits.window
+        valid = valid & (stored.positions[:, owner] > first[:, None, None])
+    return attend_rows(q, k, v, valid, scale, limits.softcap)
 
 
 def _spread(rows: Tensor, groups: Sequence[Group], side: Side, width: int) -> Tensor:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kvfold.ops.common.codes_triton import UNIT, load_query, load_scale, unpack_all
+from kvfold.ops.common.softcap_triton import softcapped
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.common.weights_triton import store_weights
 from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
@@ -75,20 +76,41 @@ def _scores(
     return s
 
 
+@triton.jit
+def limited(
+    s, first, page, row, inside, query, place, arena, cap, window,
+    CAP: tl.constexpr, WINDOW: tl.constexpr, TRACKED: tl.constexpr,
+):  # fmt: skip
+    """Scores s [BLOCK, GP] of rows first.., in log2: CAP: capped, WINDOW: -inf where `window`
+    hides a row from the query at a position. TRACKED: rows have positions, from place on in int32;
+    else a row's is its index."""
+    if CAP:
+        s = softcapped(s, cap)
+    if WINDOW:
+        position = first + tl.arange(0, s.shape[0])
+        if TRACKED:
+            position = tl.load(arena + (page // 2 + place + row), inside, 0)
+        s = tl.where((position > query - window)[:, None], s, float("-inf"))
+    return s
+
+
 @step_kernel
 def stored_score_kernel(
     q, q_stride, weights, tops, codes, arena,
     tables, table_slot, table_group, lengths, length_slot, slots, heads, bases, starts, scale,
+    positions, places, cap, window,
     FORMS: tl.constexpr, KEY_FIELDS: tl.constexpr, FORM_FIELDS: tl.constexpr,
     G: tl.constexpr, HK: tl.constexpr, NQ: tl.constexpr, N: tl.constexpr, GP: tl.constexpr,
     DQ: tl.constexpr, ZEROS: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr = False,
+    PDL: tl.constexpr = False, CAP: tl.constexpr = False, WINDOW: tl.constexpr = False,
+    TRACKED: tl.constexpr = False,
 ):  # fmt: skip
     """Weights of every tile of a slice.
 
     q [B, HK * N, DQ]; codes: the arena as 16-bit words, arena: as int32; heads: see `key_pieces`;
-    weights, tops, bases as of `values_triton.value_kernel`.
+    weights, tops, bases as of `values_triton.value_kernel`; positions int [B], places int32 [G],
+    cap, window: see `limited`.
     """
     ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0  # a tile lies in one page
     after_launch(PDL)
@@ -124,6 +146,9 @@ def stored_score_kernel(
             table = tables + slot * table_slot + g * table_group
             base = tl.load(bases + b * G + g).to(tl.int64) * NQ
             to = base + first_head - g * NQ + n
+            position, place = 0, 0
+            if WINDOW:
+                position, place = tl.load(positions + b).to(tl.int32), tl.load(places + g)
             full = tl.minimum(stop, length // BLOCK)
             ahead = tile_pages(table, tile, row, length, PAGE, ONE_PAGE)
             for t in tl.range(tile, full, num_stages=STAGES):
@@ -133,8 +158,12 @@ def stored_score_kernel(
                     page, tile_rows(t, row, PAGE, ONE_PAGE), row >= 0, queries, totals, abouts,
                     codes, arena, scale_row, FORMS, GP, ZEROS, SCALE, BLOCK, ONE_PAGE,
                 )  # fmt: skip
+                s = limited(
+                    s * scale, t * BLOCK, page, tile_rows(t, row, PAGE, ONE_PAGE), row >= 0,
+                    position, place, arena, cap, window, CAP, WINDOW, TRACKED,
+                )  # fmt: skip
                 own = to + t * (BLOCK // SPAN) * NQ
-                store_weights(s * scale, weights, tops, own, n < N, BLOCK, BLOCK, GP, NQ, SPAN)
+                store_weights(s, weights, tops, own, n < N, BLOCK, BLOCK, GP, NQ, SPAN)
             if full < stop:
                 rows = length - full * BLOCK
                 s = _scores(
@@ -142,7 +171,12 @@ def stored_score_kernel(
                     queries, totals, abouts, codes, arena, scale_row, FORMS, GP, ZEROS, SCALE,
                     BLOCK, ONE_PAGE,
                 )  # fmt: skip
-                s = tl.where((row < rows)[:, None], s * scale, float("-inf"))
+                s = limited(
+                    s * scale, full * BLOCK, ahead.to(tl.int64) * 32,
+                    tile_rows(full, row, PAGE, ONE_PAGE), row < rows,
+                    position, place, arena, cap, window, CAP, WINDOW, TRACKED,
+                )  # fmt: skip
+                s = tl.where((row < rows)[:, None], s, float("-inf"))
                 own = to + full * (BLOCK // SPAN) * NQ
                 store_weights(s, weights, tops, own, n < N, rows, BLOCK, GP, NQ, SPAN)
         item += 1

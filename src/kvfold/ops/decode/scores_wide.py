@@ -13,7 +13,7 @@ from kvfold.ops.common.codes_triton import UNIT, load_scale, unpack_all
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.common.weights_triton import store_weights
 from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
-from kvfold.ops.decode.scores_triton import stored_queries
+from kvfold.ops.decode.scores_triton import limited, stored_queries
 
 
 @triton.jit
@@ -62,11 +62,13 @@ def _run(
 def wide_score_kernel(
     q, q_stride, weights, tops, codes, arena,
     tables, table_slot, table_group, lengths, length_slot, slots, heads, bases, starts, scale,
+    positions, places, cap, window,
     FORMS: tl.constexpr, KEY_FIELDS: tl.constexpr, FORM_FIELDS: tl.constexpr,
     G: tl.constexpr, HK: tl.constexpr, NQ: tl.constexpr, N: tl.constexpr, GP: tl.constexpr,
     DQ: tl.constexpr, ZEROS: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr = False,
+    PDL: tl.constexpr = False, CAP: tl.constexpr = False, WINDOW: tl.constexpr = False,
+    TRACKED: tl.constexpr = False,
 ):  # fmt: skip
     """Weights of every tile of a slice, as `stored_score_kernel`."""
     ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0  # a tile lies in one page
@@ -91,6 +93,9 @@ def wide_score_kernel(
             table = tables + slot * table_slot + g * table_group
             base = tl.load(bases + b * G + g).to(tl.int64) * NQ
             to = base + first_head - g * NQ + n
+            position, place = 0, 0
+            if WINDOW:
+                position, place = tl.load(positions + b).to(tl.int32), tl.load(places + g)
             for t in tl.range(tile, stop, num_stages=1):
                 rows = length - t * BLOCK
                 page = tile_pages(table, t, row, length, PAGE, ONE_PAGE).to(tl.int64) * 32
@@ -102,7 +107,11 @@ def wide_score_kernel(
                         line + (KEY_FIELDS + FORM_FIELDS * f), scale_row, FORMS[f][0], FORMS[f][1],
                         ZEROS, SCALE, ALIGN, STAGES, ONE_PAGE,
                     )  # fmt: skip
-                s = tl.where((row < rows)[:, None], s * scale, float("-inf"))
+                s = limited(
+                    s * scale, t * BLOCK, page, own, row < rows,
+                    position, place, arena, cap, window, CAP, WINDOW, TRACKED,
+                )  # fmt: skip
+                s = tl.where((row < rows)[:, None], s, float("-inf"))
                 at = to + t * (BLOCK // SPAN) * NQ
                 store_weights(s, weights, tops, at, n < N, rows, BLOCK, GP, NQ, SPAN)
         item += 1

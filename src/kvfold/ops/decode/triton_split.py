@@ -32,6 +32,7 @@ from kvfold.ops.common.plan import padded_queries
 from kvfold.ops.common.split import SPAN, VALUES, SplitPlan, plan_split
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.common.values_triton import attend_values
+from kvfold.ops.decode.limits import Limits
 from kvfold.ops.decode.scores_triton import stored_score_kernel
 from kvfold.ops.decode.scores_wide import wide_score_kernel
 from kvfold.ops.latent_decode.pieces import TILE
@@ -48,10 +49,11 @@ def plan_layers(
     queries: int,
     rows: int,
     cuts: tuple[Tuning, Tuning] | None = None,
+    limited: bool = False,
 ) -> list[SplitPlan] | list[one_pass.OnePassPlan]:
     """As `ops.decode.plan_layers`. cuts: of both passes; None: as they are fastest, or in one pass
     where that serves all of the layers and rows are many."""
-    whole = cuts is None and rows >= one_pass.ROWS
+    whole = cuts is None and not limited and rows >= one_pass.ROWS
     if whole and all(one_pass.serves(tuple(x), queries, lengths.device) for x in layers):
         return one_pass.plan_layers(layers, lengths, queries)
     keys = [key_pieces(tuple(x), queries, lengths.device) for x in layers]
@@ -71,7 +73,7 @@ def held(groups: tuple[Group, ...], queries: int, device: torch.device) -> bool:
 
 def decode(
     q: Tensor, pages: LayerPages, slots: Tensor, scale: float,
-    plan: SplitPlan | one_pass.OnePassPlan | None = None,
+    plan: SplitPlan | one_pass.OnePassPlan | None = None, limits: Limits | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `ops.decode.decode`."""
     _, tables, lengths, groups = pages
@@ -79,10 +81,11 @@ def decode(
     if plan is None:
         counts = lengths[slots]
         rows = counts.numel() * tables.shape[2] * groups[0].layout.page
-        plan = plan_layers([groups], counts, queries, rows)[0]
+        plan = plan_layers([groups], counts, queries, rows, limited=limits is not None)[0]
     if isinstance(plan, one_pass.OnePassPlan):
+        assert limits is None, "one pass knows no limits"
         return one_pass.decode(q, pages, slots, scale, plan)
-    _score(q, pages, slots, scale, plan, queries)
+    _score(q, pages, slots, scale, plan, queries, limits)
     values = value_pieces(groups, queries, q.device)
     return attend_values(
         q, widest_value(groups), pages, slots, values, value_heads(groups) * queries,
@@ -91,8 +94,9 @@ def decode(
 
 
 def _score(
-    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: SplitPlan, queries: int
-) -> None:
+    q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: SplitPlan, queries: int,
+    limits: Limits | None,
+) -> None:  # fmt: skip
     """The first pass: weights of all rows into the plan's room."""
     arena, tables, lengths, groups = pages
     room, cut, each = plan.room, plan.cuts[0], key_heads(groups)
@@ -100,15 +104,29 @@ def _score(
     kernel, forms, coded = stored_score_kernel, keys.forms, keys.forms[0][0] < 16
     if plan.wide:
         kernel, forms = wide_score_kernel, tuple((x, min(n, TILE[x])) for x, n in forms)
+    cap, window, positions, places = 1.0, 0, slots, keys.table
+    if limits is not None:
+        cap, window = limits.softcap or cap, limits.window or window
+        positions, places = limits.positions.contiguous(), _places(groups, q.device)
     kernel[(plan.scores.starts.shape[0] - 1,)](
         q, q.stride(0), room.weights, room.tops,
         words_of(arena, torch.uint16 if coded else q.dtype), words_of(arena, torch.int32),
         tables, tables.stride(0), tables.stride(1), lengths, lengths.stride(0), slots,
         keys.table, plan.bases, plan.scores.starts, scale * LOG2_E,
+        positions, places, cap, window,
         FORMS=forms, KEY_FIELDS=KEY_FIELDS, FORM_FIELDS=FORM_FIELDS,
         G=len(groups), HK=len(keys.table), NQ=q.shape[1] // len(groups), N=each * queries,
         GP=padded_queries(each * queries), DQ=q.shape[2], ZEROS=keys.zeros, SCALE=keys.scale,
         PAGE=groups[0].layout.page, ALIGN=keys.align, BLOCK=cut.block, SPAN=SPAN,
         STAGES=cut.stages, num_warps=cut.warps, maxnreg=cut.registers,
+        CAP=limits is not None and limits.softcap is not None,
+        WINDOW=limits is not None and limits.window is not None, TRACKED=groups[0].layout.tracked,
         **launch_options(q.device),
     )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _places(groups: tuple[Group, ...], device: torch.device) -> Tensor:
+    """Where a page's positions begin, in int32 [G]."""
+    places = [group.layout.blocks.positions.offset // 4 for group in groups]
+    return torch.tensor(places, dtype=torch.int32, device=device)

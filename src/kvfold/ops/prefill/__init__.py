@@ -25,15 +25,16 @@ def why_not(q: Tensor, keys: KVView, values: KVView) -> str | None:
 
 
 def prefill(
-    q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float
+    q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v over what every query may see.
 
-    q [B, Hq, T, dk], any strides but 1 for the last, zeros beyond a head's own rank. Returns out
-    [B, Hq, T, dv], 0 beyond a head's rank and where nothing is seen, and the log2-sum-exp2 of the
-    scaled scores, fp32 [B, Hq, T], -inf where nothing is seen.
+    q [B, Hq, T, dk], any strides but 1 for the last, zeros beyond a head's own rank; softcap:
+    scaled scores become softcap * tanh(score / softcap). Returns out [B, Hq, T, dv], 0 beyond a
+    head's rank and where nothing is seen, and the log2-sum-exp2 of the scores, fp32 [B, Hq, T],
+    -inf where nothing is seen.
     """
-    return _module(q, keys, values, seen).prefill(q, keys, values, seen, scale)
+    return _module(q, keys, values, seen).prefill(q, keys, values, seen, scale, softcap)
 
 
 def prefill_among(

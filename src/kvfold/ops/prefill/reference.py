@@ -3,21 +3,22 @@
 import torch
 from torch import Tensor
 
-from kvfold.ops.common.attention import LOG2_E
+from kvfold.ops.common.attention import LOG2_E, capped
 from kvfold.ops.prefill.rows import KVView, Seen
 
 
 def prefill(
-    q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float
+    q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `ops.prefill.prefill`, in fp32 (fp64 for fp64 queries)."""
     there = torch.ones(1, len(seen.counts[0]), 1, dtype=torch.bool, device=q.device)
-    return prefill_among(q, keys, values, seen, scale, there)[:2]
+    return prefill_among(q, keys, values, seen, scale, there, softcap)[:2]
 
 
 def prefill_among(
-    q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, among: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, among: Tensor,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `ops.prefill.prefill_among`, in fp32 (fp64 for fp64 queries)."""
     group, dtype = q.shape[1] // len(seen.owner), torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:3], max(values.ranks))
@@ -28,7 +29,7 @@ def prefill_among(
         k, v = keys.head(h).to(dtype)[:, None], values.head(h).to(dtype)[:, None]
         # Rows that are not seen may be anything, NaN included.
         v = v.masked_fill(~visible.any(2)[..., None], 0)
-        scores = q[:, mine, :, :rank].to(dtype) @ k.mT * scale
+        scores = capped(q[:, mine, :, :rank].to(dtype) @ k.mT * scale, softcap)
         scores = scores.masked_fill(~visible, -torch.inf)
         total = scores.logsumexp(-1, keepdim=True)
         weights = torch.where(visible, (scores - total).exp(), 0)

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.launch import multiprocessors
 from kvfold.ops.common.plan import cdiv
+from kvfold.ops.common.softcap_triton import softcapped
 from kvfold.ops.prefill.plan import (
     Cut,
     Widths,
@@ -55,10 +56,10 @@ def _load(at, row_stride, rank, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr
 @triton.jit
 def _tile(
     state, queries, first, count, query, keys, k_s, k_rank, values, v_s, v_rank, places,
-    scale, window,
+    scale, window, cap,
     DK: tl.constexpr, EK: tl.constexpr, DV: tl.constexpr, EXACT: tl.constexpr,
     BN: tl.constexpr, POSITIONS: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-    AMONG: tl.constexpr,
+    AMONG: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The softmax's state after the rows first.. of a unit, and that of the one AMONG some rows.
     MASKED: not all are seen by all."""
@@ -74,6 +75,8 @@ def _tile(
     if EK > 0:
         k = _load(key_at, k_s, k_rank, inside, DK, EK, BN, EXACT, MASKED)
         s = tl.dot(q_more, tl.trans(k), s)
+    if CAP:
+        s = softcapped(s * scale, cap) / scale
     if POSITIONS:
         # Asked for only where it matters: before most queries, all rows are seen by all.
         if (tl.load(tops + first // BN) > earliest) | WINDOW:
@@ -119,11 +122,11 @@ def prefill_kernel(
     q, q_b, q_h, q_t, keys, k_b, k_s, values, v_b, v_s, out, lse, lse_among, units,
     counts, c_b, c_g, positions, p_b, p_g, bottoms, tops, t_b, t_g, among, a_b, a_g, any_among,
     queries, at_b, order,
-    B, U, T, H, DO, scale, window,
+    B, U, T, H, DO, scale, window, cap,
     N: tl.constexpr, DK: tl.constexpr, EK: tl.constexpr, DV: tl.constexpr,
     EXACT: tl.constexpr, ALIGN: tl.constexpr, POSITIONS: tl.constexpr, WINDOW: tl.constexpr,
     AMONG: tl.constexpr, ORDER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, CAP: tl.constexpr = False,
 ):  # fmt: skip
     """One tile of queries of one unit: FlashAttention-2's forward pass.
 
@@ -132,7 +135,7 @@ def prefill_kernel(
     program takes; x_b, x_h.. strides over sequences, heads.. in elements. EXACT: no rank is below
     its width. AMONG: lse_among fp32 [B, H, T] of rows that are not 0 in among int8 [B, G, S], with
     POSITIONS alone; bottoms, tops: `ends_of_tiles`, and any_among int8, whether a tile has some of
-    those rows, share strides.
+    those rows, share strides. CAP: scores are capped at `cap`.
     """
     item = tl.program_id(0)
     if ORDER:
@@ -190,13 +193,15 @@ def prefill_kernel(
     for i in tl.range(low, high, num_stages=STAGES):
         state = _tile(
             state, (q0, q1), i * BN, count, query, keys, k_s, k_rank, values, v_s, v_rank,
-            places, scale, window, DK, EK, DV, EXACT, BN, POSITIONS, WINDOW, False, False,
+            places, scale, window, cap, DK, EK, DV, EXACT, BN, POSITIONS, WINDOW, False, False,
+            CAP,
         )  # fmt: skip
     for i in tl.range(begin, stop - high + low, num_stages=STAGES if POSITIONS else 1):
         tile = tl.where(i < low, i, i + high - low)
         state = _tile(
             state, (q0, q1), tile * BN, count, query, keys, k_s, k_rank, values, v_s, v_rank,
-            places, scale, window, DK, EK, DV, EXACT, BN, POSITIONS, WINDOW, True, AMONG,
+            places, scale, window, cap, DK, EK, DV, EXACT, BN, POSITIONS, WINDOW, True, AMONG,
+            CAP,
         )  # fmt: skip
     top, mass, acc, top_among, mass_among = state
 
@@ -214,11 +219,11 @@ def prefill_kernel(
 
 def prefill(
     q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float,
-    *, cut: Callable[[Widths], Cut] | None = None,
+    softcap: float | None = None, *, cut: Callable[[Widths], Cut] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `ops.prefill.prefill`: a launch for every class. cut: of every class, by default
     `cut_for`."""
-    return _prefill(q, keys, values, seen, scale, None, cut)[:2]
+    return _prefill(q, keys, values, seen, scale, None, cut, softcap)[:2]
 
 
 def prefill_among(
@@ -232,7 +237,7 @@ def prefill_among(
 
 def _prefill(
     q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, among: Tensor | None,
-    cut: Callable[[Widths], Cut] | None,
+    cut: Callable[[Widths], Cut] | None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Outputs and both log2-sum-exp2s; the second is the first where nothing is `among`."""
     counts, owner, window = seen.counts, seen.owner, seen.window
@@ -268,10 +273,11 @@ def _prefill(
             lse_among, kind.units, counts, *counts.stride(), *where, *some,
             queries, queries.stride(0), kind.units if order is None else order,
             batch, num_units, num_queries, heads, out.shape[-1], scale * LOG2_E, window or 0,
+            softcap or 1.0,
             N=group, **dict(zip(("DK", "EK", "DV"), kind.widths, strict=True)),
             EXACT=kind.exact, ALIGN=gcd(kind.align, aligned), POSITIONS=positions is not None,
             WINDOW=window is not None, AMONG=among is not None, ORDER=order is not None,
-            BM=how.pairs, BN=how.rows, STAGES=how.stages,
+            BM=how.pairs, BN=how.rows, STAGES=how.stages, CAP=softcap is not None,
             num_warps=how.warps, maxnreg=how.registers,
         )  # fmt: skip
     return out.transpose(1, 2), lse, lse_among

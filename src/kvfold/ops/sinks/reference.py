@@ -1,0 +1,12 @@
+"""Sinks beside scores, in plain PyTorch. Shapes as in `ops.sinks`."""
+
+import torch
+from torch import Tensor
+
+from kvfold.ops.common.attention import LOG2_E
+
+
+def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """As `ops.sinks.beside_sinks`."""
+    total = torch.logaddexp2(lse, (sinks * LOG2_E)[:, None])
+    return out.mul_((lse - total).exp2_()[..., None]), total
