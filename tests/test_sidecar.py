@@ -155,5 +155,5 @@ def test_layers_that_share_keys_are_refused_by_name() -> None:
 
 def test_probes_tell_models_apart() -> None:
     one, other = (seam_layers(load(x)) for x in ("reference:gqa", "reference:mha"))
-    a, b = probes(one[1]), probes(other[1])
+    a, b = (probes(x[1].keys, x[1].values) for x in (one, other))
     assert (a - b).norm() > 2 * NEAR * a.norm()

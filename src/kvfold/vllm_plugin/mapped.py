@@ -307,7 +307,12 @@ def bind_plain(
         stored = StoredCache.mapped(spec, cache, vllm_config.model_config.dtype, share)
         for index, number in enumerate(numbers):
             keys, values = seen[number].of_all(geometry.num_kv_heads)
-            means = Means.of(keys, values, capped=geometry.softcap is not None, sinks=False)
+            means = Means.of(
+                keys,
+                values,
+                capped=geometry.softcap is not None,
+                sinks=getattr(layers[number].impl, "sinks", None) is not None,
+            )
             if not can_be_asked(vllm_config):
                 means = Means(means.keys * 0, means.values * 0)
             _give(layers[number], stored, index, plain_maps(means), seen[number], mixed)
@@ -363,6 +368,7 @@ def _give(
             layer_device(), stored.dtype
         ),
         layer.sliding_window,
+        getattr(stock, "sinks", None),
     )
     layer.impl = MappedImpl(layer, stored, index, served, seen)
     layer.attn_backend = backend_of(stored, mixed)
@@ -439,9 +445,4 @@ def check_servable(layer: Attention) -> None:
             f"{PLUGIN}: keys of {layer.layer_name} have {layer.head_size} numbers a head and values"
             f" {layer.head_size_v}; kvfold serves heads alike: leave kvfold out of"
             " --additional-config"
-        )
-    if getattr(stock, "sinks", None) is not None:
-        raise ValueError(
-            f"{PLUGIN}: {layer.layer_name} has sinks beside its scores, which kvfold's kernels do"
-            " not know; use transformers with kvfold.attach"
         )
