@@ -31,7 +31,7 @@ class SeamLayer:
     values it reads, its own name in most models, None where they are not as a cache stores them;
     sinks: whether a score of its own stands beside all others; window: tokens that a query sees
     (None: all). keys [Hk, T, d], values [Hk, T, dv]: of the probe, where attention gives nothing in
-    any layer."""
+    any layer. positions int64 [1, T]: where attention was told the probe's tokens are, or None."""
 
     name: str
     source: str | None
@@ -43,6 +43,7 @@ class SeamLayer:
     sinks: bool
     keys: Tensor
     values: Tensor
+    positions: Tensor | None
 
     @property
     def shape(self) -> tuple[int, int, int, int, float | None]:
@@ -139,10 +140,16 @@ def _look(
             sinks=asked.get("s_aux") is not None,
             keys=key[0],
             values=value[0],
+            positions=plain_positions(asked.get("position_ids")),
         )
     )
     shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     return query.new_zeros(shape), None
+
+
+def plain_positions(positions: Any) -> Tensor | None:
+    """`position_ids` where they say one place a token, [B or 1, T], else None."""
+    return positions if isinstance(positions, Tensor) and positions.dim() == 2 else None
 
 
 ALL_ATTENTION_FUNCTIONS.register(_LOOK, _look)
