@@ -802,8 +802,9 @@ PYTHON = {
         "maps must be a folder with kvfold.json and kvfold.safetensors; nowhere has no kvfold.json "
         "and no kvfold.safetensors"
     ),
-    'kvfold.make_maps("reference:gqa", "lean", max_tokens=4096)': (
-        "recipe 'lean' needs more of a model than what its attention is asked; use 'swift'"
+    'kvfold.make_maps("reference:gqa", "lorc", max_tokens=4096)': (
+        "recipe 'lorc' needs more of a model than what its attention is asked; use 'swift', 'lean' "
+        "or 'small'"
     ),
     "kvfold.LLM(None)": "model must be a name or a loaded causal LM; got None",
     'kvfold.LLM("reference:gqa", max_sequences="4")': (

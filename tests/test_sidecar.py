@@ -143,7 +143,7 @@ def test_another_format_is_refused(made, tmp_path) -> None:
 
 def test_recipes_that_need_the_family_are_refused() -> None:
     with pytest.raises(SettingError, match="needs more of a model"):
-        kvfold.make_maps("reference:gqa", "lean", keep=0.5, max_tokens=4096)
+        kvfold.make_maps("reference:gqa", "palu-g", keep=0.5, max_tokens=4096)
 
 
 def test_layers_that_share_keys_are_refused_by_name() -> None:

@@ -138,11 +138,16 @@ class LatentDecode(AttentionBackend):
     def prepare(
         cls, view: CacheView, layers: Sequence[LayerMaps], observer: Observer | None
     ) -> Callable[[CacheView], AttentionBackend]:
-        first, size = layers[0], view.max_tokens
-        assert first.rope is not None
-        about = first.rope.inv_freq, size, first.geometry.head_dim
-        tables = latent_decode.rope_table(*about), latent_decode.exact_table(*about)
-        maps = {layer.index: _key_maps(layer, *tables) for layer in layers}
+        tables: dict[int, tuple[Tensor, Tensor]] = {}  # by RoPE, which layers may share
+        maps = {}
+        for layer in layers:
+            rope = layer.rope
+            assert rope is not None
+            if id(rope) not in tables:
+                about = rope.inv_freq, view.max_tokens, layer.geometry.head_dim
+                found = latent_decode.rope_table(*about), latent_decode.exact_table(*about)
+                tables[id(rope)] = found
+            maps[layer.index] = _key_maps(layer, *tables[id(rope)])
         return partial(cls, layers=batches(view, layers), maps=maps)
 
     def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ def calibrate(
         for done, window in enumerate(windows):
             ids = window[None].to(model.device)
             shift.draw(ids.shape[1])
-            recorder.run(ids, generator, kept=done in kept)
+            places = shift.moved(torch.arange(ids.shape[1], device=ids.device))[None]
+            recorder.run(ids, generator, kept=done in kept, places=places)
             if progress is not None:
                 progress(done + 1, len(windows))
     key = artifact_key(model, windows if text is None else text, centroids)

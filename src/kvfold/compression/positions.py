@@ -34,11 +34,12 @@ class Shift:
 
     def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "position_ids" in kwargs:
-            return args, {**kwargs, "position_ids": self._moved(kwargs["position_ids"])}
+            return args, {**kwargs, "position_ids": self.moved(kwargs["position_ids"])}
         x, positions, *more = args
-        return (x, self._moved(positions), *more), kwargs
+        return (x, self.moved(positions), *more), kwargs
 
-    def _moved(self, positions: torch.Tensor) -> torch.Tensor:
+    def moved(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where tokens at these positions stand now."""
         return positions + self.by * (positions > 0)
 
 
@@ -47,7 +48,7 @@ def shifting(family: type[Family], *models: Any) -> Iterator[Shift]:
     """Models of one config whose windows can be moved; without RoPE, or where its tables depend on
     the longest sequence of a batch, they stay where they are."""
     config = models[0].config
-    rotaries = {id(x): x for x in map(family.rotary, models) if x is not None}
+    rotaries = {id(x): x for model in models for x in family.rotaries(model)}
     fixed = not rotaries or rope_type(config) in LONG_ROPE
     shift = Shift(0 if fixed else config.get_text_config().max_position_embeddings)
     hooks = [x.register_forward_pre_hook(shift, with_kwargs=True) for x in rotaries.values()]

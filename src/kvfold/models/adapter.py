@@ -186,6 +186,12 @@ class Family:
         return model.model.rotary_emb
 
     @classmethod
+    def rotaries(cls, model: Any) -> list[nn.Module]:
+        """All modules that make RoPE's tables."""
+        rotary = cls.rotary(model)
+        return [] if rotary is None else [rotary]
+
+    @classmethod
     def turns(cls, model: Any, tokens: int) -> tuple[Tables | None, float]:
         """RoPE of the first positions, cos and sin fp32 [1, tokens, .], and the square of its
         scaling; None, 1 where keys are taken as they stand."""
@@ -195,6 +201,15 @@ class Family:
         like = torch.empty(0, dtype=torch.float32, device=model.device)
         tables = rotary(like, torch.arange(tokens, device=like.device)[None])
         return tables, float(getattr(rotary, "attention_scaling", 1.0)) ** 2
+
+    @classmethod
+    def layer_turns(
+        cls, model: Any, places: Tensor, layers: int
+    ) -> list[tuple[Tables | None, float, Tensor | None]]:
+        """The same of every layer, and the order of a key's numbers in which pairs are
+        (i, i + w / 2): int64 [d], or None where that is their own. places int64 [1, tokens]: the
+        positions that the model rotates by now."""
+        return [(*cls.turns(model, places.shape[1]), None)] * layers
 
     @classmethod
     def projections(cls, attention: Any, geometry: Geometry) -> Projections:

@@ -20,10 +20,12 @@ from kvfold.seam.caches import map_next
 from kvfold.seam.layers import (
     SeamLayer,
     own_eager,
+    plain_positions,
     set_attention,
     unwrapped,
 )
 from kvfold.seam.maps import Maps
+from kvfold.seam.rope_maps import RopeMaps
 from kvfold.seam.sidecar import Sidecar
 
 PREFIX = "kvfold_over_"
@@ -84,6 +86,9 @@ def bind(model: Any, layers: Sequence[SeamLayer], maps: Mapping[str, Maps]) -> C
                 partial(_before_attention, bound), with_kwargs=True
             )
             undo.append(hook.remove)
+    if any(isinstance(x, RopeMaps) for x in maps.values()):
+        for module in (x for x in model.modules() if hasattr(x, "mrope_section")):
+            undo.append(module.register_forward_pre_hook(_one_place, with_kwargs=True).remove)
     set_attention(model, mapped_attention)
 
     def detach() -> None:
@@ -120,9 +125,21 @@ def _before_attention(
     config = module.config
     if not config._attn_implementation.startswith(PREFIX):  # set_attn_implementation was called
         config._attn_implementation = mapped_attention(config._attn_implementation)
+    positions = plain_positions(kwargs.get("position_ids"))
     for value in (*args, *kwargs.values()):
         if isinstance(value, Cache):
-            map_next(value, bound)
+            map_next(value, bound, positions)
+
+
+def _one_place(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises SettingError where a token of RoPE for images [3, B, T] is at several places."""
+    for x in (*args, *kwargs.values()):
+        places = isinstance(x, Tensor) and x.dim() == 3 and not x.is_floating_point()
+        if places and not torch.equal(x, x[:1].expand_as(x)):
+            raise SettingError(
+                "tokens of images or videos are rotated by three positions each, and maps of keys"
+                " before RoPE know one: give text alone, or make maps with recipe 'swift'"
+            )
 
 
 def _attention(
@@ -145,7 +162,8 @@ def _attention(
         return found
     maps = bound.placed(query)
     if not maps.are_stored(key, value):
-        key, value = maps.keys(key), maps.values(value)
-    q = maps.queries(query)
-    out, weights = inner(module, q, key, maps.per_head(value), attention_mask, *args, **kwargs)
+        positions = plain_positions(kwargs.get("position_ids"))
+        key, value = maps.stored(key, value, positions)
+    query, key, value = maps.attended(query, key, value)
+    out, weights = inner(module, query, key, value, attention_mask, *args, **kwargs)
     return maps.outputs(out), weights

@@ -10,29 +10,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, cache_utils
 from transformers.cache_utils import StaticLayer
 
 from kvfold.errors import SettingError
+from kvfold.seam.rope_maps import RopeMaps
 
+QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 _NEXT = "_kvfold_next"  # what a cache's next update is mapped by
 _FILLED = "_kvfold_filled"  # by layer: the digest of the maps that its entries were stored by
 
 
-def map_next(cache: Cache, bound: Any) -> None:
-    """Let the next update of a cache map keys and values, by the maps of one attention module."""
+def map_next(cache: Cache, bound: Any, positions: Tensor | None) -> None:
+    """Let the next update of a cache map keys and values, by the maps of one attention module.
+    positions: of their tokens."""
     if _FILLED not in cache.__dict__:
         setattr(cache, _FILLED, {})
         cache.update = partial(_update, cache)  # type: ignore[method-assign]
-    setattr(cache, _NEXT, bound)
+    setattr(cache, _NEXT, (bound, positions))
 
 
 def _update(
     cache: Any, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """`Cache.update`, of mapped keys and values where the module that calls has maps."""
-    bound, filled = getattr(cache, _NEXT), getattr(cache, _FILLED)
-    setattr(cache, _NEXT, None)
+    (bound, positions), filled = getattr(cache, _NEXT), getattr(cache, _FILLED)
+    setattr(cache, _NEXT, (None, None))
     digest = None if bound is None else bound.digest
     if layer_idx not in filled:
         empty = layer_idx >= len(cache.layers) or not cache.get_seq_length(layer_idx)
@@ -45,13 +48,23 @@ def _update(
             f" {_how(digest)}: start with a new, empty cache"
         )
     if bound is not None:
-        maps = bound.placed(key)
-        key, value = maps.keys(key), maps.values(value)
+        if isinstance(bound.maps, RopeMaps):
+            _check_exact(cache, layer_idx)
+        key, value = bound.placed(key).stored(key, value, positions)
         if layer_idx not in filled:
             _make_room(cache, layer_idx, key, value)
             filled[layer_idx] = digest
     found: tuple[Tensor, Tensor] = type(cache).update(cache, key, value, layer_idx, *args, **kwargs)
     return found
+
+
+def _check_exact(cache: Any, index: int) -> None:
+    """Raises SettingError for a layer that rounds numbers, since positions lie among them."""
+    if index < len(cache.layers) and isinstance(cache.layers[index], QUANTIZED):
+        raise SettingError(
+            "a quantized cache would round the positions that maps of keys before RoPE store with"
+            " every token: take another cache, or maps made with recipe 'swift'"
+        )
 
 
 def _how(digest: str | None) -> str:

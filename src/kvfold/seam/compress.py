@@ -1,12 +1,13 @@
 """Maps of any transformers model, from one pass over calibration text: nothing of its family."""
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from kvfold import recipes
 from kvfold.compression.bases import builder_of
+from kvfold.compression.bases.pre_rope import PreRope
 from kvfold.compression.calibration_text import CALIBRATION_TOKENS
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.documents import is_self
@@ -18,10 +19,12 @@ from kvfold.files import check_makeable
 from kvfold.loading import check_loaded, load, load_tokenizer
 from kvfold.models.fold import LatentMaps
 from kvfold.seam.family import seam_family
-from kvfold.seam.layers import check_layers, seam_layers, unwrapped
+from kvfold.seam.layers import SeamLayer, check_layers, seam_layers, unwrapped
 from kvfold.seam.maps import Maps
+from kvfold.seam.rope_maps import RopeMaps
+from kvfold.seam.rotation import Rotation, find_rotations
 from kvfold.seam.sidecar import Sidecar, probes_of
-from kvfold.spec import LayerSpec
+from kvfold.spec import CacheSpec, LayerSpec
 from kvfold.text import check_tokenizer, read_texts
 
 RECIPE = "swift"
@@ -46,9 +49,9 @@ def make_maps(
 
     model: a name, or a loaded causal LM of any type whose layers call transformers' attention
     interface and are alike in their heads. recipe: one that takes keys as attention gets them
-    (None: swift). output: a new folder, written whole or not at all. The rest as of
-    `kvfold.compress`. Raises ValueError for what cannot work, before weights are read where that
-    can be known.
+    (None: swift), or lean or small, which take them before RoPE where that rotates pairs. output: a
+    new folder, written whole or not at all. The rest as of `kvfold.compress`. Raises ValueError for
+    what cannot work, before weights are read where that can be known.
     """
     check_types(make_maps, locals())
     target = Target(keep=keep)
@@ -60,10 +63,10 @@ def make_maps(
         check_makeable(Path(output))
     found = recipe if isinstance(recipe, Recipe) else recipes.get(recipe or RECIPE)
     basis = builder_of(found)
-    if not basis.after_rope or basis.factors_weights:
+    if not (basis.after_rope or isinstance(basis, PreRope)):
         raise SettingError(
             f"`recipe` {found.name!r} needs more of a model than what its attention is asked; use"
-            f" {RECIPE!r}"
+            f" {RECIPE!r}, 'lean' or 'small'"
         )
     name = str(model) if isinstance(model, str | Path) else None
     if name is None:
@@ -74,6 +77,7 @@ def make_maps(
         model = load(name, dtype=dtype, device=device, any_type=True)
     layers = seam_layers(model)
     check_layers(model, layers)
+    rotations = {} if basis.after_rope else find_rotations(model, layers)
     compressor = Compressor(
         model,
         found,
@@ -81,15 +85,17 @@ def make_maps(
         calib=calib,
         max_tokens=max_tokens,
         seed=seed,
-        family=seam_family(layers),
+        family=seam_family(layers, rotations),
     )
     compressor.factor_of(target, align)
     prepared = compressor.prepare(progress=progress)
-    spec = prepared.plan(keep, align)
+    spec = unrotated_spec(prepared.plan(keep, align), layers, rotations)
     each = zip(layers, spec.layers, prepared.maps(spec), strict=True)
     source = name or str(model.config.name_or_path)
     sidecar = Sidecar(
-        maps={x.name: layer_maps(layer, own) for x, layer, own in each if own},
+        maps={
+            x.name: layer_maps(layer, own, rotations.get(x.name)) for x, layer, own in each if own
+        },
         spec=spec,
         base=probes_of(layers),
         provenance={
@@ -105,7 +111,28 @@ def make_maps(
     return sidecar
 
 
-def layer_maps(layer: LayerSpec, latents: Sequence[LatentMaps]) -> Maps:
-    """The maps of a layer whose latents, keys' first, have these."""
+def unrotated_spec(
+    spec: CacheSpec, layers: Sequence[SeamLayer], rotations: Mapping[str, Rotation]
+) -> CacheSpec:
+    """A plan in which keys of layers that do not rotate them are scored as they are stored, where
+    they have latents of their own and nothing sees a shift of all scores."""
+    planned = []
+    for layer, own in zip(layers, spec.layers, strict=True):
+        plain = own.keys == "pre_rope" and not rotations[layer.name].rotates
+        heads = {len(x.heads) if x.side == "k" else 0 for x in own.key_latents}
+        if plain and heads == {1} and layer.softcap is None and layer.sinks is None:
+            own = replace(own, keys="post_rope")
+        planned.append(own)
+    return replace(spec, layers=tuple(planned))
+
+
+def layer_maps(
+    layer: LayerSpec, latents: Sequence[LatentMaps], rotation: Rotation | None = None
+) -> Maps:
+    """The maps of a layer whose latents, keys' first, have these. rotation: of its keys, where they
+    are stored before RoPE."""
+    if layer.keys == "pre_rope":
+        assert rotation is not None, "keys before RoPE are of a known rotation"
+        return RopeMaps.before_rope(layer, latents, rotation)
     keys = len(layer.key_latents)
     return Maps.of(latents[:keys], latents[keys:])

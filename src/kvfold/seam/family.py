@@ -1,6 +1,6 @@
 """What compression asks of a model's family, of any model: what its layers ask of attention."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -9,14 +9,16 @@ from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
 from kvfold.ops.common.attention import Tables
 from kvfold.seam.layers import SeamLayer
+from kvfold.seam.rotation import Rotation
 from kvfold.spec import Geometry
 
 
 class SeamFamily(Family):
     """Of one model, whose layers that call attention are alike in their heads. Keys are taken as
-    attention gets them, turned or not."""
+    attention gets them, or before RoPE where `rotations` say how each layer rotates them."""
 
     found: ClassVar[list[SeamLayer]]
+    rotations: ClassVar[Mapping[str, Rotation]] = {}
     key_norm = True  # nothing is known of what keys were made from
 
     @classmethod
@@ -46,12 +48,32 @@ class SeamFamily(Family):
     @classmethod
     def rotary(cls, model: Any) -> nn.Module | None:
         """The first module that makes RoPE's tables, by its name."""
+        return next(iter(cls.rotaries(model)), None)
+
+    @classmethod
+    def rotaries(cls, model: Any) -> list[nn.Module]:
         each = model.base_model.modules()
-        return next((x for x in each if type(x).__name__.endswith("RotaryEmbedding")), None)
+        return [x for x in each if type(x).__name__.endswith("RotaryEmbedding")]
 
     @classmethod
     def turns(cls, model: Any, tokens: int) -> tuple[Tables | None, float]:
         return None, 1.0
+
+    @classmethod
+    def layer_turns(
+        cls, model: Any, places: Tensor, layers: int
+    ) -> list[tuple[Tables | None, float, Tensor | None]]:
+        if not cls.rotations:
+            return super().layer_turns(model, places, layers)
+        tables: dict[Rotation, Tables | None] = {}  # layers that rotate alike share one
+        for layer in cls.found:
+            rotation = cls.rotations[layer.name]
+            if rotation not in tables:
+                like = rotation.inv_freq
+                found = rotation(like, places.to(like.device)) if rotation.rotates else None
+                tables[rotation] = found
+        each = (cls.rotations[layer.name] for layer in cls.found)
+        return [(tables[x], 1.0, x.order if x.reorders else None) for x in each]
 
     @classmethod
     def logits(cls, model: Any, hidden: Tensor) -> Tensor:
@@ -78,8 +100,11 @@ class _Hidden:
         return self.last_hidden_state
 
 
-def seam_family(layers: list[SeamLayer]) -> type[Family]:
-    """The family of a model with these layers. Raises SettingError for layers of unlike heads."""
+def seam_family(
+    layers: list[SeamLayer], rotations: Mapping[str, Rotation] | None = None
+) -> type[Family]:
+    """The family of a model with these layers. rotations: of them by name, where keys are taken
+    before RoPE. Raises SettingError for layers of unlike heads."""
     if shared := next((x for x in layers if x.source != x.name), None):
         raise SettingError(
             f"{shared.name} reads the keys and values of {shared.source}; maps are planned for"
@@ -104,4 +129,8 @@ def seam_family(layers: list[SeamLayer]) -> type[Family]:
             f" {first.value_dim}; maps are planned for heads alike"
         )
     sinks = any(layer.sinks is not None for layer in layers)
-    return type("ModelsFamily", (SeamFamily,), {"found": layers, "sinks": sinks})
+    return type(
+        "ModelsFamily",
+        (SeamFamily,),
+        {"found": layers, "rotations": rotations or {}, "sinks": sinks},
+    )

@@ -31,7 +31,8 @@ class SeamLayer:
     values it reads, its own name in most models, None where they are not as a cache stores them;
     sinks [Hq]: scores of its own that stand beside all others, or None; window: tokens that a query
     sees (None: all). keys [Hk, T, d], values [Hk, T, dv]: of the probe, where attention gives
-    nothing in any layer."""
+    nothing in any layer. positions int64 [1, T]: where attention was told the probe's tokens are,
+    or None."""
 
     name: str
     source: str | None
@@ -43,6 +44,7 @@ class SeamLayer:
     sinks: Tensor | None
     keys: Tensor
     values: Tensor
+    positions: Tensor | None
 
     @property
     def shape(self) -> tuple[int, int, int, int, float | None]:
@@ -139,10 +141,16 @@ def _look(
             sinks=asked.get("s_aux"),
             keys=key[0],
             values=value[0],
+            positions=plain_positions(asked.get("position_ids")),
         )
     )
     shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     return query.new_zeros(shape), None
+
+
+def plain_positions(positions: Any) -> Tensor | None:
+    """`position_ids` where they say one place a token, [B or 1, T], else None."""
+    return positions if isinstance(positions, Tensor) and positions.dim() == 2 else None
 
 
 ALL_ATTENTION_FUNCTIONS.register(_LOOK, _look)

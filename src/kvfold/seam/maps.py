@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -40,17 +41,19 @@ class Maps:
     value_shift: Tensor
     value_mean: Tensor
 
+    names: ClassVar[tuple[str, ...]] = NAMES  # tensors in the model's dtype
+
     @classmethod
     def of(cls, keys: Sequence[LatentMaps], values: Sequence[LatentMaps]) -> "Maps":
         """Of a layer's latents: one of keys a KV head, those of values of as many heads each."""
         value_mean = torch.cat([x.mean for x in values])
         return cls(
-            key_down=_stack([x.down for x in keys]),
-            key_up=_stack([x.up for x in keys]),
-            key_shift=_stack([x.down.mT @ x.mean for x in keys]),
-            value_down=_stack([x.down for x in values]),
-            value_up=_stack([x.up for x in values]),
-            value_shift=_stack([x.down.mT @ x.mean for x in values]),
+            key_down=stacked([x.down for x in keys]),
+            key_up=stacked([x.up for x in keys]),
+            key_shift=stacked([x.down.mT @ x.mean for x in keys]),
+            value_down=stacked([x.down for x in values]),
+            value_up=stacked([x.up for x in values]),
+            value_shift=stacked([x.down.mT @ x.mean for x in values]),
             value_mean=value_mean.view(len(keys), -1),
         )
 
@@ -58,6 +61,15 @@ class Maps:
     def num_heads(self) -> int:
         """KV heads."""
         return self.key_down.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a key."""
+        return self.key_down.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that there is to save."""
+        return {name: getattr(self, name) for name in self.names}
 
     @cached_property
     def value_ups(self) -> Tensor:
@@ -67,40 +79,60 @@ class Maps:
     def are_stored(self, k: Tensor, v: Tensor) -> bool:
         """Whether keys and values [B, heads, T, width] are as stored, by their shapes. Takes maps
         of `with_stored_shape`."""
-        widths = self.key_down.shape[2], self.value_down.shape[2]
-        return (k.shape[3], v.shape[3], v.shape[1]) == (*widths, self.value_down.shape[0])
+        return (k.shape[3], v.shape[3], v.shape[1]) == self.stored_shape
+
+    @property
+    def stored_shape(self) -> tuple[int, int, int]:
+        """Numbers of a key and of a value as stored, and how many values there are of a token."""
+        return self.key_down.shape[2], self.value_down.shape[2], self.value_down.shape[0]
 
     def with_stored_shape(self) -> "Maps":
-        """The same maps, which store other shapes than the model has: where none of them differs,
-        keys get zeros."""
-        model = (self.key_down.shape[1], self.value_mean.shape[1], self.num_heads)
-        if (self.key_down.shape[2], self.value_down.shape[2], len(self.value_down)) != model:
-            return self
-        parts = ("key_down", "key_up", "key_shift")
+        """The same maps, which store other shapes than the model has, and something: where they do
+        not, keys or values get zeros."""
+        model = self.head_dim, self.value_mean.shape[1], self.num_heads
+        parts: tuple[str, ...] = ()
+        if self.stored_shape == model or not self.key_down.shape[2]:
+            parts += ("key_down", "key_up", "key_shift")
+        if not self.value_down.shape[2]:
+            parts += ("value_down", "value_up", "value_shift")
         return replace(self, **{x: pad(getattr(self, x), (0, ZEROS)) for x in parts})
 
     def digest(self) -> str:
         """What tells these maps from others, in hex."""
-        parts = (getattr(self, name).detach().double().cpu().numpy() for name in NAMES)
+        parts = (x.detach().double().cpu().numpy() for x in self.tensors().values())
         return sha256(b"".join(x.tobytes() for x in parts)).hexdigest()
 
-    def turned(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> "Maps":
+    def turned(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Self:
         """With what every latent of keys and of values stores rotated, by [r, r] of its rank."""
         k = torch.stack([_square(q, self.key_up.shape[2]) for q in keys]).to(self.key_down)
         v = torch.stack([_square(q, self.value_up.shape[2]) for q in values]).to(self.value_down)
-        return Maps(
+        return replace(
+            self,
             key_down=self.key_down @ k,
             key_up=self.key_up @ k,
             key_shift=(self.key_shift[:, None] @ k)[:, 0],
             value_down=self.value_down @ v,
             value_up=self.value_up @ v,
             value_shift=(self.value_shift[:, None] @ v)[:, 0],
-            value_mean=self.value_mean,
         )
 
-    def to(self, *args: object) -> "Maps":
+    def to(self, *args: object) -> Self:
         """The same in another dtype, on another device, or as a tensor is."""
-        return Maps(**{name: getattr(self, name).to(*args) for name in NAMES})
+        return replace(self, **{name: getattr(self, name).to(*args) for name in self.names})
+
+    def latents(self, k: Tensor, v: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys [B, Hk, T, d] and values [B, Hk, T, dv] of tokens at positions int64 [B or 1, T], as
+        what the layer's plan stores of each."""
+        return self.keys(k), self.values(v)
+
+    def stored(self, k: Tensor, v: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same as a transformers cache stores them [B, ., T, .]."""
+        return self.latents(k, v, positions)
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, Hq, T, d], and what a transformers cache stores of all tokens, as attention
+        takes them."""
+        return self.queries(q), k, self.per_head(v)
 
     def keys(self, k: Tensor) -> Tensor:
         """Keys [B, Hk, T, d] as they are stored [B, Hk, T, r]."""
@@ -134,7 +166,7 @@ class Maps:
         return (mapped + self.value_mean[:, None]).flatten(2, 3)
 
 
-def _stack(parts: Sequence[Tensor]) -> Tensor:
+def stacked(parts: Sequence[Tensor]) -> Tensor:
     """Tensors [.., r] of as many numbers but the last dim's, as one, padded with zeros there."""
     widest = max(x.shape[-1] for x in parts)
     return torch.stack([pad(x, (0, widest - x.shape[-1])) for x in parts])

@@ -16,9 +16,11 @@ from kvfold.attention.base import AttentionContext, Columns, LayerMaps
 from kvfold.errors import SettingError
 from kvfold.formats.base import Format
 from kvfold.models.adapter import PAGED
+from kvfold.models.rotary import RotaryTable
 from kvfold.models.rotate import turn_of
-from kvfold.seam.layers import SeamLayer
+from kvfold.seam.layers import SeamLayer, plain_positions
 from kvfold.seam.maps import Maps
+from kvfold.seam.rope_maps import RopeMaps
 from kvfold.seam.sidecar import Sidecar
 from kvfold.spec import CacheSpec, LayerSpec
 from kvfold.spec.layout import tiers
@@ -33,11 +35,15 @@ class Served:
         self.maps, self.layer = maps, layer
         self.context: AttentionContext | None = None
 
-    def rows(self, k: Tensor, v: Tensor) -> Tensor:
-        """Keys [1, Hk, N, d] and values [1, Hk, N, dv] as they are stored [1, N, R]."""
-        keys = self.layer.key_columns.compact(self.maps.keys(k).transpose(1, 2))
-        values = self.layer.value_columns.compact(self.maps.values(v).transpose(1, 2))
-        return torch.cat((keys.flatten(2), values.flatten(2)), -1)
+    def rows(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Keys [1, Hk, N, d] and values [1, Hk, N, dv] of tokens at positions [1, N] as they are
+        stored [1, N, R]."""
+        layer = self.layer
+        keys, values = (x.transpose(1, 2) for x in self.maps.latents(k, v, positions))
+        keys = layer.key_columns.compact(keys).flatten(2)
+        if layer.spec.latents[0].side == "kv":
+            return keys
+        return torch.cat((keys, layer.value_columns.compact(values).flatten(2)), -1)
 
 
 class _View:
@@ -70,11 +76,17 @@ def served_spec(spec: CacheSpec) -> CacheSpec:
 
 
 def served_layer(
-    index: int, spec: CacheSpec, maps: Maps, window: int | None, sinks: Tensor | None = None
+    index: int,
+    spec: CacheSpec,
+    maps: Maps,
+    window: int | None,
+    sinks: Tensor | None = None,
+    tables: dict[bytes, RotaryTable] | None = None,
 ) -> Served:
     """A layer of a plan `served_spec` by its number and maps, as attention sees it. window: tokens
-    that a query sees (None: all); sinks [Hq]: scores that stand beside a query head's, or None."""
-    layer = spec.layers[index]
+    that a query sees (None: all); sinks [Hq]: scores that stand beside a query head's, or None;
+    tables: of RoPE by angles, which layers share."""
+    layer, tables = spec.layers[index], {} if tables is None else tables
     seen = LayerMaps(
         index=index,
         spec=layer,
@@ -84,12 +96,10 @@ def served_layer(
         has_sinks=sinks is not None,
         key_columns=Columns(layer, layer.key_latents),
         value_columns=Columns(layer, layer.value_latents),
-        key_up=None,
-        key_mean=None,
         value_up=maps.value_up.contiguous(),
         output=maps.value_up.new_empty(0),
-        rope=None,
         sinks=None if sinks is None else sinks.detach().to(maps.value_up.device, torch.float32),
+        **_reconstructed(maps, tables),
     )
     return Served(maps, seen)
 
@@ -115,12 +125,13 @@ def install(
     name; spec: as `served_spec`; bits: of what is stored, None as planned; turns: the format that
     numbers are rotated for, or None. Returns the layers as attention sees them."""
     found = []
+    tables: dict[bytes, RotaryTable] = {}
     for index, (layer, own) in enumerate(zip(layers, spec.layers, strict=True)):
         maps = sidecar.maps[layer.name]
         if turns is not None:
             maps = turned_maps(maps, own, bits, turns)
         maps = maps.to(model.device, model.dtype)
-        served = served_layer(index, spec, maps, layer.window, layer.sinks)
+        served = served_layer(index, spec, maps, layer.window, layer.sinks, tables)
         module = model.get_submodule(layer.name)
         module.__dict__[_STATE] = served
         module.register_forward_pre_hook(partial(_give_context, served), with_kwargs=True)
@@ -128,6 +139,15 @@ def install(
     if PAGED not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         ALL_ATTENTION_FUNCTIONS.register(PAGED, _attention)
     return found
+
+
+def _reconstructed(maps: Maps, tables: dict[bytes, RotaryTable]) -> dict[str, Any]:
+    """What reconstructs keys before RoPE. tables: of layers so far, by their angles."""
+    if not isinstance(maps, RopeMaps):
+        return {"key_up": None, "key_mean": None, "rope": None}
+    angles = maps.rotation.inv_freq.cpu().numpy().tobytes()
+    rope = tables.setdefault(angles, RotaryTable(maps.rotation, "default"))
+    return {"key_up": maps.key_up.contiguous(), "key_mean": maps.key_mean, "rope": rope}
 
 
 def _give_context(
@@ -147,6 +167,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Any = None,
+    position_ids: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of q [1, Hq, N, d] through the step's context: [1, N, Hq, dv]."""
@@ -154,7 +175,8 @@ def _attention(
     context, served.context = served.context, None
     assert context is not None, "an engine's model runs with a context alone"
     maps = served.maps
-    found = context.attend(served.layer, maps.queries(query), served.rows(key, value))
+    rows = served.rows(key, value, plain_positions(position_ids))
+    found = context.attend(served.layer, maps.queries(query), rows)
     out = found.unflatten(-1, (query.shape[1], -1))
     mean = maps.value_mean.repeat_interleave(query.shape[1] // maps.num_heads, 0)
     return out + mean, None

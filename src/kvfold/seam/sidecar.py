@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvfold.errors import SettingError
 from kvfold.files import new_directory
 from kvfold.seam.layers import SeamLayer, check_layers, seam_layers
-from kvfold.seam.maps import NAMES, Maps
-from kvfold.spec import CacheSpec
+from kvfold.seam.maps import Maps
+from kvfold.seam.rope_maps import RopeMaps
+from kvfold.seam.rotation import Rotation, check_rotations
+from kvfold.spec import CacheSpec, LayerSpec
 from kvfold.text import json_object, read_text
 
 FORMAT = 1
+ROPE_FORMAT = 2  # with layers whose keys are stored before RoPE, which others would misread
 PLAN, TENSORS = "kvfold.json", "kvfold.safetensors"
 PROBES = 8  # numbers that stand for the keys, and for the values, of a layer
 NEAR = 0.5  # by how much of their size they may differ: a base rounded to 4 bits does by a quarter
@@ -42,16 +45,16 @@ class Sidecar:
     def save(self, folder: Path | str) -> None:
         """Write a new directory, whole or not at all. Raises ValueError where it cannot be made."""
         plan = {
-            "format": FORMAT,
+            "format": ROPE_FORMAT if self.rotations else FORMAT,
             "cache": self.spec.to_dict(),
             "layers": list(self.maps),
             "base": {name: list(x) for name, x in self.base.items()},
             "provenance": dict(self.provenance),
         }
         tensors = {
-            f"{name}.{part}": getattr(own, part).float().contiguous().cpu()
+            f"{name}.{part}": tensor.float().cpu().clone(memory_format=torch.contiguous_format)
             for name, own in self.maps.items()
-            for part in NAMES
+            for part, tensor in own.tensors().items()
         }
         with new_directory(Path(folder)) as made:
             (made / PLAN).write_text(json.dumps(plan, indent=1), encoding="utf-8")
@@ -67,18 +70,17 @@ class Sidecar:
                 f" {' and no '.join(missing)}"
             )
         plan = json_object(read_text(folder / PLAN))
-        if plan.get("format") != FORMAT:
+        if plan.get("format") not in (FORMAT, ROPE_FORMAT):
             raise SettingError(
                 f"`maps`: {folder / PLAN} has format {plan.get('format')!r}, this kvfold reads"
-                f" {FORMAT}: install the kvfold that made it, or compress again"
+                f" {FORMAT} and {ROPE_FORMAT}: install the kvfold that made it, or compress again"
             )
         try:
-            with safe_open(folder / TENSORS, framework="pt") as file:
-                maps = {
-                    name: Maps(**{x: file.get_tensor(f"{name}.{x}") for x in NAMES})
-                    for name in plan["layers"]
-                }
             spec = CacheSpec.from_dict(plan["cache"])
+            mapped = (x for x in spec.layers if x.keys != "plain")
+            layers = dict(zip(plan["layers"], mapped, strict=False))
+            tensors = load_file(folder / TENSORS)
+            maps = {name: _maps(name, layers[name], tensors) for name in plan["layers"]}
             return cls(maps=maps, spec=spec, base=plan["base"], provenance=plan["provenance"])
         except (KeyError, TypeError, OSError, SafetensorError) as error:
             raise SettingError(
@@ -91,7 +93,14 @@ class Sidecar:
         layers = seam_layers(model)
         check_layers(model, layers)
         self.check(layers)
+        check_rotations(model, layers, self.rotations)
         return layers
+
+    @property
+    def rotations(self) -> dict[str, Rotation]:
+        """Of layers whose keys are stored before RoPE."""
+        each = self.maps.items()
+        return {name: x.rotation for name, x in each if isinstance(x, RopeMaps)}
 
     def check(self, layers: Sequence[SeamLayer]) -> None:
         """Raises SettingError where a model's layers are not those that the maps were made for."""
@@ -103,7 +112,7 @@ class Sidecar:
             )
         for name, own in self.maps.items():
             layer = found[name]
-            wanted = (own.num_heads, own.key_down.shape[1], own.value_mean.shape[1])
+            wanted = (own.num_heads, own.head_dim, own.value_mean.shape[1])
             has = (layer.num_kv_heads, layer.head_dim, layer.value_dim)
             if wanted != has:
                 raise SettingError(
@@ -125,6 +134,15 @@ class Sidecar:
                 f" tokens differ by {apart:.0%}, at most {NEAR:.0%} can be rounding; take the"
                 " maps of this model"
             )
+
+
+def _maps(name: str, layer: LayerSpec, tensors: Mapping[str, Tensor]) -> Maps:
+    """The maps of a layer of this name among all tensors."""
+    if layer.keys != "pre_rope":
+        return Maps(**{x: tensors[f"{name}.{x}"] for x in Maps.names})
+    rotation = Rotation(tensors[f"{name}.inv_freq"], tensors[f"{name}.order"].long())
+    own = {x: tensors[f"{name}.{x}"] for x in RopeMaps.names}
+    return RopeMaps(**own, rotation=rotation, joint=layer.latents[0].side == "kv")
 
 
 def probes(keys: Tensor, values: Tensor) -> Tensor:

@@ -264,6 +264,11 @@ def bind(
     cache: CacheConfig,
 ) -> None:
     """Give layers by number the maps of a sidecar. Raises ValueError."""
+    if before := next(iter(sidecar.rotations), None):
+        raise ValueError(
+            f"{PLUGIN}: the maps of {before} store keys before RoPE, which vLLM does not serve from"
+            " maps yet: use kvfold.LLM, or make maps with recipe 'swift'"
+        )
     share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     stored = StoredCache.mapped(served_spec(sidecar.spec), cache, model_config.dtype, share)

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvfold.compression.bases.base import Source
 from kvfold.compression.bases.loss_weighted import LossWeighted
 from kvfold.compression.basis import Basis, weighted
+from kvfold.compression.statistics import Moment
 from kvfold.spec import Side
 
 
@@ -53,16 +54,27 @@ class PreRope(LossWeighted):
         total weighted energy.
         """
         where, moment = source.subspace, self.grad_weighted(source, "kv")
-        covariance = moment.covariance()
+        covariance, mean = self._about(source, moment)
         gradient = (
             source["grad_kv"].raw() if self.recipe.gradients else self._balanced(source, covariance)
         )
         first = torch.cat(found[:2]) if (found := self.first(source)) else None
         if first is not None and where:
             first = where.coordinates(first[None])[0]
-        basis = weighted(covariance, gradient, moment.mean(), first)
-        basis = basis.measured(source["kv"].covariance())
+        basis = weighted(covariance, gradient, mean, first, fixed=source.family.sinks)
+        basis = basis.measured(self._about(source, source["kv"])[0])
         return basis.lifted(where.axes, where.origin) if where else basis
+
+    def _about(self, source: Source, moment: Moment) -> tuple[Tensor, Tensor]:
+        """Second moments of keys and values, and what they are taken about: their mean, and for
+        values zero where attention has sinks, whose weights sum to less than one."""
+        covariance, mean = moment.covariance(), moment.mean()
+        if not source.family.sinks:
+            return covariance, mean
+        assert source.subspace is None, "keys and values are numbers of their own"
+        off = mean.clone()
+        off[: source.geometry.kv_width] = 0
+        return covariance + torch.outer(off, off), mean - off
 
     def _balanced(self, source: Source, covariance: Tensor) -> Tensor:
         """Key and value weights without gradients, each scaled to weighted energy one."""

@@ -27,7 +27,9 @@ _OUT_STRIDE = 4  # every 4th query position is enough for `out`, whose values ar
 class Window:
     """RoPE of one window: tables of its positions (None: no RoPE) and the square of its scaling.
 
-    generator: of what is drawn. kept: whether ZDC's topic pruning keeps the window.
+    order: int64 [d], the order of a key's numbers in which tables rotate pairs (i, i + w / 2), and
+    which all statistics have; None: their own. generator: of what is drawn. kept: whether ZDC's
+    topic pruning keeps the window.
     """
 
     scaling: float
@@ -36,6 +38,11 @@ class Window:
     rope_scale: float
     generator: torch.Generator
     kept: bool
+    order: Tensor | None = None
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """Keys or queries [.., d] in `order`."""
+        return x if self.order is None else x[..., self.order]
 
     def rotate_back(self, x: Tensor) -> Tensor:
         """The transposed RoPE of x [.., T, d]: what a gradient goes through."""

@@ -5,6 +5,7 @@ Shapes: T tokens of the window, Hq / Hk query / KV heads, G = Hq / Hk, d head di
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -57,7 +58,8 @@ class _Tap(torch.autograd.Function):
 class Recorder:
     """The attention function of a calibration pass and what it writes down."""
 
-    window: Window  # the one that runs
+    window: Window  # the one that runs, without RoPE
+    windows: list[Window]  # the same, of every layer
 
     def __init__(
         self, model: Any, family: type[Family], geometry: Geometry, needs: set[str]
@@ -118,19 +120,27 @@ class Recorder:
     def _keep_hidden(self, index: int, _: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         self.hidden[index] = (args[0] if args else kwargs["hidden_states"]).detach()
 
-    def run(self, ids: Tensor, generator: torch.Generator, kept: bool) -> None:
+    def run(
+        self, ids: Tensor, generator: torch.Generator, kept: bool, places: Tensor | None = None
+    ) -> None:
         """One window of token ids [1, T], forward and, where gradients are read, backward; kept:
-        by ZDC's topic pruning."""
+        by ZDC's topic pruning; places int64 [1, T]: positions that RoPE has (None: from 0 on)."""
         self.recomputing = False
-        tables, scale = self.family.turns(self.model, ids.shape[1])
         self.window = Window(
             scaling=self.geometry.scaling,
             softcap=self.geometry.softcap,
-            tables=tables,
-            rope_scale=scale,
+            tables=None,
+            rope_scale=1.0,
             generator=generator,
             kept=kept,
         )
+        if places is None:
+            places = torch.arange(ids.shape[1], device=ids.device)[None]
+        turns = self.family.layer_turns(self.model, places, len(self.totals))
+        self.windows = [
+            replace(self.window, tables=tables, rope_scale=scale, order=order)
+            for tables, scale, order in turns
+        ]
         if self.needs_backward:
             self._backward_from_sampled_labels(ids)
         else:
@@ -177,7 +187,9 @@ class Recorder:
         g, index = self.geometry, self.index[module]
         scaling = g.scaling if scaling is None else scaling
         query = query * (scaling / g.scaling)  # OPT scales queries itself: undo that
-        own: dict[str, Any] = {"window": self.window, "subspace": self.subspaces[index]}
+        window = self.windows[index]
+        query, key = window.ordered(query), window.ordered(key)
+        own: dict[str, Any] = {"window": window, "subspace": self.subspaces[index]}
         if key.requires_grad and self._reads(KeyValueGradients):
             seen = {**own, "k": key.detach()[0], "v": value.detach()[0]}
             key, value = _Tap.apply(partial(self._saw_gradients, index, seen), key, value)
