@@ -6,7 +6,7 @@ Its own environment (`make test-vllm`). Tiny random models; each engine in a pro
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from kvfold.seam.layers import seam_layers
 from kvfold.seam.maps import Maps
 from kvfold.seam.sidecar import Sidecar, probes_of
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
+from test_seam_rope import maps_of
 from vllm_types import REFUSED, TYPES, build
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -27,6 +28,7 @@ from forks import forked
 
 pytestmark = pytest.mark.vllm
 NEW, RANKS = 16, (16, 12, 20, 16)  # tokens; numbers a head of keys and of values, by layer
+TIE = 1e-3  # of logits
 HYBRID = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "qwen3_5_text", "qwen3_next")
 
 
@@ -159,14 +161,18 @@ def loaded(path: str):
 
 
 @torch.no_grad()
-def by_transformers(model, ids: list[int]) -> list[int]:
-    """Greedy tokens, each read through the cache."""
-    part, cache, found = torch.tensor([ids]), None, []
-    for _ in range(NEW):
-        out = model(part, past_key_values=cache, use_cache=True)
-        part, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
-        found.append(int(part))
-    return found
+def check_tokens(tokens: list[list[int]], model) -> None:
+    """They are transformers' greedy ones, each read through the cache, up to a tie."""
+    for ids, answer in zip(prompts(), tokens, strict=True):
+        part, cache = torch.tensor([ids]), None
+        for place, token in enumerate(answer):
+            out = model(part, past_key_values=cache, use_cache=True)
+            best = out.logits[0, -1].topk(2)
+            if best.values[0] - best.values[1] < TIE:
+                break
+            assert token == int(best.indices[0]), (len(ids), place, answer)
+            part, cache = best.indices[:1][None], out.past_key_values
+        assert place > NEW // 4, "ties hide the rest"
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -183,7 +189,7 @@ def test_a_type(name: str, tmp_path: Path) -> None:
     half = sidecar(model, tmp_path / "half", half=True)
     found = served(path, {"maps": half})
     kvfold.attach(model, half)
-    assert found.tokens == [by_transformers(model, ids) for ids in prompts()]
+    check_tokens(found.tokens, model)
     assert found.tokens != stock.tokens, "these maps drop something"
     if name not in HYBRID:
         assert found.cached == stock.cached == [0, 0, 96]
@@ -197,7 +203,7 @@ def test_two_processes(joint: bool, tmp_path: Path) -> None:
     maps = sidecar(model, tmp_path / "maps", half=True, joint=joint)
     found = served(path, {"maps": maps}, tensor_parallel_size=2)
     kvfold.attach(model, maps)
-    assert found.tokens == [by_transformers(model, ids) for ids in prompts()]
+    check_tokens(found.tokens, model)
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -205,25 +211,54 @@ def test_values_of_all_heads_together(joint: bool, tmp_path: Path) -> None:
     path = build("qwen3_moe", tmp_path / "model")
     model = loaded(path)
     maps = sidecar(model, tmp_path / "maps", half=True, joint=joint)
-    found = served(path, {"maps": maps, "bits": 8}, enforce_eager=False)
+    found = served(path, {"maps": maps}, enforce_eager=False)
     kvfold.attach(model, maps)
-    wanted = [by_transformers(model, ids) for ids in prompts()]
-    same = sum(
-        a == b for x, y in zip(found.tokens, wanted, strict=True) for a, b in zip(x, y, strict=True)
-    )
-    assert same > NEW, "8 bits change few first tokens"
+    check_tokens(found.tokens, model)
+    packed = served(path, {"maps": maps, "bits": 8})
+    assert 0 < difference(found, packed) < 0.3
+    assert sum(packed.cache_bytes) < 0.32 * sum(found.cache_bytes)  # of 32 bits, with scales
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text", "qwen3_next"])
+def difference(a: Answers, b: Answers) -> float:
+    """The most by which log-probabilities of first tokens differ."""
+    pairs = zip(a.first, b.first, strict=True)
+    return max(abs(x[token] - y[token]) for x, y in pairs for token in x.keys() & y.keys())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "falcon_h1"])
 def test_few_bits_need_no_maps(name: str, tmp_path: Path) -> None:
     path = build(name, tmp_path / "model")
     stock, found = served(path), served(path, {"bits": 8})
-    apart = [
-        max(abs(a[token] - b[token]) for token in a.keys() & b.keys())
-        for a, b in zip(found.first, stock.first, strict=True)
-    ]
-    assert max(apart) < 0.3, apart
+    assert 0 < difference(found, stock) < 0.3
     assert "MappedImpl" in found.attention
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("name", ["llama", "phi", "cohere2", "glm4"])
+def test_keys_before_rope(name: str, joint: bool, tmp_path: Path) -> None:
+    """Reconstructed and rotated at their positions, however the model pairs its numbers; joint: one
+    latent of keys and values."""
+    path = build(name, tmp_path / "model")
+    model = loaded(path)
+    layers = seam_layers(model)
+    made = Sidecar.load(sidecar(model, tmp_path / "after"))
+    maps = maps_of(model, layers, keep=0.5, joint=joint)
+    specs = [before_rope_spec(layers[0], maps[x.name], joint) for x in layers]
+    spec = replace(made.spec, layers=tuple(specs))
+    replace(made, maps=maps, spec=spec).save(tmp_path / "maps")
+    found = served(path, {"maps": str(tmp_path / "maps")})
+    kvfold.attach(model, str(tmp_path / "maps"))
+    check_tokens(found.tokens, model)
+
+
+def before_rope_spec(layer, maps, joint: bool) -> LayerSpec:
+    heads = tuple(range(layer.num_kv_heads))
+    if joint:
+        latents = [Latent(side="kv", heads=heads, rank=maps.key_down.shape[2])]
+    else:
+        latents = [Latent(side="k", heads=(x,), rank=maps.key_down.shape[2]) for x in heads]
+        latents.append(Latent(side="v", heads=heads, rank=maps.value_down.shape[2]))
+    return LayerSpec(keys="pre_rope", values="rebuilt", latents=tuple(latents))
 
 
 def test_lora(tmp_path: Path) -> None:
@@ -241,7 +276,7 @@ def test_lora(tmp_path: Path) -> None:
     found = served(path, {"maps": maps}, lora=str(tmp_path / "lora"))
     without = served(path, {"maps": maps})
     kvfold.attach(adapted, maps)
-    assert found.tokens == [by_transformers(adapted, ids) for ids in prompts()]
+    check_tokens(found.tokens, adapted)
     assert found.tokens != without.tokens
 
 

@@ -12,7 +12,7 @@ numbers of a row, Hq query heads, W numbers that W_O takes.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -204,6 +204,11 @@ class BlockContext:
         self.backends = {x: make(self.view) for x, make in attention.makers.items()}
         self.tables: dict[tuple[int, ...], Tensor] = {}
         self.counts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Of the step's tokens in their sequences, int64 [N]."""
+        return torch.cat([part.positions.flatten() for part in self.parts])
 
     def attend(
         self, layer: LayerMaps, cache: Tensor, q: Tensor, rows: Tensor | None, out: Tensor

@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 
 from kvfold.config import CacheConfig
 from kvfold.models.finite import probe_ids
+from kvfold.models.rotary import RotaryTable
 from kvfold.seam.layers import TOKENS
 from kvfold.seam.maps import Maps
 from kvfold.seam.plain import Means, full_spec, mean_positions, plain_maps
@@ -132,16 +133,19 @@ class MappedImpl(CachedImpl):
         if attn_metadata is None:  # memory is measured, before there are blocks
             return output.zero_()
         tokens = attn_metadata.num_tokens
-        q, entries = self.score_space(query[:tokens], key[:tokens], value[:tokens])
+        context = attn_metadata.begin()
+        positions = context.positions if self.maps.rebuilds_keys else None
+        q, entries = self.score_space(query[:tokens], key[:tokens], value[:tokens], positions)
         attended = output.new_empty(tokens, output.shape[1] * output.shape[2])
-        attn_metadata.begin().attend(self.maps, kv_cache, q, entries, attended)
+        context.attend(self.maps, kv_cache, q, entries, attended)
         output[:tokens] = attended.view(tokens, *output.shape[1:]) + self.means
         return output
 
     def sample(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Of the tokens that were seen, again and again."""
         index = torch.arange(len(positions), device=positions.device) % len(self.seen.query)
-        q, entries = self.score_space(*(x[index] for x in self.seen))
+        query, key, value = (x[index] for x in self.seen)
+        q, entries = self.score_space(query, key, value, positions)
         assert entries is not None
         return q, entries
 
@@ -152,15 +156,16 @@ class MappedImpl(CachedImpl):
         return maps.value_mean.repeat_interleave(self.num_heads // maps.num_heads, 0)
 
     def score_space(
-        self, query: Tensor, key: Tensor, value: Tensor
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Queries [Hq, N, r] that score stored keys, and the tokens' cache entries [N, R], None
-        where another layer stores them."""
+        """Queries [Hq, N, r] that score stored keys, and the entries [N, R] of tokens at positions
+        int64 [N], which keys before RoPE need; None where another layer stores them."""
         q = self.served.maps.queries(query.transpose(0, 1)[None])[0]
         if self.reads_only:
             return q, None
         value = self.gathered(value)
-        entries = self.served.rows(key.transpose(0, 1)[None], value.transpose(0, 1)[None])
+        places = None if positions is None else positions[None]
+        entries = self.served.rows(key.transpose(0, 1)[None], value.transpose(0, 1)[None], places)
         return q, entries[0]
 
     def gathered(self, value: Tensor) -> Tensor:
@@ -264,11 +269,6 @@ def bind(
     cache: CacheConfig,
 ) -> None:
     """Give layers by number the maps of a sidecar. Raises ValueError."""
-    if before := next(iter(sidecar.rotations), None):
-        raise ValueError(
-            f"{PLUGIN}: the maps of {before} store keys before RoPE, which vLLM does not serve from"
-            " maps yet: use kvfold.LLM, or make maps with recipe 'swift'"
-        )
     share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     stored = StoredCache.mapped(served_spec(sidecar.spec), cache, model_config.dtype, share)
@@ -282,6 +282,7 @@ def bind(
             f" vLLM gives a cache of keys and values; it has layers {sorted(layers)}: take the maps"
             " of this model"
         )
+    tables: dict[bytes, RotaryTable] = {}
     geometry, mixed = stored.spec.geometry, stores_unlike(layers.values(), vllm_config)
     told = can_be_asked(vllm_config)
     for number in own:
@@ -290,7 +291,7 @@ def bind(
         check_servable(layer)
         if told:
             sidecar.check_base(name, *seen[number].of_all(geometry.num_kv_heads))
-        _give(layer, stored, index, sidecar.maps[name], seen[number], mixed)
+        _give(layer, stored, index, sidecar.maps[name], seen[number], mixed, tables)
 
 
 def bind_plain(
@@ -304,6 +305,7 @@ def bind_plain(
     share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
     mixed = stores_unlike(layers.values(), vllm_config)
     kinds: dict[Geometry, list[int]] = defaultdict(list)
+    tables: dict[bytes, RotaryTable] = {}
     for number, layer in layers.items():
         check_servable(layer)
         kinds[geometry_of(layer, vllm_config)].append(number)
@@ -320,7 +322,7 @@ def bind_plain(
             )
             if not can_be_asked(vllm_config):
                 means = Means(means.keys * 0, means.values * 0)
-            _give(layers[number], stored, index, plain_maps(means), seen[number], mixed)
+            _give(layers[number], stored, index, plain_maps(means), seen[number], mixed, tables)
 
 
 def stores_unlike(layers: Iterable[Attention], vllm_config: VllmConfig) -> bool:
@@ -355,9 +357,15 @@ def _number(name: str) -> int:
 
 
 def _give(
-    layer: Attention, stored: StoredCache, index: int, maps: Maps, seen: Seen, mixed: bool
+    layer: Attention,
+    stored: StoredCache,
+    index: int,
+    maps: Maps,
+    seen: Seen,
+    mixed: bool,
+    tables: dict[bytes, RotaryTable],
 ) -> None:
-    """One layer's maps become its attention."""
+    """One layer's maps become its attention. tables: of RoPE, which layers share."""
     stock = layer.impl
     spec, share = stored.spec, stored.share
     own = share.of_spec(spec)
@@ -374,6 +382,7 @@ def _give(
         ),
         layer.sliding_window,
         getattr(stock, "sinks", None),
+        tables,
     )
     layer.impl = MappedImpl(layer, stored, index, served, seen)
     layer.attn_backend = backend_of(stored, mixed)

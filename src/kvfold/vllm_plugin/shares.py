@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvfold.models.folded import FoldedAttention
 from kvfold.seam.maps import Maps
+from kvfold.seam.rope_maps import RopeMaps
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
 
 
@@ -107,9 +108,16 @@ class Share:
 
     def of_maps(self, maps: Maps, geometry: Geometry, layer: LayerSpec) -> Maps:
         """A layer's maps beside the weights, for this process. Its value latents stay whole where
-        heads of several processes share them: what they store is made from all of those heads."""
+        heads of several processes share them: what they store is made from all of those heads.
+        Raises ValueError for key latents that heads share."""
         if self.size == 1:
             return maps
+        if len(maps.key_down) != geometry.num_kv_heads:
+            raise ValueError(
+                f"tensor_parallel_size={self.size}: the maps' key latents are of several heads, of"
+                " which each process has some; take pipeline parallelism, or recipe 'swift' or"
+                " 'lean'"
+            )
         heads = slice(self.heads(geometry).start, self.heads(geometry).stop)
         kept = [i for i, _ in self._kept(geometry, layer.value_latents)]
         dv = maps.value_mean.shape[1]
@@ -117,7 +125,9 @@ class Share:
         for i, own in self._kept(geometry, layer.value_latents):
             places = [layer.value_latents[i].heads.index(head) for head in own]
             ups.append(maps.value_up[i].unflatten(0, (-1, dv))[places].flatten(0, 1))
-        return Maps(
+        parts = {"key_mean": maps.key_mean[heads]} if isinstance(maps, RopeMaps) else {}
+        return replace(
+            maps,
             key_down=maps.key_down[heads],
             key_up=maps.key_up[heads],
             key_shift=maps.key_shift[heads],
@@ -125,6 +135,7 @@ class Share:
             value_up=torch.stack(ups),
             value_shift=maps.value_shift[kept],
             value_mean=maps.value_mean[heads],
+            **parts,
         )
 
     def gathered(self, geometry: Geometry, layer: LayerSpec) -> list[int] | None:
