@@ -22,6 +22,7 @@ from kvfold.models.placed import replaced_forward
 from kvfold.weights import is_packed
 
 ROWS = 1024  # of the identity matrix at a time
+UNKNOWN = ".*autograd kernel was not registered.*"  # torch's warning of gradients that may be zeros
 _CHECKED = 8  # random vectors
 _APART = 0.2  # rounded activations differ by a few hundredths, a missing gradient by one
 
@@ -32,8 +33,8 @@ class NoGradients(SettingError):
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(
-            f"gradients of the loss end where the model is quantised ({reason}): take the model with"
-            " weights of 16 bits, or maps of it, which fit the quantised one too"
+            f"gradients of the loss end where the model is quantised ({reason}): take the model in"
+            " 16 bits, or maps of it, which fit the quantised one too"
         )
 
 
@@ -56,8 +57,7 @@ def differentiable(model: nn.Module, like: Tensor) -> Iterator[list[str]]:
             product = partial(_product, module.forward, module.in_features)
             stack.enter_context(replaced_forward(module, product))
         stack.enter_context(warnings.catch_warnings())
-        # torch's warning of a kernel that gives zeros because it has no gradient
-        warnings.filterwarnings("error", message=".*autograd kernel was not registered.*")
+        warnings.filterwarnings("error", message=UNKNOWN)
         try:
             yield [name for name, _ in broken]
         except UserWarning as warning:
@@ -108,14 +108,14 @@ def _passes(module: Any, like: Tensor) -> bool:
         product = (module(x) - module(-x)).float() / 2  # without the bias
     norms = product.norm(dim=-1)
     with torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message=UNKNOWN)
         out = module(x.requires_grad_())
         if not out.requires_grad:
             return False
         along = (product / norms[:, None].clamp(min=1e-30)).to(out)
         try:
             (gradient,) = torch.autograd.grad(out, x, along, allow_unused=True)
-        except RuntimeError:  # NotImplementedError is one
+        except (RuntimeError, UserWarning):  # NotImplementedError is a RuntimeError
             return False
     if gradient is None:
         return False
