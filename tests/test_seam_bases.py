@@ -229,11 +229,13 @@ def test_offloaded_weights_stay_so(cpu: tuple[str, ...], tmp_path, monkeypatch) 
 
     plain, model = tiny("llama"), offloaded(tmp_path, cpu)
     places = {x: y.device for x, y in model.named_parameters()}
+    hooked = {x for x, y in model.named_modules() if "forward" in y.__dict__}
     more = {"keep": 0.5, "tokenizer": bytes_tokenizer(tmp_path), "max_tokens": 1024}
     with monkeypatch.context() as patch:
         patch.setattr(accelerate.hooks, "set_module_tensor_to_device", loading)
         made = kvfold.make_maps(model, **more)
     assert {x: y.device for x, y in model.named_parameters()} == places
+    assert {x for x, y in model.named_modules() if "forward" in y.__dict__} == hooked
     layer, head = (
         sum(y.nbytes for y in x.parameters()) for x in (plain.model.layers[0], plain.lm_head)
     )

@@ -133,12 +133,12 @@ class Sidecar:
         now = torch.stack([probes(*each) for each in asked.values()])
         apart = (now - was).norm(dim=1) / was.norm(dim=1)
         if not (apart.median() <= NEAR and apart.max() <= FAR):
-            worst = int(apart.argmax())
+            first = int((~(apart <= NEAR)).int().argmax())
             raise SettingError(
-                f"`maps` were made for another model: keys and values of {list(asked)[worst]}"
-                f" for the same tokens differ by {float(apart[worst]):.0%}, those of half of the"
-                f" layers by {float(apart.median()):.0%} or more; at most {FAR:.0%} and {NEAR:.0%}"
-                " can be rounding; take the maps of this model"
+                f"`maps` were made for another model: keys and values of {list(asked)[first]}"
+                f" for the same tokens differ by {float(apart[first]):.0%}, those of one layer by"
+                f" {float(apart.max()):.0%} and of half by {float(apart.median()):.0%} or more;"
+                f" rounding explains {FAR:.0%} and {NEAR:.0%} at most; take the maps of this model"
             )
 
 
