@@ -113,6 +113,21 @@ def test_the_same_base_in_fewer_bits_is_taken(made) -> None:
         kvfold.attach(model, made)
 
 
+def test_rounding_may_add_up_with_depth(made) -> None:
+    """A last layer of a 4-bit model differs by more than half; as much everywhere is another."""
+    for first, noise, taken in ((6, 0.7, True), (6, 3.0, False), (0, 0.9, False)):
+        model = load("reference:gqa")
+        with torch.no_grad():
+            for layer in model.model.layers[first:]:
+                for x in (layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight):
+                    x += noise * x.std() * torch.randn_like(x)
+        if taken:
+            kvfold.attach(model, made)
+        else:
+            with pytest.raises(SettingError, match=r"keys and values of model\.layers"):
+                kvfold.attach(model, made)
+
+
 def test_maps_twice_are_refused(made) -> None:
     model = load("reference:gqa")
     kvfold.attach(model, made)

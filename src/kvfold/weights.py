@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,18 @@ def check_finite(model: torch.nn.Module) -> None:
     """Raises ValueError naming the first parameter that holds NaN or infinity. Reads every weight
     once: a few milliseconds for each 10 million."""
     for name, parameter in model.named_parameters():
-        if parameter.is_meta or parameter.dtype.itemsize < 2:  # offloaded, or packed
+        if parameter.is_meta or is_packed(parameter):  # offloaded weights are not read here
             continue
         if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
             raise ValueError(
                 f"parameter {name} holds NaN or infinite numbers; the checkpoint is damaged or was "
                 "saved from a diverged run: use another one"
             )
+
+
+def is_packed(x: torch.Tensor) -> bool:
+    """Whether a tensor holds quantised numbers: of few bits, or in a class of a library's own."""
+    return type(x.data) is not torch.Tensor or not x.is_floating_point() or x.itemsize < 2
 
 
 def sample(tensors: Mapping[str, Any]) -> Iterator[bytes]:
@@ -93,12 +98,36 @@ def fingerprint(model: torch.nn.Module) -> str:
     Numbers, not sums: those depend on how many threads add.
     """
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        numbers = parameter.detach().flatten()
-        sample = numbers[:: max(1, numbers.numel() // 1024)].float().cpu()
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+    for name, numbers in _numbers(model):
+        numbers = numbers.detach()
+        digest.update(f"{name}{tuple(numbers.shape)}".encode())
+        if type(numbers) is not torch.Tensor:  # a library's own, which few operations take
+            numbers = numbers.dequantize()
+        sample = numbers.flatten()[:: max(1, numbers.numel() // 1024)].float().cpu()
         digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+def _numbers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A model's parameters and packed buffers by name; offloaded ones a module at a time."""
+    names = {name for name, _ in model.named_parameters()}
+    names |= {name for name, x in model.named_buffers() if is_packed(x) and x.dtype != torch.bool}
+    for prefix, module in model.named_modules():
+        with _loaded(module):
+            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            for name, x in own:
+                if (whole := f"{prefix}.{name}" if prefix else name) in names:
+                    yield whole, x
+
+
+def _loaded(module: torch.nn.Module) -> AbstractContextManager[None]:
+    """A module's own parameters on its device meanwhile, where accelerate has offloaded them."""
+    if not any(x.is_meta for x in module.parameters(recurse=False)):
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    loaded: AbstractContextManager[None] = align_module_device(module)
+    return loaded
 
 
 @contextmanager

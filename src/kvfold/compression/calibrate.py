@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from kvfold.compression.positions import shifting
 from kvfold.compression.progress import Report
-from kvfold.compression.statistics import QUANTITIES, Statistics
+from kvfold.compression.statistics import QUANTITIES, Moment, NoGradients, Statistics
 from kvfold.compression.statistics.record import Recorder
 from kvfold.compression.statistics.reduce import prune, window_topics
 from kvfold.models.adapter import Family
+from kvfold.models.finite import dtype_name, way_out
+from kvfold.models.placed import input_device
 from kvfold.weights import fingerprint
 
 
@@ -40,22 +42,42 @@ def calibrate(
 
     Gradients are those of the summed loss with labels sampled from the model, in the model's own
     dtype, accumulated in fp64 (squares of `fisher` in fp32); layers of a large model are recomputed
-    in the backward pass one at a time. Leaves the model as it was.
+    in the backward pass one at a time, of an offloaded one too. Leaves the model as it was.
+
+    Raises NoGradients where a quantised model's kernels end the gradients, ValueError for gradients
+    that are not finite.
     """
     recorder = Recorder(model, family, family.geometry(model.config), needs)
-    generator = torch.Generator(device=model.device).manual_seed(seed)
+    device = input_device(model)
+    generator = torch.Generator(device=device).manual_seed(seed)
     pruned = any(QUANTITIES[name].pruned for name in needs)
     kept = _kept(model, windows, topics, seed) if pruned else []
     with recorder.installed(), shifting(family, model) as shift:
         for done, window in enumerate(windows):
-            ids = window[None].to(model.device)
+            ids = window[None].to(device)
             shift.draw(ids.shape[1])
             places = shift.moved(torch.arange(ids.shape[1], device=ids.device))[None]
             recorder.run(ids, generator, kept=done in kept, places=places)
             if progress is not None:
                 progress(done + 1, len(windows))
+    moments = recorder.moments(centroids, seed)
+    _check(model, moments, needs)
     key = artifact_key(model, windows if text is None else text, centroids)
-    return Statistics(key, recorder.moments(centroids, seed))
+    return Statistics(key, moments, through_weights=tuple(recorder.through_weights))
+
+
+def _check(model: Any, moments: dict[int, dict[str, Moment]], needs: set[str]) -> None:
+    """Raises NoGradients where gradients reached no key of a layer, ValueError where statistics are
+    not finite."""
+    for index, stored in moments.items():
+        if missing := sorted(needs - stored.keys()):
+            raise NoGradients(f"{', '.join(missing)} of layer {index} were not seen")
+        for name, moment in stored.items():
+            if not bool(moment.second.isfinite().all()):
+                raise ValueError(
+                    f"{QUANTITIES[name].meaning}: not finite in layer {index} in"
+                    f" {dtype_name(model)}; {way_out(model)}"
+                )
 
 
 def artifact_key(
@@ -77,6 +99,6 @@ def _kept(model: Any, windows: Tensor, topics: Tensor | None, seed: int) -> list
     if topics is None:
         with torch.no_grad():
             embed = model.get_input_embeddings()
-            means = [embed(window.to(model.device)).float().mean(0) for window in windows]
+            means = [embed(window.to(input_device(model))).float().mean(0) for window in windows]
         topics = window_topics(torch.stack(means), seed)
     return prune(topics, seed)

@@ -25,6 +25,7 @@ from kvfold.models.families import family_of, has_family
 from kvfold.models.fold import fold_plain
 from kvfold.models.folded import attention_windows
 from kvfold.models.merged import merge_products
+from kvfold.models.placed import is_offloaded
 from kvfold.models.rotary import LONG_ROPE, rope_type
 from kvfold.models.rotate import rotate_model, turned
 from kvfold.ops.backend import use_triton
@@ -109,6 +110,11 @@ def _with_maps(
         raise SettingError(
             f"`maps`: with maps beside the weights nothing is evicted, and numbers are packed as"
             f" {CacheConfig().format!r}: leave `evict`, `repair` and `format` out"
+        )
+    if is_offloaded(model):
+        raise SettingError(
+            "`model` has weights that accelerate reads from the host or from disk at every step,"
+            " which the engine does not: use kvfold.attach and transformers"
         )
     layers = maps.layers_of(model)
     check_servable(layers)

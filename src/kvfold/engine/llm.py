@@ -29,6 +29,7 @@ from kvfold.engine.stream import Answer, Stream
 from kvfold.engine.trial import check_start
 from kvfold.errors import SettingError, renamed
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
+from kvfold.seam.layers import unwrapped
 from kvfold.seam.sidecar import Sidecar
 from kvfold.text import check_tokenizer, encode, encode_chat, encode_prompt, encode_start
 from kvfold.weights import fingerprint
@@ -98,6 +99,7 @@ class LLM:
             model = load(str(model), dtype=dtype, device=device, any_type=any_type)
             owned = True
         else:
+            model = model if beside is None else unwrapped(model)
             check_loaded(model, device, dtype)
         self.tokenizer = tokenizer
         self._fingerprint = fingerprint(model)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.models.families import family_of
+from kvfold.models.placed import input_device
 from kvfold.weights import check_finite
 
 PROBE = 64  # tokens of a short forward: scores of a few may overflow and leave no trace
@@ -69,7 +70,7 @@ def check_outputs(model: Any) -> None:
     ValueError naming the first part whose outputs are not finite, or the parameter at fault."""
     vocabulary = model.get_input_embeddings().num_embeddings
     count = min(PROBE, model.config.max_position_embeddings)
-    ids = torch.tensor([probe_ids(vocabulary, count)], device=model.device)
+    ids = torch.tensor([probe_ids(vocabulary, count)], device=input_device(model))
     if bool(rows_are_finite(model(input_ids=ids, use_cache=False).logits).all()):
         return
     check_finite(model)

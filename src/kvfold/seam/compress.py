@@ -1,5 +1,6 @@
 """Maps of any transformers model, from one pass over calibration text: nothing of its family."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from kvfold.compression.calibration_text import CALIBRATION_TOKENS
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.documents import is_self
 from kvfold.compression.progress import Progress
+from kvfold.compression.statistics import NoGradients, Statistics
 from kvfold.compression.target import Target
 from kvfold.config import DEFAULT_KEEP, Recipe, check_types
 from kvfold.errors import SettingError
@@ -63,7 +65,7 @@ def make_maps(
         check_makeable(Path(output))
     found = recipe if isinstance(recipe, Recipe) else recipes.get(recipe or RECIPE)
     basis = builder_of(found)
-    if not (basis.after_rope or isinstance(basis, PreRope)):
+    if basis.reads_weights or not (basis.after_rope or isinstance(basis, PreRope)):
         raise SettingError(
             f"`recipe` {found.name!r} needs more of a model than what its attention is asked; use"
             f" {RECIPE!r}, 'lean' or 'small'"
@@ -75,23 +77,29 @@ def make_maps(
     else:
         tokenizer = tokenizer or load_tokenizer(name)
         model = load(name, dtype=dtype, device=device, any_type=True)
+    source = name or str(model.config.name_or_path) or type(model).__name__
     layers = seam_layers(model)
     check_layers(model, layers)
     rotations = {} if basis.after_rope else find_rotations(model, layers)
-    compressor = Compressor(
-        model,
-        found,
-        tokenizer,
-        calib=calib,
-        max_tokens=max_tokens,
-        seed=seed,
-        family=seam_family(layers, rotations),
-    )
+    more: dict[str, Any] = {
+        "calib": calib,
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "family": seam_family(layers, rotations),
+    }
+    compressor = Compressor(model, found, tokenizer, **more)
     compressor.factor_of(target, align)
-    prepared = compressor.prepare(progress=progress)
+    try:
+        prepared = compressor.prepare(progress=progress)
+        gradients = _gradients(prepared.statistics)
+    except NoGradients as error:
+        gradients = f"none: {error.reason}"
+        found = without_gradients(found)
+        prepared = Compressor(model, found, tokenizer, **more).prepare(progress=progress)
+    if gradients is not None:
+        warnings.warn(f"{source}: gradients of the loss: {gradients}", stacklevel=2)
     spec = unrotated_spec(prepared.plan(keep, align), layers, rotations)
     each = zip(layers, spec.layers, prepared.maps(spec), strict=True)
-    source = name or str(model.config.name_or_path)
     sidecar = Sidecar(
         maps={
             x.name: layer_maps(layer, own, rotations.get(x.name)) for x, layer, own in each if own
@@ -104,11 +112,25 @@ def make_maps(
             "recipe": asdict(found),
             "keep": keep,
             "statistics": prepared.statistics.key,
+            **({} if gradients is None else {"gradients": gradients}),
         },
     )
     if output is not None:
         sidecar.save(output)
     return sidecar
+
+
+def without_gradients(recipe: Recipe) -> Recipe:
+    """A recipe that reads second moments of queries, keys and outputs alone. These have no common
+    unit, so the budget is spent by shares of each."""
+    return replace(recipe, name=f"{recipe.name} without gradients", gradients=False, ranks="energy")
+
+
+def _gradients(statistics: Statistics) -> str | None:
+    """How gradients were computed, where not by the model's own kernels alone."""
+    if not (through := statistics.through_weights):
+        return None
+    return f"through dequantised weights of {len(through)} layers ({through[0]} and others)"
 
 
 def unrotated_spec(

@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from kvfold.errors import SettingError
-from kvfold.models.adapter import Family
+from kvfold.models.adapter import Family, Projections
+from kvfold.models.placed import replaced_forward
 from kvfold.ops.common.attention import Tables
 from kvfold.seam.layers import SeamLayer
 from kvfold.seam.rotation import Rotation
@@ -76,14 +78,20 @@ class SeamFamily(Family):
         return [(tables[x], 1.0, x.order if x.reorders else None) for x in each]
 
     @classmethod
+    def projections(cls, attention: Any, geometry: Geometry) -> Projections:
+        """Nothing is known of the weights: all that attention gives counts alike."""
+        width = geometry.num_query_heads * geometry.head_dim
+        device = cls.found[0].keys.device
+        none = torch.zeros(0, geometry.hidden_size, device=device), None
+        alike = torch.eye(width, device=device), None
+        return Projections.of(q=none, k=none, v=none, o=alike)
+
+    @classmethod
     def logits(cls, model: Any, hidden: Tensor) -> Tensor:
         """By the model's own forward, in which its base gives these hidden states."""
         base, flat = model.base_model, hidden.reshape(1, -1, hidden.shape[-1])
-        base.__dict__["forward"] = lambda *_, **__: _Hidden(flat)
-        try:
+        with replaced_forward(base, lambda *_, **__: _Hidden(flat)):
             found: Tensor = model(inputs_embeds=flat, use_cache=False).logits
-        finally:
-            base.__dict__.pop("forward")
         return found.view(*hidden.shape[:-1], -1)
 
 

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.errors import SettingError
 from kvfold.models.finite import probe_ids
+from kvfold.models.placed import input_device
 
 TOKENS = 16
 _LOOK = "kvfold_look"
@@ -164,9 +165,11 @@ def seam_layers(model: Any, positions: Tensor | None = None) -> list[SeamLayer]:
     probe = _Probe(model)
     count = TOKENS if positions is None else len(positions)
     ids = probe_ids(model.get_input_embeddings().num_embeddings, count)
-    more = {} if positions is None else {"position_ids": positions[None].to(model.device)}
+    device = input_device(model)
+    more = {} if positions is None else {"position_ids": positions[None].to(device)}
     with attention_of(model, lambda _: _LOOK), probe.watching(model):
-        model.base_model(input_ids=torch.tensor([ids], device=model.device), use_cache=True, **more)
+        # The whole model: compressed-tensors unpacks weights in a hook of it.
+        model(input_ids=torch.tensor([ids], device=device), use_cache=True, **more)
     return probe.layers
 
 

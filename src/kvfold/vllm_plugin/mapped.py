@@ -286,12 +286,15 @@ def bind(
     geometry, mixed = stored.spec.geometry, stores_unlike(layers.values(), vllm_config)
     told = can_be_asked(vllm_config)
     for number in own:
-        (index, name), layer = places[number], layers[number]
-        check_heads(layer, geometry, share, name)
-        check_servable(layer)
-        if told:
-            sidecar.check_base(name, *seen[number].of_all(geometry.num_kv_heads))
-        _give(layer, stored, index, sidecar.maps[name], seen[number], mixed, tables)
+        check_heads(layers[number], geometry, share, places[number][1])
+        check_servable(layers[number])
+    if told and own:
+        heads = geometry.num_kv_heads
+        sidecar.check_base({places[x][1]: seen[x].of_all(heads) for x in own})
+    for number in own:
+        index, name = places[number]
+        maps, asked = sidecar.maps[name], seen[number]
+        _give(layers[number], stored, index, maps, asked, mixed, tables)
 
 
 def bind_plain(

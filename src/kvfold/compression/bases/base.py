@@ -58,14 +58,15 @@ class BasisBuilder(ABC):
 
     key_shares, value_shares: what a Recipe may say of keys and values. after_rope: keys are
     rotated, then mapped. factors_weights: W_K's outputs are what is factored, so no norm may
-    follow. predicts_loss: singular^2 / 2 is the predicted loss (nats a token), so that bits can be
-    planned. whole: nothing is to be dropped.
+    follow. reads_weights: of the projections around attention. predicts_loss: singular^2 / 2 is the
+    predicted loss (nats a token), so that bits can be planned. whole: nothing is to be dropped.
     """
 
     key_shares: ClassVar[tuple[Share, ...]] = ("head", "group", "joint")
     value_shares: ClassVar[tuple[Share, ...]] = ("head", "group", "joint")
     after_rope: ClassVar[bool] = False
     factors_weights: ClassVar[bool] = False
+    reads_weights: ClassVar[bool] = False
     predicts_loss: ClassVar[bool] = False
     whole: ClassVar[bool] = False
 

@@ -13,6 +13,7 @@ class Zack(BasisBuilder):
     key_shares = ("head",)
     value_shares = ("head",)
     after_rope = True
+    reads_weights = True
 
     def needs(self) -> set[str]:
         rows = "rows_reduced" if self.recipe.reduce else "query"

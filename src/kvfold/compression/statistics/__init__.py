@@ -2,6 +2,7 @@
 
 from kvfold.compression.statistics.artifact import Statistics
 from kvfold.compression.statistics.moments import Moment
+from kvfold.compression.statistics.products import NoGradients
 from kvfold.compression.statistics.quantities import QUANTITIES
 
-__all__ = ["QUANTITIES", "Moment", "Statistics"]
+__all__ = ["QUANTITIES", "Moment", "NoGradients", "Statistics"]

@@ -18,10 +18,13 @@ SCHEMA = 6
 
 @dataclass
 class Statistics:
-    """Moments of every layer by name, with the key that says what they were measured on."""
+    """Moments of every layer by name, with the key that says what they were measured on.
+    through_weights: modules whose gradients went through their dequantised weights, where the pass
+    has just run."""
 
     key: dict[str, Any]
     layers: dict[int, dict[str, Moment]] = field(default_factory=dict)
+    through_weights: tuple[str, ...] = ()
 
     def __getitem__(self, place: tuple[int, str]) -> Moment:
         layer, name = place

@@ -4,7 +4,7 @@ Shapes: T tokens of the window, Hq / Hk query / KV heads, G = Hq / Hk, d head di
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from kvfold.compression.statistics.moments import Moment
+from kvfold.compression.statistics.products import differentiable
 from kvfold.compression.statistics.quantities import (
     QUANTITIES,
     Attended,
@@ -25,6 +26,7 @@ from kvfold.compression.statistics.quantities import (
 )
 from kvfold.compression.subspace import Subspace, subspace
 from kvfold.models.adapter import Family
+from kvfold.models.placed import input_device, is_offloaded, replaced_forward
 from kvfold.ops.common.attention import attention
 from kvfold.spec import Geometry
 
@@ -81,19 +83,18 @@ class Recorder:
         """The model with this recorder as its attention; everything is put back at the end."""
         model, before = self.model, self.model.config._attn_implementation
         was_training, frozen = model.training, [p.requires_grad for p in model.parameters()]
-        hooks: list[Callable[[], None]] = []
         attentions = list(self.family.attentions(model))
+        self.through_weights: list[str] = []
         try:
             model.eval().requires_grad_(False)
             for attention in attentions:
                 attention.__dict__["recorder"] = self
             model.set_attn_implementation(_ATTENTION)
-            if self.needs_backward:
-                hooks = self._prepare_layers()
-            yield
+            with ExitStack() as stack:
+                if self.needs_backward:
+                    self._prepare_layers(stack)
+                yield
         finally:
-            for undo in hooks:
-                undo()
             model.set_attn_implementation(before)
             for attention in attentions:
                 attention.__dict__.pop("recorder", None)
@@ -102,20 +103,26 @@ class Recorder:
                 parameter.requires_grad_(flag)
             self.hidden.clear()
 
-    def _prepare_layers(self) -> list[Callable[[], None]]:
-        """Recompute a large model's layers in backward, and see each attention's input."""
-        undo: list[Callable[[], None]] = []
-        large = sum(p.numel() for p in self.model.parameters()) > RECOMPUTE_ABOVE
-        for index, layer in enumerate(self.family.layers(self.model)):
-            if large:
-                recomputed = torch.utils.checkpoint.checkpoint
-                layer.forward = partial(recomputed, layer.forward, use_reentrant=False)
-                undo.append(partial(layer.__dict__.pop, "forward", None))
+    def _prepare_layers(self, stack: ExitStack) -> None:
+        """Let gradients through, recompute a large or offloaded model's layers in backward, which
+        so keeps no weight, and see each attention's input."""
+        model = self.model
+        like = torch.empty(0, dtype=model.dtype, device=input_device(model))
+        self.through_weights = stack.enter_context(differentiable(model, like))
+        large = sum(p.numel() for p in model.parameters()) > RECOMPUTE_ABOVE
+        if recomputes := large or is_offloaded(model):
+            # Else a layer's last module would not run to its end, which gives back its weights.
+            stack.enter_context(torch.utils.checkpoint.set_checkpoint_early_stop(False))
+        for index, layer in enumerate(self.family.layers(model)):
+            if recomputes:
+                checkpoint = torch.utils.checkpoint.checkpoint
+                recomputed = partial(checkpoint, layer.forward, use_reentrant=False)
+                stack.enter_context(replaced_forward(layer, recomputed))
             if any(x.reads_hidden for x in self.quantities.values()):
                 attention = getattr(layer, self.family.attention_name)
                 keep = partial(self._keep_hidden, index)
-                undo.append(attention.register_forward_pre_hook(keep, with_kwargs=True).remove)
-        return undo
+                hook = attention.register_forward_pre_hook(keep, with_kwargs=True)
+                stack.callback(hook.remove)
 
     def _keep_hidden(self, index: int, _: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         self.hidden[index] = (args[0] if args else kwargs["hidden_states"]).detach()
@@ -163,8 +170,9 @@ class Recorder:
             leaf = part.requires_grad_()
             logits = head(leaf).float().flatten(0, 1)
             likely = logits.detach().softmax(-1)
-            drawn = torch.multinomial(likely, 1, generator=self.window.generator)
-            loss = nn.functional.cross_entropy(logits, drawn[:, 0], reduction="sum")
+            draw = self.window.generator  # on the device of the first layer
+            drawn = torch.multinomial(likely.to(draw.device), 1, generator=draw)[:, 0]
+            loss = nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
             out.copy_(torch.autograd.grad(loss, leaf)[0])
         self.recomputing = True
         hidden.backward(gradient)
