@@ -80,9 +80,11 @@ class Maps:
         return replace(self, **{x: pad(getattr(self, x), (0, ZEROS)) for x in parts})
 
     def digest(self) -> str:
-        """What tells these maps from others, in hex."""
-        parts = (getattr(self, name).detach().double().cpu().numpy() for name in NAMES)
-        return sha256(b"".join(x.tobytes() for x in parts)).hexdigest()
+        """What tells these maps from others, in hex: of the numbers as a sidecar holds them."""
+        digest = sha256()
+        for name in NAMES:
+            digest.update(getattr(self, name).detach().float().contiguous().cpu().numpy())
+        return digest.hexdigest()
 
     def turned(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> "Maps":
         """With what every latent of keys and of values stores rotated, by [r, r] of its rank."""
