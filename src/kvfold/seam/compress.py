@@ -1,6 +1,6 @@
 """Maps of any transformers model, from one pass over calibration text: nothing of its family."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from kvfold.models.fold import LatentMaps
 from kvfold.seam.family import seam_family
 from kvfold.seam.layers import check_layers, seam_layers, unwrapped
 from kvfold.seam.maps import Maps
-from kvfold.seam.sidecar import Sidecar, probes_of
+from kvfold.seam.sidecar import Sidecar, probes_of, sizes_of
 from kvfold.spec import LayerSpec
 from kvfold.text import check_tokenizer, read_texts
 
@@ -40,13 +40,15 @@ def make_maps(
     max_tokens: int = CALIBRATION_TOKENS,
     seed: int = 0,
     output: Path | str | None = None,
+    check: Callable[[Compressor, Sidecar], Sidecar] | None = None,
     progress: Progress | None = None,
 ) -> Sidecar:
     """Maps by which a model's cache keeps `keep` of its numbers; the model stays as it is.
 
     model: a name, or a loaded causal LM of any type whose layers call transformers' attention
     interface and are alike in their heads. recipe: one that takes keys as attention gets them
-    (None: swift). output: a new folder, written whole or not at all. The rest as of
+    (None: swift). output: a new folder, written whole or not at all. check: gives
+    the maps to save, from the compressor and those that were made, or raises. The rest as of
     `kvfold.compress`. Raises ValueError for what cannot work, before weights are read where that
     can be known.
     """
@@ -95,11 +97,14 @@ def make_maps(
         provenance={
             "model": source,
             "model_type": model.config.model_type,
+            "sizes": sizes_of(model.config),
             "recipe": asdict(found),
             "keep": keep,
             "statistics": prepared.statistics.key,
         },
     )
+    if check is not None:
+        sidecar = check(compressor, sidecar)
     if output is not None:
         sidecar.save(output)
     return sidecar
