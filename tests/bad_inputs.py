@@ -790,17 +790,88 @@ POOLS = {
         "fewer, or set --kv-bytes"
     ),
 }
+MAPS = {
+    "kvfold generate reference:gqa --prompt a --maps nowhere": (
+        "--maps must be a folder with kvfold.json and kvfold.safetensors, or the hub id of "
+        "one, USER/NAME; nowhere has no kvfold.json and no kvfold.safetensors"
+    ),
+    "kvfold generate reference:gqa --prompt a --maps someone/maps": (
+        "--maps: cannot read 'someone/maps': there is no such directory, the hub cannot be "
+        "reached, and this machine has no copy of such a hub id: give a directory"
+    ),
+    "kvfold generate reference:gqa --prompt a --maps folder": (
+        "--maps must be a folder with kvfold.json and kvfold.safetensors, or the hub id of "
+        "one, USER/NAME; folder has no kvfold.json and no kvfold.safetensors"
+    ),
+    "kvfold generate reference:gqa --prompt a --maps torn-maps": (
+        "--maps: torn-maps is damaged (kvfold.safetensors is not the one that kvfold.json was "
+        "written with); copy its files again, or compress again"
+    ),
+    "kvfold generate reference:gqa --prompt a --maps other-maps": (
+        "--maps were made for someone/other, whose hidden_size is 512; this model's is 256: "
+        "take the maps of this model"
+    ),
+    "kvfold generate reference:gqa --prompt a --maps maps --context book.kvf": (
+        "--maps and --context exclude each other: with maps beside the weights nothing is "
+        "evicted, as in a packed context: leave one out"
+    ),
+    "kvfold eval compressed --maps maps": (
+        "--maps are for an original model, and 'compressed' is compressed already: leave them "
+        "out, or name the original"
+    ),
+    "kvfold eval reference:gqa --maps maps --evict random --keep-tokens .5": (
+        "--maps: with maps beside the weights nothing is evicted, and numbers are packed as "
+        "'integers': leave --evict, --repair and --format out"
+    ),
+    "kvfold serve reference:gqa --maps maps --context book=book.kvf": (
+        "--maps and --context exclude each other: with maps beside the weights nothing is "
+        "evicted, as in a packed context: leave one out"
+    ),
+    "kvfold serve reference:gqa --maps other-maps --engine vllm": (
+        "--maps were made for someone/other, whose hidden_size is 512; this model's is 256: "
+        "take the maps of this model"
+    ),
+    "kvfold inspect": "name a MODEL, or --maps, to inspect",
+    "kvfold inspect reference:gqa --maps other-maps": (
+        "--maps were made for someone/other, whose hidden_size is 512; this model's is 256: "
+        "take the maps of this model"
+    ),
+    "kvfold inspect --maps maps --recipe zack": (
+        "--maps show what is stored, and --recipe plans something else: leave one out"
+    ),
+    "kvfold compress reference:gqa --maps --output folder": (
+        "output folder exists and is not an empty directory; name another one"
+    ),
+    "kvfold push maps": 'Command "push" parameter NAME requires an argument.',
+    "kvfold push nowhere someone/maps": (
+        "there is no folder nowhere; name one that `kvfold compress` wrote"
+    ),
+    "kvfold push folder someone/maps": (
+        "cannot publish folder: maps must be a folder with kvfold.json and kvfold.safetensors,"
+        " or the hub id of one, USER/NAME; folder has no kvfold.json and no kvfold.safetensors"
+    ),
+    "kvfold push torn-maps someone/maps": (
+        "cannot publish torn-maps: maps: torn-maps is damaged (kvfold.safetensors is not the "
+        "one that kvfold.json was written with); copy its files again, or compress again"
+    ),
+    "kvfold push maps someone": (
+        "a hub repository is USER/NAME, of letters, digits, -, _ and .; got 'someone'"
+    ),
+    "kvfold push maps someone/maps": (
+        "cannot publish someone/maps: the hub cannot be reached; nothing was published"
+    ),
+}
 PYTHON = {
     'kvfold.recover("reference:gqa", output="new", step=5)': (
         "unknown settings: step; legal: steps, batch, rank, learning_rate, maps, seed"
     ),
     'kvfold.attach(None, "nowhere")': (
-        "maps must be a folder with kvfold.json and kvfold.safetensors; nowhere has no kvfold.json "
-        "and no kvfold.safetensors"
+        "maps must be a folder with kvfold.json and kvfold.safetensors, or the hub id of one, "
+        "USER/NAME; nowhere has no kvfold.json and no kvfold.safetensors"
     ),
     'kvfold.LLM("reference:gqa", maps="nowhere")': (
-        "maps must be a folder with kvfold.json and kvfold.safetensors; nowhere has no kvfold.json "
-        "and no kvfold.safetensors"
+        "maps must be a folder with kvfold.json and kvfold.safetensors, or the hub id of one, "
+        "USER/NAME; nowhere has no kvfold.json and no kvfold.safetensors"
     ),
     'kvfold.make_maps("reference:gqa", "lorc", max_tokens=4096)': (
         "recipe 'lorc' needs more of a model than what its attention is asked; use 'swift', 'lean' "

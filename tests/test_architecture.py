@@ -24,7 +24,7 @@ LAYERS: dict[str, set[str]] = {
     "card": {"spec"},
     "ops": {"formats", "spec"},
     "gguf": set(),
-    "hub": {"gguf"},
+    "hub": {"errors", "gguf"},
     "reference_models": {"files", "gguf", "weights"},
     "cache": {"errors", "formats", "spec", "ops"},
     "attention": {"spec", "ops", "cache"},
@@ -49,6 +49,8 @@ LAYERS: dict[str, set[str]] = {
         "recipes",
         "compression",
         "loading",
+        "card",
+        "hub",
     }
     | {"errors", "files", "text"},
     "engine": {"formats", "spec", "ops", "cache", "attention", "models", "config", "artifact"}
@@ -66,6 +68,7 @@ LAYERS: dict[str, set[str]] = {
         "recipes",
         "artifact",
         "engine",
+        "seam",
     }
     | {"errors", "files", "ops", "search", "text", "versions", "weights"},
     "api": {

@@ -29,7 +29,8 @@ from kvfold.config import CacheConfig, Recipe
 from kvfold.loading import load_config, load_tokenizer
 from kvfold.models.families import family_of
 from kvfold.ops.backend import use_triton
-from kvfold.spec import LayerSpec
+from kvfold.seam.sidecar import TENSORS, Sidecar
+from kvfold.spec import CacheSpec, LayerSpec
 from kvfold.spec.layout import Latent, plain_spec
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
@@ -48,6 +49,7 @@ EARLY = {
     "The paged cache": bad.CACHE,
     "Measuring": bad.MEASURING,
     "Generating": bad.GENERATING,
+    "Maps beside the weights": bad.MAPS,
     "Python": bad.PYTHON,
 }
 REQUESTS, CHECKPOINTS = "Requests", "Checkpoints that were damaged or edited"
@@ -104,6 +106,10 @@ def files(tmp_path_factory) -> Path:
     spec = plain_spec(family_of(config).geometry(config))
     checkpoint(here / "other-tokenizer", vocab_size=64)
     checkpoint(here / "compressed", quantization_config=KVFoldConfig(cache=spec.to_dict()))
+    beside_weights(here / "maps", spec, model="reference:gqa")
+    beside_weights(here / "other-maps", spec, model="someone/other", sizes={"hidden_size": 512})
+    beside_weights(here / "torn-maps", spec, model="reference:gqa")
+    (here / "torn-maps" / TENSORS).write_bytes(b"")
     shared = Latent(side="kv", heads=tuple(range(spec.geometry.num_kv_heads)), rank=8)
     layer = LayerSpec(keys="pre_rope", values="fused", latents=(shared,))
     joint = replace(spec, layers=(layer,) * len(spec.layers))
@@ -129,6 +135,12 @@ def files(tmp_path_factory) -> Path:
     (checkpoint(here / "other-shape") / "tokenizer.json").write_text("{}")
     (checkpoint(here / "listed-tokenizer") / "tokenizer_config.json").write_text("[]")
     return here
+
+
+def beside_weights(path: Path, spec: CacheSpec, **provenance) -> None:
+    """Maps beside the weights, of no layer."""
+    recipe = {"recipe": {"name": "swift"}}
+    Sidecar(maps={}, spec=spec, base={}, provenance=recipe | provenance).save(path)
 
 
 def humaneval(**changes: str) -> dict[str, str]:

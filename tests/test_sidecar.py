@@ -1,6 +1,8 @@
 """Maps beside the weights: made, saved, read, attached, and refused where they do not fit."""
 
+import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,7 +96,7 @@ def test_another_model_is_refused(made) -> None:
         for parameter in other.parameters():
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn_like(parameter) * parameter.std())
-    with pytest.raises(SettingError, match="were made for another model: keys and values of"):
+    with pytest.raises(SettingError, match="which this model is not"):
         kvfold.attach(other, made)
     with pytest.raises(SettingError, match=r"KV heads|of that name"):
         kvfold.attach(load("reference:mha"), made)
@@ -126,6 +128,88 @@ def test_rounding_may_add_up_with_depth(made) -> None:
         else:
             with pytest.raises(SettingError, match=r"keys and values of model\.layers"):
                 kvfold.attach(model, made)
+
+
+def test_a_revision_is_taken_as_long_as_it_is_near(made) -> None:
+    """Weights that were trained on, and weights that have little to do with those before."""
+    for noise, fits in ((0.02, True), (0.1, True), (1.0, False)):
+        model = load("reference:gqa")
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("proj.weight"):
+                    parameter.add_(noise * parameter.std() * torch.randn_like(parameter))
+        if fits:
+            kvfold.attach(model, made)
+            continue
+        with pytest.raises(SettingError, match="or not in this revision: keys and values of model"):
+            kvfold.attach(model, made)
+
+
+def test_an_engine_says_so_before_it_takes_memory(made, monkeypatch) -> None:
+    other = load("reference:gqa")
+    with torch.no_grad():
+        other.model.layers[2].self_attn.v_proj.weight.neg_()
+    monkeypatch.setattr("kvfold.engine.build._pool", None)
+    with pytest.raises(SettingError, match=r"values of model\.layers\.2\.self_attn for the"):
+        kvfold.LLM(other, maps=made, max_sequences=1, max_tokens=64)
+
+
+def test_layers_without_maps_and_maps_without_a_layer(made) -> None:
+    model, names = load("reference:gqa"), list(made.maps)
+    fewer = {name: made.maps[name] for name in names[1:]}
+    kvfold.attach(model, replace(made, maps=fewer))()
+    with pytest.raises(SettingError, match=f"hold none of {names[0]}, and the engine"):
+        kvfold.LLM(model, maps=replace(made, maps=fewer), max_sequences=1, max_tokens=64)
+    base = {name: made.base[name] for name in names[1:]}
+    with pytest.raises(SettingError, match=f"know nothing of {names[0]}, which calls attention"):
+        kvfold.attach(model, replace(made, maps=fewer, base=base))
+    more = made.maps | {"model.layers.7.self_attn": made.maps[names[0]]}
+    with pytest.raises(SettingError, match=r"a layer model\.layers\.7\.self_attn that calls"):
+        kvfold.attach(model, replace(made, maps=more))
+
+
+def test_detach(made, tokenizer) -> None:
+    """Also from a copy, and not the maps of a later attach."""
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"][:64]])
+    model = load("reference:gqa")
+    before = nats(model, ids)
+    take_away = kvfold.attach(model, made)
+    attached, copied = nats(model, ids), copy.deepcopy(model)
+    kvfold.detach(model)
+    assert nats(model, ids) == before != attached
+    assert not any(x._forward_pre_hooks for x in model.modules())
+    kvfold.attach(model, made)
+    take_away()
+    assert nats(model, ids) == attached == nats(copied, ids)
+    kvfold.detach(copied)
+    assert nats(copied, ids) == before
+    with pytest.raises(SettingError, match="has no maps to take away"):
+        kvfold.detach(copied)
+
+
+def test_maps_are_the_same_once_they_were_saved(made, tmp_path) -> None:
+    """A cache that was filled with them goes on."""
+    made.save(tmp_path / "maps")
+    for name, own in Sidecar.load(tmp_path / "maps").maps.items():
+        assert own.digest() == made.maps[name].digest()
+        assert own.digest() != replace(own, value_mean=own.value_mean + 1).digest()
+
+
+def test_files_of_two_sidecars_are_refused(made, tmp_path) -> None:
+    made.save(tmp_path / "one")
+    maps = {name: replace(x, value_mean=x.value_mean + 1) for name, x in made.maps.items()}
+    replace(made, maps=maps).save(tmp_path / "two")
+    (tmp_path / "one" / TENSORS).replace(tmp_path / "two" / TENSORS)
+    with pytest.raises(SettingError, match="is not the one that"):
+        Sidecar.load(tmp_path / "two")
+
+
+def test_the_card_names_a_base_on_the_hub(made) -> None:
+    """And says of a folder only its name."""
+    for model, base in (("Qwen/Qwen3-8B", "base_model: Qwen/Qwen3-8B\n"), ("/home/me/q", "")):
+        text = replace(made, provenance={**made.provenance, "model": model}).readme()
+        assert text.startswith(f"---\n{base}library_name: kvfold\n") and "/home/me" not in text
 
 
 def test_maps_twice_are_refused(made) -> None:

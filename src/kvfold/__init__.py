@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvfold.loading import reference as reference
     from kvfold.recovery import recover as recover
     from kvfold.seam.attach import attach as attach
+    from kvfold.seam.attach import detach as detach
     from kvfold.seam.compress import make_maps as make_maps
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ _HOMES = {
     "attach": "seam.attach",
     "best_policy": "evaluation.auto",
     "compress": "api",
+    "detach": "seam.attach",
     "load": "loading",
     "make_maps": "seam.compress",
     "recover": "recovery",

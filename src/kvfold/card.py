@@ -1,5 +1,7 @@
 """What was done to a model, in a few lines: for the command line, and its checkpoint's README."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 from kvfold.spec import CacheSpec
@@ -39,6 +41,71 @@ to delete `quantization_config` from config.json, does not help.
 """
 
 
+_MAPS = """\
+---
+{base}library_name: kvfold
+tags:
+- kvfold
+- kv-cache
+---
+
+# Maps for a smaller KV cache of {source}
+
+Made by kvfold from `{source}` ({kind}) with the recipe `{recipe}`. The model's weights are not in
+here and do not change: they may be of any dtype, quantised, or have a LoRA.
+
+{facts}
+
+## What is stored
+
+`kvfold.json` says what the cache stores, how that was chosen, and numbers that tell `{source}` from
+other models. `kvfold.safetensors` holds the maps of every layer in float32.
+
+## Using it
+
+Below, MAPS is the hub id of this repository, `USER/NAME` or `USER/NAME@REVISION`, or a folder with
+these files.
+
+transformers, with its own cache and attention:
+
+```python
+import kvfold
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{source}")
+kvfold.attach(model, "MAPS")
+```
+
+kvfold's engine, or its server with `kvfold serve {source} --maps MAPS`:
+
+```python
+import kvfold
+
+llm = kvfold.LLM("{source}", maps="MAPS")
+```
+
+vLLM, where kvfold is installed:
+
+```sh
+vllm serve {source} --additional-config '{{"kvfold": {{"maps": "MAPS"}}}}'
+```
+"""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def maps_text(spec: CacheSpec, provenance: dict[str, Any]) -> str:
+    """The README of maps beside the weights, in Markdown with the metadata that the hub reads."""
+    name = str(provenance.get("model", "a model"))
+    is_id = bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
+    return _MAPS.format(
+        base=f"base_model: {name}\n" if is_id else "",
+        source=name if is_id or name.startswith("reference:") else Path(name).name,
+        kind=provenance.get("model_type", "a causal LM"),
+        recipe=provenance.get("recipe", {}).get("name", "plain"),
+        facts="\n".join(f"- {line}" for line in facts(spec, provenance)),
+    )
+
+
 def text(spec: CacheSpec, provenance: dict[str, Any]) -> str:
     """The README of a folded checkpoint, in Markdown."""
     return _TEXT.format(
@@ -47,6 +114,23 @@ def text(spec: CacheSpec, provenance: dict[str, Any]) -> str:
         facts="\n".join(f"- {line}" for line in facts(spec, provenance)),
         planned=", with the planned bits" if spec.planned else "",
     )
+
+
+def _measured(figures: dict[str, Any]) -> list[str]:
+    """What maps lost before they were saved, and through whose cache."""
+    lines = []
+    if (lost := figures.get("lost")) is not None:
+        error = figures["lost_se"]
+        near = "" if error is None else f" (standard error {error:.4f})"
+        lines.append(
+            f"{lost:.4f} nats a token lost{near} on {figures['tokens']} tokens of text that"
+            f" calibration did not read, through the cache of {figures['through']}"
+        )
+    lines.append(
+        f"{figures['divergence']:.4f} nats a token from the original, over"
+        f" {figures['answer_tokens']} tokens of its answer to a short prompt"
+    )
+    return lines
 
 
 def facts(spec: CacheSpec, provenance: dict[str, Any]) -> list[str]:
@@ -74,6 +158,8 @@ def facts(spec: CacheSpec, provenance: dict[str, Any]) -> list[str]:
     if ratio := provenance.get("ratio"):
         allowed = provenance["budget"]
         lines.append(f"perplexity ratio {ratio:.4f} on held-out text, {allowed} allowed")
+    if measured := provenance.get("measured"):
+        lines += _measured(measured)
     if recovery := provenance.get("recovery"):
         lines.append(
             f"recovered in {recovery['steps']} steps: {recovery['before']:.4f} to"

@@ -15,6 +15,7 @@ from rich.console import Console
 from kvfold import __version__
 from kvfold.cli.options import Calibration, Place, Storage, Windows
 from kvfold.config import AUTO
+from kvfold.errors import SettingError
 from kvfold.files import check_writable
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kvfold.config import CacheConfig, Recipe
     from kvfold.evaluation.measure import Measurement
     from kvfold.evaluation.tasks.base import Task
+    from kvfold.seam.sidecar import Sidecar
     from kvfold.spec import CacheSpec
 
 Progress = Callable[[str, int, int], None]
@@ -33,27 +35,50 @@ FIRST, EVERY = 10, 30  # seconds between lines of progress in a log
 def quiet() -> None:
     """From here on no output of transformers' own."""
     import transformers
+    from huggingface_hub.utils import disable_progress_bars
     from huggingface_hub.utils import logging as hub_logging
+
+    disable_progress_bars()
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     hub_logging.set_verbosity_error()
 
 
-def load_config(name: str) -> Any:
-    """The config of a model."""
+def load_config(name: str, beside: "Sidecar | None" = None) -> Any:
+    """The config of a model, of any type where maps stand beside it. Raises ValueError where they
+    cannot be of this model."""
     from kvfold import loading
 
     quiet()
-    return loading.load_config(name)
+    config = loading.load_config(name, any_type=beside is not None)
+    if beside is not None:
+        if saved_spec(config) is not None:
+            raise SettingError(
+                f"`maps` are for an original model, and {name!r} is compressed already: leave them"
+                " out, or name the original"
+            )
+        beside.check_config(config)
+    return config
 
 
-def load(name: str, place: Place) -> Any:
+def load(name: str, place: Place, beside: "Sidecar | None" = None) -> Any:
     """The model of a directory, hub id or reference."""
     from kvfold import loading
 
     quiet()
-    return loading.load(name, dtype=place.dtype, device=place.device)
+    any_type = beside is not None
+    return loading.load(name, dtype=place.dtype, device=place.device, any_type=any_type)
+
+
+def load_maps(name: str | None) -> "Sidecar | None":
+    """The maps in a folder or on the hub."""
+    if name is None:
+        return None
+    from kvfold.seam.sidecar import Sidecar
+
+    quiet()
+    return Sidecar.load(name)
 
 
 def load_tokenizer(name: str) -> Any:
@@ -103,8 +128,9 @@ def measurement(
     cache: "CacheConfig | None",
     texts: dict[str, str],
     tasks: "dict[str, list[Task]]",
+    beside: "Sidecar | None" = None,
 ) -> "Measurement":
-    """A measurement to make of a model of this config, and through which cache."""
+    """A measurement to make of a model of this config, and through which cache and maps."""
     from kvfold.evaluation.measure import Measurement, needle_lengths, text_windows
 
     ctx = context(config, windows)
@@ -116,6 +142,7 @@ def measurement(
         chunk=windows.chunk,
         batch=windows.batch,
         cache=cache,
+        maps=beside,
         agnostic=windows.agnostic,
     )
 
@@ -128,19 +155,26 @@ def read_tasks(paths: Sequence[Path]) -> "dict[str, list[Task]]":
 
 
 def cache_config(
-    config: Any, storage: Storage, place: Place, planned: bool = False
+    config: Any,
+    storage: Storage,
+    place: Place,
+    planned: bool = False,
+    beside: "Sidecar | None" = None,
 ) -> "CacheConfig | None":
     """How the paged cache is to store tokens of a model of this config, whose bits are `planned` or
-    become so; None: transformers' cache serves. Raises ValueError for what the two cannot do
-    together."""
+    become so, with maps beside it or without; None: transformers' cache serves. Raises ValueError
+    for what these cannot do together."""
     from kvfold.cache.eviction import policies
-    from kvfold.engine.build import check_served
+    from kvfold.engine.build import check_beside_maps, check_served
     from kvfold.loading import default_device
     from kvfold.ops.backend import use_triton
 
-    spec = saved_spec(config)
+    spec = saved_spec(config) if beside is None else beside.spec
     cache = storage.config(planned or (spec is not None and spec.planned))
-    if cache is not None:
+    if cache is not None and beside is not None:
+        check_beside_maps(cache)
+        use_triton((place.device or default_device()).partition(":")[0])
+    elif cache is not None:
         named = next(iter(policies.POLICIES)) if cache.evict == AUTO else cache.evict
         check_served(config, spec, policies.get(named) if named else None, cache)
         use_triton((place.device or default_device()).partition(":")[0])

@@ -53,7 +53,8 @@ def compress(
     learn_scores
         Learn what rows are worth, for --evict learned.
     no_check
-        Save it without comparing its answer to a short prompt with the original's.
+        Save it without comparing its answer to a short prompt with the original's, and maps
+        without measuring what they lose on text that calibration did not read.
     maps
         Write maps beside the weights, some megabytes that `kvfold.attach` gives to a model of
         transformers, instead of a checkpoint: of any model type, quantised or with a LoRA.
@@ -72,7 +73,7 @@ def compress(
     check_files(calibration.calib, calibration.stats, output)
     if maps:
         beside.check(size, fastest, calibration, recover=recover, learn_scores=learn_scores)
-        beside.write_maps(model, recipe, size, calibration, place, output)
+        beside.write_maps(model, recipe, size, calibration, place, output, not no_check)
         return
     with new_directory(output) as folder:
         config = common.load_config(model)

@@ -12,6 +12,7 @@ from kvfold.cli.options import (
     STORAGE,
     WINDOWS,
     Files,
+    MapsName,
     Model,
     Place,
     Storage,
@@ -34,6 +35,7 @@ def evaluate(
     text: Files = (),
     tasks: TaskFiles = (),
     json: Path | None = None,
+    maps: MapsName = None,
     windows: Windows = WINDOWS,
     asked: Asked = ASKED,
     storage: Storage = STORAGE,
@@ -55,14 +57,15 @@ def evaluate(
         for name, value in {"text": text, "tasks": tasks, "needle": windows.needle}.items():
             if value:
                 raise SettingError(f"`suite` runs alone: leave `{name}` out, or run it apart")
-        suites.evaluate(model, asked, storage, place, json)
+        suites.evaluate(model, asked, storage, place, json, maps)
         return
     rows = common.read_tasks(tasks)
     texts = common.named_texts(text) if text or not (tasks or windows.needle) else {}
-    config, tokenizer = common.load_config(model), common.load_tokenizer(model)
-    cache = common.cache_config(config, storage, place)
-    what = common.measurement(config, tokenizer, windows, cache, texts, rows)
-    loaded = common.load(model, place)
+    beside = common.load_maps(maps)
+    config, tokenizer = common.load_config(model, beside), common.load_tokenizer(model)
+    cache = common.cache_config(config, storage, place, beside=beside)
+    what = common.measurement(config, tokenizer, windows, cache, texts, rows, beside)
+    loaded = common.load(model, place, beside)
     what = dataclasses.replace(what, cache=common.with_policy(loaded, tokenizer, cache))
     from kvfold.evaluation.measure import measure
     from kvfold.evaluation.measure import storage as stored
@@ -73,9 +76,10 @@ def evaluate(
     held = measured.footprint
     record = {
         "model": model,
+        "maps": maps,
         **pooled_texts(measured),
         **pooled(list(measured.tasks.values())),
-        **stored(loaded, held),
+        **stored(loaded, held, beside),
         "pool_fraction": held.pool_fraction if held else None,
         "cache_bytes_allocated": measured.cache_bytes,
         "texts": {name: dataclasses.asdict(result) for name, result in measured.texts.items()},

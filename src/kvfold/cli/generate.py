@@ -4,12 +4,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import common
-from kvfold.cli.options import PLACE, SAMPLING, STORAGE, Flag, Model, Place, Sampling, Storage
+from kvfold.cli.maps import check_context
+from kvfold.cli.options import (
+    PLACE,
+    SAMPLING,
+    STORAGE,
+    Flag,
+    MapsName,
+    Model,
+    Place,
+    Sampling,
+    Storage,
+)
 from kvfold.errors import SettingError
 
 if TYPE_CHECKING:
     from kvfold.config import CacheConfig
     from kvfold.engine.packed import PackedContext
+    from kvfold.seam.sidecar import Sidecar
 
 
 def generate(
@@ -19,6 +31,7 @@ def generate(
     prompt: str | None = None,
     prompt_file: Path | None = None,
     chat: Flag = False,
+    maps: MapsName = None,
     context: Path | None = None,
     sampling: Sampling = SAMPLING,
     storage: Storage = STORAGE,
@@ -39,20 +52,26 @@ def generate(
         is in it.
     """
     text = read_prompt(prompt, prompt_file)
+    check_context(maps, context)
     packed = None if context is None else read_context(context, storage, chat)
-    config, tokenizer = common.load_config(model), common.load_tokenizer(model)
+    beside = common.load_maps(maps)
+    config, tokenizer = common.load_config(model, beside), common.load_tokenizer(model)
     if packed is not None:
         loaded = common.load(model, place)
         stream_paged(loaded, tokenizer, text, sampling, *packed)
         return
-    cache = common.cache_config(config, storage, place)
+    cache = common.cache_config(config, storage, place, beside=beside)
     ids = encode(config, tokenizer, text, sampling.max_new_tokens, chat)
-    loaded = common.load(model, place)
+    loaded = common.load(model, place, beside)
     cache = common.with_policy(loaded, tokenizer, cache)
-    if cache is None:
-        stream(loaded, tokenizer, ids, sampling)
-    else:
-        stream_paged(loaded, tokenizer, ids, sampling, cache)
+    if cache is not None:
+        stream_paged(loaded, tokenizer, ids, sampling, cache, maps=beside)
+        return
+    if beside is not None:
+        from kvfold.seam.attach import attach
+
+        attach(loaded, beside)
+    stream(loaded, tokenizer, ids, sampling)
 
 
 def read_context(path: Path, storage: Storage, chat: bool) -> "tuple[CacheConfig, PackedContext]":
@@ -106,6 +125,7 @@ def stream_paged(
     sampling: Sampling,
     cache: "CacheConfig",
     context: "PackedContext | None" = None,
+    maps: "Sidecar | None" = None,
 ) -> None:
     """The same through the engine's paged cache; what it fits goes to stderr."""
     import dataclasses
@@ -120,7 +140,7 @@ def stream_paged(
     before = 0 if context is None else len(context.token_ids)
     total = before + len(ids) + sampling.max_new_tokens
     settings |= {"max_sequences": 1, "max_tokens": total}
-    llm = LLM(model, tokenizer=tokenizer, owned=True, **settings)
+    llm = LLM(model, tokenizer=tokenizer, owned=True, maps=maps, **settings)
     for name, value in llm.summary():
         print(f"{name}: {value}", file=sys.stderr)
     wanted = SamplingParams(

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.cli import common
-from kvfold.cli.options import CALIBRATION, PLACE, Calibration, Model, Place
+from kvfold.cli.options import CALIBRATION, PLACE, Calibration, MapsName, Model, Place
 from kvfold.errors import SettingError
 
 if TYPE_CHECKING:
@@ -21,9 +21,10 @@ Spectra = dict[str, list[list[float]]]
 
 
 def inspect(
-    model: Model,
+    model: Model | None = None,
     /,
     *,
+    maps: MapsName = None,
     recipe: str | None = None,
     keep: float | None = None,
     align: int | None = None,
@@ -31,7 +32,8 @@ def inspect(
     calibration: Calibration = CALIBRATION,
     place: Place = PLACE,
 ) -> None:
-    """Show the ranks and bytes of MODEL's cache; with --recipe, those it would have.
+    """Show the ranks and bytes of MODEL's cache; with --recipe, those it would have; with --maps,
+    what these store, and as far as MODEL's config says whether they are of MODEL.
 
     Parameters
     ----------
@@ -46,6 +48,11 @@ def inspect(
     """
     common.check_outputs(html=html)
     target = check_plan(recipe, keep, align, calibration)
+    if maps is not None:
+        inspect_maps(maps, model, recipe, html)
+        return
+    if model is None:
+        raise SettingError("name a MODEL, or `maps`, to inspect")
     from kvfold.artifact import KVFoldConfig
     from kvfold.models.families import family_of
     from kvfold.models.kernels import in_one_pass, kernels_of
@@ -81,6 +88,30 @@ def inspect(
         print(f"{key}: {value}")
     if html is not None:
         write_html(html, title, spec or plain_spec(geometry), spectra)
+
+
+def inspect_maps(name: str, model: str | None, recipe: str | None, html: Path | None) -> None:
+    """What maps beside the weights store, and how large they are."""
+    from kvfold.cli.maps import folder_bytes, in_bytes
+    from kvfold.seam.sidecar import folder_of
+
+    if recipe is not None:
+        raise SettingError(
+            "`maps` show what is stored, and `recipe` plans something else: leave one out"
+        )
+    sidecar = common.load_maps(name)
+    assert sidecar is not None
+    if model is not None:
+        common.load_config(model, sidecar)
+    spec, provenance = sidecar.spec, dict(sidecar.provenance)
+    title = f"{name}: maps of {len(sidecar.maps)} layers for {sidecar.source}"
+    print_geometry(f"{title} ({provenance.get('model_type', 'any type')})", spec.geometry)
+    print(f"on disk: {in_bytes(folder_bytes(folder_of(name)))}")
+    print_spec(spec, provenance)
+    for key, value in provenance.items():
+        print(f"{key}: {value}")
+    if html is not None:
+        write_html(html, title, spec, {})
 
 
 def check_plan(

@@ -23,6 +23,7 @@ from kvfold.cli.generate import generate
 from kvfold.cli.inspect import inspect
 from kvfold.cli.options import flag
 from kvfold.cli.pack import pack
+from kvfold.cli.push import push
 from kvfold.cli.recover import recover
 from kvfold.cli.route import route
 from kvfold.cli.serve import serve
@@ -64,6 +65,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "frontier": frontier,
     "demo": demo,
     "pack": pack,
+    "push": push,
 }
 for place, (name, command) in enumerate(COMMANDS.items()):
     app.command(command, name=name, sort_key=place)

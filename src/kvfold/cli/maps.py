@@ -16,14 +16,18 @@ def write_maps(
     calibration: Calibration,
     place: Place,
     output: Path,
+    check: bool,
 ) -> None:
-    """Measure what the model's layers ask of attention, and save maps of its keys and values."""
+    """Measure what the model's layers ask of attention, and save maps of its keys and values.
+    check: measure first what they lose."""
     from kvfold.card import facts
+    from kvfold.evaluation.maps import measured
+    from kvfold.files import new_directory
     from kvfold.seam.compress import make_maps
 
     begin = time.perf_counter()
     common.quiet()
-    with common.progress() as progress:
+    with new_directory(output) as folder, common.progress() as progress:
         made = make_maps(
             model,
             recipe,
@@ -34,12 +38,27 @@ def write_maps(
             device=place.device,
             max_tokens=calibration.max_tokens,
             seed=calibration.seed,
-            output=output,
+            check=measured if check else None,
             progress=progress,
         )
+        made.write(folder, output)
     print(f"maps of {len(made.maps)} layers: " + "\n".join(facts(made.spec, dict(made.provenance))))
     seconds = time.perf_counter() - begin
-    print(f'measured in {seconds:.1f} seconds, saved to {output}: kvfold.attach(model, "{output}")')
+    print(
+        f"made in {seconds:.1f} seconds, saved to {output} ({in_bytes(folder_bytes(output))}): use"
+        f' them by --maps {output}, or kvfold.attach(model, "{output}")'
+    )
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of a sidecar's files, as they are on the disk."""
+    from kvfold.seam.sidecar import FILES
+
+    return sum((folder / x).stat().st_size for x in FILES if (folder / x).exists())
+
+
+def in_bytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
 
 
 def check(size: Size, fastest: Fastest, calibration: Calibration, **more: object) -> None:
@@ -51,4 +70,14 @@ def check(size: Size, fastest: Fastest, calibration: Calibration, **more: object
         raise SettingError(
             f"`maps` and `{wrong[0]}` exclude each other: maps beside the weights drop dimensions,"
             " as `keep` says"
+        )
+
+
+def check_context(maps: str | None, context: object) -> None:
+    """Raises SettingError for packed contexts, which lose tokens, where maps stand beside a
+    model."""
+    if maps is not None and context:
+        raise SettingError(
+            "`maps` and `context` exclude each other: with maps beside the weights nothing is"
+            " evicted, as in a packed context: leave one out"
         )

@@ -40,6 +40,14 @@ RecipeName = Annotated[
         show_default=False,
     ),
 ]
+MapsName = Annotated[
+    str | None,
+    Parameter(
+        help="Maps beside the weights, for a MODEL of any type: their folder, or a hub id USER/NAME"
+        " or USER/NAME@REVISION.",
+        show_default=False,
+    ),
+]
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from kvfold.cli import common, serve_vllm
-from kvfold.cli.options import PLACE, STORAGE, Flag, Model, Place, Storage, flags_of
+from kvfold.cli.maps import check_context
+from kvfold.cli.options import PLACE, STORAGE, Flag, MapsName, Model, Place, Storage, flags_of
 from kvfold.config import check, setting
 from kvfold.errors import SettingError
 from kvfold.server import check_installed
@@ -92,6 +93,7 @@ def serve(
     /,
     *,
     engine: EngineName = "kvfold",
+    maps: MapsName = None,
     context: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     address: Address = ADDRESS,
     sizes: Sizes = SIZES,
@@ -113,11 +115,14 @@ def serve(
     if engine == "vllm":
         if context:
             raise SettingError("`context` is of kvfold's own server: leave `engine=vllm` out")
-        serve_vllm.serve(vllm_words(model, address, sizes, bounds, storage, place), key)
+        serve_vllm.serve(vllm_words(model, maps, address, sizes, bounds, storage, place), key)
     check_installed()
+    check_context(maps, context)
     packed, contexts = read_contexts(context, storage)
-    config, tokenizer = common.load_config(model), common.load_tokenizer(model)
-    cache = packed or common.cache_config(config, dataclasses.replace(storage, paged=True), place)
+    beside = common.load_maps(maps)
+    config, tokenizer = common.load_config(model, beside), common.load_tokenizer(model)
+    paged = dataclasses.replace(storage, paged=True)
+    cache = packed or common.cache_config(config, paged, place, beside=beside)
     assert cache is not None
     from kvfold.server.run import LOCAL, bind, run
 
@@ -128,10 +133,10 @@ def serve(
     from kvfold.engine.llm import LLM
     from kvfold.server.app import create_app
 
-    loaded = common.load(model, place)
+    loaded = common.load(model, place, beside)
     cache = common.with_policy(loaded, tokenizer, cache) or cache
     settings = dataclasses.asdict(cache) | sizes.settings
-    llm = LLM(loaded, tokenizer=tokenizer, owned=True, **settings)
+    llm = LLM(loaded, tokenizer=tokenizer, owned=True, maps=beside, **settings)
     for name, value in llm.summary():
         print(f"{name}: {value}", file=sys.stderr)
     name = address.served_model_name or model
@@ -161,11 +166,17 @@ def read_contexts(
 
 
 def vllm_words(
-    model: str, address: Address, sizes: Sizes, bounds: Bounds, storage: Storage, place: Place
+    model: str,
+    maps: str | None,
+    address: Address,
+    sizes: Sizes,
+    bounds: Bounds,
+    storage: Storage,
+    place: Place,
 ) -> list[str]:
     """The same as a command line of vLLM's."""
     return serve_vllm.command(
-        model, storage, place, bounds.limits,
+        model, maps, storage, place, bounds.limits,
         host=address.host, port=address.port, served_model_name=address.served_model_name,
         max_num_seqs=sizes.max_sequences, max_model_len=sizes.max_tokens,
     )  # fmt: skip

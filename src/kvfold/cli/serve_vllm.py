@@ -5,6 +5,7 @@ import os
 import sys
 from dataclasses import MISSING, fields
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from kvfold.cli import common
@@ -28,12 +29,14 @@ def changed(settings: Any) -> dict[str, Any]:
     return {x.name: found[x.name] for x in fields(settings) if found[x.name] != x.default}
 
 
-def cache_settings(cache: CacheConfig) -> dict[str, Any]:
-    """Arguments of vLLM's engine. Raises SettingError for what the plugin does not serve, by
-    name."""
+def cache_settings(cache: CacheConfig, maps: str | None = None) -> dict[str, Any]:
+    """Arguments of vLLM's engine, with maps beside the weights or without. Raises SettingError for
+    what the plugin does not serve, by name."""
     from kvfold.vllm_plugin.stored import REFUSED, SERVED
 
     own: dict[str, Any] = {}
+    if maps is not None:  # a folder by its whole path: workers may run elsewhere
+        own["maps"] = str(Path(maps).resolve()) if Path(maps).exists() else maps
     found: dict[str, Any] = {}
     for name, value in changed(cache).items():
         if name in NAMES:
@@ -47,10 +50,10 @@ def cache_settings(cache: CacheConfig) -> dict[str, Any]:
     return found
 
 
-def cache_flags(cache: CacheConfig) -> list[str]:
+def cache_flags(cache: CacheConfig, maps: str | None = None) -> list[str]:
     """The same as flags of its command line."""
     flags = []
-    for name, value in cache_settings(cache).items():
+    for name, value in cache_settings(cache, maps).items():
         text = json.dumps(value) if isinstance(value, dict) else str(value)
         flags += [f"--{name.replace('_', '-')}", text]
     return flags
@@ -67,16 +70,23 @@ def limit_flags(limits: Limits) -> list[str]:
     return [] if most is None else ["--max-logprobs", str(most)]
 
 
-def command(model: str, storage: Storage, place: Place, limits: Limits, **given: Any) -> list[str]:
-    """What comes after `vllm`. given: other flags of vLLM's by name, None for what is not set.
-    Raises ValueError for what is not served there."""
+def command(
+    model: str,
+    maps: str | None,
+    storage: Storage,
+    place: Place,
+    limits: Limits,
+    **given: Any,
+) -> list[str]:
+    """What comes after `vllm`. maps: folder or hub id, None for none; given: other flags of vLLM's
+    by name, None for what is not set. Raises ValueError for what is not served there."""
     from kvfold.loading import resolve
     from kvfold.vllm_plugin.families import architecture
 
-    config = common.load_config(model)
+    config = common.load_config(model, common.load_maps(maps))
     spec = common.saved_spec(config)
     cache = storage.config(planned=spec is not None and spec.planned) or CacheConfig()
-    flags = cache_flags(cache) + limit_flags(limits)
+    flags = cache_flags(cache, maps) + limit_flags(limits)
     if place.device is not None:
         raise SettingError(NO_DEVICE)
     if spec is not None:

@@ -84,8 +84,16 @@ class Asked:
 ASKED = Asked()
 
 
-def evaluate(model: str, asked: Asked, storage: Storage, place: Place, json: Path | None) -> None:
-    """Ask a model and, where there is one to compare with, the original; print, write the JSON."""
+def evaluate(
+    model: str,
+    asked: Asked,
+    storage: Storage,
+    place: Place,
+    json: Path | None,
+    maps: str | None = None,
+) -> None:
+    """Ask a model, with maps beside it or without, and, where there is one to compare with, the
+    original; print, write the JSON."""
     from kvfold.evaluation.suites.run import changes
 
     questions = {
@@ -96,14 +104,15 @@ def evaluate(model: str, asked: Asked, storage: Storage, place: Place, json: Pat
         before = read_results(Path(against), questions)
     elif against is not None:
         check_model(against, asked, STORAGE, place)
-    check_model(model, asked, storage, place)
+    check_model(model, asked, storage, place, maps)
     if against is not None and not against.endswith(".json"):
         before = answers(against, questions, asked, STORAGE, place)
         show(against, before)
-    results = answers(model, questions, asked, storage, place)
+    results = answers(model, questions, asked, storage, place, maps)
     show(model, results)
     record: dict[str, Any] = {
         "model": model,
+        "maps": maps,
         "engine": asked.engine,
         "suites": {name: result.record() for name, result in results.items()},
     }
@@ -125,17 +134,26 @@ def evaluate(model: str, asked: Asked, storage: Storage, place: Place, json: Pat
         write_json(json, finite(record))
 
 
-def check_model(model: str, asked: Asked, storage: Storage, place: Place) -> None:
+def check_model(
+    model: str, asked: Asked, storage: Storage, place: Place, maps: str | None = None
+) -> None:
     """Raises ValueError where this model cannot be served so, before one is loaded."""
-    config = common.load_config(model)
+    beside = common.load_maps(maps)
+    config = common.load_config(model, beside)
     if asked.engine == "vllm":
-        vllm_settings(model, config, storage, place)
+        vllm_settings(config, maps, storage, place)
     else:
-        common.cache_config(config, dataclasses.replace(storage, paged=True), place)
+        paged = dataclasses.replace(storage, paged=True)
+        common.cache_config(config, paged, place, beside=beside)
 
 
 def answers(
-    model: str, questions: Questions, asked: Asked, storage: Storage, place: Place
+    model: str,
+    questions: Questions,
+    asked: Asked,
+    storage: Storage,
+    place: Place,
+    maps: str | None = None,
 ) -> "dict[str, SuiteResult]":
     """Results of a model by suite."""
     from kvfold.evaluation.suites.run import prompts_of, run_suite
@@ -148,7 +166,7 @@ def answers(
     )
     start = by_vllm if asked.engine == "vllm" else by_kvfold
     with (
-        start(model, tokenizer, longest, asked, storage, place) as engine,
+        start(model, tokenizer, longest, asked, storage, place, maps) as engine,
         common.progress() as progress,
     ):
         return {
@@ -161,7 +179,13 @@ def answers(
 
 @contextmanager
 def by_kvfold(
-    model: str, tokenizer: Any, longest: int, asked: Asked, storage: Storage, place: Place
+    model: str,
+    tokenizer: Any,
+    longest: int,
+    asked: Asked,
+    storage: Storage,
+    place: Place,
+    maps: str | None,
 ) -> "Iterator[Answering]":
     """kvfold's engine with a model, of requests of at most `longest` tokens, until the block
     ends."""
@@ -173,15 +197,18 @@ def by_kvfold(
     from kvfold.evaluation.perplexity import max_positions
     from kvfold.evaluation.suites.engines import ByKVFold
 
-    config = common.load_config(model)
-    cache = common.cache_config(config, dataclasses.replace(storage, paged=True), place)
-    loaded = common.load(model, place)
+    beside = common.load_maps(maps)
+    config = common.load_config(model, beside)
+    paged = dataclasses.replace(storage, paged=True)
+    cache = common.cache_config(config, paged, place, beside=beside)
+    loaded = common.load(model, place, beside)
     cache = common.with_policy(loaded, tokenizer, cache)
     assert cache is not None
     llm = LLM(
         loaded,
         tokenizer=tokenizer,
         owned=True,
+        maps=beside,
         max_sequences=asked.max_sequences,
         max_tokens=min(longest, max_positions(config) or longest),
         **dataclasses.asdict(cache),
@@ -198,7 +225,13 @@ def by_kvfold(
 
 @contextmanager
 def by_vllm(
-    model: str, tokenizer: Any, longest: int, asked: Asked, storage: Storage, place: Place
+    model: str,
+    tokenizer: Any,
+    longest: int,
+    asked: Asked,
+    storage: Storage,
+    place: Place,
+    maps: str | None,
 ) -> "Iterator[Answering]":
     """vLLM with a model, the same."""
     import gc
@@ -209,12 +242,12 @@ def by_vllm(
     from kvfold.evaluation.suites.engines import ByVLLM
     from kvfold.loading import resolve
 
-    config = common.load_config(model)
+    config = common.load_config(model, common.load_maps(maps))
     llm = vllm.LLM(
         model=str(resolve(model)),
         max_num_seqs=asked.max_sequences,
         max_model_len=min(longest, max_positions(config) or longest),
-        **vllm_settings(model, config, storage, place),
+        **vllm_settings(config, maps, storage, place),
     )
     try:
         yield ByVLLM(llm, tokenizer)
@@ -224,17 +257,17 @@ def by_vllm(
         gc.collect()
 
 
-def vllm_settings(model: str, config: Any, storage: Storage, place: Place) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for a model of this config. Raises ValueError for what is not served
-    there, and where vLLM is not installed."""
+def vllm_settings(config: Any, maps: str | None, storage: Storage, place: Place) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for a model of this config, with maps or without. Raises ValueError
+    for what is not served there, and where vLLM is not installed."""
     from kvfold.vllm_plugin.families import architecture
 
     if place.device is not None:
         raise SettingError(serve_vllm.NO_DEVICE)
     spec = common.saved_spec(config)
     cache = storage.config(planned=spec is not None and spec.planned) or CacheConfig()
-    found = serve_vllm.cache_settings(cache)
-    if spec is not None or "quantization" in found:
+    found = serve_vllm.cache_settings(cache, maps)
+    if spec is not None:
         architecture(config)
     if find_spec("vllm") is None:
         raise ValueError('--engine vllm needs vllm: pip install "kvfold[vllm]", which has it')

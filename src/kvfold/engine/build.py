@@ -32,7 +32,7 @@ from kvfold.ops.backend import use_triton
 from kvfold.ops.decode import one_pass_page
 from kvfold.seam.family import seam_family
 from kvfold.seam.plain import measured_means, plain_sidecar
-from kvfold.seam.served import check_servable, install, served_spec
+from kvfold.seam.served import check_mapped, check_servable, install, served_spec
 from kvfold.seam.sidecar import Sidecar
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import CacheLayout, cache_layout, plain_spec
@@ -106,11 +106,7 @@ def _with_maps(
     model: Any, maps: Sidecar, config: CacheConfig, num_slots: int, max_tokens: int, owned: bool
 ) -> ModelRunner:
     """A runner of a model of any type, by maps beside its weights."""
-    if config.evict is not None or config.format != CacheConfig().format or config.repair:
-        raise SettingError(
-            f"`maps`: with maps beside the weights nothing is evicted, and numbers are packed as"
-            f" {CacheConfig().format!r}: leave `evict`, `repair` and `format` out"
-        )
+    check_beside_maps(config)
     if is_offloaded(model):
         raise SettingError(
             "`model` has weights that accelerate reads from the host or from disk at every step,"
@@ -118,6 +114,7 @@ def _with_maps(
         )
     layers = maps.layers_of(model)
     check_servable(layers)
+    check_mapped(layers, maps)
     use_triton(model.device.type)
     spec = served_spec(maps.spec)
     itemsize = model.dtype.itemsize
@@ -139,6 +136,15 @@ def _with_maps(
     seen = install(served, layers, maps, spec, config.bits, turns)
     own = [replace(x, module=served.get_submodule(x.name)) for x in layers]
     return ModelRunner(served, pool, family=seam_family(own), layers=seen)
+
+
+def check_beside_maps(config: CacheConfig) -> None:
+    """Raises SettingError for a cache that maps beside the weights do not fill."""
+    if config.evict is not None or config.format != CacheConfig().format or config.repair:
+        raise SettingError(
+            f"`maps`: with maps beside the weights nothing is evicted, and numbers are packed as"
+            f" {CacheConfig().format!r}: leave `evict`, `repair` and `format` out"
+        )
 
 
 def _pool(

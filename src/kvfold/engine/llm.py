@@ -63,7 +63,7 @@ class LLM:
     what policies draw; a request's tokens are drawn with its own.
     prefix_caching: requests that begin alike compute their beginning once (default: where that
     changes no tokens; True: refuse a cache where it would). maps: beside the weights of a model of
-    any type, or their folder (see `kvfold.make_maps`).
+    any type, or their folder or hub id (see `kvfold.attach`).
     settings: fields of `CacheConfig`: kv_bytes, bits, evict, keep_tokens, page and so on. With
     `evict` every request needs a budget, these settings' or its own; keep_tokens=1 evicts nothing.
     Raises ValueError for what cannot work.
@@ -94,7 +94,9 @@ class LLM:
         beside = Sidecar.load(maps) if isinstance(maps, str | Path) else maps
         if isinstance(model, str | Path):
             any_type = beside is not None
-            load_config(str(model), any_type=any_type)
+            config = load_config(str(model), any_type=any_type)
+            if beside is not None:
+                beside.check_config(config)
             tokenizer = tokenizer or load_tokenizer(str(model))
             model = load(str(model), dtype=dtype, device=device, any_type=any_type)
             owned = True

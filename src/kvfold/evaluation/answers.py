@@ -20,6 +20,7 @@ from kvfold.engine.build import build_runner
 from kvfold.engine.trial import feed, not_finite
 from kvfold.errors import SettingError
 from kvfold.evaluation.dense import DenseSession, inference
+from kvfold.evaluation.perplexity import max_positions
 from kvfold.models.finite import check_outputs, probe_ids, rows_are_finite
 from kvfold.models.rotary import fixed_rope
 from kvfold.ops.backend import use_triton
@@ -57,7 +58,8 @@ class Answer:
             with rounded(model, dtype):
                 check_outputs(model)
         count = FEW if model.num_parameters() < TOY else TOKENS
-        prompt = _prompt(model, tokenizer)[-(model.config.max_position_embeddings - count) :]
+        most = max_positions(model) or LONGEST
+        prompt = _prompt(model, tokenizer)[-(most - count) :]
         tokens, found = list[int](), list[Tensor]()
         with inference(model), DenseSession(model) as session:
             logits = session.read(prompt)

@@ -3,8 +3,8 @@
 Shape legend: n windows, T = ctx.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,6 +32,8 @@ from kvfold.evaluation.session import Footprint, Sessions
 from kvfold.evaluation.tasks.base import Task
 from kvfold.evaluation.tasks.run import TaskResult, run_tasks
 from kvfold.models.families import family_of
+from kvfold.seam.attach import attach
+from kvfold.seam.sidecar import Sidecar
 from kvfold.text import check_ids, running, windows
 
 QUESTION_ROOM = 64  # tokens of a question and its answer beyond the context
@@ -47,7 +49,8 @@ class Measurement:
     `chunk` tokens are fed at a time and `batch` windows together; `lengths` None means those of
     NEEDLE_LENGTHS that the model has positions for. `cache`: measure on the paged cache, as it
     says, instead of transformers'; then `agnostic` needle contexts are compressed before their
-    question is seen, and `scored_from` as in `window_perplexity`.
+    question is seen, and `scored_from` as in `window_perplexity`. `maps`: beside the
+    model's weights.
     """
 
     windows: Mapping[str, Tensor] = field(default_factory=dict)
@@ -59,6 +62,7 @@ class Measurement:
     cache: CacheConfig | None = None
     agnostic: bool = True
     scored_from: int | None = None
+    maps: Sidecar | None = None
 
     def __post_init__(self) -> None:
         shortest = min((ids.shape[1] for ids in self.windows.values()), default=LEAST_EVICTED)
@@ -102,7 +106,7 @@ def measure(
     sessions = _sessions(model, tokenizer, what, lengths)
     texts, held = {}, None
     needle: list[NeedleResult] = []
-    with inference(model):
+    with inference(model), _attached(model, what):
         for name, rows in what.windows.items():
             texts[name], held = window_perplexity(
                 sessions,
@@ -132,6 +136,19 @@ def measure(
     return Measured(texts=texts, needle=by_length, tasks=tasks, footprint=held)
 
 
+@contextmanager
+def _attached(model: Any, what: Measurement) -> Iterator[None]:
+    """The maps of a measurement through transformers' cache; an engine has them by itself."""
+    if what.maps is None or what.cache is not None:
+        yield
+        return
+    take_away = attach(model, what.maps)
+    try:
+        yield
+    finally:
+        take_away()
+
+
 def _sessions(model: Any, tokenizer: Any, what: Measurement, lengths: Sequence[int]) -> Sessions:
     """A maker of sessions of the cache that is asked for, long enough for all of it."""
     if what.cache is None:
@@ -140,16 +157,21 @@ def _sessions(model: Any, tokenizer: Any, what: Measurement, lengths: Sequence[i
     asked = [prompt for row in rows for prompt in row.prompts(tokenizer)]
     sizes = [len(prompt.context) + prompt.room for prompt in asked]
     longest = max([*lengths, *sizes, *(ids.shape[1] for ids in what.windows.values())])
-    runner = runner_for(model, what.cache, longest, tokenizer=tokenizer)
+    runner = runner_for(model, what.cache, longest, tokenizer=tokenizer, maps=what.maps)
     return partial(PagedSession, runner, what.chunk)
 
 
 def runner_for(
-    model: Any, cache: CacheConfig, longest: int, policy: Any = None, tokenizer: Any = None
+    model: Any,
+    cache: CacheConfig,
+    longest: int,
+    policy: Any = None,
+    tokenizer: Any = None,
+    maps: Sidecar | None = None,
 ) -> ModelRunner:
     """A runner of one sequence, `longest` tokens, a question and an answer; as `build_runner`."""
     most = min(longest + QUESTION_ROOM, max_positions(model) or longest + QUESTION_ROOM)
-    given = {"policy": policy, "tokenizer": tokenizer}
+    given = {"policy": policy, "tokenizer": tokenizer, "maps": maps}
     return build_runner(model, cache, num_slots=1, max_tokens=most, **given)
 
 
@@ -186,12 +208,17 @@ def needle_lengths(model: Any) -> tuple[int, ...]:
     return lengths
 
 
-def storage(model: Any, held: Footprint | None = None) -> dict[str, Any]:
+def storage(
+    model: Any, held: Footprint | None = None, maps: Sidecar | None = None
+) -> dict[str, Any]:
     """kept_fraction, and bytes per token of this cache and of the full one at 16 bits.
 
     Of what pages hold of a sequence after its prompt, where that was measured; else by the spec.
     """
-    spec, geometry = spec_of(model), family_of(model.config).geometry(model.config)
+    if maps is None:
+        spec, geometry = spec_of(model), family_of(model.config).geometry(model.config)
+    else:
+        spec, geometry = maps.spec, maps.spec.geometry
     baseline = 2 * geometry.full_numbers
     if held is not None and held.kept_fraction is not None:
         kept, size = held.kept_fraction, held.kept_fraction * baseline

@@ -57,47 +57,61 @@ class Bound:
 
 
 def attach(model: Any, maps: Sidecar | Path | str) -> Callable[[], None]:
-    """Let a causal LM's cache store what a sidecar, or a folder that holds one, says.
+    """Let a causal LM's cache store what a sidecar says, or its folder, or its hub repository
+    "USER/NAME", perhaps with a revision: "USER/NAME@REVISION".
 
-    The model is changed in place, its weights are not. Returns what takes the maps away again.
-    Raises SettingError for maps of another model, or a model that has maps already.
+    The model is changed in place, its weights are not. Returns what takes the maps away again, as
+    `detach` does. Raises SettingError for maps of another model, or a model that has maps already.
     """
     sidecar = maps if isinstance(maps, Sidecar) else Sidecar.load(maps)
     model = unwrapped(model)
-    if any(_STATE in module.__dict__ for module in model.modules()):
+    if _bounds(model):
         raise SettingError(
-            "`model` has maps already: take them away first, by what attach returned"
+            "`model` has maps already: take them away first, with kvfold.detach(model)"
         )
     return bind(model, sidecar.layers_of(model), sidecar.maps)
+
+
+def detach(model: Any) -> None:
+    """Take attached maps away from a model, also from a copy of one that had them. Raises
+    SettingError for a model without maps."""
+    model = unwrapped(model)
+    if not _bounds(model):
+        raise SettingError("`model` has no maps to take away: kvfold.attach gives it some")
+    for module in model.modules():
+        module.__dict__.pop(_STATE, None)
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _one_place or getattr(hook, "func", None) is _before_attention:
+                del module._forward_pre_hooks[key]
+                del module._forward_pre_hooks_with_kwargs[key]
+    set_attention(model, lambda name: name.removeprefix(PREFIX))
+
+
+def _bounds(model: Any) -> list[Bound]:
+    """The maps of a model's attention modules that have some."""
+    return [x.__dict__[_STATE] for x in model.modules() if _STATE in x.__dict__]
 
 
 def bind(model: Any, layers: Sequence[SeamLayer], maps: Mapping[str, Maps]) -> Callable[[], None]:
     """Attach maps of modules by name, unseen. Layers that read another's keys and values share its
     maps."""
     bounds = {name: Bound(own) for name, own in maps.items()}
-    undo: list[Callable[[], None]] = []
     for layer in layers:
         module, bound = layer.module, bounds.get(str(layer.source))
         if bound is not None:
             module.__dict__[_STATE] = bound
-            undo.append(partial(module.__dict__.pop, _STATE, None))
         if layer.name == layer.source:
-            hook = module.register_forward_pre_hook(
-                partial(_before_attention, bound), with_kwargs=True
-            )
-            undo.append(hook.remove)
+            module.register_forward_pre_hook(partial(_before_attention, bound), with_kwargs=True)
     if any(isinstance(x, RopeMaps) for x in maps.values()):
         for module in (x for x in model.modules() if hasattr(x, "mrope_section")):
-            undo.append(module.register_forward_pre_hook(_one_place, with_kwargs=True).remove)
+            module.register_forward_pre_hook(_one_place, with_kwargs=True)
     set_attention(model, mapped_attention)
 
-    def detach() -> None:
-        if undo:
-            set_attention(model, lambda name: name.removeprefix(PREFIX))
-        while undo:
-            undo.pop()()
+    def take_away() -> None:
+        if not set(bounds.values()).isdisjoint(_bounds(model)):  # not those of a later attach
+            detach(model)
 
-    return detach
+    return take_away
 
 
 def mapped_attention(base: str) -> str:
@@ -107,7 +121,7 @@ def mapped_attention(base: str) -> str:
     if base.startswith("paged|"):
         raise SettingError(
             f"attention {base!r} stores keys and values itself, so maps cannot act: take the maps"
-            " away first, by what attach returned, or generate without continuous batching"
+            " away first, with kvfold.detach(model), or generate without continuous batching"
         )
     name = PREFIX + base
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():

@@ -1,7 +1,7 @@
 """Maps of any transformers model, from one pass over calibration text: nothing of its family."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from kvfold.seam.layers import SeamLayer, check_layers, seam_layers, unwrapped
 from kvfold.seam.maps import Maps
 from kvfold.seam.rope_maps import RopeMaps
 from kvfold.seam.rotation import Rotation, find_rotations
-from kvfold.seam.sidecar import Sidecar, probes_of
+from kvfold.seam.sidecar import Sidecar, probes_of, sizes_of
 from kvfold.spec import CacheSpec, LayerSpec
 from kvfold.text import check_tokenizer, read_texts
 
@@ -45,6 +45,7 @@ def make_maps(
     max_tokens: int = CALIBRATION_TOKENS,
     seed: int = 0,
     output: Path | str | None = None,
+    check: Callable[[Compressor, Sidecar], Sidecar] | None = None,
     progress: Progress | None = None,
 ) -> Sidecar:
     """Maps by which a model's cache keeps `keep` of its numbers; the model stays as it is.
@@ -52,8 +53,9 @@ def make_maps(
     model: a name, or a loaded causal LM of any type whose layers call transformers' attention
     interface and are alike in their heads. recipe: one that takes keys as attention gets them
     (None: swift), or lean or small, which take them before RoPE where that rotates pairs. output: a
-    new folder, written whole or not at all. The rest as of `kvfold.compress`. Raises ValueError for
-    what cannot work, before weights are read where that can be known.
+    new folder, written whole or not at all. check: gives the maps to save, from the compressor and
+    those that were made, or raises. The rest as of `kvfold.compress`. Raises ValueError for what
+    cannot work, before weights are read where that can be known.
     """
     check_types(make_maps, locals())
     target = Target(keep=keep)
@@ -109,12 +111,15 @@ def make_maps(
         provenance={
             "model": source,
             "model_type": model.config.model_type,
+            "sizes": sizes_of(model.config),
             "recipe": asdict(found),
             "keep": keep,
             "statistics": prepared.statistics.key,
             **({} if gradients is None else {"gradients": gradients}),
         },
     )
+    if check is not None:
+        sidecar = check(compressor, sidecar)
     if output is not None:
         sidecar.save(output)
     return sidecar

@@ -98,9 +98,11 @@ class Maps:
         return replace(self, **{x: pad(getattr(self, x), (0, ZEROS)) for x in parts})
 
     def digest(self) -> str:
-        """What tells these maps from others, in hex."""
-        parts = (x.detach().double().cpu().numpy() for x in self.tensors().values())
-        return sha256(b"".join(x.tobytes() for x in parts)).hexdigest()
+        """What tells these maps from others, in hex: of the numbers as a sidecar holds them."""
+        digest = sha256()
+        for tensor in self.tensors().values():
+            digest.update(tensor.detach().float().contiguous().cpu().numpy().data)
+        return digest.hexdigest()
 
     def turned(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Self:
         """With what every latent of keys and of values stores rotated, by [r, r] of its rank."""

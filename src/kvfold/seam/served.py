@@ -70,6 +70,15 @@ def check_servable(layers: Sequence[SeamLayer]) -> None:
             )
 
 
+def check_mapped(layers: Sequence[SeamLayer], sidecar: Sidecar) -> None:
+    """Raises SettingError for a layer without maps, whose keys and values no pool stores."""
+    if bare := [layer.name for layer in layers if layer.name not in sidecar.maps]:
+        raise SettingError(
+            f"`maps` hold none of {bare[0]}, and the engine stores mapped keys and values alone:"
+            " use kvfold.attach and transformers"
+        )
+
+
 def served_spec(spec: CacheSpec) -> CacheSpec:
     """A plan whose values are mapped back behind attention, as no W_O is at hand."""
     return replace(spec, layers=tuple(replace(x, values="rebuilt") for x in spec.layers))

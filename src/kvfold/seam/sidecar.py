@@ -1,10 +1,11 @@
-"""Maps beside the weights: two small files that say what a model's cache stores.
+"""Maps beside the weights: small files that say what a model's cache stores.
 
 `kvfold.json` holds the plan, how it was made, and what the base asks of attention for a few tokens;
-`kvfold.safetensors` the maps by layer. Published, they fit every copy of their base: in another
-dtype, quantised, or with a LoRA.
+`kvfold.safetensors` the maps by layer; `README.md` is for people. Published, they fit every copy of
+their base: in another dtype, quantised, or with a LoRA.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvfold import card, hub
 from kvfold.errors import SettingError
-from kvfold.files import new_directory
+from kvfold.files import new_directory, writing
 from kvfold.seam.layers import SeamLayer, check_layers, seam_layers
 from kvfold.seam.maps import Maps
 from kvfold.seam.rope_maps import RopeMaps
@@ -27,7 +29,9 @@ from kvfold.text import json_object, read_text
 
 FORMAT = 1
 ROPE_FORMAT = 2  # with layers whose keys are stored before RoPE, which others would misread
-PLAN, TENSORS = "kvfold.json", "kvfold.safetensors"
+PLAN, TENSORS, CARD = "kvfold.json", "kvfold.safetensors", "README.md"
+FILES = (PLAN, TENSORS, CARD)
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 PROBES = 8  # numbers that stand for the keys, and for the values, of a layer
 # By how much of their size they may differ, in half of the layers and in any. Rounding adds up with
 # depth: SmolLM2 in 4 bits differs by .2 to .4 in half of its layers and by .8 in the last, other
@@ -46,38 +50,59 @@ class Sidecar:
     provenance: Mapping[str, Any]
 
     def save(self, folder: Path | str) -> None:
-        """Write a new directory, whole or not at all. Raises ValueError where it cannot be made."""
+        """Write a new directory, whole or not at all. Raises ValueError where it cannot be made,
+        and OSError where the disk is full."""
+        with new_directory(Path(folder)) as made:
+            self.write(made, Path(folder))
+
+    def write(self, folder: Path, name: Path) -> None:
+        """Write the files into a folder, which is there. name: of the folder, for errors."""
+        with writing(name):
+            self._write(folder)
+
+    def _write(self, folder: Path) -> None:
+        tensors = {
+            f"{name}.{part}": tensor.float().cpu().clone(memory_format=torch.contiguous_format)
+            for name, own in self.maps.items()
+            for part, tensor in own.tensors().items()
+        }
+        save_file(tensors, folder / TENSORS)
         plan = {
             "format": ROPE_FORMAT if self.rotations else FORMAT,
             "cache": self.spec.to_dict(),
             "layers": list(self.maps),
             "base": {name: list(x) for name, x in self.base.items()},
             "provenance": dict(self.provenance),
+            "sha256": _sha256(folder / TENSORS),
         }
-        tensors = {
-            f"{name}.{part}": tensor.float().cpu().clone(memory_format=torch.contiguous_format)
-            for name, own in self.maps.items()
-            for part, tensor in own.tensors().items()
-        }
-        with new_directory(Path(folder)) as made:
-            (made / PLAN).write_text(json.dumps(plan, indent=1), encoding="utf-8")
-            save_file(tensors, made / TENSORS)
+        (folder / PLAN).write_text(json.dumps(plan, indent=1), encoding="utf-8")
+        (folder / CARD).write_text(self.readme(), encoding="utf-8")
+
+    def readme(self) -> str:
+        """What people read about the maps, in Markdown with the metadata that the hub reads."""
+        return card.maps_text(self.spec, dict(self.provenance))
 
     @classmethod
-    def load(cls, folder: Path | str) -> Self:
-        """Raises SettingError for a folder that holds no whole sidecar."""
-        folder = Path(folder)
+    def load(cls, name: Path | str) -> Self:
+        """Of a folder, or of a hub repository "USER/NAME" or "USER/NAME@REVISION". Raises
+        SettingError for what holds no whole sidecar, or cannot be read."""
+        folder = folder_of(name)
         if missing := [x for x in (PLAN, TENSORS) if not (folder / x).is_file()]:
             raise SettingError(
-                f"`maps` must be a folder with {PLAN} and {TENSORS}; {folder} has no"
-                f" {' and no '.join(missing)}"
+                f"`maps` must be a folder with {PLAN} and {TENSORS}, or the hub id of one,"
+                f" USER/NAME; {name} has no {' and no '.join(missing)}"
             )
-        plan = json_object(read_text(folder / PLAN))
+        try:
+            plan = json_object(read_text(folder / PLAN))
+        except ValueError as error:
+            raise _damaged(name, error) from None
         if plan.get("format") not in (FORMAT, ROPE_FORMAT):
             raise SettingError(
-                f"`maps`: {folder / PLAN} has format {plan.get('format')!r}, this kvfold reads"
+                f"`maps`: {PLAN} of {name} has format {plan.get('format')!r}, this kvfold reads"
                 f" {FORMAT} and {ROPE_FORMAT}: install the kvfold that made it, or compress again"
             )
+        if plan.get("sha256") not in (None, _sha256(folder / TENSORS)):
+            raise _damaged(name, f"{TENSORS} is not the one that {PLAN} was written with")
         try:
             spec = CacheSpec.from_dict(plan["cache"])
             mapped = (x for x in spec.layers if x.keys != "plain")
@@ -85,10 +110,24 @@ class Sidecar:
             tensors = load_file(folder / TENSORS)
             maps = {name: _maps(name, layers[name], tensors) for name in plan["layers"]}
             return cls(maps=maps, spec=spec, base=plan["base"], provenance=plan["provenance"])
-        except (KeyError, TypeError, OSError, SafetensorError) as error:
-            raise SettingError(
-                f"`maps`: {folder} is damaged ({error}); copy both files again, or compress again"
-            ) from None
+        except (KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
+            raise _damaged(name, error) from None
+
+    def check_config(self, config: Any) -> None:
+        """Raises SettingError where a model of this config cannot be the one that the maps were
+        made for; `check` says whether it is, once there are weights."""
+        sizes = sizes_of(config)
+        for name, was in self.provenance.get("sizes", {}).items():
+            if was != sizes.get(name, was):
+                raise SettingError(
+                    f"`maps` were made for {self.source}, whose {name} is {was}; this model's is"
+                    f" {sizes[name]}: take the maps of this model"
+                )
+
+    @property
+    def source(self) -> str:
+        """The model that the maps were made for, as it was named."""
+        return str(self.provenance.get("model", "another model"))
 
     def layers_of(self, model: Any) -> list[SeamLayer]:
         """The layers of a model that calls attention as maps need it, and that these maps fit.
@@ -123,7 +162,12 @@ class Sidecar:
                     f" numbers of keys and values; this model's has {has[0]}, {has[1]}, {has[2]}:"
                     " take the maps of this model"
                 )
-        self.check_base({name: (found[name].keys, found[name].values) for name in self.maps})
+        if more := [name for name in found if name not in self.base]:
+            raise SettingError(
+                f"`maps` know nothing of {more[0]}, which calls attention in this model: take the"
+                " maps of this model"
+            )
+        self.check_base({name: (layer.keys, layer.values) for name, layer in found.items()})
 
     def check_base(self, asked: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Raises SettingError where the keys [Hk, T, d] and values [Hk, T, dv] of layers, by the
@@ -135,11 +179,41 @@ class Sidecar:
         if not (apart.median() <= NEAR and apart.max() <= FAR):
             first = int((~(apart <= NEAR)).int().argmax())
             raise SettingError(
-                f"`maps` were made for another model: keys and values of {list(asked)[first]}"
-                f" for the same tokens differ by {float(apart[first]):.0%}, those of one layer by"
-                f" {float(apart.max()):.0%} and of half by {float(apart.median()):.0%} or more;"
-                f" rounding explains {FAR:.0%} and {NEAR:.0%} at most; take the maps of this model"
+                f"`maps` were made for {self.source}, which this model is not, or not in this"
+                f" revision: keys and values of {list(asked)[first]} for the same tokens differ by"
+                f" {float(apart[first]):.0%}, those of one layer by {float(apart.max()):.0%} and of"
+                f" half by {float(apart.median()):.0%} or more; rounding or a LoRA explain"
+                f" {FAR:.0%} and {NEAR:.0%} at most; take the maps of this model"
             )
+
+
+def sizes_of(config: Any) -> dict[str, int]:
+    """What a model's config says of its size, as far as it does."""
+    text = config.get_text_config()
+    found = {name: getattr(text, name, None) for name in SIZES}
+    return {name: size for name, size in found.items() if isinstance(size, int)}
+
+
+def folder_of(name: Path | str) -> Path:
+    """The folder of a sidecar, downloaded where the name is a hub repository. Raises SettingError
+    where it cannot be."""
+    if Path(name).exists() or not hub.is_repository(str(name)):
+        return Path(name)
+    try:
+        return hub.download(str(name), FILES)
+    except ValueError as error:
+        raise SettingError(f"`maps`: cannot read {str(name)!r}: {error}") from None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _damaged(name: Path | str, why: object) -> SettingError:
+    return SettingError(
+        f"`maps`: {name} is damaged ({why}); copy its files again, or compress again"
+    )
 
 
 def _maps(name: str, layer: LayerSpec, tensors: Mapping[str, Tensor]) -> Maps:

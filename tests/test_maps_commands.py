@@ -1,0 +1,199 @@
+"""Maps beside the weights from the command line: made, shown, measured, served, on a model type
+that no family knows."""
+
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+import kvfold
+from commands import refused
+from kvfold.cli import serve_vllm
+from kvfold.cli.main import main
+from kvfold.engine.llm import LLM
+from kvfold.seam.sidecar import CARD, FILES, PLAN, Sidecar
+from seam_types import tiny
+from test_sidecar import bytes_tokenizer
+
+KIND = "qwen3_moe"
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Path:
+    """A folder with a model, maps that the command made of it, and what the command said."""
+    here = tmp_path_factory.mktemp("here")
+    model = tiny(KIND)
+    model.lm_head.weight.data.mul_(8)  # so that it is sure of what it says
+    model.save_pretrained(here / "model")
+    bytes_tokenizer(here).save_pretrained(here / "model")
+    return here
+
+
+def made(here: Path, *options: str, output: str = "maps") -> Path:
+    """Maps, made once."""
+    words = ["compress", str(here / "model"), "--maps", "--keep", "0.5", "--max-tokens", "4096"]
+    words += ["--align", "1", "--output", str(here / output), *options]
+    assert (here / output).exists() or main(words) == 0
+    return here / output
+
+
+def test_the_card_says_what_was_measured(here: Path, capsys) -> None:
+    folder = made(here)
+    said = capsys.readouterr().out
+    assert f"--maps {folder}" in said
+    figures = Sidecar.load(folder).provenance["measured"]
+    assert figures["through"] == "kvfold's engine" and figures["tokens"] > 100
+    text = (folder / CARD).read_text()
+    assert text.startswith("---\nlibrary_name: kvfold\ntags:\n- kvfold\n")
+    assert f"{figures['lost']:.4f} nats a token lost" in text
+    assert f"{figures['divergence']:.4f} nats a token from the original" in text
+    assert 'kvfold.attach(model, "MAPS")' in text and '{"kvfold": {"maps": "MAPS"}}' in text
+    assert str(here) not in text  # where a model lies is nobody's business
+    assert sorted(x.name for x in folder.iterdir()) == sorted(FILES)
+
+
+def test_eval_measures_them_through_both_caches(here: Path) -> None:
+    model, folder = here / "model", made(here)
+    text = here / "text.txt"
+    text.write_text("The ship went out to sea, and nobody saw it again. " * 60)
+    nll = {}
+    for name, options in {
+        "attached": (),
+        "paged": ("--paged",),
+        "bits": ("--bits", "4"),
+    }.items():
+        file = here / f"{name}.json"
+        words = ["eval", str(model), "--text", str(text), "--ctx", "128", "--max-tokens", "512"]
+        words += ["--maps", str(folder)]
+        assert main([*words, "--json", str(file), *options]) == 0
+        record = json.loads(file.read_text())
+        nll[name] = record["nll"]
+        assert record["maps"] == str(folder)
+        if name != "bits":
+            assert record["kept_fraction"] == pytest.approx(0.5, abs=0.02)
+    assert nll["attached"] == pytest.approx(nll["paged"], abs=1e-4)
+    assert abs(nll["bits"] - nll["paged"]) > 1e-4
+
+
+def test_no_check(here: Path) -> None:
+    folder = made(here, "--no-check", output="unchecked")
+    assert "measured" not in Sidecar.load(folder).provenance
+    assert "nats a token" not in (folder / CARD).read_text()
+
+
+def test_maps_that_break_the_model_are_not_saved(here: Path, capsys, monkeypatch) -> None:
+    """What the engine answers has to be what transformers answers with the same maps."""
+    install = kvfold.engine.build.install
+
+    def wrong(model, layers, sidecar, *rest):
+        layers = install(model, layers, sidecar, *rest)
+        for layer in layers:
+            layer.value_up.mul_(-3)
+        return layers
+
+    monkeypatch.setattr("kvfold.engine.build.install", wrong)
+    words = ["compress", here / "model", "--maps", "--max-tokens", "4096", "--output", here / "bad"]
+    assert "answers otherwise than the original" in refused(capsys, *words)
+    assert not (here / "bad").exists()
+
+
+def test_generate_through_both_caches(here: Path, capsys) -> None:
+    model, folder = str(here / "model"), str(made(here))
+    capsys.readouterr()
+    words = ["generate", model, "--maps", folder, "--prompt", "The sea", "--max-new-tokens", "6"]
+    assert main(words) == 0
+    attached = capsys.readouterr().out.strip()
+    assert main([*words, "--paged"]) == 0
+    assert capsys.readouterr().out.strip() == attached != ""
+
+
+def test_inspect_shows_them(here: Path, capsys) -> None:
+    folder = made(here)
+    capsys.readouterr()
+    assert main(["inspect", "--maps", str(folder)]) == 0
+    said = capsys.readouterr().out
+    spec = Sidecar.load(folder).spec
+    assert f"({KIND})" in said and f"-> {spec.bytes_per_token()} bytes" in said
+    assert "on disk: " in said and "'name': 'swift'" in said
+    for index, layer in enumerate(spec.layers):
+        ranks = " ".join(str(x.rank) for x in layer.key_latents)
+        assert any(x.split()[:1] == [str(index)] and ranks in x for x in said.splitlines())
+
+
+def test_another_model_is_refused_before_it_is_loaded(here: Path, capsys, monkeypatch) -> None:
+    folder = made(here)
+    monkeypatch.setattr("kvfold.loading._load_directory", None)
+    for name in ("inspect", "eval", "serve"):
+        said = refused(capsys, name, "reference:gqa", "--maps", folder)
+        assert "whose hidden_size is 64; this model's is 256" in said
+    with pytest.raises(ValueError, match="whose hidden_size is 64"):
+        LLM("reference:gqa", maps=folder)
+
+
+def test_a_server_has_them(here: Path, monkeypatch, capsys) -> None:
+    asked = {}
+
+    class Stop(Exception):
+        pass
+
+    def llm(_, **settings):
+        asked.update(settings)
+        raise Stop
+
+    monkeypatch.setattr("kvfold.engine.llm.LLM", llm)
+    words = ["serve", str(here / "model"), "--maps", str(made(here)), "--bits", "8", "--port", "0"]
+    with pytest.raises(Stop):
+        main(words)
+    assert isinstance(asked["maps"], Sidecar) and asked["bits"] == 8
+
+
+def test_vllm_gets_them_by_name(here: Path, monkeypatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(serve_vllm, "find_spec", lambda _: object())
+    monkeypatch.setattr(os, "execv", lambda _, words: (started.append(words), sys.exit(0)))
+    folder = made(here)
+    monkeypatch.chdir(here)
+    words = ["serve", "model", "--maps", folder.name, "--engine", "vllm", "--bits", "4"]
+    with pytest.raises(SystemExit):
+        main(words)
+    flags = started[0]
+    config = json.loads(flags[flags.index("--additional-config") + 1])
+    assert config == {"kvfold": {"maps": str(folder), "bits": 4}}
+    assert "--quantization" not in flags
+
+
+@pytest.mark.parametrize("where", ["tensors", "plan", "card"])
+def test_a_full_disk_leaves_nothing(here: Path, where: str, capsys, monkeypatch) -> None:
+    made(here)
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full_too(*_, **__):
+        raise SafetensorError("Error while serializing: No space left on device (os error 28)")
+
+    write = Path.write_text
+    names = {"plan": PLAN, "card": CARD}
+
+    def some(path: Path, *rest, **more):
+        return full() if path.name == names.get(where) else write(path, *rest, **more)
+
+    monkeypatch.setattr(Path, "write_text", some)
+    if where == "tensors":
+        monkeypatch.setattr("kvfold.seam.sidecar.save_file", full_too)
+    before = sorted(here.iterdir())
+    words = ["compress", here / "model", "--maps", "--max-tokens", "4096", "--no-check"]
+    said = refused(capsys, *words, "--output", here / "new")
+    assert f"cannot write {here / 'new'}: " in said and "No space left on device" in said
+    assert sorted(here.iterdir()) == before
+
+
+def test_a_folder_in_use_is_refused_before_the_work(here: Path, capsys, monkeypatch) -> None:
+    folder = made(here)
+    monkeypatch.setattr("kvfold.loading._load_directory", None)
+    words = ["compress", here / "model", "--maps", "--output", folder]
+    assert "exists and is not an empty directory" in refused(capsys, *words)
