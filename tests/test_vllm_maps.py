@@ -29,7 +29,9 @@ from forks import forked
 pytestmark = pytest.mark.vllm
 NEW, RANKS = 16, (16, 12, 20, 16)  # tokens; numbers a head of keys and of values, by layer
 TIE = 1e-3  # of logits
-HYBRID = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "qwen3_5_text", "qwen3_next")
+RECURRENT = ("falcon_h1", "granitemoehybrid", "lfm2")  # whose states are cached too
+# Where vLLM 0.32 itself gives other tokens than transformers.
+APART = ("cohere2", "ernie4_5_moe", "lfm2")
 
 
 def prompts() -> list[list[int]]:
@@ -188,11 +190,12 @@ def test_a_type(name: str, tmp_path: Path) -> None:
     assert "MappedImpl" in full.attention
     half = sidecar(model, tmp_path / "half", half=True)
     found = served(path, {"maps": half})
-    kvfold.attach(model, half)
-    check_tokens(found.tokens, model)
     assert found.tokens != stock.tokens, "these maps drop something"
-    if name not in HYBRID:
-        assert found.cached == stock.cached == [0, 0, 96]
+    assert found.cached == stock.cached, "prefixes are found as before"
+    if name not in APART:
+        kvfold.attach(model, half)
+        check_tokens(found.tokens, model)
+    if name not in RECURRENT:
         assert sum(found.cache_bytes) < 0.55 * sum(stock.cache_bytes)
 
 
@@ -234,7 +237,7 @@ def test_few_bits_need_no_maps(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("name", ["llama", "phi", "cohere2", "glm4"])
+@pytest.mark.parametrize("name", ["llama", "phi", "olmo3", "glm4"])
 def test_keys_before_rope(name: str, joint: bool, tmp_path: Path) -> None:
     """Reconstructed and rotated at their positions, however the model pairs its numbers; joint: one
     latent of keys and values."""
