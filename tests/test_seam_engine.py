@@ -123,3 +123,18 @@ def test_means_that_are_not_stored_stay_where_attention_would_feel_them() -> Non
         for means in measured_means(tiny(name)):
             for x, zero in zip(means, kept, strict=True):
                 assert (float(x.abs().max()) == 0) == (zero == 0)
+
+
+def test_chunks_that_tokens_see_alone_are_refused_by_name() -> None:
+    if "llama4_text" not in TYPES:
+        pytest.skip("this transformers has no llama4")
+    with pytest.raises(SettingError, match="see their own chunk of the sequence alone"):
+        kvfold.LLM(tiny("llama4_text"), max_sequences=1, max_tokens=64)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "recurrent_gemma", "falcon_h1", "lfm2", "minimax"])
+def test_recurrent_layers_are_refused_by_name(name: str) -> None:
+    if name not in TYPES:
+        pytest.skip(f"this transformers has no {name}")
+    with pytest.raises(SettingError, match=f"model type '{name}' has layers that keep a state"):
+        kvfold.LLM(tiny(name), max_sequences=1, max_tokens=64)

@@ -31,6 +31,7 @@ from kvfold.models.rotate import rotate_model, turned
 from kvfold.ops.backend import use_triton
 from kvfold.ops.decode import one_pass_page
 from kvfold.seam.family import seam_family
+from kvfold.seam.layers import is_recurrent
 from kvfold.seam.plain import measured_means, plain_sidecar
 from kvfold.seam.served import check_mapped, check_servable, install, served_spec
 from kvfold.seam.sidecar import Sidecar
@@ -111,6 +112,17 @@ def _with_maps(
         raise SettingError(
             "`model` has weights that accelerate reads from the host or from disk at every step,"
             " which the engine does not: use kvfold.attach and transformers"
+        )
+    if is_recurrent(model):
+        raise SettingError(
+            f"model type {model.config.model_type!r} has layers that keep a state in place of keys"
+            " and values, which the engine does not know: serve it with vLLM, which takes maps and"
+            " bits too, or use kvfold.attach and transformers"
+        )
+    if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        raise SettingError(
+            f"model type {model.config.model_type!r} has layers whose tokens see their own chunk of"
+            " the sequence alone, which the engine does not know: use kvfold.attach and transformers"
         )
     layers = maps.layers_of(model)
     check_servable(layers)

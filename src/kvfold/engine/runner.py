@@ -26,7 +26,7 @@ from kvfold.engine.repair import Repair
 from kvfold.engine.replay import Replay
 from kvfold.engine.request import Batch, CacheParams, Request
 from kvfold.engine.scored import score_prompts
-from kvfold.models.adapter import PAGED, Family
+from kvfold.models.adapter import PAGED, Family, decoder_of
 from kvfold.models.families import family_of
 from kvfold.ops.backend import no_numba
 from kvfold.ops.common.launch import upload
@@ -190,7 +190,7 @@ class ModelRunner:
 
     def _forward(self, tokens: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         """tokens, positions int64 [N] -> last hidden states [N, D]."""
-        out = self.model.base_model(
+        out = decoder_of(self.model)(
             input_ids=tokens[None],
             position_ids=positions[None],
             **given(step),

@@ -124,6 +124,12 @@ class HFAttention(FoldedAttention):
         return out, context.weights
 
 
+def decoder_of(model: Any) -> Any:
+    """The part of a causal LM that gives last hidden states; some types name none as their base."""
+    base = model.base_model
+    return model.model if base is model else base
+
+
 class Family:
     """A model family, by its differences. Subclasses fill in the class variables and methods.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.errors import SettingError
-from kvfold.models.adapter import Family, Projections
+from kvfold.models.adapter import Family, Projections, decoder_of
 from kvfold.models.placed import replaced_forward
 from kvfold.ops.common.attention import Tables
 from kvfold.seam.layers import SeamLayer
@@ -89,7 +89,7 @@ class SeamFamily(Family):
     @classmethod
     def logits(cls, model: Any, hidden: Tensor) -> Tensor:
         """By the model's own forward, in which its base gives these hidden states."""
-        base, flat = model.base_model, hidden.reshape(1, -1, hidden.shape[-1])
+        base, flat = decoder_of(model), hidden.reshape(1, -1, hidden.shape[-1])
         with replaced_forward(base, lambda *_, **__: _Hidden(flat)):
             found: Tensor = model(inputs_embeds=flat, use_cache=False).logits
         return found.view(*hidden.shape[:-1], -1)

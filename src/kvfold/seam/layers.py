@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -200,6 +200,12 @@ def check_layers(model: Any, layers: Sequence[SeamLayer]) -> None:
             " transformers' cache stores for it (a latent that it expands, or a cache of its own),"
             " so no map of what is stored can act there"
         )
+
+
+def is_recurrent(model: Any) -> bool:
+    """Whether some layers keep a state that is no keys and values of tokens."""
+    kinds = [type(layer).__name__ for layer in DynamicCache(config=model.config).layers]
+    return bool(model._is_stateful) or any("Linear" in kind for kind in kinds)
 
 
 @contextmanager

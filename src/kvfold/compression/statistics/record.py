@@ -25,7 +25,7 @@ from kvfold.compression.statistics.quantities import (
     Window,
 )
 from kvfold.compression.subspace import Subspace, subspace
-from kvfold.models.adapter import Family
+from kvfold.models.adapter import Family, decoder_of
 from kvfold.models.placed import input_device, is_offloaded, replaced_forward
 from kvfold.ops.common.attention import attention
 from kvfold.spec import Geometry
@@ -152,7 +152,7 @@ class Recorder:
             self._backward_from_sampled_labels(ids)
         else:
             with torch.no_grad():
-                self.model.base_model(input_ids=ids, use_cache=False)
+                decoder_of(self.model)(input_ids=ids, use_cache=False)
 
     def _backward_from_sampled_labels(self, ids: Tensor, chunk: int = 512) -> None:
         """Back-propagate the summed loss of labels drawn from the model's own predictions.
@@ -161,7 +161,7 @@ class Recorder:
         """
         model = self.model
         embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
-        hidden = model.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+        hidden = decoder_of(model)(inputs_embeds=embedded, use_cache=False).last_hidden_state
         head = partial(self.family.logits, model)
         gradient = torch.empty_like(hidden)
         for part, out in zip(
