@@ -121,8 +121,9 @@ def _with_maps(
         )
     if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         raise SettingError(
-            f"model type {model.config.model_type!r} has layers whose tokens see their own chunk of"
-            " the sequence alone, which the engine does not know: use kvfold.attach and transformers"
+            f"model type {model.config.model_type!r} has layers whose tokens see their own chunk"
+            " of the sequence alone, which the engine does not know: use kvfold.attach and"
+            " transformers"
         )
     layers = maps.layers_of(model)
     check_servable(layers)

@@ -219,8 +219,8 @@ def attention_layers(model: nn.Module) -> Iterator[tuple[int, Attention]]:
             continue
         if type(module) is not Attention:
             raise ValueError(
-                f"{PLUGIN}: {module.layer_name} is a {type(module).__name__}, which kvfold's kernels"
-                " do not know: leave kvfold out of --additional-config"
+                f"{PLUGIN}: {module.layer_name} is a {type(module).__name__}, which kvfold's"
+                " kernels do not know: leave kvfold out of --additional-config"
             )
         index = extract_layer_index(module.layer_name)
         if index in seen:
