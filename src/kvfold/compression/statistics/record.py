@@ -205,9 +205,7 @@ class Recorder:
             out.register_hook(partial(self._saw_output_gradient, index, out.detach()[0]))
         return out.flatten(1, 2).transpose(1, 2).contiguous(), None
 
-    def _watch_gradients(
-        self, index: int, own: dict[str, Any], key: Tensor, value: Tensor
-    ) -> None:
+    def _watch_gradients(self, index: int, own: dict[str, Any], key: Tensor, value: Tensor) -> None:
         """See the gradients of keys and values once those of all who read them are summed: a
         layer's own attention, and other layers' that share them."""
         ordered = own["window"].ordered
