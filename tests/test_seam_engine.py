@@ -23,7 +23,12 @@ PROMPT, STEPS = 21, 4
 def compressed(name: str, keep: float, folder):
     model = tiny(name)
     made = kvfold.make_maps(
-        model, keep=keep, align=1, tokenizer=bytes_tokenizer(folder), max_tokens=1024
+        model,
+        keep=keep,
+        align=1,
+        windows=True,
+        tokenizer=bytes_tokenizer(folder),
+        max_tokens=1024,
     )
     return model, made
 

@@ -169,7 +169,7 @@ class LayerMaps(LayerShape):
         """Numbers that W_O takes of a token."""
         heads = self.geometry.num_query_heads
         if self.spec.values != "fused":
-            return heads * self.geometry.head_dim
+            return heads * self.geometry.head_width("v")
         return sum(self.value_columns.head_ranks(self.geometry.queries_per_kv))
 
     def score_keys(self, rows: Tensor, rope: Tables | None) -> Tensor:
