@@ -331,6 +331,19 @@ def test_requests_through_whole_and_mapped_layers_run_together(tmp_path) -> None
     assert [x.token_ids for x in together] == [x.token_ids for x in alone]
 
 
+def test_scores_are_scaled_as_each_layer_does(ids, tmp_path) -> None:
+    config = seam_types.config("gpt2")
+    config.scale_attn_by_inverse_layer_idx = True
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    made = maps_of(model, tmp_path, keep=0.5, align=1)
+    if len({x.scaling for x in seam_layers(model)}) < 4:
+        pytest.skip("this transformers scales queries of gpt2 before attention")
+    llm = kvfold.LLM(model, maps=made, max_sequences=2, max_tokens=64)
+    wanted = projected_logits(model, made, ids, bits=False)[PROMPT - 1 :]
+    assert apart(engine_logits(llm, ids), wanted) < 4e-5
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [

@@ -232,6 +232,15 @@ def test_half_a_sidecar_is_refused(made, file: str, tmp_path) -> None:
         Sidecar.load(tmp_path / "maps")
 
 
+def test_a_plan_of_other_layers_than_maps_is_refused(made, tmp_path) -> None:
+    made.save(tmp_path / "maps")
+    path = tmp_path / "maps" / PLAN
+    plan = json.loads(path.read_text())
+    path.write_text(json.dumps(plan | {"layers": plan["layers"][1:]}))
+    with pytest.raises(SettingError, match="is damaged"):
+        Sidecar.load(tmp_path / "maps")
+
+
 def test_another_format_is_refused(made, tmp_path) -> None:
     made.save(tmp_path / "maps")
     path = tmp_path / "maps" / PLAN

@@ -83,9 +83,9 @@ def no_rotation(head_dim: int, device: torch.device) -> Rotation:
 def find_rotations(
     model: Any, layers: Sequence[SeamLayer], names: Collection[str] | None = None
 ) -> dict[str, Rotation]:
-    """The rotation of layers with these names (None: all); layers that rotate alike share one. layers: of
-    `seam_layers`. Raises SettingError, which names the layer, where a rotation is not of pairs, or
-    depends on how long a sequence is."""
+    """The rotation of layers with these names (None: all), by name; layers that rotate alike share
+    one. layers: of `seam_layers`. Raises SettingError, which names the layer, where a rotation is
+    not of pairs, or depends on how long a sequence is."""
     candidates = _Candidates(model)
     rotations: dict[str, Rotation] = {}
     for layer, other in zip(layers, _further(model), strict=True):
