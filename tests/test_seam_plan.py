@@ -347,7 +347,7 @@ def test_scores_are_scaled_as_each_layer_does(ids, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("gemma4_unified_text", "model.layers.0.self_attn has attention of another shape"),
+        ("gemma4_unified_text", "model.layers.1.self_attn has attention of another shape"),
         ("gemma3n_text", "model.layers.2.self_attn reads the keys and values of"),
         ("laguna", "has attention of another shape"),
         ("qwen3_next", "has recurrent layers"),

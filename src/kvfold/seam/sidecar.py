@@ -41,8 +41,8 @@ NEAR, FAR = 0.5, 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """maps: of layers by their module's name; spec: what these store, in the same order; base: what `probes` are of
-    them in the model that they were made for; provenance: how they were made."""
+    """maps: of layers by their module's name; spec: what these store, in the same order; base: what
+    `probes` are of them in the model that they were made for; provenance: how they were made."""
 
     maps: Mapping[str, Maps]
     spec: CacheSpec
