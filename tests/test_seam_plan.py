@@ -224,6 +224,7 @@ def layer_of(window: int | None, index: int, heads: int = 4) -> SeamLayer:
         sinks=None,
         keys=torch.zeros(heads, 1, 128),
         values=torch.zeros(heads, 1, 128),
+        positions=None,
     )
 
 
@@ -407,6 +408,8 @@ def test_values_narrower_than_keys(size, ids, tmp_path) -> None:
     found = engine_logits(llm, ids)
     wanted = projected_logits(model, made, ids, bits="factor" in size)[PROMPT - 1 :]
     assert apart(found, wanted) < (0.005 if "factor" in size else 4e-5)
+    with pytest.raises(SettingError, match="differ in width, 16 and 12"):
+        maps_of(model, tmp_path, recipe="small", **size)
 
 
 # -- the command line -------------------------------------------------------------------------

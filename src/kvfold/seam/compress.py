@@ -110,6 +110,12 @@ def make_maps(
     names = {layer.name for layer in choice.layers}
     rotations = {} if basis.after_rope else find_rotations(model, layers, names)
     family = seam_family(choice.layers, rotations, choice.left)
+    first = choice.layers[0]
+    if found.keys == "kv" and first.head_dim != first.value_dim:
+        raise SettingError(
+            f"`recipe` {found.name!r} stores keys and values together, and those of {first.name}"
+            f" differ in width, {first.head_dim} and {first.value_dim}: use {RECIPE!r} or 'lean'"
+        )
     found, target, why = chosen_beside(recipe, family, model.config, target)
     about: dict[str, Any] = {"calib": calib, "max_tokens": max_tokens, "seed": seed}
     compressor = Compressor(model, found, tokenizer, family=family, **about)
