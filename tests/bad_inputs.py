@@ -141,9 +141,12 @@ SIZES = {
     "kvfold compress reference:gqa --recipe zack --factor 4 --output new": (
         "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean or small"
     ),
-    "kvfold compress reference:gqa --maps --factor 4 --output new": (
-        "--maps and --factor exclude each other: maps beside the weights drop dimensions, as "
-        "--keep says"
+    "kvfold compress reference:gqa --maps --budget ppl<=1.1 --output new": (
+        "--maps and --budget exclude each other: only folded checkpoints are made by --budget; "
+        "give --keep or --factor"
+    ),
+    "kvfold compress reference:gqa --windows --output new": (
+        "--windows says which layers get maps: give --maps too"
     ),
     "kvfold compress reference:gqa --bytes-per-token 1e6 --output new": (
         "--bytes-per-token must be at most 7168, what the uncompressed cache takes at 16 bits; "

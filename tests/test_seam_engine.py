@@ -23,7 +23,12 @@ PROMPT, STEPS = 21, 4
 def compressed(name: str, keep: float, folder):
     model = tiny(name)
     made = kvfold.make_maps(
-        model, keep=keep, align=1, tokenizer=bytes_tokenizer(folder), max_tokens=1024
+        model,
+        keep=keep,
+        align=1,
+        windows=True,
+        tokenizer=bytes_tokenizer(folder),
+        max_tokens=1024,
     )
     return model, made
 
@@ -136,5 +141,5 @@ def test_chunks_that_tokens_see_alone_are_refused_by_name() -> None:
 def test_recurrent_layers_are_refused_by_name(name: str) -> None:
     if name not in TYPES:
         pytest.skip(f"this transformers has no {name}")
-    with pytest.raises(SettingError, match=f"model type '{name}' has layers that keep a state"):
+    with pytest.raises(SettingError, match=f"model type '{name}' has recurrent layers"):
         kvfold.LLM(tiny(name), max_sequences=1, max_tokens=64)

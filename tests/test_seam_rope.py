@@ -389,7 +389,8 @@ def test_images_are_refused(few) -> None:
 
 def compressed(name: str, recipe: str, keep: float, folder):
     model = tiny(name)
-    about = {"align": 1, "tokenizer": bytes_tokenizer(folder), "max_tokens": 1024}
+    about = {"align": 1, "windows": True, "max_tokens": 1024}
+    about["tokenizer"] = bytes_tokenizer(folder)
     return model, kvfold.make_maps(model, recipe, keep=keep, **about)
 
 

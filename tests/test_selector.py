@@ -272,7 +272,7 @@ def planned(
             latents.append(LatentCandidate(layer=layer, side=side, heads=heads, basis=own))
     compressor: Any = SimpleNamespace(
         model=SimpleNamespace(config=config), recipe=recipes.get(recipe), basis=basis,
-        geometry=geometry, factor_of=lambda target: None,
+        geometry=geometry, factor_of=lambda target: None, family=family_of(config),
     )  # fmt: skip
     prepared = Prepared(compressor=compressor, statistics=Statistics({}), candidates=latents)
     return prepared.plan_factor(factor, prefer=prefer)

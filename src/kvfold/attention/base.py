@@ -131,7 +131,7 @@ class LayerShape:
     def value_width(self) -> int:
         """Numbers of the widest value that attention adds up, mapped first where it is mapped."""
         if self.spec.values == "rebuilt":
-            return self.geometry.head_dim
+            return self.geometry.head_width("v")
         return max((latent.rank for latent in self.spec.value_latents), default=0)
 
 
@@ -169,7 +169,7 @@ class LayerMaps(LayerShape):
         """Numbers that W_O takes of a token."""
         heads = self.geometry.num_query_heads
         if self.spec.values != "fused":
-            return heads * self.geometry.head_dim
+            return heads * self.geometry.head_width("v")
         return sum(self.value_columns.head_ranks(self.geometry.queries_per_kv))
 
     def score_keys(self, rows: Tensor, rope: Tables | None) -> Tensor:
@@ -195,7 +195,7 @@ class LayerMaps(LayerShape):
             widths = self.value_columns.head_ranks(g.queries_per_kv)
         else:
             v = self.mapped_values(rows).transpose(1, 2)
-            widths = [g.head_dim] * g.num_query_heads
+            widths = [g.head_width("v")] * g.num_query_heads
         found = []
         for head, w in enumerate(self.output.float().split(widths, 1)):
             own = v[:, head // g.queries_per_kv, :, : w.shape[1]].float()
@@ -208,7 +208,7 @@ class LayerMaps(LayerShape):
             return False
         g, rank = self.geometry, self.value_up.shape[-1]
         first = cached * self.value_up.numel()
-        saved = queries * cached * g.num_query_heads * (rank - g.head_dim)
+        saved = queries * cached * g.num_query_heads * (rank - g.head_width("v"))
         return saved > first
 
     def attend(
@@ -242,7 +242,7 @@ class LayerMaps(LayerShape):
             ranks = self.value_columns.head_ranks(g.queries_per_kv)
             return torch.cat([out[:, head, :, :rank] for head, rank in enumerate(ranks)], dim=-1)
         if self.value_up is not None and not mapped:
-            up = self.value_columns.per_head(self.value_up, g.head_dim)
+            up = self.value_columns.per_head(self.value_up, g.head_width("v"))
             out = out.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
             out = torch.einsum("bhgtr,hdr->bhgtd", out, up).flatten(1, 2)
         return out.transpose(1, 2).flatten(-2)
@@ -250,7 +250,7 @@ class LayerMaps(LayerShape):
     def _mapped(self, z: Tensor, stack: Tensor) -> Tensor:
         """z [B, S, n, r] through [n, heads * d, r] -> [B, S, Hk, d]."""
         full = torch.einsum("bsnr,ncr->bsnc", z, stack)
-        return full.reshape(*z.shape[:2], self.geometry.num_kv_heads, self.geometry.head_dim)
+        return full.reshape(*z.shape[:2], self.geometry.num_kv_heads, -1)
 
 
 class AttentionContext(ABC):

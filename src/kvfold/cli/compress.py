@@ -20,6 +20,7 @@ from kvfold.cli.options import (
     RecipeName,
     Size,
 )
+from kvfold.errors import SettingError
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ def compress(
     learn_scores: Flag = False,
     no_check: Flag = False,
     maps: Flag = False,
+    windows: Flag = False,
     output: Path,
     calibration: Calibration = CALIBRATION,
     place: Place = PLACE,
@@ -58,6 +60,8 @@ def compress(
     maps
         Write maps beside the weights, some megabytes that `kvfold.attach` gives to a model of
         transformers, instead of a checkpoint: of any model type, quantised or with a LoRA.
+    windows
+        With --maps: also of layers with a sliding window where others hold most of a long context.
     output
         New directory, written whole or not at all.
     """
@@ -72,9 +76,11 @@ def compress(
     check_steps(recover)
     check_files(calibration.calib, calibration.stats, output)
     if maps:
-        beside.check(size, fastest, calibration, recover=recover, learn_scores=learn_scores)
-        beside.write_maps(model, recipe, size, calibration, place, output, not no_check)
+        beside.check(size, fastest, recover=recover, learn_scores=learn_scores)
+        beside.write_maps(model, recipe, size, windows, calibration, place, output, not no_check)
         return
+    if windows:
+        raise SettingError("`windows` says which layers get maps: give `maps` too")
     with new_directory(output) as folder:
         config = common.load_config(model)
         if learn_scores:

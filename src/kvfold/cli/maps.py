@@ -2,17 +2,22 @@
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvfold.cli import common
 from kvfold.cli.options import Calibration, Fastest, Place, Size
-from kvfold.config import DEFAULT_KEEP
 from kvfold.errors import SettingError
+from kvfold.spec.layout import cache_layout
+
+if TYPE_CHECKING:
+    from kvfold.seam.sidecar import Sidecar
 
 
 def write_maps(
     model: str,
     recipe: str | None,
     size: Size,
+    windows: bool,
     calibration: Calibration,
     place: Place,
     output: Path,
@@ -20,19 +25,25 @@ def write_maps(
 ) -> None:
     """Measure what the model's layers ask of attention, and save maps of its keys and values.
     check: measure first what they lose."""
-    from kvfold.card import facts
     from kvfold.evaluation.maps import measured
     from kvfold.files import new_directory
     from kvfold.seam.compress import make_maps
 
+    target = size.target
     begin = time.perf_counter()
     common.quiet()
     with new_directory(output) as folder, common.progress() as progress:
         made = make_maps(
             model,
             recipe,
-            keep=DEFAULT_KEEP if size.keep is None else size.keep,
+            keep=target.keep,
+            factor=target.factor,
+            bytes_per_token=target.bytes_per_token,
+            levels=target.levels,
+            prefer=target.prefer,
+            windows=windows,
             align=size.align,
+            statistics=calibration.stats,
             calib=list(calibration.calib) or None,
             dtype=place.dtype,
             device=place.device,
@@ -42,12 +53,16 @@ def write_maps(
             progress=progress,
         )
         made.write(folder, output)
-    print(f"maps of {len(made.maps)} layers: " + "\n".join(facts(made.spec, dict(made.provenance))))
+    say(made)
     seconds = time.perf_counter() - begin
     print(
         f"made in {seconds:.1f} seconds, saved to {output} ({in_bytes(folder_bytes(output))}): use"
         f' them by --maps {output}, or kvfold.attach(model, "{output}")'
     )
+    if made.spec.planned:
+        print(
+            "kvfold's engine stores the planned bits; attached, transformers' cache 16-bit numbers"
+        )
 
 
 def folder_bytes(folder: Path) -> int:
@@ -61,15 +76,30 @@ def in_bytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
 
 
-def check(size: Size, fastest: Fastest, calibration: Calibration, **more: object) -> None:
+def say(made: "Sidecar") -> None:
+    """What was planned, and what was left."""
+    from kvfold.card import facts
+
+    if why := made.provenance.get("chosen"):
+        print(f"recipe {made.provenance['recipe']['name']}: {why}")
+    print(f"maps of {len(made.maps)} layers: " + "\n".join(facts(made.spec, dict(made.provenance))))
+    if left := made.provenance.get("left"):
+        kept = cache_layout(made.spec).kept_fraction
+        whole = (
+            f"{1 / (share + (1 - share) * kept):.2f} times at {tokens}"
+            for tokens, share in left["share"].items()
+        )
+        print(f"{left['words']}; the whole cache is smaller {', '.join(whole)} tokens")
+
+
+def check(size: Size, fastest: Fastest, **more: object) -> None:
     """Raises SettingError for what maps beside the weights are not made by. more: other settings by
     name, which are to be off."""
-    wanted = {x: getattr(size, x) for x in ("budget", "factor", "bytes_per_token", "hybrid")}
-    wanted |= {"fastest": fastest.fastest, "stats": calibration.stats, **more}
+    wanted = {"budget": size.budget, "hybrid": size.hybrid, "fastest": fastest.fastest, **more}
     if wrong := [name for name, value in wanted.items() if value]:
         raise SettingError(
-            f"`maps` and `{wrong[0]}` exclude each other: maps beside the weights drop dimensions,"
-            " as `keep` says"
+            f"`maps` and `{wrong[0]}` exclude each other: only folded checkpoints are made by"
+            f" `{wrong[0]}`; give `keep` or `factor`"
         )
 
 

@@ -62,7 +62,7 @@ def calibrate(
                 progress(done + 1, len(windows))
     moments = recorder.moments(centroids, seed)
     _check(model, moments, needs)
-    key = artifact_key(model, windows if text is None else text, centroids)
+    key = artifact_key(model, windows if text is None else text, centroids, family.part)
     return Statistics(key, moments, through_weights=tuple(recorder.through_weights))
 
 
@@ -81,16 +81,22 @@ def _check(model: Any, moments: dict[int, dict[str, Moment]], needs: set[str]) -
 
 
 def artifact_key(
-    model: nn.Module, text: Tensor | str, centroids: int | None = None
+    model: nn.Module,
+    text: Tensor | str,
+    centroids: int | None = None,
+    part: tuple[str, ...] | None = None,
 ) -> dict[str, Any]:
     """The key of a reusable statistics artifact: same model, text (as windows, or by a name for
-    them) and ZDC's centroids."""
+    them), ZDC's centroids, and the names of the layers where others are left out (`Family.part`).
+    """
     key: dict[str, Any] = {"model": fingerprint(model)}
     if isinstance(text, str):
         key["text"] = text
     else:
         digest = hashlib.sha256(text.cpu().numpy().tobytes()).hexdigest()[:32]
         key |= {"text": digest, "tokens": text.numel()}
+    if part is not None:
+        key["layers"] = list(part)
     return key if centroids is None else {**key, "centroids": centroids}
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,8 @@ class Compressor:
         path = Path(given)
         if path.exists():
             text = self._self_text()
-            key = artifact_key(self.model, text or self.windows(), self.recipe.centroids)
+            about = self.recipe.centroids, self.family.part
+            key = artifact_key(self.model, text or self.windows(), *about)
             found = Statistics.load(path, key)
             if found.has(needs):
                 return found.to(self.model.device)
@@ -231,9 +233,11 @@ class Prepared:
         limits = key_limits(prefer, c.basis.key_kind(c.geometry))
         plans = (self._spec(plan_bits(self.candidates, bits, levels, prefer, x)) for x in limits)
         first = next(plans)
-        if len(limits) == 1 or fastest_layout(c.model.config, first) is not None:
+        config = c.model.config
+        fits = partial(fastest_layout, config, windows=c.family.windows(config))
+        if len(limits) == 1 or fits(first) is not None:
             return first
-        return next((x for x in plans if fastest_layout(c.model.config, x) is not None), first)
+        return next((x for x in plans if fits(x) is not None), first)
 
     def predicted_loss(self, spec: CacheSpec) -> float | None:
         """Nats a token that a plan is predicted to lose, of dimensions and bits. None where the

@@ -10,6 +10,7 @@ from kvfold.compression.bit_allocation import even_tiers
 from kvfold.compression.preference import one_pass_tiers
 from kvfold.compression.target import Target
 from kvfold.config import DEFAULT_KEEP, LEVELS, Recipe
+from kvfold.models.adapter import Family
 from kvfold.models.families import family_of
 from kvfold.models.kernels import fastest_layout, in_one_pass
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side, Tiers, value_kind
@@ -42,10 +43,23 @@ def chosen(
     elif target.keep is not None or target.budget is not None:
         name, why = _of_dimensions(config, target.keep or DEFAULT_KEEP)
     else:
-        name, prefer, why = _of_bits(config, target)
+        name, prefer, why = _of_bits(family_of(config), config, target)
         target = replace(target, prefer=prefer)
     recipe = recipes.get(name)
     return recipe, _complete(target, recipe), why
+
+
+def chosen_beside(
+    given: str | Recipe | None, family: type[Family], config: Any, target: Target
+) -> tuple[Recipe, Target, str | None]:
+    """The same for maps beside the weights of a model of any family: SERVED where no recipe is
+    given."""
+    if given is not None or target.keep is not None:
+        recipe, target, _ = chosen(given or SERVED, config, target)
+        return recipe, target, None
+    name, prefer, why = _of_bits(family, config, target)
+    recipe = recipes.get(name)
+    return recipe, _complete(replace(target, prefer=prefer), recipe), why
 
 
 def _complete(target: Target, recipe: Recipe) -> Target:
@@ -58,16 +72,17 @@ def _complete(target: Target, recipe: Recipe) -> Target:
     return replace(target, keep=DEFAULT_KEEP)
 
 
-def _of_bits(config: Any, target: Target) -> tuple[str, Any, str]:
+def _of_bits(family: type[Family], config: Any, target: Target) -> tuple[str, Any, str]:
     """Name, what to plan for, and why, where bits are planned."""
     why = "a decode step reconstructs no keys"
     if target.prefer is not None or target.levels not in (None, LEVELS):
         return SERVED, target.prefer, why
-    spec = speed_spec(recipes.get(SERVED), family_of(config).geometry(config))
-    if fastest_layout(config, spec) is not None:
+    spec = speed_spec(recipes.get(SERVED), family.geometry(config))
+    windows = family.windows(config)
+    if fastest_layout(config, spec, windows=windows) is not None:
         why += ", and a Hopper GPU reads the cache in one pass: planned for speed"
         return SERVED, "speed", why
-    reason = in_one_pass(config, spec).removeprefix("no: ")
+    reason = in_one_pass(config, spec, windows).removeprefix("no: ")
     return (
         SERVED,
         None,
@@ -127,7 +142,7 @@ def _spec(recipe: Recipe, geometry: Geometry, size: Sizes) -> CacheSpec:
     """Of equal layers."""
     basis, latents = builder_of(recipe), []
     for side, heads in basis.head_sets(geometry):
-        rank, tiers = size(side, len(side) * len(heads) * geometry.head_dim)
+        rank, tiers = size(side, len(heads) * geometry.head_width(side))
         latents.append(Latent(side=side, heads=heads, rank=rank, tiers=tiers))
     values = value_kind(geometry, [latent for latent in latents if "v" in latent.side])
     layer = LayerSpec(keys=basis.key_kind(geometry), values=values, latents=tuple(latents))

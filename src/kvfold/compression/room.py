@@ -59,7 +59,7 @@ def _check_room(
     """Raises SettingError for a size that has no room for one step of one latent of every layer."""
     basis = builder_of(recipe)
     sets, layers = basis.head_sets(geometry), geometry.num_layers
-    widths = [len(side) * len(heads) * geometry.head_dim for side, heads in sets]
+    widths = [len(heads) * geometry.head_width(side) for side, heads in sets]
     hint = "ask for a larger cache"
     if factor is not None:
         assert target.levels is not None

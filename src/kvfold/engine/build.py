@@ -31,9 +31,8 @@ from kvfold.models.rotate import rotate_model, turned
 from kvfold.ops.backend import use_triton
 from kvfold.ops.decode import one_pass_page
 from kvfold.seam.family import seam_family
-from kvfold.seam.layers import is_recurrent
-from kvfold.seam.plain import measured_means, plain_sidecar
-from kvfold.seam.served import check_mapped, check_servable, install, served_spec
+from kvfold.seam.plain import completed, measured_means, plain_sidecar
+from kvfold.seam.served import check_servable, install, served_spec
 from kvfold.seam.sidecar import Sidecar
 from kvfold.spec import CacheSpec
 from kvfold.spec.layout import CacheLayout, cache_layout, plain_spec
@@ -113,36 +112,14 @@ def _with_maps(
             "`model` has weights that accelerate reads from the host or from disk at every step,"
             " which the engine does not: use kvfold.attach and transformers"
         )
-    if is_recurrent(model):
-        raise SettingError(
-            f"model type {model.config.model_type!r} has layers that keep a state in place of keys"
-            " and values, which the engine does not know: serve it with vLLM, which takes maps and"
-            " bits too, or use kvfold.attach and transformers"
-        )
-    if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
-        raise SettingError(
-            f"model type {model.config.model_type!r} has layers whose tokens see their own chunk"
-            " of the sequence alone, which the engine does not know: use kvfold.attach and"
-            " transformers"
-        )
     layers = maps.layers_of(model)
-    check_servable(layers)
-    check_mapped(layers, maps)
+    check_servable(model, layers)
     use_triton(model.device.type)
+    maps = completed(maps, model, layers)
     spec = served_spec(maps.spec)
-    itemsize = model.dtype.itemsize
     windows = [layer.window for layer in layers]
-    layout = cache_layout(
-        spec,
-        page=config.page or PAGE,
-        itemsize=itemsize,
-        bits=config.bits,
-        sub_group=config.sub_group,
-        zeros=config.zeros,
-        tracked=[window is not None for window in windows],
-        format=config.format,
-        residual=config.residual,
-    )
+    tracked = [window is not None for window in windows]
+    layout = _paged(spec, config, tracked, model.dtype.itemsize, model.device.type, config.page)
     pool = _pool(layout, config, windows, num_slots, max_tokens, model.device)
     served = model if owned else shared_copy(model)
     turns = format_of(config.format) if _turns(maps.spec, config) else None
@@ -285,7 +262,21 @@ def layout_of(
     spec = found or plain_spec(family_of(config).geometry(config))
     if found is None and _turns(found, cache):
         spec = turned(spec)
-    windows = attention_windows(config)
+    tracked = [bool(policy or spec.hybrid or window) for window in attention_windows(config)]
+    page = cache.page or (policy.page if policy else None) or format_of(cache.format).rows
+    return _paged(spec, cache, tracked, itemsize, device, page)
+
+
+def _paged(
+    spec: CacheSpec,
+    cache: CacheConfig,
+    tracked: Sequence[bool],
+    itemsize: int,
+    device: str,
+    page: int | None,
+) -> CacheLayout:
+    """Pages of so many rows (None: those that are fastest on a device of this type). tracked:
+    whether rows of each layer carry positions and metrics."""
 
     def paged(page: int) -> CacheLayout:
         return cache_layout(
@@ -295,12 +286,11 @@ def layout_of(
             bits=cache.bits,
             sub_group=cache.sub_group,
             zeros=cache.zeros,
-            tracked=[bool(policy or spec.hybrid or window) for window in windows],
+            tracked=tracked,
             format=cache.format,
             residual=cache.residual,
         )
 
-    page = cache.page or (policy.page if policy else None) or format_of(cache.format).rows
     if page is None and device == "cuda" and cache.residual is None:
         page = one_pass_page(paged, spec.geometry.queries_per_kv)
     return paged(page or PAGE)

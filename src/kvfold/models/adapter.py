@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from kvfold.attention.base import AttentionContext, LayerMaps
-from kvfold.models.folded import FoldedAttention
+from kvfold.models.folded import FoldedAttention, attention_windows
 from kvfold.models.rotary import RotaryTable, rope_type
 from kvfold.ops.common.attention import Tables
 from kvfold.spec import CacheSpec, Geometry
@@ -137,7 +137,7 @@ class Family:
     `down_proj` and `act_fn`. finish: all that follows a layer's attention, of the layer, its inputs
     and attention's output, where attention's inputs are `input_layernorm` of the layer's, and
     `norm` follows the last. not_in_gguf: what of the model transformers does not read from a GGUF
-    file, for users.
+    file, for users. part: names of the layers that are compressed, where others are left out.
     """
 
     model_types: ClassVar[tuple[str, ...]]
@@ -150,6 +150,7 @@ class Family:
     key_norm: ClassVar[bool] = False
     sinks: ClassVar[bool] = False  # a number of the layer's own stands beside every query's scores
     not_in_gguf: ClassVar[str | None] = None
+    part: ClassVar[tuple[str, ...] | None] = None
 
     @classmethod
     def geometry(cls, config: Any) -> Geometry:
@@ -166,6 +167,16 @@ class Family:
             scaling=cls.scaling(config, head_dim),
             softcap=cls.softcap(config),
         )
+
+    @classmethod
+    def windows(cls, config: Any) -> list[int | None]:
+        """Tokens that a query of each layer sees, its own included; None: all."""
+        return attention_windows(config)
+
+    @classmethod
+    def bystanders(cls, model: Any) -> Iterator[nn.Module]:
+        """Modules that call attention and that nothing is measured of."""
+        return iter(())
 
     @classmethod
     def scaling(cls, config: Any, head_dim: int) -> float:

@@ -1,5 +1,6 @@
 """What kernels would serve a model, by its config and what it stores."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,21 +23,33 @@ def kernels_of(config: Any, spec: CacheSpec, dtype: torch.dtype | None = None) -
     return kernels(shapes, layout, dtype)
 
 
-def fastest_layout(config: Any, spec: CacheSpec, bits: int | None = None) -> CacheLayout | None:
+def fastest_layout(
+    config: Any,
+    spec: CacheSpec,
+    bits: int | None = None,
+    windows: Sequence[int | None] | None = None,
+) -> CacheLayout | None:
     """Pages that a Hopper GPU decodes in one pass, all layers, as an engine has them there; None
-    where it does not. bits: of every number, in place of those that are planned."""
-    tracked = [window is not None for window in attention_windows(config)]
+    where it does not. bits: of every number, in place of those that are planned; windows: of every
+    layer (None: as the config says)."""
+    tracked = _tracked(config, windows)
     layout_of = partial(_layout, spec, bits, tracked)
     page = one_pass_page(layout_of, spec.geometry.queries_per_kv)
     return None if page is None else layout_of(page)
 
 
-def in_one_pass(config: Any, spec: CacheSpec) -> str:
-    """Whether a Hopper GPU decodes all layers in one pass, for users."""
-    if (layout := fastest_layout(config, spec)) is not None:
+def in_one_pass(config: Any, spec: CacheSpec, windows: Sequence[int | None] | None = None) -> str:
+    """Whether a Hopper GPU decodes all layers in one pass, for users. windows: as above."""
+    if (layout := fastest_layout(config, spec, windows=windows)) is not None:
         return f"yes, pages of {layout.page} rows"
-    tracked = [window is not None for window in attention_windows(config)]
+    tracked = _tracked(config, windows)
     return f"no: {two_passes(_layout(spec, None, tracked, 32), spec.geometry.queries_per_kv)}"
+
+
+def _tracked(config: Any, windows: Sequence[int | None] | None) -> list[bool]:
+    """Whether entries of each layer carry positions: where a window lets go of them."""
+    windows = attention_windows(config) if windows is None else windows
+    return [window is not None for window in windows]
 
 
 def _layout(spec: CacheSpec, bits: int | None, tracked: list[bool], page: int) -> CacheLayout:

@@ -60,8 +60,10 @@ def attach(model: Any, maps: Sidecar | Path | str) -> Callable[[], None]:
     """Let a causal LM's cache store what a sidecar says, or its folder, or its hub repository
     "USER/NAME", perhaps with a revision: "USER/NAME@REVISION".
 
-    The model is changed in place, its weights are not. Returns what takes the maps away again, as
-    `detach` does. Raises SettingError for maps of another model, or a model that has maps already.
+    The model is changed in place, its weights are not. Layers without maps store what they did, and
+    numbers of planned bits are stored in the model's dtype. Returns what takes the maps away again,
+    as `detach` does. Raises SettingError for maps of another model, or a model that has maps
+    already.
     """
     sidecar = maps if isinstance(maps, Sidecar) else Sidecar.load(maps)
     model = unwrapped(model)

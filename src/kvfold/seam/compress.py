@@ -1,5 +1,6 @@
 """Maps of any transformers model, from one pass over calibration text: nothing of its family."""
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -10,16 +11,19 @@ from kvfold import recipes
 from kvfold.compression.bases import builder_of
 from kvfold.compression.bases.pre_rope import PreRope
 from kvfold.compression.calibration_text import CALIBRATION_TOKENS
-from kvfold.compression.compressor import Compressor
+from kvfold.compression.compressor import Compressor, Prepared
+from kvfold.compression.default import chosen_beside
 from kvfold.compression.documents import is_self
 from kvfold.compression.progress import Progress
 from kvfold.compression.statistics import NoGradients, Statistics
+from kvfold.compression.statistics.artifact import check_place
 from kvfold.compression.target import Target
-from kvfold.config import DEFAULT_KEEP, Recipe, check_types
+from kvfold.config import Prefer, Recipe, check_types
 from kvfold.errors import SettingError
 from kvfold.files import check_makeable
 from kvfold.loading import check_loaded, load, load_tokenizer
 from kvfold.models.fold import LatentMaps
+from kvfold.seam.choice import LONG, SHORT, Choice, choose
 from kvfold.seam.family import seam_family
 from kvfold.seam.layers import SeamLayer, check_layers, seam_layers, unwrapped
 from kvfold.seam.maps import Maps
@@ -31,38 +35,56 @@ from kvfold.text import check_tokenizer, read_texts
 
 RECIPE = "swift"
 
+logger = logging.getLogger(__name__)
+
 
 def make_maps(
     model: Any,
     recipe: str | Recipe | None = None,
     *,
-    keep: float = DEFAULT_KEEP,
+    keep: float | None = None,
+    factor: float | None = None,
+    bytes_per_token: float | None = None,
+    levels: tuple[int, ...] | None = None,
+    prefer: Prefer | None = None,
+    windows: bool = False,
     align: int | None = None,
     calib: list[str | Path] | None = None,
     tokenizer: Any = None,
     device: str | None = None,
     dtype: str = "auto",
+    statistics: Path | str | Statistics | None = None,
     max_tokens: int = CALIBRATION_TOKENS,
     seed: int = 0,
     output: Path | str | None = None,
     check: Callable[[Compressor, Sidecar], Sidecar] | None = None,
     progress: Progress | None = None,
 ) -> Sidecar:
-    """Maps by which a model's cache keeps `keep` of its numbers; the model stays as it is.
+    """Maps by which a model's cache becomes smaller; the model stays as it is.
 
     model: a name, or a loaded causal LM of any type whose layers call transformers' attention
-    interface and are alike in their heads. recipe: one that takes keys as attention gets them
-    (None: swift), or lean or small, which take them before RoPE where that rotates pairs. output: a
-    new folder, written whole or not at all. check: gives the maps to save, from the compressor and
-    those that were made, or raises. The rest as of `kvfold.compress`. Raises ValueError for what
-    cannot work, before weights are read where that can be known.
+    interface. recipe: one that takes keys as attention gets them (None: swift), or lean or small,
+    which take them before RoPE where that rotates pairs. keep, factor, bytes_per_token: the size,
+    as of `kvfold.compress`, of the layers that get maps; none: factor 4. Planned bits take effect
+    in `kvfold.LLM(model, maps=...)`; `kvfold.attach` stores 16-bit numbers. windows: also plan
+    layers with a sliding window where other layers hold most of a long context. output: a new
+    folder, written whole or not at all. check: gives the maps to save, from the compressor and
+    those that were made, or raises. The rest as of `kvfold.compress`.
+
+    Layers that are left as they are, and the share of the cache that they hold, are told by
+    `provenance["left"]` of the result (see `seam.choice`). Raises ValueError for what cannot work,
+    before weights are read where that can be known.
     """
     check_types(make_maps, locals())
-    target = Target(keep=keep)
+    target = Target(
+        keep=keep, factor=factor, bytes_per_token=bytes_per_token, levels=levels, prefer=prefer
+    )
     target.check_align(align)
     check_tokenizer(tokenizer)
     if calib and not is_self(calib):
         read_texts(calib)
+    if isinstance(statistics, str | Path):
+        check_place(Path(statistics))
     if output is not None:
         check_makeable(Path(output))
     found = recipe if isinstance(recipe, Recipe) else recipes.get(recipe or RECIPE)
@@ -82,47 +104,121 @@ def make_maps(
     source = name or str(model.config.name_or_path) or type(model).__name__
     layers = seam_layers(model)
     check_layers(model, layers)
-    rotations = {} if basis.after_rope else find_rotations(model, layers)
-    more: dict[str, Any] = {
-        "calib": calib,
-        "max_tokens": max_tokens,
-        "seed": seed,
-        "family": seam_family(layers, rotations),
-    }
-    compressor = Compressor(model, found, tokenizer, **more)
-    compressor.factor_of(target, align)
-    try:
-        prepared = compressor.prepare(progress=progress)
-        gradients = _gradients(prepared.statistics)
-    except NoGradients as error:
-        gradients = f"none: {error.reason}"
-        found = without_gradients(found)
-        prepared = Compressor(model, found, tokenizer, **more).prepare(progress=progress)
+    choice = choose(model.config, layers, windows)
+    if choice.words():
+        logger.info(choice.words())
+    names = {layer.name for layer in choice.layers}
+    rotations = {} if basis.after_rope else find_rotations(model, layers, names)
+    family = seam_family(choice.layers, rotations, choice.left)
+    first = choice.layers[0]
+    if found.keys == "kv" and first.head_dim != first.value_dim:
+        raise SettingError(
+            f"`recipe` {found.name!r} stores keys and values together, and those of {first.name}"
+            f" differ in width, {first.head_dim} and {first.value_dim}: use {RECIPE!r} or 'lean'"
+        )
+    found, target, why = chosen_beside(recipe, family, model.config, target)
+    about: dict[str, Any] = {"calib": calib, "max_tokens": max_tokens, "seed": seed}
+    compressor = Compressor(model, found, tokenizer, family=family, **about)
+    size = compressor.factor_of(target, align)
+    prepared, gradients = _prepare(compressor, statistics, progress)
     if gradients is not None:
         warnings.warn(f"{source}: gradients of the loss: {gradients}", stacklevel=2)
-    spec = unrotated_spec(prepared.plan(keep, align), layers, rotations)
-    each = zip(layers, spec.layers, prepared.maps(spec), strict=True)
+    plan = _plan(prepared, target, size, align)
+    spec = unrotated_spec(plan, choice.layers, rotations)
+    maps = {
+        layer.name: layer_maps(planned, latents, rotations.get(layer.name))
+        for layer, planned, latents in zip(
+            choice.layers, spec.layers, prepared.maps(spec), strict=True
+        )
+        if latents
+    }
+    provenance = {
+        "model": source,
+        "model_type": model.config.model_type,
+        "sizes": sizes_of(model.config),
+        "recipe": asdict(prepared.compressor.recipe),
+        **asdict(target),
+        "align": align,
+        "predicted": _predicted(prepared, plan),
+        "statistics": prepared.statistics.key,
+        "chosen": why,
+        "gradients": gradients,
+        "left": _left(choice) if choice.words() else None,
+    }
     sidecar = Sidecar(
-        maps={
-            x.name: layer_maps(layer, own, rotations.get(x.name)) for x, layer, own in each if own
-        },
-        spec=spec,
+        maps=maps,
+        spec=_mapped(spec),
         base=probes_of(layers),
-        provenance={
-            "model": source,
-            "model_type": model.config.model_type,
-            "sizes": sizes_of(model.config),
-            "recipe": asdict(found),
-            "keep": keep,
-            "statistics": prepared.statistics.key,
-            **({} if gradients is None else {"gradients": gradients}),
-        },
+        provenance={name: x for name, x in provenance.items() if x is not None},
     )
     if check is not None:
         sidecar = check(compressor, sidecar)
     if output is not None:
         sidecar.save(output)
     return sidecar
+
+
+def _prepare(
+    compressor: Compressor, statistics: Path | str | Statistics | None, progress: Progress | None
+) -> tuple[Prepared, str | None]:
+    """Bases, without gradients where a quantised model gives none; and how gradients were computed,
+    where not by the model's own kernels alone."""
+    try:
+        prepared = compressor.prepare(statistics, progress)
+        return prepared, _gradients(prepared.statistics)
+    except NoGradients as error:
+        c = compressor
+        other = Compressor(
+            c.model,
+            without_gradients(c.recipe),
+            c.tokenizer,
+            calib=c.calib,
+            max_tokens=c.max_tokens,
+            seed=c.seed,
+            family=c.family,
+        )
+        return _in_shares(other.prepare(statistics, progress)), f"none: {error.reason}"
+
+
+def _in_shares(prepared: Prepared) -> Prepared:
+    """With directions weighed by their share of each latent's spectrum, so that bits are planned by
+    what has no common unit."""
+    candidates = []
+    for one in prepared.candidates:
+        singular = one.basis.singular
+        total = singular.norm().clamp(min=1e-300)
+        candidates.append(replace(one, basis=replace(one.basis, singular=singular / total)))
+    return replace(prepared, candidates=candidates)
+
+
+def _plan(prepared: Prepared, target: Target, factor: float | None, align: int | None) -> CacheSpec:
+    """Bits and dimensions together for a factor, else dimensions alone."""
+    if factor is not None:
+        assert target.levels is not None
+        return prepared.plan_factor(factor, target.levels, target.plans_for)
+    assert target.keep is not None
+    return prepared.plan(target.keep, align)
+
+
+def _predicted(prepared: Prepared, plan: CacheSpec) -> float | None:
+    """Nats a token that a plan is predicted to lose; None without gradients."""
+    return prepared.predicted_loss(plan) if prepared.compressor.recipe.gradients else None
+
+
+def _mapped(spec: CacheSpec) -> CacheSpec:
+    """Of the layers that have maps: a recipe may leave others whole."""
+    layers = tuple(layer for layer in spec.layers if layer.keys != "plain")
+    return replace(spec, layers=layers, geometry=replace(spec.geometry, num_layers=len(layers)))
+
+
+def _left(choice: Choice) -> dict[str, Any]:
+    """What is left of a model without maps, as provenance."""
+    return {
+        "windowed": [x.name for x in choice.windowed],
+        "unlike": [x.name for x in choice.unlike],
+        "share": {str(tokens): round(choice.share_left(tokens), 4) for tokens in (SHORT, LONG)},
+        "words": choice.words(),
+    }
 
 
 def without_gradients(recipe: Recipe) -> Recipe:

@@ -1,6 +1,6 @@
 """What compression asks of a model's family, of any model: what its layers ask of attention."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +16,12 @@ from kvfold.spec import Geometry
 
 
 class SeamFamily(Family):
-    """Of one model, whose layers that call attention are alike in their heads. Keys are taken as
-    attention gets them, or before RoPE where `rotations` say how each layer rotates them."""
+    """Of one model, whose layers `found` call attention and are alike in their heads; layers
+    `left` call it, too. Keys are taken as attention gets them, or before RoPE where `rotations` say
+    how each layer rotates them."""
 
     found: ClassVar[list[SeamLayer]]
+    left: ClassVar[list[SeamLayer]]
     rotations: ClassVar[Mapping[str, Rotation]] = {}
     key_norm = True  # nothing is known of what keys were made from
 
@@ -37,7 +39,16 @@ class SeamFamily(Family):
             key_norm=True,
             scaling=first.head_dim**-0.5 if first.scaling is None else first.scaling,
             softcap=first.softcap,
+            value_dim=None if first.value_dim == first.head_dim else first.value_dim,
         )
+
+    @classmethod
+    def windows(cls, config: Any) -> list[int | None]:
+        return [layer.window for layer in cls.found]
+
+    @classmethod
+    def bystanders(cls, model: Any) -> Iterator[nn.Module]:
+        return (layer.module for layer in cls.left)
 
     @classmethod
     def attentions(cls, model: Any) -> Iterator[nn.Module]:
@@ -45,7 +56,9 @@ class SeamFamily(Family):
 
     @classmethod
     def layers(cls, model: Any) -> Any:
-        return [model.get_submodule(x.name.rpartition(".")[0]) for x in cls.found]
+        """Of the model, those that are left included."""
+        names = dict.fromkeys(x.name.rpartition(".")[0] for x in (*cls.found, *cls.left))
+        return [model.get_submodule(name) for name in names]
 
     @classmethod
     def rotary(cls, model: Any) -> nn.Module | None:
@@ -109,36 +122,35 @@ class _Hidden:
 
 
 def seam_family(
-    layers: list[SeamLayer], rotations: Mapping[str, Rotation] | None = None
+    layers: Sequence[SeamLayer],
+    rotations: Mapping[str, Rotation] | None = None,
+    left: Sequence[SeamLayer] = (),
 ) -> type[Family]:
-    """The family of a model with these layers. rotations: of them by name, where keys are taken
-    before RoPE. Raises SettingError for layers of unlike heads."""
-    if shared := next((x for x in layers if x.source != x.name), None):
-        raise SettingError(
-            f"{shared.name} reads the keys and values of {shared.source}; maps are planned for"
-            " layers that have their own"
-        )
-    if len({x.module for x in layers}) < len(layers):
-        raise SettingError(
-            f"{layers[0].name} serves several layers; maps are planned for layers that have a"
-            " module of their own"
-        )
+    """The family of a model with these layers, alike in their heads. rotations: of them by name,
+    where keys are taken before RoPE; left: layers that stay as they are."""
+    names = {
+        "found": list(layers),
+        "left": list(left),
+        "rotations": rotations or {},
+        "sinks": any(layer.sinks is not None for layer in layers),
+        "part": tuple(layer.name for layer in layers) if left else None,
+    }
+    return type("ModelsFamily", (SeamFamily,), names)
+
+
+def check_alike(layers: Sequence[SeamLayer]) -> None:
+    """Raises SettingError for layers that no one plan describes: with unlike heads, or that read
+    the keys and values of others."""
     first = layers[0]
     for layer in layers:
+        if layer.source != layer.name:
+            raise SettingError(
+                f"{layer.name} reads the keys and values of {layer.source}, which the engine does"
+                " not know: use kvfold.attach and transformers, or vLLM"
+            )
         if layer.shape != first.shape:
             raise SettingError(
-                f"layers {first.name} and {layer.name} have attention of other shapes (query heads,"
-                f" KV heads, key and value width, cap): {first.shape} and {layer.shape}; maps are"
-                " planned for layers alike"
+                f"{layer.name} has attention of another shape (query heads, KV heads, key and value"
+                f" width, cap) than {first.name}: {layer.shape} and {first.shape}; the engine"
+                " serves layers alike: use kvfold.attach and transformers, or vLLM"
             )
-    if first.head_dim != first.value_dim:
-        raise SettingError(
-            f"keys of {first.name} have {first.head_dim} numbers a head and values"
-            f" {first.value_dim}; maps are planned for heads alike"
-        )
-    sinks = any(layer.sinks is not None for layer in layers)
-    return type(
-        "ModelsFamily",
-        (SeamFamily,),
-        {"found": layers, "rotations": rotations or {}, "sinks": sinks},
-    )

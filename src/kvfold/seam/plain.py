@@ -4,12 +4,15 @@ taken out of it.
 Shapes: T tokens; Hk KV heads, d, dv head dims of keys and values.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvfold.seam.family import seam_family
+from kvfold.errors import SettingError
+from kvfold.seam.family import check_alike, seam_family
 from kvfold.seam.layers import SeamLayer, check_layers, seam_layers
 from kvfold.seam.maps import Maps
 from kvfold.seam.sidecar import Sidecar, probes_of
@@ -61,6 +64,7 @@ def plain_sidecar(model: Any) -> Sidecar:
     attention cannot have maps."""
     layers = seam_layers(model)
     check_layers(model, layers)
+    check_alike(layers)
     geometry = seam_family(layers).geometry(model.config)
     means = measured_means(model)
     return Sidecar(
@@ -69,6 +73,30 @@ def plain_sidecar(model: Any) -> Sidecar:
         base=probes_of(layers),
         provenance={"model": str(model.config.name_or_path)},
     )
+
+
+def completed(sidecar: Sidecar, model: Any, layers: Sequence[SeamLayer]) -> Sidecar:
+    """With maps that drop nothing for the layers of a model that have none. Raises SettingError for
+    layers with unlike heads."""
+    if len(sidecar.maps) != len(sidecar.spec.layers):
+        raise SettingError(
+            f"`maps` are of {len(sidecar.maps)} layers and their plan of"
+            f" {len(sidecar.spec.layers)}: take maps and plan as they were made"
+        )
+    planned = dict(zip(sidecar.maps, sidecar.spec.layers, strict=True))
+    if all(layer.name in planned for layer in layers):
+        return sidecar
+    check_alike(layers)
+    geometry = replace(sidecar.spec.geometry, num_layers=len(layers))
+    (whole,) = full_spec(geometry, 1).layers
+    means = measured_means(model)
+    maps = {
+        x.name: sidecar.maps.get(x.name) or plain_maps(y)
+        for x, y in zip(layers, means, strict=True)
+    }
+    specs = tuple(planned.get(layer.name, whole) for layer in layers)
+    spec = replace(sidecar.spec, layers=specs, geometry=geometry)
+    return replace(sidecar, maps=maps, spec=spec)
 
 
 def plain_maps(means: Means) -> Maps:
@@ -88,7 +116,7 @@ def plain_maps(means: Means) -> Maps:
 def full_spec(geometry: Geometry, layers: int) -> CacheSpec:
     """What layers store with `plain_maps`: every head's keys and values in full."""
     latents = tuple(
-        Latent(side=side, heads=(head,), rank=geometry.head_dim)
+        Latent(side=side, heads=(head,), rank=geometry.head_width(side))
         for side in ("k", "v")
         for head in range(geometry.num_kv_heads)
     )

@@ -6,7 +6,7 @@ rotation alone: one is accepted where un-rotated keys coincide. Nothing of a fam
 Shapes: B batch, T tokens; d numbers of a key, of which w are rotated in pairs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -80,14 +80,17 @@ def no_rotation(head_dim: int, device: torch.device) -> Rotation:
     return Rotation(torch.zeros(head_dim // 2, device=device), order)
 
 
-def find_rotations(model: Any, layers: Sequence[SeamLayer]) -> dict[str, Rotation]:
-    """The rotation of every layer, by its name; layers that rotate alike share one. layers: of
-    `seam_layers`. Raises SettingError, which names the layer, where a rotation is not of pairs, or
-    depends on how long a sequence is."""
+def find_rotations(
+    model: Any, layers: Sequence[SeamLayer], names: Collection[str] | None = None
+) -> dict[str, Rotation]:
+    """The rotation of layers with these names (None: all), by name; layers that rotate alike share
+    one. layers: of `seam_layers`. Raises SettingError, which names the layer, where a rotation is
+    not of pairs, or depends on how long a sequence is."""
     candidates = _Candidates(model)
     rotations: dict[str, Rotation] = {}
     for layer, other in zip(layers, _further(model), strict=True):
-        rotations[layer.name] = _chosen(model, candidates, layer, other)
+        if names is None or layer.name in names:
+            rotations[layer.name] = _chosen(model, candidates, layer, other)
     return rotations
 
 

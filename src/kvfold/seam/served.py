@@ -18,7 +18,7 @@ from kvfold.formats.base import Format
 from kvfold.models.adapter import PAGED
 from kvfold.models.rotary import RotaryTable
 from kvfold.models.rotate import turn_of
-from kvfold.seam.layers import SeamLayer, plain_positions
+from kvfold.seam.layers import SeamLayer, is_recurrent, plain_positions
 from kvfold.seam.maps import Maps
 from kvfold.seam.rope_maps import RopeMaps
 from kvfold.seam.sidecar import Sidecar
@@ -34,6 +34,7 @@ class Served:
     def __init__(self, maps: Maps, layer: LayerMaps) -> None:
         self.maps, self.layer = maps, layer
         self.context: AttentionContext | None = None
+        self.scale = 1.0  # of its scores, times the plan's
 
     def rows(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Tensor:
         """Keys [1, Hk, N, d] and values [1, Hk, N, dv] of tokens at positions [1, N] as they are
@@ -60,23 +61,27 @@ class _View:
         return k, v
 
 
-def check_servable(layers: Sequence[SeamLayer]) -> None:
-    """Raises SettingError for attention that no kernel of the engine computes."""
+def check_servable(model: Any, layers: Sequence[SeamLayer]) -> None:
+    """Raises SettingError for attention that no kernel of the engine computes, and for a model that
+    keeps a state beside its cache."""
+    if is_recurrent(model):
+        raise SettingError(
+            f"model type {model.config.model_type!r} has recurrent layers, whose state the engine"
+            " does not keep: use kvfold.attach and transformers, or vLLM"
+        )
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if "chunked_attention" in kinds:
+        raise SettingError(
+            f"model type {model.config.model_type!r} has layers whose tokens see their own chunk of"
+            " the sequence alone, which the engine does not know: use kvfold.attach and"
+            " transformers"
+        )
     for layer in layers:
         if layer.source != layer.name:
             raise SettingError(
                 f"{layer.name} reads the keys and values of {layer.source}, which the engine does"
                 " not know: use kvfold.attach and transformers"
             )
-
-
-def check_mapped(layers: Sequence[SeamLayer], sidecar: Sidecar) -> None:
-    """Raises SettingError for a layer without maps, whose keys and values no pool stores."""
-    if bare := [layer.name for layer in layers if layer.name not in sidecar.maps]:
-        raise SettingError(
-            f"`maps` hold none of {bare[0]}, and the engine stores mapped keys and values alone:"
-            " use kvfold.attach and transformers"
-        )
 
 
 def served_spec(spec: CacheSpec) -> CacheSpec:
@@ -141,6 +146,8 @@ def install(
             maps = turned_maps(maps, own, bits, turns)
         maps = maps.to(model.device, model.dtype)
         served = served_layer(index, spec, maps, layer.window, layer.sinks, tables)
+        if layer.scaling is not None:
+            served.scale = layer.scaling / spec.geometry.scaling
         module = model.get_submodule(layer.name)
         module.__dict__[_STATE] = served
         module.register_forward_pre_hook(partial(_give_context, served), with_kwargs=True)
@@ -185,7 +192,7 @@ def _attention(
     assert context is not None, "an engine's model runs with a context alone"
     maps = served.maps
     rows = served.rows(key, value, plain_positions(position_ids))
-    found = context.attend(served.layer, maps.queries(query), rows)
+    found = context.attend(served.layer, maps.queries(query * served.scale), rows)
     out = found.unflatten(-1, (query.shape[1], -1))
     mean = maps.value_mean.repeat_interleave(query.shape[1] // maps.num_heads, 0)
     return out + mean, None

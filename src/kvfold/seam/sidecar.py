@@ -41,8 +41,8 @@ NEAR, FAR = 0.5, 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """maps: of layers by their module's name; spec: what they store; base: what `probes` are of
-    them in the model that they were made for; provenance: how they were made."""
+    """maps: of layers by their module's name; spec: what these store, in the same order; base: what
+    `probes` are of them in the model that they were made for; provenance: how they were made."""
 
     maps: Mapping[str, Maps]
     spec: CacheSpec
@@ -105,10 +105,11 @@ class Sidecar:
             raise _damaged(name, f"{TENSORS} is not the one that {PLAN} was written with")
         try:
             spec = CacheSpec.from_dict(plan["cache"])
-            mapped = (x for x in spec.layers if x.keys != "plain")
-            layers = dict(zip(plan["layers"], mapped, strict=False))
+            if len(spec.layers) != len(plan["layers"]):
+                raise KeyError(f"{len(plan['layers'])} maps for {len(spec.layers)} layers")
+            layers = dict(zip(plan["layers"], spec.layers, strict=True))
             tensors = load_file(folder / TENSORS)
-            maps = {name: _maps(name, layers[name], tensors) for name in plan["layers"]}
+            maps = {name: _maps(name, layer, tensors) for name, layer in layers.items()}
             return cls(maps=maps, spec=spec, base=plan["base"], provenance=plan["provenance"])
         except (KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
             raise _damaged(name, error) from None

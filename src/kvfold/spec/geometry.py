@@ -6,7 +6,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
     """The attention geometry of a model, independent of its family. scaling, then softcap (None:
-    off) act on scores: softcap * tanh(scaling * q k / softcap)."""
+    off) act on scores: softcap * tanh(scaling * q k / softcap). value_dim: numbers of a head's
+    values, where they are not head_dim (None)."""
 
     hidden_size: int
     num_query_heads: int
@@ -17,6 +18,7 @@ class Geometry:
     key_norm: bool
     scaling: float
     softcap: float | None = None
+    value_dim: int | None = None
 
     @property
     def queries_per_kv(self) -> int:
@@ -24,10 +26,15 @@ class Geometry:
 
     @property
     def kv_width(self) -> int:
-        """Numbers of the keys (or the values) of one token in one layer: Hk * d."""
+        """Numbers of the keys of one token in one layer: Hk * d."""
         return self.num_kv_heads * self.head_dim
+
+    def head_width(self, side: str) -> int:
+        """Numbers of one head's keys ("k"), values ("v") or both ("kv")."""
+        widths = {"k": self.head_dim, "v": self.value_dim or self.head_dim}
+        return sum(widths[x] for x in side)
 
     @property
     def full_numbers(self) -> int:
         """Numbers that one token stores in the uncompressed cache, all layers."""
-        return 2 * self.kv_width * self.num_layers
+        return self.num_kv_heads * self.head_width("kv") * self.num_layers

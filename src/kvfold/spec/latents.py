@@ -157,8 +157,12 @@ class CacheSpec:
         return self.stored_numbers * itemsize
 
     def to_dict(self) -> dict[str, Any]:
-        found = asdict(self)
-        return found if self.hybrid else {x: y for x, y in found.items() if x != "hybrid"}
+        fields = asdict(self)
+        if self.hybrid is None:
+            del fields["hybrid"]
+        if self.geometry.value_dim is None:
+            del fields["geometry"]["value_dim"]
+        return fields
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "CacheSpec":
@@ -172,7 +176,7 @@ class CacheSpec:
 def plain_layer(geometry: Geometry) -> LayerSpec:
     """A layer that stores full keys and values, one group per KV head."""
     latents = tuple(
-        Latent(side=side, heads=(head,), rank=geometry.head_dim)
+        Latent(side=side, heads=(head,), rank=geometry.head_width(side))
         for side in SIDES
         for head in range(geometry.num_kv_heads)
     )
@@ -184,7 +188,7 @@ def value_kind(geometry: Geometry, latents: Sequence[Latent]) -> ValueKind:
 
     Palu's release always fuses, which makes W_O r / d times wider for shared latents.
     """
-    g, d = geometry, geometry.head_dim
+    g, d = geometry, geometry.head_width("v")
     per_query = [x.rank for x in latents for _ in range(len(x.heads) * g.queries_per_kv)]
     fused = sum(per_query) * g.hidden_size
     rebuilt = sum(per_query) * d + g.num_query_heads * d * g.hidden_size

@@ -148,14 +148,15 @@ def unsplit(layers: Sequence[LayerSpec]) -> str | None:
 
 
 def _geometry(saved: Saved) -> Geometry:
-    fields = saved.fields(*_SIZES, "rope", "key_norm", "scaling", optional=("softcap",))
-    cap = fields["softcap"]
+    fields = saved.fields(*_SIZES, "rope", "key_norm", "scaling", optional=("softcap", "value_dim"))
+    cap, value_dim = fields["softcap"], fields["value_dim"]
     found = Geometry(
         **{name: fields[name].integer(1) for name in _SIZES},
         rope=fields["rope"].choice((True, False)),
         key_norm=fields["key_norm"].choice((True, False)),
         scaling=fields["scaling"].positive(),
         softcap=None if cap.value is None else cap.positive(),
+        value_dim=None if value_dim.value is None else value_dim.integer(1),
     )
     if found.num_query_heads % found.num_kv_heads:
         fields["num_query_heads"].refuse(f"a multiple of num_kv_heads, {found.num_kv_heads}")
@@ -181,7 +182,7 @@ def _latent(saved: Saved, geometry: Geometry) -> Latent:
     heads = tuple(x.integer(0, geometry.num_kv_heads - 1) for x in fields["heads"].items())
     if not heads:
         fields["heads"].refuse("a list of at least one head")
-    rank = fields["rank"].integer(0, len(side) * len(heads) * geometry.head_dim)
+    rank = fields["rank"].integer(0, len(heads) * geometry.head_width(side))
     tiers, codebooks = _tiers(fields["tiers"], rank), _codebooks(fields["codebooks"])
     return Latent(side=side, heads=heads, rank=rank, tiers=tiers, codebooks=codebooks)
 
@@ -222,7 +223,8 @@ def _check_layer(saved: Saved, layer: LayerSpec, geometry: Geometry) -> None:
             every = f"0..{geometry.num_kv_heads - 1}"
             saved.fail(f"must have {side}s of heads {every}, each once, in order; got {heads}")
         whole = {(len(latent.side), len(latent.heads), latent.rank) for latent in latents}
-        if kind == "plain" and whole != {(1, 1, geometry.head_dim)}:
-            saved.fail(f"must have {side}s of one head and rank {geometry.head_dim}, being plain")
+        width = geometry.head_width(side[0])
+        if kind == "plain" and whole != {(1, 1, width)}:
+            saved.fail(f"must have {side}s of one head and rank {width}, being plain")
     if not layer.row_width:
         saved.fail("must store at least one number")

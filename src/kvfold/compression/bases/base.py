@@ -41,9 +41,9 @@ class Source:
         """A statistic of this layer. Raises ValueError where it was not measured."""
         return self.statistics[self.layer, name]
 
-    def span(self, heads: tuple[int, ...]) -> slice:
-        """Where adjacent heads' numbers are among all K."""
-        d = self.geometry.head_dim
+    def span(self, heads: tuple[int, ...], side: Side = "k") -> slice:
+        """Where adjacent heads' keys, or values, are among those of all heads."""
+        d = self.geometry.head_width(side)
         return slice(heads[0] * d, (heads[-1] + 1) * d)
 
     def output_gram(self) -> Tensor:

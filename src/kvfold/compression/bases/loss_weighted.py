@@ -30,7 +30,7 @@ class LossWeighted(BasisBuilder):
         """Of one head: errors are seen through attention, C = Cov(p V), G at its outputs; so are
         those of several without gradients. Else C and G at the values themselves. Weights of
         attention sum to less than one where it has sinks: then the mean is kept with the rest."""
-        where, gradients = source.span(heads), self.recipe.gradients
+        where, gradients = source.span(heads, "v"), self.recipe.gradients
         if self.recipe.values == "head":
             out = self.grad_weighted(source, "out_head")
             covariance, mean = self._moments(source, out)
@@ -73,5 +73,7 @@ class LossWeighted(BasisBuilder):
         """Keys before RoPE, values and keys after RoPE of a first token [K], with gradients."""
         if not self.recipe.gradients:
             return None
-        k, v, rotated = source["first"].mean().chunk(3)
+        g = source.geometry
+        widths = [g.num_kv_heads * g.head_width(side) for side in ("k", "v", "k")]
+        k, v, rotated = source["first"].mean().split(widths)
         return k, v, rotated

@@ -58,7 +58,8 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """Keys after RoPE and values [Hk, T, d] of one layer; subspace: what gives the layer's."""
+    """Keys after RoPE and values [Hk, T, d] of one layer, which may differ in d; subspace: what
+    gives the layer's."""
 
     window: Window
     subspace: Callable[[], Subspace | None]
@@ -118,7 +119,8 @@ class KeyValueGradients(Stored):
 
     def side(self, i: int) -> tuple[Tensor, Tensor]:
         """Keys before RoPE (0) or values (1) [T - 1, K] but the first, and gradients there."""
-        return self.rows[FIRST:].chunk(2, -1)[i], self.grads[FIRST:].chunk(2, -1)[i]
+        widths = [x.shape[0] * x.shape[2] for x in (self.k, self.v)]
+        return self.rows[FIRST:].split(widths, -1)[i], self.grads[FIRST:].split(widths, -1)[i]
 
 
 @dataclass(frozen=True, kw_only=True)

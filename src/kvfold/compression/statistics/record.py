@@ -3,7 +3,7 @@
 Shapes: T tokens of the window, Hq / Hk query / KV heads, G = Hq / Hk, d head dim, D width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -42,21 +42,6 @@ AttentionInterface.register(_ATTENTION, _attention)
 AttentionMaskInterface.register(_ATTENTION, eager_mask)
 
 
-class _Tap(torch.autograd.Function):
-    """Identity on tensors whose gradients `record` wants to see together."""
-
-    @staticmethod
-    def forward(ctx: Any, record: Callable[..., None], *tensors: Tensor) -> Any:
-        ctx.record = record
-        views = tuple(tensor.view_as(tensor) for tensor in tensors)
-        return views if len(views) > 1 else views[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.record(*gradients)
-        return None, *gradients
-
-
 class Recorder:
     """The attention function of a calibration pass and what it writes down."""
 
@@ -83,7 +68,7 @@ class Recorder:
         """The model with this recorder as its attention; everything is put back at the end."""
         model, before = self.model, self.model.config._attn_implementation
         was_training, frozen = model.training, [p.requires_grad for p in model.parameters()]
-        attentions = list(self.family.attentions(model))
+        attentions = [*self.family.attentions(model), *self.family.bystanders(model)]
         self.through_weights: list[str] = []
         try:
             model.eval().requires_grad_(False)
@@ -188,19 +173,25 @@ class Recorder:
         attention_mask: Tensor | None,
         scaling: float | None = None,
         s_aux: Tensor | None = None,
+        softcap: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """q [1, Hq, T, d], k, v [1, Hk, T, d] after RoPE -> output [1, T, Hq, d]. s_aux [Hq]:
-        sinks, where the model has them."""
-        g, index = self.geometry, self.index[module]
+        sinks, where the model has them. Of a bystander nothing is written down."""
+        g, index = self.geometry, self.index.get(module)
+        if index is None:
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            out = attention(
+                query, key, value, attention_mask, scaling, softcap=softcap, sinks=s_aux
+            )[0]
+            return out.transpose(1, 2).contiguous(), None
         scaling = g.scaling if scaling is None else scaling
         query = query * (scaling / g.scaling)  # OPT scales queries itself: undo that
         window = self.windows[index]
-        query, key = window.ordered(query), window.ordered(key)
         own: dict[str, Any] = {"window": window, "subspace": self.subspaces[index]}
-        if key.requires_grad and self._reads(KeyValueGradients):
-            seen = {**own, "k": key.detach()[0], "v": value.detach()[0]}
-            key, value = _Tap.apply(partial(self._saw_gradients, index, seen), key, value)
+        if key.requires_grad and value.requires_grad and self._reads(KeyValueGradients):
+            self._watch_gradients(index, own, key, value)
+        query, key = window.ordered(query), window.ordered(key)
         q = query.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
         out = attention(
             query, key, value, attention_mask, g.scaling, softcap=g.softcap, sinks=s_aux
@@ -210,9 +201,23 @@ class Recorder:
             with torch.no_grad():
                 held = {"q": q[0], "k": key[0], "v": value[0], "out": out[0]}
                 self._record(index, Attended(**own, **held, mask=attention_mask))
-        if out.requires_grad and self._reads(OutputGradients):
-            out = _Tap.apply(partial(self._saw_output_gradient, index, out.detach()[0]), out)
+        if out.requires_grad and self._reads(OutputGradients) and not self.recomputing:
+            out.register_hook(partial(self._saw_output_gradient, index, out.detach()[0]))
         return out.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+    def _watch_gradients(self, index: int, own: dict[str, Any], key: Tensor, value: Tensor) -> None:
+        """See the gradients of keys and values once those of all who read them are summed: a
+        layer's own attention, and other layers' that share them."""
+        ordered = own["window"].ordered
+        seen = {**own, "k": ordered(key.detach()[0]), "v": value.detach()[0]}
+
+        def saw(gradients: Sequence[Tensor | None]) -> None:
+            grad_key, grad_value = gradients
+            assert grad_key is not None and grad_value is not None
+            self._saw_gradients(index, seen, ordered(grad_key), grad_value)
+
+        if not self.recomputing:
+            torch.autograd.graph.register_multi_grad_hook((key, value), saw)
 
     def _saw_gradients(
         self, index: int, seen: dict[str, Any], grad_key: Tensor, grad_value: Tensor
