@@ -117,7 +117,6 @@ TYPES: dict[str, dict] = {
     "persimmon": OWN,
     "phi": WIDE,
     "phi3": WIDE,
-    "phimoe": {**WIDE, **LOCAL_EXPERTS},
     "qwen2": WIDE,
     "qwen2_moe": {**WIDE, **EXPERTS, "shared_expert_intermediate_size": 64},
     "qwen3": {},

@@ -115,4 +115,4 @@ def check_tokens(config: Any, max_tokens: int) -> None:
 
 def window_length(config: Any) -> int:
     """Tokens of a window for a model of this config."""
-    return min(CALIBRATION_WINDOW, config.max_position_embeddings)
+    return min(CALIBRATION_WINDOW, config.get_text_config().max_position_embeddings)

@@ -81,7 +81,7 @@ class ModelRunner:
         self.replay = None
         if isinstance(policy, ReplayPolicy):
             rope = pool.layout.spec.geometry.rope
-            learned = None if rope else model.config.max_position_embeddings
+            learned = None if rope else model.config.get_text_config().max_position_embeddings
             view = self.attention.view
             self.replay = Replay(view, policy, tokenizer, self._forward, twin, learned)
         whole = not beside and wanted(self.device.type)

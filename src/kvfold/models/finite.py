@@ -69,7 +69,7 @@ def check_outputs(model: Any) -> None:
     """One short forward pass of a model in transformers, in the dtype that it has. Raises
     ValueError naming the first part whose outputs are not finite, or the parameter at fault."""
     vocabulary = model.get_input_embeddings().num_embeddings
-    count = min(PROBE, model.config.max_position_embeddings)
+    count = min(PROBE, model.config.get_text_config().max_position_embeddings)
     ids = torch.tensor([probe_ids(vocabulary, count)], device=input_device(model))
     if bool(rows_are_finite(model(input_ids=ids, use_cache=False).logits).all()):
         return

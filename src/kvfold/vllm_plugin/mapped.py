@@ -277,7 +277,9 @@ def bind(
     share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     stored = StoredCache.mapped(served_spec(sidecar.spec), cache, model_config.dtype, share)
-    places = {_number(name): (index, name) for index, name in enumerate(sidecar.maps)}
+    mapped = [i for i, layer in enumerate(stored.spec.layers) if layer.keys != "plain"]
+    names = zip(mapped, sidecar.maps, strict=True)
+    places = {_number(name): (index, name) for index, name in names}
     own = set(places)
     if parallel.pipeline_parallel_size > 1:
         own &= set(range(*model_config.get_layers_start_end_indices(parallel)))
