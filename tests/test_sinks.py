@@ -274,7 +274,8 @@ def ids() -> list[list[int]]:
 
 def maps_of(model, keep: float, folder):
     tokenizer = bytes_tokenizer(folder)
-    return kvfold.make_maps(model, keep=keep, align=1, tokenizer=tokenizer, max_tokens=1024)
+    about = {"align": 1, "windows": True, "max_tokens": 1024}
+    return kvfold.make_maps(model, keep=keep, tokenizer=tokenizer, **about)
 
 
 @pytest.mark.parametrize("keep", [1.0, 0.5])
