@@ -391,6 +391,9 @@ def _installed(name: str) -> bool:
     return name in CONFIG_MAPPING
 
 
+ALL = tuple(_TYPES)
+ALL_REFUSED = {name: reason for name, (_, reason) in _REFUSED.items()}
+ALL_INDIRECT = dict(_INDIRECT)
 TYPES = {name: arguments for name, arguments in _TYPES.items() if _installed(name)}
 REFUSED = {name: reason for name, (_, reason) in _REFUSED.items() if _installed(name)}
 INDIRECT = {name: reason for name, reason in _INDIRECT.items() if name in TYPES}
