@@ -142,7 +142,7 @@ def test_a_revision_is_taken_as_long_as_it_is_near(made) -> None:
         if fits:
             kvfold.attach(model, made)
             continue
-        with pytest.raises(SettingError, match="or not in this revision: keys and values of model"):
+        with pytest.raises(SettingError, match="or not in this revision: for the same tokens"):
             kvfold.attach(model, made)
 
 
@@ -151,7 +151,9 @@ def test_an_engine_says_so_before_it_takes_memory(made, monkeypatch) -> None:
     with torch.no_grad():
         other.model.layers[2].self_attn.v_proj.weight.neg_()
     monkeypatch.setattr("kvfold.engine.build._pool", None)
-    with pytest.raises(SettingError, match=r"values of model\.layers\.2\.self_attn for the"):
+    with pytest.raises(
+        SettingError, match=r"keys and values of model\.layers\.2\.self_attn differ by 0% and 200%"
+    ):
         kvfold.LLM(other, maps=made, max_sequences=1, max_tokens=64)
 
 
