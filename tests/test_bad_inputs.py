@@ -29,6 +29,7 @@ from kvfold.config import CacheConfig, Recipe
 from kvfold.loading import load_config, load_tokenizer
 from kvfold.models.families import family_of
 from kvfold.ops.backend import use_triton
+from kvfold.seam.plain import Means, full_spec, plain_maps
 from kvfold.seam.sidecar import TENSORS, Sidecar
 from kvfold.spec import CacheSpec, LayerSpec
 from kvfold.spec.layout import Latent, plain_spec
@@ -138,9 +139,17 @@ def files(tmp_path_factory) -> Path:
 
 
 def beside_weights(path: Path, spec: CacheSpec, **provenance) -> None:
-    """Maps beside the weights, of no layer."""
-    recipe = {"recipe": {"name": "swift"}}
-    Sidecar(maps={}, spec=spec, base={}, provenance=recipe | provenance).save(path)
+    """Maps beside the weights, which drop nothing."""
+    recipe, geometry = {"recipe": {"name": "swift"}}, spec.geometry
+    zeros = torch.zeros(geometry.num_kv_heads, geometry.head_dim)
+    names = [f"model.layers.{i}.self_attn" for i in range(geometry.num_layers)]
+    made = Sidecar(
+        maps=dict.fromkeys(names, plain_maps(Means(zeros, zeros))),
+        spec=full_spec(geometry, geometry.num_layers),
+        base={key: [0.0] for key in names},
+        provenance=recipe | provenance,
+    )
+    made.save(path)
 
 
 def humaneval(**changes: str) -> dict[str, str]:

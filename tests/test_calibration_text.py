@@ -131,7 +131,7 @@ def test_conversations_without_a_template_are_paragraphs(tokenizer):
 
 def test_a_template_that_writes_bos_does_not_double_it(tokenizer):
     tokenizer.chat_template = "{{ bos_token }}" + CHAT
-    config = SimpleNamespace(max_position_embeddings=64, get_text_config=lambda decoder: config)
+    config = SimpleNamespace(max_position_embeddings=64, get_text_config=lambda **_: config)
     config.vocab_size = len(tokenizer)
     rows = calibration_windows(tokenizer, config, None, 32768)
     twice = (rows[:, 1:-1] == tokenizer.bos_token_id) & (rows[:, 2:] == tokenizer.bos_token_id)

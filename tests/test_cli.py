@@ -310,7 +310,7 @@ def test_termination_is_not_lost_in_a_finaliser(monkeypatch, capsys):
         def __del__(self):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def work(*_):
+    def work(*_, **__):
         Dropped()
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
@@ -358,7 +358,7 @@ def test_a_folder_that_was_deleted_is_named(plain, tmp_path, monkeypatch, capsys
 
 
 def test_an_interrupt_ends_with_130(monkeypatch, capsys, plain):
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kvfold.loading.load_config", interrupt)

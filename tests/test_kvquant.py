@@ -189,7 +189,7 @@ def test_axes_are_sheared_by_a_head_s_own_first_key() -> None:
         layer=0,
         family=None,
         attention=None,
-        geometry=SimpleNamespace(head_dim=d),
+        geometry=SimpleNamespace(head_dim=d, head_width=lambda side: d),
         statistics={(0, name): moment for name, moment in made.items()},
     )
     builder = Channels(recipes.get("kvquant"))

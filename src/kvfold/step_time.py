@@ -111,7 +111,8 @@ def predict(
     config: Any, spec: CacheSpec, load: Load, *, bits: int | None = None, device: str = DEFAULT
 ) -> Prediction | None:
     """The time of a decode step of a model that stores what `spec` says, in 16-bit numbers, or the
-    bits that it plans, or `bits`; None where kernels do not serve all of its layers.
+    bits that it plans, or `bits`; None where kernels do not serve all of its layers, or were not
+    timed: with caps of scores.
 
     Every layer is taken to read all tokens. device: as CUDA calls it; DEFAULT serves for others.
     """
@@ -119,7 +120,8 @@ def predict(
     whole = fastest_layout(config, spec, bits) if load.rows >= ONE_PASS else None
     tracked = [shape.window is not None for shape in shapes]
     layout = cache_layout(spec, itemsize=DTYPE.itemsize, bits=bits, tracked=tracked)
-    if not kernels(shapes, layout, DTYPE).complete:
+    capped = any(shape.softcap is not None for shape in shapes)
+    if capped or not kernels(shapes, layout, DTYPE).complete:
         return None
     name = device if device in tables() else DEFAULT
     table = tables()[name]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from kvfold.cli import common
 from kvfold.cli.options import Calibration, Fastest, Place, Size
 from kvfold.errors import SettingError
-from kvfold.spec.layout import cache_layout
 
 if TYPE_CHECKING:
     from kvfold.seam.sidecar import Sidecar
@@ -79,6 +78,7 @@ def in_bytes(size: int) -> str:
 def say(made: "Sidecar") -> None:
     """What was planned, and what was left."""
     from kvfold.card import facts
+    from kvfold.spec.layout import cache_layout
 
     if why := made.provenance.get("chosen"):
         print(f"recipe {made.provenance['recipe']['name']}: {why}")

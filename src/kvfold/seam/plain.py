@@ -37,6 +37,7 @@ class Means(NamedTuple):
         """Of keys [Hk, T, d] and values [Hk, T, dv] of some tokens; zeros where attention would
         change (capped: scores are; sinks: a score without a value stands beside them)."""
         k, v = (x.detach().float().cpu().mean(1) for x in (keys, values))
+        k, v = (x.where(x.isfinite(), 0.0) for x in (k, v))  # where a model overflows by itself
         return cls(k * (not (capped or sinks)), v * (not sinks))
 
 
