@@ -26,8 +26,8 @@ transformers gives with them.
 - **`kvfold.LLM`**: our engine, with maps, few bits or neither. Where it refuses a type, the column
   says why.
 - **vLLM**: vLLM 0.32 on a CPU, its own model classes (`make test-vllm`). An empty field was not
-  tried. Of `cohere2`, `ernie4_5_moe` and `lfm2` vLLM itself gives other tokens than transformers,
-  so that maps of full rank alone were compared there.
+  tried. Of `cohere2`, `ernie4_5_moe`, `gemma3n_text` and `lfm2` vLLM itself gives other tokens than
+  transformers, so that maps of full rank alone were compared there.
 - **before RoPE**: `lean` and `small`, which store keys before RoPE. `swift` works for every type of
   the first table.
 

@@ -95,6 +95,8 @@ class Recorder:
         output: Tensor,
         **__: Any,
     ) -> Tensor:
+        if key is None:  # another layer's
+            key = value = query[:, :0]
         self.seen = Seen(query.clone(), key.clone(), value.clone())
         return output.zero_()
 
@@ -121,21 +123,24 @@ class MappedImpl(CachedImpl):
         self,
         layer: Attention,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Any,
+        value: Any,
         kv_cache: Tensor,
         attn_metadata: KVFoldMetadata | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query [N, Hq, d], key [N, Hk, d], value [N, Hk, dv] -> output [N, Hq, dv]."""
+        """query [N, Hq, d], key [N, Hk, d], value [N, Hk, dv] -> output [N, Hq, dv]. key and value
+        may be None where another layer stores them."""
         if attn_metadata is None:  # memory is measured, before there are blocks
             return output.zero_()
         tokens = attn_metadata.num_tokens
         context = attn_metadata.begin()
         positions = context.positions if self.maps.rebuilds_keys else None
-        q, entries = self.score_space(query[:tokens], key[:tokens], value[:tokens], positions)
+        if not self.reads_only:
+            key, value = key[:tokens], value[:tokens]
+        q, entries = self.score_space(query[:tokens], key, value, positions)
         attended = output.new_empty(tokens, output.shape[1] * output.shape[2])
         context.attend(self.maps, kv_cache, q, entries, attended)
         output[:tokens] = attended.view(tokens, *output.shape[1:]) + self.means
@@ -298,10 +303,11 @@ def bind(
     if told and own:
         heads = geometry.num_kv_heads
         sidecar.check_base({places[x][1]: seen[x].of_all(heads) for x in own})
-    for number in own:
-        index, name = places[number]
-        maps, asked = sidecar.maps[name], seen[number]
-        _give(layers[number], stored, index, maps, asked, mixed, tables)
+    for number, layer in layers.items():
+        source = source_of(number, layer)
+        if source in own:
+            index, name = places[source]
+            _give(layer, stored, index, sidecar.maps[name], seen[number], mixed, tables)
 
 
 def bind_plain(
@@ -318,7 +324,8 @@ def bind_plain(
     tables: dict[bytes, RotaryTable] = {}
     for number, layer in layers.items():
         check_servable(layer)
-        kinds[geometry_of(layer, vllm_config)].append(number)
+        if source_of(number, layer) == number:
+            kinds[geometry_of(layer, vllm_config)].append(number)
     for geometry, numbers in kinds.items():
         spec = full_spec(geometry, len(numbers))
         stored = StoredCache.mapped(spec, cache, vllm_config.model_config.dtype, share)
@@ -332,12 +339,25 @@ def bind_plain(
             )
             if not can_be_asked(vllm_config):
                 means = Means(means.keys * 0, means.values * 0)
-            _give(layers[number], stored, index, plain_maps(means), seen[number], mixed, tables)
+            maps = plain_maps(means)
+            for reader, layer in layers.items():
+                if source_of(reader, layer) == number:
+                    _give(layer, stored, index, maps, seen[reader], mixed, tables)
+
+
+def source_of(number: int, layer: Attention) -> int:
+    """The layer whose keys and values a layer reads, itself in most models, by number."""
+    target = layer.kv_sharing_target_layer_name
+    return number if target is None else extract_layer_index(target)
 
 
 def stores_unlike(layers: Iterable[Attention], vllm_config: VllmConfig) -> bool:
-    """Whether a model's layers store states, or windows, beside whole sequences."""
+    """Whether a model's layers store states, or windows, beside whole sequences, each for itself:
+    vLLM 0.32 does not start where they share them in blocks that hold all layers."""
+    layers = list(layers)
     windows = {layer.sliding_window for layer in layers}
+    if any(layer.kv_sharing_target_layer_name is not None for layer in layers):
+        return False
     return bool(vllm_config.model_config.is_hybrid) or len(windows) > 1
 
 
