@@ -230,13 +230,13 @@ def poisoned(model: str, ask: list[list[int]]) -> tuple[list[list[int]], list[st
         llm.llm_engine.engine_core.shutdown()
 
 
-def test_a_model_that_overflows_is_refused_at_the_start(tmp_path: Path) -> None:
-    model = kvfold.load("reference:gqa", dtype=torch.bfloat16)
+def test_a_model_that_overflows_is_refused_at_the_start(checkpoints, tmp_path: Path) -> None:
+    model = kvfold.load(checkpoints("reference:gqa", "fast"), dtype=torch.bfloat16)
     attention = model.model.layers[2].self_attn
     with torch.no_grad():
-        attention.v_proj.weight.mul_(1e4)
+        attention.down_proj.weight.mul_(1e4)
         attention.o_proj.weight.mul_(1e36)
     model.save_pretrained(tmp_path)
     load_tokenizer("reference:gqa").save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="attention of layer 2 gives numbers that are not"):
-        served(str(tmp_path), {"bits": 8}, dtype="bfloat16")
+        served(str(tmp_path), dtype="bfloat16")

@@ -194,7 +194,9 @@ def attach(model: nn.Module, vllm_config: VllmConfig, given: Any) -> None:
             " kvfold out of --additional-config"
         )
     if maps is None:
-        positions = mean_positions(vllm_config.model_config.max_model_len)
+        model_config = vllm_config.model_config
+        limit = getattr(model_config.hf_text_config, "max_position_embeddings", None)
+        positions = mean_positions(limit or model_config.max_model_len)
         seen = watch(model, vllm_config, layers, positions)
         bind_plain(layers, seen, vllm_config, cache)
     else:
