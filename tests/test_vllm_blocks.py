@@ -21,6 +21,8 @@ from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.models.families import family_of
+from kvfold.seam.maps import Maps
+from kvfold.spec import Geometry, Latent, LayerSpec
 from kvfold.spec.layout import cache_layout
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockView, Step, arena_of
 from kvfold.vllm_plugin.families import architecture
@@ -322,3 +324,48 @@ def test_the_hosts_time_of_a_step() -> None:
         found.append(json.loads(done.stdout)["us_a_layer"])
     none, three = found
     assert 0 < none < three
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("joint", [False, True])
+def test_maps_beside_the_weights_are_cut_by_head(size: int, joint: bool) -> None:
+    """Each process stores its heads' keys and the value latents that they read, whole, made from
+    the values of all heads; its outputs are those heads'."""
+    heads, d, tokens_seen = 2, 8, 5
+    geometry = Geometry(
+        hidden_size=32, num_query_heads=4, num_kv_heads=heads, head_dim=d, num_layers=1,
+        rope=True, key_norm=True, scaling=1.0,
+    )  # fmt: skip
+    owners = [(0, 1)] if joint else [(0,), (1,)]
+    latents = [Latent(side="k", heads=(x,), rank=3) for x in range(heads)]
+    latents += [Latent(side="v", heads=own, rank=4) for own in owners]
+    layer = LayerSpec(keys="post_rope", values="rebuilt", latents=tuple(latents))
+    maps = Maps(
+        key_down=torch.randn(heads, d, 3),
+        key_up=torch.randn(heads, d, 3),
+        key_shift=torch.randn(heads, 3),
+        value_down=torch.randn(len(owners), heads * d // len(owners), 4),
+        value_up=torch.randn(len(owners), heads * d // len(owners), 4),
+        value_shift=torch.randn(len(owners), 4),
+        value_mean=torch.randn(heads, d),
+    )
+    q, k, v = (torch.randn(1, n, tokens_seen, d) for n in (4, heads, heads))
+
+    def attended(maps: Maps, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = maps.keys(k), maps.per_head(maps.values(v))
+        each = q.shape[1] // keys.shape[1]
+        scores = maps.queries(q) @ keys.repeat_interleave(each, 1).mT
+        out = scores.softmax(-1) @ values.repeat_interleave(each, 1)
+        return maps.outputs(out.transpose(1, 2))
+
+    parts = []
+    for rank in range(size):
+        share = Share(rank, size)
+        share.check(geometry, layer, 0)
+        own, queries = share.heads(geometry), share.queries(geometry)
+        gathered = share.gathered(geometry, layer)
+        copies = max(1, size // heads)
+        given = v.repeat_interleave(copies, 1)[:, gathered] if gathered else v[:, list(own)]
+        cut = share.of_maps(maps, geometry, layer)
+        parts.append(attended(cut, q[:, list(queries)], k[:, list(own)], given))
+    torch.testing.assert_close(torch.cat(parts, 2), attended(maps, q, k, v))
