@@ -16,7 +16,8 @@ from kvfold.seam.family import check_alike, seam_family
 from kvfold.seam.layers import SeamLayer, check_layers, seam_layers
 from kvfold.seam.maps import Maps
 from kvfold.seam.sidecar import Sidecar, probes_of
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
+from kvfold.spec import CacheSpec, Geometry
+from kvfold.spec.latents import plain_layer
 
 TOKENS, SPAN = 256, 8192  # of which means are taken, and the positions over which they lie
 
@@ -116,10 +117,5 @@ def plain_maps(means: Means) -> Maps:
 
 def full_spec(geometry: Geometry, layers: int) -> CacheSpec:
     """What layers store with `plain_maps`: every head's keys and values in full."""
-    latents = tuple(
-        Latent(side=side, heads=(head,), rank=geometry.head_width(side))
-        for side in ("k", "v")
-        for head in range(geometry.num_kv_heads)
-    )
-    layer = LayerSpec(keys="post_rope", values="rebuilt", latents=latents)
+    layer = replace(plain_layer(geometry), keys="post_rope", values="rebuilt")
     return CacheSpec(geometry=geometry, layers=(layer,) * layers)

@@ -33,6 +33,8 @@ class Served:
 
     def __init__(self, maps: Maps, layer: LayerMaps) -> None:
         self.maps, self.layer = maps, layer
+        queries = layer.geometry.queries_per_kv
+        self.means = maps.value_mean.repeat_interleave(queries, 0)  # of query heads [Hq, dv]
         self.context: AttentionContext | None = None
         self.scale = 1.0  # of its scores, times the plan's
 
@@ -194,5 +196,4 @@ def _attention(
     rows = served.rows(key, value, plain_positions(position_ids))
     found = context.attend(served.layer, maps.queries(query * served.scale), rows)
     out = found.unflatten(-1, (query.shape[1], -1))
-    mean = maps.value_mean.repeat_interleave(query.shape[1] // maps.num_heads, 0)
-    return out + mean, None
+    return out + served.means, None

@@ -49,15 +49,7 @@ class CachedAttention(nn.Module, AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
         """A slot of bytes a token."""
-        block = vllm_config.cache_config.block_size
-        size = self.stored.block_bytes(self.index, block)
-        return FullAttentionSpec(
-            block_size=block,
-            num_kv_heads=1,
-            head_size=size // block,
-            head_size_v=0,
-            dtype=torch.int8,
-        )
+        return FullAttentionSpec(**slot_of(self.stored, self.index, vllm_config))
 
     def forward(self, q: Tensor, rows: Tensor) -> Tensor:
         """q [Hq, N, .] and rows [N, R]: [N, W]."""
@@ -65,6 +57,18 @@ class CachedAttention(nn.Module, AttentionLayerBase):
         name = _encode_layer_name(self.layer_name)
         torch.ops.vllm.unified_attention_with_output(q, rows, rows, out, name)
         return out
+
+
+def slot_of(stored: StoredCache, index: int, vllm_config: VllmConfig) -> dict[str, Any]:
+    """Fields of vLLM's cache spec of a layer: opaque bytes a token, in place of heads."""
+    block = vllm_config.cache_config.block_size
+    return {
+        "block_size": block,
+        "num_kv_heads": 1,
+        "head_size": stored.block_bytes(index, block) // block,
+        "head_size_v": 0,
+        "dtype": torch.int8,
+    }
 
 
 class OneProduct(nn.Module):

@@ -40,6 +40,7 @@ from kvfold.seam.sidecar import Sidecar
 from kvfold.spec import CacheSpec, Geometry
 from kvfold.vllm_plugin.backend import CachedImpl, KVFoldBackend, KVFoldMetadata
 from kvfold.vllm_plugin.guard import guard_logits
+from kvfold.vllm_plugin.layer import slot_of
 from kvfold.vllm_plugin.shares import Share
 from kvfold.vllm_plugin.stored import StoredCache, check_served, settings
 
@@ -143,7 +144,7 @@ class MappedImpl(CachedImpl):
         q, entries = self.score_space(query[:tokens], key, value, positions)
         attended = output.new_empty(tokens, output.shape[1] * output.shape[2])
         context.attend(self.maps, kv_cache, q, entries, attended)
-        output[:tokens] = attended.view(tokens, *output.shape[1:]) + self.means
+        output[:tokens] = attended.view(tokens, *output.shape[1:]) + self.served.means
         return output
 
     def sample(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,12 +154,6 @@ class MappedImpl(CachedImpl):
         q, entries = self.score_space(query, key, value, positions)
         assert entries is not None
         return q, entries
-
-    @property
-    def means(self) -> Tensor:
-        """What is added to each query head's output [Hq, dv]."""
-        maps = self.served.maps
-        return maps.value_mean.repeat_interleave(self.num_heads // maps.num_heads, 0)
 
     def score_space(
         self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None
@@ -284,9 +279,7 @@ def bind(
     share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     stored = StoredCache.mapped(served_spec(sidecar.spec), cache, model_config.dtype, share)
-    mapped = [i for i, layer in enumerate(stored.spec.layers) if layer.keys != "plain"]
-    names = zip(mapped, sidecar.maps, strict=True)
-    places = {_number(name): (index, name) for index, name in names}
+    places = {extract_layer_index(x): (index, x) for index, x in enumerate(sidecar.maps)}
     own = set(places)
     if parallel.pipeline_parallel_size > 1:
         own &= set(range(*model_config.get_layers_start_end_indices(parallel)))
@@ -383,11 +376,6 @@ def geometry_of(layer: Attention, vllm_config: VllmConfig) -> Geometry:
     )
 
 
-def _number(name: str) -> int:
-    """Of a layer, in its module's name."""
-    return extract_layer_index(name)
-
-
 def _give(
     layer: Attention,
     stored: StoredCache,
@@ -400,7 +388,7 @@ def _give(
     """One layer's maps become its attention. tables: of RoPE, which layers share."""
     stock = layer.impl
     spec, share = stored.spec, stored.share
-    own = share.of_spec(spec)
+    own = stored.own
     geometry = replace(
         own.geometry,
         scaling=stock.scale,
@@ -452,14 +440,7 @@ def cache_spec(layer: Attention, vllm_config: VllmConfig) -> KVCacheSpec:
     """What vLLM allocates for a layer with maps: opaque bytes a token."""
     impl = layer.impl
     assert isinstance(impl, MappedImpl)
-    block = vllm_config.cache_config.block_size
-    slot: dict[str, Any] = {
-        "block_size": block,
-        "num_kv_heads": 1,
-        "head_size": impl.stored.block_bytes(impl.index, block) // block,
-        "head_size_v": 0,
-        "dtype": torch.int8,
-    }
+    slot = slot_of(impl.stored, impl.index, vllm_config)
     if layer.sliding_window is not None:
         return SlidingWindowSpec(sliding_window=layer.sliding_window, **slot)
     return FullAttentionSpec(**slot)

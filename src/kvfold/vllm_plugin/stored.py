@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -128,7 +128,7 @@ class StoredCache:
     def format(self) -> Any:
         return format_of(self.cache.format)
 
-    @property
+    @cached_property
     def own(self) -> CacheSpec:
         """Of this process."""
         return self.share.of_spec(self.spec)
