@@ -4,7 +4,8 @@
         --settings swift-4x small-8x --text wiki.txt python.txt \\
         --suites HumanEval.jsonl.gz gsm8k-test.jsonl
 
-A setting is compressed once, into a folder of its own. Then in float32 its nats a token on every
+A setting is compressed once, into a folder of its own: a folded checkpoint, or with `maps-` before
+its name maps beside the weights. Then in float32 its nats a token on every
 text (windows of 2048 tokens) and hidden facts at 512 to 4096 tokens; in bfloat16 HumanEval and
 GSM8K through `kvfold.LLM`, or vLLM with --engine vllm, 64 at a time; and with --steps BATCH CONTEXT
 the median decode step. One JSON file a setting, in --folder, written as it is measured: several
@@ -29,17 +30,23 @@ import kvfold
 from kvfold.config import CacheConfig
 from kvfold.engine.params import SamplingParams
 from kvfold.engine.stream import Stream
+from kvfold.evaluation.maps import measured
 from kvfold.evaluation.measure import NEEDLE_LENGTHS, Measurement, measure, text_windows
 from kvfold.evaluation.suites import read_suite
 from kvfold.evaluation.suites.engines import Answering, ByKVFold, ByVLLM, Reply
 from kvfold.evaluation.suites.run import run_suite
 from kvfold.files import finite
 from kvfold.loading import load, load_config, load_tokenizer, resolve
+from kvfold.seam.compress import make_maps
+from kvfold.seam.sidecar import Sidecar
 
 PLAIN: dict[str, dict[str, Any]] = {"original": {}, "bits-8": {"bits": 8}, "bits-4": {"bits": 4}}
 CTX, TOKENS, SLOTS, LONGEST = 2048, 32768, 64, 2048
 STEPS, SKIPPED = 100, 10  # timed, after so many that are not
 LIKELIEST, UNLIKELY = 20, -1e3  # tokens whose log-probability is read, and that of all others
+
+
+MAPS = "maps-"
 
 
 def planned(name: str) -> dict[str, Any]:
@@ -76,19 +83,28 @@ class Keeping:
 
 
 class Setting:
-    """One of PLAIN, or a checkpoint made from `planned`."""
+    """One of PLAIN, or a checkpoint made from `planned`, or maps, by `maps-` and such a name."""
 
     def __init__(self, name: str, given: argparse.Namespace) -> None:
         self.name, self.given = name, given
         self.cache = PLAIN.get(name, {})
-        self.model = given.model if name in PLAIN else str(given.folder / name)
+        self.maps = str(given.folder / name) if name.startswith(MAPS) else None
+        whole = name in PLAIN or self.maps
+        self.model = given.model if whole else str(given.folder / name)
         self.record: dict[str, Any] = {"setting": name, "model": given.model}
 
     def make(self) -> None:
-        if self.name in PLAIN or Path(self.model).exists():
+        output = Path(self.maps or self.model)
+        if self.name in PLAIN or output.exists():
             return
         begin = time.perf_counter()
-        kvfold.compress(self.given.model, output=self.model, **planned(self.name))
+        wanted = planned(self.name.removeprefix(MAPS))
+        if self.maps:
+            check = measured if self.given.check else None
+            make_maps(self.given.model, output=output, check=check, **wanted)
+        else:
+            check = self.given.check
+            kvfold.compress(self.given.model, output=output, check=check, **wanted)
         self.record["compress_s"] = time.perf_counter() - begin
 
     def read(self) -> None:
@@ -101,6 +117,7 @@ class Setting:
             lengths=NEEDLE_LENGTHS,
             cache=None if self.name == "original" else CacheConfig(**self.cache),
             chunk=CTX,
+            maps=self.maps and Sidecar.load(self.maps),
         )
         found = measure(load(self.model, dtype="float32"), tokenizer, what)
         self.record["nll"] = {name: x.nll for name, x in found.texts.items()}
@@ -124,8 +141,9 @@ class Setting:
         import vllm
 
         more: dict[str, Any] = {}
-        if self.cache:
-            more = {"additional_config": {"kvfold": self.cache}}
+        if self.cache or self.maps:
+            maps = {"maps": self.maps} if self.maps else {}
+            more = {"additional_config": {"kvfold": {**self.cache, **maps}}}
         model = str(resolve(self.model))
         about = {"max_num_seqs": SLOTS, "max_model_len": LONGEST, "dtype": "bfloat16"}
         share = {"gpu_memory_utilization": self.given.share}
@@ -137,6 +155,7 @@ class Setting:
             dtype="bfloat16",
             max_sequences=slots,
             max_tokens=longest,
+            maps=self.maps,
             **more,
             **self.cache,
         )
@@ -203,6 +222,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=("kvfold", "vllm"), default="kvfold")
     parser.add_argument("--share", type=float, default=0.9, help="of the GPU's memory, for vLLM")
     parser.add_argument("--drop", action="store_true", help="checkpoints once they are measured")
+    parser.add_argument("--no-check", dest="check", action="store_false", help="of what was made")
     parser.add_argument("--ties", action="store_true", help="of answers of both engines")
     parser.add_argument("--steps", nargs=2, type=int, metavar=("BATCH", "CONTEXT"))
     given = parser.parse_args()
@@ -210,14 +230,14 @@ def main() -> None:
     for name in given.settings:
         setting = Setting(name, given)
         setting.make()
-        for wanted, measured in (
+        for wanted, run in (
             (given.text, setting.read),
             (given.suites, setting.answer),
             (given.ties, setting.compare),
             (given.steps, setting.step),
         ):
             if wanted:
-                measured()
+                run()
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
@@ -228,7 +248,7 @@ def main() -> None:
                     name, {x: setting.record[x] for x in ("nll", "needle") if x in setting.record}
                 )
         if given.drop and name not in PLAIN:
-            shutil.rmtree(setting.model)
+            shutil.rmtree(setting.maps or setting.model)
 
 
 if __name__ == "__main__":

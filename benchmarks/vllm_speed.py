@@ -3,10 +3,11 @@ weights: as it is, or with kvfold's plugin.
 
     python benchmarks/vllm_speed.py swift-5x --batch 1,8,64 --json speed.json
 
-KIND is bf16-full (vLLM by itself), bits-8 or bits-4 (the plugin on an unchanged model), or a
-compressed variant of `kvfold bench decode`. A step is timed where the engine returns one new token
-of every request, from the ninth on, with the engine's asynchronous scheduling; a first token from
-the request on, prefix caching off, the median of three after two to warm up.
+KIND is bf16-full or fp8 (vLLM by itself), bits-8 or bits-4 (the plugin on an unchanged model), a
+compressed variant of `kvfold bench decode` as a folded checkpoint, or maps- and such a variant:
+maps beside the weights. A step is timed where the engine returns one new token of every request,
+from the ninth on, with the engine's asynchronous scheduling; a first token from the request on,
+prefix caching off, the median of three after two to warm up.
 
     python benchmarks/vllm_speed.py swift-5x --batch 8 --users 8,16,40 --pool 5.5
 
@@ -46,14 +47,19 @@ from kvfold.bench.serve_load import Job, Traffic
 from kvfold.bench.synthetic_engine import WIDTHS
 from kvfold.bench.variants import ROPE_BASES, SHAPES, VARIANTS, variant_layout
 from kvfold.models.families import family_of
+from kvfold.models.fold import LatentMaps
+from kvfold.seam.compress import layer_maps
+from kvfold.seam.sidecar import PROBES, Sidecar
+from kvfold.spec import Latent
 
 Say = Callable[[str, dict], None]  # of a row of a table, by the table's name
+MAPS = "maps-"
 WARM = 8  # steps
 ANSWERS = 128, 384  # tokens, drawn evenly
 NAMED = 24  # kernels of a profile, by time
 
 
-def write_config(folder: Path, shape: str, kind: str, layers: int | None) -> None:
+def write_config(folder: Path, shape: str, kind: str, layers: int | None) -> LlamaConfig:
     width, mlp, vocabulary = WIDTHS[shape]
     geometry = SHAPES[shape]
     config = LlamaConfig(
@@ -74,17 +80,42 @@ def write_config(folder: Path, shape: str, kind: str, layers: int | None) -> Non
         spec = replace(spec, geometry=family_of(config).geometry(config))
         config.quantization_config = KVFoldConfig(cache=spec.to_dict())
     config.save_pretrained(folder)
+    return config
 
 
-def engine(folder: Path, given: argparse.Namespace) -> LLM:
+def write_maps(folder: Path, kind: str, config: LlamaConfig) -> None:
+    """Of random numbers, with a fingerprint that fits nothing."""
+    geometry = family_of(config).geometry(config)
+    layout = variant_layout(geometry, VARIANTS[kind.removeprefix(MAPS)], config.num_hidden_layers)
+    make, maps = torch.Generator().manual_seed(0), {}
+    for index, layer in enumerate(layout.spec.layers):
+        own = [_random_maps(x, geometry.head_dim, make) for x in layer.latents]
+        maps[f"model.layers.{index}.self_attn"] = layer_maps(layer, own)
+    base = {name: [0.0] * 2 * PROBES for name in maps}
+    made = Sidecar(maps=maps, spec=layout.spec, base=base, provenance={"recipe": {"name": kind}})
+    made.save(folder)
+    Sidecar.check_base = lambda *_: None
+
+
+def _random_maps(latent: Latent, head_dim: int, make: torch.Generator) -> LatentMaps:
+    wide = len(latent.heads) * head_dim
+    down = torch.randn(wide, latent.rank, generator=make) * wide**-0.5
+    return LatentMaps(down, down.clone(), torch.zeros(wide))
+
+
+def engine(folder: Path, given: argparse.Namespace, maps: Path) -> LLM:
     most = max(given.batch + given.users + [given.slots])
     sizes = {*given.batch, *(1 << i for i in range(most.bit_length()) if 1 << i <= most)}
     options = {"compilation_config": {"cudagraph_capture_sizes": sorted(sizes)}}
     if given.kind.startswith("bits-"):
         bits = int(given.kind.removeprefix("bits-"))
         options |= {"additional_config": {"kvfold": {"bits": bits}}}
+    elif given.kind == "fp8":
+        options["kv_cache_dtype"] = "fp8"
     elif given.kind != "bf16-full":
-        options["block_size"] = VARIANTS[given.kind].page
+        options["block_size"] = VARIANTS[given.kind.removeprefix(MAPS)].page
+    if given.kind.startswith(MAPS):
+        options["additional_config"] = {"kvfold": {"maps": str(maps)}}
     if given.apart:
         from kvfold.vllm_plugin.layer import FoldedLayer
 
@@ -319,11 +350,16 @@ def device() -> str:
 def measure(given: argparse.Namespace, say: Say) -> None:
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), given.shape, given.kind, given.layers)
-        llm = engine(Path(folder), given)
+        model, maps = Path(folder) / "model", Path(folder) / "maps"
+        config = write_config(model, given.shape, given.kind, given.layers)
+        if given.kind.startswith(MAPS):
+            write_maps(maps, given.kind, config)
+        sidecar = sum(x.stat().st_size for x in maps.glob("*"))
+        llm = engine(model, given, maps)
     fit, each = capacity(llm)
     start = time.perf_counter() - begun
-    say("capacity", {"variant": given.kind, "tokens": fit, "token_bytes": each, "start_s": start})
+    about = {"tokens": fit, "token_bytes": each, "start_s": start, "maps_bytes": sidecar}
+    say("capacity", {"variant": given.kind} | about)
     clock = Clock(llm)
     clock.first_token(given.tokens)  # compiles
     if given.rates:
