@@ -49,6 +49,7 @@ from kvfold.bench.variants import ROPE_BASES, SHAPES, VARIANTS, variant_layout
 from kvfold.models.families import family_of
 from kvfold.models.fold import LatentMaps
 from kvfold.seam.compress import layer_maps
+from kvfold.seam.rotation import Rotation
 from kvfold.seam.sidecar import PROBES, Sidecar
 from kvfold.spec import Latent
 
@@ -88,9 +89,11 @@ def write_maps(folder: Path, kind: str, config: LlamaConfig) -> None:
     geometry = family_of(config).geometry(config)
     layout = variant_layout(geometry, VARIANTS[kind.removeprefix(MAPS)], config.num_hidden_layers)
     make, maps = torch.Generator().manual_seed(0), {}
+    angles = config.rope_parameters["rope_theta"] ** -torch.arange(0, 1, 2 / geometry.head_dim)
+    rotation = Rotation(angles, torch.arange(geometry.head_dim))
     for index, layer in enumerate(layout.spec.layers):
         own = [_random_maps(x, geometry.head_dim, make) for x in layer.latents]
-        maps[f"model.layers.{index}.self_attn"] = layer_maps(layer, own)
+        maps[f"model.layers.{index}.self_attn"] = layer_maps(layer, own, rotation)
     base = {name: [0.0] * 2 * PROBES for name in maps}
     made = Sidecar(maps=maps, spec=layout.spec, base=base, provenance={"recipe": {"name": kind}})
     made.save(folder)
@@ -98,7 +101,7 @@ def write_maps(folder: Path, kind: str, config: LlamaConfig) -> None:
 
 
 def _random_maps(latent: Latent, head_dim: int, make: torch.Generator) -> LatentMaps:
-    wide = len(latent.heads) * head_dim
+    wide = len(latent.heads) * len(latent.side) * head_dim
     down = torch.randn(wide, latent.rank, generator=make) * wide**-0.5
     return LatentMaps(down, down.clone(), torch.zeros(wide))
 
