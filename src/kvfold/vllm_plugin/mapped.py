@@ -40,6 +40,7 @@ from kvfold.vllm_plugin.asking import Seen, can_be_asked, layer_device, watch
 from kvfold.vllm_plugin.backend import CachedImpl, KVFoldBackend, KVFoldMetadata
 from kvfold.vllm_plugin.guard import guard_logits
 from kvfold.vllm_plugin.layer import slot_of
+from kvfold.vllm_plugin.profiling import profile_memory
 from kvfold.vllm_plugin.shares import Share
 from kvfold.vllm_plugin.stored import StoredCache, check_served, settings
 
@@ -78,7 +79,9 @@ class MappedImpl(CachedImpl):
     ) -> Tensor:
         """query [N, Hq, d], key [N, Hk, d], value [N, Hk, dv] -> output [N, Hq, dv]. key and value
         may be None where another layer stores them."""
-        if attn_metadata is None:  # memory is measured, before there are blocks
+        if attn_metadata is None:
+            for blocks, metadata in self.profiled(output, kv_cache):
+                self.forward(layer, query, key, value, blocks, metadata, output)
             return output.zero_()
         tokens = attn_metadata.num_tokens
         context = attn_metadata.begin()
@@ -141,6 +144,7 @@ def attach(model: nn.Module, vllm_config: VllmConfig, given: Any) -> None:
     else:
         seen = watch(model, vllm_config, layers, torch.arange(TOKENS))
         bind(Binding(layers, seen, vllm_config, cache), Sidecar.load(maps))
+    profile_memory(vllm_config)
     guard_logits(model, vllm_config.model_config)
     if vllm_config.model_config.is_hybrid:
         start_recurrent_layers(vllm_config)
