@@ -301,6 +301,26 @@ def test_maps_of_another_model_are_refused(tmp_path: Path) -> None:
         served(build("phi3", tmp_path / "third"), {"maps": sidecar(other, tmp_path / "wrong")})
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_layer_that_reads_anothers_keys_is_checked_too(
+    bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl as Attention
+
+    make = Attention.__init__
+
+    def with_biases(self, *args, **kwargs) -> None:
+        make(self, *args, **kwargs)
+        if self.kv_sharing_target_layer_name is not None:
+            self.alibi_slopes = torch.ones(self.num_heads)
+
+    monkeypatch.setattr(Attention, "__init__", with_biases)
+    path = build("gemma3n_text", tmp_path / "model")
+    maps = {"bits": bits} if bits else {"maps": sidecar(loaded(path), tmp_path / "maps")}
+    with pytest.raises(RuntimeError, match=r"layers.2.self_attn.attn adds biases of ALiBi"):
+        served(path, maps)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_attention_that_stores_something_else_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="calls vLLM's attention"):
