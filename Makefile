@@ -39,7 +39,7 @@ test-oldest: $(STAMP) .venv/oldest
 # vLLM on a CPU, in an environment of its own, which takes 4 GB and two minutes to make.
 VLLM := .venv/vllm
 test-vllm: $(VLLM)/.installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/test_vllm.py tests/test_vllm_maps.py
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/test_vllm.py tests/test_vllm_maps.py tests/test_vllm_memory.py
 
 # Its wheel pins builds of torch's companions that nothing here needs: the rest of what it requires.
 $(VLLM)/.installed: $(STAMP) pyproject.toml

@@ -4,6 +4,8 @@ transformers does with the same maps.
 Shapes: T tokens of a prompt.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -161,6 +163,21 @@ def test_few_bits_need_no_maps(name: str, ids) -> None:
     assert 1e-5 < apart(engine_logits(packed, ids), wanted) < 0.05
     bits = [x.runner.pool.layout.bits_per_token for x in (exact, packed)]
     assert bits[1] == bits[0] * (8 + 16 / 16) / 16  # a scale for 16 numbers
+
+
+def test_a_model_without_maps_is_looked_at_once() -> None:
+    model, seen = tiny("gemma3_text"), []
+    forward = type(model).forward
+
+    def counted(self, *args, **kwargs):
+        ids = kwargs.get("input_ids")
+        seen.extend([] if ids is None else [ids.shape[1]])  # the engine itself embeds tokens
+        return forward(self, *args, **kwargs)
+
+    with mock.patch.object(type(model), "forward", counted):
+        llm = kvfold.LLM(model, max_sequences=2, max_tokens=64, bits=8)
+    assert len(seen) == 1
+    assert all(x.keys.shape[1] == 1 for x in llm.runner.family.found), "the rest is freed"
 
 
 def test_means_that_are_not_stored_stay_where_attention_would_feel_them() -> None:

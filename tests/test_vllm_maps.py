@@ -21,6 +21,7 @@ from kvfold.seam.maps import Maps
 from kvfold.seam.sidecar import Sidecar, probes_of
 from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
 from test_seam_rope import maps_of
+from vllm_quantised import KINDS, quantised
 from vllm_types import REFUSED, TYPES, build
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -29,6 +30,7 @@ from forks import forked
 pytestmark = pytest.mark.vllm
 NEW, RANKS = 16, (16, 12, 20, 16)  # tokens; numbers a head of keys and of values, by layer
 TIE = 1e-3  # of logits
+ROUNDING = 0.2  # of log-probabilities in bf16: 0.03 to 0.1 was seen
 RECURRENT = ("falcon_h1", "granitemoehybrid", "lfm2")  # whose states are cached too
 # Where vLLM 0.32 itself gives other tokens than transformers, or these have ties.
 APART = ("cohere2", "ernie4_5_moe", "gemma3n_text", "lfm2")
@@ -286,6 +288,29 @@ def test_lora(tmp_path: Path) -> None:
     assert found.tokens != without.tokens
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_weights(kind: str, tmp_path: Path) -> None:
+    """Maps of the model before it was quantised: of full rank they move what vLLM answers by no
+    more than maps that are the identity do, which is rounding; of half the rank by much more."""
+    path = build("llama", tmp_path / "model")
+    model = loaded(path)
+    base = quantised(kind, path, tmp_path / kind)
+    stock = served(base, dtype="bfloat16")
+    identity = served(base, {"bits": 16}, dtype="bfloat16")
+    full = served(base, {"maps": sidecar(model, tmp_path / "full")}, dtype="bfloat16")
+    half = served(base, {"maps": sidecar(model, tmp_path / "half", half=True)}, dtype="bfloat16")
+    assert "MappedImpl" in full.attention
+    likeliest = likely(stock, stock)
+    assert likely(stock, identity) == likely(stock, full) == likeliest
+    assert 0 < difference(stock, identity) < ROUNDING and difference(stock, full) < ROUNDING
+    assert likely(stock, half) < likeliest / 2
+
+
+def likely(a: Answers, b: Answers) -> int:
+    """How many of the likeliest first tokens of all prompts are so in both."""
+    return sum(len(x.keys() & y.keys()) for x, y in zip(a.first, b.first, strict=True))
+
+
 def test_maps_of_another_model_are_refused(tmp_path: Path) -> None:
     path = build("llama", tmp_path / "model")
     model = loaded(path)
@@ -299,6 +324,26 @@ def test_maps_of_another_model_are_refused(tmp_path: Path) -> None:
     other = loaded(build("qwen2", tmp_path / "other"))
     with pytest.raises(RuntimeError, match="take the maps of this model"):
         served(build("phi3", tmp_path / "third"), {"maps": sidecar(other, tmp_path / "wrong")})
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_layer_that_reads_anothers_keys_is_checked_too(
+    bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl as Attention
+
+    make = Attention.__init__
+
+    def with_biases(self, *args, **kwargs) -> None:
+        make(self, *args, **kwargs)
+        if self.kv_sharing_target_layer_name is not None:
+            self.alibi_slopes = torch.ones(self.num_heads)
+
+    monkeypatch.setattr(Attention, "__init__", with_biases)
+    path = build("gemma3n_text", tmp_path / "model")
+    maps = {"bits": bits} if bits else {"maps": sidecar(loaded(path), tmp_path / "maps")}
+    with pytest.raises(RuntimeError, match=r"layers.2.self_attn.attn adds biases of ALiBi"):
+        served(path, maps)
 
 
 @pytest.mark.parametrize("name", REFUSED)

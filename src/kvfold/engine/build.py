@@ -62,9 +62,7 @@ def build_runner(
     for settings that contradict each other or the model, and for a pool that cannot hold a page of
     each group.
     """
-    if maps is None and not has_family(model.config):
-        maps = plain_sidecar(model)
-    if maps is not None:
+    if maps is not None or not has_family(model.config):
         return _with_maps(model, maps, config, num_slots, max_tokens, owned)
     if policy is None and config.evict == AUTO:
         raise SettingError(
@@ -103,16 +101,21 @@ def build_runner(
 
 
 def _with_maps(
-    model: Any, maps: Sidecar, config: CacheConfig, num_slots: int, max_tokens: int, owned: bool
+    model: Any,
+    maps: Sidecar | None,
+    config: CacheConfig,
+    num_slots: int,
+    max_tokens: int,
+    owned: bool,
 ) -> ModelRunner:
-    """A runner of a model of any type, by maps beside its weights."""
+    """A runner of a model of any type, by maps beside its weights (None: that drop nothing)."""
     check_beside_maps(config)
     if is_offloaded(model):
         raise SettingError(
             "`model` has weights that accelerate reads from the host or from disk at every step,"
             " which the engine does not: use kvfold.attach and transformers"
         )
-    layers = maps.layers_of(model)
+    layers, maps = plain_sidecar(model) if maps is None else (maps.layers_of(model), maps)
     check_servable(model, layers)
     use_triton(model.device.type)
     maps = completed(maps, model, layers)

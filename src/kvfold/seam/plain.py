@@ -15,7 +15,7 @@ from kvfold.errors import SettingError
 from kvfold.seam.family import check_alike, seam_family
 from kvfold.seam.layers import SeamLayer, check_layers, seam_layers
 from kvfold.seam.maps import Maps
-from kvfold.seam.sidecar import Sidecar, probes_of
+from kvfold.seam.sidecar import Sidecar
 from kvfold.spec import CacheSpec, Geometry
 from kvfold.spec.latents import plain_layer
 
@@ -52,8 +52,12 @@ def mean_positions(limit: int) -> Tensor:
 
 def measured_means(model: Any) -> list[Means]:
     """Of a causal LM's layers that call attention, in order, by one short forward."""
+    return [_means(x) for x in _asked(model)]
+
+
+def _asked(model: Any) -> list[SeamLayer]:
     limit = model.config.get_text_config().max_position_embeddings
-    return [_means(x) for x in seam_layers(model, mean_positions(limit))]
+    return seam_layers(model, mean_positions(limit))
 
 
 def _means(layer: SeamLayer) -> Means:
@@ -61,20 +65,27 @@ def _means(layer: SeamLayer) -> Means:
     return Means.of(layer.keys, layer.values, capped=capped, sinks=layer.sinks is not None)
 
 
-def plain_sidecar(model: Any) -> Sidecar:
-    """Maps that drop nothing of a causal LM of any type. Raises SettingError for one whose
-    attention cannot have maps."""
-    layers = seam_layers(model)
+def plain_sidecar(model: Any) -> tuple[list[SeamLayer], Sidecar]:
+    """The layers of a causal LM of any type, with one token's keys and values, and maps that drop
+    nothing, by one short forward. The maps are of this model alone: no probes of it are kept.
+    Raises SettingError for one whose attention cannot have maps."""
+    layers = _asked(model)
     check_layers(model, layers)
     check_alike(layers)
     geometry = seam_family(layers).geometry(model.config)
-    means = measured_means(model)
-    return Sidecar(
-        maps={x.name: plain_maps(own) for x, own in zip(layers, means, strict=True)},
+    sidecar = Sidecar(
+        maps={x.name: plain_maps(_means(x)) for x in layers},
         spec=full_spec(geometry, len(layers)),
-        base=probes_of(layers),
+        base={},
         provenance={"model": str(model.config.name_or_path)},
     )
+    return [_one_token(x) for x in layers], sidecar
+
+
+def _one_token(layer: SeamLayer) -> SeamLayer:
+    """Without the keys and values of all others, which would stay in memory."""
+    keys, values = (x[:, :1].clone() for x in (layer.keys, layer.values))
+    return replace(layer, keys=keys, values=values)
 
 
 def completed(sidecar: Sidecar, model: Any, layers: Sequence[SeamLayer]) -> Sidecar:

@@ -1,8 +1,9 @@
 """Attention under vLLM: its metadata to steps over blocks, and nothing else."""
 
 from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from kvfold.vllm_plugin.blocks import BlockAttention, BlockContext, BlockView, S
 from kvfold.vllm_plugin.layer import CachedAttention
 from kvfold.vllm_plugin.stored import StoredCache
 from kvfold.vllm_plugin.trial import check_attention
+
+if TYPE_CHECKING:
+    from kvfold.vllm_plugin.profiling import MemoryProfile
 
 SMALLEST = 16  # tokens of a block, of which every part is then aligned
 PREFERRED = 32
@@ -91,15 +95,10 @@ class KVFoldBuilder(AttentionMetadataBuilder[KVFoldMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1)
         impls = cached_impls(vllm_config, layer_names)
-        stored = impls[0].stored
-        view = BlockView(
-            stored.layout(kv_cache_spec.block_size),
-            stored.dtype,
-            torch.device(device),
-            vllm_config.model_config.max_model_len,
+        self.attention = attention_over(
+            impls, kv_cache_spec.block_size, vllm_config, torch.device(device)
         )
-        self.attention = BlockAttention([x.maps for x in impls if not x.reads_only], view)
-        if view.device.type == "cuda":
+        if self.attention.view.device.type == "cuda":
             self.attention.warm_up(vllm_config.scheduler_config.max_num_seqs)
         check_attention(self.attention, [x for x in impls if not x.reads_only])
 
@@ -147,11 +146,12 @@ class KVFoldBuilder(AttentionMetadataBuilder[KVFoldMetadata]):
 
 class CachedImpl(AttentionImpl[KVFoldMetadata]):
     """Attention of one layer over a cache of kvfold's. maps: the layer as attention sees it;
-    reads_only: whether another layer stores its keys and values."""
+    reads_only: whether another layer stores its keys and values; profile: of the model's memory."""
 
     stored: StoredCache
     maps: LayerMaps
     reads_only = False
+    profile: "MemoryProfile | None" = None
     kv_cache_dtype = "auto"
 
     @abstractmethod
@@ -162,6 +162,25 @@ class CachedImpl(AttentionImpl[KVFoldMetadata]):
     def finish(self, out: Tensor) -> Tensor:
         """What a model goes on with, of what attention gives [N, W]."""
         return out
+
+    def profiled(
+        self, output: Tensor, kv_cache: Tensor
+    ) -> "Iterable[tuple[Tensor, KVFoldMetadata]]":
+        """Blocks and steps to attend in where vLLM gives no metadata: some while it measures
+        memory, none once there is a cache. output [N, ..]: of the step's tokens."""
+        if self.profile is None or kv_cache.numel():
+            return ()
+        return self.profile.steps(self, len(output), output.device)
+
+
+def attention_over(
+    impls: Sequence[CachedImpl], block: int, vllm_config: VllmConfig, device: torch.device
+) -> BlockAttention:
+    """Of layers of one cache, over blocks of so many tokens."""
+    stored = impls[0].stored
+    longest = vllm_config.model_config.max_model_len
+    view = BlockView(stored.layout(block), stored.dtype, device, longest)
+    return BlockAttention([x.maps for x in impls if not x.reads_only], view)
 
 
 def cached_impls(vllm_config: VllmConfig, names: list[str] | None = None) -> list[CachedImpl]:
@@ -212,7 +231,9 @@ class KVFoldImpl(CachedImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        if attn_metadata is None:  # memory is measured, before there are blocks
+        if attn_metadata is None:
+            for blocks, metadata in self.profiled(output, kv_cache):
+                self.forward(layer, query, key, value, blocks, metadata, output)
             return output.zero_()
         tokens, context = attn_metadata.num_tokens, attn_metadata.begin()
         context.attend(layer.maps, kv_cache, query[:, :tokens], key[:tokens], output)

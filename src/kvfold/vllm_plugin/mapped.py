@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
-from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import extract_layer_index
@@ -30,7 +29,6 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from kvfold.config import CacheConfig
-from kvfold.models.finite import probe_ids
 from kvfold.models.rotary import RotaryTable
 from kvfold.seam.layers import TOKENS
 from kvfold.seam.maps import Maps
@@ -38,68 +36,15 @@ from kvfold.seam.plain import Means, full_spec, mean_positions, plain_maps
 from kvfold.seam.served import Served, served_layer, served_spec
 from kvfold.seam.sidecar import Sidecar
 from kvfold.spec import CacheSpec, Geometry
+from kvfold.vllm_plugin.asking import Seen, can_be_asked, layer_device, watch
 from kvfold.vllm_plugin.backend import CachedImpl, KVFoldBackend, KVFoldMetadata
 from kvfold.vllm_plugin.guard import guard_logits
 from kvfold.vllm_plugin.layer import slot_of
+from kvfold.vllm_plugin.profiling import profile_memory
 from kvfold.vllm_plugin.shares import Share
 from kvfold.vllm_plugin.stored import StoredCache, check_served, settings
 
 PLUGIN = "kvfold's plugin for vLLM"
-
-
-class Seen(NamedTuple):
-    """What a layer's attention is asked of a few tokens, by the heads of this process: query
-    [N, Hq, d], key [N, Hk, d], value [N, Hk, dv]."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-    @classmethod
-    def random(cls, layer: Attention, device: torch.device) -> "Seen":
-        make = torch.Generator(device).manual_seed(0)
-        shapes = (
-            (layer.num_heads, layer.head_size),
-            (layer.num_kv_heads, layer.head_size),
-            (layer.num_kv_heads, layer.head_size_v),
-        )
-        return cls(
-            *(
-                torch.randn(TOKENS, *x, generator=make, device=device).to(layer.dtype)
-                for x in shapes
-            )
-        )
-
-    def of_all(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Keys [heads, N, d] and values [heads, N, dv] of all processes' KV heads."""
-        size = get_tensor_model_parallel_world_size()
-        every = max(1, size // heads)  # so many processes have the same head
-        key, value = self.key, self.value
-        if size > 1:
-            key, value = (tensor_model_parallel_all_gather(x, 1)[:, ::every] for x in (key, value))
-        return key.transpose(0, 1), value.transpose(0, 1)
-
-
-class Recorder:
-    """In the place of an attention's implementation: attention that gives nothing, and keeps what
-    it was asked."""
-
-    seen: Seen
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *_: Any,
-        output: Tensor,
-        **__: Any,
-    ) -> Tensor:
-        if key is None:  # another layer's
-            key = value = query[:, :0]
-        self.seen = Seen(query.clone(), key.clone(), value.clone())
-        return output.zero_()
 
 
 class MappedImpl(CachedImpl):
@@ -134,7 +79,9 @@ class MappedImpl(CachedImpl):
     ) -> Tensor:
         """query [N, Hq, d], key [N, Hk, d], value [N, Hk, dv] -> output [N, Hq, dv]. key and value
         may be None where another layer stores them."""
-        if attn_metadata is None:  # memory is measured, before there are blocks
+        if attn_metadata is None:
+            for blocks, metadata in self.profiled(output, kv_cache):
+                self.forward(layer, query, key, value, blocks, metadata, output)
             return output.zero_()
         tokens = attn_metadata.num_tokens
         context = attn_metadata.begin()
@@ -193,10 +140,11 @@ def attach(model: nn.Module, vllm_config: VllmConfig, given: Any) -> None:
         limit = getattr(model_config.hf_text_config, "max_position_embeddings", None)
         positions = mean_positions(limit or model_config.max_model_len)
         seen = watch(model, vllm_config, layers, positions)
-        bind_plain(layers, seen, vllm_config, cache)
+        bind_plain(Binding(layers, seen, vllm_config, cache))
     else:
         seen = watch(model, vllm_config, layers, torch.arange(TOKENS))
-        bind(layers, seen, Sidecar.load(maps), vllm_config, cache)
+        bind(Binding(layers, seen, vllm_config, cache), Sidecar.load(maps))
+    profile_memory(vllm_config)
     guard_logits(model, vllm_config.model_config)
     if vllm_config.model_config.is_hybrid:
         start_recurrent_layers(vllm_config)
@@ -234,51 +182,43 @@ def attention_layers(model: nn.Module) -> Iterator[tuple[int, Attention]]:
         yield index, module
 
 
-@torch.inference_mode()
-def watch(
-    model: nn.Module, vllm_config: VllmConfig, layers: Mapping[int, Attention], positions: Tensor
-) -> dict[int, Seen]:
-    """What layers by number are asked of the tokens `probe_ids`, where attention gives nothing in
-    any layer, as `seam.layers.seam_layers` asks a model of transformers. positions
-    int64 [N]: of the tokens. Random numbers stand for it where nothing can be asked."""
-    model_config, device = vllm_config.model_config, layer_device()
-    if not can_be_asked(vllm_config):
-        return {number: Seen.random(layer, device) for number, layer in layers.items()}
-    ids = torch.tensor(probe_ids(model_config.get_vocab_size(), len(positions)), device=device)
-    positions = positions.to(device)
-    if model_config.uses_mrope:
-        positions = positions.expand(3, -1)
-    stock = {number: layer.impl for number, layer in layers.items()}
-    recorders = {number: Recorder() for number in layers}
-    try:
-        for number, layer in layers.items():
-            layer.impl = recorders[number]
-        with set_forward_context(None, vllm_config, num_tokens=len(ids), skip_compiled=True):
-            model(input_ids=ids, positions=positions)
-    finally:
-        for number, layer in layers.items():
-            layer.impl = stock[number]
-    return {number: recorder.seen for number, recorder in recorders.items()}
+class Binding:
+    """What gives a model's layers their maps, one after another.
+
+    layers: by number; seen: what each is asked of a few tokens.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, Attention],
+        seen: Mapping[int, Seen],
+        vllm_config: VllmConfig,
+        cache: CacheConfig,
+    ) -> None:
+        self.layers, self.seen, self.config, self.cache = layers, seen, vllm_config, cache
+        self.share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+        self.mixed = stores_unlike(layers.values(), vllm_config)
+        self.tables: dict[bytes, RotaryTable] = {}
+
+    def stored(self, spec: CacheSpec) -> StoredCache:
+        """The cache of a plan as of `StoredCache.mapped`. Raises ValueError."""
+        return StoredCache.mapped(spec, self.cache, self.config.model_config.dtype, self.share)
+
+    def readers(self, number: int) -> dict[int, Attention]:
+        """The layers by number that read what a layer stores, itself included."""
+        return {x: layer for x, layer in self.layers.items() if source_of(x, layer) == number}
+
+    def give(self, number: int, stored: StoredCache, index: int, maps: Maps) -> None:
+        """A layer's maps, number `index` of the cache, to all that read what it stores."""
+        for reader, layer in self.readers(number).items():
+            _give(layer, stored, index, maps, self.seen[reader], self.mixed, self.tables)
 
 
-def can_be_asked(vllm_config: VllmConfig) -> bool:
-    """Whether a model can run before it has a cache: not one with recurrent layers, nor a part of
-    one (pipeline parallelism)."""
-    parts = vllm_config.parallel_config.pipeline_parallel_size
-    return parts == 1 and not vllm_config.model_config.is_hybrid
-
-
-def bind(
-    layers: Mapping[int, Attention],
-    seen: Mapping[int, Seen],
-    sidecar: Sidecar,
-    vllm_config: VllmConfig,
-    cache: CacheConfig,
-) -> None:
-    """Give layers by number the maps of a sidecar. Raises ValueError."""
-    share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+def bind(binding: Binding, sidecar: Sidecar) -> None:
+    """Give layers the maps of a sidecar. Raises ValueError."""
+    layers, vllm_config = binding.layers, binding.config
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
-    stored = StoredCache.mapped(served_spec(sidecar.spec), cache, model_config.dtype, share)
+    stored = binding.stored(served_spec(sidecar.spec))
     places = {extract_layer_index(x): (index, x) for index, x in enumerate(sidecar.maps)}
     own = set(places)
     if parallel.pipeline_parallel_size > 1:
@@ -289,43 +229,31 @@ def bind(
             f" vLLM gives a cache of keys and values; it has layers {sorted(layers)}: take the maps"
             " of this model"
         )
-    tables: dict[bytes, RotaryTable] = {}
-    geometry, mixed = stored.spec.geometry, stores_unlike(layers.values(), vllm_config)
-    told = can_be_asked(vllm_config)
+    geometry = stored.spec.geometry
     for number in own:
-        check_heads(layers[number], geometry, share, places[number][1])
-        check_servable(layers[number])
-    if told and own:
+        for layer in binding.readers(number).values():
+            check_heads(layer, geometry, binding.share, places[number][1])
+            check_servable(layer)
+    if can_be_asked(vllm_config) and own:
         heads = geometry.num_kv_heads
-        sidecar.check_base({places[x][1]: seen[x].of_all(heads) for x in own})
-    for number, layer in layers.items():
-        source = source_of(number, layer)
-        if source in own:
-            index, name = places[source]
-            _give(layer, stored, index, sidecar.maps[name], seen[number], mixed, tables)
+        sidecar.check_base({places[x][1]: binding.seen[x].of_all(heads) for x in own})
+    for number in own:
+        index, name = places[number]
+        binding.give(number, stored, index, sidecar.maps[name])
 
 
-def bind_plain(
-    layers: Mapping[int, Attention],
-    seen: Mapping[int, Seen],
-    vllm_config: VllmConfig,
-    cache: CacheConfig,
-) -> None:
-    """Give all layers by number maps that drop nothing, for a cache of few bits. Raises
-    ValueError."""
-    share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
-    mixed = stores_unlike(layers.values(), vllm_config)
+def bind_plain(binding: Binding) -> None:
+    """Give all layers maps that drop nothing, for a cache of few bits. Raises ValueError."""
+    layers, vllm_config = binding.layers, binding.config
     kinds: dict[Geometry, list[int]] = defaultdict(list)
-    tables: dict[bytes, RotaryTable] = {}
     for number, layer in layers.items():
         check_servable(layer)
         if source_of(number, layer) == number:
             kinds[geometry_of(layer, vllm_config)].append(number)
     for geometry, numbers in kinds.items():
-        spec = full_spec(geometry, len(numbers))
-        stored = StoredCache.mapped(spec, cache, vllm_config.model_config.dtype, share)
+        stored = binding.stored(full_spec(geometry, len(numbers)))
         for index, number in enumerate(numbers):
-            keys, values = seen[number].of_all(geometry.num_kv_heads)
+            keys, values = binding.seen[number].of_all(geometry.num_kv_heads)
             means = Means.of(
                 keys,
                 values,
@@ -334,10 +262,7 @@ def bind_plain(
             )
             if not can_be_asked(vllm_config):
                 means = Means(means.keys * 0, means.values * 0)
-            maps = plain_maps(means)
-            for reader, layer in layers.items():
-                if source_of(reader, layer) == number:
-                    _give(layer, stored, index, maps, seen[reader], mixed, tables)
+            binding.give(number, stored, index, plain_maps(means))
 
 
 def source_of(number: int, layer: Attention) -> int:
@@ -428,12 +353,6 @@ class BlockwiseBackend(KVFoldBackend):
         from vllm.v1.kv_cache_interface import KVCacheLayout  # from 0.28 on
 
         return KVCacheLayout.BLHNC, KVCacheLayout.LBHNC
-
-
-def layer_device() -> torch.device:
-    from vllm.platforms import current_platform
-
-    return torch.device(current_platform.device_type)
 
 
 def cache_spec(layer: Attention, vllm_config: VllmConfig) -> KVCacheSpec:

@@ -23,6 +23,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvfold.models.families import family_of
 from kvfold.vllm_plugin.guard import LogitsGuard, end_tokens
 from kvfold.vllm_plugin.layer import FoldedLayer
+from kvfold.vllm_plugin.profiling import profile_memory
 from kvfold.vllm_plugin.shares import Share
 from kvfold.vllm_plugin.stored import StoredCache, check_served, settings
 from kvfold.vllm_plugin.weights import rotary_table
@@ -46,6 +47,7 @@ class FoldedModel(torch.nn.Module):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.stored = stored_of(vllm_config)
         self.folded = replace_attentions(self, self.stored, vllm_config)
+        profile_memory(vllm_config)
         self.guard = LogitsGuard(end_tokens(vllm_config.model_config))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
