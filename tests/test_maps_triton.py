@@ -201,6 +201,27 @@ def test_gradients_pass_through() -> None:
     assert all(x.grad is not None and x.grad.any() for x in (*inputs, out))
 
 
+def test_steps_of_other_sequences_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch's constants are those of its layer and of the tokens of a program."""
+
+    compiled: set[str] = set()
+
+    class Counted:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: compiled.add(str(constants))
+
+    monkeypatch.setattr(triton, "maps_kernel", Counted())
+    shape = SHAPES["a latent for all"]
+    maps, outs = shape.entry_maps(), shape.output_maps()
+    for tokens in range(1, 12):
+        triton.score_space(maps, *shape.inputs(tokens))
+    assert len(compiled) == 1
+    compiled.clear()
+    for tokens in (1, 3, 5, 11, 200):
+        triton.outputs(outs, torch.zeros(tokens, 16, 1, 88, dtype=torch.float16, device=DEVICE))
+    assert len(compiled) == 3  # 16, 32 and 64 inputs of a program
+
+
 def test_launches_are_cut_for_a_large_gpu() -> None:
     """Of Llama-3.1-8B's shape: enough programs in both launches, and nothing filled up."""
     shape = Shape(queries=4, d=128, dv=128, keys=(64,) * 8, values=(704,))

@@ -23,19 +23,21 @@ def score_space(
     if key is None or value is None:
         return q, None
     latents = value.reshape(len(value), *maps.value_down.shape[:2])
-    sides = (
-        (key, maps.key_down, maps.key_shift, maps.key_ranks),
-        (latents, maps.value_down, maps.value_shift, maps.value_ranks),
-    )
-    parts = []
-    for x, down, shift, ranks in sides:
-        z = torch.baddbmm(shift[:, None], x.transpose(0, 1), down, beta=-1)
-        parts += [latent[:, :rank] for latent, rank in zip(z, ranks, strict=True)]
+    keys = key.transpose(0, 1) @ maps.key_down - maps.key_shift[:, None]
+    values = latents.transpose(0, 1) @ maps.value_down - maps.value_shift[:, None]
+    parts = _parts(keys, maps.key_ranks) + _parts(values, maps.value_ranks)
     return q, torch.cat(parts, 1)
+
+
+def _parts(z: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
+    """Latents z [n, N, r] without padding, side by side: each [N, .]."""
+    if all(rank == z.shape[2] for rank in ranks):
+        return [z.transpose(0, 1).flatten(1)]
+    return [latent[:, :rank] for latent, rank in zip(z, ranks, strict=True)]
 
 
 def outputs(maps: OutputMaps, out: Tensor, into: Tensor | None = None) -> Tensor:
     """As `ops.maps.outputs`."""
     grouped = out.unflatten(1, (-1, maps.queries))
-    mapped = torch.einsum("bhgts,hds->bthgd", grouped, maps.value_up)
-    return with_mean(maps, mapped, into)
+    mapped = torch.einsum("bhgts,hds->bhgtd", grouped, maps.value_up)
+    return with_mean(maps, mapped.permute(0, 3, 1, 2, 4), into)
