@@ -3,6 +3,7 @@ Without a GPU the kernel runs in Triton's interpreter."""
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvfold.ops.maps import EntryMaps, OutputMaps, outputs, reference, triton
+from seam_types import tiny
 from steps import backends
+from test_sinks import STEPS, expected, far, logits_of, maps_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -230,3 +233,30 @@ def test_launches_are_cut_for_a_large_gpu() -> None:
     assert (outs.depth, len(outs.table)) == (64, 64)
     assert entries.weights.numel() == 2 * 8 * 128 * 64 + 1024 * 704
     assert outs.weights.numel() == 1024 * 704
+
+
+def test_an_engine_s_steps_take_both_launches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Means of keys and values included: as transformers with the same maps attached."""
+    torch.manual_seed(0)
+    model = tiny("qwen2")
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.bias.add_(1.0)
+    made = maps_of(model, 0.5, tmp_path)
+    model, ids = model.half().to(DEVICE), [[5, 9, 22, 7, 31, 8, 4], [70, 3, 5, 90, 11]]
+    wanted = expected(model, made, ids)
+    launches: list[int] = []
+    kernel = triton.maps_kernel
+
+    class Counted:
+        def __getitem__(self, grid):
+            launches.append(grid[0])
+            return kernel[grid]
+
+    monkeypatch.setattr(triton, "maps_kernel", Counted())
+    assert all(maps.value_mean.abs().max() > 0.5 for maps in made.maps.values())
+    assert far(logits_of(model, made, ids), wanted) < 0.01
+    assert len(launches) >= 2 * 2 * STEPS

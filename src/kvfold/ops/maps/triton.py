@@ -22,7 +22,7 @@ from kvfold.ops.decode.kernels import after_launch
 from kvfold.ops.maps import EntryMaps, OutputMaps, reference
 
 FEW = 256  # most tokens; of more, plain PyTorch keeps tiles of weights
-COLUMNS = 16  # of a tile, as few as tensor cores take: a weight is read by many programs
+COLUMNS = 16  # of a tile: as few as tensor cores take, so that many programs share the reading
 DEPTH = 128  # most inputs that a program multiplies at once
 STAGES = {16: 6, 32: 5, 64: 4}  # by tokens of a program
 WARPS = {16: 2, 32: 4, 64: 4}
