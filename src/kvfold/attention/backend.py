@@ -64,9 +64,12 @@ class AttentionBackend(ABC):
         return cls
 
     @abstractmethod
-    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+    def attend(
+        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+    ) -> Tensor:
         """Attention of q [B, Hq, T, .] to the part's rows, the step's own stored: what W_O takes
-        [B, T, W]. Adds to metrics what is observed, now or later."""
+        [B, T, W]. Adds to metrics what is observed, now or later. into [B, T, W]: memory that the
+        result may be written to."""
 
 
 def reads_unevenly(layer: LayerShape, groups: Sequence[Group]) -> str | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvfold.ops.common.attention import Tables, attention, rotate
+from kvfold.ops.maps import OutputMaps, outputs
 from kvfold.ops.sinks import beside_sinks
 from kvfold.spec import Geometry, Latent, LayerSpec
 
@@ -144,7 +145,8 @@ class LayerMaps(LayerShape):
     output: W_O [D, W]; rope: of keys that are rebuilt, None where the model has none; score_map
     [Hk, D + 1]: from hidden states and a one to the log of what rows are worth, if it was learned;
     sinks fp32 [Hq]: by query head, the score that stands beside a query's and has no value, where
-    `has_sinks`.
+    `has_sinks`; output_maps: value_up again, with a mean that is added to outputs, where W_O does
+    not add it.
     """
 
     key_columns: Columns
@@ -156,6 +158,7 @@ class LayerMaps(LayerShape):
     rope: Rope | None
     score_map: Tensor | None = None
     sinks: Tensor | None = None
+    output_maps: OutputMaps | None = None
 
     def __post_init__(self) -> None:
         assert self.has_sinks is (self.sinks is not None), "a layer with sinks has their tensor"
@@ -234,10 +237,12 @@ class LayerMaps(LayerShape):
         [B, Hq, T]. As they are where the layer has no sinks."""
         return (out, lse) if self.sinks is None else beside_sinks(out, lse, self.sinks)
 
-    def joined(self, out: Tensor, mapped: bool = False) -> Tensor:
+    def joined(self, out: Tensor, mapped: bool = False, into: Tensor | None = None) -> Tensor:
         """Attention outputs [B, Hq, T, d or r] as what W_O takes [B, T, W]. mapped: values were
-        mapped before attention already."""
+        mapped before attention already; into [B, T, W]: what may be overwritten with it."""
         g = self.geometry
+        if self.output_maps is not None:
+            return outputs(self.output_maps, out, into, mapped=mapped)
         if self.spec.values == "fused" and not self.value_columns.uniform:
             ranks = self.value_columns.head_ranks(g.queries_per_kv)
             return torch.cat([out[:, head, :, :rank] for head, rank in enumerate(ranks)], dim=-1)

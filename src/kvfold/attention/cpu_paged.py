@@ -58,7 +58,9 @@ class CpuPaged(AttentionBackend):
     ) -> Callable[[CacheView], AttentionBackend]:
         return partial(cls, layers=layers)
 
-    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+    def attend(
+        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+    ) -> Tensor:
         """q [B, Hq, 1, .] -> [B, 1, W]."""
         q_BHGd = q.unflatten(1, (layer.geometry.num_kv_heads, -1))[..., 0, :]
         plan = plan_pages(self.view.pages[layer.index].groups, self.view.pool.device)

@@ -29,7 +29,9 @@ class Fallback(AttentionBackend):
     def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> None:
         return None
 
-    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+    def attend(
+        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+    ) -> Tensor:
         return by_length(partial(self._attend, layer), part, layer.index, q)
 
     def _attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:

@@ -54,7 +54,9 @@ class HybridAttention(AttentionBackend):
         assert isinstance(view, PoolView) and view.narrow is not None, "rows have one width"
         return partial(cls, wide=batches(view, layers), narrow=batches(view.narrow, layers))
 
-    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+    def attend(
+        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+    ) -> Tensor:
         """q [B, Hq, T, r] -> [B, T, W]."""
         assert part.narrow is not None
         out, lse = self._weigh(True, layer, part, q)

@@ -50,7 +50,9 @@ class NumbaDecode(AttentionBackend):
         }
         return partial(cls, plans=plans)
 
-    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+    def attend(
+        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+    ) -> Tensor:
         """q [B, Hq, 1, .] -> [B, 1, W]."""
         from kvfold.ops.decode import numba
 
@@ -63,4 +65,4 @@ class NumbaDecode(AttentionBackend):
         pages, plan = self.view.pages[layer.index], self.plans[layer.index]
         place, limits = (pages, part.slots, layer.scale, plan, watch), limits_of(layer, part)
         out = numba.decode(q[:, :, 0].detach(), *place, layer.sinks, limits)
-        return layer.joined(out[:, :, None].to(q.dtype))
+        return layer.joined(out[:, :, None].to(q.dtype), into=into)

@@ -90,7 +90,9 @@ class TritonDecode(AttentionBackend):
     ) -> Callable[[CacheView], AttentionBackend]:
         return partial(cls, layers=batches(view, layers), observer=observer)
 
-    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+    def attend(
+        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+    ) -> Tensor:
         """q [B, Hq, 1, r] -> [B, 1, W]."""
         if not self.plans:
             for x in self.layers:
@@ -108,7 +110,7 @@ class TritonDecode(AttentionBackend):
             if self.kept is None:
                 self.kept = self.observer.rows_of(part)
             self.observer.keep(layer.index, self.kept, q, lse)
-        return layer.joined(out[:, :, None])
+        return layer.joined(out[:, :, None], into=into)
 
 
 class LatentDecode(AttentionBackend):
@@ -150,7 +152,9 @@ class LatentDecode(AttentionBackend):
             maps[layer.index] = _key_maps(layer, *tables[id(rope)])
         return partial(cls, layers=batches(view, layers), maps=maps)
 
-    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+    def attend(
+        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+    ) -> Tensor:
         """q [B, Hq, 1, d], rotated -> [B, 1, W]."""
         q = q[:, :, 0].contiguous()
         if not self.plans:
@@ -159,7 +163,7 @@ class LatentDecode(AttentionBackend):
         maps, plan = self.maps[layer.index], self.plans[layer.index]
         out, lse = _with_sinks(layer, *latent_decode.latent_decode(q, *place, maps, plan))
         _add_metrics(self.view, layer.index, part, lse, plan)
-        return layer.joined(out[:, :, None])
+        return layer.joined(out[:, :, None], into=into)
 
     def _plan(self, part: AttentionMetadata, q: Tensor) -> None:
         spec = self.view.layout.spec

@@ -36,7 +36,9 @@ class TritonPrefill(AttentionBackend):
             observe.why_not(groups, task.device_type) if task.observed else None
         )
 
-    def attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+    def attend(
+        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+    ) -> Tensor:
         pages, size = self.view.pages[layer.index], part.size(layer.index)
         groups = pages.groups
         counts = pages.lengths[part.slots]
@@ -53,7 +55,7 @@ class TritonPrefill(AttentionBackend):
         found = prefill(q, keys, values, seen, layer.scale, layer.softcap)
         out, lse = layer.beside_sinks(*found)
         self._observe(layer, part, q, lse)
-        return layer.joined(out, mapped=first)
+        return layer.joined(out, first, into)
 
     def _observe(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, lse: Tensor) -> None:
         """Add what q [B, Hq, T, .] attended to, to the metrics: lse fp32 [B, Hq, T]."""

@@ -18,11 +18,12 @@ from kvfold.formats.base import Format
 from kvfold.models.adapter import PAGED
 from kvfold.models.rotary import RotaryTable
 from kvfold.models.rotate import turn_of
+from kvfold.ops.maps import EntryMaps, OutputMaps, score_space
 from kvfold.seam.layers import SeamLayer, is_recurrent, plain_positions
 from kvfold.seam.maps import Maps
 from kvfold.seam.rope_maps import RopeMaps
 from kvfold.seam.sidecar import Sidecar
-from kvfold.spec import CacheSpec, LayerSpec
+from kvfold.spec import CacheSpec, Geometry, LayerSpec
 from kvfold.spec.layout import tiers
 
 _STATE = "_kvfold_served"  # of a module, in its __dict__
@@ -33,20 +34,33 @@ class Served:
 
     def __init__(self, maps: Maps, layer: LayerMaps) -> None:
         self.maps, self.layer = maps, layer
-        queries = layer.geometry.queries_per_kv
-        self.means = maps.value_mean.repeat_interleave(queries, 0)  # of query heads [Hq, dv]
+        self.entry_maps = None if isinstance(maps, RopeMaps) else _entry_maps(maps, layer)
         self.context: AttentionContext | None = None
         self.scale = 1.0  # of its scores, times the plan's
 
-    def rows(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Keys [1, Hk, N, d] and values [1, Hk, N, dv] of tokens at positions [1, N] as they are
-        stored [1, N, R]."""
+    def score_space(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Queries [N, Hq, d], keys [N, Hk, d] and values [N, Hk, dv] of tokens at positions int64
+        [N], which keys before RoPE need: queries [Hq, N, r] that score what is stored, and the
+        tokens' cache entries [N, R]. k and v may be None where another layer stores them, then
+        so are the entries."""
+        if self.entry_maps is not None:
+            return score_space(self.entry_maps, q, k, v)
+        queries = self.maps.queries(q.transpose(0, 1)[None])[0]
+        if k is None or v is None:
+            return queries, None
+        places = None if positions is None else positions[None]
+        return queries, self._entries(k.transpose(0, 1)[None], v.transpose(0, 1)[None], places)
+
+    def _entries(self, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor:
+        """Of keys [1, Hk, N, d] and values [1, Hk, N, dv] at positions [1, N]: [N, R]."""
         layer = self.layer
         keys, values = (x.transpose(1, 2) for x in self.maps.latents(k, v, positions))
         keys = layer.key_columns.compact(keys).flatten(2)
         if layer.spec.latents[0].side == "kv":
-            return keys
-        return torch.cat((keys, layer.value_columns.compact(values).flatten(2)), -1)
+            return keys[0]
+        return torch.cat((keys, layer.value_columns.compact(values).flatten(2)), -1)[0]
 
 
 class _View:
@@ -113,6 +127,7 @@ def served_layer(
         key_columns=Columns(layer, layer.key_latents),
         value_columns=Columns(layer, layer.value_latents),
         value_up=maps.value_up.contiguous(),
+        output_maps=_output_maps(maps, layer, spec.geometry),
         output=maps.value_up.new_empty(0),
         sinks=None if sinks is None else sinks.detach().to(maps.value_up.device, torch.float32),
         **_reconstructed(maps, tables),
@@ -159,6 +174,30 @@ def install(
     return found
 
 
+def _entry_maps(maps: Maps, layer: LayerMaps) -> EntryMaps:
+    return EntryMaps(
+        key_up=maps.key_up,
+        key_down=maps.key_down,
+        key_shift=maps.key_shift,
+        value_down=maps.value_down,
+        value_shift=maps.value_shift,
+        key_ranks=tuple(layer.key_columns.ranks),
+        value_ranks=tuple(layer.value_columns.ranks),
+        head_dim=maps.value_mean.shape[1],
+        queries=layer.geometry.queries_per_kv,
+    )
+
+
+def _output_maps(maps: Maps, layer: LayerSpec, geometry: Geometry) -> OutputMaps:
+    columns = Columns(layer, layer.value_latents)
+    return OutputMaps(
+        value_up=maps.value_ups,
+        mean=maps.value_mean,
+        ranks=tuple(columns.head_ranks(1)),
+        queries=geometry.queries_per_kv,
+    )
+
+
 def _reconstructed(maps: Maps, tables: dict[bytes, RotaryTable]) -> dict[str, Any]:
     """What reconstructs keys before RoPE. tables: of layers so far, by their angles."""
     if not isinstance(maps, RopeMaps):
@@ -192,8 +231,15 @@ def _attention(
     served: Served = module.__dict__[_STATE]
     context, served.context = served.context, None
     assert context is not None, "an engine's model runs with a context alone"
-    maps = served.maps
-    rows = served.rows(key, value, plain_positions(position_ids))
-    found = context.attend(served.layer, maps.queries(query * served.scale), rows)
-    out = found.unflatten(-1, (query.shape[1], -1))
-    return out + served.means, None
+    if served.scale != 1:
+        query = query * served.scale
+    positions = plain_positions(position_ids)
+    q, entries = served.score_space(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        None if positions is None else positions[0],
+    )
+    assert entries is not None, "each layer of an engine's model stores its own"
+    out = context.attend(served.layer, q[None], entries[None])
+    return out.unflatten(-1, (query.shape[1], -1)), None

@@ -220,9 +220,11 @@ class BlockContext:
         chosen, packed = self.attention, q[None]
         for part in self.parts:
             kind = (chosen.decode if part.decode else chosen.prefill)[layer.index]
-            found = self.backends[kind].attend(layer, part, part.of(packed))
-            own = out[part.begin : part.begin + part.positions.numel()]
-            own.copy_(found.flatten(0, 1))
+            into = out[part.begin : part.begin + part.positions.numel()]
+            into = into.view(*part.positions.shape, -1)
+            outputs = self.backends[kind].attend(layer, part, part.of(packed), into)
+            if outputs is not into:
+                into.copy_(outputs)
 
     def _store(self, layer: LayerMaps, cache: Tensor, rows: Tensor | None) -> None:
         groups = self.view.layout.of_layer(layer.index)

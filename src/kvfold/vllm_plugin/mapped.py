@@ -89,9 +89,7 @@ class MappedImpl(CachedImpl):
         if not self.reads_only:
             key, value = key[:tokens], value[:tokens]
         q, entries = self.score_space(query[:tokens], key, value, positions)
-        attended = output.new_empty(tokens, output.shape[1] * output.shape[2])
-        context.attend(self.maps, kv_cache, q, entries, attended)
-        output[:tokens] = attended.view(tokens, *output.shape[1:]) + self.served.means
+        context.attend(self.maps, kv_cache, q, entries, output[:tokens].view(tokens, -1))
         return output
 
     def sample(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,13 +105,9 @@ class MappedImpl(CachedImpl):
     ) -> tuple[Tensor, Tensor | None]:
         """Queries [Hq, N, r] that score stored keys, and the entries [N, R] of tokens at positions
         int64 [N], which keys before RoPE need; None where another layer stores them."""
-        q = self.served.maps.queries(query.transpose(0, 1)[None])[0]
         if self.reads_only:
-            return q, None
-        value = self.gathered(value)
-        places = None if positions is None else positions[None]
-        entries = self.served.rows(key.transpose(0, 1)[None], value.transpose(0, 1)[None], places)
-        return q, entries[0]
+            return self.served.score_space(query, None, None)
+        return self.served.score_space(query, key, self.gathered(value), positions)
 
     def gathered(self, value: Tensor) -> Tensor:
         """Values of the heads that this process's latents are made from [N, h, dv]."""

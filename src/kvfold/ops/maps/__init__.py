@@ -1,0 +1,119 @@
+"""The maps around attention over a compressed cache: a step's queries, keys and values become
+queries in score space and cache entries, and what attention adds up becomes the model's outputs.
+
+Shapes: N tokens; Hq / Hk query / KV heads, G = Hq / Hk; d, dv head dims of keys and values; n value
+latents, each of h adjacent heads; r, s widest rank of keys and values; R numbers of a cache entry;
+B sequences of T tokens.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.ops.backend import Operation
+
+__all__ = ["MAPS", "EntryMaps", "OutputMaps", "outputs", "score_space", "with_mean"]
+
+
+def _unsupported(dtype: torch.dtype) -> str | None:
+    return None if dtype.itemsize == 2 else f"numbers of {dtype}"
+
+
+# Each has `score_space` and `outputs`, and what they need of maps: `pack_entries`, `pack_outputs`.
+MAPS = Operation(__name__, {"triton": _unsupported})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EntryMaps:
+    """How a layer's cache entries are made, and queries that score them.
+
+    key_up, key_down [Hk, d, r], key_shift [Hk, r]: of one key latent a KV head; value_down
+    [n, h dv, s], value_shift [n, s]; key_ranks, value_ranks: numbers that each latent stores,
+    beyond which maps are zero; head_dim: dv; queries: G; packed: weights as the kernel reads them,
+    None where plain PyTorch serves.
+    """
+
+    key_up: Tensor
+    key_down: Tensor
+    key_shift: Tensor
+    value_down: Tensor
+    value_shift: Tensor
+    key_ranks: tuple[int, ...]
+    value_ranks: tuple[int, ...]
+    head_dim: int
+    queries: int
+    packed: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert len(self.key_ranks) == len(self.key_down), "a key latent a KV head"
+        assert len(self.value_ranks) == len(self.value_down), "a rank a value latent"
+        object.__setattr__(self, "packed", _module(self.key_up).pack_entries(self))
+
+    @property
+    def entry_width(self) -> int:
+        """R."""
+        return sum(self.key_ranks) + sum(self.value_ranks)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OutputMaps:
+    """How outputs are made from what attention adds up.
+
+    value_up [Hk, dv, s] and mean [Hk, dv] of every KV head; ranks: of the latent of each, beyond
+    which maps are zero; queries: G.
+    """
+
+    value_up: Tensor
+    mean: Tensor
+    ranks: tuple[int, ...]
+    queries: int
+    packed: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert len(self.ranks) == len(self.value_up) == len(self.mean), "a rank a KV head"
+        object.__setattr__(self, "packed", _module(self.value_up).pack_outputs(self))
+
+    @property
+    def output_width(self) -> int:
+        """Hq dv."""
+        return self.mean.numel() * self.queries
+
+
+def score_space(
+    maps: EntryMaps, query: Tensor, key: Tensor | None, value: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Queries [Hq, N, r] that score cache entries, and the entries [N, R] of the tokens.
+
+    query [N, Hq, d], key [N, Hk, d], value [N, n h, dv]: any strides; key and value are None where
+    another layer stores them, then so are the entries.
+    """
+    found: tuple[Tensor, Tensor | None]
+    found = _module(maps.key_up).score_space(maps, query, key, value)
+    return found
+
+
+def outputs(
+    maps: OutputMaps, out: Tensor, into: Tensor | None = None, *, mapped: bool = False
+) -> Tensor:
+    """What attention adds up, out [B, Hq, T, s], as the model's outputs [B, T, Hq dv]. into:
+    contiguous memory where they are written, unless autograd records them; mapped: values were
+    mapped before attention, out [B, Hq, T, dv]."""
+    if mapped:
+        return with_mean(maps, out.transpose(1, 2).unflatten(2, (-1, maps.queries)), into)
+    found: Tensor = _module(maps.value_up).outputs(maps, out, into)
+    return found
+
+
+def with_mean(maps: OutputMaps, out: Tensor, into: Tensor | None = None) -> Tensor:
+    """out [B, T, Hk, G, dv] plus the mean of each KV head, in one pass: [B, T, Hq dv]."""
+    if torch.is_grad_enabled() and out.requires_grad:
+        return (out + maps.mean[:, None]).flatten(2)
+    to = out.new_empty(*out.shape[:2], maps.output_width) if into is None else into
+    torch.add(out, maps.mean[:, None], out=to.view(out.shape))
+    return to
+
+
+def _module(weight: Tensor) -> Any:
+    return MAPS.choose(weight.device.type, weight.dtype).module
