@@ -15,11 +15,12 @@ from kvfold.compression.calibration_text import calibration_windows, self_window
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.documents import (
     PACKAGED,
+    PARTS,
     Document,
     calibration_documents,
     conversation,
     shares,
-    split_evenly,
+    split,
 )
 from kvfold.compression.self_text import write
 from kvfold.text import ROLES, encode_chat, packaged
@@ -56,14 +57,14 @@ def short(monkeypatch):
 
 
 @pytest.mark.parametrize("most", [16384, 32768])
-def test_a_third_of_the_tokens_is_code_and_a_third_prose(tokenizer, most):
+def test_two_fifths_of_the_tokens_are_code_and_two_prose(tokenizer, most):
     found = calibration_documents(None, tokenizer)
     sizes = [len(tokenizer(document.text).input_ids) for document in found]
     tokens = Counter()
     for document, share in zip(found, shares(found, sizes, most), strict=True):
         tokens[document.kind] += share
     assert tokens.keys() == {"prose", "code", "other"}
-    assert all(abs(count - most / 3) <= 2 for count in tokens.values())
+    assert all(abs(n - most * PARTS[kind] / sum(PARTS.values())) <= 3 for kind, n in tokens.items())
 
 
 def test_kinds_are_mixed_throughout(tokenizer):
@@ -87,7 +88,7 @@ def test_shares_of_kinds_are_equal_and_small_kinds_leave_the_rest():
     found = [Document("a", ""), Document("b", ""), Document("a", ""), Document("b", "")]
     assert shares(found, [1000] * 4, 2000) == [500] * 4
     assert shares(found, [10, 1000, 10, 400], 1220) == [10, 800, 10, 400]
-    assert split_evenly([5, 100, 100], 65) == [5, 30, 30]
+    assert split([5, 100, 100], 65) == [5, 30, 30]
 
 
 def test_few_tokens_are_of_few_documents_that_run_on():

@@ -11,11 +11,12 @@ from kvfold.errors import SettingError
 from kvfold.text import documents, encode, encode_start, packaged, read_texts
 
 LEAST = 256  # tokens of a document, where it has them
-PACKAGED = {  # kinds of packaged text, which give equal shares of the tokens
+PACKAGED = {  # files of packaged text by kind
     "prose": ("calibration.txt",),
     "code": ("calibration/code.txt",),
     "other": ("calibration/chat.jsonl", "calibration/data.txt", "calibration/languages.txt"),
 }
+PARTS = {"prose": 2, "code": 2, "other": 1}  # that a kind gives of all tokens
 
 
 def is_self(calib: Sequence[str | Path] | None) -> bool:
@@ -66,18 +67,19 @@ def calibration_documents(
 def shares(found: Sequence[Document], sizes: Sequence[int], total: int) -> list[int]:
     """How many tokens each document gives: its beginning, where all of them hold more than `total`.
 
-    sizes: tokens of each document. Kinds give equally many tokens, and so do the documents of a
-    kind; what short ones leave goes to longer ones. Where that would be less than LEAST tokens of
+    sizes: tokens of each document. Kinds give tokens by their PARTS, and the documents of a kind
+    equally many; what short ones leave goes to longer ones. Where that would be less than LEAST tokens of
     each document, some give more and the others nothing: statistics are of text that runs on.
     """
     members: dict[str, list[int]] = {}
     for i, document in enumerate(found):
         members.setdefault(document.kind, []).append(i)
-    of_kinds = split_evenly([sum(sizes[i] for i in x) for x in members.values()], total)
+    whole = [sum(sizes[i] for i in x) for x in members.values()]
+    of_kinds = split(whole, total, [PARTS.get(kind, 1) for kind in members])
     result = [0] * len(sizes)
     for indices, share in zip(members.values(), of_kinds, strict=True):
         chosen = _chosen(indices, sizes, share)
-        for i, size in zip(chosen, split_evenly([sizes[i] for i in chosen], share), strict=True):
+        for i, size in zip(chosen, split([sizes[i] for i in chosen], share), strict=True):
             result[i] = size
     return result
 
@@ -92,13 +94,15 @@ def _chosen(indices: list[int], sizes: Sequence[int], total: int) -> list[int]:
     return indices
 
 
-def split_evenly(sizes: Sequence[int], total: int) -> list[int]:
-    """Split `total` evenly over things of `sizes`; what small ones leave goes to larger ones."""
-    result, left = [0] * len(sizes), total
-    order = sorted(range(len(sizes)), key=lambda i: sizes[i])
-    for position, i in enumerate(order):
-        result[i] = min(sizes[i], left // (len(order) - position))
+def split(sizes: Sequence[int], total: int, parts: Sequence[int] | None = None) -> list[int]:
+    """Split `total` over things of `sizes`, evenly or by parts of it; what small ones leave goes to
+    larger ones."""
+    parts = [1] * len(sizes) if parts is None else parts
+    result, left, parts_left = [0] * len(sizes), total, sum(parts)
+    for i in sorted(range(len(sizes)), key=lambda i: sizes[i] / parts[i]):
+        result[i] = min(sizes[i], left * parts[i] // parts_left)
         left -= result[i]
+        parts_left -= parts[i]
     return result
 
 

@@ -33,7 +33,7 @@ class LogitsGuard:
     """
 
     def __init__(self, ends: Sequence[int]) -> None:
-        self.ends, self.told = list(ends), 0
+        self.ends, self.told = torch.tensor(list(ends), dtype=torch.int64), 0
         self.count = self.host = torch.zeros((), dtype=torch.int64)
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -47,10 +47,12 @@ class LogitsGuard:
             self.tell()
         else:
             return logits
-        if self.ends:
+        if len(self.ends):
             bad = ~finite[:, None]
             logits.masked_fill_(bad, -torch.inf)
-            logits[:, self.ends] = logits[:, self.ends].masked_fill(bad, 0.0)
+            # Numbers of tokens that lie on the host would wait for the device, in every step.
+            ends = self.ends = self.ends.to(logits.device)
+            logits[:, ends] = logits[:, ends].masked_fill(bad, 0.0)
         return logits
 
     def _count(self, bad: Tensor) -> None:
