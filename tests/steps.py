@@ -107,8 +107,8 @@ def broken(
     more."""
     for backend in (Fallback, CpuPaged):
 
-        def wrong(self, maps, part, q, attend=backend.attend):
-            out = attend(self, maps, part, q)
+        def wrong(self, maps, part, q, into=None, *, attend=backend.attend):
+            out = attend(self, maps, part, q, into)
             bad = maps.index == layer and int(part.positions.max()) + 1 >= rows
             return out * factor if bad else out
 

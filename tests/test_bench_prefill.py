@@ -35,7 +35,7 @@ def test_work_is_what_was_asked_for():
     work = build("half-ragged")
     keys, values = work.sides[1]
     assert (keys.ranks, values.ranks) == ((4, 8), (12, 8)) and work.q.shape == (2, 4, 24, 8)
-    assert not work.q[:, :2, :, 4:].any() and work.q[:, :2, :, :4].all()
+    assert not work.q[:, :2, :, 4:].any() and work.q[:, :2, :, :4].any(-1).all()
     assert (keys.starts, values.starts) == ((0, 4), (12, 24)) and keys.data.shape == (2, 40, 32)
     assert work.queries.tolist() == 2 * [list(range(16, 40))]
     assert not torch.equal(work.sides[0][0].data, keys.data)
@@ -81,6 +81,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
     assert "full: outputs are off" in skipped[0].reason and rows[0].speedup_vs_fastest is None
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interprets kernels on a CPU")
 def test_kernels_can_be_cut_otherwise(monkeypatch):
     names = ("half-ragged@zack", "half@16x16w4s1", "half")
     _, skipped = bench.measure_case(job(variants=names, baselines=()), (1, 20, 20), CPU)
@@ -137,7 +138,7 @@ def test_bench_prefill_prints_and_writes(tmp_path, capsys):
     assert main(["bench", "prefill", "--shape", "tiny", *sizes, *few]) == 0
     out = capsys.readouterr().out
     assert "tiny, 2 x the last 8 of 32 tokens" in out and "sdpa-flash *" in out
-    assert "sdpa-cudnn at 1 x 8 of 32 not timed: cuDNN needs" in out
+    assert "sdpa-cudnn at 2 x 8 of 32 not timed: " in out
     report = json.loads(target.read_text())
     assert report["benchmark"] == "prefill" and report["settings"]["cases"][1] == [1, 32, 32]
     assert {"kvfold", "commit", "torch", "triton", "device"} <= report["versions"].keys()

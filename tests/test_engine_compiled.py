@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+import seam_types
 from kvfold.config import CacheConfig
 from kvfold.engine.build import build_runner
 from kvfold.engine.compiled import TOKENS, Compiled, wanted
@@ -42,7 +43,7 @@ def runner_of(name: str, **settings) -> ModelRunner:
 
 def compile_pieces(runner: ModelRunner, backend="eager") -> int:
     """Graphs that it took."""
-    runner.compiled = Compiled(runner.model, backend)
+    runner.compiled = Compiled(runner.model, runner.family, backend)
     runner.compiled.warm_up(runner._forward, runner.device)
     return counters["stats"]["unique_graphs"]
 
@@ -91,10 +92,27 @@ def test_same_logits_and_nothing_compiled_later(name, settings, modules, graphs)
     assert is_clean(runner.model)
 
 
+@pytest.mark.parametrize("name", ["smollm3", "gemma3_text", "cohere2"])
+def test_layers_beside_maps_are_compiled_once_for_all(name: str) -> None:
+    """Attention, whose maps differ from layer to layer, is one operation of theirs."""
+    model = seam_types.tiny(name)
+    runner = build_runner(model, CacheConfig(page=16), num_slots=5, max_tokens=64)
+    plain = conversation(runner)
+    compiled = compile_pieces(runner)
+    layers = model.config.get_text_config().num_hidden_layers
+    assert compiled <= 6 < 2 * layers  # layers with and without a window or RoPE, and a norm
+    assert len(runner.compiled.swaps) == layers + 1
+    assert_same_logits(conversation(runner), plain, runner.model.config, MOST)
+    assert counters["stats"]["unique_graphs"] == compiled
+    assert not counters["graph_break"]
+    runner.compiled.remove()
+    assert is_clean(runner.model)
+
+
 def test_pieces_are_what_runs() -> None:
     runner = runner_of("llama-gqa", bits=8)
     plain = conversation(runner)
-    runner.compiled = Compiled(runner.model, "eager")
+    runner.compiled = Compiled(runner.model, runner.family, "eager")
     wrong = Pieces(rows=lambda k, tables, shift, rest: pieces.rows(k, tables, shift, -rest))
 
     def spoiled(x: Tensor | tuple[Tensor, Tensor], **_) -> Tensor:
@@ -149,7 +167,7 @@ def test_model_is_as_before() -> None:
     norm = runner.model.model.norm
     norm.forward = own = lambda x: x
     keys = runner.model.state_dict().keys()
-    runner.compiled = Compiled(runner.model, "eager")
+    runner.compiled = Compiled(runner.model, runner.family, "eager")
     assert norm not in [module for module, _, _ in runner.compiled.swaps]
     runner.compiled.install()
     assert not is_clean(runner.model.model.layers)

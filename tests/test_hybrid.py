@@ -45,7 +45,7 @@ from kvfold.spec import CacheSpec
 from kvfold.spec.layout import cache_layout
 from kvfold.vllm_plugin.shares import Share
 from models import tiny, tokens
-from steps import backends, even, logits_of, sequences_of, step
+from steps import DEVICE, backends, even, logits_of, sequences_of, step
 
 pytestmark = pytest.mark.gpu
 
@@ -287,7 +287,7 @@ def test_kernels_compute_what_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> N
     for use in backends(monkeypatch):
         for name, taken in (("reference", "HybridAttention"), ("triton", "HybridKernels")):
             use(name)
-            model = folded("llama3-scaling", dtype=torch.float16)
+            model = folded("llama3-scaling", dtype=torch.float16).to(DEVICE)
             config = CacheConfig(kv_bytes=2**21, page=16)
             runner = build_runner(model, config, num_slots=2, max_tokens=96)
             chosen = runner.attention.selected

@@ -68,8 +68,9 @@ def shares(found: Sequence[Document], sizes: Sequence[int], total: int) -> list[
     """How many tokens each document gives: its beginning, where all of them hold more than `total`.
 
     sizes: tokens of each document. Kinds give tokens by their PARTS, and the documents of a kind
-    equally many; what short ones leave goes to longer ones. Where that would be less than LEAST tokens of
-    each document, some give more and the others nothing: statistics are of text that runs on.
+    equally many; what short ones leave goes to longer ones. Where that would be less than LEAST
+    tokens of each document, some give more and the others nothing: statistics are of text that runs
+    on.
     """
     members: dict[str, list[int]] = {}
     for i, document in enumerate(found):

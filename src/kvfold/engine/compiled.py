@@ -4,7 +4,8 @@ In plain PyTorch a norm is eight launches, RoPE five, silu(gate) * up two. torch
 of each; products stay with cuBLAS, attention with our kernels. The pieces are what lies between:
 those of `models.pieces`, and what leads from one layer's attention to the next one's, where a layer
 leaves its last sum to the norm behind it, which takes one launch then; of families whose layers are
-not known so well, modules that transformers wrote, all of a class by one function. They are put
+not known so well, modules that transformers wrote, all of a class by one function. Of a model with
+maps beside its weights whole layers are compiled, in which attention is one operation. They are put
 into a runner's model once.
 KVFOLD_COMPILE: `auto` (on CUDA devices) or `off`. Shapes: N tokens of a step, D model width.
 """
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.attention.base import AttentionContext, LayerMaps
-from kvfold.models.adapter import Family, Residual
-from kvfold.models.families import family_of
+from kvfold.models.adapter import Family, Residual, decoder_of
 from kvfold.models.merged import GatedMLP
 from kvfold.models.pieces import Pieces
+from kvfold.seam.family import SeamFamily
 
 TOKENS = 127  # of the step that is compiled for; a prime, so that no width of a model equals it
 RECOMPILES = 64  # of one function: widths, types of numbers, and one token apart from more
@@ -42,10 +43,13 @@ def wanted(device_type: str) -> bool:
 class Compiled:
     """Stand-ins for parts of a model, once installed. backend: of torch.compile."""
 
-    def __init__(self, model: Any, backend: str = "inductor") -> None:
-        family, base = family_of(model.config), model.base_model
+    def __init__(self, model: Any, family: type[Family], backend: str = "inductor") -> None:
+        base = model.base_model
+        if issubclass(family, SeamFamily):
+            self.swaps: list[Swap] = _whole_layers(model, family, backend)
+            return
         pieces = Pieces(*(_piece(function, backend) for function in Pieces()))
-        self.swaps: list[Swap] = [(x, "pieces", pieces) for x in family.attentions(model)]
+        self.swaps = [(x, "pieces", pieces) for x in family.attentions(model)]
         # A module with a forward of its own is someone's, as with transformers' other devices.
         whole = family.finish is not None and not any("forward" in vars(x) for x in base.modules())
         self.swaps += (_layers if whole else _modules)(model, family, backend)
@@ -122,6 +126,15 @@ def _enter(norm: Any, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
     return x, type(norm).forward(norm, x)
 
 
+def _whole_layers(model: Any, family: type[Family], backend: str) -> list[Swap]:
+    """Layers of any model as they are, but for attention, and norms behind the last."""
+    decoder, layers = decoder_of(model), list(family.layers(model))
+    if any("forward" in vars(x) for x in decoder.modules()):  # someone's, as in `Compiled`
+        return []
+    inside = {type(x) for layer in layers for x in layer.children()}
+    return _by_class([*layers, *(x for x in decoder.children() if type(x) in inside)], backend)
+
+
 def _modules(model: Any, family: type[Family], backend: str) -> list[Swap]:
     """Norms and MLPs, each by itself."""
     attentions = set(family.attentions(model))
@@ -153,11 +166,11 @@ def _piece(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
     return partial(_call, torch.compile(function, backend=backend))
 
 
-def _call(function: Callable[..., Any], *args: Any) -> Any:
+def _call(function: Callable[..., Any], *args: Any, **more: Any) -> Any:
     # Of what is a parameter, torch.compile makes every size a constant.
     args = tuple(x.detach() if isinstance(x, nn.Parameter) else x for x in args)
-    _mark(args)
-    return function(*args)
+    _mark((*args, *more.values()))
+    return function(*args, **more)
 
 
 def _mark(x: Any) -> None:

@@ -1,5 +1,6 @@
 """The model side of the engine: a batch to logits, and requests to fewer pages."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,7 @@ from kvfold.models.families import family_of
 from kvfold.ops.backend import no_numba
 from kvfold.ops.common.launch import upload
 from kvfold.ops.store import Fill
+from kvfold.seam.served import attending
 from kvfold.versions import given
 
 
@@ -63,7 +65,7 @@ class ModelRunner:
         self.model.config._attn_implementation = PAGED
         self.family = family or family_of(model.config)
         modules: list[Any] = list(self.family.attentions(model))
-        beside = layers is not None
+        self.beside = beside = layers is not None
         layers = [module.maps for module in modules] if layers is None else layers
         self.sliding = [
             (where, layer.window)
@@ -84,9 +86,9 @@ class ModelRunner:
             learned = None if rope else model.config.get_text_config().max_position_embeddings
             view = self.attention.view
             self.replay = Replay(view, policy, tokenizer, self._forward, twin, learned)
-        whole = not beside and wanted(self.device.type)
-        self.compiled = Compiled(self.model) if whole else None
-        if self.compiled is not None:
+        self.compiled = None
+        if wanted(self.device.type):
+            self.compiled = Compiled(self.model, self.family)
             self.compiled.warm_up(self._forward, self.device)
         if no_numba(self.device.type) is None and not beside:
             few.install(self.model, self.family)
@@ -100,8 +102,18 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Do before requests come what would keep one waiting."""
         if self.graphs is not None:
-            with torch.inference_mode():
-                self.graphs.warm_up(self._decode)
+            try:
+                with torch.inference_mode():
+                    self.graphs.warm_up(self._decode)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                self.graphs = None
+                warnings.warn(
+                    "the model's steps cannot be held in CUDA graphs, so that they take longer:"
+                    f" {str(error).splitlines()[0]}",
+                    stacklevel=2,
+                )
 
     def _tensor(self, values: list[int]) -> Tensor:
         return upload(np.array(values, dtype=np.int64), self.device)
@@ -190,12 +202,13 @@ class ModelRunner:
 
     def _forward(self, tokens: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         """tokens, positions int64 [N] -> last hidden states [N, D]."""
-        out = decoder_of(self.model)(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            **given(step),
-            use_cache=False,
-        )
+        with attending(step) as here:
+            out = decoder_of(self.model)(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                **given(here if self.beside else step),
+                use_cache=False,
+            )
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 

@@ -103,7 +103,7 @@ class RopeMaps(Maps):
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         wider = k if self.joint else v
-        # Without gaps between tokens: kernels of PyTorch's read 16 bytes at once, wherever they lie.
+        # Without gaps between tokens: PyTorch's kernels read 16 bytes at once, wherever they lie.
         numbers, digits = wider[..., :-DIGITS].contiguous(), wider[:, 0, :, -DIGITS:]
         z = numbers if self.joint else k
         return self.queries(q), self.reconstructed(z, digits), self.per_head(numbers)

@@ -3,13 +3,16 @@
 Shapes: N tokens of a step; Hq / Hk query / KV heads, dv head dim of values; R numbers of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from itertools import count
+from threading import local
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention.base import AttentionContext, Columns, LayerMaps
@@ -26,17 +29,24 @@ from kvfold.seam.sidecar import Sidecar
 from kvfold.spec import CacheSpec, Geometry, LayerSpec
 from kvfold.spec.layout import tiers
 
-_STATE = "_kvfold_served"  # of a module, in its __dict__
+_here = local()
+_served: "WeakValueDictionary[int, Served]" = WeakValueDictionary()
+_STATE, _HANDLE = "_kvfold_served", "_kvfold_handle"  # of a module, in its __dict__
 
 
 class Served:
-    """One attention module's maps, as attention sees the layer, and the context of the step."""
+    """One attention module's maps, as attention sees the layer. handle int64 [1], on the host: a
+    number of its own, as code that is compiled for all layers of a class is told of one."""
+
+    numbers: ClassVar[Iterator[int]] = count()
 
     def __init__(self, maps: Maps, layer: LayerMaps) -> None:
         self.maps, self.layer = maps, layer
         self.entry_maps = None if isinstance(maps, RopeMaps) else _entry_maps(maps, layer)
-        self.context: AttentionContext | None = None
         self.scale = 1.0  # of its scores, times the plan's
+        number = next(self.numbers)
+        self.handle = torch.tensor([number])
+        _served[number] = self
 
     def score_space(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, positions: Tensor | None = None
@@ -63,18 +73,32 @@ class Served:
         return torch.cat((keys, layer.value_columns.compact(values).flatten(2)), -1)[0]
 
 
-class _View:
-    """A step's context in the place of a transformers cache: keys and values pass through."""
-
-    def __init__(self, context: AttentionContext, served: Served) -> None:
-        self._context, self._served = context, served
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
+class Here(AttentionContext):
+    """Of the step that runs, in the place of a transformers cache: keys and values pass through.
+    One for all steps, so that compiled code meets the same one in each."""
 
     def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self._served.context = self._context
         return k, v
+
+    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
+        context = getattr(_here, "context", None)
+        assert context is not None, "an engine's model runs with a context alone"
+        out: Tensor = context.attend(layer, q, rows)
+        return out
+
+
+HERE = Here()
+
+
+@contextmanager
+def attending(context: AttentionContext) -> Iterator[Here]:
+    """Around a forward of a model as of `install`: its attention is the context's."""
+    before = getattr(_here, "context", None)
+    _here.context = context
+    try:
+        yield HERE
+    finally:
+        _here.context = before
 
 
 def check_servable(model: Any, layers: Sequence[SeamLayer]) -> None:
@@ -166,8 +190,7 @@ def install(
         if layer.scaling is not None:
             served.scale = layer.scaling / spec.geometry.scaling
         module = model.get_submodule(layer.name)
-        module.__dict__[_STATE] = served
-        module.register_forward_pre_hook(partial(_give_context, served), with_kwargs=True)
+        module.__dict__ |= {_STATE: served, _HANDLE: served.handle}
         found.append(served.layer)
     if PAGED not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         ALL_ATTENTION_FUNCTIONS.register(PAGED, _attention)
@@ -207,17 +230,6 @@ def _reconstructed(maps: Maps, tables: dict[bytes, RotaryTable]) -> dict[str, An
     return {"key_up": maps.key_up.contiguous(), "key_mean": maps.key_mean, "rope": rope}
 
 
-def _give_context(
-    served: Served, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put a view in the place of the context among a module's arguments."""
-
-    def view(value: Any) -> Any:
-        return _View(value, served) if isinstance(value, AttentionContext) else value
-
-    return tuple(map(view, args)), {name: view(value) for name, value in kwargs.items()}
-
-
 def _attention(
     module: Any,
     query: Tensor,
@@ -228,12 +240,19 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of q [1, Hq, N, d] through the step's context: [1, N, Hq, dv]."""
-    served: Served = module.__dict__[_STATE]
-    context, served.context = served.context, None
-    assert context is not None, "an engine's model runs with a context alone"
+    how = query, key, value, plain_positions(position_ids), getattr(module, _HANDLE)
+    if torch.compiler.is_compiling():
+        return torch.ops.kvfold.served_attention(*how), None
+    return _attend(*how), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None, handle: Tensor
+) -> Tensor:
+    """Of the layer with this handle."""
+    served = _served[int(handle)]
     if served.scale != 1:
         query = query * served.scale
-    positions = plain_positions(position_ids)
     q, entries = served.score_space(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -241,5 +260,24 @@ def _attention(
         None if positions is None else positions[0],
     )
     assert entries is not None, "each layer of an engine's model stores its own"
-    out = context.attend(served.layer, q[None], entries[None])
-    return out.unflatten(-1, (query.shape[1], -1)), None
+    out = HERE.attend(served.layer, q[None], entries[None])
+    return out.unflatten(-1, (query.shape[1], -1))
+
+
+# An operation of PyTorch's, so that torch.compile leaves attention whole, whatever a step needs.
+@torch.library.custom_op(
+    "kvfold::served_attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? positions, Tensor handle) -> Tensor",
+)
+def _operation(
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None, handle: Tensor
+) -> Tensor:
+    return _attend(query, key, value, positions, handle)
+
+
+@_operation.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None, handle: Tensor
+) -> Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
