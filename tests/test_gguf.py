@@ -135,7 +135,9 @@ def test_a_file_of_the_same_name_here_is_not_taken(tiny, tmp_path, monkeypatch):
 def test_every_way_in_takes_a_gguf_file(tiny, tmp_path, capsys):
     output = tmp_path / "folded"
     assert main(["inspect", str(tiny)]) == 0
-    assert main(["compress", str(tiny), "--keep", "0.5", *FEW, "--output", str(output)]) == 0
+    assert (
+        main(["compress", str(tiny), "--fold", "--keep", "0.5", *FEW, "--output", str(output)]) == 0
+    )
     assert main(["generate", str(tiny), "--prompt", "The ship", "--max-new-tokens", "4"]) == 0
     captured = capsys.readouterr()
     assert "4 query and 2 KV heads of 8" in captured.out and captured.err == ""

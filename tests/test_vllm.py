@@ -42,7 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory):
             size = {"keep": 0.5} if factor is None else {"factor": factor}
             # Numba in this process, which a check loads, keeps vLLM 0.32 from starting in a fork.
             size |= {"output": made[key], "max_tokens": 4096, "check": False}
-            kvfold.compress(model, recipe, **size)
+            kvfold.compress(model, recipe, **size, fold=True)
         return str(made[key])
 
     return get
