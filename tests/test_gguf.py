@@ -7,6 +7,7 @@ import zipfile
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 import ggufs
 import kvfold
@@ -124,6 +125,12 @@ def test_a_conversation_is_messages_of_known_roles():
     ):
         with pytest.raises(ValueError, match=message):
             encode_chat(tokenizer, wrong)
+
+
+def test_a_type_that_is_not_folded_is_read_from_its_checkpoint(tiny, monkeypatch):
+    monkeypatch.setattr(loading.gguf, "load_config", lambda _: Qwen3MoeConfig())
+    with pytest.raises(ValueError, match="is a qwen3_moe model, and kvfold reads GGUF files of"):
+        loading.load_config(str(tiny))
 
 
 def test_a_file_of_the_same_name_here_is_not_taken(tiny, tmp_path, monkeypatch):

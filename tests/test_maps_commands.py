@@ -149,7 +149,7 @@ def test_a_base_that_is_not_here_is_named(here: Path, capsys) -> None:
     assert main(["generate", str(here / "model"), *map(str, words)]) == 0
 
 
-def test_a_model_of_any_type_needs_no_maps(here: Path, capsys) -> None:
+def test_a_model_of_any_type_needs_no_maps(here: Path, capsys, monkeypatch) -> None:
     """Measured and generated from as it is, also from a cache of few bits."""
     model, file = str(here / "model"), here / "plain.json"
     full = 2 * Sidecar.load(made(here)).spec.geometry.full_numbers
@@ -159,6 +159,7 @@ def test_a_model_of_any_type_needs_no_maps(here: Path, capsys) -> None:
         record = json.loads(file.read_text())
         assert record["kept_fraction"] == pytest.approx(kept, abs=0.1)
         assert record["baseline_bytes_per_token"] == full
+    monkeypatch.setattr("kvfold.loading._load_directory", None)
     said = refused(capsys, "eval", model, "--evict", "random", "--keep-tokens", ".5")
     assert "nothing is evicted" in said
     for name in ("inspect", "capacity", "compare"):

@@ -423,7 +423,7 @@ def test_the_command_says_what_was_planned_and_where_bits_take_effect(capsys, tm
     assert "recipe swift: a decode step reconstructs no keys" in said
     size = cache_layout(made.spec).bits_per_token / 8
     assert f"{size:.0f} bytes per token with the planned bits" in said
-    assert "kvfold's engine stores the planned bits; attached, transformers' cache 16-bit" in said
+    assert "kvfold's engine and vLLM store the planned bits; attached, transformers' cache" in said
     assert made.provenance["measured"]["through"] == "kvfold's engine"
 
 

@@ -18,7 +18,7 @@ from kvfold.errors import SettingError
 from kvfold.files import check_here
 from kvfold.gguf import first_line
 from kvfold.hub import where, why_not
-from kvfold.models.families import check_model, family_of
+from kvfold.models.families import check_model, family_of, has_family
 from kvfold.place import check_device, check_dtype
 from kvfold.text import json_object
 from kvfold.weights import check_complete, check_finite
@@ -136,6 +136,11 @@ def load_config(name: str) -> Any:
     if not gguf.is_gguf(path):
         return _directory_config(str(name), path)
     config = gguf.load_config(path)
+    if not has_family(config):
+        raise ValueError(
+            f"{path} is a {config.model_type} model, and kvfold reads GGUF files of the types alone"
+            " that it folds; use the original checkpoint"
+        )
     family = family_of(config)
     if family.not_in_gguf is not None:
         raise ValueError(

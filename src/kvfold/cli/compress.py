@@ -70,7 +70,6 @@ def compress(
     from kvfold.artifact import provenance_of
 
     fastest.check(size, recipe, calibration.stats)
-    target = size.target
     api.check_fold(fold, windows, fastest=fastest.fastest)
     common.quiet()
     begin = time.perf_counter()
@@ -84,14 +83,8 @@ def compress(
                 model,
                 recipe,
                 fold=fold,
-                keep=target.keep,
-                factor=target.factor,
-                bytes_per_token=target.bytes_per_token,
-                levels=target.levels,
-                prefer=target.prefer,
+                **vars(size.target),
                 windows=windows,
-                budget=target.budget,
-                hybrid=target.hybrid,
                 align=size.align,
                 calib=list(calibration.calib) or None,
                 device=place.device,
