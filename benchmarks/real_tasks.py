@@ -30,14 +30,12 @@ import kvfold
 from kvfold.config import CacheConfig
 from kvfold.engine.params import SamplingParams
 from kvfold.engine.stream import Stream
-from kvfold.evaluation.maps import measured
 from kvfold.evaluation.measure import NEEDLE_LENGTHS, Measurement, measure, text_windows
 from kvfold.evaluation.suites import read_suite
 from kvfold.evaluation.suites.engines import Answering, ByKVFold, ByVLLM, Reply
 from kvfold.evaluation.suites.run import run_suite
 from kvfold.files import finite
 from kvfold.loading import load, load_config, load_tokenizer, resolve
-from kvfold.seam.compress import make_maps
 from kvfold.seam.sidecar import Sidecar
 
 PLAIN: dict[str, dict[str, Any]] = {"original": {}, "bits-8": {"bits": 8}, "bits-4": {"bits": 4}}
@@ -98,13 +96,10 @@ class Setting:
         if self.name in PLAIN or output.exists():
             return
         begin = time.perf_counter()
-        wanted = planned(self.name.removeprefix(MAPS))
-        if self.maps:
-            check = measured if self.given.check else None
-            make_maps(self.given.model, output=output, check=check, **wanted)
-        else:
-            check = self.given.check
-            kvfold.compress(self.given.model, output=output, check=check, **wanted)
+        fold, wanted = not self.maps, planned(self.name.removeprefix(MAPS))
+        kvfold.compress(
+            self.given.model, fold=fold, output=output, check=self.given.check, **wanted
+        )
         self.record["compress_s"] = time.perf_counter() - begin
 
     def read(self) -> None:

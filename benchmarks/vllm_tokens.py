@@ -82,7 +82,9 @@ def compressed(case: Case, folder: str, new: int) -> Answer | None:
     import kvfold
 
     size = {"keep": case.size} if case.size <= 1 else {"factor": case.size}
-    kvfold.compress(case.model, case.recipe, output=folder, max_tokens=4096, device="cpu", **size)
+    kvfold.compress(
+        case.model, case.recipe, output=folder, max_tokens=4096, device="cpu", **size, fold=True
+    )
     if not case.whole:
         return None
     model, tokens, ahead = kvfold.load(folder, dtype=torch.float32, device="cpu"), [], []

@@ -138,15 +138,24 @@ SIZES = {
     "kvfold compress reference:gqa": (
         'Command "compress" parameter --output requires an argument.'
     ),
-    "kvfold compress reference:gqa --recipe zack --factor 4 --output new": (
+    "kvfold compress reference:gqa --fold --recipe zack --factor 4 --output new": (
         "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean or small"
     ),
-    "kvfold compress reference:gqa --maps --budget ppl<=1.1 --output new": (
-        "--maps and --budget exclude each other: only folded checkpoints are made by --budget; "
-        "give --keep or --factor"
+    "kvfold compress reference:gqa --budget ppl<=1.1 --output new": (
+        "--budget is of a model that is folded, not of maps beside its weights: add --fold"
     ),
-    "kvfold compress reference:gqa --windows --output new": (
-        "--windows says which layers get maps: give --maps too"
+    "kvfold compress reference:gqa --recover 2 --output new": (
+        "--recover is of a model that is folded, not of maps beside its weights: add --fold"
+    ),
+    "kvfold compress reference:gqa --budget ppl<=1.1 --fastest --output new": (
+        "--fastest is of a model that is folded, not of maps beside its weights: add --fold"
+    ),
+    "kvfold compress reference:gqa --recipe palu-m --output new": (
+        "--recipe palu-m reads more of a model than what its attention is asked: add --fold, which "
+        "folds it into the weights, or use 'swift', 'fast', 'lean' or 'small'"
+    ),
+    "kvfold compress reference:gqa --windows --fold --output new": (
+        "--windows says which layers get maps: leave --windows or --fold out"
     ),
     "kvfold compress reference:gqa --bytes-per-token 1e6 --output new": (
         "--bytes-per-token must be at most 7168, what the uncompressed cache takes at 16 bits; "
@@ -185,7 +194,7 @@ SIZES = {
     "kvfold compress reference:gqa --hybrid important=2 --output new": (
         "--hybrid: important must be in [0, 1], got 2.0"
     ),
-    "kvfold compress reference:gqa --recipe palu-m --hybrid keys=0.25 --output new": (
+    "kvfold compress reference:gqa --fold --recipe palu-m --hybrid keys=0.25 --output new": (
         "--hybrid: recipe 'palu-m' stores pre_rope keys, and a narrow row is the first numbers of "
         "keys and values per head in score space: take recipe zdc, zack or fast"
     ),
@@ -243,14 +252,15 @@ SIZES = {
     "kvfold compress reference:gqa --budget 'ppl<=1.01' --fastest --prefer speed --output new": (
         "--fastest tries several recipes, sizes and plans: leave --prefer out"
     ),
-    "kvfold compress reference:gqa --budget 'ppl<=1.01' --fastest --context 9999 --output new": (
+    "kvfold compress reference:gqa --fold --budget ppl<=1.1 --fastest --context 9999 --output x": (
         "--context must be at most 4096, the model's positions; got 9999"
     ),
     "kvfold compress reference:gqa --recover -1 --output new": (
         "--recover must be at least 0 steps, got -1; 0 leaves the maps alone"
     ),
     "kvfold recover reference:gqa --output new": (
-        "reference:gqa is not compressed, so there is nothing to recover: `kvfold compress` first"
+        "reference:gqa is not compressed, so there is nothing to recover: `kvfold compress "
+        "--fold` first"
     ),
     "kvfold recover reference:gqa --steps 0 --output new": "--steps must be at least 1, got 0",
     "kvfold recover reference:gqa --learning-rate 0 --output new": (
@@ -842,7 +852,7 @@ MAPS = {
     "kvfold inspect --maps maps --recipe zack": (
         "--maps show what is stored, and --recipe plans something else: leave one out"
     ),
-    "kvfold compress reference:gqa --maps --output folder": (
+    "kvfold compress reference:gqa --windows --output folder": (
         "output folder exists and is not an empty directory; name another one"
     ),
     "kvfold push maps": 'Command "push" parameter NAME requires an argument.',
@@ -876,9 +886,12 @@ PYTHON = {
         "maps must be a folder with kvfold.json and kvfold.safetensors, or the hub id of one, "
         "USER/NAME; nowhere has no kvfold.json and no kvfold.safetensors"
     ),
-    'kvfold.make_maps("reference:gqa", "lorc", max_tokens=4096)': (
-        "recipe 'lorc' needs more of a model than what its attention is asked; use 'swift', 'lean' "
-        "or 'small'"
+    'kvfold.compress("reference:gqa", "lorc", max_tokens=4096)': (
+        "recipe='lorc' reads more of a model than what its attention is asked: add fold=True, "
+        "which folds it into the weights, or use 'swift', 'fast', 'lean' or 'small'"
+    ),
+    'kvfold.compress("reference:gqa", learn_scores=True)': (
+        "learn_scores is of a model that is folded, not of maps beside its weights: add fold=True"
     ),
     "kvfold.LLM(None)": "model must be a name or a loaded causal LM; got None",
     'kvfold.LLM("reference:gqa", max_sequences="4")': (
@@ -1012,7 +1025,7 @@ FULL_DISK = {
         "cannot write new.safetensors: Error while serializing: No space left on device (os "
         "error 28)"
     ),
-    "kvfold compress reference:gqa --recipe lorc --output new": (
+    "kvfold compress reference:gqa --fold --recipe lorc --output new": (
         "cannot write new: No space left on device"
     ),
 }

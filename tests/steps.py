@@ -44,7 +44,7 @@ def folded(recipe: Recipe | None, align: int = 8, layers: int = 1, name: str = "
     if recipe is not None:
         wanted = Compressor(model, recipe).needs
         statistics = calibrate(model, family_of(model.config), tokens(8, 64), wanted)
-        model = compress(model, recipe, statistics=statistics, keep=0.5, align=align)
+        model = compress(model, recipe, statistics=statistics, keep=0.5, align=align, fold=True)
     return torch.nn.Module.half(model).to(DEVICE)  # transformers refuses it for compressed models
 
 

@@ -81,7 +81,7 @@ LAYERS: dict[str, set[str]] = {
         "loading",
         "evaluation",
     }
-    | {"models"}
+    | {"errors", "models", "seam"}
     | {"files", "weights", "card", "text"},
     "recovery": {"api", "artifact", "compression", "config", "errors", "files", "loading", "models"}
     | {"spec", "text"},

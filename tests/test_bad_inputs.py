@@ -235,8 +235,8 @@ def test_a_request_that_cannot_be_served(call, message, llm) -> None:
 def checkpoints(files) -> None:
     """Folded ones, with something wrong each."""
     kept = files / "folded"
-    kvfold.compress("reference:gqa", "lorc", output=kept)
-    kvfold.compress("reference:gqa", "lorc", keep=0.25, output=files / "quarter")
+    kvfold.compress("reference:gqa", "lorc", output=kept, fold=True)
+    kvfold.compress("reference:gqa", "lorc", keep=0.25, output=files / "quarter", fold=True)
 
     def edited(name: str, change: Callable[[dict], object]) -> None:
         config = shutil.copytree(kept, files / name) / "config.json"
@@ -320,6 +320,7 @@ def test_a_full_gpu(call, message, capsys, monkeypatch) -> None:
 
     monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", full)
     monkeypatch.setattr("kvfold.loading.load", full)
+    monkeypatch.setattr("kvfold.api.load", full)
     assert told(call, capsys, monkeypatch) == message
 
 

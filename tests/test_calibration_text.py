@@ -199,7 +199,12 @@ def test_self_stands_alone(tmp_path, capsys):
 
 def test_a_model_is_compressed_on_its_own_text(short, tmp_path):
     kvfold.compress(
-        "reference:gqa", recipe="zack", calib=["self"], max_tokens=256, output=tmp_path / "own"
+        "reference:gqa",
+        recipe="zack",
+        calib=["self"],
+        max_tokens=256,
+        output=tmp_path / "own",
+        fold=True,
     )
     provenance = json.loads((tmp_path / "own" / "config.json").read_text())["quantization_config"]
     assert "self: 256 tokens" in json.dumps(provenance)

@@ -62,7 +62,7 @@ def plain(tmp_path_factory):
 def folded(plain, tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "folded"
     arguments = ["--recipe", "small", "--keep", "0.5", *FEW, "--output", str(path)]
-    assert main(["compress", str(plain), *arguments]) == 0
+    assert main(["compress", str(plain), "--fold", *arguments]) == 0
     return path
 
 
@@ -152,7 +152,7 @@ def cut_weights(path):
 def test_compress_refuses_damaged_and_foreign_models(spoiled, tmp_path, capsys, damage, message):
     damage(spoiled)
     output = tmp_path / "out"
-    assert message in refused(capsys, "compress", spoiled, *FEW, "--output", output)
+    assert message in refused(capsys, "compress", spoiled, "--fold", *FEW, "--output", output)
     assert not output.exists()
 
 
@@ -265,7 +265,7 @@ def test_compress_refuses_a_model_without_some_weights(spoiled, tmp_path, capsys
 
 
 def test_two_writers_of_one_output_do_not_meet(plain, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("kvfold.cli.common.compressor", None)  # no work is begun
+    monkeypatch.setattr("kvfold.api.load_config", None)  # no work is begun
     with new_directory(tmp_path / "out"):
         line = refused(capsys, "compress", plain, "--output", tmp_path / "out")
     assert f"output {tmp_path / 'out'} is being written by another process" in line
@@ -287,16 +287,16 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
 
     monkeypatch.setattr(hf.PreTrainedModel, "save_pretrained", full)
     target = tmp_path / "out"
-    assert message in refused(capsys, "compress", plain, *FEW, "--output", target)
+    assert message in refused(capsys, "compress", plain, "--fold", *FEW, "--output", target)
     assert not list(tmp_path.iterdir())
 
 
 def test_termination_cleans_up_and_ends_with_143(plain, tmp_path, capsys, monkeypatch):
-    def terminate(*_):
+    def terminate(*_, **__):
         assert list(tmp_path.iterdir())
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("kvfold.cli.common.compressor", terminate)
+    monkeypatch.setattr("kvfold.api.load", terminate)
     before = signal.getsignal(signal.SIGTERM)
     assert main(["compress", str(plain), "--output", str(tmp_path / "out")]) == 143
     assert capsys.readouterr().err == "kvfold: terminated\n"
@@ -379,20 +379,20 @@ def printed(capsys, *arguments):
 def test_compress_says_what_it_saved(plain, tmp_path, capsys):
     stats, output = tmp_path / "stats.safetensors", tmp_path / "new" / "out"
     arguments = ["--recipe", "fast", "--keep", "0.25", "--stats", stats, *FEW]
-    out = printed(capsys, "compress", plain, *arguments, "--output", output)
+    out = printed(capsys, "compress", plain, "--fold", *arguments, "--output", output)
     assert "fast: 0.2500 of the numbers kept" in out and "128 -> 32 bytes per token" in out
     assert "kernels on a GPU: 0 of 2 layers in decoding, 0 in prefill. Layer 0 in decod" in out
     assert "(numbers of 32 bits: the kernels read 16, and codes): load the model as bfl" in out
     assert stats.exists() and (output / "tokenizer.json").exists()
     model = hf.AutoModelForCausalLM.from_pretrained(output)
     assert model.config.quantization_config.spec.kept_fraction == 0.25
-    again = printed(capsys, "compress", plain, *arguments, "--output", tmp_path / "again")
+    again = printed(capsys, "compress", plain, "--fold", *arguments, "--output", tmp_path / "again")
     assert "fast: 0.2500" in again
 
 
 def test_compress_recovers_and_says_what_it_gained(plain, tmp_path, capsys):
     arguments = ["--recipe", "swift", "--factor", "8", "--recover", "2", *FEW]
-    out = printed(capsys, "compress", plain, *arguments, "--output", tmp_path / "out")
+    out = printed(capsys, "compress", plain, "--fold", *arguments, "--output", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     made = config["quantization_config"]["provenance"]["recovery"]
     assert made["steps"] == 2 and made["tokens"] == 2 * 16 * 128
@@ -411,7 +411,7 @@ def test_compress_recovers_and_says_what_it_gained(plain, tmp_path, capsys):
 )
 def test_a_plan_is_for_what_is_preferred(plain, tmp_path, capsys, prefer, more, levels):
     arguments = ["--factor", "3", "--prefer", prefer, *FEW, "--output", tmp_path / "out"]
-    out = printed(capsys, "compress", plain, *arguments)
+    out = printed(capsys, "compress", plain, "--fold", *arguments)
     assert out.startswith("recipe swift: a decode step reconstructs no keys\nswift: 0.")
     assert all(words in out for words in more)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -423,7 +423,7 @@ def test_a_plan_is_for_what_is_preferred(plain, tmp_path, capsys, prefer, more, 
 
 def test_a_budget_finds_the_keep(plain, tmp_path, capsys):
     arguments = ["--budget", "ppl<=1.5", "--align", "1", *FEW, "--output", tmp_path / "out"]
-    out = printed(capsys, "compress", plain, *arguments)
+    out = printed(capsys, "compress", plain, "--fold", *arguments)
     assert "1.5 allowed" in out
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     provenance = config["quantization_config"]["provenance"]

@@ -46,9 +46,11 @@ def tokenizer():
 def test_python_and_command_line_plan_the_same(plain, model, tmp_path, capsys, flags, size):  # noqa: F811
     path = tmp_path / "out"
     options = [*flags, "--max-tokens", str(FEW), "--output", str(path)]
-    assert main(["compress", str(plain), *options]) == 0
+    assert main(["compress", str(plain), "--fold", *options]) == 0
     saved = json.loads((path / "config.json").read_text())["quantization_config"]
-    folded = kvfold.compress(str(plain), max_tokens=FEW, output=tmp_path / "python", **size)
+    folded = kvfold.compress(
+        str(plain), max_tokens=FEW, output=tmp_path / "python", **size, fold=True
+    )
     assert spec_of(folded) == CacheSpec.from_dict(saved["cache"])
     again = json.loads((tmp_path / "python" / "config.json").read_text())["quantization_config"]
     assert again == saved
@@ -75,14 +77,14 @@ def test_a_failing_compress_leaves_the_model_as_it_was(
     before = {name: x.clone() for name, x in model.state_dict().items()}
     kinds = [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match=message):
-        kvfold.compress(model, tokenizer=tokenizer, calib=[text], **size)
+        kvfold.compress(model, tokenizer=tokenizer, calib=[text], **size, fold=True)
     assert spec_of(model) is None and [type(module) for module in model.modules()] == kinds
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
 
 
 def test_recovery_without_text_fails_before_the_model_changes(model) -> None:
     with pytest.raises(ValueError, match="a tokenizer is needed"):
-        kvfold.compress(model, "lorc", recover=2)
+        kvfold.compress(model, "lorc", recover=2, fold=True)
     assert spec_of(model) is None
 
 

@@ -117,7 +117,7 @@ def test_compress_records_the_choice_which_has_kernels(name: str) -> None:
     model = tiny(name)
     recipe, _, why = chosen(None, model.config, Target())
     statistics = statistics_of(model, recipe.name)
-    kvfold.compress(model, statistics=statistics)
+    kvfold.compress(model, statistics=statistics, fold=True)
     made = provenance_of(model)
     assert made["chosen"] == why and made["recipe"]["name"] == recipe.name == "swift"
     assert made["factor"] == FACTOR and made["prefer"] == "balanced" and made["keep"] is None

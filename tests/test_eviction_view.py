@@ -56,7 +56,7 @@ def folded(name: str, recipe: str | None, keep: float):
     found = recipes.get(recipe)
     wanted = Compressor(model, found).needs
     statistics = calibrate(model, family_of(model.config), tokens(8, 64), wanted)
-    return compress(model, found, statistics=statistics, keep=keep, align=1)
+    return compress(model, found, statistics=statistics, keep=keep, align=1, fold=True)
 
 
 def runner_of(model, policy: Policy) -> ModelRunner:

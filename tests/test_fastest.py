@@ -27,7 +27,7 @@ def timed(monkeypatch):
 
 
 def asked(*more):
-    return ["--budget", *more, "--fastest", "--batch", "2", "--context", "64", *FEW]
+    return ["--fold", "--budget", *more, "--fastest", "--batch", "2", "--context", "64", *FEW]
 
 
 def test_the_fastest_within_the_budget_is_made(plain, tmp_path, capsys, timed):  # noqa: F811
@@ -79,4 +79,6 @@ def test_sizes_beyond_one_that_loses_too_much_are_not_measured(
     ],
 )
 def test_what_it_needs_and_excludes(plain, tmp_path, capsys, arguments, message):  # noqa: F811
-    assert message in refused(capsys, "compress", plain, *arguments, "--output", tmp_path / "out")
+    assert message in refused(
+        capsys, "compress", plain, "--fold", *arguments, "--output", tmp_path / "out"
+    )

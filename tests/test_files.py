@@ -82,7 +82,7 @@ def test_the_second_writer_is_refused_before_its_work(tmp_path) -> None:
     path = tmp_path / "out"
     with new_directory(path) as folder:
         with pytest.raises(ValueError, match=f"{path} is being written by another process"):
-            kvfold.compress("no/such/model", output=path)
+            kvfold.compress("no/such/model", output=path, fold=True)
         (folder / "whole").write_text("")
     assert [x.name for x in tmp_path.rglob("*")] == ["out", "whole"]
 
@@ -90,7 +90,7 @@ def test_the_second_writer_is_refused_before_its_work(tmp_path) -> None:
 def test_an_output_in_use_is_refused_before_the_work(tmp_path) -> None:
     (tmp_path / "mine.txt").write_text("precious")
     with pytest.raises(ValueError, match="exists and is not an empty directory"):
-        kvfold.compress("no/such/model", output=tmp_path)
+        kvfold.compress("no/such/model", output=tmp_path, fold=True)
     assert (tmp_path / "mine.txt").read_text() == "precious"
 
 

@@ -174,7 +174,9 @@ def test_a_fold_that_went_wrong_is_not_saved(recipe: str, tmp_path: Path, monkey
         model = tiny("llama-gqa")
         wanted = Compressor(model, recipes.get(recipe)).needs
         given = {"statistics": calibrate(model, family_of(model.config), tokens(8, 64), wanted)}
-        kvfold.compress(model, recipe, keep=1.0, output=tmp_path / "new", **given, **options)
+        kvfold.compress(
+            model, recipe, keep=1.0, output=tmp_path / "new", **given, **options, fold=True
+        )
 
     monkeypatch.setattr(answers, "_dense", lambda model, answer: answer.logits)
     damage(monkeypatch, 4.0)
@@ -204,7 +206,15 @@ def test_a_prediction_that_is_too_high_hides_no_kernel(monkeypatch) -> None:
 def test_the_command_says_how_to_save_it_all_the_same(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(answers, "_dense", lambda model, answer: answer.logits)
     damage(monkeypatch, 4.0)
-    command = ["compress", "reference:gqa", "--recipe", "lorc", "--output", str(tmp_path / "new")]
+    command = [
+        "compress",
+        "reference:gqa",
+        "--fold",
+        "--recipe",
+        "lorc",
+        "--output",
+        str(tmp_path / "new"),
+    ]
     line = refused(capsys, *command)
     assert line.endswith("another recipe or another dtype; --no-check saves it all the same")
     assert not list(tmp_path.iterdir())
@@ -217,7 +227,7 @@ def test_an_answer_that_is_not_finite_names_the_layer(tmp_path: Path, monkeypatc
     broken(monkeypatch, layer=1, rows=answers.PROMPT + 3)
     place = {"output": tmp_path / "new", "device": "cpu"}
     with pytest.raises(ValueError, match=r"^nothing was saved, .*: the attention of layer 1 gives"):
-        kvfold.compress("reference:gqa", "lorc", **place)
+        kvfold.compress("reference:gqa", "lorc", **place, fold=True)
     assert not list(tmp_path.iterdir())
 
 

@@ -36,7 +36,7 @@ def model_of(name: str, recipe: str | None):
     compressor = Compressor(model, recipes.get(recipe))
     topics = torch.arange(8) // 4
     made = calibrate(model, compressor.family, tokens(8, 64), compressor.needs, topics=topics)
-    return kvfold.compress(model, recipe, statistics=made, align=1, keep=0.6)
+    return kvfold.compress(model, recipe, statistics=made, align=1, keep=0.6, fold=True)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import zipfile
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 import ggufs
 import kvfold
@@ -126,6 +127,12 @@ def test_a_conversation_is_messages_of_known_roles():
             encode_chat(tokenizer, wrong)
 
 
+def test_a_type_that_is_not_folded_is_read_from_its_checkpoint(tiny, monkeypatch):
+    monkeypatch.setattr(loading.gguf, "load_config", lambda _: Qwen3MoeConfig())
+    with pytest.raises(ValueError, match="is a qwen3_moe model, and kvfold reads GGUF files of"):
+        loading.load_config(str(tiny))
+
+
 def test_a_file_of_the_same_name_here_is_not_taken(tiny, tmp_path, monkeypatch):
     (tmp_path / tiny.name).write_bytes(b"GGUF, but not this one")
     monkeypatch.chdir(tmp_path)
@@ -135,7 +142,9 @@ def test_a_file_of_the_same_name_here_is_not_taken(tiny, tmp_path, monkeypatch):
 def test_every_way_in_takes_a_gguf_file(tiny, tmp_path, capsys):
     output = tmp_path / "folded"
     assert main(["inspect", str(tiny)]) == 0
-    assert main(["compress", str(tiny), "--keep", "0.5", *FEW, "--output", str(output)]) == 0
+    assert (
+        main(["compress", str(tiny), "--fold", "--keep", "0.5", *FEW, "--output", str(output)]) == 0
+    )
     assert main(["generate", str(tiny), "--prompt", "The ship", "--max-new-tokens", "4"]) == 0
     captured = capsys.readouterr()
     assert "4 query and 2 KV heads of 8" in captured.out and captured.err == ""

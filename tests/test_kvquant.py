@@ -256,7 +256,7 @@ def test_mistakes_are_explained() -> None:
         build_runner(model, CacheConfig(format="kvquant", bits=4), num_slots=1, max_tokens=64)
     for size in ({}, {"keep": 0.5}, {"factor": 4}, {"budget": "ppl<=1.01"}):
         with pytest.raises(ValueError, match=r"'kvquant' drops nothing.*set keep=1"):
-            kvfold.compress(model, "kvquant", **size)
+            kvfold.compress(model, "kvquant", **size, fold=True)
     with pytest.raises(ValueError, match=r"bits must be one of 16, 4, 3, 2; got 8"):
         ready = prepared("kvquant")
         ready.fold(ready.plan(1.0), {})

@@ -134,7 +134,13 @@ def test_scores_are_saved_and_loaded(tmp_path) -> None:
 
 def test_compress_learns_where_it_is_asked(tmp_path) -> None:
     made = kvfold.compress(
-        "reference:mha", "zack", keep=0.5, max_tokens=4096, learn_scores=True, output=tmp_path / "x"
+        "reference:mha",
+        "zack",
+        keep=0.5,
+        max_tokens=4096,
+        learn_scores=True,
+        output=tmp_path / "x",
+        fold=True,
     )
     assert made.config.quantization_config.provenance["scores"]["tokens"] == 4096
     llm = LLM(str(tmp_path / "x"), evict="learned", keep_tokens=0.5, max_tokens=512)
@@ -147,6 +153,8 @@ def test_mistakes_are_explained() -> None:
         with pytest.raises(SettingError, match="no learned scores; compress it with"):
             session_of(model)
     with pytest.raises(SettingError, match="learn_scores: this model's sliding window"):
-        kvfold.compress(tiny("mistral-sliding"), "zack", learn_scores=True)
+        kvfold.compress(tiny("mistral-sliding"), "zack", learn_scores=True, fold=True)
     with pytest.raises(SettingError, match="nothing is evicted from rows of two widths"):
-        kvfold.compress(tiny("llama-gqa"), "zack", hybrid=kvfold.Ratios(), learn_scores=True)
+        kvfold.compress(
+            tiny("llama-gqa"), "zack", hybrid=kvfold.Ratios(), learn_scores=True, fold=True
+        )

@@ -59,7 +59,7 @@ def compressed(name: str, recipe: str, **size):
     family, wanted = compressor.family, compressor.needs
     made = calibrate(model, family, tokens(8, 64), wanted, topics=torch.arange(8) // 4)
     given = size if "factor" in size else size | {"align": 1}
-    return kvfold.compress(model, recipe, statistics=made, **given)
+    return kvfold.compress(model, recipe, statistics=made, **given, fold=True)
 
 
 # -- what comes out -----------------------------------------------------------------------------
@@ -492,7 +492,7 @@ def test_all_axes_at_once() -> None:
 def planned(tmp_path_factory):
     """The embedded model with dimensions and bits planned together, on disk."""
     path = tmp_path_factory.mktemp("models") / "planned"
-    kvfold.compress("reference:gqa", "small", factor=6, max_tokens=4096, output=path)
+    kvfold.compress("reference:gqa", "small", factor=6, max_tokens=4096, output=path, fold=True)
     return path
 
 

@@ -220,7 +220,7 @@ def test_windows_are_spread_over_a_text(tmp_path) -> None:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("lora") / "folded"
-    kvfold.compress("reference:gqa", "lorc", device="cpu", output=path)
+    kvfold.compress("reference:gqa", "lorc", device="cpu", output=path, fold=True)
     return path
 
 

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def here(tmp_path_factory) -> Path:
 
 def made(here: Path, *options: str, output: str = "maps") -> Path:
     """Maps, made once."""
-    words = ["compress", str(here / "model"), "--maps", "--keep", "0.5", "--max-tokens", "4096"]
+    words = ["compress", str(here / "model"), "--keep", "0.5", "--max-tokens", "4096"]
     words += ["--align", "1", "--output", str(here / output), *options]
     assert (here / output).exists() or main(words) == 0
     return here / output
@@ -96,7 +97,7 @@ def test_maps_that_break_the_model_are_not_saved(here: Path, capsys, monkeypatch
         return layers
 
     monkeypatch.setattr("kvfold.engine.build.install", wrong)
-    words = ["compress", here / "model", "--maps", "--max-tokens", "4096", "--output", here / "bad"]
+    words = ["compress", here / "model", "--max-tokens", "4096", "--output", here / "bad"]
     assert "answers otherwise than the original" in refused(capsys, *words)
     assert not (here / "bad").exists()
 
@@ -109,6 +110,63 @@ def test_generate_through_both_caches(here: Path, capsys) -> None:
     attached = capsys.readouterr().out.strip()
     assert main([*words, "--paged"]) == 0
     assert capsys.readouterr().out.strip() == attached != ""
+
+
+def test_a_folder_of_maps_stands_for_its_model(here: Path, capsys, monkeypatch) -> None:
+    model, folder = str(here / "model"), str(made(here))
+    words = ["--prompt", "The sea", "--max-new-tokens", "6", "--paged"]
+    capsys.readouterr()
+    assert main(["generate", model, "--maps", folder, *words]) == 0
+    named = capsys.readouterr().out
+    assert main(["generate", folder, *words]) == 0
+    assert capsys.readouterr().out == named != ""
+    file = here / "by-folder.json"
+    assert main(["eval", folder, "--max-tokens", "512", "--ctx", "128", "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert (record["model"], record["maps"]) == (model, folder)
+    assert record["kept_fraction"] == pytest.approx(0.5, abs=0.02)
+    assert main(["inspect", folder]) == 0
+    assert "on disk: " in capsys.readouterr().out
+    loaded = kvfold.load(folder)
+    kvfold.detach(loaded)  # which had some
+    limits = {"max_sequences": 1, "max_tokens": 64}
+    by_folder, by_name = LLM(folder, **limits), LLM(model, maps=folder, **limits)
+    assert by_folder.runner.pool.layout == by_name.runner.pool.layout
+    assert by_folder.runner.pool.layout != LLM(model, **limits).runner.pool.layout
+    assert "names others" in refused(capsys, "generate", folder, "--maps", folder, *words)
+
+
+def test_a_base_that_is_not_here_is_named(here: Path, capsys) -> None:
+    sidecar = Sidecar.load(made(here))
+    away = replace(sidecar, provenance={**sidecar.provenance, "model": "./gone"})
+    away.save(here / "away")
+    said = refused(capsys, "generate", here / "away", "--prompt", "a")
+    assert "holds maps for ./gone, which is not here under that name (model directory" in said
+    assert said.endswith(f"name the model where it is, and --maps {here / 'away'} beside it")
+    with pytest.raises(ValueError, match=r"name the model where it is, and maps='"):
+        kvfold.load(here / "away")
+    words = ["--maps", here / "away", "--prompt", "a", "--max-new-tokens", "1"]
+    assert main(["generate", str(here / "model"), *map(str, words)]) == 0
+
+
+def test_a_model_of_any_type_needs_no_maps(here: Path, capsys, monkeypatch) -> None:
+    """Measured and generated from as it is, also from a cache of few bits."""
+    model, file = str(here / "model"), here / "plain.json"
+    full = 2 * Sidecar.load(made(here)).spec.geometry.full_numbers
+    words = ["--max-tokens", "512", "--ctx", "128", "--json", str(file)]
+    for options, kept in (((), 1.0), (("--bits", "8"), 0.56)):
+        assert main(["eval", model, *words, *options]) == 0
+        record = json.loads(file.read_text())
+        assert record["kept_fraction"] == pytest.approx(kept, abs=0.1)
+        assert record["baseline_bytes_per_token"] == full
+    monkeypatch.setattr("kvfold.loading._load_directory", None)
+    said = refused(capsys, "eval", model, "--evict", "random", "--keep-tokens", ".5")
+    assert "nothing is evicted" in said
+    for name in ("inspect", "capacity", "compare"):
+        assert "is of no family that kvfold folds" in refused(capsys, name, model)
+    said = refused(capsys, "compress", model, "--fold", "--output", here / "folded")
+    assert "`kvfold compress` without --fold makes them" in said
+    assert not (here / "folded").exists()
 
 
 def test_inspect_shows_them(here: Path, capsys) -> None:
@@ -164,6 +222,10 @@ def test_vllm_gets_them_by_name(here: Path, monkeypatch) -> None:
     config = json.loads(flags[flags.index("--additional-config") + 1])
     assert config == {"kvfold": {"maps": str(folder), "bits": 4}}
     assert "--quantization" not in flags
+    with pytest.raises(SystemExit):
+        main(["serve", folder.name, "--engine", "vllm", "--bits", "4"])
+    assert str(here / "model") in started[1] and json.dumps(config) in started[1]
+    assert started[1][started[1].index("--served-model-name") + 1] == folder.name
 
 
 @pytest.mark.parametrize("where", ["tensors", "plan", "card"])
@@ -186,7 +248,7 @@ def test_a_full_disk_leaves_nothing(here: Path, where: str, capsys, monkeypatch)
     if where == "tensors":
         monkeypatch.setattr("kvfold.seam.sidecar.save_file", full_too)
     before = sorted(here.iterdir())
-    words = ["compress", here / "model", "--maps", "--max-tokens", "4096", "--no-check"]
+    words = ["compress", here / "model", "--max-tokens", "4096", "--no-check"]
     said = refused(capsys, *words, "--output", here / "new")
     assert f"cannot write {here / 'new'}: " in said and "No space left on device" in said
     assert sorted(here.iterdir()) == before
@@ -195,5 +257,5 @@ def test_a_full_disk_leaves_nothing(here: Path, where: str, capsys, monkeypatch)
 def test_a_folder_in_use_is_refused_before_the_work(here: Path, capsys, monkeypatch) -> None:
     folder = made(here)
     monkeypatch.setattr("kvfold.loading._load_directory", None)
-    words = ["compress", here / "model", "--maps", "--output", folder]
+    words = ["compress", here / "model", "--output", folder]
     assert "exists and is not an empty directory" in refused(capsys, *words)

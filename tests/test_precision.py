@@ -38,9 +38,9 @@ def test_a_cpu_computes_in_float32_unless_told_otherwise(plain) -> None:
 @pytest.mark.parametrize(("dtype", "saved"), [("auto", bfloat16), ("float32", float32)])
 def test_python_and_the_command_save_the_same(plain, tmp_path, dtype, saved, capsys) -> None:
     how = {"keep": 0.5, "max_tokens": 1024, "device": "cpu", "dtype": dtype}
-    model = kvfold.compress(plain, output=tmp_path / "a", **how)
+    model = kvfold.compress(plain, output=tmp_path / "a", **how, fold=True)
     flags = [x for key, value in how.items() for x in (f"--{key.replace('_', '-')}", str(value))]
-    assert main(["compress", str(plain), *flags, "--output", str(tmp_path / "b")]) == 0
+    assert main(["compress", str(plain), "--fold", *flags, "--output", str(tmp_path / "b")]) == 0
     kernels = f"kernels on a GPU: {2 if saved is bfloat16 else 0} of 2 layers in decoding"
     first, why, facts, *_ = (out := capsys.readouterr().out).splitlines()
     assert first.startswith("small reconstructs all cached keys: a decode step takes about 1.0 t")
@@ -67,7 +67,7 @@ def test_python_and_the_command_save_the_same(plain, tmp_path, dtype, saved, cap
 def test_a_loaded_model_is_where_it_is(given) -> None:
     model = hf.AutoModelForCausalLM.from_config(CONFIGS["llama-gqa"]())
     with pytest.raises(ValueError, match=r"loaded already.*model\.to"):
-        kvfold.compress(model, **given)
+        kvfold.compress(model, **given, fold=True)
 
 
 @pytest.mark.parametrize("device", ["abacus", "cuda:99:1"])

@@ -33,7 +33,7 @@ def folder(tmp_path_factory) -> Path:
     model, tokenizer = tiny("llama"), bytes_tokenizer(here)
     model.save_pretrained(here / "model")
     tokenizer.save_pretrained(here / "model")
-    made = kvfold.make_maps(model, keep=0.5, align=1, tokenizer=tokenizer, max_tokens=1024)
+    made = kvfold.compress(model, keep=0.5, align=1, tokenizer=tokenizer, max_tokens=1024)
     made.save(here / "maps")
     return here / "maps"
 

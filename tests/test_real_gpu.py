@@ -92,7 +92,7 @@ def test_what_is_written_is_likely(name, original, questions, setting: str, tmp_
     model = name
     if compressed is not None:
         model = str(tmp_path / "made")
-        kvfold.compress(name, device="cuda", output=model, **compressed)
+        kvfold.compress(name, device="cuda", output=model, **compressed, fold=True)
     written = answers(model, questions, **cache)
     shutil.rmtree(tmp_path / "made", ignore_errors=True)  # gigabytes, which pytest would keep
     assert nats(original, written) < nats(original, answers(name, questions)) + MOST

@@ -260,6 +260,7 @@ def test_what_was_learnt_is_saved(reference, jobs, tmp_path, monkeypatch) -> Non
         tokenizer=load_tokenizer("reference:gqa"),
         output=tmp_path / "recovered",
         progress=lambda *stage: seen.append(stage),
+        fold=True,
     )
     made = provenance_of(model)["recovery"]
     assert made["steps"] == 4 and made["tokens"] == 4 * 2 * 64
@@ -271,7 +272,7 @@ def test_what_was_learnt_is_saved(reference, jobs, tmp_path, monkeypatch) -> Non
         torch.testing.assert_close(again(ids).logits, model(ids).logits)
     assert provenance_of(again)["recovery"] == made
     plain = kvfold.compress(
-        copy.deepcopy(reference), "lean", factor=12, statistics=jobs["lean"].statistics
+        copy.deepcopy(reference), "lean", factor=12, statistics=jobs["lean"].statistics, fold=True
     )
     with torch.no_grad():
         assert (plain(ids).logits - model(ids).logits).abs().max() > 1e-2
@@ -280,4 +281,4 @@ def test_what_was_learnt_is_saved(reference, jobs, tmp_path, monkeypatch) -> Non
 
 def test_negative_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="recover must be at least 0 steps, got -1"):
-        kvfold.compress("nowhere", recover=-1)
+        kvfold.compress("nowhere", recover=-1, fold=True)

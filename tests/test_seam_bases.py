@@ -156,7 +156,7 @@ def test_without_gradients_second_moments_serve_and_it_is_said(zeros: bool, tmp_
     wanted, lost = logits(model, ids), []
     for keep in (1.0, 0.25):
         with pytest.warns(UserWarning, match="gradients of the loss: none: "):
-            made = kvfold.make_maps(
+            made = kvfold.compress(
                 model, keep=keep, align=1, tokenizer=bytes_tokenizer(tmp_path), max_tokens=1024
             )
         assert made.provenance["gradients"].startswith("none: ")
@@ -170,11 +170,11 @@ def test_without_gradients_second_moments_serve_and_it_is_said(zeros: bool, tmp_
 def test_gradients_through_weights_are_said(tmp_path) -> None:
     more = {"keep": 0.5, "tokenizer": bytes_tokenizer(tmp_path), "max_tokens": 1024}
     with pytest.warns(UserWarning, match="through dequantised weights of"):
-        made = kvfold.make_maps(replaced("llama", WithZeros), **more)
+        made = kvfold.compress(replaced("llama", WithZeros), **more)
     assert "dequantised" in made.provenance["gradients"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = kvfold.make_maps(tiny("llama"), **more)
+        made = kvfold.compress(tiny("llama"), **more)
     assert "gradients" not in made.provenance
 
 
@@ -191,12 +191,12 @@ def test_statistics_that_are_not_finite_are_refused(tmp_path) -> None:
     model = tiny("llama")
     model.model.norm.register_forward_hook(lambda *args: Overflow.apply(args[-1]))
     with pytest.raises(ValueError, match="not finite in layer 0 in float32"):
-        kvfold.make_maps(model, keep=0.5, tokenizer=bytes_tokenizer(tmp_path), max_tokens=1024)
+        kvfold.compress(model, keep=0.5, tokenizer=bytes_tokenizer(tmp_path), max_tokens=1024)
 
 
 def test_recipes_that_read_weights_are_refused() -> None:
-    with pytest.raises(SettingError, match="needs more of a model"):
-        kvfold.make_maps("reference:gqa", "zack", keep=0.5)
+    with pytest.raises(SettingError, match="reads more of a model"):
+        kvfold.compress("reference:gqa", "zack", keep=0.5)
 
 
 # -- offloaded weights -----------------------------------------------------------------------
@@ -233,14 +233,14 @@ def test_offloaded_weights_stay_so(cpu: tuple[str, ...], tmp_path, monkeypatch) 
     more = {"keep": 0.5, "tokenizer": bytes_tokenizer(tmp_path), "max_tokens": 1024}
     with monkeypatch.context() as patch:
         patch.setattr(accelerate.hooks, "set_module_tensor_to_device", loading)
-        made = kvfold.make_maps(model, **more)
+        made = kvfold.compress(model, **more)
     assert {x: y.device for x, y in model.named_parameters()} == places
     assert {x for x, y in model.named_modules() if "forward" in y.__dict__} == hooked
     layer, head = (
         sum(y.nbytes for y in x.parameters()) for x in (plain.model.layers[0], plain.lm_head)
     )
     assert 0 < most[0] <= layer + 2 * head
-    wanted = kvfold.make_maps(plain, **more)
+    wanted = kvfold.compress(plain, **more)
     for name, own in made.maps.items():
         assert torch.equal(own.key_down, wanted.maps[name].key_down)
     assert made.provenance["statistics"] == wanted.provenance["statistics"]
@@ -289,7 +289,7 @@ def test_adapters_act_at_attach_while_calibrating_and_in_the_engine(
     more = {"align": 1, "tokenizer": bytes_tokenizer(tmp_path), "max_tokens": 1024}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        calibrated = kvfold.make_maps(model, keep=1.0, **more)
+        calibrated = kvfold.compress(model, keep=1.0, **more)
     llm = kvfold.LLM(model, maps=calibrated, max_sequences=2, max_tokens=64)
     assert apart(engine_logits(llm, ids[0].tolist()), own[0, PROMPT - 1 :]) < 1e-3
     merged = model.merge_and_unload() if kind is None else None
@@ -303,7 +303,7 @@ def test_adapters_act_at_attach_while_calibrating_and_in_the_engine(
 
 @pytest.fixture(scope="module")
 def maps():
-    return kvfold.make_maps("reference:gqa", keep=0.5, max_tokens=4096)
+    return kvfold.compress("reference:gqa", keep=0.5, max_tokens=4096)
 
 
 def fp8(folder: Path, block: int = 128) -> None:
@@ -397,7 +397,7 @@ def test_a_quantised_base_is_calibrated(kind: str, maps, tmp_path) -> None:
     """Though compressed-tensors computes no gradients where it rounds what layers take."""
     KINDS[kind](tmp_path / "base")
     with pytest.warns(UserWarning, match="through dequantised weights of 49 layers"):
-        made = kvfold.make_maps(tmp_path / "base", keep=0.5, max_tokens=4096)
+        made = kvfold.compress(tmp_path / "base", keep=0.5, max_tokens=4096)
     tokenizer, model = load_tokenizer("reference:gqa"), load(tmp_path / "base")
     ids = torch.tensor([tokenizer("The tide came in over the flats. " * 30)["input_ids"][:200]])
     lost = []

@@ -46,7 +46,7 @@ SERVED = [x for x in TYPES if x not in (*UNSERVED, *EXPANDED, "opt")]  # opt: as
 
 def compressed(name: str, keep: float, folder):
     model = tiny(name)
-    made = kvfold.make_maps(
+    made = kvfold.compress(
         model,
         keep=keep,
         align=1,

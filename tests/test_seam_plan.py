@@ -37,7 +37,7 @@ TOKENS = 1024
 
 
 def maps_of(model, folder, **size) -> Sidecar:
-    return kvfold.make_maps(model, tokenizer=bytes_tokenizer(folder), max_tokens=TOKENS, **size)
+    return kvfold.compress(model, tokenizer=bytes_tokenizer(folder), max_tokens=TOKENS, **size)
 
 
 def installed(*names: str) -> list[str]:
@@ -54,8 +54,8 @@ def ids() -> list[int]:
 
 def test_without_a_size_maps_are_planned_as_a_folded_checkpoint_is() -> None:
     model, tokenizer = load("reference:gqa"), load_tokenizer("reference:gqa")
-    maps = kvfold.make_maps(model, max_tokens=4096, tokenizer=tokenizer)
-    folded = kvfold.compress(model, max_tokens=4096, tokenizer=tokenizer)
+    maps = kvfold.compress(model, max_tokens=4096, tokenizer=tokenizer)
+    folded = kvfold.compress(model, max_tokens=4096, tokenizer=tokenizer, fold=True)
     asked = provenance_of(folded)
     for name in ("factor", "levels", "prefer", "chosen"):
         assert list_free(maps.provenance[name]) == list_free(asked[name])
@@ -417,13 +417,13 @@ def test_values_narrower_than_keys(size, ids, tmp_path) -> None:
 
 def test_the_command_says_what_was_planned_and_where_bits_take_effect(capsys, tmp_path) -> None:
     folder = tmp_path / "maps"
-    main(["compress", "reference:gqa", "--maps", "--max-tokens", "4096", "--output", str(folder)])
+    main(["compress", "reference:gqa", "--max-tokens", "4096", "--output", str(folder)])
     said = capsys.readouterr().out
     made = Sidecar.load(folder)
     assert "recipe swift: a decode step reconstructs no keys" in said
     size = cache_layout(made.spec).bits_per_token / 8
     assert f"{size:.0f} bytes per token with the planned bits" in said
-    assert "kvfold's engine stores the planned bits; attached, transformers' cache 16-bit" in said
+    assert "kvfold's engine and vLLM store the planned bits; attached, transformers' cache" in said
     assert made.provenance["measured"]["through"] == "kvfold's engine"
 
 
@@ -431,7 +431,7 @@ def test_the_command_says_what_was_left(capsys, tmp_path) -> None:
     model = tiny("gemma3_text")
     model.save_pretrained(tmp_path / "model")
     bytes_tokenizer(None).save_pretrained(tmp_path / "model")
-    command = ["compress", str(tmp_path / "model"), "--maps", "--max-tokens", str(TOKENS)]
+    command = ["compress", str(tmp_path / "model"), "--max-tokens", str(TOKENS)]
     main([*command, "--factor", "4", "--output", str(tmp_path / "maps")])
     said = capsys.readouterr().out
     assert "2 of 4 layers are left as they are, 2 with a sliding window of 8 tokens" in said

@@ -391,7 +391,7 @@ def compressed(name: str, recipe: str, keep: float, folder):
     model = tiny(name)
     about = {"align": 1, "windows": True, "max_tokens": 1024}
     about["tokenizer"] = bytes_tokenizer(folder)
-    return model, kvfold.make_maps(model, recipe, keep=keep, **about)
+    return model, kvfold.compress(model, recipe, keep=keep, **about)
 
 
 @pytest.mark.parametrize("recipe", ["lean", "small"])
@@ -420,11 +420,13 @@ def test_maps_are_those_that_a_folded_model_has(recipe: str) -> None:
     ids = torch.tensor([tokenizer(TEXT)["input_ids"][:512]])
     model = load("reference:gqa")
     before = nats(model, ids)
-    made = kvfold.make_maps(model, recipe, keep=0.4, max_tokens=4096, tokenizer=tokenizer)
+    made = kvfold.compress(model, recipe, keep=0.4, max_tokens=4096, tokenizer=tokenizer)
     detach = kvfold.attach(model, made)
     attached = nats(model, ids) - before
     detach()
-    folded = kvfold.compress(model, recipe, keep=0.4, max_tokens=4096, tokenizer=tokenizer)
+    folded = kvfold.compress(
+        model, recipe, keep=0.4, max_tokens=4096, tokenizer=tokenizer, fold=True
+    )
     assert attached == pytest.approx(nats(folded, ids) - before, rel=0.03)
 
 

@@ -434,7 +434,7 @@ def test_layers_without_maps_stay_plain_after_a_failure(model, ids: torch.Tensor
 def test_maps_are_made_of_a_model_with_lora(ids: torch.Tensor) -> None:
     tuned = lora(load("reference:gqa"))
     tokenizer = load_tokenizer("reference:gqa")
-    made = kvfold.make_maps(tuned, keep=1.0, max_tokens=4096, tokenizer=tokenizer)
+    made = kvfold.compress(tuned, keep=1.0, max_tokens=4096, tokenizer=tokenizer)
     wanted = logits(tuned, ids)
     kvfold.attach(tuned, made)
     assert apart(logits(tuned, ids), wanted) < 1e-3

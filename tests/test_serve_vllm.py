@@ -65,7 +65,7 @@ def test_folded_families_that_the_plugin_does_not_serve(tmp_path, capsys) -> Non
     model = tiny("gemma2")
     wanted = Compressor(model, recipes.get("swift")).needs
     statistics = calibrate(model, family_of(model.config), tokens(2, 32), wanted)
-    compress(model, "swift", keep=0.5, statistics=statistics).save_pretrained(tmp_path)
+    compress(model, "swift", keep=0.5, statistics=statistics, fold=True).save_pretrained(tmp_path)
     assert main(["serve", str(tmp_path), "--engine", "vllm", "--bits", "8"]) == 2
     assert "does not serve model type 'gemma2'" in capsys.readouterr().err
 

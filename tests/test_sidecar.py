@@ -24,7 +24,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def made():
-    return kvfold.make_maps("reference:gqa", keep=0.5, max_tokens=4096)
+    return kvfold.compress("reference:gqa", keep=0.5, max_tokens=4096)
 
 
 def nats(model, ids: torch.Tensor) -> float:
@@ -43,7 +43,9 @@ def test_maps_are_those_that_a_folded_model_has(made, tokenizer, tmp_path) -> No
     attached = nats(model, ids) - before
     detach()
     assert nats(model, ids) == before
-    folded = kvfold.compress(model, "swift", keep=0.5, max_tokens=4096, tokenizer=tokenizer)
+    folded = kvfold.compress(
+        model, "swift", keep=0.5, max_tokens=4096, tokenizer=tokenizer, fold=True
+    )
     assert attached == pytest.approx(nats(folded, ids) - before, rel=0.03)
 
 
@@ -70,7 +72,7 @@ def test_any_type_is_calibrated_at_the_seam(name: str, tmp_path) -> None:
         wanted = model(ids).logits
     lost = []
     for keep in (1.0, 0.75, 0.25):
-        made = kvfold.make_maps(model, keep=keep, align=1, tokenizer=tokenizer, max_tokens=1024)
+        made = kvfold.compress(model, keep=keep, align=1, tokenizer=tokenizer, max_tokens=1024)
         detach = kvfold.attach(model, made)
         with torch.no_grad():
             lost.append(float((model(ids).logits - wanted).norm() / wanted.norm()))
@@ -252,8 +254,8 @@ def test_another_format_is_refused(made, tmp_path) -> None:
 
 
 def test_recipes_that_need_the_family_are_refused() -> None:
-    with pytest.raises(SettingError, match="needs more of a model"):
-        kvfold.make_maps("reference:gqa", "palu-g", keep=0.5, max_tokens=4096)
+    with pytest.raises(SettingError, match="reads more of a model"):
+        kvfold.compress("reference:gqa", "palu-g", keep=0.5, max_tokens=4096)
 
 
 def test_probes_tell_models_apart() -> None:

@@ -275,7 +275,7 @@ def ids() -> list[list[int]]:
 def maps_of(model, keep: float, folder):
     tokenizer = bytes_tokenizer(folder)
     about = {"align": 1, "windows": True, "max_tokens": 1024}
-    return kvfold.make_maps(model, keep=keep, tokenizer=tokenizer, **about)
+    return kvfold.compress(model, keep=keep, tokenizer=tokenizer, **about)
 
 
 @pytest.mark.parametrize("keep", [1.0, 0.5])

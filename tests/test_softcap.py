@@ -70,7 +70,7 @@ def test_folded_and_paged_models_cap_their_scores(recipe: str | None) -> None:
     if recipe is not None:
         wanted = Compressor(model, kvfold.recipes.get(recipe)).needs
         found = calibrate(model, family_of(model.config), tokens(8, 64), wanted)
-        model = kvfold.compress(model, recipe, statistics=found, keep=1.0, align=1)
+        model = kvfold.compress(model, recipe, statistics=found, keep=1.0, align=1, fold=True)
         for implementation in ("sdpa", "eager"):
             model.set_attn_implementation(implementation)
             with torch.no_grad():

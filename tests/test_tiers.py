@@ -293,7 +293,7 @@ def statistics_of(model, recipe: str):
 def planned_model(recipe: str = "small", factor: float = 6.0, **options):
     model = tiny("llama-gqa")
     made = statistics_of(model, recipe)
-    return kvfold.compress(model, recipe, factor=factor, statistics=made, **options)
+    return kvfold.compress(model, recipe, factor=factor, statistics=made, **options, fold=True)
 
 
 @pytest.mark.parametrize("recipe", ["fast", "swift", "lean", "small"])
@@ -383,7 +383,9 @@ def test_levels_are_those_with_kernels_unless_others_are_asked_for():
 def test_a_basis_per_head_cannot_be_shared(basis: str, name: str):
     message = f"basis '{basis}' has {name} per head, got {name}='joint'"
     with pytest.raises(ValueError, match=message):
-        kvfold.compress(tiny("llama-gqa"), Recipe(name="mine", basis=basis, **{name: "joint"}))
+        kvfold.compress(
+            tiny("llama-gqa"), Recipe(name="mine", basis=basis, **{name: "joint"}), fold=True
+        )
 
 
 def test_a_layer_that_is_worth_no_bits_is_refused():
@@ -450,7 +452,7 @@ def test_compress_refuses(settings: dict, message: str):
     model = tiny("llama-gqa")
     made = statistics_of(model, "small")
     with pytest.raises(ValueError, match=message):
-        kvfold.compress(model, **{"recipe": "small", "statistics": made, **settings})
+        kvfold.compress(model, **{"recipe": "small", "statistics": made, **settings}, fold=True)
 
 
 @pytest.mark.parametrize(
@@ -461,6 +463,8 @@ def test_without_a_size_it_is_a_quarter_where_bits_are_planned_and_else_a_half(
 ):
     model = tiny("llama-gqa")
     how = {} if planned else {"align": 1}
-    spec = spec_of(kvfold.compress(model, recipe, statistics=statistics_of(model, recipe), **how))
+    spec = spec_of(
+        kvfold.compress(model, recipe, statistics=statistics_of(model, recipe), **how, fold=True)
+    )
     assert spec.planned is planned
     assert cache_layout(spec).kept_fraction == pytest.approx(kept, rel=0.1)

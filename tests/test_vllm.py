@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import kvfold
-from kvfold.loading import load_tokenizer, resolve
+from kvfold.loading import load_config, load_tokenizer, resolve
 from kvfold.text import packaged
 from models import greedy
 
@@ -42,7 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory):
             size = {"keep": 0.5} if factor is None else {"factor": factor}
             # Numba in this process, which a check loads, keeps vLLM 0.32 from starting in a fork.
             size |= {"output": made[key], "max_tokens": 4096, "check": False}
-            kvfold.compress(model, recipe, **size)
+            kvfold.compress(model, recipe, **size, fold=True)
         return str(made[key])
 
     return get
@@ -184,6 +184,13 @@ def by_the_engine(model: str, bits: int | None, ask: list[list[int]]) -> list[di
 def test_what_is_refused(checkpoints) -> None:
     with pytest.raises(RuntimeError, match="vLLM has one block table for all heads"):
         served(checkpoints("reference:gqa", "fast"), {"evict": "random"})
+
+
+def test_a_plain_model_needs_no_format_of_weights() -> None:
+    from kvfold.vllm_plugin.quantization import KVFoldQuantization
+
+    with pytest.raises(ValueError, match="leave it out; few bits and maps are named in"):
+        KVFoldQuantization().maybe_update_config("plain", load_config("reference:gqa"))
 
 
 def test_logits_that_are_not_finite_end_their_request(checkpoints) -> None:

@@ -49,7 +49,7 @@ def compressed(name: str, recipe: str):
     model = tiny(name)
     wanted = Compressor(model, recipes.get(recipe)).needs
     statistics = calibrate(model, family_of(model.config), tokens(8, 64), wanted)
-    return compress(model, recipe, statistics=statistics, keep=0.5, align=1)
+    return compress(model, recipe, statistics=statistics, keep=0.5, align=1, fold=True)
 
 
 def blocks_of(layout, count: int) -> list[Tensor]:

@@ -15,12 +15,11 @@ if TYPE_CHECKING:
     from kvfold.engine.request import CacheParams as CacheParams
     from kvfold.engine.request import SamplingParams as SamplingParams
     from kvfold.evaluation.auto import best_policy as best_policy
-    from kvfold.loading import load as load
     from kvfold.loading import reference as reference
     from kvfold.recovery import recover as recover
     from kvfold.seam.attach import attach as attach
     from kvfold.seam.attach import detach as detach
-    from kvfold.seam.compress import make_maps as make_maps
+    from kvfold.seam.named import load as load
 
 __version__ = "0.1.0"
 # Where public names are; torch and transformers are imported when the first of them is asked for.
@@ -35,8 +34,7 @@ _HOMES = {
     "best_policy": "evaluation.auto",
     "compress": "api",
     "detach": "seam.attach",
-    "load": "loading",
-    "make_maps": "seam.compress",
+    "load": "seam.named",
     "recover": "recovery",
     "reference": "loading",
 }

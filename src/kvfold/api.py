@@ -1,4 +1,4 @@
-"""compress: from a model and a recipe to a folded model, in one call."""
+"""compress: from a model and a recipe to maps of its keys and values, or a folded model."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -10,25 +10,28 @@ import torch
 
 from kvfold import card
 from kvfold.artifact import provenance_of, spec_of
-from kvfold.compression.calibration_text import CALIBRATION_TOKENS
-from kvfold.compression.compressor import Compressor
-from kvfold.compression.default import chosen
+from kvfold.compression.calibration_text import CALIBRATION_TOKENS, check_tokens
+from kvfold.compression.compressor import Compressor, check_config
+from kvfold.compression.default import chosen, chosen_beside
 from kvfold.compression.documents import is_self
 from kvfold.compression.progress import Progress
 from kvfold.compression.recover import check_steps
-from kvfold.compression.room import factor_of
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.statistics.artifact import check_place
 from kvfold.compression.target import Target
 from kvfold.config import Prefer, Ratios, Recipe, check_types
+from kvfold.errors import SettingError
 from kvfold.evaluation import scores
 from kvfold.evaluation.answers import Answer, check_answer
 from kvfold.evaluation.budget import search_keep
 from kvfold.evaluation.importance import find_leaders
+from kvfold.evaluation.maps import measured
 from kvfold.evaluation.ratios import search_ratios
 from kvfold.files import check_makeable, new_directory, writing
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
-from kvfold.models.families import family_of
+from kvfold.models.families import family_of, has_family
+from kvfold.seam.compress import make_maps, recipe_of
+from kvfold.seam.layers import unwrapped
 from kvfold.search import parse_budget
 from kvfold.spec import CacheSpec
 from kvfold.text import check_tokenizer, read_texts
@@ -39,11 +42,13 @@ def compress(
     model: Any,
     recipe: str | Recipe | None = None,
     *,
+    fold: bool = False,
     keep: float | None = None,
     factor: float | None = None,
     bytes_per_token: float | None = None,
     levels: tuple[int, ...] | None = None,
     prefer: Prefer | None = None,
+    windows: bool = False,
     budget: str | None = None,
     hybrid: Ratios | str | None = None,
     align: int | None = None,
@@ -60,33 +65,43 @@ def compress(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Any:
-    """Fold a model so that its KV cache keeps `keep` of its numbers, or is `factor` times smaller.
+    """Make a model's KV cache keep `keep` of its numbers, or be `factor` times smaller.
 
-    model: a name (directory, GGUF file, hub id, `reference:gqa`) or a loaded causal LM, which is
-    folded in place. recipe: a name from `kvfold.recipes`, a `Recipe`, or None: see
-    `compression.default`. keep: in (0, 1]. factor: dimensions and bits planned together (see
-    `Prepared.plan_factor`); the planned bits take effect on the paged cache. Without a size it is
-    4, or for a recipe that plans no bits, keep is 0.5. bytes_per_token: the same, as bytes. levels:
+    Returns maps of keys and values, a `Sidecar`, for `kvfold.attach(model, maps)` and
+    `kvfold.LLM(model, maps=maps)`; the model stays as it is. It may be of any type whose layers
+    call transformers' attention interface. fold: fold the maps into the weights instead, in place,
+    and return the model. That takes a model of the families in `models.families`, and all recipes.
+
+    model: a name (directory, GGUF file, hub id, `reference:gqa`) or a loaded causal LM. recipe: a
+    name from `kvfold.recipes`, a `Recipe`, or None: see `compression.default`; maps are made by
+    swift and fast, and by lean and small, which take keys before RoPE, where that rotates pairs.
+    keep: in (0, 1]. factor: dimensions and bits planned together (see `Prepared.plan_factor`); the
+    planned bits take effect on the paged cache. Without a size it is 4, or for a recipe that plans
+    no bits, keep is 0.5. bytes_per_token: the same, as bytes, of the layers that get maps. levels:
     bits that planned numbers may have, of 8, 6, 4, 3, 2, 1 (default (8, 4, 2), those that kernels
     read). prefer: what such a plan is for: `speed`, rows that a Hopper GPU reads in one pass, of
     recipes swift and lean; `size`, the least loss at a size, in all levels; `balanced` (see
     `compression.preference`). None: balanced, or without a recipe speed where a GPU can use it.
-    budget: "ppl<=1.01", the smallest keep within that ratio of the original's perplexity on
-    calibration text that calibration does not read. hybrid: two widths, the narrow one for tokens
-    that are not important (ZDC §5.2, see `Ratios`), or "ppl<=1.1": the smallest within that ratio
-    (Q_d <= 0.1) of those that are tried; of recipe zdc where none is named. align: ranks whose bits
-    are not planned are multiples of it (default 16, 8 for head_dim <= 64). calib: text files
-    instead of the packaged text, or ["self"]: text that the model writes itself. tokenizer: needed
-    with a loaded model. device, dtype: as of `load`, for a model by its name. statistics: an
-    artifact file, reused if it exists and fits, written if not. recover: steps in which the maps
-    learn from the original on the calibration text (see `compression.recover`; for a GPU).
-    learn_scores: learn what rows are worth, too, for `evict="learned"` (see `evaluation.scores`).
-    output: a directory to save to, in the checkpoint's own dtype unless another is asked for;
-    written whole or not at all. check: before it is saved, compare its answer to a short prompt,
-    through an engine's cache, with the original's (see `evaluation.answers`).
+    windows: also plan layers with a sliding window where other layers hold most of a long context
+    (a folded model has them anyway). align: ranks whose bits are not planned are multiples of it
+    (default 16, 8 for head_dim <= 64). calib: text files instead of the packaged text, or ["self"]:
+    text that the model writes itself. tokenizer: needed with a loaded model. device, dtype: as of
+    `load`, for a model by its name. statistics: an artifact file, reused if it exists and fits,
+    written if not. output: a directory to save to, written whole or not at all; weights in the
+    checkpoint's own dtype unless another is asked for. check: before it is saved, measure what maps
+    lose (see `evaluation.maps`), or compare the folded model's answer to a short prompt, through an
+    engine's cache, with the original's (see `evaluation.answers`).
 
-    Returns the folded model. Raises ValueError for settings or inputs that cannot work, and then
-    leaves the model as it was, unless it is recovery that diverges, or the check that fails.
+    With fold=True alone: budget: "ppl<=1.01", the smallest keep within that ratio of the original's
+    perplexity on calibration text that calibration does not read. hybrid: two widths, the narrow
+    one for tokens that are not important (ZDC §5.2, see `Ratios`), or "ppl<=1.1": the smallest
+    within that ratio (Q_d <= 0.1) of those that are tried; of recipe zdc where none is named.
+    recover: steps in which the maps learn from the original on the calibration text (see
+    `compression.recover`; for a GPU). learn_scores: learn what rows are worth, too, for
+    `evict="learned"` (see `evaluation.scores`).
+
+    Raises ValueError for settings or inputs that cannot work, and then leaves the model as it was,
+    unless it is recovery that diverges, or the check of a folded model that fails.
     """
     check_types(compress, locals())
     target = Target(
@@ -101,44 +116,106 @@ def compress(
     target.check_align(align)
     check_steps(recover)
     check_tokenizer(tokenizer)
+    check_fold(
+        fold, windows, budget=budget, hybrid=hybrid, recover=recover, learn_scores=learn_scores
+    )
     check_files(calib, statistics, output)
     name = str(model) if isinstance(model, str | Path) else None
     if name is None:
+        model = model if fold else unwrapped(model)
         check_loaded(model, device, dtype)
     with nullcontext() if output is None else new_directory(Path(output)) as folder:
         config = model.config if name is None else load_config(name)
-        recipe, target, why = chosen(recipe, config, target)
-        factor_of(recipe, family_of(config).geometry(config), target, align)
+        why = None
+        if fold:
+            recipe, target, why = chosen(recipe, config, target)
+            check_config(config, recipe, max_tokens, target, align)
+        else:
+            check_mappable(config, recipe, max_tokens, target, align)
         if learn_scores:
             scores.check_learnable(config, target)
         stored = stored_dtype(config, dtype) if name is not None else None
         if name is not None:
             tokenizer = tokenizer or load_tokenizer(name)
             model = load(name, dtype=dtype, device=device)
-        compressor = Compressor(
-            model, recipe, tokenizer, calib=calib, max_tokens=max_tokens, seed=seed
-        )
-        answer = None
-        if check and output is not None:
-            answer = Answer.of(model, tokenizer, stored)
-        folded = fold_to(
+        source = name or str(model.config.name_or_path) or type(model).__name__
+        text: dict[str, Any] = {"calib": calib, "max_tokens": max_tokens, "seed": seed}
+        size: dict[str, Any] = {"align": align, "statistics": statistics, "progress": progress}
+        if not fold:
+            about = {"source": source, "windows": windows, **text, **size}
+            compressor, maps = make_maps(model, tokenizer, recipe, target, **about)
+            if check and output is not None:
+                maps = measured(compressor, maps)
+            if folder is not None and output is not None:
+                maps.write(folder, Path(output))
+            return maps
+        assert isinstance(recipe, Recipe)
+        compressor = Compressor(model, recipe, tokenizer, **text)
+        answer = Answer.of(model, tokenizer, stored) if check and output is not None else None
+        folded = fold_to(compressor, target, source=source, why=why, recover=recover, **size)
+        finish(
             compressor,
-            target,
-            source=name or str(model.config.name_or_path),
-            why=why,
-            align=align,
-            statistics=statistics,
-            recover=recover,
+            folded.predicted,
+            answer,
+            learn_scores=learn_scores,
+            folder=folder,
+            output=output,
+            stored=stored,
             progress=progress,
         )
-        if learn_scores:
-            scores.learn_scores(model, tokenizer, scores.readings(compressor), progress)
-        if answer is not None:
-            check_answer(model, answer, folded.predicted)
-        if folder is not None and output is not None:
-            with writing(Path(output)):
-                fill(folder, model, tokenizer, stored)
     return model
+
+
+def finish(
+    compressor: Compressor,
+    predicted: float | None,
+    answer: Answer | None,
+    *,
+    learn_scores: bool = False,
+    folder: Path | None = None,
+    output: Path | str | None = None,
+    stored: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """What follows folding: learn scores, check the answer, where there is one, and save.
+
+    predicted: as of `Folded`; folder: to fill, that becomes `output`; stored: dtype of its weights.
+    """
+    model, tokenizer = compressor.model, compressor.tokenizer
+    if learn_scores:
+        scores.learn_scores(model, tokenizer, scores.readings(compressor), progress)
+    if answer is not None:
+        check_answer(model, answer, predicted)
+    if folder is not None and output is not None:
+        with writing(Path(output)):
+            fill(folder, model, tokenizer, stored)
+
+
+def check_fold(fold: bool, windows: bool, **only_folded: object) -> None:
+    """Raises SettingError for settings that only folding has, by name, where nothing is folded, and
+    the other way round."""
+    if fold and windows:
+        raise SettingError("`windows` says which layers get maps: leave `windows` or `fold` out")
+    if not fold and (wrong := [name for name, value in only_folded.items() if value]):
+        raise SettingError(
+            f"`{wrong[0]}` is of a model that is folded, not of maps beside its weights: add"
+            " `fold=True`"
+        )
+
+
+def check_mappable(
+    config: Any,
+    recipe: str | Recipe | None,
+    max_tokens: int,
+    target: Target,
+    align: int | None,
+) -> None:
+    """Raises ValueError for what a model's config says cannot work for maps beside its weights."""
+    found = recipe_of(recipe)
+    if has_family(config):
+        found, target, _ = chosen_beside(recipe, family_of(config), config, target)
+        check_config(config, found, max_tokens, target, align)
+    check_tokens(config, max_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

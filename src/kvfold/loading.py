@@ -18,7 +18,7 @@ from kvfold.errors import SettingError
 from kvfold.files import check_here
 from kvfold.gguf import first_line
 from kvfold.hub import where, why_not
-from kvfold.models.families import check_model, family_of
+from kvfold.models.families import check_model, family_of, has_family
 from kvfold.place import check_device, check_dtype
 from kvfold.text import json_object
 from kvfold.weights import check_complete, check_finite
@@ -62,18 +62,15 @@ def load(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | None = None,
-    any_type: bool = False,
     **options: Any,
 ) -> Any:
-    """A causal language model, folded or plain, ready for inference.
+    """A causal language model of any type, folded or plain, ready for inference.
 
     name: a directory, a GGUF file, a hub id or `reference:NAME` for a NAME of REFERENCES; dtype as
     in transformers, but "auto" on a CPU is float32, as 16-bit arithmetic is slow on most and coarse
     on all of them (elsewhere the checkpoint's own, bfloat16 for a GGUF file of packed numbers);
-    device defaults to CUDA where there is one; any_type: also of types that no family knows, for
-    maps beside the weights. Raises
-    ValueError for anything that is not one, and for weights that are missing, belong to something
-    else, or are not numbers.
+    device defaults to CUDA where there is one. Raises ValueError for anything that is not one, and
+    for weights that are missing, belong to something else, or are not numbers.
     """
     if not isinstance(name, str | Path):
         raise SettingError(
@@ -87,7 +84,7 @@ def load(
     device, name = device or default_device(), str(name)
     if dtype == "auto" and torch.device(device).type == "cpu":
         dtype = torch.float32
-    config = load_config(name, any_type=any_type)
+    config = load_config(name)
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
         # sdpa of transformers 5.17 leaves the cap out and says nothing.
         options.setdefault("attn_implementation", "eager")
@@ -131,17 +128,21 @@ def _load_directory(path: str, **options: Any) -> Any:
     return model
 
 
-def load_config(name: str, *, any_type: bool = False) -> Any:
-    """The transformers config of a model of a supported family. Raises ValueError for another,
-    unless `any_type`, and for a GGUF file of a family that needs more than is read from one."""
+def load_config(name: str) -> Any:
+    """The transformers config of a model. Raises ValueError for what is none, and for a GGUF file
+    of a type that no family knows or that needs more than is read from one."""
     check_here()
     path = resolve(str(name))
-    packed = gguf.is_gguf(path)
-    config = gguf.load_config(path) if packed else _directory_config(str(name), path)
-    if any_type and not packed:
-        return config
+    if not gguf.is_gguf(path):
+        return _directory_config(str(name), path)
+    config = gguf.load_config(path)
+    if not has_family(config):
+        raise ValueError(
+            f"{path} is a {config.model_type} model, and kvfold reads GGUF files of the types alone"
+            " that it folds; use the original checkpoint"
+        )
     family = family_of(config)
-    if packed and family.not_in_gguf is not None:
+    if family.not_in_gguf is not None:
         raise ValueError(
             f"{path} is a {config.model_type} model, and transformers does not read from GGUF files"
             f" {family.not_in_gguf}; use the original checkpoint"

@@ -47,7 +47,8 @@ def recover(
         spec = saved_spec(config)
         if spec is None:
             raise ValueError(
-                f"{name} is not compressed, so there is nothing to recover: `kvfold compress` first"
+                f"{name} is not compressed, so there is nothing to recover: `kvfold"
+                " compress --fold` first"
             )
         if original is not None:
             _check_original(original, config)

@@ -46,12 +46,11 @@ def quiet() -> None:
 
 
 def load_config(name: str, beside: "Sidecar | None" = None) -> Any:
-    """The config of a model, of any type where maps stand beside it. Raises ValueError where they
-    cannot be of this model."""
+    """The config of a model. Raises ValueError where the maps beside it cannot be of this model."""
     from kvfold import loading
 
     quiet()
-    config = loading.load_config(name, any_type=beside is not None)
+    config = loading.load_config(name)
     if beside is not None:
         if saved_spec(config) is not None:
             raise SettingError(
@@ -62,13 +61,20 @@ def load_config(name: str, beside: "Sidecar | None" = None) -> Any:
     return config
 
 
-def load(name: str, place: Place, beside: "Sidecar | None" = None) -> Any:
+def load(name: str, place: Place) -> Any:
     """The model of a directory, hub id or reference."""
     from kvfold import loading
 
     quiet()
-    any_type = beside is not None
-    return loading.load(name, dtype=place.dtype, device=place.device, any_type=any_type)
+    return loading.load(name, dtype=place.dtype, device=place.device)
+
+
+def named(model: str, maps: str | None) -> tuple[str, str | None]:
+    """The names of a model and its maps, where MODEL may be a folder of maps."""
+    from kvfold.seam.named import named
+
+    quiet()
+    return named(model, maps)
 
 
 def load_maps(name: str | None) -> "Sidecar | None":
@@ -79,6 +85,16 @@ def load_maps(name: str | None) -> "Sidecar | None":
 
     quiet()
     return Sidecar.load(name)
+
+
+def check_context(maps: str | None, context: object) -> None:
+    """Raises SettingError for packed contexts, which lose tokens, where maps stand beside a
+    model."""
+    if maps is not None and context:
+        raise SettingError(
+            "`maps` and `context` exclude each other: with maps beside the weights nothing is"
+            " evicted, as in a packed context: leave one out"
+        )
 
 
 def load_tokenizer(name: str) -> Any:
@@ -167,11 +183,12 @@ def cache_config(
     from kvfold.cache.eviction import policies
     from kvfold.engine.build import check_beside_maps, check_served
     from kvfold.loading import default_device
+    from kvfold.models.families import has_family
     from kvfold.ops.backend import use_triton
 
     spec = saved_spec(config) if beside is None else beside.spec
     cache = storage.config(planned or (spec is not None and spec.planned))
-    if cache is not None and beside is not None:
+    if cache is not None and (beside is not None or not has_family(config)):
         check_beside_maps(cache)
         use_triton((place.device or default_device()).partition(":")[0])
     elif cache is not None:
@@ -317,17 +334,8 @@ def check_recipe(
     """A recipe, or the one of that name. Raises ValueError where a model of this config cannot be
     folded by it to such a size, or not calibrated on so many tokens; before one is loaded."""
     from kvfold import recipes
-    from kvfold.compression.calibration_text import check_tokens
-    from kvfold.compression.compressor import check, needs
-    from kvfold.compression.room import factor_of
-    from kvfold.models.families import family_of
+    from kvfold.compression.compressor import check_config
 
     recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
-    if saved_spec(config) is not None:
-        raise ValueError("this model is compressed already; start from the original checkpoint")
-    geometry = family_of(config).geometry(config)
-    check(recipe, geometry, config.model_type)
-    factor_of(recipe, geometry, target, align)
-    if needs(recipe):
-        check_tokens(config, max_tokens)
+    check_config(config, recipe, max_tokens, target, align)
     return recipe

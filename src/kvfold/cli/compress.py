@@ -1,12 +1,11 @@
-"""kvfold compress: fold a model and save it."""
+"""kvfold compress: maps of a model's keys and values, or a folded checkpoint."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import common
-from kvfold.cli import maps as beside
 from kvfold.cli.options import (
     CALIBRATION,
     FASTEST,
@@ -20,14 +19,11 @@ from kvfold.cli.options import (
     RecipeName,
     Size,
 )
-from kvfold.errors import SettingError
 
 if TYPE_CHECKING:
     import torch
 
-    from kvfold.compression.compressor import Compressor
-    from kvfold.evaluation.answers import Answer
-    from kvfold.spec import CacheSpec
+    from kvfold.seam.sidecar import Sidecar
 
 
 def compress(
@@ -36,199 +32,193 @@ def compress(
     *,
     recipe: RecipeName = None,
     size: Size = SIZE,
+    windows: Flag = False,
+    fold: Flag = False,
     fastest: Fastest = FASTEST,
     recover: int = 0,
     learn_scores: Flag = False,
     no_check: Flag = False,
-    maps: Flag = False,
-    windows: Flag = False,
     output: Path,
     calibration: Calibration = CALIBRATION,
     place: Place = PLACE,
 ) -> None:
-    """Shrink MODEL's cache and save the result as an ordinary checkpoint.
+    """Write maps by which MODEL's cache becomes smaller; with --fold, a checkpoint that has them in
+    its weights.
+
+    Maps are some megabytes beside a model of any type, which `generate`, `eval`, `serve`,
+    `kvfold.attach` and vLLM take; the model may be quantised or have a LoRA. --budget, --hybrid,
+    --fastest, --recover, --learn-scores and the published recipes need --fold, which takes a model
+    of the families that kvfold knows.
 
     Parameters
     ----------
+    windows
+        Maps also of layers with a sliding window where others hold most of a long context.
+    fold
+        Write an ordinary checkpoint that stores less, instead of maps.
     recover
         Steps in which the maps learn from the original on the calibration text; for a GPU.
     learn_scores
         Learn what rows are worth, for --evict learned.
     no_check
-        Save it without comparing its answer to a short prompt with the original's, and maps
-        without measuring what they lose on text that calibration did not read.
-    maps
-        Write maps beside the weights, some megabytes that `kvfold.attach` gives to a model of
-        transformers, instead of a checkpoint: of any model type, quantised or with a LoRA.
-    windows
-        With --maps: also of layers with a sliding window where others hold most of a long context.
+        Save it without measuring first what maps lose on text that calibration did not read, or
+        without comparing a checkpoint's answer to a short prompt with the original's.
     output
         New directory, written whole or not at all.
     """
-    from kvfold.api import check_files, fill, stored_dtype
-    from kvfold.compression.recover import check_steps
-    from kvfold.evaluation import scores
-    from kvfold.evaluation.answers import check_answer
-    from kvfold.files import new_directory, writing
+    from kvfold import api
+    from kvfold.artifact import provenance_of
 
     fastest.check(size, recipe, calibration.stats)
-    size.target.check_align(size.align)
-    check_steps(recover)
-    check_files(calibration.calib, calibration.stats, output)
-    if maps:
-        beside.check(size, fastest, recover=recover, learn_scores=learn_scores)
-        beside.write_maps(model, recipe, size, windows, calibration, place, output, not no_check)
-        return
-    if windows:
-        raise SettingError("`windows` says which layers get maps: give `maps` too")
-    with new_directory(output) as folder:
-        config = common.load_config(model)
-        if learn_scores:
-            scores.check_learnable(config, size.target)
-        if fastest.fastest:
-            made = fold_fastest(
-                model, config, size, fastest, calibration, place, recover, not no_check
-            )
-        else:
-            made = fold_asked(
-                model, config, recipe, size, calibration, place, recover, not no_check
-            )
-        if learn_scores:
-            own = made.compressor
-            with common.progress() as progress:
-                scores.learn_scores(own.model, own.tokenizer, scores.readings(own), progress)
-        if made.answer is not None:
-            check_answer(made.compressor.model, made.answer, made.predicted)
-        stored = stored_dtype(config, place.dtype) or made.compressor.model.dtype
-        with writing(output):
-            fill(folder, made.compressor.model, made.compressor.tokenizer, stored)
-    say(made, config, stored)
-    print(f"compressed in {made.seconds:.1f} seconds, saved to {output}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Made:
-    """A compressor whose model was folded in place, to what, why by its recipe, and how long it
-    took. answer: the original's, where it is to be checked; predicted: as of `api.Folded`."""
-
-    compressor: "Compressor"
-    spec: "CacheSpec"
-    seconds: float
-    answer: "Answer | None"
-    predicted: float | None
-    why: str | None = None
-
-
-def fold_asked(
-    model: str,
-    config: Any,
-    recipe: str | None,
-    size: Size,
-    calibration: Calibration,
-    place: Place,
-    recover: int,
-    check: bool,
-) -> Made:
-    """To a size, by a recipe or the default."""
-    from kvfold.api import fold_to
-    from kvfold.compression.default import chosen
-
-    align = size.align
-    settings, target, why = chosen(recipe, config, size.target)
-    compressor = common.compressor(model, config, settings, calibration, place, target, align)
-    answer = answer_of(compressor, config, place) if check else None
+    api.check_fold(fold, windows, fastest=fastest.fastest)
+    common.quiet()
     begin = time.perf_counter()
-    with common.progress() as progress:
-        folded = fold_to(
-            compressor,
-            target,
-            source=model,
-            why=why,
-            align=align,
-            statistics=calibration.stats,
-            recover=recover,
-            progress=progress,
+    if fastest.fastest:
+        made = fold_fastest(
+            model, size, fastest, calibration, place, recover, learn_scores, not no_check, output
         )
+    else:
+        with common.progress() as progress:
+            made = api.compress(
+                model,
+                recipe,
+                fold=fold,
+                **vars(size.target),
+                windows=windows,
+                align=size.align,
+                calib=list(calibration.calib) or None,
+                device=place.device,
+                dtype=place.dtype,
+                statistics=calibration.stats,
+                output=output,
+                max_tokens=calibration.max_tokens,
+                recover=recover,
+                learn_scores=learn_scores,
+                check=not no_check,
+                seed=calibration.seed,
+                progress=progress,
+            )
     seconds = time.perf_counter() - begin
-    return Made(
-        compressor=compressor,
-        spec=folded.spec,
-        seconds=seconds,
-        answer=answer,
-        predicted=folded.predicted,
-        why=why,
-    )
-
-
-def answer_of(compressor: "Compressor", config: Any, place: Place) -> "Answer":
-    """What the original answers, before it is folded."""
-    from kvfold.api import stored_dtype
-    from kvfold.evaluation.answers import Answer
-
-    stored = stored_dtype(config, place.dtype)
-    return Answer.of(compressor.model, compressor.tokenizer, stored)
+    if fold:
+        why = None if fastest.fastest else provenance_of(made).get("chosen")
+        stored = api.stored_dtype(common.load_config(model), place.dtype)
+        say_folded(made, stored or made.dtype, why)
+        print(f"compressed in {seconds:.1f} seconds, saved to {output}")
+    else:
+        say_maps(made)
+        disk = in_bytes(folder_bytes(output))
+        print(f"made in {seconds:.1f} seconds, saved to {output} ({disk})")
+        print(f'use them by --maps {output}, or kvfold.attach(model, "{output}")')
 
 
 def fold_fastest(
     model: str,
-    config: Any,
     size: Size,
     fastest: Fastest,
     calibration: Calibration,
     place: Place,
     recover: int,
+    learn_scores: bool,
     check: bool,
-) -> Made:
-    """To what is predicted to be the fastest within a budget."""
+    output: Path,
+) -> Any:
+    """A model folded to what is predicted to be the fastest within a budget, and saved."""
+    from kvfold import api
+    from kvfold.compression.recover import check_steps
     from kvfold.evaluation import comparison
+    from kvfold.evaluation.answers import Answer
     from kvfold.evaluation.fastest import TRIED, search_fastest
+    from kvfold.files import new_directory
     from kvfold.step_time import load_of
 
-    target, load = size.target, load_of(config, fastest.batch, fastest.context)
-    for name in TRIED:
-        common.check_recipe(config, name, calibration.max_tokens, target, None)
-    compressors = comparison.compressors_of(
-        common.load(model, place),
-        common.load_tokenizer(model),
-        list(TRIED),
-        calib=list(calibration.calib) or None,
-        max_tokens=calibration.max_tokens,
-        seed=calibration.seed,
-    )
-    answer = answer_of(compressors[0], config, place) if check else None
-    assert target.limit is not None
-    begin = time.perf_counter()
-    with common.progress() as progress:
-        best = search_fastest(compressors, target.limit, load, say=print, progress=progress)
-        provenance = {"model": model, **asdict(target), "ratio": best.ratio, "align": None}
-        provenance |= {"factor": best.factor, "prefer": best.prefer}
-        provenance |= {"chosen": f"{best}, at {load}"}
-        best.prepared.fold(best.spec, provenance, recover=recover, progress=progress)
-    print(f"the fastest within the budget at {load}: {best}")
-    seconds = time.perf_counter() - begin
-    return Made(
-        compressor=best.prepared.compressor,
-        spec=best.spec,
-        seconds=seconds,
-        answer=answer,
-        predicted=best.prepared.predicted_loss(best.spec),
-    )
+    check_steps(recover)
+    api.check_files(calibration.calib, calibration.stats, output)
+    with new_directory(output) as folder:
+        config = common.load_config(model)
+        target, load = size.target, load_of(config, fastest.batch, fastest.context)
+        for name in TRIED:
+            common.check_recipe(config, name, calibration.max_tokens, target, None)
+        loaded, tokenizer = common.load(model, place), common.load_tokenizer(model)
+        compressors = comparison.compressors_of(
+            loaded,
+            tokenizer,
+            list(TRIED),
+            calib=list(calibration.calib) or None,
+            max_tokens=calibration.max_tokens,
+            seed=calibration.seed,
+        )
+        stored = api.stored_dtype(config, place.dtype)
+        answer = Answer.of(loaded, tokenizer, stored) if check else None
+        assert target.limit is not None
+        with common.progress() as progress:
+            best = search_fastest(compressors, target.limit, load, say=print, progress=progress)
+            provenance = {"model": model, **asdict(target), "ratio": best.ratio, "align": None}
+            provenance |= {"factor": best.factor, "prefer": best.prefer}
+            provenance |= {"chosen": f"{best}, at {load}"}
+            best.prepared.fold(best.spec, provenance, recover=recover, progress=progress)
+            print(f"the fastest within the budget at {load}: {best}")
+            api.finish(
+                best.prepared.compressor,
+                best.prepared.predicted_loss(best.spec),
+                answer,
+                learn_scores=learn_scores,
+                folder=folder,
+                output=output,
+                stored=stored,
+                progress=progress,
+            )
+    return loaded
 
 
-def say(made: Made, config: Any, stored: "torch.dtype") -> None:
-    """What was made, and what kernels serve it."""
-    from kvfold.artifact import provenance_of
+def say_folded(model: Any, stored: "torch.dtype", why: str | None) -> None:
+    """What a model was folded to, why by its recipe, and what kernels serve it as it is stored."""
+    from kvfold.artifact import provenance_of, spec_of
     from kvfold.card import facts
     from kvfold.models.kernels import in_one_pass, kernels_of
     from kvfold.step_time import rebuilt_keys
 
-    name = made.compressor.recipe.name
-    if note := rebuilt_keys(name, config, made.spec):
+    provenance, spec = provenance_of(model), spec_of(model)
+    assert spec is not None
+    name, config = provenance["recipe"]["name"], model.config
+    if note := rebuilt_keys(name, config, spec):
         print(note)
-    if made.why is not None:
-        print(f"recipe {name}: {made.why}")
-    provenance = provenance_of(made.compressor.model)
-    print(f"{name}: " + "\n".join(facts(made.spec, provenance)))
-    print(f"kernels on a GPU: {kernels_of(config, made.spec, stored)}")
+    if why is not None:
+        print(f"recipe {name}: {why}")
+    print(f"{name}: " + "\n".join(facts(spec, provenance)))
+    print(f"kernels on a GPU: {kernels_of(config, spec, stored)}")
     if provenance["prefer"] == "speed":
-        print(f"in one pass on a Hopper GPU: {in_one_pass(config, made.spec)}")
+        print(f"in one pass on a Hopper GPU: {in_one_pass(config, spec)}")
+
+
+def say_maps(made: "Sidecar") -> None:
+    """What maps store, and which layers were left."""
+    from kvfold.card import facts
+    from kvfold.spec.layout import cache_layout
+
+    provenance = dict(made.provenance)
+    if why := provenance.get("chosen"):
+        print(f"recipe {provenance['recipe']['name']}: {why}")
+    print(f"maps of {len(made.maps)} layers: " + "\n".join(facts(made.spec, provenance)))
+    if left := provenance.get("left"):
+        kept = cache_layout(made.spec).kept_fraction
+        whole = (
+            f"{1 / (share + (1 - share) * kept):.2f} times at {tokens}"
+            for tokens, share in left["share"].items()
+        )
+        print(f"{left['words']}; the whole cache is smaller {', '.join(whole)} tokens")
+    if made.spec.planned:
+        print(
+            "kvfold's engine and vLLM store the planned bits; attached, transformers' cache stores"
+            " 16-bit numbers"
+        )
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of a sidecar's files, as they are on the disk."""
+    from kvfold.seam.sidecar import FILES
+
+    return sum((folder / x).stat().st_size for x in FILES if (folder / x).exists())
+
+
+def in_bytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"

@@ -44,10 +44,10 @@ FACT_CONTEXTS, FACT_LENGTH = 5, 512  # of SIZES
 QUESTION = "What is the text above about?"  # of models that chat
 SHOWN_CHARACTERS = 300  # of the prompt
 INTRO = (
-    "A model keeps what it has read in its KV cache. Here is how much smaller kvfold compress makes"
-    f" that by recipe {SIZE_RECIPE} and the flags below, and what it costs: perplexity on text, and"
-    " numbers hidden in a text, asked for after the cache was compressed. All is measured in this"
-    " run."
+    "A model keeps what it has read in its KV cache. Here is how much smaller kvfold compress"
+    f" --fold makes that by recipe {SIZE_RECIPE} and the flags below, and what it costs: perplexity"
+    " on text, and numbers hidden in a text, asked for after the cache was compressed. All is"
+    " measured in this run."
 )
 NEW_TOKENS, TEMPERATURE, SEED = 60, 0.7, 0
 

@@ -13,7 +13,7 @@ from kvfold.cli.options import (
     WINDOWS,
     Files,
     MapsName,
-    Model,
+    ModelOrMaps,
     Place,
     Storage,
     TaskFiles,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: Model,
+    model: ModelOrMaps,
     /,
     *,
     text: Files = (),
@@ -53,6 +53,7 @@ def evaluate(
         File for the results.
     """
     common.check_outputs(json=json)
+    model, maps = common.named(model, maps)
     if asked.suite:
         for name, value in {"text": text, "tasks": tasks, "needle": windows.needle}.items():
             if value:
@@ -65,7 +66,7 @@ def evaluate(
     config, tokenizer = common.load_config(model, beside), common.load_tokenizer(model)
     cache = common.cache_config(config, storage, place, beside=beside)
     what = common.measurement(config, tokenizer, windows, cache, texts, rows, beside)
-    loaded = common.load(model, place, beside)
+    loaded = common.load(model, place)
     what = dataclasses.replace(what, cache=common.with_policy(loaded, tokenizer, cache))
     from kvfold.evaluation.measure import measure
     from kvfold.evaluation.measure import storage as stored

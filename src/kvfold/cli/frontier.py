@@ -204,7 +204,7 @@ def command(model: str, row: "Row", flags: Sequence[str], levels: str | None) ->
         size = [f"--factor {factor}", *([f"--levels {levels}"] if levels else [])]
     if prefer:
         size = [f"--factor {factor}", f"--prefer {prefer}"]
-    made = ["kvfold compress", shlex.quote(model), f"--recipe {name}", *size, *flags]
+    made = ["kvfold compress --fold", shlex.quote(model), f"--recipe {name}", *size, *flags]
     return " ".join([*made, f"--output {row.recipe.replace(' for ', '-')}-{factor}x"])
 
 

@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import common
-from kvfold.cli.maps import check_context
 from kvfold.cli.options import (
     PLACE,
     SAMPLING,
     STORAGE,
     Flag,
     MapsName,
-    Model,
+    ModelOrMaps,
     Place,
     Sampling,
     Storage,
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: Model,
+    model: ModelOrMaps,
     /,
     *,
     prompt: str | None = None,
@@ -52,7 +51,8 @@ def generate(
         is in it.
     """
     text = read_prompt(prompt, prompt_file)
-    check_context(maps, context)
+    model, maps = common.named(model, maps)
+    common.check_context(maps, context)
     packed = None if context is None else read_context(context, storage, chat)
     beside = common.load_maps(maps)
     config, tokenizer = common.load_config(model, beside), common.load_tokenizer(model)
@@ -62,7 +62,7 @@ def generate(
         return
     cache = common.cache_config(config, storage, place, beside=beside)
     ids = encode(config, tokenizer, text, sampling.max_new_tokens, chat)
-    loaded = common.load(model, place, beside)
+    loaded = common.load(model, place)
     cache = common.with_policy(loaded, tokenizer, cache)
     if cache is not None:
         stream_paged(loaded, tokenizer, ids, sampling, cache, maps=beside)

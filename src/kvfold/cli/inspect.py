@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.cli import common
-from kvfold.cli.options import CALIBRATION, PLACE, Calibration, MapsName, Model, Place
+from kvfold.cli.options import CALIBRATION, PLACE, Calibration, MapsName, ModelOrMaps, Place
 from kvfold.errors import SettingError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ Spectra = dict[str, list[list[float]]]
 
 
 def inspect(
-    model: Model | None = None,
+    model: ModelOrMaps | None = None,
     /,
     *,
     maps: MapsName = None,
@@ -46,8 +46,12 @@ def inspect(
     html
         File for a heat map of the ranks, and the spectra of a plan.
     """
+    from kvfold.seam.named import holds_maps
+
     common.check_outputs(html=html)
     target = check_plan(recipe, keep, align, calibration)
+    if model is not None and maps is None and holds_maps(model):
+        model, maps = None, model
     if maps is not None:
         inspect_maps(maps, model, recipe, html)
         return
@@ -92,7 +96,7 @@ def inspect(
 
 def inspect_maps(name: str, model: str | None, recipe: str | None, html: Path | None) -> None:
     """What maps beside the weights store, and how large they are."""
-    from kvfold.cli.maps import folder_bytes, in_bytes
+    from kvfold.cli.compress import folder_bytes, in_bytes
     from kvfold.seam.sidecar import folder_of
 
     if recipe is not None:

@@ -30,13 +30,21 @@ _QUOTES = "'\""
 _EXAMPLES: dict[Any, str] = {int: "1,8", float: ".5,.25"}  # of lists, by what they are of
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, Parameter(help="A directory, a GGUF file, a hub id or reference:gqa.")]
+ModelOrMaps = Annotated[
+    str,
+    Parameter(
+        help="A directory, a GGUF file, a hub id, reference:gqa, or a folder of maps, which stands"
+        " for the model that they were made for."
+    ),
+]
 Files = Annotated[tuple[Path, ...], Parameter(consume_multiple=1, negative="", show_default=False)]
 TaskFiles = Annotated[Files, Parameter(help=f"Files of {LEGAL_ROWS} rows (.jsonl, .xz, .gz).")]
 RecipeName = Annotated[
     str | None,
     Parameter(
-        help=f"One of {', '.join(RECIPES)}. By default swift; with --keep or --budget the one of"
-        " small, lean and swift that loses least and is predicted to be no slower than the model.",
+        help=f"One of {', '.join(RECIPES)}. By default swift; with --fold and --keep or --budget"
+        " the one of small, lean and swift that loses least and is predicted to be no slower than"
+        " the model.",
         show_default=False,
     ),
 ]

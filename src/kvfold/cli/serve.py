@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from kvfold.cli import common, serve_vllm
-from kvfold.cli.maps import check_context
-from kvfold.cli.options import PLACE, STORAGE, Flag, MapsName, Model, Place, Storage, flags_of
+from kvfold.cli.options import PLACE, STORAGE, Flag, MapsName, ModelOrMaps, Place, Storage, flags_of
 from kvfold.config import check, setting
 from kvfold.errors import SettingError
 from kvfold.server import check_installed
@@ -89,7 +88,7 @@ ADDRESS, SIZES, BOUNDS = Address(), Sizes(), Bounds()
 
 
 def serve(
-    model: Model,
+    model: ModelOrMaps,
     /,
     *,
     engine: EngineName = "kvfold",
@@ -112,12 +111,15 @@ def serve(
         on from it. Any number of them, made alike; how the cache stores tokens is in them.
     """
     key = address.key
+    name = address.served_model_name or model
+    model, maps = common.named(model, maps)
     if engine == "vllm":
         if context:
             raise SettingError("`context` is of kvfold's own server: leave `engine=vllm` out")
+        address = dataclasses.replace(address, served_model_name=name)
         serve_vllm.serve(vllm_words(model, maps, address, sizes, bounds, storage, place), key)
     check_installed()
-    check_context(maps, context)
+    common.check_context(maps, context)
     packed, contexts = read_contexts(context, storage)
     beside = common.load_maps(maps)
     config, tokenizer = common.load_config(model, beside), common.load_tokenizer(model)
@@ -133,13 +135,12 @@ def serve(
     from kvfold.engine.llm import LLM
     from kvfold.server.app import create_app
 
-    loaded = common.load(model, place, beside)
+    loaded = common.load(model, place)
     cache = common.with_policy(loaded, tokenizer, cache) or cache
     settings = dataclasses.asdict(cache) | sizes.settings
     llm = LLM(loaded, tokenizer=tokenizer, owned=True, maps=beside, **settings)
-    for name, value in llm.summary():
-        print(f"{name}: {value}", file=sys.stderr)
-    name = address.served_model_name or model
+    for what, value in llm.summary():
+        print(f"{what}: {value}", file=sys.stderr)
     for each, one in contexts.items():
         print(f"context {each}: {one.summary}", file=sys.stderr)
     asked = AsyncLLM(llm)

@@ -201,7 +201,7 @@ def by_kvfold(
     config = common.load_config(model, beside)
     paged = dataclasses.replace(storage, paged=True)
     cache = common.cache_config(config, paged, place, beside=beside)
-    loaded = common.load(model, place, beside)
+    loaded = common.load(model, place)
     cache = common.with_policy(loaded, tokenizer, cache)
     assert cache is not None
     llm = LLM(

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfold.artifact import mark, spec_of
+from kvfold.artifact import mark, saved_spec
 from kvfold.compression.bases import Source, builder_of, recipes_where
 from kvfold.compression.calibrate import artifact_key, calibrate
 from kvfold.compression.calibration_text import (
     CALIBRATION_TOKENS,
     calibration_windows,
+    check_tokens,
     self_windows,
     window_length,
 )
@@ -66,8 +67,7 @@ class Compressor:
         check_types(type(self).__init__, given)
         Setting(**SEEDS).check("seed", seed, int)
         check_model(model)
-        if spec_of(model) is not None:
-            raise ValueError("this model is compressed already; start from the original checkpoint")
+        check_original(model.config)
         self.model, self.recipe, self.tokenizer = model, recipe, tokenizer
         self.family: type[Family] = family or family_of(model.config)
         self.geometry = self.family.geometry(model.config)
@@ -357,3 +357,22 @@ def check(recipe: Recipe, geometry: Geometry, model_type: str) -> None:
         raise ValueError(
             f"skip_layers names {wrong}, but the model's layers are 0 to {last}: leave those out"
         )
+
+
+def check_config(
+    config: Any, recipe: Recipe, max_tokens: int, target: Target, align: int | None
+) -> None:
+    """Raises ValueError where a model of this transformers config cannot be folded by a recipe to
+    such a size, or not calibrated on so many tokens; before one is loaded."""
+    check_original(config)
+    geometry = family_of(config).geometry(config)
+    check(recipe, geometry, config.model_type)
+    factor_of(recipe, geometry, target, align)
+    if needs(recipe):
+        check_tokens(config, max_tokens)
+
+
+def check_original(config: Any) -> None:
+    """Raises ValueError for the config of a compressed model."""
+    if saved_spec(config) is not None:
+        raise ValueError("this model is compressed already; start from the original checkpoint")

@@ -30,6 +30,7 @@ from kvfold.engine.trial import check_start
 from kvfold.errors import SettingError, renamed
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.seam.layers import unwrapped
+from kvfold.seam.named import named
 from kvfold.seam.sidecar import Sidecar
 from kvfold.text import check_tokenizer, encode, encode_chat, encode_prompt, encode_start
 from kvfold.weights import fingerprint
@@ -54,9 +55,10 @@ class Completion:
 class LLM:
     """Generation over one paged cache, from any number of threads.
 
-    model: a name (directory, GGUF file, hub id, `reference:gqa`) or a loaded causal LM, folded or
-    plain, which stays as it was, unless it is `owned`: nobody else needs it, and attentions take no
-    memory twice, as by its name. tokenizer: needed with a loaded model for text prompts.
+    model: a name (directory, GGUF file, hub id, `reference:gqa`, or a folder of maps, for the base
+    that they name) or a loaded causal LM, folded or plain, which stays as it was, unless it is
+    `owned`: nobody else needs it, and attentions take no memory twice, as by its name. tokenizer:
+    needed with a loaded model for text prompts.
     max_sequences: most requests at once. max_tokens: longest request, prompt and outputs (default:
     the model's positions). chunk: most prompt tokens of a request in one step (default: 2048 on
     CUDA, else 512), or four times as many where nobody decodes and kernels read prompts. seed: of
@@ -91,14 +93,15 @@ class LLM:
             Setting(least=1).check(name, value, int | None)
         check_tokenizer(tokenizer)
         self.cache = _cache(settings)
-        beside = Sidecar.load(maps) if isinstance(maps, str | Path) else maps
         if isinstance(model, str | Path):
-            any_type = beside is not None
-            config = load_config(str(model), any_type=any_type)
+            model, maps = named(model, maps)
+        beside = Sidecar.load(maps) if isinstance(maps, str | Path) else maps
+        if isinstance(model, str):
+            config = load_config(model)
             if beside is not None:
                 beside.check_config(config)
-            tokenizer = tokenizer or load_tokenizer(str(model))
-            model = load(str(model), dtype=dtype, device=device, any_type=any_type)
+            tokenizer = tokenizer or load_tokenizer(model)
+            model = load(model, dtype=dtype, device=device)
             owned = True
         else:
             model = model if beside is None else unwrapped(model)

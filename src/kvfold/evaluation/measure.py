@@ -31,8 +31,8 @@ from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.session import Footprint, Sessions
 from kvfold.evaluation.tasks.base import Task
 from kvfold.evaluation.tasks.run import TaskResult, run_tasks
-from kvfold.models.families import family_of
 from kvfold.seam.attach import attach
+from kvfold.seam.layers import seam_layers
 from kvfold.seam.sidecar import Sidecar
 from kvfold.text import check_ids, running, windows
 
@@ -208,6 +208,12 @@ def needle_lengths(model: Any) -> tuple[int, ...]:
     return lengths
 
 
+def full_numbers(model: Any) -> int:
+    """That an original model of any type stores of a token."""
+    stores = [x for x in seam_layers(model) if x.source == x.name]
+    return sum(x.num_kv_heads * (x.head_dim + x.value_dim) for x in stores)
+
+
 def storage(
     model: Any, held: Footprint | None = None, maps: Sidecar | None = None
 ) -> dict[str, Any]:
@@ -215,11 +221,8 @@ def storage(
 
     Of what pages hold of a sequence after its prompt, where that was measured; else by the spec.
     """
-    if maps is None:
-        spec, geometry = spec_of(model), family_of(model.config).geometry(model.config)
-    else:
-        spec, geometry = maps.spec, maps.spec.geometry
-    baseline = 2 * geometry.full_numbers
+    spec = spec_of(model) if maps is None else maps.spec
+    baseline = 2 * (full_numbers(model) if spec is None else spec.geometry.full_numbers)
     if held is not None and held.kept_fraction is not None:
         kept, size = held.kept_fraction, held.kept_fraction * baseline
     else:

@@ -1,4 +1,7 @@
-"""Supported model families. Adding one: a file beside this and one line here."""
+"""Families of models whose weights can be folded. Adding one: a file beside this and one line here.
+
+Maps beside the weights need none.
+"""
 
 from typing import Any
 
@@ -30,18 +33,17 @@ def check_model(model: Any, legal: str = "a name or a loaded causal LM") -> None
 
 
 def has_family(config: Any) -> bool:
-    """Whether a transformers config is of a supported family."""
+    """Whether a transformers config is of one of FAMILIES."""
     return any(config.model_type in family.model_types for family in FAMILIES)
 
 
 def family_of(config: Any) -> type[Family]:
-    """The family of a transformers config. Raises ValueError for an unsupported model type."""
+    """The family of a transformers config. Raises ValueError for a type that none has."""
     for family in FAMILIES:
         if config.model_type in family.model_types:
             return family
     supported = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
     raise ValueError(
-        f"model type {config.model_type!r} is not supported; supported types: {supported}. "
-        "ALiBi (bloom, falcon) is not supported. Maps beside the weights (kvfold compress --maps) "
-        "need no supported type"
+        f"model type {config.model_type!r} is of no family that kvfold folds: {supported}. Maps"
+        " beside the weights serve any type: `kvfold compress` without --fold makes them"
     )

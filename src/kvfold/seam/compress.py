@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,98 +10,64 @@ from typing import Any
 from kvfold import recipes
 from kvfold.compression.bases import builder_of
 from kvfold.compression.bases.pre_rope import PreRope
-from kvfold.compression.calibration_text import CALIBRATION_TOKENS
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.compression.default import chosen_beside
-from kvfold.compression.documents import is_self
 from kvfold.compression.progress import Progress
 from kvfold.compression.statistics import NoGradients, Statistics
-from kvfold.compression.statistics.artifact import check_place
 from kvfold.compression.target import Target
-from kvfold.config import Prefer, Recipe, check_types
+from kvfold.config import Recipe
 from kvfold.errors import SettingError
-from kvfold.files import check_makeable
-from kvfold.loading import check_loaded, load, load_tokenizer
 from kvfold.models.fold import LatentMaps
 from kvfold.seam.choice import LONG, SHORT, Choice, choose
 from kvfold.seam.family import seam_family
-from kvfold.seam.layers import SeamLayer, check_layers, seam_layers, unwrapped
+from kvfold.seam.layers import SeamLayer, check_layers, seam_layers
 from kvfold.seam.maps import Maps
 from kvfold.seam.rope_maps import RopeMaps
 from kvfold.seam.rotation import Rotation, find_rotations
 from kvfold.seam.sidecar import Sidecar, probes_of, sizes_of
 from kvfold.spec import CacheSpec, LayerSpec
-from kvfold.text import check_tokenizer, read_texts
 
 RECIPE = "swift"
 
 logger = logging.getLogger(__name__)
 
 
-def make_maps(
-    model: Any,
-    recipe: str | Recipe | None = None,
-    *,
-    keep: float | None = None,
-    factor: float | None = None,
-    bytes_per_token: float | None = None,
-    levels: tuple[int, ...] | None = None,
-    prefer: Prefer | None = None,
-    windows: bool = False,
-    align: int | None = None,
-    calib: list[str | Path] | None = None,
-    tokenizer: Any = None,
-    device: str | None = None,
-    dtype: str = "auto",
-    statistics: Path | str | Statistics | None = None,
-    max_tokens: int = CALIBRATION_TOKENS,
-    seed: int = 0,
-    output: Path | str | None = None,
-    check: Callable[[Compressor, Sidecar], Sidecar] | None = None,
-    progress: Progress | None = None,
-) -> Sidecar:
-    """Maps by which a model's cache becomes smaller; the model stays as it is.
-
-    model: a name, or a loaded causal LM of any type whose layers call transformers' attention
-    interface. recipe: one that takes keys as attention gets them (None: swift), or lean or small,
-    which take them before RoPE where that rotates pairs. keep, factor, bytes_per_token: the size,
-    as of `kvfold.compress`, of the layers that get maps; none: factor 4. Planned bits take effect
-    in `kvfold.LLM(model, maps=...)`; `kvfold.attach` stores 16-bit numbers. windows: also plan
-    layers with a sliding window where other layers hold most of a long context. output: a new
-    folder, written whole or not at all. check: gives the maps to save, from the compressor and
-    those that were made, or raises. The rest as of `kvfold.compress`.
-
-    Layers that are left as they are, and the share of the cache that they hold, are told by
-    `provenance["left"]` of the result (see `seam.choice`). Raises ValueError for what cannot work,
-    before weights are read where that can be known.
-    """
-    check_types(make_maps, locals())
-    target = Target(
-        keep=keep, factor=factor, bytes_per_token=bytes_per_token, levels=levels, prefer=prefer
-    )
-    target.check_align(align)
-    check_tokenizer(tokenizer)
-    if calib and not is_self(calib):
-        read_texts(calib)
-    if isinstance(statistics, str | Path):
-        check_place(Path(statistics))
-    if output is not None:
-        check_makeable(Path(output))
-    found = recipe if isinstance(recipe, Recipe) else recipes.get(recipe or RECIPE)
-    basis = builder_of(found)
+def recipe_of(given: str | Recipe | None) -> Recipe:
+    """The recipe of that name (None: RECIPE). Raises SettingError for one that maps beside the
+    weights cannot be made by."""
+    recipe = given if isinstance(given, Recipe) else recipes.get(given or RECIPE)
+    basis = builder_of(recipe)
     if basis.reads_weights or not (basis.after_rope or isinstance(basis, PreRope)):
         raise SettingError(
-            f"`recipe` {found.name!r} needs more of a model than what its attention is asked; use"
-            f" {RECIPE!r}, 'lean' or 'small'"
+            f"`recipe={recipe.name!r}` reads more of a model than what its attention is asked: add"
+            f" `fold=True`, which folds it into the weights, or use {RECIPE!r}, 'fast', 'lean' or"
+            " 'small'"
         )
-    name = str(model) if isinstance(model, str | Path) else None
-    if name is None:
-        model = unwrapped(model)
-        check_loaded(model, device, dtype)
-    else:
-        tokenizer = tokenizer or load_tokenizer(name)
-        model = load(name, dtype=dtype, device=device, any_type=True)
-    source = name or str(model.config.name_or_path) or type(model).__name__
+    return recipe
+
+
+def make_maps(
+    model: Any,
+    tokenizer: Any,
+    recipe: str | Recipe | None,
+    target: Target,
+    *,
+    source: str,
+    windows: bool = False,
+    align: int | None = None,
+    statistics: Path | str | Statistics | None = None,
+    progress: Progress | None = None,
+    **calibration: Any,
+) -> tuple[Compressor, Sidecar]:
+    """Maps by which the cache of a loaded model becomes smaller, and what measured it; the model
+    stays as it is. The settings are those of `kvfold.compress`.
+
+    source: the model's name, for provenance; calibration: calib, max_tokens and seed. Layers that
+    are left as they are, and the share of the cache that they hold, are told by
+    `provenance["left"]` of the result (see `seam.choice`). Raises ValueError for what cannot work.
+    """
+    found = recipe_of(recipe)
+    basis = builder_of(found)
     layers = seam_layers(model)
     check_layers(model, layers)
     choice = choose(model.config, layers, windows)
@@ -117,8 +83,7 @@ def make_maps(
             f" differ in width, {first.head_dim} and {first.value_dim}: use {RECIPE!r} or 'lean'"
         )
     found, target, why = chosen_beside(recipe, family, model.config, target)
-    about: dict[str, Any] = {"calib": calib, "max_tokens": max_tokens, "seed": seed}
-    compressor = Compressor(model, found, tokenizer, family=family, **about)
+    compressor = Compressor(model, found, tokenizer, family=family, **calibration)
     size = compressor.factor_of(target, align)
     prepared, gradients = _prepare(compressor, statistics, progress)
     if gradients is not None:
@@ -151,11 +116,7 @@ def make_maps(
         base=probes_of(layers),
         provenance={name: x for name, x in provenance.items() if x is not None},
     )
-    if check is not None:
-        sidecar = check(compressor, sidecar)
-    if output is not None:
-        sidecar.save(output)
-    return sidecar
+    return compressor, sidecar
 
 
 def _prepare(

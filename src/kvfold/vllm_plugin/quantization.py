@@ -12,8 +12,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 
 
 class KVFoldQuantization(QuantizationConfig):
-    """Of a folded checkpoint. A plain model by `--quantization kvfold` is served as it is: few bits
-    need no format of weights."""
+    """Of a folded checkpoint."""
 
     def get_name(self) -> str:
         return "kvfold"
@@ -39,9 +38,15 @@ class KVFoldQuantization(QuantizationConfig):
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Name the class that serves it, in vLLM's copy of the config."""
+        """Name the class that serves it, in vLLM's copy of the config. Raises ValueError for a
+        model that is no folded checkpoint."""
         from kvfold.vllm_plugin.families import architecture  # only where it is served
 
-        if getattr(hf_config, "quantization_config", None) is None:
+        if hf_config is None:
             return
+        if getattr(hf_config, "quantization_config", None) is None:
+            raise ValueError(
+                "--quantization kvfold is of folded checkpoints, which say it themselves: leave it"
+                " out; few bits and maps are named in --additional-config"
+            )
         hf_config.architectures = [architecture(hf_config)]
