@@ -31,6 +31,9 @@ CHUNKS = (17, 1, 19, 3)
 # Rounding of float32 in mixtures of experts, whose products are not made in float64: the sum of
 # some hundred terms in four layers.
 NEAR = 4e-5
+# Of maps that calibration makes, whose numbers fp16 holds: 2^-12 of a direction, through layers
+# with large random weights.
+ROUNDED = 4e-3
 
 
 def orthogonal(count: int, size: int) -> torch.Tensor:

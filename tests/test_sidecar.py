@@ -6,13 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import kvfold
 from kvfold.errors import SettingError
 from kvfold.loading import load, load_tokenizer
+from kvfold.models.fold import LatentMaps
 from kvfold.seam.layers import seam_layers
+from kvfold.seam.maps import NAMES, rounded
 from kvfold.seam.sidecar import NEAR, PLAN, TENSORS, Sidecar, probes
 from seam_types import TYPES, tiny
+from test_seam import ROUNDED
 
 TEXT = "The tide came in over the flats, and the boats that had lain on their sides stood up. " * 40
 
@@ -77,7 +81,7 @@ def test_any_type_is_calibrated_at_the_seam(name: str, tmp_path) -> None:
         with torch.no_grad():
             lost.append(float((model(ids).logits - wanted).norm() / wanted.norm()))
         detach()
-    assert lost[0] < 1e-3
+    assert lost[0] < ROUNDED
     assert lost[0] < lost[1] < lost[2]
 
 
@@ -198,6 +202,46 @@ def test_maps_are_the_same_once_they_were_saved(made, tmp_path) -> None:
     for name, own in Sidecar.load(tmp_path / "maps").maps.items():
         assert own.digest() == made.maps[name].digest()
         assert own.digest() != replace(own, value_mean=own.value_mean + 1).digest()
+
+
+def test_big_tensors_take_16_bits(made, tmp_path) -> None:
+    """With nothing lost of maps as they were made; others are saved as they are."""
+    made.save(tmp_path / "maps")
+    dtypes = {
+        x.rpartition(".")[2]: y.dtype for x, y in load_file(tmp_path / "maps" / TENSORS).items()
+    }
+    for name in NAMES:
+        big = name.endswith(("down", "up"))
+        assert dtypes[name] == (torch.float16 if big else torch.float32)
+    finer = {name: replace(x, key_up=x.key_up * 1.0001) for name, x in made.maps.items()}
+    replace(made, maps=finer).save(tmp_path / "finer")
+    tensors = load_file(tmp_path / "finer" / TENSORS)
+    for name, maps in Sidecar.load(tmp_path / "finer").maps.items():
+        assert maps.digest() == finer[name].digest()
+        assert tensors[f"{name}.key_up"].dtype == torch.float32
+
+
+def test_rounded_maps_keep_what_they_store() -> None:
+    """up is adapted to the rounded down: what is stored comes back up to the rounding of one."""
+    basis = torch.randn(3, 64, 64, dtype=torch.float64) / 8
+    for rank in (64, 24):
+        for x, y in zip(basis, torch.linalg.inv(basis).mT, strict=True):
+            latent = LatentMaps(x[:, :rank], y[:, :rank], torch.zeros(64))
+            down, up, _ = rounded(latent)
+            assert torch.equal(down.half().float(), down) and torch.equal(up.half().float(), up)
+            apart, alone = (
+                (one.double().mT @ other.double() - torch.eye(rank)).norm()
+                for one, other in ((down, up), (latent.down.half(), latent.up.half()))
+            )
+            assert apart < 0.85 * alone
+
+
+@pytest.mark.parametrize("size", [1e6, 1e-6])
+def test_maps_out_of_the_range_of_fp16_are_not_rounded(size: float) -> None:
+    basis = torch.linalg.qr(torch.randn(16, 16, dtype=torch.float64))[0]
+    down, up, _ = rounded(LatentMaps(basis * size, basis / size, torch.zeros(16)))
+    near = (down.mT.double() @ up.double() - torch.eye(16)).abs().max()
+    assert torch.equal(down, (basis * size).float()) and near < 1e-5
 
 
 def test_files_of_two_sidecars_are_refused(made, tmp_path) -> None:

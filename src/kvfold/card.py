@@ -59,7 +59,8 @@ here and do not change: they may be of any dtype, quantised, or have a LoRA.
 ## What is stored
 
 `kvfold.json` says what the cache stores, how that was chosen, and numbers that tell `{source}` from
-other models. `kvfold.safetensors` holds the maps of every layer in float32.
+other models. `kvfold.safetensors` holds the maps of every layer, in float16 where
+that holds their numbers, else in float32.
 
 ## Using it
 

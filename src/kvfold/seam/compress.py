@@ -21,7 +21,7 @@ from kvfold.models.fold import LatentMaps
 from kvfold.seam.choice import LONG, SHORT, Choice, choose
 from kvfold.seam.family import seam_family
 from kvfold.seam.layers import SeamLayer, check_layers, seam_layers
-from kvfold.seam.maps import Maps
+from kvfold.seam.maps import Maps, rounded
 from kvfold.seam.rope_maps import RopeMaps
 from kvfold.seam.rotation import Rotation, find_rotations
 from kvfold.seam.sidecar import Sidecar, probes_of, sizes_of
@@ -213,8 +213,9 @@ def unrotated_spec(
 def layer_maps(
     layer: LayerSpec, latents: Sequence[LatentMaps], rotation: Rotation | None = None
 ) -> Maps:
-    """The maps of a layer whose latents, keys' first, have these. rotation: of its keys, where they
-    are stored before RoPE."""
+    """The maps of a layer whose latents, keys' first, have these, rounded as a sidecar saves them.
+    rotation: of its keys, where they are stored before RoPE."""
+    latents = [rounded(x) for x in latents]
     if layer.keys == "pre_rope":
         assert rotation is not None, "keys before RoPE are of a known rotation"
         return RopeMaps.before_rope(layer, latents, rotation)

@@ -19,6 +19,7 @@ from kvfold.models.fold import LatentMaps
 
 NAMES = ("key_down", "key_up", "key_shift", "value_down", "value_up", "value_shift", "value_mean")
 ZEROS = 8  # so that widths stay a multiple of what kernels want
+NEAR = 2**-10  # by how much of its length fp16 may change a direction, which is 2^-11 in its range
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -166,6 +167,25 @@ class Maps:
         grouped = out.unflatten(2, (self.num_heads, -1))
         mapped = torch.einsum("bthgs,hds->bthgd", grouped, self.value_ups)
         return (mapped + self.value_mean[:, None]).flatten(2, 3)
+
+
+def rounded(latent: LatentMaps) -> LatentMaps:
+    """The same maps, fp32, with numbers of down and up that fp16 holds, so that a sidecar takes 16
+    bits for each. Tensors that are out of fp16's range stay as they are.
+
+    up is adapted to the rounded down, so that down^T up = I up to the rounding of up alone.
+    """
+    down = _in_half(latent.down)
+    inverse = torch.linalg.inv(down.double().mT @ latent.up.double())
+    return LatentMaps(down, _in_half(latent.up.double() @ inverse), latent.mean.float())
+
+
+def _in_half(x: Tensor) -> Tensor:
+    """x [n, r] as fp32, with numbers that fp16 holds where that leaves its columns NEAR."""
+    x = x.float()
+    half = x.half().float()
+    near = (half - x).norm(dim=0) <= NEAR * x.norm(dim=0)
+    return half if bool(near.all()) else x
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:

@@ -62,7 +62,7 @@ class Sidecar:
 
     def _write(self, folder: Path) -> None:
         tensors = {
-            f"{name}.{part}": tensor.float().cpu().clone(memory_format=torch.contiguous_format)
+            f"{name}.{part}": _smallest(tensor)
             for name, own in self.maps.items()
             for part, tensor in own.tensors().items()
         }
@@ -108,7 +108,7 @@ class Sidecar:
             if len(spec.layers) != len(plan["layers"]):
                 raise KeyError(f"{len(plan['layers'])} maps for {len(spec.layers)} layers")
             layers = dict(zip(plan["layers"], spec.layers, strict=True))
-            tensors = load_file(folder / TENSORS)
+            tensors = {x: tensor.float() for x, tensor in load_file(folder / TENSORS).items()}
             maps = {name: _maps(name, layer, tensors) for name, layer in layers.items()}
             return cls(maps=maps, spec=spec, base=plan["base"], provenance=plan["provenance"])
         except (KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
@@ -207,6 +207,13 @@ def folder_of(name: Path | str) -> Path:
         return hub.download(str(name), FILES)
     except ValueError as error:
         raise SettingError(f"`maps`: cannot read {str(name)!r}: {error}") from None
+
+
+def _smallest(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, in fp16 where that holds every number as it is, else in fp32."""
+    whole = tensor.detach().float().cpu()
+    half = whole.half()
+    return (half if torch.equal(half.float(), whole) else whole).contiguous().clone()
 
 
 def _sha256(path: Path) -> str:
