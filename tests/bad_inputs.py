@@ -141,8 +141,8 @@ SIZES = {
     "kvfold compress reference:gqa --fold --recipe zack --factor 4 --output new": (
         "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean or small"
     ),
-    "kvfold compress reference:gqa --budget ppl<=1.1 --output new": (
-        "--budget is of a model that is folded, not of maps beside its weights: add --fold"
+    "kvfold compress reference:gqa --hybrid ppl<=1.1 --output new": (
+        "--hybrid is of a model that is folded, not of maps beside its weights: add --fold"
     ),
     "kvfold compress reference:gqa --recover 2 --output new": (
         "--recover is of a model that is folded, not of maps beside its weights: add --fold"

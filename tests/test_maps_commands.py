@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
 import kvfold
@@ -78,6 +79,41 @@ def test_eval_measures_them_through_both_caches(here: Path) -> None:
             assert record["kept_fraction"] == pytest.approx(0.5, abs=0.02)
     assert nll["attached"] == pytest.approx(nll["paged"], abs=1e-4)
     assert abs(nll["bits"] - nll["paged"]) > 1e-4
+
+
+def test_a_budget(here: Path, capsys) -> None:
+    words = ["compress", here / "model", "--budget", "ppl<=1.05", "--align", "1"]
+    words += ["--max-tokens", "4096", "--no-check", "--output", here / "within"]
+    assert main([str(x) for x in words]) == 0
+    assert "ppl<=1.05 allowed" in capsys.readouterr().out
+    sidecar = Sidecar.load(here / "within")
+    share = sidecar.provenance["keep"]
+    assert sidecar.provenance["budget"] == "ppl<=1.05" and sidecar.provenance["ratio"] <= 1.05
+    assert sidecar.spec.kept_fraction == pytest.approx(share, abs=0.02)
+
+
+def test_a_budget_measures_the_maps_that_it_finds(here: Path, monkeypatch) -> None:
+    """In the model itself, which is as it was afterwards."""
+    model, ids, logits = tiny(KIND), torch.arange(3, 67)[None], {}
+
+    @torch.no_grad()
+    def search(prepared, limit, *, align, applied, **_):
+        assert limit == 1.05
+        logits["whole"] = model(ids).logits
+        for share in (0.25, 0.5):
+            with applied(prepared.plan(share, align)) as mapped:
+                logits[share] = mapped(ids).logits
+        assert torch.equal(model(ids).logits, logits["whole"])
+        return 0.5, 1.02
+
+    monkeypatch.setattr("kvfold.api.search_keep", search)
+    about = {"tokenizer": bytes_tokenizer(here), "max_tokens": 1024, "align": 1}
+    sidecar = kvfold.compress(model, budget="ppl<=1.05", **about)
+    kvfold.attach(model, sidecar)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, logits[0.5])
+    assert not torch.equal(logits[0.25], logits[0.5])
+    assert (sidecar.provenance["keep"], sidecar.provenance["ratio"]) == (0.5, 1.02)
 
 
 def test_no_check(here: Path) -> None:

@@ -92,13 +92,14 @@ def compress(
     lose (see `evaluation.maps`), or compare the folded model's answer to a short prompt, through an
     engine's cache, with the original's (see `evaluation.answers`).
 
-    With fold=True alone: budget: "ppl<=1.01", the smallest keep within that ratio of the original's
-    perplexity on calibration text that calibration does not read. hybrid: two widths, the narrow
-    one for tokens that are not important (ZDC §5.2, see `Ratios`), or "ppl<=1.1": the smallest
-    within that ratio (Q_d <= 0.1) of those that are tried; of recipe zdc where none is named.
-    recover: steps in which the maps learn from the original on the calibration text (see
-    `compression.recover`; for a GPU). learn_scores: learn what rows are worth, too, for
-    `evict="learned"` (see `evaluation.scores`).
+    budget: "ppl<=1.01", the smallest keep within that ratio of the original's perplexity on
+    calibration text that calibration does not read.
+
+    With fold=True alone: hybrid: two widths, the narrow one for tokens that are not important (ZDC
+    §5.2, see `Ratios`), or "ppl<=1.1": the smallest within that ratio (Q_d <= 0.1) of those that
+    are tried; of recipe zdc where none is named. recover: steps in which the maps learn from the
+    original on the calibration text (see `compression.recover`; for a GPU). learn_scores: learn
+    what rows are worth, too, for `evict="learned"` (see `evaluation.scores`).
 
     Raises ValueError for settings or inputs that cannot work, and then leaves the model as it was,
     unless it is recovery that diverges, or the check of a folded model that fails.
@@ -116,9 +117,7 @@ def compress(
     target.check_align(align)
     check_steps(recover)
     check_tokenizer(tokenizer)
-    check_fold(
-        fold, windows, budget=budget, hybrid=hybrid, recover=recover, learn_scores=learn_scores
-    )
+    check_fold(fold, windows, hybrid=hybrid, recover=recover, learn_scores=learn_scores)
     check_files(calib, statistics, output)
     name = str(model) if isinstance(model, str | Path) else None
     if name is None:
@@ -142,7 +141,7 @@ def compress(
         text: dict[str, Any] = {"calib": calib, "max_tokens": max_tokens, "seed": seed}
         size: dict[str, Any] = {"align": align, "statistics": statistics, "progress": progress}
         if not fold:
-            about = {"source": source, "windows": windows, **text, **size}
+            about = {"source": source, "search": search_keep, "windows": windows, **text, **size}
             compressor, maps = make_maps(model, tokenizer, recipe, target, **about)
             if check and output is not None:
                 maps = measured(compressor, maps)

@@ -46,8 +46,8 @@ def compress(
     its weights.
 
     Maps are some megabytes beside a model of any type, which `generate`, `eval`, `serve`,
-    `kvfold.attach` and vLLM take; the model may be quantised or have a LoRA. --budget, --hybrid,
-    --fastest, --recover, --learn-scores and the published recipes need --fold, which takes a model
+    `kvfold.attach` and vLLM take; the model may be quantised or have a LoRA. --hybrid, --fastest,
+    --recover, --learn-scores and the published recipes need --fold, which takes a model
     of the families that kvfold knows.
 
     Parameters

@@ -54,7 +54,7 @@ def chosen_beside(
 ) -> tuple[Recipe, Target, str | None]:
     """The same for maps beside the weights of a model of any family: SERVED where no recipe is
     given."""
-    if given is not None or target.keep is not None:
+    if given is not None or target.keep is not None or target.budget is not None:
         recipe, target, _ = chosen(given or SERVED, config, target)
         return recipe, target, None
     name, prefer, why = _of_bits(family, config, target)

@@ -4,6 +4,8 @@ Shape legend: n windows of `ctx` tokens.
 """
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from kvfold.errors import SettingError
 from kvfold.evaluation.comparison import ORIGINAL
 from kvfold.evaluation.perplexity import perplexity
 from kvfold.search import search
+from kvfold.spec import CacheSpec
 from kvfold.text import windows
 
 SEARCH_WINDOWS = 16
@@ -61,12 +64,15 @@ def search_keep(
     chunk: int = 512,
     batch: int = 1,
     progress: Progress | None = None,
+    applied: Callable[[CacheSpec], AbstractContextManager[Any]] | None = None,
 ) -> tuple[float, float]:
     """The smallest keep of a prepared model whose perplexity ratio to the original is <= `limit`.
 
     Returns (keep, ratio). Perplexity is that of calibration text which calibration did not read.
+    applied: the model with a plan, until its block ends (None: a folded copy).
     """
     compressor = prepared.compressor
+    applied = applied or (lambda spec: nullcontext(prepared.folded_copy(spec)))
     rows = held_out(compressor, compressor.windows().shape[1])
 
     def at(model: Any, label: str) -> float:
@@ -80,6 +86,7 @@ def search_keep(
             spec = prepared.plan(keep, align)
         except ValueError:
             return math.inf  # too small for a dimension in every layer
-        return at(prepared.folded_copy(spec), f"keep {keep:.3f}") / original
+        with applied(spec) as model:
+            return at(model, f"keep {keep:.3f}") / original
 
     return search(ratio_at, limit)

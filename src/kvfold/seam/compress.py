@@ -2,7 +2,8 @@
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kvfold.compression.target import Target
 from kvfold.config import Recipe
 from kvfold.errors import SettingError
 from kvfold.models.fold import LatentMaps
+from kvfold.seam.attach import bind
 from kvfold.seam.choice import LONG, SHORT, Choice, choose
 from kvfold.seam.family import seam_family
 from kvfold.seam.layers import SeamLayer, check_layers, seam_layers
@@ -53,6 +55,7 @@ def make_maps(
     target: Target,
     *,
     source: str,
+    search: Callable[..., tuple[float, float]] | None = None,
     windows: bool = False,
     align: int | None = None,
     statistics: Path | str | Statistics | None = None,
@@ -62,7 +65,8 @@ def make_maps(
     """Maps by which the cache of a loaded model becomes smaller, and what measured it; the model
     stays as it is. The settings are those of `kvfold.compress`.
 
-    source: the model's name, for provenance; calibration: calib, max_tokens and seed. Layers that
+    source: the model's name, for provenance; search: finds the share to keep within a budget, as
+    `evaluation.budget.search_keep`; calibration: calib, max_tokens and seed. Layers that
     are left as they are, and the share of the cache that they hold, are told by
     `provenance["left"]` of the result (see `seam.choice`). Raises ValueError for what cannot work.
     """
@@ -88,21 +92,38 @@ def make_maps(
     prepared, gradients = _prepare(compressor, statistics, progress)
     if gradients is not None:
         warnings.warn(f"{source}: gradients of the loss: {gradients}", stacklevel=2)
-    plan = _plan(prepared, target, size, align)
-    spec = unrotated_spec(plan, choice.layers, rotations)
-    maps = {
-        layer.name: layer_maps(planned, latents, rotations.get(layer.name))
-        for layer, planned, latents in zip(
-            choice.layers, spec.layers, prepared.maps(spec), strict=True
+
+    def mapped(plan: CacheSpec) -> tuple[CacheSpec, dict[str, Maps]]:
+        """What layers store of a plan, and the maps of those that have some, by name."""
+        spec = unrotated_spec(plan, choice.layers, rotations)
+        each = zip(choice.layers, spec.layers, prepared.maps(spec), strict=True)
+        return spec, {
+            layer.name: layer_maps(planned, latents, rotations.get(layer.name))
+            for layer, planned, latents in each
+            if latents
+        }
+
+    ratio, sized = None, target
+    if target.limit is not None:
+        assert search is not None, "a budget needs a search"
+        keep, ratio = search(
+            prepared,
+            target.limit,
+            align=align,
+            progress=progress,
+            applied=lambda plan: _attached(model, layers, mapped(plan)[1]),
         )
-        if latents
-    }
+        sized = replace(target, keep=keep, budget=None)
+    plan = _plan(prepared, sized, size, align)
+    spec, maps = mapped(plan)
     provenance = {
         "model": source,
         "model_type": model.config.model_type,
         "sizes": sizes_of(model.config),
         "recipe": asdict(prepared.compressor.recipe),
         **asdict(target),
+        "keep": sized.keep,
+        "ratio": ratio,
         "align": align,
         "predicted": _predicted(prepared, plan),
         "statistics": prepared.statistics.key,
@@ -117,6 +138,16 @@ def make_maps(
         provenance={name: x for name, x in provenance.items() if x is not None},
     )
     return compressor, sidecar
+
+
+@contextmanager
+def _attached(model: Any, layers: Sequence[SeamLayer], maps: Mapping[str, Maps]) -> Iterator[Any]:
+    """The model with maps, until the block ends."""
+    take_away = bind(model, layers, maps)
+    try:
+        yield model
+    finally:
+        take_away()
 
 
 def _prepare(
