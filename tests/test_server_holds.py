@@ -244,3 +244,14 @@ def test_prompt_logprobs_of_an_answer_have_a_bound(small: Served, monkeypatch) -
     error = small.refused(400, prompt=["a b c"] * 3, prompt_logprobs=5)
     assert error["param"] == "prompt_logprobs" and "at most 20" in error["message"]
     assert not small.llm.engine.has_work
+
+
+def test_a_server_ends_while_a_grammar_is_compiled(monkeypatch) -> None:
+    pytest.importorskip("xgrammar", reason='needs pip install "kvfold[structured]"')
+    schema = {"response_format": {"type": "json_schema", "json_schema": {"schema": SLOW_SCHEMA}}}
+    with serving(small_llm(), limits=Limits(drain_seconds=1)) as served:
+        assert served.ask(prompt="a", structured_outputs={"regex": "[0-9]"})  # loads xgrammar
+        monkeypatch.setattr(grammar, "COMPILE_SECONDS", 60.0)
+        with pytest.raises(httpx.TimeoutException):
+            served.client.post(COMPLETIONS, json={"prompt": "a", **schema}, timeout=1)
+    # `serving` waits 30 s for its end

@@ -200,10 +200,10 @@ def test_a_slow_schema_holds_up_nobody_else(small: Served, monkeypatch) -> None:
     begun, go = threading.Event(), threading.Event()
     guide = Grammars.guide
 
-    def slow(self: Grammars, sampling: SamplingParams) -> Guide:
+    def slow(self: Grammars, sampling: SamplingParams, *more: Any) -> Guide:
         begun.set()
         assert go.wait(30)
-        return guide(self, sampling)
+        return guide(self, sampling, *more)
 
     monkeypatch.setattr(Grammars, "guide", slow)
     body = {"prompt": "a", "max_tokens": 9, "structured_outputs": {"regex": "[0-9]{3}"}}

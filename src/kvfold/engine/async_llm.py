@@ -179,6 +179,7 @@ class AsyncLLM:
             raise ValueError(f"an LLM has its settings already; got {', '.join(settings)} too")
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
         self.driver = EngineThread(self.llm.engine)
+        self._closing = threading.Event()
         self._tokenising = ThreadPoolExecutor(1, "kvfold-tokenise")
         self._compiling = ThreadPoolExecutor(COMPILERS, "kvfold-grammar")
 
@@ -251,13 +252,14 @@ class AsyncLLM:
     def _compile(self, asked: Sequence[Asked]) -> list[Guide]:
         """Of their grammars, so that `_requests` finds them ready."""
         guided = [sampling for _, sampling, _ in asked if sampling and sampling.guided]
-        return [self.llm.grammars.guide(sampling) for sampling in guided]
+        return [self.llm.grammars.guide(sampling, self._closing) for sampling in guided]
 
     def _requests(self, asked: Sequence[Asked], context: PackedContext | None) -> list[Opened]:
         return [self.llm.request(*one, context=context) for one in asked]
 
     def close(self) -> None:
         """Cancel what is open, end the threads."""
+        self._closing.set()
         self.driver.close()
         self._tokenising.shutdown(cancel_futures=True)
         self._compiling.shutdown(cancel_futures=True)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from itertools import count
 from multiprocessing.connection import Connection
-from threading import Lock
+from threading import Event, Lock
 from time import monotonic
 from typing import Any
 
@@ -38,17 +38,24 @@ _GONE = "ended"  # a process that its deadline or the limit of memory ended
 class GrammarProcess:
     """A grammar in a process that has compiled it, for any number of sequences and threads.
 
-    refusal: why it answers no more. Raises SettingError for what is no grammar, or takes too long.
+    refusal: why it answers no more. leave: nobody waits for it any more. Raises SettingError for
+    what is no grammar, or takes too long, RuntimeError where it is left.
     """
 
-    def __init__(self, talk: Connection, kind: str, text: str, refuse: "Refusals") -> None:
+    def __init__(
+        self, talk: Connection, kind: str, text: str, refuse: "Refusals", leave: Event | None
+    ) -> None:
         self.kind, self.refusal = kind, ""
         self._talk, self._key, self._refuse = talk, (kind, text), refuse
         self._lock, self._numbers = Lock(), count()
         self._dropped: deque[int] = deque()  # whose methods are atomic: finalizers drop
         self._answers: dict[int, bytes | str] = {}
         talk.send((kind, text, COMPILE_SECONDS, MASK_SECONDS))
-        why = self._receive(monotonic() + COMPILE_SECONDS + 1)
+        deadline = monotonic() + COMPILE_SECONDS + 1
+        while leave is not None and not talk.poll(0.1) and monotonic() < deadline:
+            if leave.is_set():
+                raise RuntimeError("nobody waits for the grammar")
+        why = self._receive(deadline)
         if why == _GONE:
             self._end(f"takes over {COMPILE_SECONDS:g} s, or too much memory, to compile")
             raise self.error
@@ -195,19 +202,19 @@ class Grammars:
         )
         self._kept: OrderedDict[tuple[str, str], GrammarProcess] = OrderedDict()
 
-    def guide(self, sampling: SamplingParams) -> Guide:
-        """A sequence's, from its beginning. Raises SettingError for a grammar that is none, or
-        takes too long."""
+    def guide(self, sampling: SamplingParams, leave: Event | None = None) -> Guide:
+        """A sequence's, from its beginning. leave: ends the wait, with a RuntimeError. Raises
+        SettingError for a grammar that is none, or takes too long."""
         name = "regex" if sampling.json_schema is None else "json_schema"
         check_text(name, text := getattr(sampling, name))
-        return Guide(self._process((name, text)))
+        return Guide(self._process((name, text), leave))
 
-    def _process(self, key: tuple[str, str]) -> GrammarProcess:
+    def _process(self, key: tuple[str, str], leave: Event | None) -> GrammarProcess:
         self._refusals.check(key)
         with self._lock:
             process = self._in_use.get(key)
         if process is None or process.refusal:
-            process = GrammarProcess(self._fork(), *key, self._refusals)
+            process = GrammarProcess(self._fork(), *key, self._refusals, leave)
         with self._lock:
             self._in_use[key] = self._kept[key] = process
             self._kept.move_to_end(key)
