@@ -156,6 +156,22 @@ def test_a_slow_grammar_ends_its_request_alone(small: Served, monkeypatch, asked
     assert time.monotonic() - begun < 1  # it is known
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"), [("regex", SLOW_REGEX), ("json_schema", json.dumps(SLOW_SCHEMA))]
+)
+def test_a_slow_grammars_process_ends_by_itself(small: Served, kind: str, text: str) -> None:
+    """Also where nobody waits for it any more, nor closes it."""
+    pytest.importorskip("xgrammar", reason='needs pip install "kvfold[structured]"')
+    (token,) = small.llm.tokenizer.convert_tokens_to_ids(["a"])
+    with small.llm.grammars._fork() as talk:
+        talk.send((kind, text, 2.0, 0.2))
+        with pytest.raises((EOFError, ConnectionError)):
+            for _ in range(60):
+                assert talk.poll(10)
+                talk.recv()
+                talk.send((0, (token,), ()))
+
+
 def test_a_mask_that_comes_too_late_ends_a_stream_with_the_clients_error(
     small: Served, monkeypatch
 ) -> None:
