@@ -41,6 +41,9 @@ COMMANDS = {
     "kvfold serve reference:gqa --engine vllm --context book=book.kvf": (
         "--context is of kvfold's own server: leave --engine vllm out"
     ),
+    "kvfold serve reference:gqa --engine vllm --allow-origins https://a.example": (
+        "--allow-origins is of kvfold's own server: leave --engine vllm out"
+    ),
     "kvfold serve reference:gqa --context book.kvf": (
         "--context must be NAME=FILE, such as book=book.kvf; got 'book.kvf'"
     ),
@@ -1066,6 +1069,18 @@ REQUESTS = {
     "llm.generate([[5] * 300])": (
         "the prompt has 300 tokens, and a sequence at most max_tokens positions, which are 256: "
         "shorten it, or raise them where the model has more"
+    ),
+    "llm.generate('a ' * 10**6)": (
+        "the prompt has over 256 tokens, and a sequence at most max_tokens positions, which are "
+        "256: shorten it, or raise them where the model has more"
+    ),
+    'llm.generate("a", SamplingParams(min_tokens=2, allowed_token_ids=[0]))': (
+        "allowed_token_ids, min_tokens: together they leave no token that may come after 0: allow "
+        "more, or leave one of them out"
+    ),
+    'llm.generate("a", SamplingParams(allowed_token_ids=[5], bad_words=["%"]))': (
+        "allowed_token_ids, bad_words: together they leave no token that may come after 0: allow "
+        "more, or leave one of them out"
     ),
     "llm.generate([[5] * 65])": (
         "kv_bytes: a pool of 1048576 bytes holds 64 tokens of a sequence, and this one begins "

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
+for package in ("fastapi", "uvicorn", "prometheus_client", "msgspec", "httpx"):
     pytest.importorskip(package, reason='needs pip install "kvfold[server]" and httpx')
 
 import httpx

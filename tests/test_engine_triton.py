@@ -50,9 +50,9 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Counter:
     count(triton_decode.LatentDecode, "attend", "rebuilt")
     inner = fallback.Fallback.attend
 
-    def attend(self, layer, part, q) -> Tensor:
+    def attend(self, layer, part, q, into=None) -> Tensor:
         taken["torch" if part.decode else "chunk in torch"] += 1
-        return inner(self, layer, part, q)
+        return inner(self, layer, part, q, into)
 
     monkeypatch.setattr(fallback.Fallback, "attend", attend)
     count(triton_prefill, "prefill", "prefill")

@@ -96,8 +96,9 @@ def test_an_echo_has_logprobs(small: Served) -> None:
     assert found["top_logprobs"][0] is None and len(found["tokens"]) == len(ids) + 3
     for logprob, top in list(zip(found["token_logprobs"], found["top_logprobs"], strict=True))[1:]:
         assert 2 <= len(top) <= 3 and max(top.values()) >= logprob
-    starts = [found["text_offset"][i] + len(x) for i, x in enumerate(found["tokens"])]
-    assert found["text_offset"] == [0, *starts[:-1]]
+    offsets, (_, *tokens) = found["text_offset"], found["tokens"]
+    starts = [start + len(x) for start, x in zip(offsets[1:], tokens, strict=True)]
+    assert offsets == [0, 0, *starts[:-1]]  # BOS is no part of the text
     plain = small.ask(**asked | {"echo": False})["choices"][0]["logprobs"]
     assert plain["token_logprobs"] == found["token_logprobs"][len(ids) :]
 

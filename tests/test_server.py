@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvfold import SamplingParams
+from kvfold.text import encode
 from serving import HISTOGRAMS, Served, serving, small_llm, text_string_to_metric_families
 
 
@@ -151,6 +152,61 @@ def test_echo_and_prompts_of_ids(small: Served) -> None:
     assert "".join(x["choices"][0]["text"] for x in streamed) == f"The old house{plain}"
 
 
+def test_a_stream_has_every_token_id(small: Served) -> None:
+    """Also of tokens that are no text, or none yet: a special one, and bytes of one character."""
+    bytes_of = small.llm.tokenizer.convert_tokens_to_ids(["ä", "½", "ł"])  # a byte each, of no text
+    for more in ({}, {"allowed_token_ids": [0, *bytes_of]}, {"stop": ["zz"]}):
+        asked = {"prompt": "The", "max_tokens": 40, "temperature": 1, "seed": 3, "ignore_eos": True}
+        asked |= {"return_token_ids": True, **more}
+        for path, body in (("/v1/completions", {}), (CHAT, {"messages": ASKED})):
+            whole = small.ask(path, **asked, **body)["choices"][0]["token_ids"]
+            chunks = [x["choices"][0] for x in events(small, path, **asked, **body)]
+            assert [id for x in chunks for id in x.get("token_ids", ())] == whole
+            assert len(whole) == 40
+
+
+def test_offsets_of_tokens_are_those_of_the_text(small: Served) -> None:
+    """Where the tokenizer puts BOS in front, it is no part of the text that is echoed."""
+    from tokenizers.processors import TemplateProcessing
+
+    backend = small.llm.tokenizer.backend_tokenizer
+    before, bos = backend.post_processor, "<|endoftext|>"
+    text = "The old house by the sea, caf\u00e9 \N{GRINNING FACE}!"
+    try:
+        for front in (True, False):
+            backend.post_processor = before if front else TemplateProcessing(single="$A")
+            ids = small.llm.encode(text)
+            assert (ids[0] == 0) == front
+            for prompt in (text, ids):
+                asked = {"prompt": prompt, "echo": True, "logprobs": 1, **GREEDY}
+                (choice,) = small.ask(**asked)["choices"]
+                logprobs = choice["logprobs"]
+                assert choice["text"].startswith(text)
+                offsets = logprobs["text_offset"]
+                for token, start in zip(logprobs["tokens"], offsets, strict=True):
+                    if token != bos and "\ufffd" not in token:
+                        assert choice["text"][start:].startswith(token), (token, start)
+                assert offsets[0] == offsets[front] == 0
+                assert offsets[len(ids)] == len(text)
+                chunks = [x["choices"][0]["logprobs"] for x in events(small, **asked)]
+                assert [x for chunk in chunks for x in chunk["text_offset"]] == offsets
+    finally:
+        backend.post_processor = before
+
+
+def test_a_last_message_may_be_continued(small: Served) -> None:
+    begun = [*ASKED, {"role": "assistant", "content": "It was the"}]
+    text = "user: Who went to sea?\nassistant: It was the"
+    found = small.ask("/tokenize", messages=begun, continue_final_message=True)
+    ids = encode(small.llm.tokenizer, text)
+    assert found["tokens"] == ids
+    chat = small.ask(CHAT, messages=begun, continue_final_message=True, **GREEDY)["choices"][0]
+    plain = small.ask(prompt=ids, **GREEDY)["choices"][0]
+    assert chat["message"]["content"] == plain["text"]
+    ended = small.ask("/tokenize", messages=begun, add_generation_prompt=False)["tokens"]
+    assert ended == encode(small.llm.tokenizer, text + "\n")
+
+
 def test_what_else_clients_ask(small: Served) -> None:
     (card,) = small.client.get("/v1/models").json()["data"]
     assert card["id"] == "small" and card["max_model_len"] == 256
@@ -162,6 +218,41 @@ def test_what_else_clients_ask(small: Served) -> None:
     assert found["count"] == len(found["token_strs"]) and found["max_model_len"] == 256
     assert small.ask("/tokenize", messages=ASKED)["tokens"] == small.llm.encode_chat(ASKED)
     assert small.ask("/detokenize", tokens=found["tokens"])["prompt"] == "The old house"
+    for path in ("/health", "/v1/models", "/metrics", "/version", "/"):
+        head = small.client.head(path)
+        assert head.status_code == 200 and not head.content
+    assert small.client.head("/v1/completions").status_code == 405
+    for n in (1, 2):
+        assert len(small.ask(prompt="a", n=n, best_of=n, max_tokens=1)["choices"]) == n
+
+
+def test_docs_describe_bodies(small: Served) -> None:
+    assert "openapi.json" in small.client.get("/docs").text
+    paths = small.client.get("/openapi.json").json()["paths"]
+    for path in ("/v1/completions", CHAT, "/tokenize", "/detokenize"):
+        content = paths[path]["post"]["requestBody"]["content"]
+        schema = content["application/json"]["schema"]
+        assert "model" in schema["properties"] and "$ref" not in str(schema)
+
+
+def test_pages_of_named_origins_may_ask() -> None:
+    page, other = ({"Origin": f"https://{name}.example"} for name in ("page", "other"))
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
+    with serving(small_llm(), api_key="k", allow_origins=("https://page.example",)) as served:
+        client, name = served.client, "access-control-allow-origin"
+        for path in ("/v1/completions", "/v1/models"):
+            answer = client.options(path, headers=page | asks)
+            assert answer.status_code == 200 and answer.headers[name] == page["Origin"]
+            assert name not in client.options(path, headers=other | asks).headers
+        refused = client.post("/v1/completions", json={"prompt": "a"}, headers=page)
+        assert refused.status_code == 401 and refused.headers[name] == page["Origin"]
+    with serving(small_llm()) as served:
+        assert (
+            "access-control-allow-origin" not in served.client.get("/health", headers=page).headers
+        )
+        plain = {"Content-Type": "text/plain", **page}  # which a page may send without asking
+        answer = served.client.post("/v1/completions", content='{"prompt": "a"}', headers=plain)
+        assert answer.status_code == 400 and "application/json" in answer.text
 
 
 def test_metrics_count_what_was_served(small: Served) -> None:

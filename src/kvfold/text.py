@@ -145,14 +145,29 @@ def encode_start(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_chat(
-    tokenizer: Any, messages: str | Sequence[Mapping[str, str]], **variables: Any
+    tokenizer: Any, messages: str | Sequence[Mapping[str, str]], /, **variables: Any
 ) -> list[int]:
-    """Token ids of a conversation by the tokenizer's chat template; the answer comes next.
+    """Token ids of a conversation by the tokenizer's chat template, as of `render_chat`."""
+    return encode(tokenizer, render_chat(tokenizer, messages, **variables))
 
-    messages: {"role": one of ROLES, "content": text} each, or one user's text. variables: of the
-    template, such as `enable_thinking`; a parameter of the tokenizer's method is none. Raises
-    ValueError for anything else, a tokenizer without a chat template, what the template refuses,
-    and what is no text (SettingError; variables are `chat_template_kwargs` there).
+
+def render_chat(
+    tokenizer: Any,
+    messages: str | Sequence[Mapping[str, str]],
+    /,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    **variables: Any,
+) -> str:
+    """A conversation as the tokenizer's chat template writes it; the answer comes next.
+
+    messages: {"role": one of ROLES, "content": text} each, or one user's text.
+    add_generation_prompt: end where the answer begins; continue_final_message: inside the last
+    message, in place of that. variables: of the template, such as `enable_thinking`; a parameter of
+    the tokenizer's method is none. Raises ValueError for anything else, a tokenizer without a chat
+    template, what the template refuses, and what is no text (SettingError; variables are
+    `chat_template_kwargs` there).
     """
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: this model continues text only")
@@ -163,11 +178,16 @@ def encode_chat(
         check_text("chat_template_kwargs", text)
     from jinja2 import TemplateError  # what transformers renders with
 
-    if taken := variables.keys() & signature(tokenizer.apply_chat_template).parameters.keys():
+    known = signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+    if taken := variables.keys() & known:
         raise ValueError(f"{min(taken)} is no variable of a chat template; leave it out")
-    how = {"add_generation_prompt": True, "return_dict": False, **variables}
+    how = {
+        "tokenize": False,
+        "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        "continue_final_message": continue_final_message,
+    }
     try:
-        return list(tokenizer.apply_chat_template([dict(x) for x in messages], **how))
+        return str(tokenizer.apply_chat_template([dict(x) for x in messages], **how, **variables))
     except TemplateError as error:
         raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
 
@@ -210,6 +230,12 @@ def _texts(inside: Any) -> Iterator[str]:
             rest += [*found, *found.values()]
         elif isinstance(found, list | tuple):
             rest += found
+
+
+def surely_longer(tokenizer: Any, text: str, limit: int) -> bool:
+    """Whether a text that may be long has more than `limit` tokens. False without a look, of one
+    that is soon tokenised whole."""
+    return len(text) > limit * CHARACTERS_PER_TOKEN and longer(tokenizer, text, limit)
 
 
 def longer(tokenizer: Any, text: str, limit: int) -> bool:

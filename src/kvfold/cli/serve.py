@@ -94,6 +94,7 @@ def serve(
     engine: EngineName = "kvfold",
     maps: MapsName = None,
     context: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    allow_origins: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     address: Address = ADDRESS,
     sizes: Sizes = SIZES,
     bounds: Bounds = BOUNDS,
@@ -109,6 +110,8 @@ def serve(
     context
         NAME=FILE, of a file that `kvfold pack` made: completions that send {"context": "NAME"} go
         on from it. Any number of them, made alike; how the cache stores tokens is in them.
+    allow_origins
+        Origins of web pages that may ask, such as https://example.org; * is every page's.
     """
     key = address.key
     name = address.served_model_name or model
@@ -117,6 +120,8 @@ def serve(
         if context:
             raise SettingError("`context` is of kvfold's own server: leave `engine=vllm` out")
         address = dataclasses.replace(address, served_model_name=name)
+        if allow_origins:
+            raise SettingError("`allow_origins` is of kvfold's own server: leave `engine=vllm` out")
         serve_vllm.serve(vllm_words(model, maps, address, sizes, bounds, storage, place), key)
     check_installed()
     common.check_context(maps, context)
@@ -144,7 +149,14 @@ def serve(
     for each, one in contexts.items():
         print(f"context {each}: {one.summary}", file=sys.stderr)
     asked = AsyncLLM(llm)
-    app = create_app(asked, name, limits=bounds.limits, api_key=key, contexts=contexts)
+    app = create_app(
+        asked,
+        name,
+        limits=bounds.limits,
+        api_key=key,
+        contexts=contexts,
+        allow_origins=allow_origins,
+    )
     run(app, listener, bounds.limits)
 
 

@@ -4,13 +4,14 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from kvfold.engine.engine import Engine
+from kvfold.engine.grammar import Guide
 from kvfold.engine.llm import LLM, Completion, completion_of
 from kvfold.engine.packed import PackedContext
 from kvfold.engine.prompts import Prompt
@@ -18,6 +19,7 @@ from kvfold.engine.request import CacheParams, Request, SamplingParams, StepOutp
 from kvfold.engine.stream import Answer, Reading
 
 logger = logging.getLogger(__name__)
+COMPILERS = 4  # grammars that are compiled at once, each in a process
 Opened = tuple[Request, Answer]
 Asked = tuple[Prompt, SamplingParams | None, CacheParams | None]
 
@@ -165,8 +167,8 @@ class AsyncStream(Reading, AsyncIterator[StepOutput]):
 
 
 class AsyncLLM:
-    """An `LLM` for event loops: a thread of its own takes all steps, another one tokenises, a third
-    compiles grammars, which may take seconds.
+    """An `LLM` for event loops: a thread of its own takes all steps, another one tokenises, others
+    wait for grammars, which may take seconds.
 
     model: what `LLM` takes, with its settings, or an LLM, which others may go on using. Close it,
     or use it in an `async with` block: its thread lives until then.
@@ -177,8 +179,9 @@ class AsyncLLM:
             raise ValueError(f"an LLM has its settings already; got {', '.join(settings)} too")
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
         self.driver = EngineThread(self.llm.engine)
+        self._closing = threading.Event()
         self._tokenising = ThreadPoolExecutor(1, "kvfold-tokenise")
-        self._compiling = ThreadPoolExecutor(1, "kvfold-grammar")
+        self._compiling = ThreadPoolExecutor(COMPILERS, "kvfold-grammar")
 
     @property
     def fault(self) -> BaseException | None:
@@ -223,14 +226,22 @@ class AsyncLLM:
         return await self.generate(prompt, sampling, cache=cache)
 
     async def open(
-        self, asked: Sequence[Asked], context: PackedContext | None = None
+        self,
+        asked: Sequence[Asked],
+        context: PackedContext | None = None,
+        check: Callable[[Sequence[Opened]], None] | None = None,
     ) -> AsyncStream:
         """Outputs of several requests, all of them or none, as they come. context: what all of them
-        go on from."""
+        go on from. check: may refuse the requests, before one of them is queued."""
+        guides: list[Guide] = []  # which keep their grammars until requests have them
         if any(sampling and sampling.guided for _, sampling, _ in asked):
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._compiling, self._compile, asked)
-        return AsyncStream(self.driver, await self.run(self._requests, asked, context))
+            guides = await loop.run_in_executor(self._compiling, self._compile, asked)
+        opened = await self.run(self._requests, asked, context)
+        del guides
+        if check is not None:
+            check(opened)
+        return AsyncStream(self.driver, opened)
 
     async def run(self, function: Any, *arguments: Any) -> Any:
         """Call what takes a while, such as a tokenizer, beside the event loop; one at a time, since
@@ -238,20 +249,20 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenising, function, *arguments)
 
-    def _compile(self, asked: Sequence[Asked]) -> None:
-        """Their grammars, which are kept, so that `_requests` finds them ready."""
-        for _, sampling, _ in asked:
-            if sampling and sampling.guided:
-                self.llm.grammars.guide(sampling)
+    def _compile(self, asked: Sequence[Asked]) -> list[Guide]:
+        """Of their grammars, so that `_requests` finds them ready."""
+        guided = [sampling for _, sampling, _ in asked if sampling and sampling.guided]
+        return [self.llm.grammars.guide(sampling, self._closing) for sampling in guided]
 
     def _requests(self, asked: Sequence[Asked], context: PackedContext | None) -> list[Opened]:
         return [self.llm.request(*one, context=context) for one in asked]
 
     def close(self) -> None:
         """Cancel what is open, end the threads."""
+        self._closing.set()
         self.driver.close()
-        self._tokenising.shutdown()
-        self._compiling.shutdown()
+        self._tokenising.shutdown(cancel_futures=True)
+        self._compiling.shutdown(cancel_futures=True)
 
     async def __aenter__(self) -> "AsyncLLM":
         return self

@@ -4,7 +4,7 @@ what was said, ends that come too early, words that must not come, and all but s
 Shapes: n rows, V vocabulary, e entries that change, each of another row or token, m masked rows.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.engine.request import Request
+from kvfold.errors import SettingError
 from kvfold.ops.common.launch import upload
 from kvfold.spec.layout import Ints
 
@@ -27,6 +28,7 @@ class Edits:
     token i's, and tokens behind the last bit are lacking.
 
     rows, tokens int64 [e]; bias, repetition, penalty fp32 [e]; masked int64 [m], bits int32 [m, b].
+    refused: why no token can come in a row, by its settings; such a row's token means nothing.
     """
 
     rows: Ints
@@ -36,6 +38,7 @@ class Edits:
     penalty: np.ndarray
     masked: Ints
     bits: np.ndarray
+    refused: Mapping[int, SettingError]
 
     @torch.inference_mode()  # as logits are
     def apply(self, logits: Tensor) -> "Applied":
@@ -89,13 +92,23 @@ class Applied:
 def edits_of(requests: Sequence[Request], eos_ids: Collection[int]) -> Edits | None:
     """What the next tokens of requests, one a row, ask for; None: nothing."""
     asked = [(i, x) for i, x in enumerate(requests) if x.sampling.edits]
+    for _, request in asked:
+        if request.guide is not None:
+            request.guide.ask(request.outputs)
     entries = [_entries(row, request, eos_ids) for row, request in asked]
-    masks = {row: bits for row, request in asked for bits in _masks(request)}
-    if not masks and not any(len(x["rows"]) for x in entries):
+    masks: dict[int, np.ndarray] = {}
+    refused: dict[int, SettingError] = {}
+    for row, request in asked:
+        try:
+            if (bits := _mask(request, eos_ids)) is not None:
+                masks[row] = bits
+        except SettingError as error:
+            refused[row] = error
+    if not masks and not refused and not any(len(x["rows"]) for x in entries):
         return None
     columns = {name: np.concatenate([x[name] for x in entries]) for name in entries[0]}
     masked = np.array(list(masks), dtype=np.int64)
-    return Edits(**columns, masked=masked, bits=_stack(masks.values()))
+    return Edits(**columns, masked=masked, bits=_stack(masks.values()), refused=refused)
 
 
 def _entries(row: int, request: Request, eos_ids: Collection[int]) -> dict[str, np.ndarray]:
@@ -129,20 +142,36 @@ def _forbidden(request: Request, eos_ids: Collection[int]) -> Iterator[int]:
             yield last
 
 
-def _masks(request: Request) -> Iterator[np.ndarray]:
-    """Bits of the tokens that may come, where not all may."""
-    found = [request.guide.allowed(request.outputs)] if request.guide is not None else []
-    if (ids := request.sampling.allowed_token_ids) is not None:
-        found.append(bits_of(ids))
-    if found:
-        yield np.bitwise_and.reduce(_stack(found))
+def _mask(request: Request, eos_ids: Collection[int]) -> np.ndarray | None:
+    """Bits of the tokens that may come; None: all may. Raises SettingError for none."""
+    masks = [request.guide.allowed(request.outputs)] if request.guide is not None else []
+    if request.sampling.allowed_token_ids is not None:
+        masks.append(request.sampling.allowed_bits)
+    if not masks:
+        return None
+    bits: np.ndarray = np.bitwise_and.reduce(_stack(masks))
+    if not _cleared(bits, _forbidden(request, eos_ids)).any():
+        raise SettingError(_nothing_left(request))
+    return bits
 
 
-def bits_of(ids: Sequence[int]) -> np.ndarray:
-    """Token ids as bits, int32, of as many tokens as it takes."""
-    flags = np.zeros(max(ids) // 32 * 32 + 32, dtype=np.uint8)
-    flags[list(ids)] = 1
-    return np.packbits(flags, bitorder="little").view("<i4")
+def _cleared(bits: np.ndarray, tokens: Iterable[int]) -> np.ndarray:
+    """Bits without those of some tokens."""
+    ids = np.array([x for x in tokens if x < 32 * len(bits)], dtype=np.int64)
+    left = bits.view(np.uint32).copy()
+    np.bitwise_and.at(left, ids // 32, ~(np.uint32(1) << (ids % 32).astype(np.uint32)))
+    return left
+
+
+def _nothing_left(request: Request) -> str:
+    """Which settings contradict each other."""
+    wanted = request.sampling
+    names = ("allowed_token_ids", "json_schema", "regex", "min_tokens", "bad_words")
+    given = [f"`{name}`" for name in names if getattr(wanted, name)]
+    return (
+        f"{', '.join(given)}: together they leave no token that may come after "
+        f"{request.num_outputs}: allow more, or leave one of them out"
+    )
 
 
 def _stack(masks: Collection[np.ndarray]) -> np.ndarray:

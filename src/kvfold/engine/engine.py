@@ -259,9 +259,11 @@ class Engine:
     def _append(self, request: Request, choice: Choice) -> None:
         if choice.token is None:
             why = "the model's logits are not finite"
-            if request.sampling.edits:
+            if choice.refusal is not None:
+                why = str(choice.refusal)
+            elif request.sampling.edits:
                 why += ", or the request's settings leave no token that may come next"
-            self.scheduler.finish(request, "error", why)
+            self.scheduler.finish(request, "error", why, choice.refusal)
             return
         request.token_ids.append(choice.token)
         if choice.logprobs:

@@ -3,8 +3,8 @@
 Shapes: N tokens of a step, n of its chunks that want a token.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from kvfold.engine.edits import edits_of
 from kvfold.engine.request import Batch, Request, Runner
 from kvfold.engine.sampler import Choice, Sampled, sample
+from kvfold.errors import SettingError
 from kvfold.ops.common.launch import upload
 
 Chosen = list[tuple[Request, Choice]]
@@ -20,10 +21,12 @@ Chosen = list[tuple[Request, Choice]]
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Flight:
     """A batch that the device computes or has computed, and the tokens of its chunks that want
-    one, which are on their way to the host (None: no chunk does)."""
+    one, which are on their way to the host (None: no chunk does). refused: why no token can come,
+    by the index of such a chunk."""
 
     batch: Batch
     sampled: Sampled | None
+    refused: Mapping[int, SettingError] = field(default_factory=dict)
 
     @classmethod
     def launch(
@@ -38,7 +41,7 @@ class Flight:
         params, seeds = [x.sampling for x in requests], [x.seed for x in requests]
         edits = edits_of(requests, eos_ids)
         sampled = sample(logits, params, seeds, [chunk.end for chunk in chunks], edits)
-        return cls(batch=batch, sampled=sampled)
+        return cls(batch=batch, sampled=sampled, refused={} if edits is None else edits.refused)
 
     def tokens(self, batch: Batch) -> Tensor:
         """The sampled ones int64 [N] that are a later batch's tokens, one of each request."""
@@ -56,4 +59,6 @@ class Flight:
             return []
         requests = [chunk.request for chunk in self.batch.with_logits]
         found = self.sampled.choices([x.sampling for x in requests])
+        for row, why in self.refused.items():
+            found[row] = Choice(token=None, logprobs=None, refusal=why)
         return list(zip(requests, found, strict=True))

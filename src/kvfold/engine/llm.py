@@ -1,6 +1,6 @@
 """Text in, text out: a model, its tokenizer and an engine."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ from kvfold.config import CacheConfig, Setting, check_types, settings_of
 from kvfold.engine.build import build_runner
 from kvfold.engine.compressions import Schedule
 from kvfold.engine.detokenizer import decoder_of
+from kvfold.engine.edits import edits_of
 from kvfold.engine.engine import Engine, default_chunk, token_ids
 from kvfold.engine.grammar import Grammars
 from kvfold.engine.pack import Packer, Report, check_pages
@@ -32,7 +33,14 @@ from kvfold.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.seam.layers import unwrapped
 from kvfold.seam.named import named
 from kvfold.seam.sidecar import Sidecar
-from kvfold.text import check_tokenizer, encode, encode_chat, encode_prompt, encode_start
+from kvfold.text import (
+    check_tokenizer,
+    encode,
+    encode_prompt,
+    encode_start,
+    render_chat,
+    surely_longer,
+)
 from kvfold.weights import fingerprint
 
 # Settings that say how rows are stored, of a CacheConfig.
@@ -272,6 +280,9 @@ class LLM:
         guide = self.grammars.guide(sampling) if sampling.guided else None
         textless = replace(sampling, stop=(), bad_words=self._bad_ids(sampling))
         request = self.engine.request(ids, textless, cache, guide, context)
+        edits = edits_of([request], self.engine.eos_ids)
+        if edits is not None and edits.refused:
+            raise edits.refused[0]
         decode = (
             decoder_of(self.tokenizer, sampling.skip_special_tokens) if self.tokenizer else None
         )
@@ -296,6 +307,7 @@ class LLM:
 
     def _behind(self, context: PackedContext | None, prompt: Prompt) -> list[int]:
         """Token ids of a context and what follows it, without another start token."""
+        self.check_size(prompt)
         if context is None:
             return self.encode(prompt)
         self.check_context(context)
@@ -303,6 +315,21 @@ class LLM:
             with renamed(text="prompt"):
                 prompt = encode(self.tokenizer, prompt)
         return [*context.token_ids, *self.encode(prompt)]
+
+    def check_size(self, prompt: Prompt) -> None:
+        """Raises SettingError for a prompt that is longer than any sequence, before all of it is
+        tokenised."""
+        most = self.runner.pool.max_tokens
+        if isinstance(prompt, str):
+            too_long = self.tokenizer is not None and surely_longer(self.tokenizer, prompt, most)
+        else:
+            too_long = isinstance(prompt, Sized) and len(prompt) > most
+        if too_long:
+            count = f"over {most}" if isinstance(prompt, str) else len(prompt)
+            raise SettingError(
+                f"the prompt has {count} tokens, and a sequence at most `max_tokens` positions, "
+                f"which are {most}: shorten it, or raise them where the model has more"
+            )
 
     def check_context(self, context: PackedContext) -> None:
         """Raises ValueError for one that requests to this LLM cannot begin with."""
@@ -341,12 +368,15 @@ class LLM:
             raise ValueError(f"{name}: token ids must be in 0..{size - 1}; got {wrong[0]}")
 
     def encode_chat(
-        self, messages: str | Sequence[Mapping[str, str]], **variables: Any
+        self, messages: str | Sequence[Mapping[str, str]], /, **variables: Any
     ) -> list[int]:
-        """Token ids of a conversation by the chat template, which may know `variables`."""
+        """Token ids of a conversation by the chat template, which may know `variables`. Raises
+        ValueError for one that is longer than any sequence, and as `text.render_chat`."""
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer with a chat template: pass tokenizer= to LLM")
-        return encode_chat(self.tokenizer, messages, **variables)
+        text = render_chat(self.tokenizer, messages, **variables)
+        self.check_size(text)
+        return encode(self.tokenizer, text)
 
     def _check_budget(self, own: CacheParams) -> None:
         mine, evict = self.cache, self.cache.evict

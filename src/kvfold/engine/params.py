@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
 
+import numpy as np
+
 from kvfold.config import SEEDS, check, setting
 from kvfold.errors import SettingError
 from kvfold.text import check_text
@@ -117,6 +119,14 @@ class SamplingParams:
         """Whether logits are changed before a token is chosen."""
         asked = (self.penalises, self.logit_bias, self.min_tokens, self.bad_words, self.guided)
         return any(asked) or self.allowed_token_ids is not None
+
+    @cached_property
+    def allowed_bits(self) -> np.ndarray:
+        """`allowed_token_ids` as bits, int32, of as many tokens as it takes."""
+        assert self.allowed_token_ids
+        flags = np.zeros(max(self.allowed_token_ids) // 32 * 32 + 32, dtype=np.uint8)
+        flags[list(self.allowed_token_ids)] = 1
+        return np.packbits(flags, bitorder="little").view("<i4")
 
     @property
     def named_tokens(self) -> tuple[int, ...]:

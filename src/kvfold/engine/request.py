@@ -15,6 +15,7 @@ from kvfold.cache.prefix import Names
 from kvfold.engine.packed import PackedContext
 from kvfold.engine.params import CacheParams as CacheParams
 from kvfold.engine.params import SamplingParams as SamplingParams
+from kvfold.errors import SettingError
 
 # An end token; a stop string; its own limit or the longest that a sequence may be; pages that it
 # grew to need and nobody has.
@@ -45,7 +46,9 @@ class StepOutput:
 
     token_ids: new outputs, an end token included. text: what of it may be shown; empty without a
     tokenizer. logprobs: one entry a token, or None. finish_reason: set in a request's last output.
-    error: what went wrong, if that is "error". prompt_logprobs: where they are wanted, of all but
+    error: what went wrong, if that is "error"; refusal: what is wrong with its
+    settings, where these are why.
+    prompt_logprobs: where they are wanted, of all but
     the prompt's first token, with the first outputs.
     """
 
@@ -55,6 +58,7 @@ class StepOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    refusal: SettingError | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
@@ -64,9 +68,14 @@ Deliver = Callable[[StepOutput], object]
 class Guide(Protocol):
     """A grammar's place in one request's text."""
 
+    def ask(self, outputs: Sequence[int]) -> None:
+        """Begin to look for what `allowed` tells: of several guides, in all at once."""
+        ...
+
     def allowed(self, outputs: Sequence[int]) -> np.ndarray:
         """Tokens that may come next, as bits int32 [ceil(V / 32)]: bit j % 32 of number j // 32 is
-        token j's. outputs: all so far; asking twice changes nothing."""
+        token j's. outputs: all so far; asking twice changes nothing. Raises SettingError where it
+        takes too long, or nobody knows."""
         ...
 
 
@@ -96,6 +105,7 @@ class Request:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None
+    refusal: SettingError | None = None  # what its settings have to do with the error
     slot: int | None = None
     num_computed: int = 0
     num_prefill: int = 0
@@ -232,9 +242,11 @@ class Request:
         self.last_compressed = None
         self.num_prefill = len(self.token_ids)
 
-    def finish(self, reason: FinishReason, error: str | None) -> None:
+    def finish(
+        self, reason: FinishReason, error: str | None, refusal: SettingError | None = None
+    ) -> None:
         self.status, self.slot = Status.FINISHED, None
-        self.finish_reason, self.error = reason, error
+        self.finish_reason, self.error, self.refusal = reason, error, refusal
 
     def output(self) -> StepOutput:
         """Outputs that have not left the engine yet."""
@@ -247,6 +259,7 @@ class Request:
             logprobs=tuple(self.logprobs[start:]) if wanted else None,
             finish_reason=self.finish_reason,
             error=self.error,
+            refusal=self.refusal,
             prompt_logprobs=tuple(self.prompt_logprobs) if scored else None,
         )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvfold.engine.edits import Edits
 from kvfold.engine.request import SamplingParams, TokenLogprobs
+from kvfold.errors import SettingError
 from kvfold.ops.common.launch import Download, upload
 from kvfold.ops.noise import add_gumbel, keys_of
 
@@ -60,10 +61,12 @@ class Sampled:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One row's token, None if its logits were bad, and its logprobs if it wants them."""
+    """One row's token, None if its logits were bad or its settings leave none (refusal: why), and
+    its logprobs if it wants them."""
 
     token: int | None
     logprobs: TokenLogprobs | None
+    refusal: SettingError | None = None
 
 
 def sample(

@@ -145,12 +145,18 @@ class Scheduler:
             chunk.request.advance(len(chunk.tokens))
             self.prefixes.computed(chunk.request)
 
-    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        error: str | None = None,
+        refusal: SettingError | None = None,
+    ) -> None:
         """End a request, if it has not ended, and return its pages."""
         if request.status is Status.FINISHED:
             return
         slot, self.full = request.slot, False
-        request.finish(reason, error)
+        request.finish(reason, error, refusal)
         self.finished.append(request)
         if slot is not None:
             self._leave(request, slot)

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "msgspec")
 
 
 def check_installed(*more: str) -> None:

@@ -1,12 +1,15 @@
 """The routes."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from email.message import Message
+from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, Request
+import msgspec
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import kvfold
@@ -21,11 +24,13 @@ from kvfold.server.protocol import (
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
+    decode,
 )
 from kvfold.server.replies import ChatReply, CompletionReply, Reply
 from kvfold.server.service import Service
 
 NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+T = TypeVar("T")
 
 
 def create_app(
@@ -35,12 +40,13 @@ def create_app(
     limits: Limits | None = None,
     api_key: str | None = None,
     contexts: Mapping[str, PackedContext] | None = None,
+    allow_origins: Sequence[str] = (),
 ) -> FastAPI:
     """An ASGI application that serves `llm` under `name`, and closes it at its end.
 
-    api_key: what clients must send, except to ask for /health and the page, which asks for it.
-    contexts: what completions may begin with, by name. Raises ValueError for one that `llm` cannot
-    take.
+    api_key: what clients must send, except to ask for /health, /docs and the page, which asks for
+    it. contexts: what completions may begin with, by name. allow_origins: of web pages that may ask
+    ("*": of all). Raises ValueError for a context that `llm` cannot take.
     """
     limits = limits or Limits()
 
@@ -49,10 +55,12 @@ def create_app(
         async with llm:
             yield
 
-    app = FastAPI(
-        title="kvfold", version=kvfold.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="kvfold", version=kvfold.__version__, lifespan=lifespan, redoc_url=None)
     app.add_middleware(Guard, limits=limits, key=api_key)
+    if allow_origins:  # around the guard, since a browser reads refusals by it too
+        app.add_middleware(
+            CORSMiddleware, allow_origins=allow_origins, allow_methods=["*"], allow_headers=["*"]
+        )
     install(app)
     app.add_exception_handler(ValueError, _refused)
     service = Service(llm, name, limits, contexts or {})
@@ -67,21 +75,64 @@ async def _refused(_: Request, error: Exception) -> JSONResponse:
     return from_value_error(error).response
 
 
+def _body(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
+    """Reads a body of a kind. No other content type than JSON's is taken: a web page may send
+    those anywhere without asking."""
+
+    async def read(request: Request) -> T:
+        header = Message()
+        header["content-type"] = request.headers.get("content-type", "")
+        subtype = header.get_content_subtype()
+        if header.get_content_maintype() != "application" or (
+            subtype != "json" and not subtype.endswith("+json")
+        ):
+            raise APIError(400, "the body must be a JSON object, sent as application/json")
+        # Unlike `request.body()`, the request does not keep it.
+        return decode(kind, b"".join([part async for part in request.stream()]))
+
+    return read
+
+
+def _described(kind: type) -> dict[str, Any]:
+    """A body for /docs."""
+    (schema,), parts = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
+    name = schema["$ref"].rpartition("/")[2]
+    content = {"schema": _inlined(parts[name], parts)}
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
+
+
+def _inlined(schema: Any, parts: Mapping[str, Any]) -> Any:
+    """A schema with what it refers to in its place."""
+    if isinstance(schema, dict) and "$ref" in schema:
+        return _inlined(parts[schema["$ref"].rpartition("/")[2]], parts)
+    if isinstance(schema, dict):
+        return {name: _inlined(x, parts) for name, x in schema.items()}
+    return [_inlined(x, parts) for x in schema] if isinstance(schema, list) else schema
+
+
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions")
-    async def completions(request: Request, body: CompletionBody) -> Response:
+    @app.post("/v1/completions", openapi_extra=_described(CompletionBody))
+    async def completions(
+        request: Request, body: Annotated[CompletionBody, Depends(_body(CompletionBody))]
+    ) -> Response:
         service.check_model(body.model)
-        sampling, prompts = body.sampling(service.limits), body.prompts
+        sampling, prompts = body.sampling(service.limits), body.prompts(service.limits)
         asked = [(prompt, params, body.cache) for prompt in prompts for params in sampling]
-        echoed = [service.text_of(prompt) for prompt in prompts] if body.echo else []
-        choices = await service.open(asked, service.context(body.context))
+        echoed = [await service.echo(prompt) for prompt in prompts] if body.echo else []
+        context = service.context(body.context)
+        body.release()
+        choices = await service.open(asked, context)
         return await _answer(request, CompletionReply(service, body, choices, echoed))
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request, body: ChatBody) -> Response:
+    @app.post("/v1/chat/completions", openapi_extra=_described(ChatBody))
+    async def chat(
+        request: Request, body: Annotated[ChatBody, Depends(_body(ChatBody))]
+    ) -> Response:
         service.check_model(body.model)
         sampling = body.sampling(service.limits)
-        prompt = await service.encode_chat(body.turns, body.chat_template_kwargs)
+        turns, variables = body.turns, body.variables
+        body.release()
+        prompt = await service.encode_chat(turns, variables)
         choices = await service.open([(prompt, params, body.cache) for params in sampling])
         return await _answer(request, ChatReply(service, body, choices))
 
@@ -89,7 +140,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 async def _answer(request: Request, reply: Reply) -> Response:
     if reply.body.stream:
         return StreamingResponse(reply.events(), media_type="text/event-stream", headers=NO_CACHE)
-    return JSONResponse(await unless_gone(request, reply.whole()))
+    content = await unless_gone(request, reply.whole())
+    return Response(content, media_type="application/json")
 
 
 def _add_rest(app: FastAPI, service: Service) -> None:
@@ -102,17 +154,21 @@ def _add_rest(app: FastAPI, service: Service) -> None:
         service.check_model(name)
         return service.card
 
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    @app.post("/tokenize", openapi_extra=_described(TokenizeBody))
+    async def tokenize(
+        body: Annotated[TokenizeBody, Depends(_body(TokenizeBody))],
+    ) -> dict[str, Any]:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise APIError(400, "give one of prompt and messages", param="prompt")
         return await service.tokenize(body)
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+    @app.post("/detokenize", openapi_extra=_described(DetokenizeBody))
+    async def detokenize(
+        body: Annotated[DetokenizeBody, Depends(_body(DetokenizeBody))],
+    ) -> dict[str, Any]:
         service.check_model(body.model)
-        return {"prompt": service.text_of(body.tokens)}
+        return {"prompt": await service.text_of(body.tokens)}
 
     @app.get("/health")
     async def health() -> dict[str, str]:

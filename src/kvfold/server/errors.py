@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -65,20 +66,39 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, answer)
 
 
-def _invalid(error: RequestValidationError) -> APIError:
-    """The first thing that is wrong with a body. What it held is not repeated."""
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return APIError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
-    # A union's branches are parts of the place too; fields begin in lower case, types as well.
-    path = [str(part) for part in first["loc"] if part != "body"]
-    where = path[0] if path else None
+_FIELD = re.compile(r"`\$\.(\w+)|required field `(\w+)`")
+
+
+def invalid(error: Exception, param: str | None = None) -> APIError:
+    """What msgspec says of a body, and of which field (param, where it was told one alone)."""
+    text, *_ = str(error).partition(" - at `")
+    if isinstance(error, RecursionError):
+        return APIError(400, "the body is nested too deeply", param=param, code=NO_JSON)
+    if not isinstance(error, msgspec.ValidationError):
+        return APIError(400, f"the body is not JSON in UTF-8: {text}", param=param, code=NO_JSON)
+    named = _FIELD.search(str(error))
+    where = param or (named and (named[1] or named[2]))
     if where is None:
         return APIError(400, "the body must be a JSON object, sent as application/json")
+    hint = f"; {LEGAL[where]}" if where in LEGAL else ""
+    return APIError(400, f"{where}: {text[:1].lower()}{text[1:]}{hint}", param=where)
+
+
+LEGAL = {  # where a type says too little
+    "prompt": "send a text, token ids, or a list of either",
+    "messages": 'send [{"role": "user", "content": text}]',
+    "response_format": 'its type is "text", "json_object" or "json_schema"',
+    "structured_outputs": 'send {"regex": "[0-9]{3}"}, or response_format for JSON',
+}
+NO_JSON = "invalid_json"
+
+
+def _invalid(error: RequestValidationError) -> APIError:
+    """A wrong part of a path."""
+    first = error.errors()[0]
+    where = str(first["loc"][-1])
     return APIError(400, f"{where}: {first['msg']}", param=where)
 
 
 def _http(error: HTTPException) -> APIError:
-    if error.status_code == 400:
-        return APIError(400, "the body is not JSON in UTF-8", code="invalid_json")
     return APIError(error.status_code, str(error.detail), headers=error.headers)

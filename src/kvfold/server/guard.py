@@ -16,7 +16,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 T = TypeVar("T")
-OPEN = ("/health", "/")  # asked by what has no key
+OPEN = ("/health", "/", "/docs", "/openapi.json")  # asked by what has no key
 
 
 class Guard:
@@ -29,10 +29,13 @@ class Guard:
     def __init__(self, app: Any, limits: Limits, key: str | None) -> None:
         self.app, self.limits = app, limits
         self.secret = None if key is None else key.encode()
+        self._size = 0  # bytes of all bodies that came and were not read yet
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        if scope["method"] == "HEAD":  # uvicorn leaves the body out
+            scope = {**scope, "method": "GET"}
         slow = False
 
         async def patient(message: Message) -> None:
@@ -46,14 +49,16 @@ class Guard:
 
         try:
             self._check_key(scope)
-            body = await self._body(scope, receive)
+            bodies = [await self._body(scope, receive)]
         except APIError as error:
             return await error.response(scope, receive, patient)
         try:
-            await self.app(scope, _replayed(body, receive), patient)
+            await self.app(scope, self._replayed(bodies, receive), patient)
         except BaseException as error:
             if not slow or isinstance(error, asyncio.CancelledError):
                 raise  # else it reads nothing, so that nothing can be told
+        finally:
+            self._take(bodies)
 
     def _check_key(self, scope: Message) -> None:
         if self.secret is None or scope["path"] in OPEN:
@@ -78,6 +83,7 @@ class Guard:
         if "expect" in headers and re.fullmatch("[0-9]{1,18}", length):
             self._check_size(int(length))
         parts, size, more = [], 0, True
+        whole = False
         try:
             async with asyncio.timeout(self.limits.body_seconds):
                 while more and size <= 2 * most:
@@ -88,13 +94,44 @@ class Guard:
                     size += len(part)
                     if size <= most:
                         parts.append(part)
+                        self._size += len(part)
+                        self._check_room()
                     more = message.get("more_body", False)
+            self._check_size(size)
+            whole = True
         except TimeoutError:
             raise APIError(
                 408, f"the body took over {self.limits.body_seconds} s to arrive", headers=CLOSE
             ) from None
-        self._check_size(size)
+        finally:
+            if not whole:
+                self._size -= sum(map(len, parts))
         return b"".join(parts)
+
+    def _take(self, bodies: list[bytes]) -> bytes:
+        """The body, where nobody took it yet. Nothing here holds it after that."""
+        body = bodies.pop() if bodies else b""
+        self._size -= len(body)
+        return body
+
+    def _replayed(self, bodies: list[bytes], receive: Receive) -> Receive:
+        """`receive` of a body that was read already."""
+
+        async def again() -> Message:
+            if not bodies:
+                return await receive()
+            return {"type": "http.request", "body": self._take(bodies), "more_body": False}
+
+        return again
+
+    def _check_room(self) -> None:
+        if self._size > self.limits.max_bodies:
+            raise APIError(
+                503,
+                f"requests of {self.limits.max_bodies} bytes are being sent: try again",
+                code="busy",
+                headers=CLOSE | {"Retry-After": "1"},
+            )
 
     def _check_size(self, size: int) -> None:
         most = self.limits.max_body
@@ -108,16 +145,6 @@ class Guard:
 
 
 CLOSE = {"Connection": "close"}
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """`receive` of a body that was read already."""
-    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def again() -> Message:
-        return first.pop() if first else await receive()
-
-    return again
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -20,6 +20,15 @@ class Limits:
     max_stops: int = setting(16, "Stop strings of a request, of 1024 characters at most.", least=0)
     max_logprobs: int = setting(20, "Likeliest tokens reported beside each.", least=0)
     request_seconds: float = setting(600, "Most time for a request's answer.", above=0)
+    max_connections: int = setting(
+        1024, "Open at once; fewer where the system allows fewer descriptors.", least=1
+    )
+    max_bodies: int = setting(
+        128 * 2**20, "Bytes of all requests that are being sent; more get a 503.", least=1024
+    )
+    head_seconds: float = setting(
+        10, "Most time to send the head of a request, and for a connection without one.", above=0
+    )
     body_seconds: float = setting(30, "Most time to send a request.", above=0)
     send_seconds: float = setting(
         30, "Most time that a client may leave what it is sent unread.", above=0

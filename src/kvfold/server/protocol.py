@@ -1,46 +1,72 @@
 """Bodies of requests, and what they ask of the engine."""
 
-import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
+from msgspec import Meta, Raw, Struct, field
 
 from kvfold.engine.request import CacheParams, SamplingParams
 from kvfold.errors import renamed
-from kvfold.server.errors import APIError
+from kvfold.server.errors import APIError, invalid
 from kvfold.server.limits import Limits
 
+MOST_MESSAGES = 4096  # of a conversation, and parts of a message
 MOST_STOP = 1024  # characters of a stop string
 MOST_SALT = 1024  # characters
 MOST_TOKENS = 1024  # of lists of them, and of bad words
-# Longer or deeper ones may take xgrammar minutes to compile.
-MOST_SCHEMA, MOST_PATTERN, MOST_DEPTH = 2**16, 1024, 64  # characters, characters, levels
+MOST_ALLOWED = 2**18  # tokens: as many as the largest vocabularies have
+MOST_WORDS = 2**14  # characters of all bad words
+MOST_TEMPERATURE = 2  # as OpenAI's
+MOST_VARIABLES = 2**16  # bytes of variables of a chat template
+# Longer or deeper ones take xgrammar long to compile.
+MOST_SCHEMA, MOST_PATTERN, MOST_DEPTH = 2**16, 1024, 64  # bytes, characters, levels
 ANY_OBJECT = {"type": "object"}
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
+EMPTY = Raw()
+NEUTRAL = (b"", b"null", b"false", b"0", b"[]", b"{}", b'""')  # as if a field was left out
 
-TokenId = Annotated[int, Field(strict=False)]  # a key of JSON is a string
+T = TypeVar("T")
 Ids = list[int]
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Pattern = Annotated[str, Meta(max_length=MOST_PATTERN)]
+Salt = Annotated[str, Meta(min_length=1, max_length=MOST_SALT)]
 
 
-class Body(BaseModel):
+def decode(kind: type[T], content: bytes) -> T:
+    """A body of a kind. Reads no further than the first error, and makes objects of nothing that
+    the kind does not name. Raises APIError."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(error) from None
+
+
+def decode_field(name: str, kind: Any, content: Raw) -> Any:
+    """A field that was left as it came until now. Raises APIError."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(error, param=name) from None
+
+
+class Body(Struct, kw_only=True):
     """Fields that are not known are ignored, null is as if left out, and "1" is no number."""
-
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, strict=True)
 
     model: str | None = None
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(BaseModel):
-    definition: dict[str, Any] | bool = Field(alias="schema")
+class JsonSchema(Struct):
+    definition: Raw = field(name="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Struct):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -55,38 +81,39 @@ class ResponseFormat(BaseModel):
                 "response_format: 'json_schema' needs json_schema={\"schema\": ...}",
                 param="response_format",
             )
-        found = self.json_schema.definition
-        _check_schema(found)
-        length = len(json.dumps(found))
-        _at_most("response_format", length, MOST_SCHEMA, "characters of a schema")
-        return found
+        content = self.json_schema.definition
+        _at_most("response_format", len(bytes(content)), MOST_SCHEMA, "bytes of a schema")
+        schema: dict[str, Any] | bool = decode_field(
+            "response_format", dict[str, Any] | bool, content
+        )
+        _check_schema(schema)
+        return schema
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
     """vLLM's, of which this server has one."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    regex: str = Field(max_length=MOST_PATTERN)
+    regex: Pattern
 
 
-class Sampled(Body):
+class Sampled(Body, kw_only=True):
     """What completions and chats share: OpenAI's fields, vLLM's beside them, and the cache's."""
 
-    n: int | None = Field(None, ge=1)
+    n: Positive | None = None
+    best_of: Positive | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Positive | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[TokenId, float] | None = None
+    logit_bias: dict[int, float] | None = None
     user: str | None = None
 
-    top_k: int | None = Field(None, ge=-1)  # -1 and 0: no limit
+    top_k: Annotated[int, Meta(ge=-1)] | None = None  # -1 and 0: no limit
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
@@ -103,19 +130,18 @@ class Sampled(Body):
     protected: int | None = None
     every: int | None = None
     prefix_caching: bool | None = None
-    cache_salt: str | None = Field(None, min_length=1, max_length=MOST_SALT)
+    cache_salt: Salt | None = None
 
     response_format: ResponseFormat | None = None
     # Known, and refused: to leave them out would change what the client gets.
-    best_of: Any = None
-    suffix: Any = None
-    tools: Any = None
-    functions: Any = None
-    use_beam_search: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    suffix: Raw = field(default_factory=Raw)
+    tools: Raw = field(default_factory=Raw)
+    functions: Raw = field(default_factory=Raw)
+    use_beam_search: Raw = field(default_factory=Raw)
+    guided_json: Raw = field(default_factory=Raw)
+    guided_regex: Raw = field(default_factory=Raw)
+    guided_choice: Raw = field(default_factory=Raw)
+    guided_grammar: Raw = field(default_factory=Raw)
 
     @property
     def choices(self) -> int:
@@ -137,7 +163,8 @@ class Sampled(Body):
 
     @property
     def cache(self) -> CacheParams:
-        return CacheParams(**self.model_dump(include=OF_CACHE, exclude_none=True))
+        wanted = {name: getattr(self, name) for name in OF_CACHE}
+        return CacheParams(**{name: x for name, x in wanted.items() if x is not None})
 
     def sampling(self, limits: Limits) -> list[SamplingParams]:
         """Of every choice: with a seed they have seeds one after the other. Raises APIError for
@@ -162,12 +189,26 @@ class Sampled(Body):
         seeds = ((first.seed + i) % 2**63 for i in range(self.choices))
         return [SamplingParams(**known | {"seed": seed}) for seed in seeds]
 
+    def release(self) -> None:
+        """Let go of what held the body's bytes and texts, once they were read."""
+        self.response_format = self.bad_words = self.logit_bias = self.allowed_token_ids = None
+        for name in REFUSED:
+            setattr(self, name, EMPTY)
+
     def _check(self, limits: Limits) -> None:
         for name in REFUSED:
-            if getattr(self, name, None) not in (None, False, 0, [], {}, ""):
+            if bytes(getattr(self, name)) not in NEUTRAL:
                 raise APIError(
                     400, f"{name} is not supported by this server; leave it out", param=name
                 )
+        if self.best_of not in (None, self.choices):
+            raise APIError(
+                400,
+                f"best_of={self.best_of} is not supported by this server: leave it out, or give "
+                "what n is",
+                param="best_of",
+            )
+        _at_most("temperature", self.temperature or 0, MOST_TEMPERATURE)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         _at_most("n", self.choices, limits.max_choices)
         _at_most("logprobs", self.num_logprobs or 0, limits.max_logprobs)
@@ -176,8 +217,8 @@ class Sampled(Body):
         _at_most("logit_bias", len(self.logit_bias or ()), MOST_TOKENS, "tokens")
         _at_most("stop_token_ids", len(self.stop_token_ids or ()), MOST_TOKENS, "tokens")
         _at_most("bad_words", len(self.bad_words or ()), MOST_TOKENS, "words")
-        longest = max(map(len, self.bad_words or ()), default=0)
-        _at_most("bad_words", longest, MOST_STOP, "characters")
+        _at_most("allowed_token_ids", len(self.allowed_token_ids or ()), MOST_ALLOWED, "tokens")
+        _at_most("bad_words", sum(map(len, self.bad_words or ())), MOST_WORDS, "characters")
 
 
 SAME = (  # fields that are called as in SamplingParams
@@ -185,19 +226,19 @@ SAME = (  # fields that are called as in SamplingParams
     *("repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
     *("allowed_token_ids", "bad_words"),
 )
-OF_CACHE = {"keep_tokens", "max_cache_tokens", "protected", "every", "prefix_caching", "cache_salt"}
+OF_CACHE = ("keep_tokens", "max_cache_tokens", "protected", "every", "prefix_caching", "cache_salt")
 OURS = {  # fields that a client knows by another name
     "max_new_tokens": "max_tokens",
     "json_schema": "response_format",
     "regex": "structured_outputs",
 }
 REFUSED = (
-    *("best_of", "suffix", "tools", "functions", "use_beam_search"),
+    *("suffix", "tools", "functions", "use_beam_search"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 
 
-def _at_most(name: str, value: int, most: int, unit: str = "") -> None:
+def _at_most(name: str, value: float, most: int, unit: str = "") -> None:
     if value > most:
         raise APIError(
             400, f"{name} must be at most {most}{unit and ' '}{unit}; got {value}", param=name
@@ -214,11 +255,11 @@ def _check_schema(item: Any, depth: int = 0) -> None:
         _check_schema(one, depth + 1)
 
 
-class CompletionBody(Sampled):
-    prompt: str | Ids | list[str] | list[Ids]
-    prompt_logprobs: int | None = Field(None, ge=0)
+class CompletionBody(Sampled, kw_only=True):
+    prompt: Raw  # a text, token ids, or a list of either
+    prompt_logprobs: Count | None = None
     context: str | None = None  # a packed one's name
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: Count | None = None
     echo: bool | None = None
 
     @property
@@ -235,13 +276,22 @@ class CompletionBody(Sampled):
         echoed = self.logprobs if self.echo else None
         return echoed if self.prompt_logprobs is None else max(self.prompt_logprobs, echoed or 0)
 
-    @property
-    def prompts(self) -> Sequence[str | Ids]:
-        """One or several."""
-        prompt = self.prompt
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-            return [prompt]
-        return prompt  # type: ignore[return-value]
+    def prompts(self, limits: Limits) -> Sequence[str | Ids]:
+        """One or several. Raises APIError."""
+        content = bytes(self.prompt)
+        kind = _kind_of_prompt(content)
+        if kind == list[Ids]:  # which holds no strings: a list begins at every bracket
+            _at_most("prompt", content.count(b"[") - 1, limits.max_choices, "prompts")
+        value = decode_field("prompt", kind, self.prompt)
+        if not value:
+            raise APIError(400, "prompt must hold at least 1 prompt; got none", param="prompt")
+        prompts = [value] if kind in (str, Ids) else value
+        _at_most("prompt", len(prompts) * self.choices, limits.max_choices, "choices")
+        return prompts
+
+    def release(self) -> None:
+        super().release()
+        self.prompt = EMPTY
 
     def _check(self, limits: Limits) -> None:
         super()._check(limits)
@@ -252,46 +302,95 @@ class CompletionBody(Sampled):
                 "prompt_logprobs come with a whole answer: leave stream out",
                 param="prompt_logprobs",
             )
-        if not self.prompts:
-            raise APIError(400, "prompt must hold at least 1 prompt; got none", param="prompt")
-        _at_most("prompt", len(self.prompts) * self.choices, limits.max_choices, "choices")
 
 
-class Part(BaseModel):
-    type: Literal["text"]
-    text: str
+def _kind_of_prompt(content: bytes) -> Any:
+    """By the first characters of its JSON."""
+    first, second = content[:1], content[1:].lstrip()[:1]
+    if first != b"[":
+        return str
+    return {b"[": list[Ids], b'"': list[str]}.get(second, Ids)
 
 
-class Message(BaseModel):
+class Part(Struct, gc=False):
+    type: str
+    text: str | None = None
+
+
+class Message(Struct, gc=False):
     role: str
     content: str | list[Part] | None = None
 
     @property
     def text(self) -> str:
-        parts = self.content or ""
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        """Raises APIError for parts that are no text."""
+        if not isinstance(self.content, list):
+            return self.content or ""
+        _at_most("messages", len(self.content), MOST_MESSAGES, "parts of a message")
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                raise APIError(
+                    400,
+                    f"messages: a part of type {part.type!r:.100} is not supported, as this model "
+                    'reads text alone: send {"type": "text", "text": ...}',
+                    param="messages",
+                )
+        return "".join(part.text or "" for part in self.content)
 
 
-class Conversation(Body):
-    messages: list[Message] | None = Field(None, min_length=1)
-    chat_template_kwargs: dict[str, Any] | None = None
+class Conversation:
+    """What is read of a conversation's fields, which are its subclasses' own."""
+
+    __slots__ = ()
+
+    messages: list[Message] | None
+    chat_template_kwargs: Raw
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
 
     @property
     def turns(self) -> list[dict[str, str]]:
-        """As chat templates take them, which know no developer."""
+        """As chat templates take them, which know no developer. Raises APIError."""
+        messages = self.messages or ()
+        if not messages:
+            raise APIError(400, "messages must hold at least 1; got none", param="messages")
+        _at_most("messages", len(messages), MOST_MESSAGES, "messages")
         return [
             {"role": "system" if x.role == "developer" else x.role, "content": x.text}
-            for x in self.messages or ()
+            for x in messages
         ]
 
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Of the chat template. Raises APIError."""
+        content, name = bytes(self.chat_template_kwargs), "chat_template_kwargs"
+        _at_most(name, len(content), MOST_VARIABLES, "bytes")
+        known = decode_field(name, dict[str, Any] | None, self.chat_template_kwargs or NULL) or {}
+        begun, ended = self.continue_final_message, self.add_generation_prompt
+        if begun and ended:
+            raise APIError(
+                400,
+                "continue_final_message goes on with the last message and add_generation_prompt "
+                "begins another one: give one of them",
+                param="continue_final_message",
+            )
+        how = {"continue_final_message": begun, "add_generation_prompt": False if begun else ended}
+        return known | {name: x for name, x in how.items() if x is not None}
 
-class ChatBody(Conversation, Sampled):
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+
+NULL = Raw(b"null")
+
+
+class ChatBody(Sampled, Conversation, kw_only=True):
+    messages: list[Message]
+    chat_template_kwargs: Raw = field(default_factory=Raw)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
-    prompt_logprobs: Any = None
-    context: Any = None
+    top_logprobs: Count | None = None
+    prompt_logprobs: Raw = field(default_factory=Raw)
+    context: Raw = field(default_factory=Raw)
 
     @property
     def most_tokens(self) -> int:
@@ -302,11 +401,16 @@ class ChatBody(Conversation, Sampled):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def release(self) -> None:
+        super().release()
+        self.messages = []
+        self.chat_template_kwargs = self.prompt_logprobs = self.context = EMPTY
+
     def _check(self, limits: Limits) -> None:
         super()._check(limits)
-        if self.prompt_logprobs is not None:
+        if bytes(self.prompt_logprobs) not in NOTHING:
             raise APIError(400, "prompt_logprobs are of /v1/completions", param="prompt_logprobs")
-        if self.context is not None:
+        if bytes(self.context) not in NOTHING:
             raise APIError(
                 400,
                 "context: a chat template begins a conversation, and a context has begun already: "
@@ -319,11 +423,18 @@ class ChatBody(Conversation, Sampled):
             )
 
 
-class TokenizeBody(Conversation):
+NOTHING = (b"", b"null")
+
+
+class TokenizeBody(Body, Conversation, kw_only=True):
+    messages: list[Message] | None = None
+    chat_template_kwargs: Raw = field(default_factory=Raw)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(Body, kw_only=True):
     tokens: Ids

@@ -1,18 +1,22 @@
 """Answers in OpenAI's form, whole or as server-sent events."""
 
-import json
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
+
+from kvfold.engine.detokenizer import decoder_of
 from kvfold.engine.llm import completion_of
 from kvfold.engine.request import FinishReason, StepOutput, TokenLogprobs
 from kvfold.server.errors import APIError
 from kvfold.server.protocol import ChatBody, CompletionBody, StreamOptions
-from kvfold.server.service import Choices, Service
-from kvfold.server.tokens import TokenTexts, utf8
+from kvfold.server.service import Choices, Echo, Service
+from kvfold.server.tokens import Offsets, TokenTexts, utf8
+from kvfold.text import leading_tokens
 
 Json = dict[str, Any]
 LEAST = -9999.0  # log-probability of what cannot be; JSON has no infinity
@@ -59,14 +63,20 @@ class Reply:
             "evicted_tokens": round(sum(x.num_evicted for x in requests)),
         }
 
-    async def whole(self) -> Json:
+    async def whole(self) -> bytes:
+        """JSON, made beside the event loop: it may be of many megabytes."""
         found: list[list[StepOutput]] = [[] for _ in self.choices.requests]
         async for number, output in self.choices:
             found[number].append(output)
             self.num_outputs[number] += len(output.token_ids)
-        done = [_joined(outputs) for outputs in found]
-        choices = [self.choice(number, output, whole=True) for number, output in enumerate(done)]
-        return {**self.head, "object": self.kind, "choices": choices, "usage": self.usage}
+        return await asyncio.to_thread(self._whole, found)
+
+    def _whole(self, outputs: list[list[StepOutput]]) -> bytes:
+        choices = [
+            msgspec.Raw(_json(self.choice(number, _joined(one), whole=True)))
+            for number, one in enumerate(outputs)  # one after another: texts are short, dicts not
+        ]
+        return _json({**self.head, "object": self.kind, "choices": choices, "usage": self.usage})
 
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events; what fails is told in one, before the last."""
@@ -87,9 +97,13 @@ class Reply:
             yield {"choices": [choice]}
         async for number, output in self.choices:
             self.num_outputs[number] += len(output.token_ids)
-            if not (output.text or output.logprobs or output.finish_reason):
+            told = output.token_ids if self.body.return_token_ids else output.logprobs
+            if not (output.text or told or output.finish_reason):
                 continue  # held back, until it is known how it reads
-            choice = self.choice(number, output, whole=False)
+            if output.prompt_logprobs:
+                choice = await asyncio.to_thread(self.choice, number, output, whole=False)
+            else:
+                choice = self.choice(number, output, whole=False)
             yield {"choices": [choice], **({"usage": self.usage} if always else {})}
         if options.include_usage:
             yield {"choices": [], "usage": self.usage}
@@ -118,20 +132,24 @@ class Reply:
 
 
 class CompletionReply(Reply):
-    """prompts: texts to echo, one a prompt; or none."""
+    """echoed: of every prompt; or none."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     body: CompletionBody
 
     def __init__(
-        self, service: Service, body: CompletionBody, choices: Choices, echoed: list[str]
+        self, service: Service, body: CompletionBody, choices: Choices, echoed: list[Echo]
     ) -> None:
         super().__init__(service, body, choices)
-        self._echoed = dict(enumerate(text for text in echoed for _ in range(body.choices)))
-        self._offsets = [0] * len(choices.requests)
+        self._echoed = [echo for echo in echoed for _ in range(body.choices)]
+        self._shown: set[int] = set()  # choices whose prompt was
+        self._offsets: dict[int, Offsets] = {}  # of outputs
 
     def content(self, number: int, text: str, *, whole: bool) -> Json:
-        return {"text": self._echoed.pop(number, "") + text}
+        if self._echoed and number not in self._shown:
+            self._shown.add(number)
+            text = self._echoed[number].text + text
+        return {"text": text}
 
     def choice(self, number: int, output: StepOutput, *, whole: bool) -> Json:
         found = super().choice(number, output, whole=whole)
@@ -162,21 +180,38 @@ class CompletionReply(Reply):
 
     def logprobs(self, number: int, output: StepOutput) -> Json:
         found: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        if self.body.echo and output.prompt_logprobs is not None:
-            first, *told = self._prompt(number)
-            self._add(found, number, first, None)
-            for token, scored in zip(told, output.prompt_logprobs, strict=True):
-                self._add(found, number, token, scored)
+        if self._echoed and output.prompt_logprobs is not None:
+            scores = (None, *output.prompt_logprobs)
+            tokens = zip(self._prompt(number), self._prompt_offsets(number), scores, strict=True)
+            for token, offset, scored in tokens:
+                self._add(found, token, offset, scored)
+        offsets = self._output_offsets(number)
         for token, logprobs in _pairs(output):
-            self._add(found, number, token, logprobs)
+            self._add(found, token, offsets.add(token), logprobs)
         return found
 
-    def _add(self, found: Json, number: int, token: int, of: TokenLogprobs | None) -> None:
+    def _prompt_offsets(self, number: int) -> Iterator[int]:
+        """Where the tokens of a prompt begin in its text. Those that the tokenizer put in front of
+        a text are no part of it, and no special token is one of a text of token ids."""
+        echo, prompt = self._echoed[number], self._prompt(number)
+        tokenizer = self.service.tokenizer
+        first = len(leading_tokens(tokenizer)) if echo.typed else 0
+        offsets = Offsets(decoder_of(tokenizer, skip_special_tokens=not echo.typed))
+        for index, token in enumerate(prompt):
+            yield min(offsets.add(token) if index >= first else 0, len(echo.text))
+
+    def _output_offsets(self, number: int) -> Offsets:
+        if number not in self._offsets:
+            begun = len(self._echoed[number].text) if self._echoed else 0
+            decode = decoder_of(self.service.tokenizer, self.body.skip_special_tokens is not False)
+            self._offsets[number] = Offsets(decode, self._prompt(number), begun)
+        return self._offsets[number]
+
+    def _add(self, found: Json, token: int, offset: int, of: TokenLogprobs | None) -> None:
         """A token, of which None is known where nothing came before it."""
         text = self.texts.of(token)
         found["tokens"].append(text)
-        found["text_offset"].append(self._offsets[number])
-        self._offsets[number] += len(text)
+        found["text_offset"].append(offset)
         if of is None:
             found["token_logprobs"].append(None)
             found["top_logprobs"].append(None)
@@ -238,5 +273,11 @@ def _finite(logprob: float) -> float:
     return max(logprob, LEAST)
 
 
+_json = msgspec.json.encode
+
+
 def _event(content: Json) -> bytes:
-    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+    content_bytes = _json(content)
+    for line_end in ("\x85", "\u2028", "\u2029"):  # as some clients have it
+        content_bytes = content_bytes.replace(line_end.encode(), b"\\u%04x" % ord(line_end))
+    return b"data: " + content_bytes + b"\n\n"

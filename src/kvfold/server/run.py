@@ -7,6 +7,7 @@ from collections.abc import Callable
 import uvicorn
 from fastapi import FastAPI
 
+from kvfold.server.connections import Listener, limit_logs, protocol_of, raise_descriptors
 from kvfold.server.limits import Limits
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -15,7 +16,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 def bind(host: str, port: int) -> socket.socket:
     """A socket that nobody else has, before a model is loaded for it. Raises ValueError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family)
+    found = Listener(family)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))
@@ -41,12 +42,15 @@ def server_of(app: FastAPI, limits: Limits, ready: Callable[[], object]) -> Serv
     """A server that answers what is open for a while when it is told to end."""
     config = uvicorn.Config(
         app,
+        http=protocol_of(limits),
+        ws="none",
         log_level="warning",
         access_log=False,
         lifespan="on",
         server_header=False,
         timeout_graceful_shutdown=limits.drain_seconds,
     )
+    limit_logs()
     return Server(config, ready)
 
 
@@ -58,6 +62,7 @@ def run(app: FastAPI, listener: socket.socket, limits: Limits) -> None:
     def tell() -> None:
         print(f"serving at {url}", file=sys.stderr)
 
+    raise_descriptors()
     try:
         server_of(app, limits, tell).run(sockets=[listener])
     except KeyboardInterrupt:  # raised again once all is answered

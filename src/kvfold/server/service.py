@@ -2,24 +2,33 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvfold.engine.async_llm import AsyncLLM, AsyncStream
+from kvfold.engine.async_llm import AsyncLLM, AsyncStream, Opened
 from kvfold.engine.detokenizer import decoder_of
 from kvfold.engine.packed import PackedContext
 from kvfold.engine.prompts import Prompt
 from kvfold.engine.request import CacheParams, SamplingParams, StepOutput
-from kvfold.errors import renamed
-from kvfold.server.errors import APIError
+from kvfold.errors import SettingError, renamed
+from kvfold.server.errors import APIError, from_value_error
 from kvfold.server.limits import Limits
 from kvfold.server.metrics import Metrics
 from kvfold.server.protocol import OURS, TokenizeBody
 from kvfold.server.tokens import TokenTexts
-from kvfold.text import encode, encode_prompt
+from kvfold.text import encode, encode_prompt, surely_longer
 
 Asked = tuple[Prompt, SamplingParams, CacheParams]
+MOST_SCORES = 2**20  # log-probabilities of prompts in an answer
+MOST_TOKENIZED = 2**17  # tokens of a text that /tokenize counts, where no sequence is as long
+
+
+class Echo(NamedTuple):
+    """A prompt's text. typed: the client sent it, and no token ids."""
+
+    text: str
+    typed: bool
 
 
 class Service:
@@ -88,30 +97,43 @@ class Service:
         )
 
     async def encode_chat(
-        self, turns: list[dict[str, str]], variables: dict[str, Any] | None
+        self, turns: list[dict[str, str]], variables: dict[str, Any]
     ) -> list[int]:
         with renamed(content="messages"):
             ids: list[int] = await self.llm.run(
-                partial(self.llm.llm.encode_chat, turns, **(variables or {}))
+                partial(self.llm.llm.encode_chat, turns, **variables)
             )
         return ids
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         if body.messages is not None:
-            ids = await self.encode_chat(body.turns, body.chat_template_kwargs)
+            ids = await self.encode_chat(body.turns, body.variables)
         else:
             how = encode_prompt if body.add_special_tokens else encode
             with renamed(text="prompt"):
-                ids = await self.llm.run(how, self.tokenizer, body.prompt)
+                ids = await self.llm.run(self._encode, how, body.prompt)
         found = {"count": len(ids), "max_model_len": self.max_tokens, "tokens": ids}
         texts = [self.token_texts.of(id) for id in ids] if body.return_token_strs else None
         return found | {"token_strs": texts}
 
-    def text_of(self, prompt: Prompt) -> str:
-        """A prompt as text."""
+    def _encode(self, how: Callable[[Any, str], list[int]], text: str) -> list[int]:
+        most = max(self.max_tokens, MOST_TOKENIZED)
+        if surely_longer(self.tokenizer, text, most):
+            raise APIError(
+                400, f"prompt has over {most} tokens, the most that are counted", param="prompt"
+            )
+        return how(self.tokenizer, text)
+
+    async def echo(self, prompt: Prompt) -> Echo:
         if isinstance(prompt, str):
-            return prompt
-        return decoder_of(self.tokenizer)(self.llm.llm.encode(prompt))
+            return Echo(prompt, typed=True)
+        return Echo(await self.text_of(prompt), typed=False)
+
+    async def text_of(self, prompt: Sequence[int]) -> str:
+        self.llm.llm.check_size(prompt)
+        ids = self.llm.llm.encode(prompt)
+        text: str = await self.llm.run(decoder_of(self.tokenizer), ids)
+        return text
 
     async def open(self, asked: Sequence[Asked], context: PackedContext | None = None) -> "Choices":
         """Queue choices, all or none. Raises APIError where the queue is full."""
@@ -119,7 +141,7 @@ class Service:
         self._preparing += len(asked)
         try:
             with renamed(**OURS):
-                stream = await self.llm.open(asked, context)
+                stream = await self.llm.open(asked, context, _check_scores)
         finally:
             self._preparing -= len(asked)
         return Choices(stream, self.limits.request_seconds, self.metrics)
@@ -138,6 +160,26 @@ class Service:
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
+
+
+def _renamed(refusal: SettingError) -> APIError:
+    """In the client's words, also where an answer has begun."""
+    try:
+        with renamed(**OURS):
+            raise refusal
+    except SettingError as error:
+        return from_value_error(error)
+
+
+def _check_scores(opened: Sequence[Opened]) -> None:
+    """Raises SettingError for more log-probabilities of prompts than an answer should hold."""
+    wanted = [(x.num_prompt, x.sampling.prompt_logprobs) for x, _ in opened]
+    count = sum(tokens * (1 + top) for tokens, top in wanted if top is not None)
+    if count > MOST_SCORES:
+        raise SettingError(
+            f"`prompt_logprobs`: {count} log-probabilities of prompts are wanted, and an answer "
+            f"has at most {MOST_SCORES}: ask for fewer of each token, or send fewer prompts at once"
+        )
 
 
 class Choices(AsyncIterator[tuple[int, StepOutput]]):
@@ -165,6 +207,8 @@ class Choices(AsyncIterator[tuple[int, StepOutput]]):
             self.metrics.ended(output.finish_reason)
         if output.finish_reason == "error":
             self.close()
+            if output.refusal is not None:
+                raise _renamed(output.refusal)
             raise APIError(500, f"generation failed: {output.error}", code="generation_failed")
         return self._numbers[output.id], output
 

@@ -1,9 +1,10 @@
 """How single tokens read inside a text: for logprobs."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from kvfold.engine.detokenizer import UNREAD, decoder_of
+from kvfold.engine.detokenizer import UNREAD, Decode, Detokenizer, decoder_of
 from kvfold.text import encode
 
 
@@ -19,6 +20,21 @@ class TokenTexts:
     def _of(self, token: int) -> str:
         text = self._decode([*self._before, token])
         return text.removeprefix(self._prefix) if text.startswith(self._prefix) else text
+
+
+class Offsets:
+    """Where tokens begin in a text, in characters: those of one character begin where it does.
+    before: tokens that they follow; begun: how long the text is before them."""
+
+    def __init__(self, decode: Decode, before: Sequence[int] = (), begun: int = 0) -> None:
+        self._reader, self._length = Detokenizer(decode, before), begun
+
+    def add(self, token: int) -> int:
+        """Where the next token begins."""
+        start = self._length
+        self._reader.push([token])
+        self._length += len(self._reader.take())
+        return start
 
 
 def utf8(text: str) -> list[int] | None:
