@@ -7,6 +7,7 @@ from collections.abc import Callable
 import uvicorn
 from fastapi import FastAPI
 
+from kvfold.server.ending import Ending
 from kvfold.server.limits import Limits
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -38,9 +39,10 @@ class Server(uvicorn.Server):
 
 
 def server_of(app: FastAPI, limits: Limits, ready: Callable[[], object]) -> Server:
-    """A server that answers what is open for a while when it is told to end."""
+    """A server that answers what is open for a while when it is told to end, and tells the others
+    that it ends."""
     config = uvicorn.Config(
-        app,
+        Ending(app),
         log_level="warning",
         access_log=False,
         lifespan="on",
