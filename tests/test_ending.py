@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import os
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
@@ -18,6 +20,7 @@ from starlette.responses import Response, StreamingResponse  # isort: skip
 from starlette.routing import Route  # isort: skip
 from kvfold.server.limits import Limits  # isort: skip
 from kvfold.server.router import create_router  # isort: skip
+from kvfold.server.run import say  # isort: skip
 
 PATH = "/v1/completions"
 CODE = "shutting_down"
@@ -142,3 +145,15 @@ def test_who_reads_nothing_does_not_hold_the_end(capfd) -> None:
             server.close()
             assert time.monotonic() - began < 10
     assert_log_is_short(capfd, 1)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is full")
+def test_a_log_that_cannot_be_written_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk, or into a pipe that nobody reads."""
+    full = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    monkeypatch.setattr(sys, "stderr", full)
+    with pytest.raises(OSError, match="No space left"):
+        print("a line", file=sys.stderr)
+    say("a line")
+    with suppress(OSError):
+        full.close()

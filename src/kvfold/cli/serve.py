@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,11 +123,11 @@ def serve(
     paged = dataclasses.replace(storage, paged=True)
     cache = packed or common.cache_config(config, paged, place, beside=beside)
     assert cache is not None
-    from kvfold.server.run import LOCAL, bind, run
+    from kvfold.server.run import LOCAL, bind, run, say
 
     listener = bind(address.host, address.port)
     if key is None and address.host not in LOCAL:
-        print(f"anyone who reaches {address.host} may ask: no --api-key is set", file=sys.stderr)
+        say(f"anyone who reaches {address.host} may ask: no --api-key is set")
     from kvfold.engine.async_llm import AsyncLLM
     from kvfold.engine.llm import LLM
     from kvfold.server.app import create_app
@@ -138,10 +137,10 @@ def serve(
     settings = dataclasses.asdict(cache) | sizes.settings
     llm = LLM(loaded, tokenizer=tokenizer, owned=True, maps=beside, **settings)
     for name, value in llm.summary():
-        print(f"{name}: {value}", file=sys.stderr)
+        say(f"{name}: {value}")
     name = address.served_model_name or model
     for each, one in contexts.items():
-        print(f"context {each}: {one.summary}", file=sys.stderr)
+        say(f"context {each}: {one.summary}")
     asked = AsyncLLM(llm)
     app = create_app(asked, name, limits=bounds.limits, api_key=key, contexts=contexts)
     run(app, listener, bounds.limits)

@@ -3,6 +3,7 @@
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import uvicorn
 from fastapi import FastAPI
@@ -57,10 +58,13 @@ def run(app: FastAPI, listener: socket.socket, limits: Limits) -> None:
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
-    def tell() -> None:
-        print(f"serving at {url}", file=sys.stderr)
-
     try:
-        server_of(app, limits, tell).run(sockets=[listener])
+        server_of(app, limits, lambda: say(f"serving at {url}")).run(sockets=[listener])
     except KeyboardInterrupt:  # raised again once all is answered
-        print("stopped", file=sys.stderr)
+        say("stopped")
+
+
+def say(line: str) -> None:
+    """Print a line to stderr. A disk that is full, or a pipe that is closed, ends no server."""
+    with suppress(OSError):
+        print(line, file=sys.stderr)
