@@ -726,6 +726,7 @@ MEASURING = {
     "kvfold route http://a --pick best": (
         'Invalid value "best" for --pick. Choose from: "shortest", "round-robin".'
     ),
+    "kvfold route http://a --max-body 9": "--max-body must be at least 1024, got 9",
     "kvfold route http://a --check-seconds 0": "--check-seconds must be above 0, got 0.0",
     "kvfold bench attention --batch 1.5": (
         "--batch: '1.5' is not a comma-separated list of numbers such as 1,8"

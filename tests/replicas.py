@@ -1,7 +1,10 @@
 """Stub replicas: OpenAI servers without a model, that fail as they are told."""
 
 import asyncio
+import contextlib
 import json
+import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +28,7 @@ from kvfold.server.run import bind, server_of
 @dataclass
 class Stub:
     """What a replica says of itself. how: "well", "full" (429), "cut" (after two tokens), "dead"
-    (nothing at all of an answer), "slow" (waits for `go` before its first token)."""
+    (nothing at all of an answer), "slow" (waits for `go` before it answers)."""
 
     name: str
     how: str = "well"
@@ -58,16 +61,20 @@ class Stub:
         if not body.get("stream"):
             if self.how == "dead":
                 return StreamingResponse(self.events(body), media_type="application/json")
+            await self.wait()
             return JSONResponse({"by": self.name, "choices": [{"text": "whole"}]})
         return StreamingResponse(self.events(body), media_type="text/event-stream")
+
+    async def wait(self) -> None:
+        while self.how == "slow" and not self.go.is_set():
+            await asyncio.sleep(0.005)
 
     async def events(self, body: dict[str, Any]) -> Any:
         self.open += 1
         try:
             if self.how == "dead":
                 raise asyncio.CancelledError
-            while self.how == "slow" and not self.go.is_set():
-                await asyncio.sleep(0.005)
+            await self.wait()
             count = body["max_tokens"]
             for i in range(count):
                 if self.how == "cut" and i == 2:
@@ -107,3 +114,55 @@ def stub(name: str = "one", **how: Any) -> Iterator[Stub]:
     found = Stub(name, **how)
     with running(found.app) as found.url:
         yield found
+
+
+class Raw:
+    """A replica that answers a POST with fixed bytes and keeps the bytes of requests. It answers
+    the router's looks at /health itself."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.answer, self.requests = answer, list[bytes]()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+
+    def serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:  # it was closed
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(10)
+                request = received(connection)
+                looks = request.startswith(b"GET /health ")
+                connection.sendall(ALIVE if looks else self.answer)
+                if not looks and request:
+                    self.requests.append(request)
+
+
+ALIVE = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+def received(connection: socket.socket) -> bytes:
+    """A request to its end, as it came: its body has a known length."""
+    data = b""
+    while b"\r\n\r\n" not in data and (piece := connection.recv(2**16)):
+        data += piece
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+    while len(body) < (int(length[1]) if length else 0) and (piece := connection.recv(2**16)):
+        body += piece
+    return head + b"\r\n\r\n" + body
+
+
+@contextmanager
+def raw(answer: bytes) -> Iterator[Raw]:
+    replica = Raw(answer)
+    thread = threading.Thread(target=replica.serve, daemon=True)
+    thread.start()
+    try:
+        yield replica
+    finally:
+        replica.listener.shutdown(socket.SHUT_RDWR)
+        replica.listener.close()
+        thread.join(30)

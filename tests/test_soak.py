@@ -1,8 +1,12 @@
-"""Events from several threads on a stub model: requests, cancels, pre-emption, failures and NaN."""
+"""Random events at length: threads on a stub model, and a router with two servers."""
 
 import gc
+import importlib.util
+import json
 import random
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -124,3 +128,61 @@ def test_nothing_is_lost_in_a_crowd(events: int, monkeypatch: pytest.MonkeyPatch
     assert not [x for x in alive() if id(x) not in known]
     assert crowd.bench.scheduler.num_preemptions > events / 1000
     assert {"eos", "length", "error", "cancelled"} <= crowd.counts.keys()
+
+
+SOAK = Path(__file__).parents[1] / "benchmarks" / "soak.py"
+
+
+@pytest.fixture(scope="module")
+def serving_soak():
+    """The harness, which needs `kvfold[server]`."""
+    for package in ("fastapi", "uvicorn", "aiohttp"):
+        pytest.importorskip(package, reason='needs pip install "kvfold[server]"')
+    spec = importlib.util.spec_from_file_location("soak", SOAK)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["soak"] = module  # where its dataclasses look
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+def test_a_router_and_two_servers_under_faults(serving_soak) -> None:
+    """A minute of what `python benchmarks/soak.py` does for longer."""
+    report = serving_soak.soak(serving_soak.Plan(minutes=1, clients=8, seed=1))
+    assert not report["wrong"], (report["wrong"][:5], report["logs"])
+    assert report["outcomes"]["equal"] > 20 and report["faults"] and len(report["samples"]) >= 2
+
+
+def test_the_soak_tells_a_different_answer_from_a_cut_one(serving_soak) -> None:
+    """What it calls wrong: another text, another reason, an end without its last event."""
+    soak = serving_soak.Soak(serving_soak.Plan(), SOAK.parent)
+    asked = serving_soak.Question({}, (("ab", "stop"), ("cd", "length")))
+
+    def streamed(*lines: str):
+        joined = serving_soak.Joined(2)
+        for line in lines:
+            joined.add(line)
+        return joined
+
+    def said(index: int, text: str, reason: str | None = None) -> str:
+        choice = {"index": index, "text": text, "finish_reason": reason}
+        return "data: " + json.dumps({"choices": [choice]})
+
+    whole = [said(0, "a"), said(1, "cd", "length"), said(0, "b", "stop")]
+    lost = 'data: {"error": {"code": "replica_lost"}}'
+    done = serving_soak.DONE
+    assert soak._ended(asked, streamed(*whole, "", done)) == "equal"
+    assert soak._ended(asked, streamed(*whole[:2], lost, done)) == "replica_lost"
+    for wrong in (
+        whole,  # no last event
+        [*whole[:2], done],  # cut, and no error says so
+        [said(0, "x"), lost, done],
+        [*whole[:2], said(0, "b", "length"), done],
+        [*whole[:2], lost.replace("replica_lost", "generation_failed"), done],
+    ):
+        with pytest.raises(AssertionError):
+            soak._ended(asked, streamed(*wrong))
+    for wrong in ("ata: {}", 'data: {"choi'):
+        with pytest.raises((AssertionError, ValueError)):
+            streamed(wrong)

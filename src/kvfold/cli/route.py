@@ -20,12 +20,19 @@ Urls = Annotated[
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Listen:
-    """Where the router is, and how long it waits."""
+    """Where the router is, what it takes, and how long it waits."""
 
     host: str = setting("127.0.0.1", "Address to listen at; 0.0.0.0 is every network's.")
     port: int = setting(8080, "Port; 0 takes any.", least=0, most=65535)
     request_seconds: float = setting(
         Limits.request_seconds, "Most time that a replica may be silent.", above=0
+    )
+    max_body: int = setting(
+        Limits.max_body, "Bytes of a request; a replica may take fewer.", least=1024
+    )
+    body_seconds: float = setting(Limits.body_seconds, "Most time to send a request.", above=0)
+    send_seconds: float = setting(
+        Limits.send_seconds, "Most time that a client may leave what it is sent unread.", above=0
     )
     drain_seconds: int = setting(
         Limits.drain_seconds, "After SIGTERM, most time for what is open.", least=0
@@ -36,7 +43,8 @@ class Listen:
 
     @property
     def limits(self) -> Limits:
-        return Limits(request_seconds=self.request_seconds, drain_seconds=self.drain_seconds)
+        named = {x.name for x in dataclasses.fields(Limits)}
+        return Limits(**{k: v for k, v in dataclasses.asdict(self).items() if k in named})
 
 
 @Parameter(name="*")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,11 +130,11 @@ def serve(
     paged = dataclasses.replace(storage, paged=True)
     cache = packed or common.cache_config(config, paged, place, beside=beside)
     assert cache is not None
-    from kvfold.server.run import LOCAL, bind, run
+    from kvfold.server.run import LOCAL, bind, run, say
 
     listener = bind(address.host, address.port)
     if key is None and address.host not in LOCAL:
-        print(f"anyone who reaches {address.host} may ask: no --api-key is set", file=sys.stderr)
+        say(f"anyone who reaches {address.host} may ask: no --api-key is set")
     from kvfold.engine.async_llm import AsyncLLM
     from kvfold.engine.llm import LLM
     from kvfold.server.app import create_app
@@ -145,9 +144,9 @@ def serve(
     settings = dataclasses.asdict(cache) | sizes.settings
     llm = LLM(loaded, tokenizer=tokenizer, owned=True, maps=beside, **settings)
     for what, value in llm.summary():
-        print(f"{what}: {value}", file=sys.stderr)
+        say(f"{what}: {value}")
     for each, one in contexts.items():
-        print(f"context {each}: {one.summary}", file=sys.stderr)
+        say(f"context {each}: {one.summary}")
     asked = AsyncLLM(llm)
     app = create_app(
         asked,

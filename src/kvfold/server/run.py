@@ -3,11 +3,13 @@
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import uvicorn
 from fastapi import FastAPI
 
 from kvfold.server.connections import Listener, limit_logs, protocol_of, raise_descriptors
+from kvfold.server.ending import Ending
 from kvfold.server.limits import Limits
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -39,9 +41,10 @@ class Server(uvicorn.Server):
 
 
 def server_of(app: FastAPI, limits: Limits, ready: Callable[[], object]) -> Server:
-    """A server that answers what is open for a while when it is told to end."""
+    """A server that answers what is open for a while when it is told to end, and tells the others
+    that it ends."""
     config = uvicorn.Config(
-        app,
+        Ending(app),
         http=protocol_of(limits),
         ws="none",
         log_level="warning",
@@ -59,11 +62,14 @@ def run(app: FastAPI, listener: socket.socket, limits: Limits) -> None:
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
-    def tell() -> None:
-        print(f"serving at {url}", file=sys.stderr)
-
     raise_descriptors()
     try:
-        server_of(app, limits, tell).run(sockets=[listener])
+        server_of(app, limits, lambda: say(f"serving at {url}")).run(sockets=[listener])
     except KeyboardInterrupt:  # raised again once all is answered
-        print("stopped", file=sys.stderr)
+        say("stopped")
+
+
+def say(line: str) -> None:
+    """Print a line to stderr. A disk that is full, or a pipe that is closed, ends no server."""
+    with suppress(OSError):
+        print(line, file=sys.stderr)
