@@ -395,6 +395,13 @@ ROWS = (
     '"max_new_tokens"]} or {"context"|"contexts", "choices", "label"}'
 )
 FILES = {
+    "kvfold pack reference:gqa --context text.txt --output text.txt": (
+        "--output would replace text.txt, which --context reads: name another file"
+    ),
+    "kvfold eval compressed --json compressed/config.json": (
+        "--json would replace compressed/config.json, a file of the folder that MODEL reads: name "
+        "another file"
+    ),
     "kvfold eval reference:gqa --json /dev/null": "/dev/null is a device or a pipe; name a file",
     "kvfold compress reference:gqa --output new --stats /dev/null": (
         "/dev/null is a device or a pipe; name a file"
@@ -733,6 +740,9 @@ MEASURING = {
     ),
 }
 GENERATING = {
+    "kvfold generate reference:gqa --prompt Once --max-new-tokens 2.5": (
+        "Invalid value for --max-new-tokens: must be a whole number, got 2.5"
+    ),
     "kvfold generate reference:gqa": "give one of --prompt TEXT and --prompt-file FILE",
     r"kvfold generate reference:gqa --prompt $'\xff'": "--prompt: not utf-8 text at character 0",
     "kvfold generate reference:gqa --prompt a --max-new-tokens -5": (
@@ -1150,11 +1160,11 @@ CHECKPOINTS = {
         "of them was edited: put the files of one compression together"
     ),
     "kvfold eval no-section": (
-        "cannot load a model from 'no-section': tensors 14 missing "
-        "(model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v_proj.weight, "
-        "model.layers.1.self_attn.k_proj.weight, ...); 6 of another shape "
-        "(model.layers.0.self_attn.o_proj.weight, model.layers.1.self_attn.o_proj.weight, "
-        "model.layers.2.self_attn.o_proj.weight, ...); 42 unexpected "
+        "cannot load a model from 'no-section': tensors 13 missing "
+        "(model.layers.0.self_attn.k_proj.weight, model.layers.1.self_attn.k_proj.weight, "
+        "model.layers.1.self_attn.v_proj.weight, ...); 7 of another shape "
+        "(model.layers.0.self_attn.o_proj.weight, model.layers.0.self_attn.v_proj.weight, "
+        "model.layers.1.self_attn.o_proj.weight, ...); 42 unexpected "
         "(model.layers.0.self_attn.down_proj.bias, model.layers.0.self_attn.down_proj.weight, "
         "model.layers.0.self_attn.key_mean, ...); this looks like a kvfold checkpoint whose "
         "quantization_config was removed from config.json: put it back, or compress the model "
@@ -1184,8 +1194,8 @@ CHECKPOINTS = {
         "again"
     ),
     "kvfold eval nan": (
-        "parameter model.layers.1.mlp.up_proj.weight holds NaN or infinite numbers; the "
-        "checkpoint is damaged or was saved from a diverged run: use another one"
+        "the weights in nan are not those that its config.json was saved with, or one of them was "
+        "edited: put the files of one compression together"
     ),
     "kvfold compress large-scores --output new": (
         "the attention of layer 2 gives numbers that are not finite in float32: the model "

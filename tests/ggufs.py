@@ -117,3 +117,9 @@ def _interleaved(name, weight, config, back=False):
     half = config.head_dim // 2
     shape = (half, 2) if back else (2, half)
     return weight.view(heads[part], *shape, -1).transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def places(path):
+    """Where the table of tensors begins, and where the tensors do, in bytes."""
+    reader = gguf.GGUFReader(path)
+    return min(x.field.offset for x in reader.tensors), int(reader.data_offset)

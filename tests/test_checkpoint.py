@@ -1,6 +1,7 @@
 """Checkpoints whose files do not belong together are refused, naming what is wrong."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,12 @@ from transformers import AutoModelForCausalLM
 
 import kvfold
 from kvfold.api import save
-from kvfold.artifact import provenance_of, spec_of
+from kvfold.artifact import folded_tensors, guard_of, provenance_of, spec_of
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor, Prepared
 from models import CONFIGS, tiny, tokens
+
+IDS = tokens(1, 12)
 
 
 def prepared(model, recipe: str = "lean", seed: int = 1) -> Prepared:
@@ -143,12 +146,13 @@ def test_weights_of_another_compression_are_refused(copy, made, read) -> None:
 
 def test_a_config_without_its_quantization_is_recognised(copy) -> None:
     edit_config(copy, lambda c: c.pop("quantization_config"))
-    with pytest.raises(ValueError, match=r"4 missing .*quantization_config was removed"):
+    with pytest.raises(ValueError, match=r"3 missing .*quantization_config was removed"):
         load(copy)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_refused(copy, value: float) -> None:
+    edit_config(copy, lambda c: c["quantization_config"].pop("digest"))
     edit_weights(copy, lambda x: x["model.layers.1.self_attn.o_proj.weight"][3, 3:5].fill_(value))
     with pytest.raises(ValueError, match=r"parameter model.layers.1.self_attn.o_proj.weight holds"):
         load(copy)
@@ -184,6 +188,61 @@ def test_trained_weights_save_with_a_new_digest(made, tmp_path) -> None:
 def test_checkpoints_without_a_digest_still_load(copy, read) -> None:
     edit_config(copy, lambda c: c["quantization_config"].pop("digest"))
     assert provenance_of(read(copy))["model"] == "llama-gqa"
+
+
+def earlier(path: Path) -> None:
+    """Make a checkpoint one of format 1: without a guard, its digest of attentions' first rows."""
+    model = load(path)
+    edit_weights(path, lambda x: x.pop(guard_of(model)))
+    section = model.config.quantization_config
+    section.format = 1
+    digest = section.digest_of(folded_tensors(model), model.config)
+    edit_config(path, lambda c: c["quantization_config"].update(format=1, digest=digest))
+
+
+@loader
+def test_checkpoints_of_format_1_still_load(copy, made, read, tmp_path) -> None:
+    earlier(copy)
+    again = read(copy)
+    assert torch.equal(again(IDS).logits, read(made)(IDS).logits)
+    again.save_pretrained(tmp_path / "again")
+    assert guard_of(again) in load_file(tmp_path / "again" / "model.safetensors")
+    edit_weights(copy, lambda x: x["model.layers.0.self_attn.o_proj.weight"][0].neg_())
+    with pytest.raises(ValueError, match="are not those that its config"):
+        read(copy)
+
+
+@loader
+@pytest.mark.parametrize("name", ["self_attn.o_proj.weight", "mlp.up_proj.weight"])
+def test_any_changed_weight_is_refused(copy, read, name: str) -> None:
+    edit_weights(copy, lambda x: x[f"model.layers.1.{name}"][-1, -1:].mul_(1.0001))
+    with pytest.raises(ValueError, match="are not those that its config"):
+        read(copy)
+
+
+@loader
+def test_whole_numbers_are_no_weights(copy, read) -> None:
+    edit_config(copy, lambda c: c["quantization_config"].pop("digest"))
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_weights(copy, lambda x: x.update({name: x[name].to(torch.int16)}))
+    with pytest.raises(ValueError, match=f"tensor {name} is of dtype I16"):
+        read(copy)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_a_config_of_impossible_numbers_is_refused(copy, value: float) -> None:
+    edit_config(copy, lambda c: c["rope_parameters"].update(rope_theta=value))
+    with pytest.raises(ValueError, match="rope_theta must be a finite number, not below 0"):
+        load(copy)
+
+
+def test_layers_without_weights_are_counted_before_they_are_made(copy, tmp_path) -> None:
+    edit_config(copy, lambda c: c.update(num_hidden_layers=1_000_000))
+    tiny("llama-gqa").save_pretrained(tmp_path / "plain", max_shard_size="20KB")
+    edit_config(tmp_path / "plain", lambda c: c.update(num_hidden_layers=1_000_000))
+    for path in (copy, tmp_path / "plain"):
+        with pytest.raises(ValueError, match=r"num_hidden_layers is 1000000, and .* \d\d tensors"):
+            load(path)
 
 
 # -- the spec -------------------------------------------------------------------------------------
@@ -294,6 +353,26 @@ def test_the_readme_says_what_was_planned_and_measured(tmp_path) -> None:
     assert "bytes per token with the planned bits" in text and "with the planned bits\n" in text
     assert "perplexity ratio 1.0081 on held-out text, ppl<=1.01 allowed" in text
     assert "recovered in 3 steps: 0.2500 to 0.1250 nats" in text
+
+
+SAME_SHAPES = [("kvquant", 1.0), ("zack", 1.0), ("fast", 1.0)]  # as of the original's weights
+
+
+@pytest.mark.parametrize(("recipe", "keep"), SAME_SHAPES)
+def test_without_kvfold_transformers_refuses_a_checkpoint_of_any_recipe(
+    tmp_path, recipe: str, keep: float
+) -> None:
+    model = tiny("llama-gqa")
+    compressor = Compressor(model, kvfold.recipes.get(recipe))
+    topics = torch.arange(6) // 3
+    statistics = calibrate(model, compressor.family, tokens(6, 64), compressor.needs, topics=topics)
+    kvfold.compress(model, recipe, statistics=statistics, keep=keep, align=1, fold=True)
+    save(model, None, tmp_path / "folded")
+    load(tmp_path / "folded")
+    path = str(tmp_path / "folded")
+    code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({path!r})"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode and "ignore_mismatched_sizes" in ended.stderr
 
 
 def test_the_readme_tells_what_transformers_says_without_kvfold(made) -> None:

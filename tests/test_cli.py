@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass, fields
 from itertools import groupby
+from typing import get_args
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ from kvfold import hub, versions
 from kvfold.cache.eviction.policies import POLICIES
 from kvfold.cli import common
 from kvfold.cli.common import progress
-from kvfold.cli.main import main
+from kvfold.cli.main import app, main
 from kvfold.cli.options import Storage
+from kvfold.cli.paths import OUTPUTS, REUSED
 from kvfold.config import AUTO, BITS, CacheConfig, check, setting, settings_of
 from kvfold.evaluation.tasks import TASKS
 from kvfold.files import new_directory
@@ -443,6 +445,31 @@ def test_inspect_shows_geometry_ranks_and_pictures(plain, folded, tmp_path, caps
     assert "Spectra" in (tmp_path / "plan.html").read_text()
 
 
+@pytest.mark.parametrize(
+    "quantised",
+    [
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128},
+        {"quant_method": "awq", "bits": 4},
+        {"quant_method": "mxfp4"},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "of another library"},
+        {"load_in_8bit": True},
+        {},
+    ],
+    ids=str,
+)
+def test_inspect_takes_no_quantised_weights_for_a_compressed_cache(
+    plain, tmp_path, capsys, quantised
+):
+    shutil.copytree(plain, tmp_path / "model")
+    config = json.loads((plain / "config.json").read_text())
+    changed = json.dumps(config | {"quantization_config": quantised})
+    (tmp_path / "model" / "config.json").write_text(changed)
+    wanted = printed(capsys, "inspect", plain).replace(str(plain), str(tmp_path / "model"))
+    assert printed(capsys, "inspect", tmp_path / "model") == wanted
+
+
 def test_eval_writes_every_key(plain, folded, text, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
@@ -712,3 +739,105 @@ def test_a_setting_is_checked(values, message):
     for wrong in (7, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=message.replace("got 7", f"got {wrong}")):
             check(Config(size=wrong))
+
+
+# -- whole numbers ------------------------------------------------------------------------------
+
+
+def every_argument(commands=app, path=()):
+    """Arguments of every command, with the command's name and their own."""
+    for name in commands:
+        command = commands[name]
+        if not name.startswith("-") and command.default_command is not None:
+            yield from ((name, x.name, x) for x in command.assemble_argument_collection())
+        if not name.startswith("-"):
+            yield from every_argument(command, (*path, name))
+
+
+def whole_number_flags(commands=app, path=()):
+    """Every flag of every command that takes a whole number, behind what the command needs."""
+    for name in commands:
+        command = commands[name]
+        if name.startswith("-"):
+            continue
+        if command.default_command is not None:
+            arguments = command.assemble_argument_collection()
+            needed = [word for x in arguments if x.required for word in _filled(x)]
+            for argument in arguments:
+                if argument.hint is int or int in get_args(argument.hint):
+                    yield *path, name, *needed, argument.name
+        yield from whole_number_flags(command, (*path, name))
+
+
+def _filled(argument):
+    return [argument.name, "x"] if argument.name.startswith("-") else ["x"]
+
+
+def test_no_flag_rounds_a_fraction(capsys):
+    flags = list(whole_number_flags())
+    assert len(flags) > 100 and ("capacity", "x", "--bits") in flags
+    for i, (*command, name) in enumerate(flags):
+        fraction = ("2.5", "-.5", "7.6e0", "3.")[i % 4]
+        said = refused(capsys, *command, f"{name}={fraction}")
+        assert f"Invalid value for {name}: must be a whole number, got {fraction}" in said
+
+
+# -- outputs that are inputs --------------------------------------------------------------------
+
+OVERWRITES = {  # what a command would write over; book.txt has a link and a second name
+    "pack {plain} --context book.txt --output book.txt": "--output would replace book.txt",
+    "pack {plain} --context book.txt --output link": "--output would replace link",
+    "pack {plain} --context link --output second": "--output would replace second",
+    "pack {plain} --context ./book.txt --output ../{here}/book.txt": "--output would replace",
+    "eval {plain} --text book.txt --json book.txt": "--json would replace book.txt, which --text",
+    "eval {plain} --tasks book.txt --json book.txt": "book.txt, which --tasks reads",
+    "eval {plain} --json {plain}/config.json": "a file of the folder that MODEL reads",
+    "eval {plain} --maps maps --json maps/kvfold.json": "a file of the folder that --maps reads",
+    "eval {plain} --suite gsm8k=book.txt --json book.txt": "book.txt, which --suite reads",
+    "compare {plain} --calib book.txt --html book.txt": "book.txt, which --calib reads",
+    "compare {plain} --stats new --json new": "both name new",
+    "frontier {plain} --html a --json ./a": "--html and --json both name",
+    "inspect {plain} --html {plain}/model.safetensors": "a file of the folder that MODEL reads",
+    "compress {plain} --stats new --output new": "both name new",
+    "compress {plain} --output {plain}": "which MODEL reads",
+    "demo --model {plain} --output {plain}/tokenizer.json": "the folder that --model reads",
+    "capacity {plain} --json {plain}/config.json": "a file of the folder that MODEL reads",
+    "recover {plain} --output {plain}": "which MODEL reads",
+    "bench serve http://h --text book.txt --json book.txt": "book.txt, which --text reads",
+    "bench serve http://h --beside a.json,b.json --json b.json": "b.json, which --beside reads",
+    "bench serve http://h --json x.svg --plot x.svg": "--json and --plot both name x.svg",
+}
+
+
+@pytest.mark.parametrize("line", OVERWRITES)
+def test_no_command_writes_over_what_it_reads(plain, tmp_path, capsys, monkeypatch, line):
+    monkeypatch.chdir(tmp_path)
+    for name in ("book.txt", "a.json", "b.json"):
+        (tmp_path / name).write_text("precious")
+    os.symlink("book.txt", "link")
+    os.link("book.txt", "second")
+    (tmp_path / "maps").mkdir()
+    (tmp_path / "maps" / "kvfold.json").write_text("precious")
+    before = {x: x.read_bytes() for x in (*plain.iterdir(), *tmp_path.rglob("*")) if x.is_file()}
+    said = refused(capsys, *line.format(plain=plain, here=tmp_path.name).split())
+    assert OVERWRITES[line] in said
+    assert before == {x: x.read_bytes() for x in before}
+
+
+def test_every_file_that_a_command_names_is_an_input_or_an_output():
+    """A new output needs its name in OUTPUTS."""
+    inputs = {"--calib", "--text", "--tasks", "--context", "--prompt-file", "--suite-data"}
+    inputs |= {"--beside", "--trace", "FOLDER", "MODEL"}
+    outputs = {f"--{name}" for name in (*OUTPUTS, REUSED)}
+    for command, name, argument in every_argument():
+        if "Path" in str(argument.hint):
+            assert name in inputs | outputs, command
+
+
+def test_a_result_is_written_again_beside_what_was_read(plain, folded, tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("The ship went out to sea. " * 40)
+    for _ in range(2):
+        printed(
+            capsys, "eval", plain, "--text", tmp_path / "book.txt", "--json", tmp_path / "a.json"
+        )
+    assert json.loads((tmp_path / "a.json").read_text())["model"] == str(plain)

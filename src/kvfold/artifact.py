@@ -6,6 +6,7 @@ weights are plain safetensors. Registered through transformers' public quantiser
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,40 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvfold.spec import CacheSpec
-from kvfold.weights import check_complete, sample, shape, stored
+from kvfold.weights import (
+    check_complete,
+    check_numbers,
+    digests,
+    in_layer,
+    sample,
+    shape,
+    stored,
+)
 
-FORMAT = 1
+FORMAT = 2
+READ = (1, FORMAT)  # 1: its digest is of first rows of attentions alone, and it has no guard
 _ATTENTIONS = ("sdpa", "eager")
+_MEANING = (  # of a config, as far as it has them: what weights mean nothing without
+    "activation_function",
+    "attn_logit_softcapping",
+    "do_layer_norm_before",
+    "final_logit_softcapping",
+    "hidden_act",
+    "hidden_activation",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "query_pre_attn_scalar",
+    "rms_norm_eps",
+    "sliding_window",
+    "tie_word_embeddings",
+    "use_parallel_residual",
+)
 
 
 @register_quantization_config("kvfold")
 class KVFoldConfig(QuantizationConfigMixin):
     """cache: a CacheSpec as a dict; provenance: the recipe, budget and text it was made with;
-    digest: of `cache` and the weights saved with it, None in earlier checkpoints; scores: whether
+    digest: of `cache` and all weights saved with it, None of offloaded ones; scores: whether
     attentions hold a learned `score_map`."""
 
     def __init__(
@@ -43,10 +68,10 @@ class KVFoldConfig(QuantizationConfigMixin):
                 f"unknown keys in the kvfold section of config.json: {', '.join(sorted(unknown))}; "
                 "it was written by another version of kvfold"
             )
-        if format != FORMAT:
+        if format not in READ:
             raise ValueError(
-                f"this checkpoint has kvfold format {format}, this kvfold reads format {FORMAT}: "
-                "install the matching kvfold or compress again"
+                f"this checkpoint has kvfold format {format}, this kvfold reads formats "
+                f"{' and '.join(map(str, READ))}: install the matching kvfold or compress again"
             )
         for name, value in (("cache", cache), ("provenance", provenance)):
             if not isinstance(value, dict | None):
@@ -63,10 +88,15 @@ class KVFoldConfig(QuantizationConfigMixin):
     def spec(self) -> CacheSpec:
         return CacheSpec.from_dict(self.cache)
 
-    def digest_of(self, tensors: Mapping[str, Any]) -> str:
-        """What ties `cache` to the folded attentions' tensors, whole or as slices of files."""
+    def digest_of(self, tensors: Mapping[str, Any], config: Any) -> str:
+        """What ties `cache` and the model's config to tensors, whole or as slices of files. In
+        format 1 they are those of the folded attentions, without the config."""
         made = hashlib.sha256(json.dumps(self.cache, sort_keys=True).encode())
-        for part in sample(tensors):
+        if self.format > 1:
+            made.update(json.dumps(_meaning(config), sort_keys=True).encode())
+        # Tensors that are in no layer have another name in files of some families.
+        named = ((name if in_layer(name) else "", x) for name, x in tensors.items())
+        for part in sample(tensors) if self.format == 1 else digests(named):
             made.update(part)
         return made.hexdigest()
 
@@ -98,6 +128,8 @@ class KVFoldQuantizer(HfQuantizer):
                 if self.quantization_config.scores:
                     folded.add_score_map()
         family.connect(model)
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*ignored, re.escape(guard_of(model))}
         if checkpoint_files and all(x.endswith(".safetensors") for x in checkpoint_files):
             self._check_files(model, checkpoint_files)
 
@@ -106,12 +138,13 @@ class KVFoldQuantizer(HfQuantizer):
         would draw random ones."""
         name, config = str(Path(next(iter(files))).parent), self.quantization_config
         wanted, own = model.state_dict(), folded_tensors(model)
-        with stored(files) as found:
-            tied = model.all_tied_weights_keys.keys()
+        tied = model.all_tied_weights_keys.keys()
+        with stored(files) as everything:
+            found = {x: y for x, y in everything.items() if x != guard_of(model)}
             missing = {x: shape(wanted[x]) for x in wanted.keys() - found.keys() - tied}
             unexpected = {x: shape(found[x]) for x in found.keys() - wanted.keys()}
             renamed = sorted(missing.values()) == sorted(unexpected.values())
-            if renamed and not missing.keys() & own.keys():  # as GPT-NeoX's lm_head is embed_out
+            if renamed and not any(map(in_layer, missing)):  # as GPT-NeoX's lm_head is embed_out
                 missing, unexpected = {}, {}
             check_complete(
                 name,
@@ -122,19 +155,36 @@ class KVFoldQuantizer(HfQuantizer):
                 ],
                 folded=True,
             )
-            if config.digest not in (None, config.digest_of({x: found[x] for x in own})):
+            check_numbers(name, found)
+            bound = own if config.format == 1 else everything.keys() - tied
+            if config.digest not in (
+                None,
+                config.digest_of({x: everything[x] for x in bound}, model.config),
+            ):
                 raise ValueError(
                     f"the weights in {name} are not those that its config.json was saved with, or "
                     "one of them was edited: put the files of one compression together"
                 )
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
-        """Called by `save_pretrained` before it writes config.json, which so gets the digest."""
-        tensors = folded_tensors(model)
-        offloaded = any(x.is_meta for x in tensors.values())
+    def get_state_dict_and_metadata(
+        self, model: Any
+    ) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        """Called by `save_pretrained` before it writes config.json, which so gets the digest.
+
+        The tensors have a guard: a tensor of the plain model's attention, of a shape that no model
+        has. Whoever does not know kvfold fails at it, instead of drawing random weights.
+        """
+        tensors = model.state_dict()
         config = model.config.quantization_config
-        config.digest = None if offloaded else config.digest_of(tensors)
-        return None, {}
+        config.format, config.digest = FORMAT, None
+        if any(x.is_meta for x in tensors.values()):  # offloaded
+            return None, {}
+        tensors[guard_of(model)] = torch.ones(1)
+        tied = model.all_tied_weights_keys.keys()
+        config.digest = config.digest_of(
+            {x: y for x, y in tensors.items() if x not in tied}, model.config
+        )
+        return tensors, {}
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         return True
@@ -151,6 +201,22 @@ def check_attention(config: Any) -> None:
             f"attn_implementation={config._attn_implementation!r} cannot read a compressed cache; "
             f"legal: {', '.join(_ATTENTIONS)}"
         )
+
+
+def _meaning(config: Any) -> dict[str, Any]:
+    """Settings that change what a model computes and no shape of its weights."""
+    found = {name: getattr(config, name, None) for name in _MEANING}
+    rope = getattr(config, "rope_parameters", None) or {}
+    return found | {name: rope.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+
+
+def guard_of(model: Any) -> str:
+    """The name of the tensor that only a plain model has, and a saved folded one as a guard."""
+    from kvfold.models.families import family_of
+    from kvfold.models.folded import FoldedAttention
+
+    name = next(x for x, module in model.named_modules() if isinstance(module, FoldedAttention))
+    return f"{name}.{family_of(model.config).plain_weight}"
 
 
 def folded_tensors(model: Any) -> dict[str, torch.Tensor]:
@@ -184,10 +250,17 @@ def spec_of(model: Any) -> CacheSpec | None:
 
 def saved_spec(config: Any) -> CacheSpec | None:
     """What a checkpoint of this config stores; None of an original model."""
+    saved = saved_config(config)
+    return None if saved is None else saved.spec
+
+
+def saved_config(config: Any) -> KVFoldConfig | None:
+    """The kvfold section of a config; None of an original model, in whatever numbers its weights
+    are."""
     saved = getattr(config, "quantization_config", None)
     if isinstance(saved, dict) and saved.get("quant_method") == "kvfold":
         saved = KVFoldConfig(**saved)
-    return saved.spec if isinstance(saved, KVFoldConfig) else None
+    return saved if isinstance(saved, KVFoldConfig) else None
 
 
 def provenance_of(model: Any) -> dict[str, Any]:

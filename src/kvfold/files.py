@@ -5,7 +5,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,26 +31,40 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"{path} is a directory; name a file")
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is a device or a pipe; name a file")
-    parent = path.absolute().parent
+    parent = Path(os.path.realpath(path)).parent  # where a link leads
     if not parent.is_dir():
         raise ValueError(f"cannot write {path}: folder {parent} does not exist; create it first")
     if not os.access(parent, os.W_OK):
         raise ValueError(f"cannot write {path}: folder {parent} is read-only; name another one")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace `path` by a file holding `text`, in one step. Bytes of file names that are no utf-8
-    are written as in JSON and Python."""
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A file to write, which replaces `path` in one step when the block ends without an error.
+
+    It has the mode of a new file, as the umask has it. A `path` that is a link stays one.
+    """
     check_writable(path)
-    path = Path(os.path.realpath(path))  # a link stays one
-    scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    path = Path(os.path.realpath(path))
+    scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}{path.suffix}")
     try:
-        with open(scratch, "x", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
+        with open(scratch, "x") as file:
+            mode = os.fstat(file.fileno()).st_mode
+        yield scratch
+        scratch.chmod(mode)  # some libraries write theirs for the owner alone
+        with open(scratch, "rb+") as file:
+            os.fsync(file.fileno())  # else a power cut leaves an empty file in place of the old one
         os.replace(scratch, path)
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by a file holding `text`, in one step. Bytes of file names that are no utf-8
+    are written as in JSON and Python."""
+    with new_file(path) as scratch:
+        scratch.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -71,6 +85,41 @@ def writing(path: Path) -> Iterator[None]:
         if reason is None:  # it says so already
             raise
         raise OSError(f"cannot write {path}: {reason}") from error
+
+
+def check_apart(outputs: Mapping[str, Path], inputs: Mapping[str, Sequence[Path]]) -> None:
+    """Raises ValueError for an output that would replace an input, a file of a folder that is an
+    input, or another output. Both by the name of the setting that says so."""
+    for name, path in outputs.items():
+        for other, same in outputs.items():
+            if other != name and _same(path, same):
+                raise ValueError(
+                    f"{name} and {other} both name {path}: give each a file of its own"
+                )
+        for other, paths in inputs.items():
+            if any(_same(path, x) for x in paths):
+                raise ValueError(
+                    f"{name} would replace {path}, which {other} reads: name another file"
+                )
+            if path.is_file() and any(_holds(x, path) for x in paths):
+                raise ValueError(
+                    f"{name} would replace {path}, a file of the folder that {other} reads: name"
+                    " another file"
+                )
+
+
+def _same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:  # one of them does not exist yet
+        return os.path.realpath(path) == os.path.realpath(other)
+
+
+def _holds(folder: Path, path: Path) -> bool:
+    """Whether `path` is of a folder with a model or maps: others hold results, too."""
+    if not any((folder / name).is_file() for name in ("config.json", "kvfold.json")):
+        return False
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def check_makeable(path: Path) -> None:

@@ -1,6 +1,5 @@
 """GGUF files: read through transformers, their numbers unpacked into ordinary weights."""
 
-import struct
 import sys
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from importlib.util import find_spec
@@ -13,12 +12,12 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.integrations.gguf import read_gguf_metadata
 
+from kvfold.gguf_check import check_file
+
 PACKAGES = ("gguf", "accelerate")
 _DTYPES = {0: torch.float32, 1: torch.float16}  # by general.file_type
 CONVERSION = 2  # raise it when `convert` writes other files for the same GGUF file
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
-_UNREADABLE = (ValueError, LookupError, OSError, OverflowError, struct.error)
-_UNLOADABLE = (*_UNREADABLE, NotImplementedError, RuntimeError, TypeError)
 # Byte-level vocabularies (tokenizer.ggml.pre) that come with BOS where a file does not say: those
 # of Llama 3 and Mistral Nemo, as in llama.cpp.
 _WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "tekken")
@@ -42,12 +41,13 @@ def load_config(path: str) -> Any:
         raise ValueError(f"GGUF file {path} does not exist")
     try:
         metadata, tensors = read_gguf_metadata(path)
-    except _UNREADABLE as error:
+        check_file(path, metadata)
+    except Exception as error:  # of a damaged file that is any class, here and below
         raise ValueError(f"{path} is not a readable GGUF file: {first_line(error)}") from error
     _check_rope(path, metadata, tensors)
     try:
         config = AutoConfig.from_pretrained(**_place(path))
-    except _UNLOADABLE as error:
+    except Exception as error:
         raise ValueError(f"cannot load a model from {path!r}: {first_line(error)}") from error
     window = metadata.get(f"{metadata['general.architecture']}.attention.sliding_window")
     if window and getattr(config, "sliding_window", 0) is None:  # Phi-3's, which is left out
@@ -73,7 +73,7 @@ def load_model(path: str, *, dtype: str | torch.dtype = "auto", **options: Any) 
                 output_loading_info=True,
                 **options,
             )
-    except _UNLOADABLE as error:
+    except Exception as error:
         raise ValueError(f"cannot load a model from {path!r}: {first_line(error)}") from error
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
@@ -94,11 +94,11 @@ def load_tokenizer(path: str) -> Any:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(**_place(path))
         metadata, _ = read_gguf_metadata(path)
-    except _UNLOADABLE as error:
+        for name, key in _SPECIAL.items():  # transformers 5.17 takes the first token for the last
+            if (number := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+                setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
+    except Exception as error:
         raise ValueError(f"cannot load a tokenizer from {path!r}: {first_line(error)}") from error
-    for name, key in _SPECIAL.items():  # transformers 5.17 takes the first token for the last
-        if (number := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
-            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
     # transformers 5.17 reads neither of these.
     tokenizer.add_bos_token = _adds_bos(metadata)
     tokenizer.add_eos_token = bool(metadata.get("tokenizer.ggml.add_eos_token"))

@@ -1,14 +1,15 @@
 """Finding and loading models: a directory, a GGUF file, a hub id, or `reference:NAME`."""
 
-import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvfold import gguf, reference_models
@@ -26,7 +27,9 @@ from kvfold.weights import check_complete, check_finite
 PACKAGED = ("gqa", "mha")
 REFERENCES = (*PACKAGED, *reference_models.MODELS)
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-_UNLOADABLE = (OSError, KeyError, RuntimeError, TypeError, ImportError, json.JSONDecodeError)
+# Numbers of a config.json that divide, or are bases of powers.
+_POSITIVE = re.compile(r"(^rope_theta|_theta|_base|_eps|_epsilon|_factor|_scaling|scalar)$")
+MANY_LAYERS = 1000  # more take minutes to make, so they are counted in the weights first
 _SIZES = (  # of a config.json, as far as it has them
     "hidden_size",
     "intermediate_size",
@@ -116,7 +119,9 @@ def _load_directory(path: str, **options: Any) -> Any:
         model, found = read(path, **{**where(path), **options, **checked})
     except SafetensorError as error:
         raise ValueError(f"the weights in {path!r} are damaged: {first_line(error)}") from error
-    except _UNLOADABLE as error:
+    except ValueError:
+        raise
+    except Exception as error:  # of a damaged or edited config.json that is any class
         raise ValueError(f"cannot load a model from {path!r}: {first_line(error)}") from error
     check_complete(
         path,
@@ -214,12 +219,47 @@ def _check_directory(path: str) -> None:
         if path.startswith((".", "/", "~")):
             raise ValueError(f"model directory {path} does not exist")
         return
-    if not folder.is_dir() or not (folder / "config.json").exists():
+    if not folder.is_dir() or not (folder / "config.json").is_file():
         raise ValueError(f"{path} is not a model directory: it has no config.json")
-    if not any((folder / name).exists() for name in _WEIGHTS):
+    if not any((folder / name).is_file() for name in _WEIGHTS):
         raise ValueError(f"{path} has no weights ({' or '.join(_WEIGHTS)}): the copy is incomplete")
     config = _object(folder / "config.json")
     with _naming(folder / "config.json"):
         for size in _SIZES:
             Setting(least=1).check(size, config.get(size), int | None)
         Setting().check("quantization_config", config.get("quantization_config"), dict | None)
+        for key, value in _numbers(config):
+            if value != value or (_POSITIVE.search(key) and not 0 <= value < inf):
+                raise ValueError(f"{key} must be a finite number, not below 0; got {value}")
+        layers = config.get("num_hidden_layers") or 0
+        if layers > MANY_LAYERS and layers > (tensors := _num_tensors(folder)):
+            raise ValueError(
+                f"num_hidden_layers is {layers}, and its weights are {tensors} tensors"
+            )
+
+
+def _numbers(found: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """Every number of a config with its name, and without those of the kvfold section."""
+    if isinstance(found, dict):
+        for name, value in found.items():
+            yield from _numbers(value, name) if name != "quantization_config" else ()
+    elif isinstance(found, list):
+        for value in found:
+            yield from _numbers(value, key)
+    elif isinstance(found, int | float):
+        yield key, found
+
+
+def _num_tensors(folder: Path) -> int:
+    """Of a model's safetensors files, by their index or the one file's header."""
+    index = folder / _WEIGHTS[1]
+    with _naming(index):
+        if not (folder / _WEIGHTS[0]).is_file():
+            return len(json_object(index.read_bytes()).get("weight_map", ()))
+    try:
+        with safe_open(folder / _WEIGHTS[0], framework="pt") as file:
+            return len(file.keys())
+    except SafetensorError as error:
+        raise ValueError(
+            f"the weights in {str(folder)!r} are damaged: {first_line(error)}"
+        ) from error

@@ -1,8 +1,10 @@
 """A checkpoint's tensors: written whole, all there, and all of them numbers."""
 
 import hashlib
+import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,34 @@ def sample(tensors: Mapping[str, Any]) -> Iterator[bytes]:
         row = tensor[:1].flatten().cpu().contiguous()
         yield f"{name} {list(shape(tensor))}".encode()
         yield row.view(torch.uint8).numpy().tobytes()
+
+
+def digests(tensors: Iterable[tuple[str, Any]]) -> list[bytes]:
+    """A line of every named tensor, or slice of a file: its name, shape, dtype and the sha256 of
+    its numbers, sorted. Reads every number once, on all cores: a second for about 2 GB and core."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return sorted(pool.map(_digest, tensors))
+
+
+def _digest(item: tuple[str, Any]) -> bytes:
+    name, x = item[0], item[1][...].detach().cpu().contiguous()
+    numbers = hashlib.sha256(x.flatten().view(torch.uint8).numpy().data).hexdigest()
+    return f"{name} {list(x.shape)} {x.dtype} {numbers}\n".encode()
+
+
+def in_layer(name: str) -> bool:
+    """Whether a tensor is of a numbered layer."""
+    return any(part.isdigit() for part in name.split("."))
+
+
+def check_numbers(name: str, tensors: Mapping[str, Any]) -> None:
+    """Raises ValueError for slices of files that hold whole numbers, where a model has others."""
+    for tensor, x in tensors.items():
+        if not x.get_dtype().startswith(("F", "BF")):
+            raise ValueError(
+                f"cannot load a model from {name!r}: tensor {tensor} is of dtype {x.get_dtype()},"
+                " and weights are not whole numbers; the file was edited: copy it again"
+            )
 
 
 def shape(tensor: Any) -> tuple[int, ...]:

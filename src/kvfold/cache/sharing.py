@@ -230,15 +230,23 @@ class SharingPool(Pool):
             pages=pages,
         )
 
+    def takes(self, rows: Ints, content: Sequence[Tensor]) -> bool:
+        """Whether `load` can give rows [G] such pages: as many of every class, and as large."""
+        if rows.shape != (len(self.layout.groups),):
+            return False
+        pages = self.unloaded(0, rows).pages
+        shapes = [(n, size * UNIT) for n, size in zip(pages, self._slabs.units, strict=True)]
+        return [tuple(x.shape) for x in content] == shapes
+
     def load(self, x: SharedPages, content: Sequence[Tensor]) -> None:
         """Give rows without pages some, uint8 [m, page bytes] of every class, in the order that
         `dump` has them. Nobody reads them yet. Raises PoolFull."""
         assert not self.has(x), "these have pages"
         if not self._can_pop(x.pages):
             raise PoolFull(f"no room to load {x.pages.sum()} pages")
-        x.offsets, slabs = self._slabs.pop(x.pages)
-        arena.write(self.arena, slabs.units, x.offsets, x.pages, content)
-        self._slabs = slabs
+        offsets, slabs = self._slabs.pop(x.pages)
+        arena.write(self.arena, slabs.units, offsets, x.pages, content)
+        x.offsets, self._slabs = offsets, slabs  # once nothing can fail any more
         self._keep(x)
 
     def dump(self, slot: int) -> tuple[Ints, list[Tensor]]:

@@ -22,7 +22,7 @@ from kvfold.cli.bench_common import Output, Results, empty_table, say
 from kvfold.cli.options import Files, Flag, flags_of, parse_list
 from kvfold.config import check, setting
 from kvfold.errors import SettingError
-from kvfold.files import check_writable, writing
+from kvfold.files import check_writable, new_file, writing
 from kvfold.text import packaged, read_text
 
 if TYPE_CHECKING:
@@ -133,10 +133,10 @@ def serve(
             for other in others:
                 print(compared(results, other))
     if plot is not None:
-        with writing(plot):
+        with writing(plot), new_file(plot) as scratch:
             from kvfold.bench.serve_plots import write_figure
 
-            write_figure(plot, [results.about | results.found, *others])
+            write_figure(scratch, [results.about | results.found, *others])
 
 
 def check_outputs(json: Path | None, plot: Path | None) -> None:

@@ -16,7 +16,7 @@ from kvfold.cli.bench_serve import check_outputs
 from kvfold.cli.options import PLACE, Place, parse_list
 from kvfold.config import CacheConfig
 from kvfold.errors import SettingError
-from kvfold.files import writing
+from kvfold.files import new_file, writing
 
 if TYPE_CHECKING:
     from kvfold.bench.serve_throughput import Row
@@ -100,8 +100,8 @@ def throughput(
     if plot is not None:
         from kvfold.bench.serve_plots import write_throughput
 
-        with writing(plot):
-            write_throughput(plot, results.found["rows"])
+        with writing(plot), new_file(plot) as scratch:
+            write_throughput(scratch, results.found["rows"])
 
 
 def load(model: str, place: Place) -> Any:

@@ -106,8 +106,6 @@ def load_tokenizer(name: str) -> Any:
 
 def check_outputs(*, html: Path | None = None, json: Path | None = None) -> None:
     """Raises ValueError for a file that could not be written after the work is done."""
-    if html is not None and html == json:
-        raise ValueError(f"--html and --json both name {html}: give each a file of its own")
     for path in (html, json):
         if path is not None:
             check_writable(path)

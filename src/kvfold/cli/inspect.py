@@ -57,7 +57,7 @@ def inspect(
         return
     if model is None:
         raise SettingError("name a MODEL, or `maps`, to inspect")
-    from kvfold.artifact import KVFoldConfig
+    from kvfold.artifact import saved_config
     from kvfold.models.families import family_of
     from kvfold.models.kernels import in_one_pass, kernels_of
     from kvfold.spec.layout import plain_spec
@@ -65,15 +65,14 @@ def inspect(
 
     config = common.load_config(model)
     geometry = family_of(config).geometry(config)
-    saved = getattr(config, "quantization_config", None)
+    saved = saved_config(config)
     if saved is not None and recipe is not None:
         raise ValueError(f"{model} is compressed already; --recipe plans for an original model")
     spectra: Spectra = {}
     provenance: dict[str, Any] = {}
     spec: CacheSpec | None = None
     if saved is not None:
-        artifact = KVFoldConfig(**saved) if isinstance(saved, dict) else saved
-        spec, provenance = artifact.spec, artifact.provenance
+        spec, provenance = saved.spec, saved.provenance
     elif recipe is not None:
         found = prepared(model, config, recipe, calibration, place, target, align)
         assert target.keep is not None

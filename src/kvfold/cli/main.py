@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any
 
-from cyclopts import App, CycloptsError, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from kvfold import __version__
 from kvfold.cli.bench import bench
@@ -21,8 +21,9 @@ from kvfold.cli.evaluate import evaluate
 from kvfold.cli.frontier import frontier
 from kvfold.cli.generate import generate
 from kvfold.cli.inspect import inspect
-from kvfold.cli.options import flag
+from kvfold.cli.options import converted, flag
 from kvfold.cli.pack import pack
+from kvfold.cli.paths import check_paths
 from kvfold.cli.push import push
 from kvfold.cli.recover import recover
 from kvfold.cli.route import route
@@ -40,6 +41,7 @@ app = App(
     version=__version__,
     help_format="plaintext",
     suppress_keyboard_interrupt=False,
+    default_parameter=Parameter(converter=converted),
 )
 LESS_MODEL = "take a smaller model, or --device cpu where that is an option"
 LESS = {  # what takes less memory, by command
@@ -85,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_transformers()
         check_here()
         with _terminable():
-            app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+            command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+            check_paths(bound)
+            command(*bound.args, **bound.kwargs)
             print(end="", flush=True)  # here, where it is known what a full disk is
     except (BrokenPipeError, SystemExit) as error:  # an exit is what rich makes of such an error
         if not any(isinstance(x, BrokenPipeError) for x in (error, error.__context__)):

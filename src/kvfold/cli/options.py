@@ -1,11 +1,11 @@
 """Options that several commands share: frozen dataclasses, from which their flags are made."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token, convert
 
 from kvfold.config import (
     ALL_LEVELS,
@@ -72,6 +72,16 @@ def flags_of(config: type) -> Callable[[type[T]], type[T]]:
         return options
 
     return add
+
+
+def converted(kind: Any, tokens: Sequence[Token]) -> Any:
+    """The values of one flag, as cyclopts converts them. Raises ValueError for a fraction where a
+    whole number is wanted, which cyclopts rounds."""
+    if kind is int or int in get_args(kind):
+        for token in tokens:
+            if "." in token.value:
+                raise ValueError(f"must be a whole number, got {token.value}")
+    return convert(kind, tokens)
 
 
 def flag(name: str, value: str | None = None) -> str:

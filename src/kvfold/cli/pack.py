@@ -98,7 +98,7 @@ def pack(
 def read(path: Path, storage: Storage) -> "tuple[CacheConfig, PackedContext]":
     """A packed context, and the cache that takes it. Raises ValueError where it cannot be read, or
     storage says what it says itself."""
-    from kvfold.engine.packed import PackedContext
+    from kvfold.engine.packed import PackedContext, cache_of
 
     size: int | None = getattr(storage, "kv_bytes")  # noqa: B009
     others: dict[str, Any] = {"kv_bytes": None, "paged": False}
@@ -107,4 +107,4 @@ def read(path: Path, storage: Storage) -> "tuple[CacheConfig, PackedContext]":
             "`context` says how the cache stores tokens: beside it give `kv_bytes` alone"
         )
     found = PackedContext.load(path)
-    return CacheConfig(**found.made["settings"], kv_bytes=size, keep_tokens=1.0), found
+    return cache_of(found.made["settings"], size), found

@@ -16,7 +16,7 @@ from kvfold.config import CacheConfig, check, setting
 from kvfold.errors import SettingError
 from kvfold.evaluation.suites import SUITES, find_file, read_suite
 from kvfold.evaluation.suites.base import Question
-from kvfold.files import finite, write_json
+from kvfold.files import check_apart, finite, write_json
 
 if TYPE_CHECKING:
     from kvfold.evaluation.suites.engines import Answering
@@ -96,6 +96,8 @@ def evaluate(
     original; print, write the JSON."""
     from kvfold.evaluation.suites.run import changes
 
+    if json is not None:
+        check_apart({"--json": json}, {"--suite": list(asked.files.values())})
     questions = {
         name: read_suite(name, path, asked.suite_rows) for name, path in asked.files.items()
     }

@@ -340,6 +340,9 @@ class LLM:
             )
         check_pages(self.runner)
         context.check(self._context_key)
+        self._check_ids("context", [context.largest_id])
+        if not self.runner.pool.takes(context.rows, context.pages):
+            raise SettingError("`context` has pages of other sizes than its rows: pack it again")
         tokens, most = len(context.token_ids), self.runner.pool.max_tokens
         if tokens >= most:
             raise SettingError(

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,12 +16,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from kvfold.config import CacheConfig
 from kvfold.errors import SettingError
-from kvfold.files import writing
+from kvfold.files import new_file, writing
 from kvfold.spec.layout import CacheLayout, Ints
+from kvfold.text import json_object
+from kvfold.weights import digests
 
-FORMAT = 1
+FORMAT = 2
 NAME = "kvfold"  # of the metadata
+MADE = ("key", "settings", "report")  # of `PackedContext.made`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,37 +65,50 @@ class PackedContext:
             f" {found['full_loss']:.3f} with all of it"
         )
 
+    @cached_property
+    def largest_id(self) -> int:
+        return max(self.token_ids)
+
     def save(self, path: str | Path) -> None:
-        """As a safetensors file. Raises OSError where it cannot be written."""
+        """As a safetensors file, written whole or not at all. Raises OSError where it cannot be
+        written."""
         tensors = {
             "token_ids": torch.tensor(self.token_ids, dtype=torch.int32),
             "rows": torch.from_numpy(self.rows).int(),
             **{f"pages.{c}": x.contiguous() for c, x in enumerate(self.pages)},
         }
-        about = json.dumps({"format": FORMAT, **self.made})
-        with writing(Path(path)):
-            Path(path).write_bytes(save(tensors, metadata={NAME: about}))
+        about = {"format": FORMAT, **self.made}
+        about["digest"] = _digest(about, tensors)
+        with writing(Path(path)), new_file(Path(path)) as scratch:
+            scratch.write_bytes(save(tensors, metadata={NAME: json.dumps(about)}))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Raises ValueError for a file that is missing, or that `save` did not write."""
+        """Raises ValueError for a file that is missing, that `save` did not write, or of which a
+        bit has changed since."""
         if not Path(path).is_file():
             raise ValueError(f"packed context {path}: no such file; `kvfold pack` makes one")
         try:
-            with safe_open(path, framework="pt") as file:
-                about = json.loads((file.metadata() or {}).get(NAME, "{}"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, json.JSONDecodeError) as error:
+            about, tensors = _read(path)
+        except (SafetensorError, ValueError) as error:
             raise ValueError(f"packed context {path}: cannot be read ({error})") from None
-        if about.pop("format", None) != FORMAT or not {"key", "settings", "report"} <= about.keys():
+        if about.get("format") != FORMAT or about.keys() != {"format", "digest", *MADE}:
             raise ValueError(
                 f"packed context {path}: not made by this version of kvfold; pack the text again"
             )
+        digest = about.pop("digest")
+        if digest != _digest(about, tensors):
+            raise ValueError(
+                f"packed context {path}: damaged or edited, its digest is of other bytes; copy it"
+                " again, or pack the text again"
+            )
+        if wrong := _wrong(about, tensors):
+            raise ValueError(f"packed context {path}: {wrong}; pack the text again")
         return cls(
             token_ids=tuple(tensors.pop("token_ids").tolist()),
             rows=tensors.pop("rows").long().numpy(),
             pages=tuple(tensors[f"pages.{c}"] for c in range(len(tensors))),
-            made=about,
+            made={name: about[name] for name in MADE},
         )
 
     def check(self, key: Mapping[str, str]) -> None:
@@ -107,6 +125,61 @@ class PackedContext:
                 f"`context` was packed with {said}: this LLM stores rows in another way; give it "
                 "these settings"
             )
+
+
+def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a safetensors file says about itself, and its tensors."""
+    with safe_open(path, framework="pt") as file:
+        about = json_object((file.metadata() or {}).get(NAME, "{}"))
+        return about, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def _digest(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """Of all bytes of a packed context."""
+    said = json.dumps(about, sort_keys=True).encode()
+    return hashlib.sha256(b"".join((said, *digests(tensors.items())))).hexdigest()
+
+
+def _wrong(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str | None:
+    """What `save` would not have written, if anything."""
+    kinds = {"token_ids": (torch.int32, 1), "rows": (torch.int32, 1)}
+    kinds |= {f"pages.{c}": (torch.uint8, 2) for c in range(len(tensors) - len(kinds))}
+    if len(tensors) < 3 or tensors.keys() != kinds.keys():
+        return f"it has tensors {', '.join(sorted(tensors))[:100] or 'of no name'}"
+    for name, (dtype, dims) in kinds.items():
+        if tensors[name].dtype != dtype or tensors[name].dim() != dims:
+            return f"{name} must be {dtype} in {dims} dimensions"
+    ids, rows = tensors["token_ids"], tensors["rows"]
+    if not len(ids) or int(ids.min()) < 0:
+        return "token ids must be at least one, and none below 0"
+    if not len(rows) or int(rows.min()) < 0 or not 0 < int(rows.max()) <= len(ids):
+        return f"rows must be in 0..{len(ids)}, the tokens that were read"
+    if not any(x.numel() for name, x in tensors.items() if name not in ("token_ids", "rows")):
+        return "its pages are empty"
+    if not all(isinstance(about[name], dict) for name in MADE):
+        return f"{', '.join(MADE)} must be objects"
+    if not _reported(about["report"]) or not {"model", "layout"} <= about["key"].keys():
+        return "its report or its key lacks something"
+    try:
+        cache_of(about["settings"])
+    except (TypeError, ValueError) as error:
+        return f"its settings are no CacheConfig ({error})"
+    return None
+
+
+def cache_of(settings: Mapping[str, Any], kv_bytes: int | None = None) -> CacheConfig:
+    """Of a pool that takes a context packed with these settings, where nothing is evicted but by
+    requests' own budgets. Raises SettingError, or TypeError for unknown settings."""
+    keep = 1.0 if settings.get("evict") else None
+    return CacheConfig(**settings, kv_bytes=kv_bytes, keep_tokens=keep)
+
+
+def _reported(report: Mapping[str, Any]) -> bool:
+    """Whether `summary` can say what a report says."""
+    size, losses = report.get("full_bytes"), [report.get("loss"), report.get("full_loss")]
+    known = losses if losses[0] is not None else []
+    numbers = all(isinstance(x, int | float) for x in known)
+    return numbers and isinstance(size, int) and 0 < size < 2**63
 
 
 def layout_key(layout: CacheLayout, rotate: bool) -> str:

@@ -136,13 +136,15 @@ class Family:
     gated: a layer's MLP, where it computes down(act(gate(x)) * up(x)) by `gate_proj`, `up_proj`,
     `down_proj` and `act_fn`. finish: all that follows a layer's attention, of the layer, its inputs
     and attention's output, where attention's inputs are `input_layernorm` of the layer's, and
-    `norm` follows the last. not_in_gguf: what of the model transformers does not read from a GGUF
-    file, for users. part: names of the layers that are compressed, where others are left out.
+    `norm` follows the last. plain_weight: a tensor of an attention that no folded one has.
+    not_in_gguf: what of the model transformers does not read from a GGUF file, for users. part:
+    names of the layers that are compressed, where others are left out.
     """
 
     model_types: ClassVar[tuple[str, ...]]
     folded: ClassVar[dict[str, type[HFAttention]]]  # model type -> folded attention class
     attention_name: ClassVar[str] = "self_attn"
+    plain_weight: ClassVar[str] = "v_proj.weight"
     output_name: ClassVar[str] = "o_proj"
     gated: ClassVar[str | None] = None
     finish: ClassVar[Callable[..., Residual] | None] = None

@@ -26,6 +26,7 @@ class GPTNeoXFamily(Family):
     model_types = ("gpt_neox",)
     folded: ClassVar = {"gpt_neox": FoldedGPTNeoX}
     attention_name = "attention"
+    plain_weight = "query_key_value.weight"
 
     @classmethod
     def layers(cls, model: Any) -> Any:

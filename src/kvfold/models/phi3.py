@@ -16,6 +16,7 @@ class FoldedPhi3(RotaryForward, Phi3Attention):
 class Phi3Family(Family):
     model_types = ("phi3",)
     folded: ClassVar = {"phi3": FoldedPhi3}
+    plain_weight = "qkv_proj.weight"
     finish = staticmethod(finish)
 
     @classmethod

@@ -4,7 +4,7 @@ error names it by its place.
 Shapes: Hk KV heads, d head dim.
 """
 
-import math
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -76,13 +76,13 @@ class Saved:
 
     def number(self) -> float:
         number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
-        if not number or not math.isfinite(self.value):
+        if not number or not abs(self.value) <= sys.float_info.max:
             self.refuse("a finite number")
         return float(self.value)
 
     def positive(self) -> float:
         number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
-        if not number or not 0 < self.value < math.inf:
+        if not number or not 0 < self.value <= sys.float_info.max:
             self.refuse("a number above 0")
         return float(self.value)
 

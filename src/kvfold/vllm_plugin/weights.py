@@ -26,8 +26,9 @@ def fold_layer(stored: StoredCache, index: int, tensors: Mapping[str, Tensor]) -
     that are missing or of another shape."""
     with torch.device("meta"):
         whole = empty_layer(stored.config, stored.spec, index)
-    # vLLM evicts nothing by what was learned of rows.
-    found = {name: x.to(stored.dtype) for name, x in tensors.items() if name != "score_map"}
+    # vLLM evicts nothing by what was learned of rows; the other one is a guard.
+    unused = ("score_map", family_of(stored.config).plain_weight)
+    found = {name: x.to(stored.dtype) for name, x in tensors.items() if name not in unused}
     wanted = {name: x.shape for name, x in whole.state_dict().items()}
     wrong = sorted(
         name

@@ -1,7 +1,9 @@
 """Statistics of every layer of a model, and the file that keeps them."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ from safetensors.torch import load_file, safe_open, save_file
 
 from kvfold.compression.statistics.moments import Moment
 from kvfold.compression.statistics.quantities import QUANTITIES
-from kvfold.files import check_writable, writing
+from kvfold.files import check_writable, new_file, writing
+from kvfold.text import json_object
+from kvfold.weights import digests
 
-SCHEMA = 6
+SCHEMA = 7
 
 
 @dataclass
@@ -55,21 +59,27 @@ class Statistics:
             for name, moment in stored.items()
             for part in ("second", "first", "weight")
         }
-        about = {"kvfold": json.dumps({**self.key, "schema": SCHEMA})}
-        with writing(path):
-            save_file(tensors, path, metadata=about)
+        about = json.dumps({**self.key, "schema": SCHEMA})
+        metadata = {"kvfold": about, "digest": _digest(about, tensors)}
+        with writing(path), new_file(path) as scratch:
+            save_file(tensors, scratch, metadata=metadata)
 
     @classmethod
     def load(cls, path: Path, key: dict[str, Any]) -> "Statistics":
-        """Read an artifact. Raises ValueError if it is not about `key`'s model and text."""
+        """Read an artifact. Raises ValueError if it is not about `key`'s model and text, or a bit
+        of it has changed."""
+        if not path.is_file():  # a pipe would be waited for
+            raise ValueError(f"{path} is not a file; name another one")
         try:
             with safe_open(path, "pt") as file:
-                found = json.loads((file.metadata() or {}).get("kvfold", "null"))
+                metadata = file.metadata() or {}
+            about = metadata.get("kvfold")
+            found = json_object(about or "{}")
             tensors = load_file(path)
         except (OSError, ValueError, SafetensorError) as error:
             raise ValueError(f"{path} is not a readable calibration artifact: {error}") from error
         wanted = {**key, "schema": SCHEMA}
-        if found is None:
+        if about is None:
             raise ValueError(f"{path} is not a calibration artifact; name another file")
         if found != wanted:
             differs = [k for k in wanted | found if found.get(k) != wanted.get(k)]
@@ -77,12 +87,21 @@ class Statistics:
                 f"{path} was measured on something else: {', '.join(differs)} differ; delete it or "
                 "name another file, and calibrate again"
             )
+        if metadata.get("digest") != _digest(about, tensors):
+            raise ValueError(
+                f"{path} is damaged or was edited: delete it or name another file, and calibrate "
+                "again"
+            )
         statistics = cls(key)
         for place in sorted({name.rpartition(".")[0] for name in tensors}):
             layer, name = place.split(".")
             parts = {p: tensors[f"{place}.{p}"] for p in ("second", "first", "weight")}
             statistics.layers.setdefault(int(layer), {})[name] = Moment(**parts)
         return statistics
+
+
+def _digest(about: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    return sha256(b"".join((about.encode(), *digests(tensors.items())))).hexdigest()
 
 
 def check_place(path: Path) -> None:
