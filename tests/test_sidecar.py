@@ -289,6 +289,17 @@ def test_a_plan_of_other_layers_than_maps_is_refused(made, tmp_path) -> None:
         Sidecar.load(tmp_path / "maps")
 
 
+@pytest.mark.parametrize("name", ["base", "provenance", "layers"])
+def test_a_plan_that_was_changed_is_refused(made, name: str, tmp_path) -> None:
+    made.save(tmp_path / "maps")
+    path = tmp_path / "maps" / PLAN
+    plan = json.loads(path.read_text())
+    plan[name] = plan[name][::-1] if name == "layers" else plan[name] | {"more": [1.0]}
+    path.write_text(json.dumps(plan))
+    with pytest.raises(SettingError, match=f"is damaged .{PLAN} is not as it was written"):
+        Sidecar.load(tmp_path / "maps")
+
+
 def test_another_format_is_refused(made, tmp_path) -> None:
     made.save(tmp_path / "maps")
     path = tmp_path / "maps" / PLAN

@@ -75,6 +75,7 @@ class Sidecar:
             "provenance": dict(self.provenance),
             "sha256": _sha256(folder / TENSORS),
         }
+        plan["digest"] = _digest(plan)
         (folder / PLAN).write_text(json.dumps(plan, indent=1), encoding="utf-8")
         (folder / CARD).write_text(self.readme(), encoding="utf-8")
 
@@ -101,6 +102,8 @@ class Sidecar:
                 f"`maps`: {PLAN} of {name} has format {plan.get('format')!r}, this kvfold reads"
                 f" {FORMAT} and {ROPE_FORMAT}: install the kvfold that made it, or compress again"
             )
+        if plan.get("digest") not in (None, _digest(plan)):
+            raise _damaged(name, f"{PLAN} is not as it was written")
         if plan.get("sha256") not in (None, _sha256(folder / TENSORS)):
             raise _damaged(name, f"{TENSORS} is not the one that {PLAN} was written with")
         try:
@@ -219,6 +222,12 @@ def _smallest(tensor: Tensor) -> Tensor:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(plan: Mapping[str, Any]) -> str:
+    """Of all that a plan says, but for this."""
+    said = json.loads(json.dumps({name: x for name, x in plan.items() if name != "digest"}))
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def _damaged(name: Path | str, why: object) -> SettingError:
