@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+from dataclasses import fields
 
 import pytest
 
@@ -256,12 +257,16 @@ def test_an_answer_that_has_not_begun_is_asked_for_again(broken: bytes) -> None:
         assert metrics(client, "lost_requests")[first.url] == 1
 
 
-def test_a_router_takes_bodies_as_large_as_its_replicas() -> None:
+def test_a_router_can_be_given_every_limit_that_it_keeps() -> None:
+    """By default it takes what its replicas take."""
     from kvfold.cli.route import Listen
 
     assert Listen().limits == Limits()
-    listen = Listen(max_body=2**30, body_seconds=1, send_seconds=2)
-    assert listen.limits == Limits(max_body=2**30, body_seconds=1, send_seconds=2)
+    of_engine = {"max_queue", "max_choices", "max_stops", "max_logprobs"}
+    limits = {x.name for x in fields(Limits)} - of_engine
+    assert limits == {x.name for x in fields(Listen)} - {"host", "port"}
+    doubled = {name: 2 * getattr(Limits, name) for name in limits}
+    assert Listen(**doubled).limits == Limits(**doubled)
 
 
 def test_large_bodies_pass_unchanged() -> None:

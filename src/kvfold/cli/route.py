@@ -30,6 +30,17 @@ class Listen:
     max_body: int = setting(
         Limits.max_body, "Bytes of a request; a replica may take fewer.", least=1024
     )
+    max_bodies: int = setting(
+        Limits.max_bodies, "Bytes of all requests that are being sent.", least=1024
+    )
+    max_connections: int = setting(
+        Limits.max_connections,
+        "Clients connected at once; fewer where the system allows fewer descriptors.",
+        least=1,
+    )
+    head_seconds: float = setting(
+        Limits.head_seconds, "Most time to send a request's head, or to be idle.", above=0
+    )
     body_seconds: float = setting(Limits.body_seconds, "Most time to send a request.", above=0)
     send_seconds: float = setting(
         Limits.send_seconds, "Most time that a client may leave what it is sent unread.", above=0

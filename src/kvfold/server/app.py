@@ -16,7 +16,7 @@ import kvfold
 from kvfold.engine.async_llm import AsyncLLM
 from kvfold.engine.packed import PackedContext
 from kvfold.server.errors import APIError, from_value_error, install
-from kvfold.server.guard import Guard, unless_gone
+from kvfold.server.guard import Guard, HeadAsGet, unless_gone
 from kvfold.server.limits import Limits
 from kvfold.server.page import add_page
 from kvfold.server.protocol import (
@@ -56,6 +56,7 @@ def create_app(
             yield
 
     app = FastAPI(title="kvfold", version=kvfold.__version__, lifespan=lifespan, redoc_url=None)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Guard, limits=limits, key=api_key)
     if allow_origins:  # around the guard, since a browser reads refusals by it too
         app.add_middleware(
