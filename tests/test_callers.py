@@ -1,0 +1,179 @@
+"""What callers of transformers hand to a model, folded or with maps: caches, positions, masks.
+
+Maps keep all numbers in another basis, so a model must answer as the original does, which is asked
+first. docs/callers.md has a row for every test here.
+"""
+
+import copy
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from kvfold.errors import SettingError
+from kvfold.models.places import QUANTIZED
+from kvfold.seam.attach import attach
+from kvfold.versions import given
+from models import tokens as ids_of
+from test_fold import close, prepared
+from test_seam_rope import sidecar
+
+LONG = 40
+RECIPES = ["lean", "small"]  # a latent of keys for each head, and one of keys and values
+MODELS = ["llama-gqa", "mistral-sliding", "phi3", "gemma2-sliding", "gpt-neox"]
+NAMES = ["folded", "maps"]
+
+
+def pair(name: str, recipe: str, how: str):
+    """The original, and the same model with keys that are reconstructed, at full rank."""
+    bases = prepared(name, recipe)
+    model = bases.compressor.model
+    original = copy.deepcopy(model)
+    if how == "folded":
+        bases.fold(bases.plan(1.0, 1), {})
+    else:
+        attach(model, sidecar(model, joint=recipe == "small"))
+    return original, model
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def both(request):
+    return pair("llama-gqa", "lean", request.param)
+
+
+def logits(model, ids: Tensor, **more) -> Tensor:
+    with torch.no_grad():
+        return model(ids, **more).logits
+
+
+def generate(model, ids: Tensor, **settings) -> Tensor:
+    tokens = {"min_new_tokens": 12, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    return model.generate(ids, **tokens, **settings)
+
+
+CACHES = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static"},
+    "static, prompt in chunks": {"cache_implementation": "static", "prefill_chunk_size": 16},
+    "offloaded": {"cache_implementation": "offloaded"},
+    "offloaded static": {"cache_implementation": "offloaded_static"},
+    "beams": {"num_beams": 3},
+    "static beams": {"num_beams": 3, "cache_implementation": "static"},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "none": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("how", NAMES)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_caches_of_generate(name: str, recipe: str, how: str) -> None:
+    original, model = pair(name, recipe, how)
+    ids, mask = ids_of(2, LONG), torch.ones(2, LONG, dtype=torch.long)
+    mask[1, :7] = 0
+    wrong = []
+    for cache, settings in CACHES.items():
+        if "offloaded" in cache and not torch.cuda.is_available():
+            continue
+        one = "prompt_lookup_num_tokens" in settings
+        asked = (ids[:1], mask[:1]) if one else (ids, mask)
+        wanted, got = (
+            generate(x, asked[0], attention_mask=asked[1], **settings) for x in (original, model)
+        )
+        if not torch.equal(got, wanted):
+            wrong.append(cache)
+    assert not wrong
+
+
+POSITIONS = {
+    "restart": torch.cat((torch.arange(15), torch.arange(25))),
+    "restart twice": torch.cat((torch.arange(15), torch.arange(9), torch.arange(16))),
+    "jump": torch.cat((torch.arange(15), torch.arange(25) + 60)),
+    "repeat": torch.arange(LONG) // 2,
+    "late": torch.arange(LONG) + 31,
+    "backwards": torch.arange(LONG).flip(0),
+    "beyond the cache": torch.arange(LONG) * 5,
+    "rows that differ": torch.stack((torch.arange(LONG), torch.arange(LONG) + 9)),
+    "from a negative one": torch.arange(LONG) - 3,
+}
+
+
+def split(model, ids: Tensor, places: Tensor, cache, sizes=(LONG - 5, 4, 1)) -> Tensor:
+    """Logits of chunks through one cache."""
+    stored = given(cache(model))
+    parts = zip(ids.split(sizes, 1), places.split(sizes, 1), strict=True)
+    return torch.cat([logits(model, x, position_ids=y, **stored) for x, y in parts], 1)
+
+
+def dynamic(model) -> hf.Cache:
+    return hf.DynamicCache(config=model.config)
+
+
+def static(model) -> hf.Cache:
+    return hf.StaticCache(config=model.config, max_cache_len=LONG + 9)
+
+
+@pytest.mark.parametrize("places", POSITIONS.values(), ids=POSITIONS)
+def test_positions(both, places: Tensor) -> None:
+    ids, places = ids_of(2, LONG), places.expand(2, LONG)
+    original, model = both
+    plain = {"position_ids": places, "use_cache": False}
+    close(logits(model, ids, **plain), logits(original, ids, **plain))
+    for cache in (dynamic, static):
+        close(split(model, ids, places, cache), split(original, ids, places, cache))
+
+
+def test_packed_sequences_are_as_alone(both) -> None:
+    """As `DataCollatorWithFlattening` gives them: no mask, positions that restart."""
+    ids = ids_of(1, LONG)
+    packed = logits(both[1], ids, position_ids=POSITIONS["restart"][None], use_cache=False)
+    alone = [logits(both[0], x) for x in ids.split((15, 25), 1)]
+    close(packed, torch.cat(alone, 1))
+
+
+def test_right_padding(both) -> None:
+    ids, mask = ids_of(2, LONG), torch.ones(2, LONG, dtype=torch.long)
+    mask[1, -9:] = 0
+    more = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1) * mask}
+    close(*(logits(x, ids, **more) for x in reversed(both)), mask)
+
+
+def test_masks_by_hand(both) -> None:
+    """Tokens see others as a tree of candidates does: two branches at the same positions."""
+    ids, see = ids_of(1, LONG), torch.ones(LONG, LONG, dtype=torch.bool).tril()
+    see[30:, 20:30] = False
+    places = torch.cat((torch.arange(30), torch.arange(20, 30)))[None]
+    more = {"attention_mask": see[None, None], "position_ids": places}
+    close(*(logits(x, ids, **more) for x in reversed(both)))
+
+
+def test_a_cache_that_is_cropped_reordered_and_copied(both) -> None:
+    ids, places = ids_of(2, LONG), torch.stack((torch.arange(LONG), torch.arange(LONG) * 2))
+    answers = []
+    for model in both:
+        cache = dynamic(model)
+        logits(model, ids, position_ids=places, past_key_values=cache)
+        cache.crop(-10)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache = copy.deepcopy(cache)
+        tail = {"position_ids": places.flip(0)[:, -10:], "past_key_values": cache}
+        answers.append(logits(model, ids.flip(0)[:, -10:], **tail))
+    close(answers[1], answers[0])
+
+
+class Rounding(QUANTIZED):
+    """A cache of few bits that needs no other library, and keeps what it gets."""
+
+    def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
+        return tensor
+
+    def _dequantize(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def test_a_cache_that_rounds_positions_is_refused(both) -> None:
+    cache = dynamic(both[1])
+    cache.layers[0] = Rounding()
+    with pytest.raises(SettingError, match="a quantized cache would round the positions"):
+        logits(both[1], ids_of(1, 4), past_key_values=cache)
