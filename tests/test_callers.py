@@ -11,10 +11,12 @@ import torch
 import transformers as hf
 from torch import Tensor
 
+from kvfold import LLM, SamplingParams, compress
 from kvfold.errors import SettingError
 from kvfold.models.places import QUANTIZED
 from kvfold.seam.attach import attach
 from kvfold.versions import given
+from models import tiny
 from models import tokens as ids_of
 from test_fold import close, prepared
 from test_seam_rope import sidecar
@@ -177,3 +179,85 @@ def test_a_cache_that_rounds_positions_is_refused(both) -> None:
     cache.layers[0] = Rounding()
     with pytest.raises(SettingError, match="a quantized cache would round the positions"):
         logits(both[1], ids_of(1, 4), past_key_values=cache)
+
+
+ADAPTERS = {
+    "LoRA": {},
+    "LoRA of one projection": {"target_modules": ["o_proj"]},
+    "DoRA": {"use_dora": True},
+    "merged, still wrapped": {},
+}
+
+
+def adapted(**settings):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", **{"target_modules": "all-linear", "r": 4, **settings}
+    )
+    wrapped = peft.get_peft_model(tiny("llama-gqa"), config)
+    for name, weight in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    return wrapped.eval()
+
+
+def refused(model, match: str) -> None:
+    """By the engine and by folding, and the model stays as it was."""
+    ids = ids_of(1, LONG)
+    wanted = logits(model, ids)
+    for call in (lambda: LLM(model), lambda: compress(model, fold=True, calib=None)):
+        with pytest.raises(SettingError, match=match):
+            call()
+    assert torch.equal(logits(model, ids), wanted)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_that_would_be_dropped_are_refused(name: str) -> None:
+    wrapped = adapted(**ADAPTERS[name])
+    if "merged" in name:
+        wrapped.merge_adapter()
+    refused(wrapped.get_base_model(), "an adapter of PEFT, which would be dropped: merge it first")
+
+
+def test_a_merged_adapter_is_served() -> None:
+    model = adapted().merge_and_unload()
+    prompt = ids_of(1, 12)
+    wanted = generate(model, prompt)[0, 12:].tolist()
+    answer = LLM(model).generate(
+        [prompt[0].tolist()], SamplingParams(max_new_tokens=12, ignore_eos=True)
+    )
+    assert list(answer[0].token_ids) == wanted
+
+
+def test_hooks_that_would_not_be_called_are_refused() -> None:
+    for path in ("", ".v_proj"):
+        model = tiny("llama-gqa")
+        module = model.get_submodule(f"model.layers.1.self_attn{path}")
+        module.register_forward_hook(lambda *_: None)
+        refused(model, f"layer 1, self_attn{path}: a hook, which would not be called")
+
+
+def test_dynamic_int8_of_torch_is_refused() -> None:
+    model = torch.ao.quantization.quantize_dynamic(tiny("llama-gqa"), {torch.nn.Linear})
+    refused(model, "layer 0, self_attn.q_proj: a Linear, whose weights are not those")
+
+
+def test_other_linear_layers_are_refused() -> None:
+    """As those of bitsandbytes, FP8Linear and quanto, which are classes of their own."""
+
+    class Coded(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    model = tiny("llama-gqa")
+    attention = model.model.layers[1].self_attn
+    coded = Coded(48, 48, bias=False)
+    coded.weight = attention.q_proj.weight
+    attention.q_proj = coded
+    refused(model, "layer 1, self_attn.q_proj: a Coded, whose weights are not those")
+
+
+def test_weights_on_disk_are_refused(tmp_path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.disk_offload(tiny("llama-gqa"), tmp_path, execution_device="cpu")
+    refused(model, "weights that accelerate reads from the host or from disk")
