@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvfold import LLM, SamplingParams, compress
 from kvfold.errors import SettingError
+from kvfold.loading import load
 from kvfold.models.places import QUANTIZED
 from kvfold.seam.attach import attach
 from kvfold.versions import given
@@ -261,3 +262,69 @@ def test_weights_on_disk_are_refused(tmp_path) -> None:
     accelerate = pytest.importorskip("accelerate")
     model = accelerate.disk_offload(tiny("llama-gqa"), tmp_path, execution_device="cpu")
     refused(model, "weights that accelerate reads from the host or from disk")
+
+
+HEADLESS = "which has no head of logits: load it with AutoModelForCausalLM"
+
+
+@pytest.mark.parametrize("kind", [hf.LlamaForSequenceClassification, hf.LlamaModel])
+def test_models_without_logits_are_refused(kind) -> None:
+    model = kind(tiny("llama-gqa").config)
+    for call in (LLM, compress):
+        with pytest.raises(SettingError, match=f"got {kind.__name__}, {HEADLESS}"):
+            call(model)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_learned_prompts_are_refused(beside: bool) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    maps = sidecar(tiny("llama-gqa")) if beside else None
+    with pytest.raises(SettingError, match="an adapter of PEFT"):
+        LLM(peft.get_peft_model(tiny("llama-gqa"), config), maps=maps)
+
+
+def test_a_folder_of_an_adapter_is_refused(tmp_path) -> None:
+    adapted().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is an adapter of PEFT, not a model: load its base"):
+        LLM(str(tmp_path))
+
+
+def test_a_folder_of_a_model_and_an_adapter_is_refused(tmp_path) -> None:
+    adapted().save_pretrained(tmp_path)
+    tiny("llama-gqa").save_pretrained(tmp_path)
+    with pytest.raises(SettingError, match="an adapter of PEFT, which would be dropped"):
+        LLM(load(str(tmp_path)))
+
+
+def test_flex_attention(both) -> None:
+    model, ids = copy.deepcopy(both[1]), ids_of(1, 20)
+    model.set_attn_implementation("flex_attention")
+    if hasattr(model.config, "quantization_config"):
+        with pytest.raises(SettingError, match="takes masks as tensors, and BlockMask is none"):
+            logits(model, ids)
+    else:
+        close(logits(model, ids), logits(both[0], ids))
+
+
+def test_export_leaves_the_model_as_it_was(both) -> None:
+    class Logits(torch.nn.Module):
+        def __init__(self, model) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(ids, use_cache=False).logits
+
+    model, ids = copy.deepcopy(both[1]), ids_of(1, 20)
+    exported = torch.export.export(Logits(model), (ids,), strict=False).module()
+    for x in (exported(ids), logits(model, ids)):
+        close(x, logits(both[0], ids))
+
+
+def test_compile_of_one_graph() -> None:
+    original, model = pair("llama-gqa", "lean", "folded")
+    ids = ids_of(1, 20)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for more in ({}, {"use_cache": False}):
+        close(logits(compiled, ids, **more), logits(original, ids))

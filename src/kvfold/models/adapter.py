@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from kvfold.attention.base import AttentionContext, LayerMaps
+from kvfold.errors import SettingError
 from kvfold.models.folded import FoldedAttention, attention_windows
 from kvfold.models.places import check_exact, digits_of, fit_static, positions_of
 from kvfold.models.rotary import RotaryTable, rope_type
@@ -117,6 +118,11 @@ class HFAttention(FoldedAttention):
             raise ValueError(
                 "transformers' continuous batching manages its own cache and would ignore the "
                 "compressed one; use model.generate instead"
+            )
+        if mask is not None and not isinstance(mask, Tensor):
+            raise SettingError(
+                f"a folded model takes masks as tensors, and {type(mask).__name__} is none: call"
+                " model.set_attn_implementation('sdpa') or ('eager')"
             )
         context: Any = past
         if not isinstance(past, AttentionContext):
