@@ -16,6 +16,7 @@ from kvfold.artifact import provenance_of, spec_of
 from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.evaluation.dense import cache_bytes
+from kvfold.models.places import DIGITS
 from kvfold.versions import given
 from models import tiny, tokens
 
@@ -76,7 +77,8 @@ def test_the_cache_holds_only_stored_numbers(recipe: str) -> None:
     cache = DynamicCache(config=model.config)
     logits(model, tokens(2, 20), **given(cache))
     spec = spec_of(model)
-    assert cache_bytes(cache) == 2 * 20 * spec.stored_numbers * 4
+    beside = DIGITS * sum(layer.keys == "pre_rope" for layer in spec.layers)  # positions
+    assert cache_bytes(cache) == 2 * 20 * (spec.stored_numbers + beside) * 4
     assert spec.stored_numbers <= 0.5 * spec.geometry.full_numbers
 
 
@@ -105,11 +107,6 @@ def test_attentions_are_returned(folded) -> None:
     assert len(out.attentions) == 2
     assert torch.allclose(out.attentions[0].sum(-1), torch.ones(1, 4, 6), atol=1e-5)
     assert torch.allclose(out.logits, logits(folded, tokens(1, 6)), atol=1e-4)
-
-
-def test_positions_beyond_the_cache_are_refused(folded) -> None:
-    with pytest.raises(ValueError, match="contiguous"):
-        logits(folded, tokens(1, 4), position_ids=torch.arange(10, 14)[None])
 
 
 def test_other_attentions_are_refused(saved) -> None:

@@ -19,8 +19,8 @@ import kvfold
 from kvfold.errors import SettingError
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.fold import LatentMaps
+from kvfold.models.places import QUANTIZED
 from kvfold.seam.attach import bind
-from kvfold.seam.caches import QUANTIZED
 from kvfold.seam.layers import SeamLayer, attention_of, own_eager, seam_layers
 from kvfold.seam.rope_maps import RopeMaps
 from kvfold.seam.rotation import Rotation, find_rotations

@@ -30,6 +30,7 @@ from kvfold.evaluation.ratios import search_ratios
 from kvfold.files import check_makeable, new_directory, writing
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.models.families import family_of, has_family
+from kvfold.models.plain import check_weights
 from kvfold.seam.compress import make_maps, recipe_of
 from kvfold.seam.layers import unwrapped
 from kvfold.search import parse_budget
@@ -149,6 +150,7 @@ def compress(
                 maps.write(folder, Path(output))
             return maps
         assert isinstance(recipe, Recipe)
+        check_weights(model, family_of(config))
         compressor = Compressor(model, recipe, tokenizer, **text)
         answer = Answer.of(model, tokenizer, stored) if check and output is not None else None
         folded = fold_to(compressor, target, source=source, why=why, recover=recover, **size)

@@ -219,6 +219,11 @@ def _check_directory(path: str) -> None:
         if path.startswith((".", "/", "~")):
             raise ValueError(f"model directory {path} does not exist")
         return
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{path} is an adapter of PEFT, not a model: load its base and merge it, with"
+            " peft.PeftModel.from_pretrained(base, ...).merge_and_unload()"
+        )
     if not folder.is_dir() or not (folder / "config.json").is_file():
         raise ValueError(f"{path} is not a model directory: it has no config.json")
     if not any((folder / name).is_file() for name in _WEIGHTS):

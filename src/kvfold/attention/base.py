@@ -86,8 +86,9 @@ class Rope(Protocol):
     @property
     def scaling(self) -> float: ...
 
-    def tables(self, like: Tensor, positions: Tensor, stop: int) -> Tables:
-        """cos, sin [.., w] at positions [..] < stop, in a tensor's dtype and on its device."""
+    def tables(self, like: Tensor, positions: Tensor, stop: int | None) -> Tables:
+        """cos, sin [.., w] at positions [..] < stop, or any positions [B, T] where stop is None, in
+        a tensor's dtype and on its device."""
         ...
 
 

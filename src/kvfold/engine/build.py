@@ -26,6 +26,7 @@ from kvfold.models.fold import fold_plain
 from kvfold.models.folded import attention_windows
 from kvfold.models.merged import merge_products
 from kvfold.models.placed import is_offloaded
+from kvfold.models.plain import check_weights
 from kvfold.models.rotary import LONG_ROPE, rope_type
 from kvfold.models.rotate import rotate_model, turned
 from kvfold.ops.backend import use_triton
@@ -74,6 +75,7 @@ def build_runner(
     found = spec_of(model)
     check_served(model.config, found, policy, config)
     check_scores(model, policy)
+    check_weights(model, family_of(model.config))
     use_triton(model.device.type)
     limits = CacheParams(keep_tokens=config.keep_tokens, max_cache_tokens=config.max_cache_tokens)
     itemsize, device = model.dtype.itemsize, model.device.type

@@ -30,7 +30,7 @@ from kvfold.engine.stream import Answer, Stream
 from kvfold.engine.trial import check_start
 from kvfold.errors import SettingError, renamed
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
-from kvfold.seam.layers import unwrapped
+from kvfold.seam.layers import learns_prompt, unwrapped
 from kvfold.seam.named import named
 from kvfold.seam.sidecar import Sidecar
 from kvfold.text import (
@@ -112,7 +112,7 @@ class LLM:
             model = load(model, dtype=dtype, device=device)
             owned = True
         else:
-            model = model if beside is None else unwrapped(model)
+            model = model if beside is None or learns_prompt(model) else unwrapped(model)
             check_loaded(model, device, dtype)
         self.tokenizer = tokenizer
         self._fingerprint = fingerprint(model)

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from kvfold.attention.base import AttentionContext, LayerMaps
+from kvfold.errors import SettingError
 from kvfold.models.folded import FoldedAttention, attention_windows
+from kvfold.models.places import check_exact, digits_of, fit_static, positions_of
 from kvfold.models.rotary import RotaryTable, rope_type
 from kvfold.ops.common.attention import Tables
 from kvfold.spec import CacheSpec, Geometry
@@ -62,34 +64,39 @@ class CacheContext(AttentionContext):
     need_weights: bool
 
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
-        seen, offset, new = 0, 0, rows.shape[1]
+        positions = None if layer.rope is None else self._positions(layer.index, rows)
         if self.past is not None:
-            seen = self.past.get_seq_length(layer.index)
-            offset = self.past.get_mask_sizes(new, layer.index)[1]
-            empty = rows.new_empty(*rows.shape[:2], 0)
-            rows = self.past.update(rows[:, None], empty[:, None], layer.index)[0][:, 0]
+            rows, positions = self._updated(layer.index, rows, positions)
         rope = None
-        if layer.rope is not None:
-            positions = self._positions(seen + new, offset, rows)
-            cos, sin = layer.rope.tables(self.x, positions, int(offset) + rows.shape[1])
+        if layer.rope is not None and positions is not None:
+            cos, sin = layer.rope.tables(self.x, positions, None)
             rope = cos[:, None], sin[:, None]
         out, self.weights = layer.attend(q, rows, rope, self.mask, self.need_weights)
         return out
 
-    def _positions(self, length: int, offset: int, rows: Tensor) -> Tensor:
-        """RoPE positions [B or 1, S] of the cached slots: slots less the left padding."""
-        slots = torch.arange(rows.shape[1], device=rows.device)[None] + offset
-        ids = self.position_ids
-        if ids is None:
-            return slots
-        padding = (length - 1) - ids[:, -1:]
-        if bool((padding < 0).any()):
-            raise ValueError(
-                f"position_ids reach {int(ids.max())} but the cache holds {length} tokens;"
-                " keys are rebuilt from cache slots, so the cache must be contiguous: pass the "
-                "whole sequence in order, left-padded if batched"
-            )
-        return (slots - padding).clamp(min=0)
+    def _positions(self, index: int, rows: Tensor) -> Tensor:
+        """RoPE positions [B, T] of the new tokens: those that the model was told, else the slots
+        that the tokens take in the cache."""
+        positions = self.position_ids
+        if positions is None:
+            start = 0 if self.past is None else int(self.past.get_seq_length(index))
+            positions = torch.arange(start, start + rows.shape[1], device=rows.device)[None]
+        return positions.to(rows.device).expand(rows.shape[:2])
+
+    def _updated(
+        self, index: int, rows: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """All token entries [B, S, R] of the cache, and their positions [B, S] if they have any,
+        after it has stored the new ones; a cache takes positions for the tokens' values."""
+        if positions is None:
+            beside = rows.new_empty(*rows.shape[:2], 0)
+        else:
+            check_exact(self.past, index, "a model compressed with recipe 'swift'")
+            beside = digits_of(positions).to(rows.dtype)
+        new = rows[:, None], beside[:, None]
+        fit_static(self.past, index, *new)
+        stored, beside = self.past.update(*new, index)
+        return stored[:, 0], None if positions is None else positions_of(beside[:, 0])
 
 
 class HFAttention(FoldedAttention):
@@ -111,6 +118,11 @@ class HFAttention(FoldedAttention):
             raise ValueError(
                 "transformers' continuous batching manages its own cache and would ignore the "
                 "compressed one; use model.generate instead"
+            )
+        if mask is not None and not isinstance(mask, Tensor):
+            raise SettingError(
+                f"a folded model takes masks as tensors, and {type(mask).__name__} is none: call"
+                " model.set_attn_implementation('sdpa') or ('eager')"
             )
         context: Any = past
         if not isinstance(past, AttentionContext):

@@ -5,6 +5,7 @@ Maps beside the weights need none.
 
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from kvfold.errors import SettingError
@@ -29,7 +30,18 @@ FAMILIES: tuple[type[Family], ...] = (
 def check_model(model: Any, legal: str = "a name or a loaded causal LM") -> None:
     """Raises SettingError for what is no causal LM of transformers', loaded. legal: for users."""
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
-        raise SettingError(f"`model` must be {legal}; got {model!r:.100}")
+        what = f"{model!r:.100}" if not isinstance(model, nn.Module) else _described(model)
+        raise SettingError(f"`model` must be {legal}; got {what}")
+
+
+def _described(model: nn.Module) -> str:
+    """What a module is that is no causal LM, and the way out, for users."""
+    name = type(model).__name__
+    if hasattr(model, "peft_config"):
+        return f"{name}, an adapter of PEFT: merge it first, with model.merge_and_unload()"
+    if isinstance(model, PreTrainedModel):
+        return f"{name}, which has no head of logits: load it with AutoModelForCausalLM"
+    return f"{name}, which is no model of transformers'"
 
 
 def has_family(config: Any) -> bool:

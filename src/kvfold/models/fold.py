@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvfold.models.adapter import Family, HFAttention, Projections
 from kvfold.models.families import family_of
+from kvfold.models.plain import check_weights
 from kvfold.ops.common.rotation import rotation
 from kvfold.spec import CacheSpec, Latent
 
@@ -148,6 +149,7 @@ def _fold(
     spec: CacheSpec,
     maps_of: Callable[[int, Projections], Sequence[LatentMaps | None]],
 ) -> None:
+    check_weights(model, family)
     for index, attention in enumerate(list(family.attentions(model))):
         weights = family.projections(attention, spec.geometry)
         with torch.device(weights.q.device):

@@ -37,9 +37,10 @@ class RotaryTable:
     def scaling(self) -> float:
         return float(self.rotary.attention_scaling)
 
-    def tables(self, like: Tensor, positions: Tensor, stop: int) -> Tables:
-        """cos, sin [.., rotary dims] at positions [..] < stop, in a tensor's dtype and device."""
-        if not self.fixed:
+    def tables(self, like: Tensor, positions: Tensor, stop: int | None) -> Tables:
+        """cos, sin [.., rotary dims] at positions [..] < stop, or any positions [B, T] where stop
+        is None, in a tensor's dtype and device."""
+        if stop is None or not self.fixed:
             found: Tables = self.rotary(like, positions)
             return found
         kind = like.dtype, like.device

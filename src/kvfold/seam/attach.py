@@ -50,6 +50,8 @@ class Bound:
     def placed(self, like: Tensor) -> Maps:
         """The maps in a tensor's dtype and on its device."""
         key = like.dtype, like.device
+        if torch.compiler.is_exporting() and key not in self._placed:
+            return self.maps.to(like.device, like.dtype)  # tensors of a trace alone
         if key not in self._placed:
             with torch.inference_mode(False):  # else training could not use them later
                 self._placed[key] = self.maps.to(like.device, like.dtype)

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, cache_utils
+from transformers import Cache
 from transformers.cache_utils import StaticLayer
 
 from kvfold.errors import SettingError
+from kvfold.models.places import check_exact
 from kvfold.seam.rope_maps import RopeMaps
 
-QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 _NEXT = "_kvfold_next"  # what a cache's next update is mapped by
 _FILLED = "_kvfold_filled"  # by layer: the digest of the maps that its entries were stored by
 
@@ -49,22 +49,13 @@ def _update(
         )
     if bound is not None:
         if isinstance(bound.maps, RopeMaps):
-            _check_exact(cache, layer_idx)
+            check_exact(cache, layer_idx, "maps made with recipe 'swift'")
         key, value = bound.placed(key).stored(key, value, positions)
         if layer_idx not in filled:
             _make_room(cache, layer_idx, key, value)
             filled[layer_idx] = digest
     found: tuple[Tensor, Tensor] = type(cache).update(cache, key, value, layer_idx, *args, **kwargs)
     return found
-
-
-def _check_exact(cache: Any, index: int) -> None:
-    """Raises SettingError for a layer that rounds numbers, since positions lie among them."""
-    if index < len(cache.layers) and isinstance(cache.layers[index], QUANTIZED):
-        raise SettingError(
-            "a quantized cache would round the positions that maps of keys before RoPE store with"
-            " every token: take another cache, or maps made with recipe 'swift'"
-        )
 
 
 def _how(digest: str | None) -> str:

@@ -179,6 +179,14 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def learns_prompt(model: Any) -> bool:
+    """Whether PEFT puts learned tokens or keys before a model's prompts, outside of the model."""
+    adapters = getattr(model, "peft_config", None)
+    return isinstance(adapters, dict) and any(
+        getattr(x, "is_prompt_learning", False) for x in adapters.values()
+    )
+
+
 def check_layers(model: Any, layers: Sequence[SeamLayer]) -> None:
     """Raises SettingError for a model whose layers do not call transformers' attention interface,
     or with other keys and values than their cache stores."""

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from kvfold.errors import SettingError
 from kvfold.models.fold import LatentMaps
+from kvfold.models.places import DIGITS, digits_of, positions_of
 from kvfold.seam.maps import NAMES, Maps, stacked
 from kvfold.seam.rotation import Rotation
 from kvfold.spec import LayerSpec
-
-DIGITS = 3  # numbers that say a token's position in a cache, from 0 to 255: exact in any dtype
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,7 +96,7 @@ class RopeMaps(Maps):
     def stored(self, k: Tensor, v: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         keys, values = self.latents(k, v, positions)
         wider = keys if self.joint else values
-        digits = _digits(self._places(k, positions))[:, None].expand(*wider.shape[:3], DIGITS)
+        digits = digits_of(self._places(k, positions))[:, None].expand(*wider.shape[:3], DIGITS)
         wider = torch.cat((wider, digits.to(wider.dtype)), -1)
         return (wider, values) if self.joint else (keys, wider)
 
@@ -112,7 +111,7 @@ class RopeMaps(Maps):
         """Keys [B, Hk, S, d] of stored numbers [B, m, S, r], rotated at the positions that digits
         [B, S, DIGITS] say."""
         k = (z @ self.key_up.mT).unflatten(3, (-1, self.head_dim)).transpose(2, 3).flatten(1, 2)
-        return self.rotation.rotated(k + self.key_mean[:, None], _positions(digits)[:, None])
+        return self.rotation.rotated(k + self.key_mean[:, None], positions_of(digits)[:, None])
 
     def _places(self, k: Tensor, positions: Tensor | None) -> Tensor:
         """Where the tokens of keys [B, Hk, T, d] are [B or 1, T]."""
@@ -133,14 +132,3 @@ class RopeMaps(Maps):
 def _half(latent: LatentMaps, i: int) -> LatentMaps:
     """The part of keys (0) or of values (1) of a latent of both."""
     return LatentMaps(*(x.chunk(2)[i] for x in latent))
-
-
-def _digits(positions: Tensor) -> Tensor:
-    """Positions [..] below 2^24 as numbers of 8 bits [.., DIGITS]."""
-    return torch.stack((positions >> 16, positions >> 8 & 255, positions & 255), -1)
-
-
-def _positions(digits: Tensor) -> Tensor:
-    """The inverse."""
-    high, middle, low = digits.long().unbind(-1)
-    return (high << 16) + (middle << 8) + low

@@ -1,0 +1,47 @@
+"""Positions of tokens, stored in a transformers cache beside each token's numbers.
+
+A cache crops, reorders, drops and pads its tokens by itself. Keys that are reconstructed before
+RoPE are then still rotated at the positions that the model was told. Shapes: B batch, S tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+from transformers.cache_utils import StaticLayer
+
+from kvfold.errors import SettingError
+
+DIGITS = 3  # numbers that say a token's position in a cache, from 0 to 255: exact in any dtype
+QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
+
+
+def digits_of(positions: Tensor) -> Tensor:
+    """Positions [..] below 2^24 as numbers of 8 bits [.., DIGITS]."""
+    return torch.stack((positions >> 16, positions >> 8 & 255, positions & 255), -1)
+
+
+def positions_of(digits: Tensor) -> Tensor:
+    """The inverse."""
+    high, middle, low = digits.long().unbind(-1)
+    return (high << 16) + (middle << 8) + low
+
+
+def check_exact(cache: Any, index: int, way_out: str) -> None:
+    """Raises SettingError for a cache whose layer `index` rounds numbers. way_out: for users."""
+    if index < len(cache.layers) and isinstance(cache.layers[index], QUANTIZED):
+        raise SettingError(
+            "a quantized cache would round the positions that keys before RoPE need beside every"
+            f" token: take another cache, or {way_out}"
+        )
+
+
+def fit_static(cache: Any, index: int, key: Tensor, value: Tensor) -> None:
+    """Allocate layer `index` of a static cache anew, where transformers did so before it saw the
+    first tokens, for the heads of the model's config."""
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if isinstance(layer, StaticLayer) and layer.is_initialized:
+        shape = layer.keys.shape if layer.keys is not None else key.shape
+        if (shape[1], shape[3]) != (key.shape[1], key.shape[3]):
+            layer.lazy_initialization(key, value)
