@@ -21,6 +21,7 @@ from kvfold.cli.main import main
 from kvfold.compression.statistics.record import Recorder
 from kvfold.engine.params import SamplingParams
 from kvfold.errors import SettingError
+from kvfold.evaluation.measure import full_numbers, storage
 from kvfold.formats.integers import Integers, dequantize, quantize, scale_of
 from kvfold.loading import load, load_tokenizer
 from kvfold.models.rotate import turn_of
@@ -441,3 +442,14 @@ def test_the_command_says_what_was_left(capsys, tmp_path) -> None:
     said = capsys.readouterr().out
     assert "maps of 4 layers" in said
     assert "left as they are" not in said
+
+
+def test_what_a_cache_stores_counts_layers_without_maps(tmp_path) -> None:
+    model = tiny("gemma3_text")
+    made = maps_of(model, tmp_path, keep=0.5, align=1)
+    assert len(made.maps) < model.config.num_hidden_layers
+    every, mapped = full_numbers(model), made.spec.geometry.full_numbers
+    stored = storage(model, None, made)
+    assert stored["baseline_bytes_per_token"] == 2 * every > 2 * mapped
+    assert stored["bytes_per_token"] == made.spec.bytes_per_token() + 2 * (every - mapped)
+    assert stored["kept_fraction"] == pytest.approx(stored["bytes_per_token"] / (2 * every))

@@ -222,12 +222,19 @@ def storage(
     Of what pages hold of a sequence after its prompt, where that was measured; else by the spec.
     """
     spec = spec_of(model) if maps is None else maps.spec
-    baseline = 2 * (full_numbers(model) if spec is None else spec.geometry.full_numbers)
+    if maps is None and spec is not None:
+        numbers = spec.geometry.full_numbers
+    else:
+        numbers = full_numbers(model)
+    whole = numbers - (0 if spec is None else spec.geometry.full_numbers)  # of layers without maps
+    baseline = 2 * numbers
     if held is not None and held.kept_fraction is not None:
         kept, size = held.kept_fraction, held.kept_fraction * baseline
+    elif spec is not None:
+        kept = (whole + spec.kept_fraction * spec.geometry.full_numbers) / numbers
+        size = spec.bytes_per_token() + 2 * whole
     else:
-        kept = spec.kept_fraction if spec else 1.0
-        size = spec.bytes_per_token() if spec else baseline
+        kept, size = 1.0, baseline
     return {
         "kept_fraction": kept,
         "bytes_per_token": size,
