@@ -280,6 +280,13 @@ def test_what_was_learnt_is_saved(reference, jobs, tmp_path, monkeypatch) -> Non
     assert "recovery" not in provenance_of(plain)
 
 
+def test_a_text_that_is_read_often_is_warned_of(recwarn) -> None:
+    recovery.warn_of_passes(4, 16)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="reads its text 8 times, .* at most 4 steps"):
+        recovery.warn_of_passes(8, 16)
+
+
 def test_negative_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="recover must be at least 0 steps, got -1"):
         kvfold.compress("nowhere", recover=-1, fold=True)

@@ -25,7 +25,7 @@ from kvfold.compression.plan import Size, by_layer, plan_bits, planned_spec, pre
 from kvfold.compression.preference import key_limits
 from kvfold.compression.progress import Progress, stage
 from kvfold.compression.ranks import LatentCandidate, allocate, method_of
-from kvfold.compression.recover import BATCH, check_steps
+from kvfold.compression.recover import BATCH, check_steps, warn_of_passes
 from kvfold.compression.recover import recover as distil
 from kvfold.compression.room import aligned, bits_of, factor_of, numbers
 from kvfold.compression.self_text import describe
@@ -280,6 +280,7 @@ class Prepared:
         windows, teacher = None, None
         if recover:  # what can fail, fails before the model changes
             windows = c.windows(recover * BATCH * window_length(model.config), progress)
+            warn_of_passes(recover, len(windows))
             teacher = shared_copy(model)
         self._fold(model, spec)
         mark(model, spec, provenance)

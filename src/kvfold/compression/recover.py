@@ -6,6 +6,7 @@ weights that a checkpoint of the original has stay as they are.
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from kvfold.models.adapter import Family, HFAttention
 from kvfold.spec import CacheSpec
 
 BATCH = 16  # windows a step
+PASSES = 4  # over the text, beyond which a warning says so
 RATE = 0.012  # of a map's own size a step, times the root of the first step's loss
 _STACKS = {"key_up": "key_latents", "key_down": "key_latents", "value_up": "value_latents"}
 
@@ -80,6 +82,18 @@ def check_steps(steps: int) -> None:
     """Raises SettingError for a number of steps that cannot be done."""
     legal = Setting(least=0, unit="steps", hint="0 leaves the maps alone")
     legal.check("recover", steps, int)
+
+
+def warn_of_passes(steps: int, windows: int) -> None:
+    """Warn where so many steps read so few windows again and again: maps then fit that text, and
+    others worse (Qwen2.5-Coder-1.5B, 14 times: .0170 nats lost on Wikipedia, .0135 unrecovered)."""
+    passes = steps * BATCH / windows
+    if passes > PASSES:
+        warnings.warn(
+            f"recovery reads its text {passes:.0f} times, and may fit that text alone: give more"
+            f" with `calib`, or at most {max(1, int(PASSES * windows / BATCH))} steps",
+            stacklevel=2,
+        )
 
 
 @contextmanager
