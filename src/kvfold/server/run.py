@@ -53,7 +53,6 @@ def server_of(app: FastAPI, limits: Limits, ready: Callable[[], object]) -> Serv
         server_header=False,
         timeout_graceful_shutdown=limits.drain_seconds,
     )
-    limit_logs()
     return Server(config, ready)
 
 
@@ -63,8 +62,10 @@ def run(app: FastAPI, listener: socket.socket, limits: Limits) -> None:
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     raise_descriptors()
+    server = server_of(app, limits, lambda: say(f"serving at {url}"))
+    limit_logs()
     try:
-        server_of(app, limits, lambda: say(f"serving at {url}")).run(sockets=[listener])
+        server.run(sockets=[listener])
     except KeyboardInterrupt:  # raised again once all is answered
         say("stopped")
 
