@@ -68,6 +68,7 @@ CACHES = {
 }
 
 
+@pytest.mark.gpu  # offloaded caches
 @pytest.mark.parametrize("how", NAMES)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODELS)

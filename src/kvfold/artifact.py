@@ -179,7 +179,7 @@ class KVFoldQuantizer(HfQuantizer):
         config.format, config.digest = FORMAT, None
         if any(x.is_meta for x in tensors.values()):  # offloaded
             return None, {}
-        tensors[guard_of(model)] = torch.ones(1)
+        tensors[guard_of(model)] = torch.ones(1, dtype=model.dtype)
         tied = model.all_tied_weights_keys.keys()
         config.digest = config.digest_of(
             {x: y for x, y in tensors.items() if x not in tied}, model.config
