@@ -138,9 +138,9 @@ class KVFoldQuantizer(HfQuantizer):
         would draw random ones."""
         name, config = str(Path(next(iter(files))).parent), self.quantization_config
         wanted, own = model.state_dict(), folded_tensors(model)
-        tied = model.all_tied_weights_keys.keys()
+        tied, guard = model.all_tied_weights_keys.keys(), guard_of(model)
         with stored(files) as everything:
-            found = {x: y for x, y in everything.items() if x != guard_of(model)}
+            found = {x: y for x, y in everything.items() if x != guard}
             missing = {x: shape(wanted[x]) for x in wanted.keys() - found.keys() - tied}
             unexpected = {x: shape(found[x]) for x in found.keys() - wanted.keys()}
             renamed = sorted(missing.values()) == sorted(unexpected.values())

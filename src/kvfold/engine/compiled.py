@@ -44,14 +44,12 @@ class Compiled:
     """Stand-ins for parts of a model, once installed. backend: of torch.compile."""
 
     def __init__(self, model: Any, family: type[Family], backend: str = "inductor") -> None:
-        base = model.base_model
         if issubclass(family, SeamFamily):
             self.swaps: list[Swap] = _whole_layers(model, family, backend)
             return
         pieces = Pieces(*(_piece(function, backend) for function in Pieces()))
         self.swaps = [(x, "pieces", pieces) for x in family.attentions(model)]
-        # A module with a forward of its own is someone's, as with transformers' other devices.
-        whole = family.finish is not None and not any("forward" in vars(x) for x in base.modules())
+        whole = family.finish is not None and not _is_replaced(model.base_model)
         self.swaps += (_layers if whole else _modules)(model, family, backend)
 
     def install(self) -> None:
@@ -82,6 +80,11 @@ class Compiled:
                 f"does not try: {type(error).__name__}: {str(error)[:500]}",
                 stacklevel=2,
             )
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether a part has a forward of its own: someone's, as with transformers' other devices."""
+    return any("forward" in vars(x) for x in module.modules())
 
 
 def _layers(model: Any, family: type[Family], backend: str) -> list[Swap]:
@@ -129,7 +132,7 @@ def _enter(norm: Any, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
 def _whole_layers(model: Any, family: type[Family], backend: str) -> list[Swap]:
     """Layers of any model as they are, but for attention, and norms behind the last."""
     decoder, layers = decoder_of(model), list(family.layers(model))
-    if any("forward" in vars(x) for x in decoder.modules()):  # someone's, as in `Compiled`
+    if _is_replaced(decoder):
         return []
     inside = {type(x) for layer in layers for x in layer.children()}
     return _by_class([*layers, *(x for x in decoder.children() if type(x) in inside)], backend)

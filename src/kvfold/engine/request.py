@@ -46,10 +46,9 @@ class StepOutput:
 
     token_ids: new outputs, an end token included. text: what of it may be shown; empty without a
     tokenizer. logprobs: one entry a token, or None. finish_reason: set in a request's last output.
-    error: what went wrong, if that is "error"; refusal: what is wrong with its
-    settings, where these are why.
-    prompt_logprobs: where they are wanted, of all but
-    the prompt's first token, with the first outputs.
+    error: what went wrong, if that is "error"; refusal: what is wrong with its settings, where
+    these are why. prompt_logprobs: where they are wanted, of all but the prompt's first token, with
+    the first outputs.
     """
 
     id: int

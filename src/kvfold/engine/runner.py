@@ -65,7 +65,7 @@ class ModelRunner:
         self.model.config._attn_implementation = PAGED
         self.family = family or family_of(model.config)
         modules: list[Any] = list(self.family.attentions(model))
-        self.beside = beside = layers is not None
+        self.beside = layers is not None
         layers = [module.maps for module in modules] if layers is None else layers
         self.sliding = [
             (where, layer.window)
@@ -74,7 +74,7 @@ class ModelRunner:
         ]
         tracked = all(pool.layout.groups[where.start].layout.tracked for where, _ in self.sliding)
         assert tracked, "layers with a sliding window need positions, to free what is behind it"
-        dtype = model.dtype if beside else modules[0].o_proj.weight.dtype
+        dtype = model.dtype if self.beside else modules[0].o_proj.weight.dtype
         self.attention = PagedAttention(layers, pool, policy, dtype)
         self.repair = Repair(self.attention.view, modules) if repairs else None
         how = policy, cache or CacheParams(), self.sliding, seed, self.repair
@@ -90,7 +90,7 @@ class ModelRunner:
         if wanted(self.device.type):
             self.compiled = Compiled(self.model, self.family)
             self.compiled.warm_up(self._forward, self.device)
-        if no_numba(self.device.type) is None and not beside:
+        if no_numba(self.device.type) is None and not self.beside:
             few.install(self.model, self.family)
         self.graphs = self._graphs() if self.attention.captures else None
 

@@ -222,16 +222,14 @@ def storage(
     Of what pages hold of a sequence after its prompt, where that was measured; else by the spec.
     """
     spec = spec_of(model) if maps is None else maps.spec
-    if maps is None and spec is not None:
-        numbers = spec.geometry.full_numbers
-    else:
-        numbers = full_numbers(model)
-    whole = numbers - (0 if spec is None else spec.geometry.full_numbers)  # of layers without maps
-    baseline = 2 * numbers
+    planned = 0 if spec is None else spec.geometry.full_numbers
+    folded = maps is None and spec is not None
+    whole = 0 if folded else full_numbers(model) - planned  # of layers without maps
+    baseline = 2 * (planned + whole)
     if held is not None and held.kept_fraction is not None:
         kept, size = held.kept_fraction, held.kept_fraction * baseline
     elif spec is not None:
-        kept = (whole + spec.kept_fraction * spec.geometry.full_numbers) / numbers
+        kept = (whole + spec.kept_fraction * planned) / (whole + planned)
         size = spec.bytes_per_token() + 2 * whole
     else:
         kept, size = 1.0, baseline

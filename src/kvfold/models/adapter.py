@@ -14,7 +14,7 @@ from transformers import Cache
 from kvfold.attention.base import AttentionContext, LayerMaps
 from kvfold.errors import SettingError
 from kvfold.models.folded import FoldedAttention, attention_windows
-from kvfold.models.places import check_exact, digits_of, fit_static, positions_of
+from kvfold.models.places import check_exact, entries_of, fit_static, positions_of
 from kvfold.models.rotary import RotaryTable, rope_type
 from kvfold.ops.common.attention import Tables
 from kvfold.spec import CacheSpec, Geometry
@@ -88,12 +88,9 @@ class CacheContext(AttentionContext):
     ) -> tuple[Tensor, Tensor | None]:
         """All token entries [B, S, R] of the cache, and their positions [B, S] if they have any,
         after it has stored the new ones; a cache takes positions for the tokens' values."""
-        if positions is None:
-            beside = rows.new_empty(*rows.shape[:2], 0)
-        else:
+        if positions is not None:
             check_exact(self.past, index, "a model compressed with recipe 'swift'")
-            beside = digits_of(positions).to(rows.dtype)
-        new = rows[:, None], beside[:, None]
+        new = entries_of(rows, positions)
         fit_static(self.past, index, *new)
         stored, beside = self.past.update(*new, index)
         return stored[:, 0], None if positions is None else positions_of(beside[:, 0])

@@ -28,6 +28,16 @@ def positions_of(digits: Tensor) -> Tensor:
     return (high << 16) + (middle << 8) + low
 
 
+def entries_of(rows: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What a cache stores for the keys and for the values of tokens [B, S, R]: their numbers, and
+    their positions [B, S] if they have any, each as of one head."""
+    if positions is None:
+        beside = rows.new_empty(*rows.shape[:2], 0)
+    else:
+        beside = digits_of(positions).to(rows.dtype)
+    return rows[:, None], beside[:, None]
+
+
 def check_exact(cache: Any, index: int, way_out: str) -> None:
     """Raises SettingError for a cache whose layer `index` rounds numbers. way_out: for users."""
     if index < len(cache.layers) and isinstance(cache.layers[index], QUANTIZED):

@@ -19,7 +19,7 @@ from kvfold.models.adapter import PAGED
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import check_model, family_of
 from kvfold.models.fold import fold_plain
-from kvfold.models.places import digits_of
+from kvfold.models.places import entries_of
 from kvfold.models.rotary import LONG_ROPE, rope_type
 from kvfold.parallel.context import UlyssesContext
 from kvfold.parallel.shares import shares_of, token_counts
@@ -115,13 +115,12 @@ class SequenceParallel:
         found = DynamicCache(config=self.model.config)
         g = self.spec.geometry
         for layer, rows in enumerate(prompt.rows):
-            whole = self._gathered(rows, prompt.counts)[None, None]
-            sides = whole, whole[..., :0]
-            if g.rope and self.spec.layers[layer].keys == "pre_rope":
-                places = torch.arange(whole.shape[2], device=whole.device)
-                sides = whole, digits_of(places).to(whole.dtype)[None, None]
+            whole = self._gathered(rows, prompt.counts)[None]
+            rotated = g.rope and self.spec.layers[layer].keys == "pre_rope"
+            places = torch.arange(whole.shape[1], device=whole.device)[None]
+            sides = entries_of(whole, places if rotated else None)
             if not self.folded:
-                heads = whole[0].unflatten(-1, (2, g.num_kv_heads, g.head_dim))
+                heads = whole.unflatten(-1, (2, g.num_kv_heads, g.head_dim))
                 sides = heads[:, :, 0].transpose(1, 2), heads[:, :, 1].transpose(1, 2)
             found.update(*sides, layer)
         return found
