@@ -141,7 +141,9 @@ class Setting:
             more = {"additional_config": {"kvfold": {**self.cache, **maps}}}
         model = str(resolve(self.model))
         about = {"max_num_seqs": SLOTS, "max_model_len": LONGEST, "dtype": "bfloat16"}
-        share = {"gpu_memory_utilization": self.given.share}
+        share: dict[str, Any] = {"gpu_memory_utilization": self.given.share}
+        if self.given.kv:
+            share["kv_cache_memory_bytes"] = int(self.given.kv * 2**30)
         return ByVLLM(vllm.LLM(model=model, **about, **share, **more), load_tokenizer(self.model))
 
     def _llm(self, slots: int, longest: int, **more: Any) -> kvfold.LLM:
@@ -216,6 +218,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="first questions of each suite")
     parser.add_argument("--engine", choices=("kvfold", "vllm"), default="kvfold")
     parser.add_argument("--share", type=float, default=0.9, help="of the GPU's memory, for vLLM")
+    parser.add_argument("--kv", type=float, help="GiB of vLLM's cache, beside other processes")
     parser.add_argument("--drop", action="store_true", help="checkpoints once they are measured")
     parser.add_argument("--no-check", dest="check", action="store_false", help="of what was made")
     parser.add_argument("--ties", action="store_true", help="of answers of both engines")
