@@ -330,6 +330,36 @@ def test_a_refused_prompt_leaves_nothing_queued() -> None:
     assert not llm.engine.has_work and used(llm) == 0
 
 
+@pytest.mark.parametrize("change", ["data", "copied", "state", "step"])
+def test_a_model_that_changed_is_not_served_by_halves(change: str) -> None:
+    """Attention is copied, all else is shared: answers would be neither the old nor the new."""
+    model = tiny("llama-gqa")
+    llm = LLM(model, max_tokens=64)
+    before = llm.generate([PROMPTS[0]], GREEDY)
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    with torch.no_grad():
+        if change == "data":
+            weight.data += 0.1
+        elif change == "copied":
+            weight.data = weight.data * 1.1
+        elif change == "state":
+            model.load_state_dict({k: 1.1 * x for k, x in model.state_dict().items()})
+    if change == "step":
+        model(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(ValueError, match=r"model: .* has changed since this LLM was made"):
+        llm.generate([PROMPTS[0]], GREEDY)
+    assert LLM(model, max_tokens=64).generate([PROMPTS[0]], GREEDY) != before or change == "copied"
+
+
+def test_a_model_that_only_runs_is_served_on() -> None:
+    model = tiny("llama-gqa")
+    llm = LLM(model, max_tokens=64)
+    before = llm.generate([PROMPTS[0]], GREEDY)
+    model(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
+    assert llm.generate([PROMPTS[0]], GREEDY) == before
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import BloomConfig, BloomForCausalLM
 
 import kvfold
 from kvfold.engine.params import SamplingParams
@@ -185,3 +186,17 @@ def test_means_that_are_not_stored_stay_where_attention_would_feel_them() -> Non
         for means in measured_means(tiny(name)):
             for x, zero in zip(means, kept, strict=True):
                 assert (float(x.abs().max()) == 0) == (zero == 0)
+
+
+def test_attention_that_looks_ahead_is_refused() -> None:
+    model = tiny("gemma3_text")
+    model.model.layers[0].self_attn.is_causal = False  # as `use_bidirectional_attention` sets it
+    with pytest.raises(SettingError, match="lets tokens see those that follow them"):
+        kvfold.LLM(model)
+
+
+def test_a_type_without_positions_needs_max_tokens() -> None:
+    with pytest.raises(SettingError, match="model type 'bloom' states no number of positions"):
+        kvfold.LLM(
+            BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=2))
+        )

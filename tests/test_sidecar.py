@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import kvfold
 from kvfold.errors import SettingError
@@ -29,6 +29,11 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def made():
     return kvfold.compress("reference:gqa", keep=0.5, max_tokens=4096)
+
+
+@pytest.fixture(scope="module")
+def before_rope():
+    return kvfold.compress("reference:gqa", "small", keep=0.5, max_tokens=4096)
 
 
 def nats(model, ids: torch.Tensor) -> float:
@@ -258,6 +263,60 @@ def test_the_card_names_a_base_on_the_hub(made) -> None:
     for model, base in (("Qwen/Qwen3-8B", "base_model: Qwen/Qwen3-8B\n"), ("/home/me/q", "")):
         text = replace(made, provenance={**made.provenance, "model": model}).readme()
         assert text.startswith(f"---\n{base}library_name: kvfold\n") and "/home/me" not in text
+
+
+def torn(made, folder, change) -> None:
+    """Maps with tensors or a plan that `change(tensors, plan)` changed, and a digest that fits."""
+    made.save(folder)
+    tensors, plan = load_file(folder / TENSORS), json.loads((folder / PLAN).read_text())
+    change(tensors, plan)
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / TENSORS)
+    plan |= {"sha256": None, "digest": None}
+    (folder / PLAN).write_text(json.dumps(plan))
+
+
+@pytest.mark.parametrize("part", [*NAMES, "order"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[:0],
+        lambda x: x[..., :-1],
+        lambda x: torch.cat((x, x), -1),
+        lambda x: x.flatten()[0].clone(),
+        lambda x: torch.full_like(x.float(), torch.nan),
+    ],
+    ids=["empty", "narrower", "wider", "number", "nan"],
+)
+def test_tensors_that_do_not_fit_each_other_are_refused(
+    made, before_rope, part: str, change, tmp_path
+) -> None:
+    def changed(tensors: dict, _: dict) -> None:
+        name = next(x for x in tensors if x.endswith(f".{part}"))
+        tensors[name] = change(tensors[name])
+
+    torn(before_rope if part == "order" else made, tmp_path / "maps", changed)
+    with pytest.raises(SettingError, match="is damaged"):
+        Sidecar.load(tmp_path / "maps")
+
+
+@pytest.mark.parametrize("angles", [[torch.nan], [0.1] * 99, 0.1])
+def test_angles_that_no_key_has_are_refused(before_rope, angles, tmp_path) -> None:
+    def changed(tensors: dict, _: dict) -> None:
+        tensors[next(x for x in tensors if x.endswith(".inv_freq"))] = torch.tensor(angles)
+
+    torn(before_rope, tmp_path / "maps", changed)
+    with pytest.raises(SettingError, match="is damaged"):
+        Sidecar.load(tmp_path / "maps")
+
+
+@pytest.mark.parametrize("measured", [{}, {"lost": 0.1}, [], "much"])
+def test_a_measure_without_its_figures_is_refused(made, measured, tmp_path) -> None:
+    def changed(_: dict, plan: dict) -> None:
+        plan["provenance"]["measured"] = measured or {"lost": None}
+
+    torn(made, tmp_path / "maps", changed)
+    with pytest.raises(SettingError, match="is damaged"):
+        Sidecar.load(tmp_path / "maps")
 
 
 def test_maps_twice_are_refused(made) -> None:

@@ -138,6 +138,48 @@ def fingerprint(model: torch.nn.Module) -> str:
     return digest.hexdigest()[:32]
 
 
+class Unchanged:
+    """Whether a model's parameters are as they were when this was made.
+
+    Reads where each lies, how often PyTorch saw it written, and one number of it: about a
+    millisecond for 300 parameters.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        named = model.named_parameters()
+        self.parameters = [(name, x) for name, x in named if not (x.is_meta or is_packed(x))]
+        self.was = self._state()
+
+    def first(self) -> str | None:
+        """The name of the first parameter that has changed, None where none has."""
+        for (name, _), was, now in zip(self.parameters, self.was, self._state(), strict=True):
+            if was != now:
+                return name
+        return None
+
+    def _state(self) -> list[tuple[Any, ...]]:
+        numbers: dict[torch.device, list[torch.Tensor]] = {}
+        for _, x in self.parameters:
+            middle = x.detach().flatten()[x.numel() // 2 :][:1]
+            numbers.setdefault(x.device, []).append(middle)
+        read = {device: iter(_joined(x)) for device, x in numbers.items()}
+        return [
+            (x.data_ptr(), 0 if x.is_inference() else x._version, *next(read[x.device]))
+            for _, x in self.parameters
+        ]
+
+
+def _joined(numbers: list[torch.Tensor]) -> list[tuple[float, ...]]:
+    """Tensors of one number or none, each as a tuple, copied to the host at once for each dtype."""
+    found: list[tuple[float, ...]] = [()] * len(numbers)
+    for dtype in {x.dtype for x in numbers}:
+        places = [n for n, x in enumerate(numbers) if x.dtype == dtype and len(x)]
+        values = torch.cat([numbers[n] for n in places]).tolist() if places else []
+        for n, value in zip(places, values, strict=True):
+            found[n] = (value,)
+    return found
+
+
 def _numbers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """A model's parameters and packed buffers by name; offloaded ones a module at a time."""
     names = {name for name, _ in model.named_parameters()}

@@ -10,6 +10,7 @@ from kvfold.compression.documents import calibration_documents, shares
 from kvfold.compression.progress import Report
 from kvfold.compression.self_text import write
 from kvfold.errors import SettingError
+from kvfold.models.rotary import position_limit
 from kvfold.text import (
     CHARACTERS_PER_TOKEN,
     check_ids,
@@ -115,4 +116,4 @@ def check_tokens(config: Any, max_tokens: int) -> None:
 
 def window_length(config: Any) -> int:
     """Tokens of a window for a model of this config."""
-    return min(CALIBRATION_WINDOW, config.get_text_config().max_position_embeddings)
+    return min(CALIBRATION_WINDOW, position_limit(config) or CALIBRATION_WINDOW)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvfold.models.adapter import Family
-from kvfold.models.rotary import LONG_ROPE, rope_type
+from kvfold.models.rotary import LONG_ROPE, position_limit, rope_type
 
 _GOLDEN = (5**0.5 - 1) / 2
 
@@ -50,7 +50,7 @@ def shifting(family: type[Family], *models: Any) -> Iterator[Shift]:
     config = models[0].config
     rotaries = {id(x): x for model in models for x in family.rotaries(model)}
     fixed = not rotaries or rope_type(config) in LONG_ROPE
-    shift = Shift(0 if fixed else config.get_text_config().max_position_embeddings)
+    shift = Shift(0 if fixed else position_limit(config) or 0)
     hooks = [x.register_forward_pre_hook(shift, with_kwargs=True) for x in rotaries.values()]
     try:
         yield shift

@@ -30,6 +30,7 @@ from kvfold.engine.stream import Answer, Stream
 from kvfold.engine.trial import check_start
 from kvfold.errors import SettingError, renamed
 from kvfold.loading import check_loaded, load, load_config, load_tokenizer
+from kvfold.models.rotary import position_limit
 from kvfold.seam.layers import learns_prompt, unwrapped
 from kvfold.seam.named import named
 from kvfold.seam.sidecar import Sidecar
@@ -41,7 +42,7 @@ from kvfold.text import (
     render_chat,
     surely_longer,
 )
-from kvfold.weights import fingerprint
+from kvfold.weights import Unchanged, fingerprint
 
 # Settings that say how rows are stored, of a CacheConfig.
 STORED = ("page", "bits", "zeros", "sub_group", "rotate", "format", "evict")
@@ -116,21 +117,18 @@ class LLM:
             check_loaded(model, device, dtype)
         self.tokenizer = tokenizer
         self._fingerprint = fingerprint(model)
-        limit = model.config.get_text_config().max_position_embeddings
-        if max_tokens is not None and not 0 < max_tokens <= limit:
-            raise ValueError(
-                f"max_tokens must be in 1..{limit}, the model's positions; got {max_tokens}"
-            )
+        max_tokens = _most_tokens(model.config, max_tokens)
         self.runner = build_runner(
             model,
             self.cache,
             num_slots=max_sequences,
-            max_tokens=max_tokens or limit,
+            max_tokens=max_tokens,
             seed=seed,
             owned=owned,
             tokenizer=tokenizer,
             maps=beside,
         )
+        self._unchanged = None if owned else Unchanged(model)
         self.runner.warm_up()
         check_start(self.runner)
         self.model = self.runner.model
@@ -271,6 +269,7 @@ class LLM:
     ) -> tuple[Request, Answer]:
         """A request, checked, and how it is read: as it comes, or as a whole. For drivers."""
         check_params(sampling, cache)
+        self._check_weights()
         ids, sampling = self._behind(context, prompt), sampling or SamplingParams()
         names = "stop_token_ids, allowed_token_ids, bad_words and logit_bias"
         self._check_ids(names, sampling.named_tokens)
@@ -293,6 +292,16 @@ class LLM:
         """Of texts that keep to a schema. Raises SettingError where there can be none."""
         vocab = self.model.get_output_embeddings().weight.shape[0]
         return Grammars(self.tokenizer, vocab, self.engine.eos_ids)
+
+    def _check_weights(self) -> None:
+        """Raises SettingError where the owner of a loaded model has changed it: attention would go
+        on with copies of what it was, all else with what it is."""
+        changed = self._unchanged and self._unchanged.first()
+        if changed:
+            raise SettingError(
+                f"`model`: {changed} has changed since this LLM was made, which serves a copy of"
+                " some weights and shares others: make a new LLM of the model, or change a copy"
+            )
 
     def _bad_ids(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Of bad words, as a text begins with them and as they follow other words."""
@@ -407,6 +416,23 @@ def _cache(settings: dict[str, Any]) -> CacheConfig:
         legal = ", ".join(known)
         raise ValueError(f"unknown settings: {', '.join(sorted(unknown))}; of the cache: {legal}")
     return CacheConfig(**settings)
+
+
+def _most_tokens(config: Any, wanted: int | None) -> int:
+    """The longest request: `wanted`, or the model's positions. Raises ValueError for more than
+    these, and for none where the model states none."""
+    limit = position_limit(config)
+    if wanted is None:
+        if limit is not None:
+            return limit
+        raise SettingError(
+            f"`max_tokens` must be set: model type {config.model_type!r} states no number of"
+            " positions"
+        )
+    if not 0 < wanted <= (limit or wanted):
+        legal = "at least 1" if limit is None else f"in 1..{limit}, the model's positions"
+        raise ValueError(f"max_tokens must be {legal}; got {wanted}")
+    return wanted
 
 
 def _eos_ids(model: Any) -> list[int]:

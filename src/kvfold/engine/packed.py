@@ -178,7 +178,7 @@ def _reported(report: Mapping[str, Any]) -> bool:
     """Whether `summary` can say what a report says."""
     size, losses = report.get("full_bytes"), [report.get("loss"), report.get("full_loss")]
     known = losses if losses[0] is not None else []
-    numbers = all(isinstance(x, int | float) for x in known)
+    numbers = all(isinstance(x, int | float) and abs(x) < 1e9 for x in known)
     return numbers and isinstance(size, int) and 0 < size < 2**63
 
 

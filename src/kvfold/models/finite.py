@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvfold.models.families import family_of
 from kvfold.models.placed import input_device
+from kvfold.models.rotary import position_limit
 from kvfold.weights import check_finite
 
 PROBE = 64  # tokens of a short forward: scores of a few may overflow and leave no trace
@@ -69,7 +70,7 @@ def check_outputs(model: Any) -> None:
     """One short forward pass of a model in transformers, in the dtype that it has. Raises
     ValueError naming the first part whose outputs are not finite, or the parameter at fault."""
     vocabulary = model.get_input_embeddings().num_embeddings
-    count = min(PROBE, model.config.get_text_config().max_position_embeddings)
+    count = min(PROBE, position_limit(model.config) or PROBE)
     ids = torch.tensor([probe_ids(vocabulary, count)], device=input_device(model))
     if bool(rows_are_finite(model(input_ids=ids, use_cache=False).logits).all()):
         return

@@ -1,5 +1,6 @@
 """GPT-NeoX and Pythia: q, k, v interleaved per head, partial rotary, biases."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -27,6 +28,11 @@ class GPTNeoXFamily(Family):
     folded: ClassVar = {"gpt_neox": FoldedGPTNeoX}
     attention_name = "attention"
     plain_weight = "query_key_value.weight"
+
+    @classmethod
+    def geometry(cls, config: Any) -> Geometry:
+        """transformers reads no `num_key_value_heads` of such a config, where one has it."""
+        return replace(super().geometry(config), num_kv_heads=config.num_attention_heads)
 
     @classmethod
     def layers(cls, model: Any) -> Any:

@@ -13,6 +13,11 @@ def check_weights(model: Any, family: type[Family]) -> None:
     """Raises SettingError for a model whose attention does more than its weights say: by an
     adapter, quantised weights, hooks, or weights that are elsewhere."""
     for index, attention in enumerate(family.attentions(model)):
+        if not getattr(attention, "is_causal", True):
+            raise SettingError(
+                f"layer {index}, {family.attention_name} lets tokens see those that follow them:"
+                " use kvfold.attach and transformers"
+            )
         for name, module in attention.named_modules():
             where = f"{family.attention_name}.{name}".rstrip(".")
             if why := _reason(module, name):

@@ -10,6 +10,12 @@ from kvfold.ops.common.attention import Tables
 LONG_ROPE = ("dynamic", "longrope")  # tables that depend on the longest sequence of a batch
 
 
+def position_limit(config: Any) -> int | None:
+    """Positions of a causal LM; None where its config states none, as with ALiBi."""
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit
+
+
 def rope_type(config: Any) -> str:
     """How a model's RoPE is scaled, in transformers' words."""
     return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")

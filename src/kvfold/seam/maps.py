@@ -68,6 +68,30 @@ class Maps:
         """Numbers of a key."""
         return self.key_down.shape[1]
 
+    def check(self) -> None:
+        """Raises ValueError for tensors whose shapes do not belong together, and for numbers that
+        are not finite."""
+        for name in self.names:
+            if not bool(getattr(self, name).isfinite().all()):
+                raise ValueError(f"{name} holds NaN or infinite numbers")
+        if self.value_mean.dim() != 2 or len(self.value_mean) != self.num_heads:
+            has = list(self.value_mean.shape)
+            raise ValueError(f"value_mean is {has}: no mean of each of {self.num_heads} KV heads")
+        sides = (("key", self._key_numbers), ("value", self.value_mean.numel()))
+        for side, numbers in sides:
+            down, up, shift = (getattr(self, f"{side}_{x}") for x in ("down", "up", "shift"))
+            whole = down.dim() == 3 and down.shape[0] * down.shape[1] == numbers
+            if not whole or up.shape != down.shape or shift.shape != (*down.shape[::2],):
+                shapes = ", ".join(str(list(x.shape)) for x in (down, up, shift))
+                raise ValueError(
+                    f"{side}_down, _up and _shift are {shapes}: no maps of {numbers} numbers"
+                )
+
+    @property
+    def _key_numbers(self) -> int:
+        """Of the keys of all heads."""
+        return self.key_down.shape[:2].numel()
+
     def tensors(self) -> dict[str, Tensor]:
         """All that there is to save."""
         return {name: getattr(self, name) for name in self.names}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import SettingError
+from kvfold.models.rotary import position_limit
 from kvfold.seam.family import check_alike, seam_family
 from kvfold.seam.layers import SeamLayer, check_layers, seam_layers
 from kvfold.seam.maps import Maps
@@ -56,8 +57,7 @@ def measured_means(model: Any) -> list[Means]:
 
 
 def _asked(model: Any) -> list[SeamLayer]:
-    limit = model.config.get_text_config().max_position_embeddings
-    return seam_layers(model, mean_positions(limit))
+    return seam_layers(model, mean_positions(position_limit(model.config) or SPAN))
 
 
 def _means(layer: SeamLayer) -> Means:

@@ -71,6 +71,20 @@ class RopeMaps(Maps):
     def head_dim(self) -> int:
         return self.key_mean.shape[1]
 
+    def check(self) -> None:
+        super().check()
+        angles, order = self.rotation.inv_freq, self.rotation.order
+        if angles.dim() != 1 or not bool(angles.isfinite().all()):
+            raise ValueError("inv_freq is no row of finite numbers")
+        if order.dim() != 1 or sorted(order.tolist()) != list(range(self.head_dim)):
+            raise ValueError(f"order is no order of {self.head_dim} numbers")
+        if 2 * len(angles) > self.head_dim:
+            raise ValueError(f"inv_freq has {len(angles)} angles for keys of {self.head_dim}")
+
+    @property
+    def _key_numbers(self) -> int:
+        return self.key_mean.numel()
+
     @property
     def stored_shape(self) -> tuple[int, int, int]:
         keys, values, count = super().stored_shape

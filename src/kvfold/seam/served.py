@@ -117,6 +117,11 @@ def check_servable(model: Any, layers: Sequence[SeamLayer]) -> None:
             " transformers"
         )
     for layer in layers:
+        if not getattr(layer.module, "is_causal", True):
+            raise SettingError(
+                f"{layer.name} lets tokens see those that follow them, which the engine does not:"
+                " use kvfold.attach and transformers"
+            )
         if layer.source != layer.name:
             raise SettingError(
                 f"{layer.name} reads the keys and values of {layer.source}, which the engine does"

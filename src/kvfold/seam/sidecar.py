@@ -113,8 +113,18 @@ class Sidecar:
             layers = dict(zip(plan["layers"], spec.layers, strict=True))
             tensors = {x: tensor.float() for x, tensor in load_file(folder / TENSORS).items()}
             maps = {name: _maps(name, layer, tensors) for name, layer in layers.items()}
-            return cls(maps=maps, spec=spec, base=plan["base"], provenance=plan["provenance"])
-        except (KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
+            made = cls(maps=maps, spec=spec, base=plan["base"], provenance=plan["provenance"])
+            made.readme()  # which reads what `provenance` says
+            return made
+        except (
+            AttributeError,
+            IndexError,
+            KeyError,
+            TypeError,
+            ValueError,
+            OSError,
+            SafetensorError,
+        ) as error:
             raise _damaged(name, error) from None
 
     def check_config(self, config: Any) -> None:
@@ -237,12 +247,20 @@ def _damaged(name: Path | str, why: object) -> SettingError:
 
 
 def _maps(name: str, layer: LayerSpec, tensors: Mapping[str, Tensor]) -> Maps:
-    """The maps of a layer of this name among all tensors."""
-    if layer.keys != "pre_rope":
-        return Maps(**{x: tensors[f"{name}.{x}"] for x in Maps.names})
-    rotation = Rotation(tensors[f"{name}.inv_freq"], tensors[f"{name}.order"].long())
-    own = {x: tensors[f"{name}.{x}"] for x in RopeMaps.names}
-    return RopeMaps(**own, rotation=rotation, joint=layer.latents[0].side == "kv")
+    """The maps of a layer of this name among all tensors. Raises KeyError for a tensor that is
+    missing, ValueError for those that do not fit each other."""
+    before_rope = layer.keys == "pre_rope"
+    parts = {x: tensors[f"{name}.{x}"] for x in (RopeMaps if before_rope else Maps).names}
+    if before_rope:
+        rotation = Rotation(tensors[f"{name}.inv_freq"], tensors[f"{name}.order"].long())
+        maps: Maps = RopeMaps(**parts, rotation=rotation, joint=layer.latents[0].side == "kv")
+    else:
+        maps = Maps(**parts)
+    try:
+        maps.check()
+    except (IndexError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
+    return maps
 
 
 def probes(keys: Tensor, values: Tensor) -> Tensor:
