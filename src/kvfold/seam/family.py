@@ -105,7 +105,7 @@ class SeamFamily(Family):
         base, flat = decoder_of(model), hidden.reshape(1, -1, hidden.shape[-1])
         with replaced_forward(base, lambda *_, **__: _Hidden(flat)):
             found: Tensor = model(inputs_embeds=flat, use_cache=False).logits
-        return found.view(*hidden.shape[:-1], -1)
+        return found.view(*hidden.shape[:-1], found.shape[-1])
 
 
 class _Hidden:
