@@ -19,7 +19,7 @@ from test_seam import EXPANDED
 from test_sidecar import bytes_tokenizer
 
 KINDS = ("llama", "qwen3_moe", "gemma3_text", "phi3", "cohere2", "olmo2", "glm", "gemma2", "gpt2")
-KINDS += ("smollm3", "granitemoe", "mixtral", "stablelm", "exaone4")
+KINDS += ("smollm3", "granitemoe", "mixtral", "stablelm", "exaone4", "opt")
 PROMPT, STEPS = 21, 4
 # Types that the engine refuses by name, and why: in these words.
 RECURRENT, UNLIKE, SHARED, CHUNKED = (
