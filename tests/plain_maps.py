@@ -1,4 +1,4 @@
-"""The reference of the differential fuzzer: an original model with maps applied in the plainest way.
+"""The reference of the differential fuzzer: an original model with maps, applied plainly.
 
 Attention gets all tokens of a sequence at once. Keys and values are projected by
 mean + up down^T (x - mean), keys before RoPE between two rotations, and softmax is taken over the
@@ -96,6 +96,7 @@ class Reference:
 
     def __init__(self, model: PreTrainedModel, modules: list[Any], plans: list[LayerPlan]) -> None:
         self.model, self.visible = model, None
+        self.weights: list[Tensor] = []  # of every layer of the last forward [B, Hq, T, T]
         for module, plan in zip(modules, plans, strict=True):
             module.__dict__[PLAN] = self, plan
         for x in model.modules():
@@ -106,7 +107,7 @@ class Reference:
     def logits(self, ids: Tensor, positions: Tensor | None, visible: Tensor, **more: Any) -> Tensor:
         """Logits [B, T, V] of tokens at positions [B, T] that see others as visible bool [B, T, T]
         and the windows of layers say; None: where the model puts them itself."""
-        self.visible = visible
+        self.visible, self.weights = visible, []
         try:
             places = {} if positions is None else {"position_ids": positions}
             return self.model(ids, use_cache=False, **places, **more).logits
@@ -143,6 +144,7 @@ def _attention(
         sinks = s_aux.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sinks), -1)
     weights = scores.softmax(-1).nan_to_num(0.0)[..., :tokens]  # of padding, which sees nothing
+    reference.weights.append(weights)
     return (weights @ value).transpose(1, 2).to(query.dtype), None
 
 

@@ -62,6 +62,7 @@ class Feed:
     mask: str  # "none" where that is possible, "2d", "bool", "float"
     hide: bool
     embeds: bool
+    weights: bool
     seed: int
 
 
@@ -84,6 +85,7 @@ feeds = st.builds(
     mask=st.sampled_from(["none", "2d", "bool", "float"]),
     hide=st.sampled_from([False, False, False, True]),
     embeds=st.sampled_from([False, False, False, True]),
+    weights=st.sampled_from([False, False, False, True]),
     seed=seeds,
 )
 changes = st.builds(Change, what=st.sampled_from(CHANGES), seed=seeds)
@@ -205,8 +207,8 @@ class Session:
         rows, mask = self._rows(step, seen, places, count, random)
         default = torch.arange(tape.length, tape.length + count).expand(tape.batch, -1)
         tape.append(ids, default if places is None else places.expand(tape.batch, -1), seen, rows)
-        logits = self._forward(ids, places, mask, step.embeds)
-        self._compare(logits, count)
+        out = self._forward(ids, places, mask, step)
+        self._compare(out, count)
 
     def _kept(self, step: Feed, random: torch.Generator) -> Tensor:
         """Which earlier tokens are still seen."""
@@ -224,9 +226,7 @@ class Session:
             seen = torch.arange(count) >= padded
         return seen.flip(1) if pads == "right" else seen
 
-    def _places(
-        self, how: str, seen: Tensor, count: int, random: torch.Generator
-    ) -> Tensor | None:
+    def _places(self, how: str, seen: Tensor, count: int, random: torch.Generator) -> Tensor | None:
         """position_ids [1 or B, T]; None: none are given."""
         slots = torch.arange(count) + self.tape.length
         if how == "default" or self.kind == "opt":
@@ -251,7 +251,7 @@ class Session:
         self, step: Feed, seen: Tensor, places: Tensor | None, count: int, random: torch.Generator
     ) -> tuple[Tensor, Tensor | None]:
         """What the new tokens see [B, T, S + T], and the mask that says so."""
-        batch, length = seen.shape
+        length = seen.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool).tril()[-count:]
         rows = causal & seen[:, None]
         by_hand = step.mask in ("bool", "float") and not self.windows
@@ -263,10 +263,8 @@ class Session:
             return rows, None
         return rows, seen.long()
 
-    def _by_hand(
-        self, how: str, rows: Tensor, random: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """A mask [B, 1, T, S] as of a tree: tokens see some of those before them, and themselves."""
+    def _by_hand(self, how: str, rows: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        """A mask [B, 1, T, S] as of a tree: tokens see themselves and some of those before."""
         count, length = rows.shape[1:]
         itself = torch.eye(length, dtype=torch.bool)[-count:]
         rows = rows & (torch.rand(rows.shape, generator=random) < 0.7) | itself
@@ -278,9 +276,7 @@ class Session:
         return rows, mask
 
     @torch.no_grad()
-    def _forward(
-        self, ids: Tensor, places: Tensor | None, mask: Tensor | None, embeds: bool
-    ) -> Tensor:
+    def _forward(self, ids: Tensor, places: Tensor | None, mask: Tensor | None, step: Feed) -> Any:
         more: dict[str, Any] = {"use_cache": self.case.cache != "none"}
         if places is not None:
             more["position_ids"] = places
@@ -288,17 +284,19 @@ class Session:
             more["attention_mask"] = mask
         if self.cache is not None:
             more[CACHE] = self.cache
-        if embeds:
+        if step.weights and self.attention == "eager":
+            more["output_attentions"] = True
+        if step.embeds:
             more["inputs_embeds"] = self.model.get_input_embeddings()(ids)
         else:
             more["input_ids"] = ids
         out = self.model(**more)
         if self.case.cache == "model's own":
             self.cache = out[CACHE]
-        return out.logits
+        return out
 
-    def _compare(self, logits: Tensor, count: int) -> None:
-        tape = self.tape
+    def _compare(self, out: Any, count: int) -> None:
+        tape, logits = self.tape, out.logits
         more, places = {}, tape.places
         if self.kind == "opt":
             more, places = {"attention_mask": tape.seen.long()}, None
@@ -309,6 +307,17 @@ class Session:
             limit = allowed(self.case.subject, wanted[valid])
             worst[0] = max(worst[0], float(apart.max()) / limit)
             assert apart.max() <= limit, f"{float(apart.max()):.3g} apart, {limit:.3g} allowed"
+        for got, whole in zip(out.get("attentions") or (), self.reference.weights, strict=False):
+            self._compare_weights(got, whole[:, :, -count:].float(), valid)
+
+    def _compare_weights(self, got: Tensor, wanted: Tensor, valid: Tensor) -> None:
+        """Of the tokens [B, Hq, T, S] that the cache still has, or has room for."""
+        size = min(got.shape[3], wanted.shape[3])
+        if self.case.cache == "static":
+            got, wanted = got[..., :size], wanted[..., :size]
+        got, wanted = got[..., -size:], wanted[..., -size:]
+        apart = (got - wanted).transpose(1, 2)[valid].abs()
+        assert not apart.numel() or apart.max() <= allowed(self.case.subject, apart), "weights"
 
     # -- changes ----------------------------------------------------------------------------
 
@@ -359,7 +368,7 @@ class Session:
         """Another continuation, from a copy."""
         before = self.tape, self.cache
         self.tape, self.cache = copy.deepcopy(before)
-        about = {"pads": "none", "mask": "none", "hide": False, "embeds": False}
+        about = {"pads": "none", "mask": "none", "hide": False, "embeds": False, "weights": False}
         self.feed(Feed(count=1 + seed % 5, places="default", seed=seed, **about))
         self.tape, self.cache = before
 
@@ -518,8 +527,10 @@ class Generation:
             assert apart <= limit, f"scores of beams are {float(apart):.3g} apart"
             return out
         length = max(x.shape[1] for x in (out.sequences, wanted.sequences))
-        both = (torch.nn.functional.pad(x.sequences, (0, length - x.sequences.shape[1])) for x in
-                (out, wanted))
+        both = (
+            torch.nn.functional.pad(x.sequences, (0, length - x.sequences.shape[1]))
+            for x in (out, wanted)
+        )
         for row, (tokens, others) in enumerate(zip(*both, strict=True)):
             if torch.equal(tokens, others):
                 continue
@@ -580,7 +591,8 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCase:
-    """pages: in the pool, beyond what the longest request needs; None: enough for all."""
+    """pages: in the pool, beyond what the longest request needs; None: enough for all. headroom:
+    tokens for which running requests have pages before another one starts."""
 
     subject: SubjectCase
     requests: tuple[Asked, ...]
@@ -588,6 +600,7 @@ class EngineCase:
     chunk: int
     most: int
     pages: int | None
+    headroom: int
     seed: int
 
 
@@ -607,6 +620,7 @@ engines = st.builds(
     chunk=st.sampled_from([64, 1, 5, 16]),
     most=st.sampled_from([4, 1, 2, 8]),
     pages=st.sampled_from([None, 0, 2]),
+    headroom=st.sampled_from([32, 0, 2]),
     seed=seeds,
 )
 LONGEST_SERVED = 48
@@ -616,6 +630,7 @@ def check_engine(case: EngineCase) -> None:
     llm = _engine(case)
     if llm is None:
         return
+    llm.engine.scheduler.headroom = case.headroom
     random = torch.Generator().manual_seed(case.seed)
     shared = torch.randint(3, VOCABULARY, (24,), generator=random)
     prompts, outputs, ids = {}, {}, {}
@@ -698,7 +713,6 @@ def explored(first: int, examples: int, cases: Any, check: Any) -> None:
         derandomize=False,
         print_blob=True,
         report_multiple_bugs=False,
-        
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink],
     )
@@ -709,19 +723,56 @@ def explored(first: int, examples: int, cases: Any, check: Any) -> None:
     run()
 
 
-KINDS = {
-    "sessions": (sessions, unless_of_transformers(check_session, session_is_of_transformers)),
-    "generate": (
-        generations,
-        unless_of_transformers(check_generation, generation_is_of_transformers),
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """cases: a strategy; check: raises an error for a wrong one; few, many: examples in a short
+    run, and in each round of a long one."""
+
+    cases: Any
+    check: Any
+    few: int
+    many: int
+
+
+PARTS = {
+    "sessions": Part(
+        cases=sessions,
+        check=unless_of_transformers(check_session, session_is_of_transformers),
+        few=40,
+        many=60,
     ),
-    "engine": (engines, check_engine),
+    "generate": Part(
+        cases=generations,
+        check=unless_of_transformers(check_generation, generation_is_of_transformers),
+        few=15,
+        many=40,
+    ),
+    "engine": Part(cases=engines, check=check_engine, few=4, many=15),
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", PARTS)
 def test_a_few(name: str) -> None:
-    explored(0, 20, *KINDS[name])
+    part = PARTS[name]
+    explored(0, part.few, part.cases, part.check)
+
+
+def test_the_reference_is_the_original() -> None:
+    def check(case: SessionCase) -> None:
+        model = copy.deepcopy(case.subject.model.model)
+        Session(case, model, case.subject.original, False).run()
+
+    explored(1, 15, sessions, check)
+
+
+def test_wrong_maps_are_noticed() -> None:
+    """Of a model that stores other numbers than its reference does."""
+
+    def check(case: SessionCase) -> None:
+        Session(case, case.subject.subject, case.subject.original, False).run()
+
+    with pytest.raises(AssertionError, match="apart"):
+        explored(2, 15, sessions, check)
 
 
 @pytest.mark.slow
@@ -730,7 +781,7 @@ def test_for_a_while() -> None:
     first = int(os.environ.get("KVFOLD_FUZZ_SEED", str(time.time_ns() // 10**9)))
     end, number = time.monotonic() + seconds, first
     while time.monotonic() < end:
-        for name, (cases, check) in KINDS.items():
-            print(f"{name}: KVFOLD_FUZZ_SEED={number} {dict(counts)} worst {worst[0]:.3f}", flush=True)
-            explored(number, 50, cases, check)
+        for name, part in PARTS.items():
+            print(f"KVFOLD_FUZZ_SEED={number}, {name}, worst {worst[0]:.3f}, {dict(counts)}")
+            explored(number, part.many, part.cases, part.check)
         number += 1
