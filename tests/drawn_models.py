@@ -224,6 +224,9 @@ class SubjectCase:
                 width = size * d * len(side)
                 share = case.ranks[len(latents) % len(case.ranks)]
                 rank = -(-width * share // 8)
+                last = side != "k" and i + size == heads
+                if last and not any(x.rank for x in latents):
+                    rank = max(1, rank)  # a layer stores something
                 about = torch.randn(width, generator=random, dtype=torch.float64)
                 capped = model.kind == "gemma2" and case.keys != "pre_rope"
                 if (model.has_sinks or capped) and side == "k":

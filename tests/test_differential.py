@@ -261,7 +261,7 @@ class Session:
             if self.case.cache == "none" and places is not None:
                 rows = rows & _same_document(places)
             return rows, None
-        return rows, seen.long()
+        return rows, seen.to((torch.long, torch.bool, torch.float32)[step.seed % 3])
 
     def _by_hand(self, how: str, rows: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
         """A mask [B, 1, T, S] as of a tree: tokens see themselves and some of those before."""
@@ -279,7 +279,7 @@ class Session:
     def _forward(self, ids: Tensor, places: Tensor | None, mask: Tensor | None, step: Feed) -> Any:
         more: dict[str, Any] = {"use_cache": self.case.cache != "none"}
         if places is not None:
-            more["position_ids"] = places
+            more["position_ids"] = places.int() if step.seed % 5 == 0 else places
         if mask is not None:
             more["attention_mask"] = mask
         if self.cache is not None:
@@ -307,6 +307,8 @@ class Session:
             limit = allowed(self.case.subject, wanted[valid])
             worst[0] = max(worst[0], float(apart.max()) / limit)
             assert apart.max() <= limit, f"{float(apart.max()):.3g} apart, {limit:.3g} allowed"
+        if self.case.cache == "static" and self.windows:
+            return  # whose weights begin at another token in each step
         for got, whole in zip(out.get("attentions") or (), self.reference.weights, strict=False):
             self._compare_weights(got, whole[:, :, -count:].float(), valid)
 
