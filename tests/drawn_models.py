@@ -114,8 +114,8 @@ class ModelCase:
             "attn_implementation": "eager" if self.eager or self.kind in EAGER else "sdpa",
         }
         if self.kind == "opt":
-            own = {"ffn_dim": 32, "word_embed_proj_dim": self.hidden, "dropout": 0.0}
-            return hf.OPTConfig(**about, **own)
+            sizes = {"ffn_dim": 32, "word_embed_proj_dim": self.hidden}
+            return hf.OPTConfig(**about, **sizes, dropout=0.0)
         if self.kind == "gpt2":
             return hf.GPT2Config(**about)  # which knows these names too
         about |= {
@@ -180,8 +180,8 @@ class ModelCase:
 
 def attentions(model: Any) -> dict[str, Any]:
     """The modules that call attention, by name."""
-    each = model.named_modules()
-    return {name: x for name, x in each if type(x).__name__.endswith("Attention")}
+    modules = model.named_modules()
+    return {name: x for name, x in modules if type(x).__name__.endswith("Attention")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +209,8 @@ class SubjectCase:
     @cached_property
     def plans(self) -> list[LayerPlan]:
         random = torch.Generator().manual_seed(self.seed)
-        each = zip(self.layers, self.model.ropes, self.model.windows, strict=True)
-        return [self._plan(*x, random) for x in each]
+        layers = zip(self.layers, self.model.ropes, self.model.windows, strict=True)
+        return [self._plan(*x, random) for x in layers]
 
     def _plan(
         self, case: LayerCase, rope: Rope | None, window: int | None, random: torch.Generator
@@ -254,9 +254,8 @@ class SubjectCase:
     def original(self) -> Reference:
         """The original as it is, computed as plainly."""
         model = copy.deepcopy(self.model.model)
-        each = zip(self.plans, self.layers, strict=True)
         plain = plain_layer(geometry_of(self.model))
-        plans = [LayerPlan(plain, (), x.rope, x.window) for x, _ in each]
+        plans = [LayerPlan(plain, (), x.rope, x.window) for x in self.plans]
         return Reference(model, list(attentions(model).values()), plans)
 
     def engine(self, **settings: Any) -> kvfold.LLM:

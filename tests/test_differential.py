@@ -202,7 +202,7 @@ class Session:
         if not count:
             return
         ids = torch.randint(3, VOCABULARY, (tape.batch, count), generator=random)
-        seen = torch.cat((self._kept(step, random), self._pads(step.pads, count, random)), 1)
+        seen = torch.cat((self._still_seen(step, random), self._pads(step.pads, count, random)), 1)
         places = self._places(step.places, seen, count, random)
         rows, mask = self._rows(step, seen, places, count, random)
         default = torch.arange(tape.length, tape.length + count).expand(tape.batch, -1)
@@ -210,7 +210,7 @@ class Session:
         out = self._forward(ids, places, mask, step)
         self._compare(out, count)
 
-    def _kept(self, step: Feed, random: torch.Generator) -> Tensor:
+    def _still_seen(self, step: Feed, random: torch.Generator) -> Tensor:
         """Which earlier tokens are still seen."""
         seen = self.tape.seen
         if step.hide and self.kind != "opt":
