@@ -20,7 +20,7 @@ from test_seam import EXPANDED
 from test_sidecar import bytes_tokenizer
 
 KINDS = ("llama", "qwen3_moe", "gemma3_text", "phi3", "cohere2", "olmo2", "glm", "gemma2", "gpt2")
-KINDS += ("smollm3", "granitemoe", "mixtral", "stablelm", "exaone4")
+KINDS += ("smollm3", "granitemoe", "mixtral", "stablelm", "exaone4", "opt")
 PROMPT, STEPS = 21, 4
 # Types that the engine refuses by name, and why: in these words.
 RECURRENT, UNLIKE, SHARED, CHUNKED = (
@@ -127,6 +127,19 @@ def test_requests_run_together_and_share_prefixes(tmp_path) -> None:
     together = llm.generate(prompts, wanted)
     alone = [llm.generate([x], wanted)[0] for x in prompts]
     assert [x.token_ids for x in together] == [x.token_ids for x in alone]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "cohere2"])
+def test_a_prompt_may_be_longer_than_a_chunk(name: str, tmp_path) -> None:
+    """Steps of its first tokens alone choose nothing."""
+    model, made = compressed(name, 0.5, tmp_path)
+    prompt = torch.randint(3, 127, (40,)).tolist()
+    answers = []
+    for chunk in (7, 64):
+        llm = kvfold.LLM(model, maps=made, max_sequences=2, max_tokens=64, chunk=chunk)
+        answers += llm.generate([prompt], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    assert answers[0].error is None
+    assert answers[0].token_ids == answers[1].token_ids
 
 
 @pytest.mark.parametrize(

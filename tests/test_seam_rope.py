@@ -282,6 +282,24 @@ def test_caches_and_none_give_the_same_at_half_rank(settings, few) -> None:
     assert torch.equal(generated(model, few, **settings), generated(model, few, **without))
 
 
+def test_a_static_cache_of_fewer_latents_of_keys_than_of_values(few) -> None:
+    """As of recipes whose keys share a latent and whose values do not."""
+    model = tiny("llama")
+    layers = seam_layers(model)
+    heads, d = layers[0].num_kv_heads, layers[0].head_dim
+    whole, head = (LatentMaps(x, x, x[0] * 0) for x in (torch.eye(heads * d), torch.eye(d)))
+    latents = [Latent(side="k", heads=tuple(range(heads)), rank=heads * d)]
+    latents += [Latent(side="v", heads=(i,), rank=d) for i in range(heads)]
+    spec = LayerSpec(keys="pre_rope", values="rebuilt", latents=tuple(latents))
+    wanted = generated(model, few)
+    maps = {
+        name: RopeMaps.before_rope(spec, [whole] + [head] * heads, rotation)
+        for name, rotation in find_rotations(model, layers).items()
+    }
+    bind(model, layers, maps)
+    assert torch.equal(generated(model, few, cache_implementation="static"), wanted)
+
+
 def test_speculation_crops_what_is_stored(few) -> None:
     model = tiny("llama")
     one = few[:1].repeat(1, 2)

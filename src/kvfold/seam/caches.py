@@ -66,6 +66,7 @@ def _make_room(cache: Any, index: int, key: Tensor, value: Tensor) -> None:
     """Allocate a layer of a fixed size, which takes keys and values to have as many heads."""
     if index < len(cache.layers) and isinstance(layer := cache.layers[index], StaticLayer):
         layer.lazy_initialization(key, value)
-        layer.values = torch.zeros_like(layer.values[:, : value.shape[1]])  # type: ignore[index]
+        shape = (*value.shape[:2], layer.max_cache_len, value.shape[3])
+        layer.values = value.new_zeros(shape)
         if not torch.compiler.is_compiling():
             torch._dynamo.mark_static_address(layer.values)

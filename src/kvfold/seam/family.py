@@ -101,11 +101,17 @@ class SeamFamily(Family):
 
     @classmethod
     def logits(cls, model: Any, hidden: Tensor) -> Tensor:
-        """By the model's own forward, in which its base gives these hidden states."""
-        base, flat = decoder_of(model), hidden.reshape(1, -1, hidden.shape[-1])
-        with replaced_forward(base, lambda *_, **__: _Hidden(flat)):
+        """By the model's own forward, in which its base gives these hidden states; that of OPT
+        calls the decoder inside its base."""
+        flat = hidden.reshape(1, -1, hidden.shape[-1])
+
+        def hidden_states(*_: Any, **__: Any) -> _Hidden:
+            return _Hidden(flat)
+
+        base, inner = decoder_of(model), model.get_decoder()
+        with replaced_forward(base, hidden_states), replaced_forward(inner, hidden_states):
             found: Tensor = model(inputs_embeds=flat, use_cache=False).logits
-        return found.view(*hidden.shape[:-1], -1)
+        return found.view(*hidden.shape[:-1], found.shape[-1])
 
 
 class _Hidden:
