@@ -32,6 +32,9 @@ DEFAULT = "NVIDIA H200"  # whose coefficients serve where a device has none
 BATCH, CONTEXT = 64, 8192  # of a step, where none are stated
 PIECE = 64  # most 16-bit words of a row that kernels read at a time, where they do by pieces
 ONE_PASS = 4096  # rows from which on Hopper reads them in one pass: `ops.one_pass.ROWS`
+TIMED_HEADS = (
+    8  # KV heads of all layers that were timed in two passes; with 2 they took twice as long
+)
 BYTES = "bytes"  # of `attention_work`: no work that adds up, but the least that it takes
 ON_CHIP = 256  # numbers of a key latent whose maps kernels hold on chip
 
@@ -57,7 +60,7 @@ class Load:
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """A step's milliseconds. device: whose coefficients; estimated: whether rows are read by
-    kernels that were not timed for the table."""
+    kernels that were not timed for the table, or not with as many KV heads."""
 
     ms: float
     device: str
@@ -132,7 +135,8 @@ def predict(
     ]
     attention = sum(map(table.attention_us, work))
     us = table.step_us(step_bytes(config, spec), attention, len(work), load.batch)
-    estimated = any(each.get(x) for each in work for x in table.estimated)
+    unlike = not one_pass and spec.geometry.num_kv_heads != TIMED_HEADS
+    estimated = unlike or any(each.get(x) for each in work for x in table.estimated)
     return Prediction(ms=us / 1e3, device=name, estimated=estimated)
 
 
