@@ -5,10 +5,15 @@ from kvfold.cli.main import main
 PROGRESS = ("loading ", "calibrating on ")  # what a command says of work that takes long
 
 
+def without_progress(err: str) -> list[str]:
+    """The lines of a command's stderr beside progress."""
+    return [line for line in err.splitlines() if not line.startswith(PROGRESS)]
+
+
 def refused(capsys, *arguments) -> str:
     """The one line on stderr, beside progress, of a command that must end with code 2."""
     capsys.readouterr()
     assert main([str(argument) for argument in arguments]) == 2
-    lines = [x for x in capsys.readouterr().err.splitlines() if not x.startswith(PROGRESS)]
+    lines = without_progress(capsys.readouterr().err)
     assert len(lines) == 1 and lines[0].startswith("kvfold: error: ")
     return lines[0]
