@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvfold.api import CALIBRATION_TOKENS
 from kvfold.cli.common import named_texts, versions
+from kvfold.compression.calibration_text import GPU_TOKENS
 from kvfold.compression.compressor import Prepared, shared_statistics
 from kvfold.evaluation.comparison import compressors_of
 from kvfold.evaluation.measure import text_windows
@@ -36,7 +36,7 @@ def parser(doc: str, *, model: str, ctx: int, windows: int) -> argparse.Argument
     found.add_argument("--windows", type=int, default=windows)
     found.add_argument("--stats", type=Path, metavar="FILE", help="read or written")
     found.add_argument("--calib", nargs="*", metavar="FILE", help="instead of the packaged text")
-    found.add_argument("--calib-tokens", type=int, default=CALIBRATION_TOKENS)
+    found.add_argument("--calib-tokens", type=int, default=GPU_TOKENS)
     found.add_argument("--only", nargs="+", help="cases whose names begin with one of these")
     found.add_argument("--json", type=Path, required=True, metavar="FILE")
     return found

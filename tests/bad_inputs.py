@@ -44,6 +44,9 @@ COMMANDS = {
     "kvfold serve reference:gqa --engine vllm --allow-origins https://a.example": (
         "--allow-origins is of kvfold's own server: leave --engine vllm out"
     ),
+    "kvfold serve reference:gqa --engine vllm --no-request-log": (
+        "--no-request-log is of kvfold's own server: leave --engine vllm out"
+    ),
     "kvfold serve reference:gqa --context book.kvf": (
         "--context must be NAME=FILE, such as book=book.kvf; got 'book.kvf'"
     ),
@@ -280,11 +283,11 @@ SIZES = {
         "palu-j, fast, "
         "swift, lean, small"
     ),
-    "kvfold compress reference:gqa --max-tokens -5 --output new": (
-        "--max-tokens must be at least 1, got -5"
+    "kvfold compress reference:gqa --calib-tokens -5 --output new": (
+        "--calib-tokens must be at least 1, got -5"
     ),
-    "kvfold compress reference:gqa --max-tokens 100 --output new": (
-        "--max-tokens must be at least 4096 to calibrate this model, 4 windows, got 100"
+    "kvfold compress reference:gqa --calib-tokens 100 --output new": (
+        "--calib-tokens must be at least 4096 to calibrate this model, 4 windows, got 100"
     ),
     "kvfold compress reference:gqa --seed -1 --output new": (
         "--seed must be at least 0 and below 9.22337e+18, got -1"
@@ -334,6 +337,9 @@ SIZES = {
         "kvquant (keep 1) or kvquant-z first, or take another format"
     ),
     "kvfold compare reference:gqa --align 0": "--align must be at least 1 and below 1e+06, got 0",
+    "kvfold compare reference:gqa --recipes zack --keep .5,.25 --baseline zack": (
+        "--baseline must be one of original, zack 0.5, zack 0.25; got 'zack'"
+    ),
     "kvfold compare reference:gqa --calib-tokens -5": "--calib-tokens must be at least 1, got -5",
     "kvfold compare reference:gqa --calib-tokens 100": (
         "--calib-tokens must be at least 4096 to calibrate this model, 4 windows, got 100"

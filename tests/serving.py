@@ -60,11 +60,11 @@ class Served:
 
 @contextmanager
 def serving(llm: LLM, *, clean: bool = True, **settings: Any) -> Iterator[Served]:
-    """clean: nothing may be left when it has ended."""
-    limits = settings.pop("limits", Limits())
+    """clean: nothing may be left when it has ended. log: is told a line for each request."""
+    limits, log = settings.pop("limits", Limits()), settings.pop("log", None)
     app = create_app(AsyncLLM(llm), "small", limits=limits, **settings)
     listener, ready = bind("127.0.0.1", 0), threading.Event()
-    server = server_of(app, limits, ready.set)
+    server = server_of(app, limits, ready.set, log)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -20,7 +20,7 @@ import transformers as hf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from commands import refused
+from commands import refused, without_progress
 from kvfold import hub, versions
 from kvfold.cache.eviction.policies import POLICIES
 from kvfold.cli import common
@@ -374,7 +374,7 @@ def printed(capsys, *arguments):
     capsys.readouterr()
     assert main([str(argument) for argument in arguments]) == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert not without_progress(captured.err)
     return captured.out
 
 
@@ -511,6 +511,15 @@ def test_compare_pairs_recipes_on_the_same_text(plain, text, tmp_path, capsys):
     assert "zdc" in html.read_text() and result["settings"]["ctx"] == 128
 
 
+def test_compare_pairs_losses_with_a_row_that_is_named(plain, text, capsys):
+    """A method may begin with an option, too."""
+    options = ["--text", text, "--baseline", "--bits 8"]
+    out = printed(capsys, "compare", plain, "--methods", "--bits 4; --bits 8", *options)
+    said = " ".join(out.split())
+    assert "loss increase over --bits 8 in nats" in said and "scored on all of" in said
+    assert "Numbers that are not packed take float32 in pages" in said
+
+
 def test_compare_puts_whole_methods_in_one_table(plain, text, tmp_path, capsys):
     """Recipes at sizes, bits, formats and eviction, on the same tokens; statistics are kept."""
     stats, html = tmp_path / "stats.safetensors", tmp_path / "rows.html"
@@ -532,6 +541,8 @@ def test_compare_puts_whole_methods_in_one_table(plain, text, tmp_path, capsys):
     assert all(row["pool_fraction"] >= row["kept_fraction"] for row in rows.values())
     windows = [len(row["window_nll"]["text"]) for row in rows.values()]
     assert windows == windows[:1] * 7
+    assert "scored on tokens 64 to 127 of" in " ".join(out.split())  # h2o evicts
+    assert result["settings"]["scored_from"] == 64
     again = ["compare", plain, *options[:1], "zack .5 --align 8", *options[2:]]
     assert "calibrate" not in printed(capsys, *again, "--json", tmp_path / "b")
     _, alone = json.loads((tmp_path / "b").read_text())["rows"]

@@ -18,8 +18,11 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-from kvfold.evaluation.compare import Row, from_json, paired, table, to_json
+from kvfold.config import CacheConfig
+from kvfold.evaluation.compare import Row, against, from_json, labels, paired, table, to_json
+from kvfold.evaluation.comparison import conditions
 from kvfold.evaluation.dense import DenseSession, cache_bytes
+from kvfold.evaluation.measure import Measurement
 from kvfold.evaluation.perplexity import mean_and_se, paired_difference, perplexity
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks import read_tasks
@@ -477,6 +480,46 @@ def test_rows_survive_json():
     assert first == ROW and math.isnan(second.delta_nll["wiki"][1])
     with pytest.raises(ValueError, match="unknown keys color"):
         from_json([{**plain[0], "color": 1}])
+
+
+def test_rows_are_read_from_text_and_from_a_record() -> None:
+    text = json.dumps({"model": "m", "rows": to_json([ROW])})
+    assert from_json(text) == from_json(json.loads(text)) == [ROW]
+    assert from_json(json.dumps(to_json([ROW]))) == [ROW]
+    for bad in ("{}", "3", '["a"]'):
+        with pytest.raises(ValueError, match="no rows: give a list of them, or a record that has"):
+            from_json(bad)
+    with pytest.raises(ValueError, match="Expecting value"):
+        from_json("no JSON")
+
+
+def test_losses_are_paired_with_any_row() -> None:
+    def row(recipe: str, keep: float, losses: list[float]) -> Row:
+        delta = {"wiki": (sum(losses) / 2, 0.0)}
+        named = {"recipe": recipe, "keep": keep, "window_nll": {"wiki": losses}}
+        return replace(ROW, **named, perplexity={"wiki": 2.0}, delta_nll=delta)
+
+    rows = [row("zack", 0.5, [1.0, 2.0]), row("zack", 0.25, [1.5, 2.7]), row("4 bits", 1, [0, 0])]
+    assert labels([(x.recipe, x.keep) for x in rows]) == ["zack 0.5", "zack 0.25", "4 bits"]
+    first, second, third = against(rows, "zack 0.5")
+    assert first.delta_nll == {} and second.delta_nll["wiki"] == pytest.approx((0.6, 0.1))
+    assert third.delta_nll["wiki"] == pytest.approx((-1.5, 0.5))
+    assert against(rows, "4 bits")[0].delta_nll["wiki"] == pytest.approx((1.5, 0.5))
+    assert against(rows[:1], "4 bits") == rows[:1]  # stopped before that row was measured
+
+
+def test_conditions_say_what_was_scored_and_how() -> None:
+    windows = {"wiki": torch.zeros(3, 64, dtype=torch.long)}
+    what, evicts = Measurement(windows=windows), CacheConfig(evict="h2o", keep_tokens=0.5)
+    assert conditions(what, [None], torch.bfloat16, 8) == (
+        "wiki: scored on all of 3 windows of 64 tokens. Computed in bfloat16; ranks are multiples"
+        " of 8 unless bits are planned."
+    )
+    assert conditions(what, [None, evicts], torch.float32, None) == (
+        "wiki: scored on tokens 32 to 63 of 3 windows of 64, in every row, since some evict."
+        " Computed in float32. Numbers that are not packed take float32 in pages, 2 in the column"
+        " pool where 16-bit ones take 1."
+    )
 
 
 def test_rows_from_before_tasks_are_read() -> None:

@@ -403,7 +403,8 @@ def test_the_address_is_told_once_clients_can_connect(capsys) -> None:
         run(FastAPI(lifespan=lifespan), listener, LIMITS)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert said == ["", f"serving at {url}\n"] and capsys.readouterr().err == "stopped\n"
+    assert said == ["", f"serving at {url}\n"]
+    assert capsys.readouterr().err == "stopping\nstopped\n"
 
 
 def test_sigterm_answers_what_is_open() -> None:

@@ -1,8 +1,9 @@
 """compress: from a model and a recipe to maps of its keys and values, or a folded model."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ import torch
 
 from kvfold import card
 from kvfold.artifact import provenance_of, spec_of
-from kvfold.compression.calibration_text import CALIBRATION_TOKENS, check_tokens
+from kvfold.compression.calibration_text import check_tokens
 from kvfold.compression.compressor import Compressor, check_config
 from kvfold.compression.default import chosen, chosen_beside
 from kvfold.compression.documents import is_self
 from kvfold.compression.progress import Progress
 from kvfold.compression.recover import check_steps
+from kvfold.compression.saved_pass import saved_beside
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.statistics.artifact import check_place
 from kvfold.compression.target import Target
+from kvfold.compression.work import check_disk, work_of
 from kvfold.config import Prefer, Ratios, Recipe, check_types
 from kvfold.errors import SettingError
 from kvfold.evaluation import scores
@@ -59,12 +62,13 @@ def compress(
     dtype: str | torch.dtype = "auto",
     statistics: Path | str | Statistics | None = None,
     output: Path | str | None = None,
-    max_tokens: int = CALIBRATION_TOKENS,
+    max_tokens: int | None = None,
     recover: int = 0,
     learn_scores: bool = False,
     check: bool = True,
     seed: int = 0,
     progress: Progress | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> Any:
     """Make a model's KV cache keep `keep` of its numbers, or be `factor` times smaller.
 
@@ -91,7 +95,13 @@ def compress(
     written if not. output: a directory to save to, written whole or not at all; weights in the
     checkpoint's own dtype unless another is asked for. check: before it is saved, measure what maps
     lose (see `evaluation.maps`), or compare the folded model's answer to a short prompt, through an
-    engine's cache, with the original's (see `evaluation.answers`).
+    engine's cache, with the original's (see `evaluation.answers`). max_tokens: of calibration text,
+    which decide the time; None: 32768 where the model is on a GPU, 12288 on a CPU. say: is told
+    what the work will take before it starts, and where it goes on.
+
+    With `output`, statistics are saved beside it as they are measured, and the same call goes on
+    from there after it was stopped; the file is removed at the end. A disk that has no room for the
+    output is refused before the work.
 
     budget: "ppl<=1.01", the smallest keep within that ratio of the original's perplexity on
     calibration text that calibration does not read.
@@ -124,7 +134,8 @@ def compress(
     if name is None:
         model = model if fold else unwrapped(model)
         check_loaded(model, device, dtype)
-    with nullcontext() if output is None else new_directory(Path(output)) as folder:
+    saved = None if output is None else saved_beside(Path(output), say)
+    with saved or nullcontext(), _new_directory(output) as folder:
         config = model.config if name is None else load_config(name)
         why = None
         if fold:
@@ -137,12 +148,17 @@ def compress(
         stored = stored_dtype(config, dtype) if name is not None else None
         if name is not None:
             tokenizer = tokenizer or load_tokenizer(name)
+            if say is not None:
+                say(f"loading {name}")
             model = load(name, dtype=dtype, device=device)
         source = name or str(model.config.name_or_path) or type(model).__name__
         text: dict[str, Any] = {"calib": calib, "max_tokens": max_tokens, "seed": seed}
+        text["saved"] = saved
         size: dict[str, Any] = {"align": align, "statistics": statistics, "progress": progress}
+        told: dict[str, Any] = {"output": output, "say": say}
         if not fold:
             about = {"source": source, "search": search_keep, "windows": windows, **text, **size}
+            about["begun"] = partial(announce, fold=False, statistics=statistics, **told)
             compressor, maps = make_maps(model, tokenizer, recipe, target, **about)
             if check and output is not None:
                 maps = measured(compressor, maps)
@@ -152,6 +168,7 @@ def compress(
         assert isinstance(recipe, Recipe)
         check_weights(model, family_of(config))
         compressor = Compressor(model, recipe, tokenizer, **text)
+        announce(compressor, fold=True, stored=stored, statistics=statistics, **told)
         answer = Answer.of(model, tokenizer, stored) if check and output is not None else None
         folded = fold_to(compressor, target, source=source, why=why, recover=recover, **size)
         finish(
@@ -165,6 +182,33 @@ def compress(
             progress=progress,
         )
     return model
+
+
+def _new_directory(output: Path | str | None) -> AbstractContextManager[Path | None]:
+    return nullcontext() if output is None else new_directory(Path(output))
+
+
+def announce(
+    compressor: Compressor,
+    *,
+    fold: bool,
+    output: Path | str | None,
+    stored: torch.dtype | None = None,
+    statistics: Path | str | Statistics | None = None,
+    say: Callable[[str], object] | None = None,
+) -> None:
+    """Say what the work will take, where statistics are to be measured. Raises SettingError where
+    the output's disk has no room. stored: of weights, as in `fill`."""
+    if output is None and say is None:
+        return
+    work = work_of(compressor, fold, stored)
+    if output is not None:
+        check_disk(Path(output), work)
+    measured_before = isinstance(statistics, Statistics) or (
+        statistics is not None and Path(statistics).exists()
+    )
+    if say is not None and compressor.needs and not measured_before:
+        say(work.words)
 
 
 def finish(
@@ -207,7 +251,7 @@ def check_fold(fold: bool, windows: bool, **only_folded: object) -> None:
 def check_mappable(
     config: Any,
     recipe: str | Recipe | None,
-    max_tokens: int,
+    max_tokens: int | None,
     target: Target,
     align: int | None,
 ) -> None:
@@ -216,7 +260,8 @@ def check_mappable(
     if has_family(config):
         found, target, _ = chosen_beside(recipe, family_of(config), config, target)
         check_config(config, found, max_tokens, target, align)
-    check_tokens(config, max_tokens)
+    if max_tokens is not None:
+        check_tokens(config, max_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

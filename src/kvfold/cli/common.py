@@ -264,6 +264,9 @@ class Lines:
         if name != self.name:
             self.name, self.begin = name, self.last
         now = self.last = self.clock()
+        if done == 0:  # it begins
+            self.begin = now
+            return
         if now < self.due:
             return
         self.due = now + EVERY
@@ -327,7 +330,7 @@ def compressor(
 
 
 def check_recipe(
-    config: Any, recipe: "str | Recipe", max_tokens: int, target: "Target", align: int | None
+    config: Any, recipe: "str | Recipe", max_tokens: int | None, target: "Target", align: int | None
 ) -> "Recipe":
     """A recipe, or the one of that name. Raises ValueError where a model of this config cannot be
     folded by it to such a size, or not calibrated on so many tokens; before one is loaded."""

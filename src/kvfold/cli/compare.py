@@ -10,7 +10,6 @@ from rich.console import Console
 
 from kvfold.cli import common
 from kvfold.cli.options import (
-    CALIBRATION,
     PLACE,
     STORAGE,
     WINDOWS,
@@ -41,11 +40,12 @@ def compare(
     *,
     recipes: Annotated[str, Parameter(help=NAMES)] = DEFAULT_RECIPES,
     keep: str = DEFAULT_KEEPS,
-    methods: str | None = None,
+    methods: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    baseline: Annotated[str, Parameter(allow_leading_hyphen=True)] = "original",
     text: Files = (),
     tasks: TaskFiles = (),
     calib: Files = (),
-    calib_tokens: int = CALIBRATION.max_tokens,
+    calib_tokens: int | None = None,
     stats: Path | None = None,
     align: int | None = None,
     html: Path | None = None,
@@ -67,12 +67,15 @@ def compare(
         Instead of --recipes, --keep and options of the cache: rows separated by semicolons, a
         recipe and a size, or neither, and such options, as in "swift 4x; zdc .5 --bits 4; --bits
         8", or a name, such as "KIVI 2 bits". ours, published, papers: many of them.
+    baseline
+        The row that losses are paired with: a method, or a recipe and its share, as "zack 0.5".
     text
         Text files to measure on (.txt, .xz, .gz); without any, a packaged one.
     calib
         Text files to calibrate on instead of ours.
     calib_tokens
-        Tokens of calibration text.
+        Tokens of calibration text, which decide the time: by default 32768 where the model is on a
+        GPU, 12288 on a CPU.
     stats
         Statistics file: reused if it fits, written if absent.
     align
@@ -85,6 +88,7 @@ def compare(
         Of calibration.
     """
     asked = requested(methods, recipes, keep, align, storage)
+    check_baseline(baseline, [method for method, _ in asked])
     common.check_outputs(html=html, json=json)
     with renamed(max_tokens="calib_tokens"):
         calibration = Calibration(calib=calib, stats=stats, max_tokens=calib_tokens, seed=seed)
@@ -103,6 +107,7 @@ def compare(
         for method in chosen
     ]
     from kvfold.evaluation import comparison
+    from kvfold.evaluation.compare import against
 
     compressors = comparison.compressors_of(
         loaded,
@@ -113,7 +118,9 @@ def compare(
         seed=seed,
     )
     settings = common.settings(loaded, windows, storage)
-    settings |= {"align": align, "seed": seed, "calib_tokens": calib_tokens, "methods": methods}
+    read = compressors[0].max_tokens if compressors else None
+    settings |= {"align": align, "seed": seed, "calib_tokens": read, "methods": methods}
+    settings |= {"baseline": baseline, "scored_from": comparison.scored_from(caches, what)}
     files = {"text": text, "tasks": tasks, "calib": calib}
     settings |= {name: list(map(str, paths)) for name, paths in files.items()}
     rows: list[Row] = []
@@ -136,9 +143,21 @@ def compare(
                 on_row=keep_row,
             )
     finally:
-        print_rows(rows)
+        shown = against(rows, baseline)
+        step = compressors[0].align(align) if compressors else None
+        print_rows(shown, comparison.conditions(what, caches, loaded.dtype, step), baseline)
     if html is not None:
-        write_html(html, model, rows)
+        write_html(html, model, shown)
+
+
+def check_baseline(baseline: str, methods: "Sequence[Method]") -> None:
+    """Raises SettingError for a row that will not be."""
+    from kvfold.evaluation.compare import labels
+    from kvfold.evaluation.comparison import ORIGINAL
+
+    names = labels([(ORIGINAL, 1.0), *((method.name, method.keep) for method in methods)])
+    if baseline not in names:
+        raise SettingError(f"`baseline` must be one of {', '.join(names)}; got {baseline!r}")
 
 
 def requested(
@@ -161,7 +180,7 @@ def requested(
 
 
 def check_method(
-    config: Any, method: "Method", storage: Storage, calib_tokens: int, place: Place
+    config: Any, method: "Method", storage: Storage, calib_tokens: int | None, place: Place
 ) -> "Method":
     """The method with its cache. Raises ValueError where a model of this config cannot be folded
     or stored so."""
@@ -193,12 +212,12 @@ def record(
     return {"model": model, "rows": to_json(rows), "settings": settings, "versions": versions}
 
 
-def print_rows(rows: "Sequence[Row]") -> None:
-    """The table of what has been measured, if anything."""
+def print_rows(rows: "Sequence[Row]", conditions: str = "", baseline: str = "original") -> None:
+    """The table of what has been measured, if anything; as `evaluation.compare.table`."""
     from kvfold.evaluation.compare import table
 
     if rows:
-        Console().print(table(rows))
+        Console().print(table(rows, conditions, baseline))
 
 
 def write_html(path: Path, model: str, rows: "Sequence[Row]") -> None:

@@ -1,6 +1,9 @@
 """kvfold compress: maps of a model's keys and values, or a folded checkpoint."""
 
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +22,7 @@ from kvfold.cli.options import (
     RecipeName,
     Size,
 )
+from kvfold.errors import renamed
 
 if TYPE_CHECKING:
     import torch
@@ -69,16 +73,25 @@ def compress(
     from kvfold import api
     from kvfold.artifact import provenance_of
 
+    common.quiet()
     fastest.check(size, recipe, calibration.stats)
     api.check_fold(fold, windows, fastest=fastest.fastest)
-    common.quiet()
     begin = time.perf_counter()
     if fastest.fastest:
-        made = fold_fastest(
-            model, size, fastest, calibration, place, recover, learn_scores, not no_check, output
-        )
+        with stopped(output), renamed(max_tokens="calib_tokens"):
+            made = fold_fastest(
+                model,
+                size,
+                fastest,
+                calibration,
+                place,
+                recover,
+                learn_scores,
+                not no_check,
+                output,
+            )
     else:
-        with common.progress() as progress:
+        with stopped(output), renamed(max_tokens="calib_tokens"), common.progress() as progress:
             made = api.compress(
                 model,
                 recipe,
@@ -97,6 +110,7 @@ def compress(
                 check=not no_check,
                 seed=calibration.seed,
                 progress=progress,
+                say=say,
             )
     seconds = time.perf_counter() - begin
     if fold:
@@ -125,6 +139,7 @@ def fold_fastest(
     """A model folded to what is predicted to be the fastest within a budget, and saved."""
     from kvfold import api
     from kvfold.compression.recover import check_steps
+    from kvfold.compression.saved_pass import saved_beside
     from kvfold.evaluation import comparison
     from kvfold.evaluation.answers import Answer
     from kvfold.evaluation.fastest import TRIED, search_fastest
@@ -133,11 +148,12 @@ def fold_fastest(
 
     check_steps(recover)
     api.check_files(calibration.calib, calibration.stats, output)
-    with new_directory(output) as folder:
+    with saved_beside(output, say) as saved, new_directory(output) as folder:
         config = common.load_config(model)
         target, load = size.target, load_of(config, fastest.batch, fastest.context)
         for name in TRIED:
             common.check_recipe(config, name, calibration.max_tokens, target, None)
+        say(f"loading {model}")
         loaded, tokenizer = common.load(model, place), common.load_tokenizer(model)
         compressors = comparison.compressors_of(
             loaded,
@@ -146,8 +162,10 @@ def fold_fastest(
             calib=list(calibration.calib) or None,
             max_tokens=calibration.max_tokens,
             seed=calibration.seed,
+            saved=saved,
         )
         stored = api.stored_dtype(config, place.dtype)
+        api.announce(compressors[0], fold=True, output=output, stored=stored, say=say)
         answer = Answer.of(loaded, tokenizer, stored) if check else None
         assert target.limit is not None
         with common.progress() as progress:
@@ -168,6 +186,27 @@ def fold_fastest(
                 progress=progress,
             )
     return loaded
+
+
+def say(line: str) -> None:
+    """Print a line to stderr at once, with settings as flags."""
+    print(line.replace("`max_tokens`", "--calib-tokens"), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def stopped(output: Path) -> Iterator[None]:
+    """Say what is saved of the calibration where the work ends before it is done."""
+    from kvfold.compression.saved_pass import saved_beside
+
+    try:
+        yield
+    except ValueError:  # refused
+        raise
+    except BaseException:
+        path = saved_beside(output).path
+        if path.exists():
+            say(f"calibration is saved in {path}: the same command goes on from there")
+        raise
 
 
 def say_folded(model: Any, stored: "torch.dtype", why: str | None) -> None:

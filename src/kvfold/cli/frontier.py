@@ -44,7 +44,7 @@ def frontier(
     levels: str | None = None,
     text: Files = (),
     calib: Files = (),
-    calib_tokens: int = CALIBRATION.max_tokens,
+    calib_tokens: int | None = None,
     html: Path | None = None,
     json: Path | None = None,
     batch: int | None = None,
@@ -71,7 +71,8 @@ def frontier(
     calib
         Text files to calibrate on instead of ours.
     calib_tokens
-        Tokens of calibration text.
+        Tokens of calibration text, which decide the time: by default 32768 where the model is on a
+        GPU, 12288 on a CPU.
     html
         File for a report with pictures.
     json
@@ -112,7 +113,7 @@ def frontier(
     )
     settings = common.settings(loaded, windows, STORAGE) | {"levels": chosen, "seed": seed}
     settings |= {"step": {"batch": load.batch, "context": load.context}}
-    settings |= {"calib_tokens": calib_tokens, "calib": list(map(str, calib))}
+    settings |= {"calib_tokens": compressors[0].max_tokens, "calib": list(map(str, calib))}
     settings |= {"text": list(map(str, text))}
     flags = flags_of(calibration)
     rows: list[Row] = []
@@ -156,9 +157,9 @@ def check_files(calib: Sequence[Path], bits: Sequence[int]) -> None:
 def flags_of(calibration: Calibration) -> list[str]:
     """What a command must say to calibrate as here."""
     found = [f"--calib {shlex.join(map(str, calibration.calib))}"] if calibration.calib else []
-    for name in ("max_tokens", "seed"):
+    for name, written in (("max_tokens", "calib_tokens"), ("seed", "seed")):
         if (value := getattr(calibration, name)) != getattr(CALIBRATION, name):
-            found.append(flag(name, str(value)))
+            found.append(flag(written, str(value)))
     return found
 
 

@@ -94,6 +94,7 @@ def serve(
     maps: MapsName = None,
     context: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     allow_origins: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    no_request_log: Flag = False,
     address: Address = ADDRESS,
     sizes: Sizes = SIZES,
     bounds: Bounds = BOUNDS,
@@ -111,6 +112,8 @@ def serve(
         on from it. Any number of them, made alike; how the cache stores tokens is in them.
     allow_origins
         Origins of web pages that may ask, such as https://example.org; * is every page's.
+    no_request_log
+        Do not log a line for each request: its tokens, seconds and status.
     """
     key = address.key
     name = address.served_model_name or model
@@ -121,6 +124,10 @@ def serve(
         address = dataclasses.replace(address, served_model_name=name)
         if allow_origins:
             raise SettingError("`allow_origins` is of kvfold's own server: leave `engine=vllm` out")
+        if no_request_log:
+            raise SettingError(
+                "`no_request_log` is of kvfold's own server: leave `engine=vllm` out"
+            )
         serve_vllm.serve(vllm_words(model, maps, address, sizes, bounds, storage, place), key)
     check_installed()
     common.check_context(maps, context)
@@ -156,7 +163,7 @@ def serve(
         contexts=contexts,
         allow_origins=allow_origins,
     )
-    run(app, listener, bounds.limits)
+    run(app, listener, bounds.limits, log_requests=not no_request_log)
 
 
 def read_contexts(

@@ -6,13 +6,15 @@ Shapes: B windows, T tokens, Hq / Hk query / KV heads, G = Hq / Hk, d head dim, 
 """
 
 import hashlib
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvfold.compression.positions import shifting
+from kvfold.compression.positions import Shift, shifting
 from kvfold.compression.progress import Report
+from kvfold.compression.saved_pass import SavedPass, State
 from kvfold.compression.statistics import QUANTITIES, Moment, NoGradients, Statistics
 from kvfold.compression.statistics.record import Recorder
 from kvfold.compression.statistics.reduce import prune, window_topics
@@ -33,12 +35,14 @@ def calibrate(
     centroids: int | None = None,
     seed: int = 0,
     progress: Report | None = None,
+    saved: SavedPass | None = None,
 ) -> Statistics:
     """Collect the moments named in `needs` (see QUANTITIES).
 
     windows [n, T] token ids, no padding. For `rows_reduced`: topics [n] of the windows where they
     are known (None: by `reduce.window_topics`), and the number of k-means centroids. text: a name
-    for the windows in the artifact's key, instead of their tokens.
+    for the windows in the artifact's key, instead of their tokens. saved: where the pass is saved
+    as it goes, and goes on from what a stopped one left.
 
     Gradients are those of the summed loss with labels sampled from the model, in the model's own
     dtype, accumulated in fp64 (squares of `fisher` in fp32); layers of a large model are recomputed
@@ -52,18 +56,53 @@ def calibrate(
     generator = torch.Generator(device=device).manual_seed(seed)
     pruned = any(QUANTITIES[name].pruned for name in needs)
     kept = _kept(model, windows, topics, seed) if pruned else []
+    key = artifact_key(model, windows if text is None else text, centroids, family.part)
+    pass_key = {} if saved is None else _pass_key(model, windows, needs, seed, key)
     with recorder.installed(), shifting(family, model) as shift:
-        for done, window in enumerate(windows):
+        start = 0
+        if saved is not None and (state := saved.begin(pass_key, len(windows))) is not None:
+            start, recorder.totals, shift.place = state.done, state.totals, state.place
+            generator.set_state(state.generator)
+        if progress is not None:
+            progress(0, len(windows) - start)
+        for done, window in enumerate(windows[start:], start):
             ids = window[None].to(device)
             shift.draw(ids.shape[1])
             places = shift.moved(torch.arange(ids.shape[1], device=ids.device))[None]
             recorder.run(ids, generator, kept=done in kept, places=places)
+            if saved is not None:
+                state_now = partial(_state, done + 1, recorder, generator, shift)
+                saved.keep(pass_key, len(windows), state_now)
             if progress is not None:
-                progress(done + 1, len(windows))
+                progress(done + 1 - start, len(windows) - start)
     moments = recorder.moments(centroids, seed)
     _check(model, moments, needs)
-    key = artifact_key(model, windows if text is None else text, centroids, family.part)
     return Statistics(key, moments, through_weights=tuple(recorder.through_weights))
+
+
+def _pass_key(
+    model: Any, windows: Tensor, needs: set[str], seed: int, key: dict[str, Any]
+) -> dict[str, Any]:
+    """What a saved pass must have been over: its artifact's key and all else that changes sums."""
+    devices = sorted({str(x.device) for x in model.parameters()})
+    return {
+        **key,
+        "text": _digest(windows),
+        "windows": list(windows.shape),
+        "needs": sorted(needs),
+        "seed": seed,
+        "dtype": dtype_name(model),
+        "devices": devices,
+    }
+
+
+def _state(done: int, recorder: Recorder, generator: torch.Generator, shift: Shift) -> State:
+    return State(
+        done=done,
+        totals=recorder.totals,
+        generator=generator.get_state(),
+        place=shift.place,
+    )
 
 
 def _check(model: Any, moments: dict[int, dict[str, Moment]], needs: set[str]) -> None:
@@ -93,11 +132,14 @@ def artifact_key(
     if isinstance(text, str):
         key["text"] = text
     else:
-        digest = hashlib.sha256(text.cpu().numpy().tobytes()).hexdigest()[:32]
-        key |= {"text": digest, "tokens": text.numel()}
+        key |= {"text": _digest(text), "tokens": text.numel()}
     if part is not None:
         key["layers"] = list(part)
     return key if centroids is None else {**key, "centroids": centroids}
+
+
+def _digest(windows: Tensor) -> str:
+    return hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()[:32]
 
 
 def _kept(model: Any, windows: Tensor, topics: Tensor | None, seed: int) -> list[int]:

@@ -12,9 +12,9 @@ from kvfold.artifact import mark, saved_spec
 from kvfold.compression.bases import Source, builder_of, recipes_where
 from kvfold.compression.calibrate import artifact_key, calibrate
 from kvfold.compression.calibration_text import (
-    CALIBRATION_TOKENS,
     calibration_windows,
     check_tokens,
+    default_tokens,
     self_windows,
     window_length,
 )
@@ -28,6 +28,7 @@ from kvfold.compression.ranks import LatentCandidate, allocate, method_of
 from kvfold.compression.recover import BATCH, check_steps, warn_of_passes
 from kvfold.compression.recover import recover as distil
 from kvfold.compression.room import aligned, bits_of, factor_of, numbers
+from kvfold.compression.saved_pass import SavedPass
 from kvfold.compression.self_text import describe
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.target import Target, check_keep
@@ -46,7 +47,8 @@ from kvfold.weights import check_finite
 
 class Compressor:
     """A model and a recipe that fit each other, and the text they are calibrated on. family: what
-    is known of the model (default: by its type).
+    is known of the model (default: by its type). max_tokens: of text (None: `default_tokens`).
+    saved: where a calibration pass is saved as it goes, and goes on from.
 
     Raises ValueError where they do not fit. `prepare` measures and builds; the model stays as it
     is until a `Prepared` folds it.
@@ -59,9 +61,10 @@ class Compressor:
         tokenizer: Any = None,
         *,
         calib: list[str | Path] | None = None,
-        max_tokens: int = CALIBRATION_TOKENS,
+        max_tokens: int | None = None,
         seed: int = 0,
         family: type[Family] | None = None,
+        saved: SavedPass | None = None,
     ) -> None:
         given = {"recipe": recipe, "calib": calib, "max_tokens": max_tokens}
         check_types(type(self).__init__, given)
@@ -71,7 +74,8 @@ class Compressor:
         self.model, self.recipe, self.tokenizer = model, recipe, tokenizer
         self.family: type[Family] = family or family_of(model.config)
         self.geometry = self.family.geometry(model.config)
-        self.calib, self.max_tokens, self.seed = calib, max_tokens, seed
+        self.calib, self.seed, self.saved = calib, seed, saved
+        self.max_tokens = default_tokens(model) if max_tokens is None else max_tokens
         self._written: dict[int, Tensor] = {}
         self.basis, self.ranks = builder_of(recipe), method_of(recipe)
         check(recipe, self.geometry, model.config.model_type)
@@ -176,6 +180,7 @@ class Compressor:
             centroids=self.recipe.centroids,
             seed=self.seed,
             progress=stage(progress, "calibrate"),
+            saved=self.saved,
         )
 
 
@@ -361,7 +366,7 @@ def check(recipe: Recipe, geometry: Geometry, model_type: str) -> None:
 
 
 def check_config(
-    config: Any, recipe: Recipe, max_tokens: int, target: Target, align: int | None
+    config: Any, recipe: Recipe, max_tokens: int | None, target: Target, align: int | None
 ) -> None:
     """Raises ValueError where a model of this transformers config cannot be folded by a recipe to
     such a size, or not calibrated on so many tokens; before one is loaded."""
@@ -369,7 +374,7 @@ def check_config(
     geometry = family_of(config).geometry(config)
     check(recipe, geometry, config.model_type)
     factor_of(recipe, geometry, target, align)
-    if needs(recipe):
+    if needs(recipe) and max_tokens is not None:
         check_tokens(config, max_tokens)
 
 

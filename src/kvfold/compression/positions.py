@@ -22,15 +22,15 @@ class Shift:
     """A hook before RoPE's tables: all positions but 0 stand `by` further on."""
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.by, self._place = limit, 0, 0.0
+        self.limit, self.by, self.place = limit, 0, 0.0
 
     def draw(self, tokens: int) -> None:
         """Where the next window of `tokens` tokens ends: log-uniform from `tokens` to the limit.
 
         By the golden ratio, not at random: the first few windows are far apart already.
         """
-        self.by = int(tokens * max(1.0, self.limit / tokens) ** self._place) - tokens
-        self._place = (self._place + _GOLDEN) % 1
+        self.by = int(tokens * max(1.0, self.limit / tokens) ** self.place) - tokens
+        self.place = (self.place + _GOLDEN) % 1
 
     def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "position_ids" in kwargs:

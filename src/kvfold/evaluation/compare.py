@@ -7,6 +7,7 @@ round trip through JSON, so that both can be made again from a saved run.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,30 @@ def paired(a: Row, b: Row, text: str) -> tuple[float, float]:
     """Mean and standard error of `a`'s loss less `b`'s on the windows of `text`, nats per token."""
     pairs = zip(a.window_nll[text], b.window_nll[text], strict=True)
     return mean_and_se([x - y for x, y in pairs])
+
+
+def labels(rows: Sequence[tuple[str, float]]) -> list[str]:
+    """Names of rows, (recipe, keep) each: the recipe, and its keep where several rows have it."""
+    recipes = [recipe for recipe, _ in rows]
+    return [recipe if recipes.count(recipe) == 1 else f"{recipe} {keep:g}" for recipe, keep in rows]
+
+
+def against(rows: Sequence[Row], baseline: str) -> list[Row]:
+    """Rows whose losses are paired with those of the row of that name, as of `labels`, instead of
+    the original's. Without that row, as where it was not measured yet, they stay as they are."""
+    names = labels([(row.recipe, row.keep) for row in rows])
+    if baseline not in names:
+        return list(rows)
+    base = rows[names.index(baseline)]
+    return [
+        dataclasses.replace(
+            row,
+            delta_nll={}
+            if row is base
+            else {name: paired(row, base, name) for name in row.perplexity},
+        )
+        for row in rows
+    ]
 
 
 def texts(rows: Sequence[Row]) -> list[str]:
@@ -174,8 +199,9 @@ def format_seconds(row: Row) -> str:
     return f"{row.seconds:.1f}" if row.seconds < 9.95 else f"{row.seconds:.0f}"
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """Rows as a rich table; perplexity and loss increase share a column per text and wrap there."""
+def table(rows: Sequence[Row], conditions: str = "", baseline: str = "original") -> Table:
+    """Rows as a rich table; perplexity and loss increase share a column per text and wrap there.
+    conditions: what was scored and how; baseline: the row that losses are paired with."""
     names, lengths, scores = texts(rows), needle_lengths(rows), task_scores(rows)
     sizes = [format_length(length) for length in lengths]
     result = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
@@ -183,9 +209,11 @@ def table(rows: Sequence[Row]) -> Table:
     result.caption = (
         "kept: bits stored over bits of the 16-bit cache."
         + " pool: bytes of pages over the same." * paged(rows)
-        + " Texts: perplexity and loss increase in nats per token, paired ± one standard error."
+        + f" Texts: perplexity and loss increase over {baseline} in nats per token, paired ± one"
+        " standard error."
         + (f" {', '.join(sizes)}: % of needle questions answered." if sizes else "")
         + "".join(f" {short_name(name)}: {score}, %{cut(rows, name)}." for name, score in scores)
+        + (f" {conditions}" if conditions else "")
     )
     result.add_column("recipe", max_width=20)
     pages = ["pool"] * paged(rows)
@@ -215,11 +243,17 @@ def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [finite(dataclasses.asdict(row)) for row in rows]
 
 
-def from_json(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
+def from_json(saved: str | Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Row]:
     """Rows as `to_json` wrote them, of this version or one with fewer measurements.
 
-    Raises ValueError naming missing or unknown keys.
+    saved: the rows, a record that has them under "rows", as `compare --json` writes one, or the
+    JSON text of either. Raises ValueError for text that is no JSON, and for missing or unknown keys
+    by name.
     """
+    found = json.loads(saved) if isinstance(saved, str) else saved
+    rows = found.get("rows") if isinstance(found, Mapping) else found
+    if not isinstance(rows, Sequence) or not all(isinstance(x, Mapping) for x in rows):
+        raise ValueError('no rows: give a list of them, or a record that has them under "rows"')
     return [_row(values) for values in rows]
 
 

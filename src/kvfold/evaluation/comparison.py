@@ -7,6 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvfold import recipes as named
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
 from kvfold.compression.progress import Progress
@@ -96,9 +98,7 @@ def compare_methods(
     measured; the model is left as it was. Raises ValueError for settings that cannot work.
     """
     caches = [method.cache for method in methods if method.cache is not None]
-    if any(cache.evict for cache in caches) and what.windows:
-        ctx = next(iter(what.windows.values())).shape[1]
-        what = replace(what, scored_from=ctx // 2)
+    what = replace(what, scored_from=scored_from([method.cache for method in methods], what))
     if compressors and not isinstance(statistics, Statistics):
         statistics = shared_statistics(compressors, progress, statistics)
     rows: list[Row] = []
@@ -125,6 +125,38 @@ def compare_methods(
             measured = measure(found, tokenizer, replace(what, cache=method.cache), progress, label)
             add(result_row(found, method.name, method.keep, measured, original, seconds))
     return rows
+
+
+def scored_from(caches: Sequence[CacheConfig | None], what: Measurement) -> int | None:
+    """The position in a window from which all rows are scored: its middle where a cache evicts, by
+    which time it has, and else as `what` says."""
+    if not what.windows or not any(cache and cache.evict for cache in caches):
+        return what.scored_from
+    return int(next(iter(what.windows.values())).shape[1]) // 2
+
+
+def conditions(
+    what: Measurement, caches: Sequence[CacheConfig | None], dtype: torch.dtype, align: int | None
+) -> str:
+    """What rows of `compare_methods` were scored on and how, in sentences. align: of ranks
+    (None: nothing is folded)."""
+    found, start = [], scored_from(caches, what)
+    for name, ids in what.windows.items():
+        count, length = ids.shape
+        scored = f"all of {count} windows of {length} tokens"
+        if start is not None:
+            why = "in every row, since some evict"
+            scored = f"tokens {start} to {length - 1} of {count} windows of {length}, {why}"
+        found.append(f"{name}: scored on {scored}.")
+    kind = str(dtype).removeprefix("torch.")
+    ranks = "" if align is None else f"; ranks are multiples of {align} unless bits are planned"
+    found.append(f"Computed in {kind}{ranks}.")
+    if dtype.itemsize > 2 and any(cache is not None for cache in caches):
+        found.append(
+            f"Numbers that are not packed take {kind} in pages, {dtype.itemsize / 2:g} in the"
+            " column pool where 16-bit ones take 1."
+        )
+    return " ".join(found)
 
 
 def compressors_of(

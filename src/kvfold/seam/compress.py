@@ -60,13 +60,15 @@ def make_maps(
     align: int | None = None,
     statistics: Path | str | Statistics | None = None,
     progress: Progress | None = None,
+    begun: Callable[[Compressor], object] | None = None,
     **calibration: Any,
 ) -> tuple[Compressor, Sidecar]:
     """Maps by which the cache of a loaded model becomes smaller, and what measured it; the model
     stays as it is. The settings are those of `kvfold.compress`.
 
     source: the model's name, for provenance; search: finds the share to keep within a budget, as
-    `evaluation.budget.search_keep`; calibration: calib, max_tokens and seed. Layers that
+    `evaluation.budget.search_keep`; begun: is told what measures before it does; calibration:
+    calib, max_tokens, seed and saved. Layers that
     are left as they are, and the share of the cache that they hold, are told by
     `provenance["left"]` of the result (see `seam.choice`). Raises ValueError for what cannot work.
     """
@@ -89,6 +91,8 @@ def make_maps(
     found, target, why = chosen_beside(recipe, family, model.config, target)
     compressor = Compressor(model, found, tokenizer, family=family, **calibration)
     size = compressor.factor_of(target, align)
+    if begun is not None:
+        begun(compressor)
     prepared, gradients = _prepare(compressor, statistics, progress)
     if gradients is not None:
         warnings.warn(f"{source}: gradients of the loss: {gradients}", stacklevel=2)
@@ -168,6 +172,7 @@ def _prepare(
             max_tokens=c.max_tokens,
             seed=c.seed,
             family=c.family,
+            saved=c.saved,
         )
         return _in_shares(other.prepare(statistics, progress)), f"none: {error.reason}"
 

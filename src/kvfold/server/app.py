@@ -27,6 +27,7 @@ from kvfold.server.protocol import (
     decode,
 )
 from kvfold.server.replies import ChatReply, CompletionReply, Reply
+from kvfold.server.request_log import note_reply
 from kvfold.server.service import Service
 
 NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -139,6 +140,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 async def _answer(request: Request, reply: Reply) -> Response:
+    note_reply(request.scope, reply)
     if reply.body.stream:
         return StreamingResponse(reply.events(), media_type="text/event-stream", headers=NO_CACHE)
     content = await unless_gone(request, reply.whole())

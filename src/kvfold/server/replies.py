@@ -41,6 +41,7 @@ class Reply:
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
         self.head |= {"model": service.name}
         self.num_outputs = [0] * len(choices.requests)
+        self.status: int | None = None  # of HTTP, as if known before the answer began; None: open
         self._texts: TokenTexts | None = None
 
     @property
@@ -69,7 +70,9 @@ class Reply:
         async for number, output in self.choices:
             found[number].append(output)
             self.num_outputs[number] += len(output.token_ids)
-        return await asyncio.to_thread(self._whole, found)
+        content = await asyncio.to_thread(self._whole, found)
+        self.status = 200
+        return content
 
     def _whole(self, outputs: list[list[StepOutput]]) -> bytes:
         choices = [
@@ -84,7 +87,9 @@ class Reply:
             async with aclosing(self._chunks()) as chunks:
                 async for chunk in chunks:
                     yield _event({**self.head, "object": self.chunk_kind, **chunk})
+            self.status = 200
         except APIError as error:
+            self.status = error.status
             yield _event(error.body)
         finally:
             self.choices.close()

@@ -1,18 +1,25 @@
 """The server's process: a socket, uvicorn, and the end."""
 
+import asyncio
+import os
+import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from kvfold.server.connections import Listener, limit_logs, protocol_of, raise_descriptors
-from kvfold.server.ending import Ending
+from kvfold.server.ending import SECONDS, Ending
 from kvfold.server.limits import Limits
+from kvfold.server.request_log import RequestLog
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
+INTERRUPTED = 130  # exit code of a second Ctrl-C
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -29,22 +36,65 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which calls `ready` once clients can connect, not before."""
+    """uvicorn, which calls `ready` once clients can connect, not before, and says what it waits for
+    when it is told to stop. A second SIGINT ends the process within a second.
+    """
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
         super().__init__(config)
         self.ready = ready
+        self._loop: asyncio.AbstractEventLoop | None = None  # once clients can connect
+        self._stop_now: Coroutine[Any, Any, None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
         self.ready()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal begins to stop, a second SIGINT stops now, a third one at once."""
+        if sig != signal.SIGINT or not self.should_exit:
+            if not self.should_exit:
+                say(stopping(len(self.server_state.tasks), sig))
+            super().handle_exit(sig, frame)
+        elif self._loop is not None and self._stop_now is None:
+            self._stop_now = self._end_process()
+            self._loop.call_soon_threadsafe(self._loop.create_task, self._stop_now)
+        else:
+            os._exit(INTERRUPTED)
 
-def server_of(app: FastAPI, limits: Limits, ready: Callable[[], object]) -> Server:
+    async def _end_process(self) -> None:
+        """Tell clients that the server ends, and end the process. The engine's step is not waited
+        for, nor are threads that encode long texts."""
+        tasks = tuple(self.server_state.tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=SECONDS)
+        say("stopped")
+        os._exit(INTERRUPTED)
+
+
+def stopping(num_requests: int, sig: int) -> str:
+    """What a server says when a signal tells it to stop."""
+    if not num_requests:
+        return "stopping"
+    requests = "1 request" if num_requests == 1 else f"{num_requests} requests"
+    again = ", Ctrl-C again to stop now" if sig == signal.SIGINT else ""
+    return f"stopping: waiting for {requests}{again}"
+
+
+def server_of(
+    app: FastAPI,
+    limits: Limits,
+    ready: Callable[[], object],
+    log: Callable[[str], object] | None = None,
+) -> Server:
     """A server that answers what is open for a while when it is told to end, and tells the others
-    that it ends."""
+    that it ends. log: is told a line for each request (None: nobody is)."""
+    ending = Ending(app)
     config = uvicorn.Config(
-        Ending(app),
+        ending if log is None else RequestLog(ending, log),
         http=protocol_of(limits),
         ws="none",
         log_level="warning",
@@ -56,13 +106,16 @@ def server_of(app: FastAPI, limits: Limits, ready: Callable[[], object]) -> Serv
     return Server(config, ready)
 
 
-def run(app: FastAPI, listener: socket.socket, limits: Limits) -> None:
-    """Serve until SIGINT or SIGTERM, and answer what is open; a second one leaves that."""
+def run(
+    app: FastAPI, listener: socket.socket, limits: Limits, *, log_requests: bool = False
+) -> None:
+    """Serve until SIGINT or SIGTERM, and answer what is open; a second SIGINT ends the process."""
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     raise_descriptors()
-    server = server_of(app, limits, lambda: say(f"serving at {url}"))
+    log = say if log_requests else None
+    server = server_of(app, limits, lambda: say(f"serving at {url}"), log)
     limit_logs()
     try:
         server.run(sockets=[listener])

@@ -193,6 +193,7 @@ class Choices(AsyncIterator[tuple[int, StepOutput]]):
         self.requests = list(stream.requests.values())
         self._numbers = {id: number for number, id in enumerate(stream.requests)}
         self._deadline = asyncio.get_running_loop().time() + seconds
+        self.first_token: float | None = None  # when the first token came, of `time.monotonic`
 
     async def __anext__(self) -> tuple[int, StepOutput]:
         try:
@@ -203,6 +204,8 @@ class Choices(AsyncIterator[tuple[int, StepOutput]]):
             raise APIError(
                 504, f"the answer took over {self.seconds} s; ask for fewer tokens", code="timeout"
             ) from None
+        if output.token_ids and self.first_token is None:
+            self.first_token = time.monotonic()
         if output.finish_reason is not None:
             self.metrics.ended(output.finish_reason)
         if output.finish_reason == "error":
