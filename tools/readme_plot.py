@@ -1,4 +1,4 @@
-"""README's picture, of what benchmarks stored: perplexity by how much smaller a real model's cache is.
+"""README's picture: a real model's perplexity by how much smaller its cache is, as stored.
 
 python tools/readme_plot.py docs/quality/qwen.svg
 """
