@@ -252,6 +252,9 @@ SIZES = {
     "kvfold compress reference:gqa --batch 8 --output new": (
         "--batch is of the step that is predicted: give --fastest too"
     ),
+    "kvfold compress reference:gqa --goal memory --recipe lean --output new": (
+        "--goal memory chooses a recipe, and so does --recipe lean: leave one out"
+    ),
     "kvfold compress reference:gqa --budget 'ppl<=1.01' --fastest --recipe lean --output new": (
         "--fastest tries several recipes, sizes and plans: leave --recipe out"
     ),

@@ -33,7 +33,7 @@ WIDTH = 120  # of tables in a log
 Url = Annotated[str, Parameter(help="Of the server, such as http://127.0.0.1:8000.")]
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Traffic")
 @dataclass(frozen=True, kw_only=True)
 @flags_of(Traffic)
 class Requests:
@@ -47,7 +47,7 @@ class Requests:
         self.traffic  # noqa: B018
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Goals")
 @dataclass(frozen=True, kw_only=True)
 @flags_of(Bounds)
 class Limits:
@@ -61,7 +61,7 @@ class Limits:
         self.bounds  # noqa: B018
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Server")
 @dataclass(frozen=True, kw_only=True)
 class Asking:
     """How a server is asked."""

@@ -17,12 +17,13 @@ from kvfold.cli.options import (
     Calibration,
     Fastest,
     Flag,
+    Goal,
     Model,
     Place,
     RecipeName,
     Size,
 )
-from kvfold.errors import renamed
+from kvfold.errors import SettingError, renamed
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ def compress(
     model: Model,
     /,
     *,
+    goal: Goal = None,
     recipe: RecipeName = None,
     size: Size = SIZE,
     windows: Flag = False,
@@ -74,6 +76,7 @@ def compress(
     from kvfold.artifact import provenance_of
 
     common.quiet()
+    recipe = recipe_of(goal, recipe)
     fastest.check(size, recipe, calibration.stats)
     api.check_fold(fold, windows, fastest=fastest.fastest)
     begin = time.perf_counter()
@@ -123,6 +126,17 @@ def compress(
         disk = in_bytes(folder_bytes(output))
         print(f"made in {seconds:.1f} seconds, saved to {output} ({disk})")
         print(f'use them by --maps {output}, or kvfold.attach(model, "{output}")')
+
+
+def recipe_of(goal: str | None, recipe: str | None) -> str | None:
+    """The recipe that is named, or serves a goal; None for the default, which serves speed."""
+    if goal is None:
+        return recipe
+    if recipe is not None:
+        raise SettingError(
+            f"`goal={goal}` chooses a recipe, and so does `recipe={recipe}`: leave one out"
+        )
+    return {"speed": None, "balanced": "lean", "memory": "small"}[goal]
 
 
 def fold_fastest(

@@ -48,6 +48,14 @@ RecipeName = Annotated[
         show_default=False,
     ),
 ]
+Goal = Annotated[
+    Literal["speed", "balanced", "memory"] | None,
+    Parameter(
+        help="Instead of --recipe, what matters most: speed (swift, the default), memory (small:"
+        " the smallest cache at a quality, and much slower steps), or balanced (lean).",
+        show_default=False,
+    ),
+]
 MapsName = Annotated[
     str | None,
     Parameter(
@@ -93,7 +101,7 @@ def flag(name: str, value: str | None = None) -> str:
     return written if value is None or value == "True" else f"{written} {value.strip(_QUOTES)}"
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Device")
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where a model runs, and in which numbers."""
@@ -108,7 +116,7 @@ class Place:
             check_device(self.device)
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Calibration")
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """Text that statistics are measured on."""
@@ -130,7 +138,7 @@ class Calibration:
             check(self)
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Size of the cache")
 @dataclass(frozen=True, kw_only=True)
 class Size:
     """How small a cache is to be: a `Target`, which checks it, and what ranks are multiples of."""
@@ -186,7 +194,7 @@ class Size:
         return Target(bytes_per_token=size, levels=levels, hybrid=hybrid, **given)
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Search for the fastest")
 @dataclass(frozen=True, kw_only=True)
 class Fastest:
     """Whether time decides the recipe and the size, and of which step."""
@@ -222,7 +230,7 @@ class Fastest:
                 )
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="How texts are read")
 @dataclass(frozen=True, kw_only=True)
 class Windows:
     """How texts are read."""
@@ -246,7 +254,7 @@ class Windows:
                 raise SettingError(f"`{name}` is about hidden facts: give `needle` too")
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Sampling")
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How a continuation is chosen."""
@@ -270,7 +278,7 @@ class Sampling:
         check(self)
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Paged cache")
 @dataclass(frozen=True, kw_only=True)
 @flags_of(CacheConfig)
 class Storage:
@@ -318,7 +326,7 @@ class Storage:
         return cache
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Low-rank additions")
 @dataclass(frozen=True, kw_only=True)
 @flags_of(LoRA)
 class Adapters:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DEFAULT = "kvzip"
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Paged cache")
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """How rows of a context are stored and chosen."""

@@ -17,7 +17,7 @@ Urls = Annotated[
 ]
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Address and limits")
 @dataclass(frozen=True, kw_only=True)
 class Listen:
     """Where the router is, what it takes, and how long it waits."""
@@ -58,7 +58,7 @@ class Listen:
         return Limits(**{k: v for k, v in dataclasses.asdict(self).items() if k in named})
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Balance")
 @dataclass(frozen=True, kw_only=True)
 @flags_of(Balance)
 class Spread:

@@ -26,7 +26,7 @@ EngineName = Annotated[
 ]
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Address and access")
 @dataclass(frozen=True, kw_only=True)
 class Address:
     """Where the server is, and who may ask it."""
@@ -48,7 +48,7 @@ class Address:
         return key
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Capacity")
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """What an engine makes room for."""
@@ -69,7 +69,7 @@ class Sizes:
         check(self)
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Limits")
 @dataclass(frozen=True, kw_only=True)
 @flags_of(Limits)
 class Bounds:

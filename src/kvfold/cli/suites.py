@@ -30,7 +30,7 @@ EngineName = Annotated[
 Questions = dict[str, list[Question]]  # by the suite's name
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Suites")
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """Suites of questions with checked answers."""
