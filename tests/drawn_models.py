@@ -363,7 +363,7 @@ def subject_cases(draw: Any, **more: Any) -> SubjectCase:
 
 @st.composite
 def layer_cases(draw: Any, model: ModelCase, folded: bool) -> LayerCase:
-    kinds = ["pre_rope", "post_rope", "plain"]
+    kinds = ["pre_rope", "pre_rope", "post_rope", "post_rope", "plain"]
     if folded and model.kind in UNROTATED:
         kinds = ["absorbed", "plain"]
     keys = draw(st.sampled_from(kinds))
