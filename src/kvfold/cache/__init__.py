@@ -1,1 +1,1 @@
-"""The paged cache: layout, bits, pool and eviction."""
+"""The paged KV cache: page pool, prefix sharing and eviction."""

@@ -1,6 +1,7 @@
-"""Bytes of whole pages, wherever they lie in an arena.
+"""Read, write and copy the bytes of whole pages of the arena.
 
-Shapes: C byte classes, M pages of one call, class after class. Offsets count units of UNIT bytes.
+Shapes: C byte classes (distinct page sizes), M pages of one call, sorted by class. Offsets count
+units of UNIT bytes.
 """
 
 from collections.abc import Sequence
@@ -11,32 +12,35 @@ from torch import Tensor
 
 from kvfold.spec.layout import UNIT, Ints, PageLayout
 
-COPIED = 1 << 26  # bytes of pages that are copied at once, as many as it takes beside them
+COPIED = 1 << 26  # most bytes copied at once, which bounds the temporary buffer
 
 
 def copy(arena: Tensor, units: Ints, source: Tensor, target: Tensor, pages: Ints) -> None:
-    """From pages at source [M] to pages at target [M], `pages` [C] of `units` [C] each."""
+    """Copy pages within the arena, from offsets source [M] to target [M]: `pages` [C] pages of
+    `units` [C] units each."""
     sizes = pages.tolist()
-    for size, old, new in zip(
+    for size, sources, targets in zip(
         units.tolist(), source.split(sizes), target.split(sizes), strict=True
     ):
-        most = max(1, COPIED // (size * UNIT))
-        for a, b in zip(old.split(most), new.split(most), strict=True):
-            _write(arena, size, b, read(arena, size, a))
+        limit = max(1, COPIED // (size * UNIT))
+        for old, new in zip(sources.split(limit), targets.split(limit), strict=True):
+            _write(arena, size, new, read(arena, size, old))
 
 
 def read(arena: Tensor, size: int, offsets: Tensor) -> Tensor:
-    """Pages of `size` units at offsets [m]: uint8 [m, size * UNIT]."""
-    found = arena.view(-1, UNIT).index_select(0, _cells(offsets, size))
-    return found.view(len(offsets), size * UNIT)
+    """Bytes of the pages of `size` units at offsets [m]: uint8 [m, size * UNIT]."""
+    content = arena.view(-1, UNIT).index_select(0, _cells(offsets, size))
+    return content.view(len(offsets), size * UNIT)
 
 
 def write(
     arena: Tensor, units: Ints, target: Tensor, pages: Ints, content: Sequence[Tensor]
 ) -> None:
-    """Put pages, uint8 [m, bytes] of every class, at target [M]."""
-    for size, new, own in zip(units.tolist(), target.split(pages.tolist()), content, strict=True):
-        _write(arena, size, new, own.to(arena.device))
+    """Write pages, uint8 [m, bytes] per class, to offsets target [M]."""
+    for size, offsets, data in zip(
+        units.tolist(), target.split(pages.tolist()), content, strict=True
+    ):
+        _write(arena, size, offsets, data.to(arena.device))
 
 
 def _write(arena: Tensor, size: int, offsets: Tensor, content: Tensor) -> None:
@@ -44,16 +48,16 @@ def _write(arena: Tensor, size: int, offsets: Tensor, content: Tensor) -> None:
 
 
 def _cells(offsets: Tensor, size: int) -> Tensor:
-    """Every unit of pages, int64 [m * size]."""
+    """Indices of all units of these pages, int64 [m * size]."""
     return (offsets.long()[:, None] + torch.arange(size, device=offsets.device)).flatten()
 
 
 @lru_cache
 def row_of_bytes(layout: PageLayout) -> Tensor:
-    """Which row every byte of a page belongs to, int64 [page_bytes]; metrics and what lies between
-    blocks to none that there is."""
-    found = torch.full((layout.page_bytes,), layout.page)
+    """The entry that each byte of a page belongs to, int64 [page_bytes]. Metrics and the gaps
+    between blocks get `layout.page`, which is no entry."""
+    row_of_byte = torch.full((layout.page_bytes,), layout.page)
     for block in (*layout.blocks.codes, layout.blocks.scales, layout.blocks.positions):
         rows = torch.arange(layout.page).repeat_interleave(block.size // layout.page)
-        found[block.offset : block.offset + block.size] = rows
-    return found
+        row_of_byte[block.offset : block.offset + block.size] = rows
+    return row_of_byte

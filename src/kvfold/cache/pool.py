@@ -1,18 +1,21 @@
-"""Who owns which bytes of the cache: pages, tables, lengths and free lists of one arena.
+"""Allocate the pages of the KV cache: block tables, lengths and free pages of one arena.
 
-Shapes: S sequences of one call, G groups of all layers, C byte classes (distinct page sizes), M
-pages of one call. A *row* is one token's numbers of one group; a page holds `layout.page` rows.
-A *run* is a list of pages of one class: K = G runs, the groups', or with a residual K = 2 G: the
-groups' pages, then their tails (one each, from the first row on).
+Shapes: S sequences of one call, G groups of all layers (a group is a set of KV heads whose tokens
+are evicted together), C byte classes (distinct page sizes), M pages of one call. A *row* is the
+entry of one token in one group; a page holds `layout.page` rows. A *page list* holds the pages of
+one sequence for one group. With an unquantised residual there is a second list per group, for its
+residual block (one page, which holds rows from the first on): K = G lists, or 2 G.
 
 The arena is cut into equal *slabs*. A class without free pages takes slabs and cuts them into its
-pages; slabs whose pages are all free are taken back, so classes trade memory as eviction goes on:
+pages; slabs whose pages are all free are returned, so memory moves between classes as tokens are
+evicted:
 
-    [slab of class A: page page page end][slab of class B: page page end][free slab]..[tail]
+    [slab of class A: page page page end][slab of class B: page page end][free slab]..[unused]
 
-Tables, lengths and free lists live on the device; how many pages a call moves is computed on the
-host from a mirror of the lengths, so that scheduling never waits (KV-Compress §4.2.1). A change is
-made ready, then made: a call that fails, be it for lack of memory, has changed nothing.
+Tables, lengths and free lists live on the device. How many pages a call moves is computed from a
+copy of the lengths in host memory, so that scheduling never waits for the device (KV-Compress
+§4.2.1). Every change is prepared before it is committed: a call that fails, for instance for lack
+of memory, has changed nothing.
 """
 
 from bisect import bisect_right
@@ -31,12 +34,12 @@ from kvfold.spec.layout import UNIT, CacheLayout, Ints
 
 
 class PoolFull(RuntimeError):
-    """Pages or slots are missing; nothing was changed."""
+    """Too few free pages or slots; nothing was changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassStats:
-    """Pages of one size: used and free ones fill `slabs` slabs."""
+    """Counts for one page size: used and free pages fill `slabs` slabs."""
 
     page_bytes: int
     used_pages: int
@@ -46,11 +49,17 @@ class ClassStats:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStats:
-    """total: num_bytes; used: pages that sequences own; free: free pages and free slabs; the rest,
-    total - used - free, is lost at the ends of slabs and of the arena. high_water: most ever used.
-    table_bytes: tables, lengths and free lists, beside the arena. fragmentation: share of the arena
-    in free pages of slabs that a class holds. row_occupancy: rows stored / rows of the pages that
-    hold them (1 if none). sequence_bytes: slot -> bytes of its pages.
+    """Where the bytes of a pool are.
+
+    total: num_bytes
+    used: pages that sequences hold
+    free: free pages and free slabs; the rest, total - used - free, is lost at the ends of slabs and
+        of the arena
+    high_water: the most that was ever used
+    table_bytes: tables, lengths and free lists, in addition to the arena
+    fragmentation: share of the arena in free pages of slabs that a class holds
+    row_occupancy: rows stored / rows that their pages can hold (1 if there are none)
+    sequence_bytes: slot -> bytes of its pages
     """
 
     total_bytes: int
@@ -66,27 +75,34 @@ class PoolStats:
 
 @dataclass(frozen=True, kw_only=True)
 class _Span:
-    """Of every run of `slots` [S]: `count` pages from page number `first` on, each [S, K]."""
+    """A range of pages of each page list of `slots` [S]: `count` pages from page number `first` on,
+    both [S, K]."""
 
     slots: Ints
     first: Ints
     count: Ints
-    pages: Ints  # of every class [C]
+    pages: Ints  # number of pages per class [C]
 
 
 class Pool:
     """Pages for `num_slots` sequences of at most `max_tokens` tokens in an arena of `num_bytes`.
 
-    num_bytes: rounded down to 64. arena: uint8 [num_bytes, and a spare page], never initialised.
-    tables: int32 [num_slots, G, max_pages], offsets of pages in units of 64 B, with a residual a
-        column more: the tails. Entries beyond a group's pages are stale: offsets inside the arena,
-        of bytes that may be another's.
-    windows: of every layer, how many last rows its attention sees, if not all: the rest is freed.
-    narrow: rows of unimportant tokens, of the same slots in the same arena; None: there are none.
-    lengths: int32 [num_slots, G], rows. host_lengths: its int64 mirror on the host; only read it.
-    spare: a slot more on the device, of one row that is nobody's, and behind num_bytes a page for
-        it that all groups share: for what fills a batch up to a larger one. Or None.
-    Raises ValueError if the arena cannot hold one page of every group, or int32 not its offsets.
+    num_bytes: rounded down to a multiple of 64.
+    arena: uint8 [num_bytes, and a scratch page if `spare`], never initialised.
+    tables: block tables int32 [num_slots, G, max_pages], page offsets in units of 64 B; with a
+        residual there is one more column, for the residual block. Entries after a group's last page
+        are stale: valid offsets, possibly of another sequence's pages.
+    windows: sliding window of each layer in tokens (None: full attention); pages outside it are
+        freed.
+    narrow: the pool of low-rank entries (unimportant tokens), with the same slots in the same
+        arena; None if the layout has none.
+    lengths: int32 [num_slots, G], rows.
+    host_lengths: a copy of lengths in host memory, int64; read only.
+    spare: an extra slot for the dummy sequences that pad a CUDA-graph batch. It has one row, in a
+        scratch page after the first num_bytes, which all groups share. None: there is no such slot.
+
+    Raises ValueError if the arena cannot hold one page per group, or has more bytes than int32
+    offsets can address.
     """
 
     def __init__(
@@ -109,18 +125,20 @@ class Pool:
         layouts += [tail for x in layouts if (tail := x.tail) is not None]
         starts = np.arange(shape[1]) * shape[2]
         self._starts: Ints = np.append(starts, starts + self.max_pages)[: len(layouts)]
-        others = () if layout.narrow is None else layout.narrow.groups
-        sizes = [x.page_units for x in (*layouts, *(group.layout for group in others))]
-        units, classes, runs = np.unique(sizes, return_inverse=True, return_counts=True)
+        narrow_groups = () if layout.narrow is None else layout.narrow.groups
+        sizes = [x.page_units for x in (*layouts, *(group.layout for group in narrow_groups))]
+        units, classes, users = np.unique(sizes, return_inverse=True, return_counts=True)
         self._class_of = classes[: len(layouts)]
-        self._by_class = np.argsort(self._class_of, kind="stable")  # runs, class after class
-        self._slabs = Slabs(num_bytes, units, runs, self.device)
-        self._capacity: dict[int | None, int] = {}  # by chunk
-        most = [max_tokens if x is None else x + layout.page - 2 for x in windows or ()]
-        each = [most[group.layer] if most else max_tokens for group in layout.groups]
-        # Rows of every group after a step: what the next query sees of a window, and of those
-        # behind it less than a page.
-        self._kept: Ints = np.array(each)
+        self._by_class = np.argsort(self._class_of, kind="stable")  # page lists, sorted by class
+        self._slabs = Slabs(num_bytes, units, users, self.device)
+        self._capacity: dict[int | None, int] = {}  # by length of a prefill chunk
+        layer_limits = [max_tokens if x is None else x + layout.page - 2 for x in windows or ()]
+        limits = [
+            layer_limits[group.layer] if layer_limits else max_tokens for group in layout.groups
+        ]
+        # Most rows of each group after a step: the window of the next query, plus less than one
+        # page of rows that have left the window.
+        self._max_rows: Ints = np.array(limits)
         self.num_bytes = num_bytes // UNIT * UNIT
         size = self.num_bytes + spare * int(units.max()) * UNIT
         self.arena = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -135,21 +153,25 @@ class Pool:
             self.narrow = NarrowPool(self, layout.narrow, classes[len(layouts) :])
 
     def pages(self, where: slice) -> LayerPages:
-        """The groups `where` as ops take them: views, in which what the pool changes is seen."""
+        """The pages of the groups `where`, in the form that ops take: views, which follow later
+        changes."""
         groups = self.layout.groups[where]
         return LayerPages(self.arena, self.tables[:, where], self.lengths[:, where], groups)
 
     def capacity(self, chunk: int | None = None) -> int:
-        """Most tokens of one sequence in an empty pool; read in chunks, where windows free pages on
-        the way."""
+        """Most tokens that one sequence can have in an empty pool. With `chunk`, the prompt is
+        prefilled in chunks of that many tokens, and pages that leave a sliding window are freed
+        between chunks."""
 
         def slabs(tokens: int) -> int:
             pages = self.demand(np.zeros((1, len(self.layout.groups)), np.int64), [tokens], chunk)
             return int(ceil_div(pages, self._slabs.per_slab).sum())
 
         if chunk not in self._capacity:
-            found = bisect_right(range(1, self.max_tokens + 1), self._slabs.num_slabs, key=slabs)
-            self._capacity[chunk] = found
+            most_tokens = bisect_right(
+                range(1, self.max_tokens + 1), self._slabs.num_slabs, key=slabs
+            )
+            self._capacity[chunk] = most_tokens
         return self._capacity[chunk]
 
     def fits(self, tokens: int, chunk: int | None = None) -> bool:
@@ -157,22 +179,23 @@ class Pool:
         return tokens <= self.capacity(chunk)
 
     def demand(self, lengths: Ints, tokens: Sequence[int], chunk: int | None = None) -> Ints:
-        """Pages [C] that sequences of `lengths` [S, G] need to go on by tokens[i] tokens: at once,
-        or in chunks of which each frees what is behind a window."""
+        """Pages [C] that sequences of `lengths` [S, G] rows need for tokens[i] more tokens: all at
+        once, or in prefill chunks of `chunk` tokens, after each of which pages outside a sliding
+        window are freed."""
         after = lengths + np.array(tokens, dtype=np.int64)[:, None]
         if chunk is not None:
-            after = np.minimum(after, np.maximum(self._kept + chunk, lengths))
+            after = np.minimum(after, np.maximum(self._max_rows + chunk, lengths))
         return self._span(np.arange(len(lengths)), lengths, after).pages
 
     def can_supply(self, pages: Ints) -> bool:
-        """Whether so many pages [C] are free. Waits as `can_extend` does."""
+        """Whether `pages` [C] pages are free. May wait for the device, as `can_extend`."""
         return self._can_pop(pages)
 
     def _can_pop(self, pages: Ints) -> bool:
         return self._slabs.can_pop(pages)
 
     def open(self) -> int:
-        """A slot for a new sequence without rows. Raises PoolFull if all slots are open."""
+        """Allocate the slot of a new, empty sequence. Raises PoolFull if all slots are open."""
         closed = np.flatnonzero(~self._is_open)
         if not len(closed):
             raise PoolFull(f"all {self.num_slots} slots are open")
@@ -184,7 +207,8 @@ class Pool:
         return True
 
     def own(self, slot: int) -> None:
-        """Make all pages of a sequence its own, before they are changed: here they are."""
+        """Make all pages of a sequence private before they are changed (copy-on-write). Does
+        nothing here, as this pool shares no pages."""
 
     @property
     def open_slots(self) -> list[int]:
@@ -196,22 +220,26 @@ class Pool:
         self._is_open[slot] = False
 
     def _empty(self, slot: int) -> None:
-        """Free the pages of a sequence, or what it has of them."""
+        """Free all pages of a sequence."""
         self.shrink(slot, np.zeros_like(self.host_lengths[slot]))
         if self.narrow is not None:
             self.narrow.shrink(slot, np.zeros_like(self.narrow.host_lengths[slot]))
 
     def can_extend(self, slots: Sequence[int], tokens: Sequence[int]) -> bool:
-        """Whether `extend` would succeed. Waits for the device only where pages seem to be missing
-        and some were freed since it last did, to see which slabs that emptied."""
+        """Whether `extend` would succeed.
+
+        Waits for the device only if pages seem to be missing and some were freed since the last
+        wait, to learn which slabs are empty by now.
+        """
         return self._shortage(*self._growth(slots, tokens)) is None
 
     def extend(self, slots: Sequence[int], tokens: Sequence[int] | Ints) -> None:
-        """Room for tokens[i] more rows in every group of slots[i], or tokens[i, g] in group g:
-        pages, tables, lengths.
+        """Allocate pages for tokens[i] more rows in every group of slots[i], or tokens[i, g] in
+        group g, and update tables and lengths.
 
         The rows are uninitialised. All or nothing: raises PoolFull, with nothing changed, if pages
-        are missing or a sequence would outgrow `max_tokens`. Waits as `can_extend` does.
+        are missing or a sequence would outgrow `max_tokens`. May wait for the device, as
+        `can_extend`.
         """
         span, lengths = self._growth(slots, tokens)
         if reason := self._shortage(span, lengths):
@@ -224,10 +252,12 @@ class Pool:
         self._high_water = max(self._high_water, self.used_bytes)
 
     def shrink(self, slots: int | Sequence[int], lengths: Sequence[int] | Ints | Tensor) -> None:
-        """Keep the first lengths[i, g] rows of group g of slots[i]; free the whole pages beyond.
+        """Truncate group g of slots[i] to its first lengths[i, g] rows; free the whole pages after
+        them.
 
-        lengths [S, G], or [G] of one slot, never more than now, in host memory (a device tensor is
-        waited for). With a residual none, or more than the pages have: tails forget what is packed.
+        lengths [S, G], or [G] for one slot: at most the present ones, in host memory (a device
+        tensor is waited for). With a residual, either 0 or more than the number of quantised rows:
+        the residual block no longer holds rows that were quantised.
         """
         index = self._opened(np.atleast_1d(slots))
         before = self.host_lengths[index]
@@ -244,12 +274,12 @@ class Pool:
         self._commit(index, after, slabs)
 
     def _freed(self, slots: Ints, after: Ints, before: Ints) -> _Span:
-        """Pages that come free where sequences go from `before` to `after` rows [S, G]."""
+        """The pages that become free when sequences shrink from `before` to `after` rows [S, G]."""
         return self._span(slots, after, before)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages that sequences own."""
+        """Bytes of the pages that sequences hold."""
         return int(self._num_taken @ self._slabs.units) * UNIT
 
     @property
@@ -261,27 +291,28 @@ class Pool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of free pages (for their class only) and of free slabs (for any class)."""
+        """Bytes of free pages (usable by their class only) and of free slabs (usable by any
+        class)."""
         slabs = self._slabs
         return int(slabs.num_free @ slabs.units + len(slabs.free_slabs) * slabs.slab_units) * UNIT
 
     def reset_high_water(self) -> None:
-        """Measure the high water from now on."""
+        """Forget earlier peaks: measure the most bytes used from now on."""
         self._high_water = self.used_bytes
 
     def stats(self) -> PoolStats:
-        """Where the bytes are. Waits for the device if pages were freed since it last did."""
+        """Where the bytes are. Waits for the device if pages were freed since the last wait."""
         slabs = self._slabs
         slabs.take_back()
         page_bytes, free = slabs.units * UNIT, slabs.num_free
-        owned = self._num_pages(self.host_lengths)
-        stored, held = int(self.host_lengths.sum()), owned @ page_bytes[self._class_of]
-        rows = int(owned.sum()) * self.layout.page
+        num_pages = self._num_pages(self.host_lengths)
+        stored, slot_bytes = int(self.host_lengths.sum()), num_pages @ page_bytes[self._class_of]
+        rows = int(num_pages.sum()) * self.layout.page
         if self.narrow is not None:
-            less = self.narrow._num_pages(self.narrow.host_lengths)
-            held = held + less @ page_bytes[self.narrow._class_of]
+            narrow_pages = self.narrow._num_pages(self.narrow.host_lengths)
+            slot_bytes = slot_bytes + narrow_pages @ page_bytes[self.narrow._class_of]
             stored += int(self.narrow.host_lengths.sum())
-            rows += int(less.sum()) * self.layout.page
+            rows += int(narrow_pages.sum()) * self.layout.page
         columns = np.stack((page_bytes, slabs.held * slabs.per_slab - free, free, slabs.held))
         names = ("page_bytes", "used_pages", "free_pages", "slabs")
         tables = [self.tables, self.lengths, *slabs.free_pages]
@@ -298,16 +329,19 @@ class Pool:
             classes=tuple(
                 ClassStats(**dict(zip(names, column, strict=True))) for column in columns.T.tolist()
             ),
-            sequence_bytes={int(slot): int(held[slot]) for slot in np.flatnonzero(self._is_open)},
+            sequence_bytes={
+                int(slot): int(slot_bytes[slot]) for slot in np.flatnonzero(self._is_open)
+            },
         )
 
     def check_integrity(self) -> None:
-        """Assert that each page has one owner and all counts add up. Copies tables: for tests."""
+        """Assert that each page has one owner and that all counts add up. Copies tables to the
+        host: for tests."""
         self._check_lengths()
         taken = self._taken()
         if self.narrow is not None:
             self.narrow._check_lengths()
-            taken = [torch.cat(x) for x in zip(taken, self.narrow._taken(), strict=True)]
+            taken = [torch.cat(parts) for parts in zip(taken, self.narrow._taken(), strict=True)]
         self._slabs.check_integrity(taken)
         assert self.used_bytes <= self._high_water, f"{self.used_bytes} used > {self._high_water}"
 
@@ -319,32 +353,32 @@ class Pool:
         assert not self.host_lengths[~self._is_open].any(), "a closed slot has rows"
 
     def _taken(self) -> list[Tensor]:
-        """Offsets of the pages that are not free, by class."""
-        none = np.zeros_like(self.host_lengths)
-        return self._offsets(self._freed(np.arange(self.num_slots), none, self.host_lengths))
+        """Offsets of the pages that are not free, one tensor per class."""
+        zero = np.zeros_like(self.host_lengths)
+        return self._offsets(self._freed(np.arange(self.num_slots), zero, self.host_lengths))
 
     def _offsets(self, span: _Span) -> list[Tensor]:
-        """Of pages, as tables have them, by class."""
+        """Offsets of the pages of a range, as the block tables have them, one tensor per class."""
         if not span.pages.any():
             return list(self.tables.new_empty(0).split([0] * len(span.pages)))
         return list(self.tables.view(-1)[self._cells(span)].split(span.pages.tolist()))
 
     def _num_pages(self, lengths: Ints) -> Ints:
-        """Pages of every run [S, K] for `lengths` [S, G] rows."""
+        """Pages of each page list [S, K] for `lengths` [S, G] rows."""
         pages = ceil_div(self.layout.packed(lengths), self.layout.page)
         return np.hstack((pages, lengths > 0)) if self.layout.residual else pages
 
     def _span(self, slots: Ints, low: Ints, high: Ints) -> _Span:
-        """Pages that lie between `low` and `high` rows, each [S, G]."""
+        """The pages that hold rows `low` to `high`, both [S, G]."""
         return self._between(slots, self._num_pages(low), self._num_pages(high))
 
     def _between(self, slots: Ints, first: Ints, stop: Ints) -> _Span:
-        """Pages number `first` to `stop`, each [S, K], of every run."""
+        """Pages number `first` to `stop`, both [S, K], of each page list."""
         count = np.maximum(stop - first, 0)
         return _Span(slots=slots, first=first, count=count, pages=self._by_size(count.sum(0)))
 
     def _by_size(self, pages: Ints) -> Ints:
-        """Pages of every run [K], of every class [C]."""
+        """Number of pages per class [C], from the number per page list [K]."""
         size = len(self._slabs.units)
         return np.bincount(self._class_of, weights=pages, minlength=size).astype(np.int64)
 
@@ -355,14 +389,15 @@ class Pool:
         return index
 
     def _growth(self, slots: Sequence[int], tokens: Sequence[int] | Ints) -> tuple[_Span, Ints]:
-        """Pages to add for `tokens` more rows, and the lengths [S, G] with them."""
+        """The pages to add for `tokens` more rows, and the lengths [S, G] after that."""
         index, more = self._opened(slots), np.array(tokens, dtype=np.int64)
         assert len(index) == len(more) and (more >= 0).all(), f"slots {slots}, tokens {tokens}"
         after = self.host_lengths[index] + (more if more.ndim > 1 else more[:, None])
         return self._span(index, self.host_lengths[index], after), after
 
     def _shortage(self, span: _Span, lengths: Ints) -> str | None:
-        """Why sequences cannot have `lengths` [S, G] rows, which add `span`."""
+        """Why sequences cannot grow to `lengths` [S, G] rows, which takes the pages `span`; None if
+        they can."""
         longest = lengths.max(initial=0)
         if longest > self.max_tokens:
             return f"a sequence of {longest} rows is longer than max_tokens={self.max_tokens}"
@@ -376,28 +411,30 @@ class Pool:
         )
 
     def _cells(self, span: _Span) -> Tensor:
-        """Where the pages of `span` stand in the flat tables: int64 [M], class after class."""
+        """Indices of the pages of `span` in the flat block tables: int64 [M], sorted by class."""
         order, total = self._by_class, int(span.pages.sum())
         column, row = span.count[:, order].T.nonzero()
-        run = order[column]
-        count = span.count[row, run]
-        begin = span.slots[row] * self.tables[0].numel() + self._starts[run] + span.first[row, run]
-        begin -= np.cumsum(count) - count  # then 0 .. M-1 counts on from every run's first page
-        both = upload(np.stack((begin, count)), self.device)
-        runs = torch.repeat_interleave(both[0], both[1], output_size=total)
-        return runs + torch.arange(total, device=self.device)
+        lists = order[column]
+        count = span.count[row, lists]
+        begin = (
+            span.slots[row] * self.tables[0].numel() + self._starts[lists] + span.first[row, lists]
+        )
+        begin -= np.cumsum(count) - count  # adding 0 .. M-1 then counts from each list's first page
+        begin_and_count = upload(np.stack((begin, count)), self.device)
+        starts = torch.repeat_interleave(begin_and_count[0], begin_and_count[1], output_size=total)
+        return starts + torch.arange(total, device=self.device)
 
     def _commit(self, slots: Ints, lengths: Ints, slabs: Slabs) -> None:
-        """Make a change that is ready; what may fail comes before what counts."""
+        """Adopt a prepared change. What may fail (uploads) comes before what is counted."""
         index = upload(slots, self.device)
         self.lengths[index] = upload(lengths.astype(np.int32), self.device)
         self.host_lengths[slots], self._slabs = lengths, slabs
 
 
 class NarrowPool(Pool):
-    """Narrow rows of the sequences of another pool, `owner`, whose slots, arena and slabs it
-    shares. Its groups grow each by itself, by `extend`, and are freed as the owner closes a slot.
-    """
+    """The low-rank entries of the sequences of another pool, `owner`, whose slots, arena and slabs
+    it shares. Groups grow independently, by `extend`, and are freed when the owner closes a
+    slot."""
 
     def __init__(self, owner: Pool, layout: CacheLayout, class_of: Ints) -> None:
         self.owner, self.layout, self.narrow = owner, layout, None
@@ -429,7 +466,7 @@ class NarrowPool(Pool):
 
     @property
     def used_bytes(self) -> int:
-        """As of the owner, whose and these pages they are."""
+        """Bytes of the pages that sequences hold in both pools, as the owner counts them."""
         return self.owner.used_bytes
 
     def _can_pop(self, pages: Ints) -> bool:

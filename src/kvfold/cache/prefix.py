@@ -1,8 +1,8 @@
-"""Which shared pages hold which tokens.
+"""Find shared pages by the tokens that they hold (prefix caching).
 
-A *block* is P tokens from a multiple of P on, and its pages, one of every group. Its name is a
-digest of its tokens and of the name of the block before it, so that blocks of one name hold the
-same rows: those of the same tokens behind the same tokens, in one pool.
+A *block* is one page per group, for P consecutive tokens from a multiple of P on. Its name is a
+hash of its tokens and of the previous block's name, so blocks of one name hold the same entries:
+those of the same tokens after the same prefix, in one pool.
 """
 
 from array import array
@@ -12,44 +12,46 @@ from weakref import WeakValueDictionary
 
 from kvfold.cache.sharing import SharedPages, SharingPool
 
-BYTES = 16  # of a name: two that differ are as good as impossible to find alike
+BYTES = 16  # length of a name, long enough that hashes do not collide
 
 
 class Names:
-    """Names of a sequence's blocks, each computed once. salt: sequences of another share none."""
+    """Names of a sequence's blocks, each computed once. Sequences with different salts share no
+    blocks."""
 
     def __init__(self, page: int, salt: str = "") -> None:
-        self.page, self._found = page, [blake2b(salt.encode(), digest_size=BYTES).digest()]
+        self.page, self._names = page, [blake2b(salt.encode(), digest_size=BYTES).digest()]
 
     def of(self, tokens: Sequence[int], start: int, stop: int) -> list[bytes]:
-        """Blocks start..stop of a sequence that begins as in all calls before."""
-        for number in range(len(self._found) - 1, stop):
-            own = array("q", tokens[number * self.page : (number + 1) * self.page])
-            name = blake2b(own.tobytes(), key=self._found[-1], digest_size=BYTES)
-            self._found.append(name.digest())
-        return self._found[start + 1 : stop + 1]
+        """Names of blocks start..stop of a sequence, which must begin with the tokens of all
+        earlier calls."""
+        for number in range(len(self._names) - 1, stop):
+            block = array("q", tokens[number * self.page : (number + 1) * self.page])
+            digest = blake2b(block.tobytes(), key=self._names[-1], digest_size=BYTES)
+            self._names.append(digest.digest())
+        return self._names[start + 1 : stop + 1]
 
 
 class PrefixIndex:
-    """Blocks by name, as long as the pool has them: it alone says what is dropped."""
+    """Shared blocks by name. The pool alone decides which blocks are dropped."""
 
     def __init__(self, pool: SharingPool) -> None:
         self.pool = pool
         self._blocks: WeakValueDictionary[bytes, SharedPages] = WeakValueDictionary()
 
     def get(self, name: bytes) -> SharedPages | None:
-        found = self._blocks.get(name)
-        return found if found is not None and self.pool.has(found) else None
+        block = self._blocks.get(name)
+        return block if block is not None and self.pool.has(block) else None
 
     def chain(self, names: Sequence[bytes]) -> list[SharedPages]:
-        """The blocks that are there, up to the first that is not."""
+        """The cached blocks of these names, up to the first that is missing."""
         return list(self._known(names))
 
     def _known(self, names: Sequence[bytes]) -> Iterator[SharedPages]:
         for name in names:
-            if (found := self.get(name)) is None:
+            if (block := self.get(name)) is None:
                 return
-            yield found
+            yield block
 
     def put(self, names: Sequence[bytes], blocks: Sequence[SharedPages]) -> None:
         self._blocks.update(zip(names, blocks, strict=False))

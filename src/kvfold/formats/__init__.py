@@ -1,4 +1,4 @@
-"""Number formats: how many numbers become few bytes, and come back."""
+"""Number formats: how the numbers of a token are quantised and packed into bytes."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 Codebooks = tuple[tuple[float, ...], ...]  # calibrated levels, ascending, of some bits each
 
-# A module beside this, and its class: torch is imported when the class is asked for, not the name.
+# Module of this package -> class. `format_of` imports torch, this table does not.
 FORMATS = {
     "integers": "Integers",
     "kivi": "Kivi",
@@ -18,8 +18,8 @@ FORMATS = {
 
 
 def format_of(name: str) -> "type[Format]":
-    """The class of a format. Raises ValueError for an unknown name."""
+    """The class of a format by name. Raises ValueError for an unknown name."""
     if name not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {name!r}")
-    found: type[Format] = getattr(import_module(f"kvfold.formats.{name}"), FORMATS[name])
-    return found
+    format_class: type[Format] = getattr(import_module(f"kvfold.formats.{name}"), FORMATS[name])
+    return format_class

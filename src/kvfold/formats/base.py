@@ -1,8 +1,8 @@
-"""A number format: the bytes that a segment's numbers become, and the numbers that come back.
+"""The interface of a number format: it encodes the numbers of a segment as bytes and decodes them.
 
 Shapes: n numbers of a segment of one row; P rows a page; M pages, N = M * P rows; g groups; ... any
-leading dimensions. *Metadata* are the numbers beside the codes, such as a scale and a zero: those
-of a row, or where a format is *per channel*, of each of the n columns of a page.
+leading dimensions. *Metadata* are the numbers stored in addition to the codes, such as a scale and
+a zero point: per row, or in a *per-channel* format per column (n) of a page.
 """
 
 from abc import ABC, abstractmethod
@@ -19,8 +19,15 @@ INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by by
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a latent's numbers are to be stored in. side: k, v or kv; page: rows; zeros: beside
-    scales; planned: a checkpoint's bits; codebooks: the latent's."""
+    """What a format must store: one tier of a latent.
+
+    side: k, v or kv
+    bits: of a number
+    page: rows of a page
+    zeros: store zero points
+    planned: the bits come from the checkpoint's plan
+    codebooks: calibrated levels of the latent
+    """
 
     side: str
     bits: int
@@ -34,14 +41,19 @@ class Asked:
 class Format(ABC):
     """How the numbers of a segment are stored.
 
-    bits: of a number, as it counts as stored; metadata: the dtype of its scales and zeros.
-    kernels: folders of `ops` whose kernels read it; in the others it is left to plain PyTorch.
+    bits: nominal bits of a number.
+    metadata: dtype of scales and zero points.
+    kernels: folders of `ops` whose kernels read this format; the other operations use plain
+        PyTorch.
 
-    Of all numbers of a cache in this format: widths: bits that it has; plans: whether a checkpoint
-    may plan bits in it, so that none need be given; rotates: whether numbers that share a scale are
-    turned first, so that they are alike; sub_group: most of them, rows: of a page, and residual:
-    rows that wait unquantised, where nothing else is asked for (None: a whole latent, as many as
-    ever, and none).
+    Class attributes, for a cache in this format:
+
+    per_channel: scales belong to columns of a page instead of rows.
+    widths: bit widths that it supports.
+    plans: whether a checkpoint may plan bits for it, so that `bits` need not be set.
+    rotates: whether numbers that share a scale are rotated first (Hadamard), to spread outliers.
+    rows, sub_group, residual: defaults for the rows of a page, the most numbers that share a scale,
+        and the rows of the residual block (None: the usual page, a whole latent, no residual).
     """
 
     bits: int
@@ -59,51 +71,51 @@ class Format(ABC):
 
     @property
     def num_metadata(self) -> int:
-        """Metadata numbers of a row, or per channel of a column of a page."""
+        """Metadata numbers per row, or per column of a page in a per-channel format."""
         return 1
 
     @abstractmethod
     def row_bytes(self, width: int) -> int:
-        """Bytes of one row's codes of `width` numbers."""
+        """Bytes of the codes of one row of `width` numbers."""
 
     def sparse_bytes(self, width: int) -> int:
-        """Bytes of a row's codes, of those of `row_bytes`, that are beside the `bits` of each
-        number, such as outliers."""
+        """The part of `row_bytes` that is not `bits` per number, such as outliers."""
         return 0
 
     @abstractmethod
     def encode(self, x: Tensor, page: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """x float [N, g, n] -> codes uint8 [N, g, row_bytes(n)] and metadata, each [N, g]; per
-        channel, for which N rows are whole pages in order, each [M, g, n]."""
+        """Quantise x float [N, g, n] to codes uint8 [N, g, row_bytes(n)] and metadata, each [N, g].
+        In a per-channel format the N rows are whole pages in order, and metadata are each [M, g,
+        n]."""
 
     @abstractmethod
     def decode(
         self, codes: Tensor, metadata: tuple[Tensor, ...], inside: Tensor, out: Tensor
     ) -> None:
-        """Fill out [..., P, n], of any float dtype and strides.
+        """Decode to out [..., P, n], of any float dtype and strides.
 
-        codes uint8 [..., P, row_bytes(n)]; metadata each [..., P], per channel [..., n]. Rows that
-        are not inside (bool [..., P]; per channel a page's all or none) become 0, whatever their
-        bytes are.
+        codes uint8 [..., P, row_bytes(n)]; metadata each [..., P], per channel [..., n]; inside
+        bool [..., P] (per channel all or none of a page): other rows become 0, whatever their
+        bytes.
         """
 
     @classmethod
-    def of(cls, asked: Asked) -> "Format":
-        """The format of a latent's numbers. Raises ValueError for what it cannot store, and for
-        codebooks that it needs and are not there."""
-        if asked.zeros:
+    def of(cls, request: Asked) -> "Format":
+        """The format for one tier of a latent. Raises ValueError for what it cannot store, and for
+        missing codebooks."""
+        if request.zeros:
             raise ValueError(f"format={cls.name!r} stores no zeros: leave zeros out")
-        return cls(bits=asked.bits)
+        return cls(bits=request.bits)
 
     @classmethod
     def refusal(cls, side: str, keys: str, num_heads: int) -> str | None:
-        """Why a latent cannot be stored so, if it cannot: its side, the kind of its layer's keys,
-        how many heads it serves."""
+        """Why a latent cannot be stored in this format, or None. side: of the latent; keys: the
+        kind of its layer's keys; num_heads: heads that share the latent."""
         return None
 
     def cut(self, width: int, sub_group: int | None) -> list[int]:
-        """Widths of the segments of `width` numbers: nearly equal, at most `sub_group`, since the
-        numbers of a segment share their metadata."""
+        """Divide `width` numbers into segments, whose numbers share metadata: nearly equal widths
+        of at most `sub_group`."""
         shared = self.num_metadata > 0 and not self.per_channel
         count = -(-width // sub_group) if sub_group and shared else 1
         return [width * (i + 1) // count - width * i // count for i in range(count)]

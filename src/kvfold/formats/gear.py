@@ -1,8 +1,8 @@
-"""GEAR (§3): few bits, the largest and the smallest numbers as they are, and a low-rank part of
-what that leaves. Keys by channel of a page, values by token.
+"""The GEAR format (§3): quantised numbers, fp16 outliers, and a low-rank approximation of the
+quantisation error. Keys are quantised per channel of a page, values per token.
 
-Shapes: M pages of P rows, g groups, n numbers of a row; r rank, k outliers at either end of a line,
-which is a channel of a page of keys or a row of values.
+Shapes: M pages of P rows, g groups, n numbers of a row; r rank; k largest and k smallest outliers
+of a vector that shares a scale (`Line`): a channel of a page of keys, or a row of values.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,17 @@ from kvfold.formats.base import Asked, Format
 from kvfold.formats.integers import dequantize, pack, quantize, unpack
 from kvfold.formats.kvquant import words
 
-SHARE = 0.02  # of numbers that are outliers, half of them at either end
-ROUNDS = 3  # of power iteration
-SMALL = 64  # rows of the pages that are packed as published while text is generated
-MOST = 256  # numbers of a line, whose places fit a byte
-OUTLIER = 3  # bytes: its place and fp16
+SHARE = 0.02  # share of numbers that are outliers: half are the largest, half the smallest
+ROUNDS = 3  # steps of power iteration
+SMALL = 64  # rows of a page during generation, as published
+MOST = 256  # largest vector, so that the index of an outlier fits a byte
+OUTLIER = 3  # bytes of an outlier: its index and fp16
 
 
 class Line(NamedTuple):
-    """What is stored of lines of n numbers [.., n]: codes uint8 [.., n]; scale, zero fp16 [..];
-    where uint8 [.., 2k] and outliers fp16 [.., 2k], the largest first."""
+    """The stored form of vectors [.., n] without the low-rank part: codes uint8 [.., n]; scale and
+    zero fp16 [..]; outliers fp16 [.., 2k], the largest first, and their indices `where` uint8 [..,
+    2k]."""
 
     codes: Tensor
     scale: Tensor
@@ -35,7 +36,7 @@ class Line(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, bits: int) -> "Line":
-        """x fp32 [.., n]; outliers count as the mean of their line."""
+        """Quantise x fp32 [.., n]. In the codes, outliers count as the mean of their vector."""
         k = num_outliers(x.shape[-1])
         where = torch.cat([x.topk(k, -1, largest=end).indices for end in (True, False)], -1)
         outliers = x.gather(-1, where).clamp(-65504, 65504).half()
@@ -45,19 +46,19 @@ class Line(NamedTuple):
         return cls(codes, scale, zero, where.to(torch.uint8), outliers)
 
     def numbers(self, bits: int, more: Tensor | None = None) -> Tensor:
-        """fp32 [.., n]; more: is added to all but outliers."""
-        found = dequantize(self.codes, self.scale.float(), self.zero.float(), bits)
+        """Dequantise to fp32 [.., n]. more: is added to all numbers but outliers."""
+        x = dequantize(self.codes, self.scale.float(), self.zero.float(), bits)
         if more is not None:
-            found += more
-        where = self.where.long().clamp(max=found.shape[-1] - 1)
-        return found.scatter_(-1, where, self.outliers.float())
+            x += more
+        where = self.where.long().clamp(max=x.shape[-1] - 1)
+        return x.scatter_(-1, where, self.outliers.float())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gear(Format):
-    """by_channel: keys, with a scale, a zero and outliers for every column of a page; else values,
-    with those in the rows. Every row has r numbers, and every column of a page, of the low-rank
-    part."""
+    """The format of one segment. by_channel: keys, with a scale, a zero point and outliers per
+    column of a page; otherwise values, which store these per row. The low-rank part has r numbers
+    per row and per column of a page."""
 
     by_channel: bool
     page: int
@@ -79,7 +80,7 @@ class Gear(Format):
         return self._code_bytes(width) + self.sparse_bytes(width)
 
     def sparse_bytes(self, width: int) -> int:
-        """The row's part of the low rank; of values a scale, a zero and outliers too."""
+        """The low-rank numbers of the row; for values also a scale, a zero point and outliers."""
         line = 0 if self.by_channel else 4 + 2 * num_outliers(width) * OUTLIER
         return 2 * self.rank + line
 
@@ -90,9 +91,9 @@ class Gear(Format):
         rows = x.float().unflatten(0, (-1, page)).transpose(1, 2)  # [M, g, P, n]
         lines = rows.mT if self.by_channel else rows
         line = Line.of(lines, self.bits)
-        left = lines - line.numbers(self.bits)
-        left = left.mT if self.by_channel else left
-        down, up = low_rank(left, self.rank)
+        error = lines - line.numbers(self.bits)
+        error = error.mT if self.by_channel else error
+        down, up = low_rank(error, self.rank)
         codes = line.codes.mT if self.by_channel else line.codes
         parts = [pack(codes, self.bits), _bytes(down)]
         metadata = list(up.unbind(-1))
@@ -107,43 +108,44 @@ class Gear(Format):
     def decode(
         self, codes: Tensor, metadata: tuple[Tensor, ...], inside: Tensor, out: Tensor
     ) -> None:
-        """Pages that hold a row hold all."""
+        """As in Format. The rows of a page are all inside or none."""
         n, r, start = out.shape[-1], self.rank, self._code_bytes(out.shape[-1])
         numbers = unpack(codes[..., :start], n, self.bits)
         down = words(codes[..., start : start + 2 * r], torch.half).float()
         up = torch.stack(metadata[:r], -1)
-        more = down @ up.float().mT
+        low_rank_part = down @ up.float().mT
         if self.by_channel:
             k = num_outliers(self.page)
-            scale, zero, *others = metadata[r:]
-            where = words(torch.stack(others[2 * k :], -1), torch.uint8)
-            line = Line(numbers.mT, scale, zero, where, torch.stack(others[: 2 * k], -1))
-            found = line.numbers(self.bits, more.mT).mT
+            scale, zero, *rest = metadata[r:]
+            where = words(torch.stack(rest[2 * k :], -1), torch.uint8)
+            line = Line(numbers.mT, scale, zero, where, torch.stack(rest[: 2 * k], -1))
+            x = line.numbers(self.bits, low_rank_part.mT).mT
         else:
-            k, rest = num_outliers(n), codes[..., start + 2 * r :]
-            scale, zero = words(rest[..., :4], torch.half).unbind(-1)
-            where = words(rest[..., 4 : 4 + 2 * k], torch.uint8)
-            line = Line(numbers, scale, zero, where, words(rest[..., 4 + 2 * k :], torch.half))
-            found = line.numbers(self.bits, more)
-        out.copy_(found.masked_fill_(~inside[..., None], 0.0))
+            k, sparse = num_outliers(n), codes[..., start + 2 * r :]
+            scale, zero = words(sparse[..., :4], torch.half).unbind(-1)
+            where = words(sparse[..., 4 : 4 + 2 * k], torch.uint8)
+            line = Line(numbers, scale, zero, where, words(sparse[..., 4 + 2 * k :], torch.half))
+            x = line.numbers(self.bits, low_rank_part)
+        out.copy_(x.masked_fill_(~inside[..., None], 0.0))
 
     def cut(self, width: int, sub_group: int | None) -> list[int]:
-        """Values as those whose numbers share metadata do: they share a line."""
-        most = width if self.by_channel else min(sub_group or MOST, MOST)
-        count = -(-width // most) if width else 1
+        """Values are divided although they have no metadata numbers: a segment is one vector with a
+        scale."""
+        limit = width if self.by_channel else min(sub_group or MOST, MOST)
+        count = -(-width // limit) if width else 1
         return [width * (i + 1) // count - width * i // count for i in range(count)]
 
     @classmethod
-    def of(cls, asked: Asked) -> Format:
-        if asked.zeros:
+    def of(cls, request: Asked) -> Format:
+        if request.zeros:
             raise ValueError("format='gear' stores zeros in any case: leave zeros out")
-        if asked.page > MOST:
+        if request.page > MOST:
             raise ValueError(
-                f"format='gear' has pages of at most {MOST} rows, got {asked.page}: take smaller "
+                f"format='gear' has pages of at most {MOST} rows, got {request.page}: take smaller "
                 "ones"
             )
-        rank = 2 if asked.page <= SMALL else 4
-        return cls(bits=asked.bits, by_channel=asked.side == "k", page=asked.page, rank=rank)
+        rank = 2 if request.page <= SMALL else 4
+        return cls(bits=request.bits, by_channel=request.side == "k", page=request.page, rank=rank)
 
     @classmethod
     def refusal(cls, side: str, keys: str, num_heads: int) -> str | None:
@@ -156,13 +158,14 @@ class Gear(Format):
 
 
 def num_outliers(length: int) -> int:
-    """At either end of a line, at least one."""
+    """Number of the largest outliers of a vector (and of the smallest), at least one."""
     return max(1, round(length * SHARE / 2))
 
 
 def low_rank(left: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """down fp16 [.., P, rank] and up fp16 [.., n, rank] of the best down up^T for left fp32
-    [.., P, n], nearly: ROUNDS of power iteration. Zeros beyond the rank that there can be."""
+    """Approximate the error left fp32 [.., P, n] by down up^T, with down fp16 [.., P, rank] and up
+    fp16 [.., n, rank]: nearly the best of this rank (ROUNDS of power iteration), zeros beyond the
+    possible rank."""
     num_rows, n = left.shape[-2:]
     width = min(rank, num_rows, n)
     up = _start(n, width, left.device).expand(*left.shape[:-2], -1, -1)
@@ -171,15 +174,16 @@ def low_rank(left: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         down = left @ (torch.linalg.qr(up).Q if last else up)
         down = torch.linalg.qr(down).Q if last else down
         up = left.mT @ down
-    more = (0, rank - width)
-    found = (torch.nn.functional.pad(x, more) for x in (down, up.clamp(-65504, 65504)))
-    a, b = (x.half() for x in found)
+    padding = (0, rank - width)
+    factors = (torch.nn.functional.pad(x, padding) for x in (down, up.clamp(-65504, 65504)))
+    a, b = (x.half() for x in factors)
     return a, b
 
 
 @lru_cache
 def _start(n: int, rank: int, device: torch.device) -> Tensor:
-    """The same for all pages, so that bytes depend on rows alone."""
+    """Random start of the power iteration; the same for all pages, so that bytes depend on rows
+    alone."""
     return torch.rand(n, rank, generator=torch.Generator().manual_seed(0)).to(device)
 
 

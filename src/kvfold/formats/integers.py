@@ -1,4 +1,4 @@
-"""Few-bit integers: numbers to codes, codes to bytes, and back. Plain PyTorch.
+"""Low-bit integers: quantise numbers to codes, pack codes into bytes, and back. Plain PyTorch.
 
 Shapes: n numbers that share one scale (a segment of one row); ... any leading dimensions.
 """
@@ -15,13 +15,13 @@ from kvfold.formats.base import Asked, Format
 FP16_MAX = 65504.0
 # Step of the uniform quantiser of least squared error for a unit Gaussian (Max 1960, table II).
 GAUSSIAN_STEP = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352, 6: 0.1041, 8: 0.0308}
-# A code's bits from the lowest on, in planes whose widths divide a byte.
+# Bit planes of a code, lowest bits first; the width of each divides a byte.
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 6: (4, 2), 8: (8,)}
-FP8_MAX = 448.0  # of float8_e4m3fn
+FP8_MAX = 448.0  # largest float8_e4m3fn
 SCALES_IN = {1: torch.float8_e4m3fn, 2: torch.float16}  # by bytes of a scale
 
-# A byte and the word in which each of its codes has a byte of its own: the word's dtype, then
-# (shift, mask of the codes together, mask of the codes apart), halving what sits together.
+# By bits of a code: how the codes of a byte are spread to one byte per code. The dtype that holds
+# the spread codes, then per step (shift, mask before, mask after); each step halves the packing.
 _SPREAD: dict[int, tuple[torch.dtype, tuple[tuple[int, int, int], ...]]] = {
     8: (torch.uint8, ()),
     4: (torch.int16, ((4, 0xFF, 0x0F0F),)),
@@ -39,8 +39,11 @@ _SPREAD: dict[int, tuple[torch.dtype, tuple[tuple[int, int, int], ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Integers(Format):
-    """Codes on a grid, and a scale for every row of a segment. zeros: with the value of code 0
-    beside it; else the grid is symmetric. Scales are fp16, or fp8 (e4m3) without zeros."""
+    """Codes on a uniform grid, with one scale per row of a segment.
+
+    zeros: also store a zero point, the value of code 0; else the grid is symmetric. Scales are
+        fp16, or fp8 (e4m3) without zero points.
+    """
 
     zeros: bool = False
 
@@ -54,7 +57,7 @@ class Integers(Format):
         return 2 if self.zeros else 1
 
     def row_bytes(self, width: int) -> int:
-        """Every plane in whole bytes."""
+        """Bytes of a row; each bit plane is rounded up to whole bytes."""
         return sum(-(-width * bits // 8) for bits in PLANES[self.bits])
 
     def encode(self, x: Tensor, page: int) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -69,17 +72,17 @@ class Integers(Format):
         dequantize(unpack(codes, out.shape[-1], self.bits), scale, zero, self.bits, out)
 
     @classmethod
-    def of(cls, asked: Asked) -> Format:
-        """With fp8 scales for what is planned, because of its many tiers."""
-        size = 1 if asked.planned and not asked.zeros else 2
-        return cls(bits=asked.bits, zeros=asked.zeros, metadata=SCALES_IN[size])
+    def of(cls, request: Asked) -> Format:
+        """fp8 scales for planned bits, because a plan has many tiers; else fp16."""
+        size = 1 if request.planned and not request.zeros else 2
+        return cls(bits=request.bits, zeros=request.zeros, metadata=SCALES_IN[size])
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [..., n] below 2^bits -> uint8 [..., bytes]; bits from PLANES.
+    """Pack codes uint8 [..., n] below 2^bits into uint8 [..., bytes]; bits from PLANES.
 
-    Number i of a byte sits in its bits i * b and up. 3 and 6 bits are two planes, each rounded up
-    to whole bytes: the low bits of all numbers, then the high bits of all numbers.
+    Number i of a byte is in its bits i * b and up. 3 and 6 bits are two planes, both rounded up to
+    whole bytes: the low bits of all numbers, then the high bits of all numbers.
     """
     low, *high = PLANES[bits]
     if not high:
@@ -97,13 +100,13 @@ def unpack(packed: Tensor, n: int, bits: int) -> Tensor:
 
 
 def places(packed: Tensor, n: int, bits: int) -> Iterator[tuple[slice, int, Tensor]]:
-    """The codes of `unpack`, those that have the same place in their bytes together.
+    """Iterate over the codes of `unpack` by their position within a byte.
 
     packed uint8 [..., bytes]. Yields (columns, factor, uint8 [..., number of columns]): the codes
-    [..., n] are the sums of factor times these in their columns. Two passes over few bytes each,
-    where putting numbers into order takes several over more.
+    [..., n] are the sum of factor times these in their columns. This takes two passes over the
+    packed bytes; putting the numbers in order takes several passes over more bytes.
     """
-    begin = place = 0
+    begin = shift = 0
     for width in PLANES[bits]:
         size = -(-n * width // 8)
         plane = packed[..., begin : begin + size]
@@ -112,15 +115,15 @@ def places(packed: Tensor, n: int, bits: int) -> Iterator[tuple[slice, int, Tens
             codes = plane[..., : len(range(n)[columns])]
             codes = codes >> first * width if first else codes
             last = (first + 1) * width == 8
-            yield columns, 1 << place, codes if last else codes & (1 << width) - 1
-        begin, place = begin + size, place + width
+            yield columns, 1 << shift, codes if last else codes & (1 << width) - 1
+        begin, shift = begin + size, shift + width
 
 
 def _squeeze(codes: Tensor, bits: int) -> Tensor:
-    """The codes of a byte, read as one (little-endian) word, are shifted together in halves."""
+    """Pack the codes of a byte, read as one little-endian word, by shifting halves together."""
     word, steps = _SPREAD[bits]
     x = F.pad(codes, (0, -codes.shape[-1] % (8 // bits)))
-    # Flat, since a dimension of one row may have any stride.
+    # Flatten first, because a dimension of size 1 may have any stride.
     x = x.flatten().view(word).view(*x.shape[:-1], x.shape[-1] * bits // 8)
     for shift, together, _ in reversed(steps):
         x |= x >> shift
@@ -129,6 +132,7 @@ def _squeeze(codes: Tensor, bits: int) -> Tensor:
 
 
 def _spread(packed: Tensor, n: int, bits: int) -> Tensor:
+    """Inverse of `_squeeze`: one byte per code."""
     word, steps = _SPREAD[bits]
     x = packed.to(word, memory_format=torch.contiguous_format)
     for shift, _, apart in steps:
@@ -140,21 +144,25 @@ def _spread(packed: Tensor, n: int, bits: int) -> Tensor:
 def quantize(
     x: Tensor, bits: int, zeros: bool, scale_dtype: torch.dtype = torch.float16
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x float [..., n] -> codes uint8 [..., n], scale [...], zero fp16 [...] or None.
+    """Quantise x float [..., n] to codes uint8 [..., n], with scale [...] and zero fp16 [...] or
+    None.
 
     scale_dtype: float16, or float8_e4m3fn for symmetric scales, which then hold s * 2^bits (about
-    twice the largest number) to within 1/16, in 2^-6 .. 448: half the bytes, for numbers of
-    known size.
-    With s the scale, L = 2^bits - 1, u = 2^-11 the round-off of fp16, and up to fp32's own:
+        twice the largest number) to within 1/16, in 2^-6 .. 448: half the bytes, for numbers of
+        known size.
+
+    With s the scale, L = 2^bits - 1, u = 2^-11 the round-off of fp16, and up to the round-off of
+    fp32:
     zeros (asymmetric): zero = min, scale = (max - min) / L, x_hat = zero + code * s and
         |x - x_hat| <= (max - min) / 2L + u (|min| + max - min) + (L + 1) 2^-25.
     no zeros (symmetric): x_hat = (code - L / 2) * s, a grid without a zero level, and
         |x - x_hat| <= max(s / 2, max|x| - s L / 2). s is the best of five (`_symmetric_scale`), so
         the group's squared error is at most that of covering the maximum, s = 2 max|x| / L, and
         |x - x_hat| <= (1 + 2u) sqrt(n) max|x| / L + L 2^-26.
-    A group of one value (symmetric: of one magnitude) comes back no further off than fp16 holds it,
-    and from 32752 on symmetrically within u of it. NaN or inf makes the scale of its group NaN and
-    so all its numbers. Scale and zero saturate at +-65504; the bounds hold where neither does.
+
+    A group of one value (symmetric: of one magnitude) is reproduced to the precision of fp16, and
+    from 32752 on symmetrically within u. NaN or inf makes the scale and all numbers of the group
+    NaN. Scale and zero saturate at +-65504; the bounds hold where neither does.
     """
     x = x.float()
     low = x.amin(-1)
@@ -165,7 +173,7 @@ def quantize(
     scale = scale_of(stored, bits)
     zero = low.clamp(-FP16_MAX, FP16_MAX).half() if zeros else None
     codes = (x - lowest(scale, zero, bits)).div_(scale[..., None])
-    # NaN where the scale is 0 or NaN: any code will do, but the cast would be undefined.
+    # NaN if the scale is 0 or NaN: any code is right, but casting NaN to an integer is undefined.
     codes = codes.round_().clamp_(0, 2**bits - 1).nan_to_num_(0.0).to(torch.uint8)
     return codes, stored, zero
 
@@ -173,11 +181,12 @@ def quantize(
 def dequantize(
     codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, out: Tensor | None = None
 ) -> Tensor:
-    """Codes uint8 [..., n], scale fp32 (of `scale_of`) and zero [...] -> fp32 [..., n].
+    """Dequantise codes uint8 [..., n], with scale fp32 (from `scale_of`) and zero [...], to fp32
+    [..., n].
 
-    out: where to write, in its dtype; fp32 of any strides takes no pass of its own.
+    out: where to write, in its dtype; for fp32, of any strides, this needs no extra pass.
     """
-    # code * scale is exact, 8 bits by 11 fit the 24 of fp32, so how the device fuses is no matter.
+    # code * scale is exact (8 by 11 bits fit in fp32's 24), so fused multiply-add changes nothing.
     direct = out is not None and out.dtype is torch.float32
     # A pass that only casts is several times faster than a product of mixed dtypes.
     steps = out.copy_(codes) if out is not None and direct else codes.float()
@@ -186,7 +195,7 @@ def dequantize(
 
 
 def scale_of(stored: Tensor, bits: int) -> Tensor:
-    """The scale fp32 that a stored one, fp16 or fp8, stands for."""
+    """The fp32 value of a stored scale, which is fp16 or fp8."""
     scale = stored.float()
     return scale * 2.0**-bits if stored.dtype.itemsize == 1 else scale
 
@@ -198,27 +207,28 @@ def _stored(scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 
 
 def _symmetric_scale(x: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """The scale [...] with the least squared error among five.
+    """The scale [...] with the least squared error among five candidates.
 
-    Rotated numbers are nearly Gaussian, for which clipping beats covering the maximum: the optimal
-    step for the group's rms, and 0.9 of it; the step that reaches max|x|, and the geometric mean of
-    both, for heavier tails; 2 max|x|, whose two inner levels are +-max|x|, for constant groups.
+    Rotated numbers are nearly Gaussian, and clipping them is better than covering the maximum.
+    Candidates: the optimal step for the group's rms, and 0.9 of it; the step that reaches max|x|,
+    and the geometric mean of both, for heavier tails; 2 max|x|, whose two inner levels are
+    +-max|x|, for groups of constant magnitude.
     """
     peak = x.abs().amax(-1)
     wide = peak / ((2**bits - 1) / 2)
     narrow = torch.minimum(GAUSSIAN_STEP[bits] * x.square().mean(-1).sqrt(), wide)
-    tries = torch.stack((2 * peak, wide, (narrow * wide).sqrt(), narrow, 0.9 * narrow))
-    tries = scale_of(_stored(tries, bits, dtype), bits)
-    # A number that rounding puts on another level is as far from both; kernels divide once, too.
-    steps = x * tries.reciprocal()[..., None]
+    candidates = torch.stack((2 * peak, wide, (narrow * wide).sqrt(), narrow, 0.9 * narrow))
+    candidates = scale_of(_stored(candidates, bits, dtype), bits)
+    # One reciprocal, as in the kernels. If it rounds to another level, both levels are equally far.
+    steps = x * candidates.reciprocal()[..., None]
     half = 2 ** (bits - 1)  # levels are at +-0.5, +-1.5 .. +-(half - 0.5) steps
-    missed = steps.floor().clamp_(-half, half - 1).add_(0.5).sub_(steps)
-    error = torch.linalg.vector_norm(missed, dim=-1) * tries
+    difference = steps.floor().clamp_(-half, half - 1).add_(0.5).sub_(steps)
+    error = torch.linalg.vector_norm(difference, dim=-1) * candidates
     # A scale that rounds to 0 makes its error NaN, and argmin would choose it.
-    return tries.gather(0, error.nan_to_num_(torch.inf).argmin(0, keepdim=True))[0]
+    return candidates.gather(0, error.nan_to_num_(torch.inf).argmin(0, keepdim=True))[0]
 
 
 def lowest(scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
-    """The value of code 0, fp32 [..., 1]; where no zero is stored the grid is symmetric."""
+    """The value of code 0, fp32 [..., 1]; without a zero point the grid is symmetric."""
     low = scale * (-(2**bits - 1) / 2) if zero is None else zero.float()
     return low[..., None]

@@ -1,4 +1,5 @@
-"""KIVI (§3.2-3.3): keys per channel of a page, values per token, both with zeros."""
+"""The KIVI format (§3.2-3.3): keys quantised per channel of a page, values per token, both with
+zero points."""
 
 from dataclasses import dataclass
 
@@ -11,8 +12,8 @@ from kvfold.formats.integers import Integers, dequantize, pack, quantize, unpack
 
 @dataclass(frozen=True, kw_only=True)
 class Kivi(Integers):
-    """Few-bit integers of keys, with a scale and a zero for every column of a page. Values are
-    integers by row, in sub-groups; the defaults are those of KIVI's own experiments."""
+    """Low-bit integer keys, with a scale and a zero point per column of a page. Values are
+    `Integers`, per row in sub-groups. The defaults are those of KIVI's experiments."""
 
     zeros: bool = True
 
@@ -33,15 +34,15 @@ class Kivi(Integers):
     def decode(
         self, codes: Tensor, metadata: tuple[Tensor, ...], inside: Tensor, out: Tensor
     ) -> None:
-        """Pages that hold a row hold all."""
+        """As in Format. The rows of a page are all inside or none."""
         scale, zero = (torch.where(inside[..., :1], x.float(), 0.0) for x in metadata)
         columns = unpack(codes, out.shape[-1], self.bits).mT
         out.copy_(dequantize(columns, scale, zero, self.bits).mT)
 
     @classmethod
-    def of(cls, asked: Asked) -> Format:
-        kind = cls if asked.side == "k" else Integers
-        return kind(bits=asked.bits, zeros=True)
+    def of(cls, request: Asked) -> Format:
+        kind = cls if request.side == "k" else Integers
+        return kind(bits=request.bits, zeros=True)
 
     @classmethod
     def refusal(cls, side: str, keys: str, num_heads: int) -> str | None:

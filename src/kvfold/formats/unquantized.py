@@ -1,4 +1,4 @@
-"""Numbers stored as they are, in the dtype of the rows."""
+"""The format of numbers that are not quantised, in the dtype of the rows."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from kvfold.formats.base import INTS, Format
 
 @dataclass(frozen=True, kw_only=True)
 class Unquantized(Format):
-    """Floats of `itemsize` bytes. They count as 16 bits whatever these are."""
+    """Floats of `itemsize` bytes. They count as 16 bits, whatever their size."""
 
     bits: int = 16
     itemsize: int
@@ -31,7 +31,7 @@ class Unquantized(Format):
     def decode(
         self, codes: Tensor, metadata: tuple[Tensor, ...], inside: Tensor, out: Tensor
     ) -> None:
-        """Bit for bit."""
-        # As bits, because garbage may be NaN, and in the one pass that copies.
+        """As in Format, bit for bit."""
+        # Masks bits, because stale bytes may be NaN; mask and copy are one pass.
         ints = INTS[self.itemsize]
         torch.bitwise_and(codes.view(ints), -inside.to(ints)[..., None], out=out.view(ints))

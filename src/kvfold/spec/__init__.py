@@ -1,4 +1,4 @@
-"""A token's stored numbers and where they lie: pure data, which everyone may know."""
+"""What a token stores in the KV cache, and where: plain data classes without tensors."""
 
 from kvfold.spec.geometry import Geometry
 from kvfold.spec.latents import (

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """The attention geometry of a model, independent of its family. scaling, then softcap (None:
-    off) act on scores: softcap * tanh(scaling * q k / softcap). value_dim: numbers of a head's
-    values, where they are not head_dim (None)."""
+    """The attention geometry of a model, independent of its family.
+
+    scaling, softcap: scores are softcap * tanh(scaling * q k / softcap), or scaling * q k without a
+        softcap (None).
+    value_dim: dimension of a head's values; None: head_dim.
+    """
 
     hidden_size: int
     num_query_heads: int
@@ -26,15 +29,15 @@ class Geometry:
 
     @property
     def kv_width(self) -> int:
-        """Numbers of the keys of one token in one layer: Hk * d."""
+        """Dimension of the keys of one token in one layer: Hk * d."""
         return self.num_kv_heads * self.head_dim
 
     def head_width(self, side: str) -> int:
-        """Numbers of one head's keys ("k"), values ("v") or both ("kv")."""
+        """Dimension of one head's keys ("k"), values ("v") or both ("kv")."""
         widths = {"k": self.head_dim, "v": self.value_dim or self.head_dim}
         return sum(widths[x] for x in side)
 
     @property
     def full_numbers(self) -> int:
-        """Numbers that one token stores in the uncompressed cache, all layers."""
+        """Numbers that one token stores in the uncompressed cache, over all layers."""
         return self.num_kv_heads * self.head_width("kv") * self.num_layers

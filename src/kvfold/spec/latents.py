@@ -1,7 +1,9 @@
-"""The row of one token: the contract between compression, attention modules, pool and kernels.
+"""What one token stores per layer: the description shared by compression, attention, page pool and
+kernels.
 
-Shapes: D model width, L layers, Hq query heads, Hk KV heads, G = Hq / Hk, d head dim, r rank.
-A *row* is everything one token stores in one layer; a *latent* is one contiguous slice of it.
+Shapes: D model width, L layers, Hq query heads, Hk KV heads, G = Hq / Hk, d head dim, r rank. A
+*row* is the KV entry of one token in one layer, all its stored numbers; a *latent* is a contiguous
+slice of the row, a low-rank projection of the keys and/or values of some heads.
 """
 
 from collections.abc import Sequence
@@ -23,10 +25,10 @@ Importance = Literal["denominators", "attention"]
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """`rank` stored numbers that stand for the keys and / or values of `heads`.
+    """`rank` stored numbers that represent the keys and/or values of `heads`.
 
-    tiers: planned (numbers, bits) from the first number on; None: bits are chosen at run time.
-    codebooks: calibrated levels of its numbers, ascending, for some numbers of bits each.
+    tiers: planned (numbers, bits) pairs, in order; None: bits are chosen at run time.
+    codebooks: calibrated quantisation levels, ascending, one tuple per bit width.
     """
 
     side: Side
@@ -38,12 +40,13 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One layer's row: key latents first, then value latents; or joint key-value latents.
+    """The row of one layer: key latents first, then value latents; or joint key-value latents.
 
-    keys: `plain` rotated and stored whole; `post_rope` rotated, then mapped; `pre_rope` mapped
-        before RoPE, rebuilt for every score; `absorbed` mapped, the model has no RoPE, the map
-        sits in W_Q.
-    values: `fused` maps sit in W_O; `rebuilt` attention outputs are mapped back before W_O.
+    keys: `plain`: full keys after RoPE; `post_rope`: projected after RoPE; `pre_rope`: projected
+        before RoPE, reconstructed for each score; `absorbed`: the model has no RoPE, and the
+        projection is folded into W_Q.
+    values: `plain`: full values; `fused`: the up-projection is folded into W_O; `rebuilt`:
+        attention outputs are projected up before W_O.
     """
 
     keys: KeyKind
@@ -60,16 +63,18 @@ class LayerSpec:
 
     @cached_property
     def row_width(self) -> int:
+        """Numbers in a row."""
         return sum(latent.rank for latent in self.latents)
 
     def columns(self, latent: Latent) -> slice:
-        """Where `latent` sits in the row."""
+        """The slice of the row that `latent` occupies."""
         ends = list(accumulate(item.rank for item in self.latents))
         index = self.latents.index(latent)
         return slice(ends[index] - latent.rank, ends[index])
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of KV heads that share stored numbers: the unit that owns pages and is evicted."""
+        """Sets of KV heads that share stored numbers. A group has its own pages, and its tokens are
+        evicted together."""
         groups: list[set[int]] = []
         for latent in self.latents:
             touched = [group for group in groups if group & set(latent.heads)]
@@ -80,12 +85,14 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Hybrid:
-    """Two widths of a row: unimportant tokens keep the first numbers of every latent (ZDC §5.2).
+    """Mixed ranks: unimportant tokens store only the first numbers of each latent (ZDC §5.2).
 
-    ranks: of every layer's latents, what unimportant tokens keep; important: of every layer, the
-    share of tokens that keep all, in [0, 1]; leaders: of every layer, the one by whose softmax
-    denominators its tokens are ranked: itself, or an earlier one of an equal share. by: what ranks
-    tokens: their own softmax denominators, or the attention that they get.
+    ranks: per layer and latent, the rank for unimportant tokens.
+    important: per layer, the share of important tokens, which store the full rank, in [0, 1].
+    leaders: per layer, the layer whose ranking of tokens it uses: itself, or an earlier layer with
+        an equal share.
+    by: how tokens are ranked: by the softmax denominators of their own queries, or by the attention
+        that they receive.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -95,18 +102,19 @@ class Hybrid:
 
     @cached_property
     def units(self) -> tuple[tuple[int, ...], ...]:
-        """Layers with one leader, whose rows become narrow together and stay in the same order."""
-        found: dict[int, tuple[int, ...]] = {}
+        """Sets of layers with the same leader. Their tokens are demoted to the low rank together
+        and stay in the same order."""
+        layers_of: dict[int, tuple[int, ...]] = {}
         for layer, leader in enumerate(self.leaders):
-            found[leader] = (*found.get(leader, ()), layer)
-        return tuple(found.values())
+            layers_of[leader] = (*layers_of.get(leader, ()), layer)
+        return tuple(layers_of.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """The rows of every layer of a model. Saved in the artifact as `cache`.
+    """What one token stores in all layers of a model. Saved in the artifact as `cache`.
 
-    hybrid: how narrow rows of unimportant tokens become; None: all tokens store as much.
+    hybrid: lower ranks for unimportant tokens; None: all tokens store the same.
     """
 
     geometry: Geometry
@@ -115,7 +123,7 @@ class CacheSpec:
 
     @cached_property
     def narrow(self) -> "CacheSpec | None":
-        """The rows of unimportant tokens, where they differ."""
+        """The spec of unimportant tokens; None if all tokens store the same."""
         if self.hybrid is None:
             return None
         layers = (
@@ -130,14 +138,15 @@ class CacheSpec:
         return CacheSpec(geometry=self.geometry, layers=tuple(layers))
 
     def mean(self, numbers: Sequence[float], narrow: Sequence[float]) -> float:
-        """The sum over layers of what a token has there, important or not, on average."""
+        """The average over tokens of a number per layer, summed over layers. numbers: for important
+        tokens; narrow: for unimportant ones."""
         assert self.hybrid is not None, "all tokens store as much"
-        each = zip(self.hybrid.important, numbers, narrow, strict=True)
-        return sum(share * wide + (1 - share) * less for share, wide, less in each)
+        layers = zip(self.hybrid.important, numbers, narrow, strict=True)
+        return sum(share * full + (1 - share) * low for share, full, low in layers)
 
     @property
     def stored_numbers(self) -> int:
-        """Numbers that one token stores, all layers; on average, where tokens differ."""
+        """Numbers that one token stores over all layers; the average if tokens differ."""
         widths = [layer.row_width for layer in self.layers]
         if self.narrow is None:
             return sum(widths)
@@ -145,12 +154,13 @@ class CacheSpec:
 
     @property
     def kept_fraction(self) -> float:
-        """Stored bits over the bits of the uncompressed 16-bit cache (numbers count 16 bits)."""
+        """Stored bits over the bits of the uncompressed 16-bit cache (each stored number counts 16
+        bits)."""
         return self.stored_numbers / self.geometry.full_numbers
 
     @property
     def planned(self) -> bool:
-        """Whether bits were planned with the ranks."""
+        """Whether bits were planned together with the ranks."""
         return any(latent.tiers for layer in self.layers for latent in layer.latents)
 
     def bytes_per_token(self, itemsize: int = 2) -> int:
@@ -166,9 +176,9 @@ class CacheSpec:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "CacheSpec":
-        """Inverse of `to_dict`, also after a round trip through JSON. Raises ValueError naming the
-        field of `cache` that is not as it must be."""
-        from kvfold.spec.saved import Saved, read_spec  # which makes what is defined here
+        """Inverse of `to_dict`, also after a round trip through JSON. Raises ValueError that names
+        the wrong field of `cache`."""
+        from kvfold.spec.saved import Saved, read_spec  # here, because it imports this module
 
         return read_spec(Saved("cache", data))
 
@@ -184,7 +194,8 @@ def plain_layer(geometry: Geometry) -> LayerSpec:
 
 
 def value_kind(geometry: Geometry, latents: Sequence[Latent]) -> ValueKind:
-    """`fused` where wider W_O costs no more multiplications a token than rebuilding outputs.
+    """`fused` if a wider W_O costs no more multiplications per token than projecting attention
+    outputs up; else `rebuilt`.
 
     Palu's release always fuses, which makes W_O r / d times wider for shared latents.
     """

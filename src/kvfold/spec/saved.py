@@ -1,5 +1,5 @@
-"""A CacheSpec read back from JSON, which anybody may have edited: every field is checked, and an
-error names it by its place.
+"""Read a CacheSpec from JSON, which users may have edited: every field is checked, and errors name
+it.
 
 Shapes: Hk KV heads, d head dim.
 """
@@ -37,7 +37,8 @@ _SIZES = ("hidden_size", "num_query_heads", "num_kv_heads", "head_dim", "num_lay
 
 @dataclass(frozen=True)
 class Saved:
-    """A value and its place in the file. Every method raises ValueError for one of another kind."""
+    """A JSON value and its path in the file. Methods raise ValueError for a value of the wrong
+    type."""
 
     place: str
     value: Any
@@ -52,13 +53,13 @@ class Saved:
         self.fail(f"must be {legal}; got {shortened(self.value)}")
 
     def fields(self, *names: str, optional: Collection[str] = ()) -> "dict[str, Saved]":
-        """Values by name; an optional one that is absent is None."""
+        """Values by name; an absent optional one is None."""
         if not isinstance(self.value, dict):
             self.refuse("an object")
-        given = self.value.keys()
-        if missing := [x for x in names if x not in given]:
+        present = self.value.keys()
+        if missing := [x for x in names if x not in present]:
             self.fail(f"has no {', '.join(missing)}")
-        if unknown := given - {*names, *optional}:
+        if unknown := present - {*names, *optional}:
             self.fail(f"has unknown keys {', '.join(sorted(unknown))}")
         return {x: Saved(f"{self.place}.{x}", self.value.get(x)) for x in (*names, *optional)}
 
@@ -68,21 +69,21 @@ class Saved:
         return [Saved(f"{self.place}[{i}]", x) for i, x in enumerate(self.value)]
 
     def integer(self, least: int, most: int | None = None) -> int:
-        whole = isinstance(self.value, int) and not isinstance(self.value, bool)
-        if not whole or self.value < least or (most is not None and self.value > most):
+        is_integer = isinstance(self.value, int) and not isinstance(self.value, bool)
+        if not is_integer or self.value < least or (most is not None and self.value > most):
             legal = f"in {least}..{most}" if most is not None else f"of at least {least}"
             self.refuse(f"an integer {legal}")
         return int(self.value)
 
     def number(self) -> float:
-        number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
-        if not number or not abs(self.value) <= sys.float_info.max:
+        is_number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
+        if not is_number or not abs(self.value) <= sys.float_info.max:
             self.refuse("a finite number")
         return float(self.value)
 
     def positive(self) -> float:
-        number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
-        if not number or not 0 < self.value <= sys.float_info.max:
+        is_number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
+        if not is_number or not 0 < self.value <= sys.float_info.max:
             self.refuse("a number above 0")
         return float(self.value)
 
@@ -95,16 +96,16 @@ class Saved:
 def read_spec(saved: Saved) -> CacheSpec:
     fields = saved.fields("geometry", "layers", optional=("hybrid",))
     geometry = _geometry(fields["geometry"])
-    found = _of_layers(fields["layers"], geometry)
-    layers = tuple(_layer(x, geometry) for x in found)
+    saved_layers = _saved_layers(fields["layers"], geometry)
+    layers = tuple(_layer(x, geometry) for x in saved_layers)
     return CacheSpec(geometry=geometry, layers=layers, hybrid=_hybrid(fields["hybrid"], layers))
 
 
-def _of_layers(saved: Saved, geometry: Geometry) -> list[Saved]:
-    found = saved.items()
-    if len(found) != geometry.num_layers:
-        saved.fail(f"must be {geometry.num_layers} layers; got {len(found)}")
-    return found
+def _saved_layers(saved: Saved, geometry: Geometry) -> list[Saved]:
+    items = saved.items()
+    if len(items) != geometry.num_layers:
+        saved.fail(f"must be {geometry.num_layers} layers; got {len(items)}")
+    return items
 
 
 def _hybrid(saved: Saved, layers: Sequence[LayerSpec]) -> Hybrid | None:
@@ -117,11 +118,11 @@ def _hybrid(saved: Saved, layers: Sequence[LayerSpec]) -> Hybrid | None:
     if any(len(x.items()) != len(layers) for x in fields.values()):
         saved.fail(f"must have ranks, shares and leaders of {len(layers)} layers")
     ranks, important, leaders = [], [], []
-    for layer, own in zip(layers, fields["ranks"].items(), strict=True):
-        if len(own.items()) != len(layer.latents):
-            own.fail(f"must be ranks of {len(layer.latents)} latents")
-        each = zip(own.items(), layer.latents, strict=True)
-        ranks.append(tuple(x.integer(0, latent.rank) for x, latent in each))
+    for layer, layer_ranks in zip(layers, fields["ranks"].items(), strict=True):
+        if len(layer_ranks.items()) != len(layer.latents):
+            layer_ranks.fail(f"must be ranks of {len(layer.latents)} latents")
+        pairs = zip(layer_ranks.items(), layer.latents, strict=True)
+        ranks.append(tuple(x.integer(0, latent.rank) for x, latent in pairs))
     for share in fields["important"].items():
         if not 0 <= share.number() <= 1:
             share.refuse("a share of tokens, in [0, 1]")
@@ -135,8 +136,8 @@ def _hybrid(saved: Saved, layers: Sequence[LayerSpec]) -> Hybrid | None:
 
 
 def unsplit(layers: Sequence[LayerSpec]) -> str | None:
-    """Why rows of these layers have no narrow form; None where they do: a latent's first numbers
-    say most wherever they meet queries, or W_O, as they are stored."""
+    """Why tokens of these layers cannot be demoted to a lower rank; None if they can. They can if
+    the first numbers of each latent carry most, and queries and W_O use the latents as stored."""
     for i, layer in enumerate(layers):
         if layer.keys not in ("post_rope", "absorbed") or layer.values != "fused":
             return f"layer {i} stores {layer.keys} keys and {layer.values} values"
@@ -150,7 +151,7 @@ def unsplit(layers: Sequence[LayerSpec]) -> str | None:
 def _geometry(saved: Saved) -> Geometry:
     fields = saved.fields(*_SIZES, "rope", "key_norm", "scaling", optional=("softcap", "value_dim"))
     cap, value_dim = fields["softcap"], fields["value_dim"]
-    found = Geometry(
+    geometry = Geometry(
         **{name: fields[name].integer(1) for name in _SIZES},
         rope=fields["rope"].choice((True, False)),
         key_norm=fields["key_norm"].choice((True, False)),
@@ -158,9 +159,9 @@ def _geometry(saved: Saved) -> Geometry:
         softcap=None if cap.value is None else cap.positive(),
         value_dim=None if value_dim.value is None else value_dim.integer(1),
     )
-    if found.num_query_heads % found.num_kv_heads:
-        fields["num_query_heads"].refuse(f"a multiple of num_kv_heads, {found.num_kv_heads}")
-    return found
+    if geometry.num_query_heads % geometry.num_kv_heads:
+        fields["num_query_heads"].refuse(f"a multiple of num_kv_heads, {geometry.num_kv_heads}")
+    return geometry
 
 
 def _layer(saved: Saved, geometry: Geometry) -> LayerSpec:
@@ -193,23 +194,23 @@ def _tiers(saved: Saved, rank: int) -> Tiers | None:
     pairs = [x.items() for x in saved.items()]
     if any(len(pair) != 2 for pair in pairs):
         saved.refuse("a list of pairs (numbers, bits)")
-    found = tuple((width.integer(1), bits.choice(_BITS)) for width, bits in pairs)
-    if sum(width for width, _ in found) != rank:
+    tiers = tuple((width.integer(1), bits.choice(_BITS)) for width, bits in pairs)
+    if sum(width for width, _ in tiers) != rank:
         saved.refuse(f"tiers whose numbers add up to rank {rank}")
-    return found
+    return tiers
 
 
 def _codebooks(saved: Saved) -> Codebooks | None:
     if saved.value is None:
         return None
-    found = tuple(tuple(level.number() for level in x.items()) for x in saved.items())
-    if any(len(levels) not in _LEVELS or sorted(levels) != [*levels] for levels in found):
+    codebooks = tuple(tuple(level.number() for level in x.items()) for x in saved.items())
+    if any(len(levels) not in _LEVELS or sorted(levels) != [*levels] for levels in codebooks):
         saved.refuse(f"lists of {', '.join(map(str, _LEVELS))} ascending levels")
-    return found
+    return codebooks
 
 
 def _check_layer(saved: Saved, layer: LayerSpec, geometry: Geometry) -> None:
-    """Raises ValueError for latents that do not stand for every head once, in order."""
+    """Raises ValueError unless the latents cover each head exactly once, in order."""
     sides = [latent.side for latent in layer.latents]
     if sides != sorted(sides) or {*sides} not in ({"k", "v"}, {"kv"}):
         legal = "of keys (k), then of values (v), or of both (kv)"
@@ -222,9 +223,9 @@ def _check_layer(saved: Saved, layer: LayerSpec, geometry: Geometry) -> None:
         if heads != list(range(geometry.num_kv_heads)):
             every = f"0..{geometry.num_kv_heads - 1}"
             saved.fail(f"must have {side}s of heads {every}, each once, in order; got {heads}")
-        whole = {(len(latent.side), len(latent.heads), latent.rank) for latent in latents}
+        shapes = {(len(latent.side), len(latent.heads), latent.rank) for latent in latents}
         width = geometry.head_width(side[0])
-        if kind == "plain" and whole != {(1, 1, width)}:
+        if kind == "plain" and shapes != {(1, 1, width)}:
             saved.fail(f"must have {side}s of one head and rank {width}, being plain")
     if not layer.row_width:
         saved.fail("must store at least one number")

@@ -1,1 +1,1 @@
-"""Choosing the rows that go, and how those that stay move together."""
+"""Choose which tokens to evict, and move the remaining ones together to free whole pages."""

@@ -1,8 +1,8 @@
-"""Policies that look at attention: which queries count, and how their attention is summed into a
-*metric* of each row.
+"""Eviction policies that score a token by the attention it receives. The sum of attention over
+queries is the token's *metric*.
 
 Shapes: B sequences, Hq query heads, Hk KV heads, n queries, G groups of one sequence (of one layer
-in `attention_mass`), T row slots.
+in `attention_mass`), T row slots. A row is the entry of one token in one group.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from kvfold.cache.eviction.base import Groups, Need, Policy, RowsView, by_group
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPolicy(Policy):
-    """A row is worth the attention that it got.
+    """Score a row by the attention that it received.
 
-    power: 1 sums attention, 2 squared attention (KV-Compress §4.3).
+    power: 1 sums attention, 2 sums squared attention (KV-Compress §4.3).
     exclude: v of KV-Compress eq. 19: a query counts for keys at least v positions before it.
     pool: width of the max-pool over neighbours in position order, odd (eq. 8); 1 is off.
     continual: queries of generated tokens add to the metric too (eq. 20). Without it generated
-        tokens have none, so compress once only, after the prompt: a later round evicts them first.
-
-    reweighs: whether `worth` is its own. It then needs weights as they are, which kernels do not
-    write: plain PyTorch serves all queries that are observed.
+        tokens have no metric, so compress only once, after the prompt: a second round would evict
+        them first.
+    reweighs: True if a subclass overrides `worth`. It then needs the attention weights, which
+        kernels do not write, so plain PyTorch computes all observed queries.
     """
 
     needs = frozenset[Need]({"attention"})
@@ -48,29 +48,30 @@ class AttentionPolicy(Policy):
         self._check_tokens("exclude")
 
     def score(self, view: RowsView) -> Tensor:
-        """The metrics, pooled. Pooling is done here, over all that was observed so far, so that
-        metrics stay sums; eq. 20 adds generated queries after it."""
+        """The metrics, max-pooled over neighbours. Stored metrics stay plain sums, because eq. 20
+        adds generated queries to them later."""
         return _max_pool(view.metrics, view.positions, view.valid, self.pool, view.in_order)
 
     def protected_recent(self, tokens: int) -> int:
         return max(super().protected_recent(tokens), self.exclude)
 
     def worth(self, weights: Tensor, keys: Tensor, queries: Tensor, generated: Tensor) -> Tensor:
-        """What each query adds to each row, fp32 as weights [B, Hq, n, T].
+        """What each query adds to the metric of each row, fp32, same shape as weights [B, Hq, n,
+        T].
 
         keys int [B, Hk, T], queries int [B, n]: positions; generated int [B, n]: how many tokens
-        after the prompt's last a query is, 0 in the prompt.
+        after the last prompt token a query is, 0 in the prompt.
         """
         return weights.float() ** self.power
 
     def of_layer(self, layer: int) -> "AttentionPolicy":
-        """The policy as queries of a layer are observed by it: the same, unless layers differ."""
+        """The policy for queries of one layer: the same object, unless layers differ."""
         return self
 
 
 def observing(policy: Policy | None) -> AttentionPolicy | None:
-    """The policy, if it looks at attention. Raises ValueError for one that cannot say of which
-    queries."""
+    """The policy as an AttentionPolicy if it uses attention, else None. Raises ValueError for a
+    policy that needs attention and is no AttentionPolicy."""
     if policy is None or "attention" not in policy.needs:
         return None
     if not isinstance(policy, AttentionPolicy):
@@ -95,7 +96,7 @@ def attention_mass(
     int [B, Hk, T]; query_positions int [B, n], negative for padding; prompt_lengths int [B];
     groups: the KV heads of each of the layer's groups. Summed over the counted queries and over
     all query heads of the group's KV heads: the cache is not repeated (KV-Compress §4.1, eq. 9-11,
-    19, 20). Prompts may come in chunks, whose masses add up. Never waits for the device.
+    19, 20). Chunks of a prompt add up. Never waits for the device.
     """
     heads = key_positions.shape[1]
     counted = observed(query_positions, prompt_lengths, policy)[:, None, :, None]
@@ -109,38 +110,44 @@ def attention_mass(
 
 
 def observed(query_positions: Tensor, prompt_lengths: Tensor, policy: AttentionPolicy) -> Tensor:
-    """bool [B, n]: queries in the prompt's observation window, and generated ones if continual."""
+    """Which queries count, bool [B, n]: those in the prompt's observation window, and generated
+    ones if the policy is continual."""
     window = prompt_lengths if policy.window is None else policy.window
     first = (prompt_lengths - window).clamp(min=0)
-    seen = query_positions >= first[:, None]
-    return seen if policy.continual else seen & (query_positions < prompt_lengths[:, None])
+    in_window = query_positions >= first[:, None]
+    return (
+        in_window if policy.continual else in_window & (query_positions < prompt_lengths[:, None])
+    )
 
 
 def _max_pool(
     metrics: Tensor, positions: Tensor, valid: Tensor, width: int, in_order: bool
 ) -> Tensor:
-    """Largest metric of the `width` rows around each, in order of position, gaps closed."""
+    """Maximum metric of the `width` nearest rows in order of position, for each row. Evicted
+    positions leave no gap."""
     if width == 1:
         return metrics
-    how = partial(F.max_pool1d, kernel_size=width, stride=1, padding=width // 2)
-    return _in_order(how, metrics.where(valid, -torch.inf), positions, valid, in_order)
+    pool = partial(F.max_pool1d, kernel_size=width, stride=1, padding=width // 2)
+    return _in_order(pool, metrics.where(valid, -torch.inf), positions, valid, in_order)
 
 
 def mean_pool(x: Tensor, positions: Tensor, valid: Tensor, width: int, in_order: bool) -> Tensor:
-    """Mean of x [B, G, T] over the valid ones of the `width` (odd) rows around each, in order of
-    position, gaps closed."""
-    how = partial(F.avg_pool1d, kernel_size=width, stride=1, padding=width // 2)
-    pair = x.where(valid, 0.0), valid.float()
-    sums, counts = (_in_order(how, y, positions, valid, in_order) for y in pair)
+    """Mean of x [B, G, T] over the `width` (odd) nearest rows in order of position, for each row;
+    only valid rows count. Evicted positions leave no gap."""
+    pool = partial(F.avg_pool1d, kernel_size=width, stride=1, padding=width // 2)
+    values_and_counts = x.where(valid, 0.0), valid.float()
+    sums, counts = (
+        _in_order(pool, value, positions, valid, in_order) for value in values_and_counts
+    )
     return sums / counts.clamp(min=1 / width)
 
 
 def _in_order(
     pool: Callable[[Tensor], Tensor], x: Tensor, positions: Tensor, valid: Tensor, in_order: bool
 ) -> Tensor:
-    """`pool` along the rows of x [B, G, T] as their positions ascend."""
+    """Apply `pool` to the rows of x [B, G, T], sorted by position."""
     if in_order:
         return pool(x)
-    behind = torch.iinfo(positions.dtype).max  # slots without a row are nobody's neighbours
-    order = positions.where(valid, behind).argsort(dim=-1)
+    last = torch.iinfo(positions.dtype).max  # empty slots come last, next to no valid row
+    order = positions.where(valid, last).argsort(dim=-1)
     return torch.empty_like(x).scatter_(-1, order, pool(x.gather(-1, order)))

@@ -1,11 +1,12 @@
-"""The contract of an eviction policy: what it needs to see, and what a row is worth to it.
+"""The interface of an eviction policy: what data it needs, and how it scores tokens.
 
-A policy is a frozen dataclass with one function, `score`. The rest is done for all of them:
-`select` protects rows, shares the budget between groups and frees whole pages, `compact` moves
-what stays together. To ablate, edit one: `dataclasses.replace(kv_compress(), window=32, power=1)`.
+A policy is a frozen dataclass with one function, `score`. The rest is shared: `select` protects
+rows, divides the budget between groups and frees whole pages, `compact` moves the remaining rows
+together. To vary a setting: `dataclasses.replace(kv_compress(), window=32, power=1)`.
 
 Shapes: B sequences, Hq query heads, Hk KV heads, G groups of one sequence (all layers), T row
-slots, padded to the longest group of all sequences, W the policy's window, d numbers of a head.
+slots, padded to the longest group of all sequences, W the policy's window, d dimension of a head. A
+row is the entry of one token in one group.
 """
 
 from abc import ABC, abstractmethod
@@ -20,11 +21,11 @@ from torch.nn import functional as F
 
 Scope = Literal["group", "layer", "pyramid", "all"]
 Need = Literal["attention", "keys", "learned", "local", "queries", "replay", "values"]
-Groups = Sequence[tuple[int, ...]]  # KV heads of each of a layer's groups
+Groups = Sequence[tuple[int, ...]]  # for one layer: the KV heads of each group
 
 
 class RowSource(Protocol):
-    """Keys, values and queries of the sequences that are scored, read when asked for."""
+    """Keys, values and queries of the sequences to score, computed at each call."""
 
     def keys(self, layer: int) -> Tensor: ...
 
@@ -37,10 +38,16 @@ class RowSource(Protocol):
 class RowsView:
     """The stored rows of B sequences, as a policy sees them.
 
-    positions int [B, G, T]; valid bool [B, G, T]; mass fp32 [B, G, T]: read it as `metrics`; sizes:
-    T of every sequence alone; in_order: positions ascend; layers: the groups of every layer;
-    needs: of the policy; generator: for what is drawn, on the rows' device; source: of the rest;
-    scale: of scores q k.
+    positions: int [B, G, T].
+    valid: bool [B, G, T], False for empty slots.
+    mass: fp32 [B, G, T]; read it as `metrics`.
+    sizes: T of each sequence without padding.
+    in_order: rows are sorted by position.
+    layers: the groups of each layer.
+    needs: the policy's needs; nothing else may be read.
+    generator: for random numbers, on the device of the rows.
+    source: reads keys, values and queries.
+    scale: factor of attention scores q k.
     """
 
     positions: Tensor
@@ -56,51 +63,53 @@ class RowsView:
 
     @property
     def metrics(self) -> Tensor:
-        """fp32 [B, G, T]: summed `attention_mass`, or what a replay, tokens close by or a learned
-        map made of rows (0: nothing did); anything where no row is valid."""
+        """fp32 [B, G, T]: the sum of `attention_mass`, or the score of a re-scoring pass, of local
+        attention or of a learned projection (0: the row was not scored). Undefined where no row is
+        valid."""
         if not self.needs & {"learned", "local", "replay"}:
             self._check("attention")
         return self.mass
 
     def keys(self, layer: int) -> Tensor:
-        """Keys in the space of scores, [B, Hk, T, d or widest rank], in the model's dtype: what a
-        query of `queries` is multiplied with. Zeros where there is no row and beyond a head's own
-        rank. Read from the pool at every call: keep none but the layer's at hand."""
+        """Keys in the space of attention scores, [B, Hk, T, d or widest rank], in the model's
+        dtype: what a query of `queries` is multiplied with. Zeros for empty slots and beyond a
+        head's rank. Each call reads the pool: keep only one layer's keys at a time."""
         self._check("keys")
         return self.source.keys(layer)
 
     def values(self, layer: int) -> Tensor:
-        """Values [B, Hk, T, d], in the model's dtype, zeros as in `keys`; of compressed ones less a
-        constant that W_O's bias adds. Where their map sits in W_O (`fused`) the latents that
-        attention sums, [B, Hk, T, widest rank]."""
+        """Values [B, Hk, T, d], in the model's dtype, with zeros as in `keys`. Compressed values
+        lack a constant, which the bias of W_O adds. If the values' projection is folded into W_O
+        (`fused`), these are the latents that attention sums, [B, Hk, T, widest rank]."""
         self._check("values")
         return self.source.values(layer)
 
     def queries(self, layer: int) -> tuple[Tensor, Tensor]:
         """The last W queries that the model computed, in order, [B, Hq, W, d or widest rank], and
-        their positions int64 [B, W]: zeros at -1 where there were fewer. RoPE is done, the scale of
-        scores is not."""
+        their positions int64 [B, W]. Missing ones are zeros at position -1. RoPE is applied, the
+        scale of scores is not."""
         self._check("queries")
         return self.source.queries(layer)
 
     def by_layer(self, score: Callable[[int], Tensor]) -> Tensor:
-        """Scores fp32 [B, G, T]: `score(layer)` [B, Hk, T] of all layers, summed over a group's
-        heads."""
-        each = (by_group(score(i).float(), groups) for i, groups in enumerate(self.layers))
-        return torch.cat(list(each), 1)
+        """Scores fp32 [B, G, T] of all layers: `score(layer)` [B, Hk, T], summed over the heads of
+        each group."""
+        layer_scores = (by_group(score(i).float(), groups) for i, groups in enumerate(self.layers))
+        return torch.cat(list(layer_scores), 1)
 
     def _check(self, need: Need) -> None:
         assert need in self.needs, f"the policy reads {need}, but its needs are {set(self.needs)}"
 
 
 def by_group(x: Tensor, groups: Groups) -> Tensor:
-    """Sums over the KV heads of groups: x [B, Hk, T] -> [B, len(groups), T]."""
+    """Sum over the KV heads of each group: x [B, Hk, T] -> [B, len(groups), T]."""
     return F.pad(x, (0, 0, 0, 1))[:, _members(tuple(groups), x.shape[1], x.device)].sum(2)
 
 
 @lru_cache
 def _members(groups: tuple[tuple[int, ...], ...], heads: int, device: torch.device) -> Tensor:
-    """int64 [G, most heads of a group], padded with `heads`. Cached, as the copy waits."""
+    """KV heads of each group, int64 [G, largest group], padded with `heads`. Cached, because the
+    copy to the device waits."""
     widest = max(map(len, groups))
     padded = [[*group, *[heads] * (widest - len(group))] for group in groups]
     return torch.tensor(padded, device=device)
@@ -108,21 +117,23 @@ def _members(groups: tuple[tuple[int, ...], ...], heads: int, device: torch.devi
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """How rows are scored and how groups share the budget. Lengths are tokens.
+    """How rows are scored and how groups share the budget. Lengths are in tokens.
 
-    needs: what `score` reads beside positions; nothing else is computed. `attention` is for
+    needs: what `score` reads in addition to positions; nothing else is computed. `attention` is for
         subclasses of `AttentionPolicy`, `local` of `LocalPolicy`, `queries` for policies with a
         window.
-    scope: who shares the pages that are kept. `group`: every group as many; `layer`: every layer
-        as many a group, its groups compete (Ada-KV); `pyramid`: fewer the deeper the layer, its
-        groups alike (PyramidKV); `all`: all groups of all layers compete (KV-Compress).
-    window: the last queries that are looked at (None: all of the prompt's). As many last tokens are
-        never evicted, being too young for a fair score.
-    sinks, recent: first and last tokens that are never evicted. recent_share: the share of what a
-        sequence may keep that its last tokens are, in [0, 1) (H2O).
-    floor: what part of an even share of its unit's pages a group has for sure, in [0, 1]; the rest
-        is shared as groups compete (the safeguard alpha of Ada-KV).
-    page: rows of a page that the method was published with; None: it has no say.
+    scope: which groups compete for pages. `group`: none, all groups have the same number; `layer`:
+        the groups of a layer compete, all layers have the same number per group (Ada-KV);
+        `pyramid`: none, deeper layers have fewer (PyramidKV); `all`: all groups of all layers
+        compete (KV-Compress).
+    window: how many of the last queries are observed (None: all of the prompt). As many last tokens
+        are never evicted, because they are too young for a fair score.
+    sinks, recent: first and last tokens that are never evicted.
+    recent_share: share of a sequence's budget that is reserved for its last tokens, in [0, 1)
+        (H2O).
+    floor: share of an even split that each group is guaranteed, in [0, 1]; the rest is shared by
+        competition within a layer or all layers (the safeguard alpha of Ada-KV).
+    page: rows per page with which the method was published; None: any.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset()
@@ -159,16 +170,18 @@ class Policy(ABC):
 
     @property
     def unit(self) -> int:
-        """Tokens of a prompt that are looked at together, as it is prefilled."""
+        """Multiple of tokens in which a prompt's prefill chunks must be cut, so that they are
+        scored together."""
         return 1
 
     @abstractmethod
     def score(self, view: RowsView) -> Tensor:
-        """Each row's worth, fp32 [B, G, T]: the lowest go first. Anything where no row is
-        valid. A sequence's scores must not depend on those beside it. Never waits for the device,
-        and changes nothing."""
+        """Score of each row, fp32 [B, G, T]; the lowest are evicted first. Undefined where no row
+        is valid. A sequence's scores must not depend on the other sequences of the batch. Never
+        waits for the device, and changes nothing."""
 
     def protected_recent(self, tokens: int) -> int:
-        """Last tokens that are never evicted where a group may keep `tokens` on average: `recent`,
-        its share of them, and those too young for a fair score."""
+        """How many of the last tokens are never evicted if a group may keep `tokens` on average:
+        the maximum of `recent`, `recent_share` of `tokens`, and the window, whose tokens are too
+        young for a fair score."""
         return max(self.recent, int(tokens * self.recent_share), self.window or 0)

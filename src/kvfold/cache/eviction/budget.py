@@ -1,4 +1,4 @@
-"""How much a sequence may keep."""
+"""How much of the cache a sequence may keep."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Most that one sequence may keep, all groups together: `pages`, or `bytes` of pages."""
+    """The most that one sequence may keep in all groups together: `pages`, or `bytes` of pages."""
 
     pages: int | None = None
     bytes: int | None = None
@@ -33,7 +33,8 @@ class Budget:
 
     @classmethod
     def max_cache_tokens(cls, tokens: int, page: int, num_groups: int) -> "Budget":
-        """`tokens` rows a group on average (C of KV-Compress §3.3), rounded up to whole pages."""
+        """A budget of `tokens` rows per group on average (C of KV-Compress §3.3), rounded up to
+        whole pages."""
         if tokens < 1:
             raise ValueError(
                 f"max_cache_tokens must be at least 1, got {tokens}; None evicts nothing"
@@ -42,11 +43,12 @@ class Budget:
 
     @classmethod
     def keep_tokens(cls, fraction: float, lengths: Tensor | Sequence[int], page: int) -> "Budget":
-        """`fraction` of the rows present, `lengths` [G] of them, rounded up to pages in each group.
+        """A budget of `fraction` of the present rows, `lengths` [G], rounded up to whole pages in
+        each group.
 
-        Give the pool's host lengths: lengths on a device cost a synchronisation.
+        Pass the pool's `host_lengths`: lengths on a device cost a synchronisation.
         """
         if not 0 < fraction <= 1:
             raise ValueError(f"keep_tokens must be in (0, 1], got {fraction}; 1 evicts nothing")
         pages = torch.as_tensor(lengths).double() * fraction / page
-        return cls(pages=int((pages - 1e-9).ceil().sum()))  # 0.07 * 100 is a hair above 7
+        return cls(pages=int((pages - 1e-9).ceil().sum()))  # 1e-9: 0.07 * 100 is just above 7

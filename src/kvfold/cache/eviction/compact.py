@@ -1,4 +1,5 @@
-"""How rows that stay move together so that whole pages come free, and who is compressed when.
+"""Move the remaining rows together so that whole pages become free, and choose which sequences are
+compressed in a round.
 
 Pure functions. Shapes: B sequences, G groups, T row slots, M rows moved. `compaction` waits for the
 device twice a call.
@@ -17,12 +18,12 @@ Id = TypeVar("Id")
 def compaction(
     evicted: Tensor, lengths: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Moves that close the holes, (sequence, group, source slot, target slot), int64 [M] each; new
-    lengths [B, G].
+    """Moves that fill the evicted slots, (sequence, group, source slot, target slot), int64 [M]
+    each; and the new lengths [B, G].
 
-    evicted bool [B, G, T]; lengths int [B, G]. KV-Compress Algorithm 1 in parallel: survivors
-    beyond the new length take the evicted slots before it, so sources and targets never meet and
-    the moves can be made at once, in any order.
+    evicted bool [B, G, T]; lengths int [B, G]. KV-Compress Algorithm 1 in parallel: remaining rows
+    beyond the new length move to evicted slots before it, so no slot is both source and target, and
+    the moves can run at once in any order.
     """
     slots = torch.arange(evicted.shape[2], device=evicted.device, dtype=torch.int32)
     survives = ~evicted & (slots < lengths[..., None])
@@ -34,11 +35,12 @@ def compaction(
 
 
 def capped(order: Sequence[tuple[Id, int]], limit: int) -> list[Id]:
-    """Sequences to compress in this round: the first whose rows stay within `limit` together.
+    """The sequences to compress in this round: as many of the first as have at most `limit` rows
+    together.
 
-    order: (sequence id, rows in all groups), never compressed first, then by the time of the last
-    compression. Stops at the first that would exceed the limit (KV-Compress §4.2.3): one with more
-    rows than `limit` is never compressed, nor are those behind it.
+    order: (sequence id, rows in all groups), sorted by the time of the last compression, never
+        compressed ones first. Stops at the first sequence that would exceed the limit (KV-Compress
+        §4.2.3): a sequence with more rows than `limit` is never compressed, nor are those after it.
     """
     totals = accumulate(num_rows for _, num_rows in order)
     return [name for (name, _), total in zip(order, totals, strict=True) if total <= limit]

@@ -1,5 +1,5 @@
-"""Policies that look at the attention which a prompt's tokens pay each other within short chunks,
-whoever came first.
+"""Eviction policies that score a prompt's tokens by the attention within short chunks, without a
+causal mask.
 
 Shapes: B sequences, Hq query heads, Hk KV heads, T rows, G groups.
 """
@@ -14,8 +14,8 @@ from kvfold.cache.eviction.base import Need, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPolicy(Policy):
-    """Metrics are `local_attention` of chunks of `chunk` tokens, which an engine prefills together;
-    a generated row has none, which is 0."""
+    """The metric of a row is its `local_attention` in chunks of `chunk` tokens, which the engine
+    prefills together. Generated rows are not scored: their metric is 0."""
 
     needs = frozenset[Need]({"local"})
 
@@ -32,15 +32,15 @@ class LocalPolicy(Policy):
 
 
 def local_attention(q: Tensor, k: Tensor, chunk: int) -> Tensor:
-    """Attention fp32 [B, Hk, T] that each row gets from the tokens of its own chunk, the later ones
-    too, summed over them and averaged over a KV head's query heads.
+    """Attention fp32 [B, Hk, T] that each row receives from all tokens of its chunk, summed over
+    tokens and averaged over a KV head's query heads.
 
-    q [B, Hq, T, d], k [B, Hk, T, d] of the same tokens. Scores are not scaled down, as in
-    Compactor: a row counts where it is by far the best match of some token.
+    q [B, Hq, T, d], k [B, Hk, T, d] of the same tokens. There is no causal mask, and scores are not
+    scaled down, as in Compactor: a row counts if it is by far the best match of some token.
     """
     grouped = q.unflatten(1, (k.shape[1], -1))
-    found = []
-    for own, keys in zip(grouped.split(chunk, 3), k.split(chunk, 2), strict=True):
-        scores = (own @ keys[:, :, None].mT).float()
-        found.append(scores.softmax(-1).mean(2).sum(2))
-    return torch.cat(found, 2)
+    masses = []
+    for queries, keys in zip(grouped.split(chunk, 3), k.split(chunk, 2), strict=True):
+        scores = (queries @ keys[:, :, None].mT).float()
+        masses.append(scores.softmax(-1).mean(2).sum(2))
+    return torch.cat(masses, 2)

@@ -1,8 +1,8 @@
-"""Rows that stay, changed so that they attend as all rows did, after Attention Matching
-(adamzweiger/compaction).
+"""Adjust the keys and values of the remaining rows so that attention over them matches attention
+over all rows, after Attention Matching (adamzweiger/compaction).
 
-Pure functions, that never wait for the device. Shapes: H KV heads, m queries of each, T rows, S at
-least the most that stay of a head, dk and dv numbers of a key and of a value.
+Pure functions that never wait for the device. Shapes: H KV heads, m queries per head, T rows, S at
+least the number of remaining rows of any head, dk and dv dimensions of a key and of a value.
 """
 
 from functools import partial
@@ -13,14 +13,15 @@ from torch import Tensor
 
 from kvfold.ops.common.attention import capped
 
-WEIGHTS, KEYS, VALUES = 0.1, 0.01, 1.0  # ridges, as shares of the mean of a matrix's diagonal
-MOST = 3.0  # log w, up or down
-SCORES = 2**26  # of queries and all rows, of heads that are attended at once, or of one
+WEIGHTS, KEYS, VALUES = 0.1, 0.01, 1.0  # ridges, as shares of the mean of the Gram diagonal
+MOST = 3.0  # log w is clipped to -MOST .. MOST
+SCORES = 2**26  # most attention scores computed at once (at least one head's)
 
 
 class Repaired(NamedTuple):
-    """Rows that stay, of every head in their order: places int64 [H, S] among its T; inside bool
-    [H, S], False behind a head's last one; keys fp32 [H, S, dk], values fp32 [H, S, dv]."""
+    """The remaining rows of each head, in order: places int64 [H, S], their indices among the T
+    rows; inside bool [H, S], False after a head's last one; keys fp32 [H, S, dk], values fp32 [H,
+    S, dv]."""
 
     places: Tensor
     inside: Tensor
@@ -37,13 +38,16 @@ def repaired(
     most: int,
     softcap: float | None = None,
 ) -> Repaired:
-    """Fit rows that stay to what attention to all rows gives queries like these.
+    """Fit the remaining rows so that these queries attend to them as they attended to all rows.
 
-    q [H, m, dk], scaled; k [H, T, dk], v [H, T, dv]: rows where valid bool [H, T] says so, of which
-    `stays` bool [H, T] stay; most: S. M [m, S] are weights of these as shares of all rows', and w =
-    argmin |M w - 1|^2 makes good for the weight that goes. A key becomes k + log(w) u, u having
-    products closest to 1 with the queries. Then v = argmin |A v - y|^2, A attention to rows that
-    stay and y what attention to all gave. Both are held to what is there by a ridge.
+    q [H, m, dk], scaled; k [H, T, dk], v [H, T, dv]: valid bool [H, T] marks rows that exist,
+    `stays` bool [H, T] those that remain; most: S.
+
+    Let M [m, S] be the attention weights of the remaining rows in the softmax over all rows. w =
+    argmin |M w - 1|^2 makes up for the evicted weight. A key becomes k + log(w) u, where u has
+    products closest to 1 with the queries. Then v = argmin |A v - y|^2, where A is the attention
+    over the remaining rows and y the output over all rows. A ridge keeps w near 1 and v near the
+    stored values.
     """
     q, k, v = q.float(), k.float(), v.float()
     heads = max(1, SCORES // (q.shape[1] * k.shape[1]))
@@ -62,33 +66,36 @@ def repaired(
 
 
 def nearest(a: Tensor, b: Tensor, ridge: float) -> Tensor:
-    """The x [.., n, c] least in |a x - b|^2 + held |x|^2, of a [.., m, n] and b [.., m, c]; held:
-    `ridge` times the mean of a^T a's diagonal, over columns that are not 0, so that the matrix to
-    factor has a condition of at most 1 + n / ridge, and fp32 is enough."""
+    """Ridge regression: x [.., n, c] that minimises |a x - b|^2 + penalty |x|^2, for a [.., m, n]
+    and b [.., m, c].
+
+    penalty: `ridge` times the mean of the diagonal of a^T a over columns that are not 0. The matrix
+        to factor then has a condition number of at most 1 + n / ridge, for which fp32 is enough.
+    """
     squares = a.square().sum(-2)
     count = (squares > 0).sum(-1).clamp(min=1)
-    held = (ridge * squares.sum(-1) / count).clamp(min=torch.finfo(a.dtype).tiny)
+    penalty = (ridge * squares.sum(-1) / count).clamp(min=torch.finfo(a.dtype).tiny)
     wide = a.shape[-1] > a.shape[-2]
-    few = a if wide else a.mT
-    gram = few @ few.mT
-    gram.diagonal(dim1=-2, dim2=-1).add_(held[..., None])
-    factor, _ = torch.linalg.cholesky_ex(gram)  # which waits for no device, as `cholesky` does
-    found = torch.linalg.solve_triangular(factor, b if wide else a.mT @ b, upper=False)
-    found = torch.linalg.solve_triangular(factor.mT, found, upper=True)
-    return a.mT @ found if wide else found
+    short = a if wide else a.mT
+    gram = short @ short.mT
+    gram.diagonal(dim1=-2, dim2=-1).add_(penalty[..., None])
+    factor, _ = torch.linalg.cholesky_ex(gram)  # unlike `cholesky`, does not wait for the device
+    solution = torch.linalg.solve_triangular(factor, b if wide else a.mT @ b, upper=False)
+    solution = torch.linalg.solve_triangular(factor.mT, solution, upper=True)
+    return a.mT @ solution if wide else solution
 
 
 def _attended(
     softcap: float | None, q: Tensor, k: Tensor, v: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [H, m, dv], and log-sum-exps [H, m, 1] of scores."""
+    """Attention outputs [H, m, dv], and the log-sum-exps [H, m, 1] of the scores."""
     scores, mass = _scores(q, k, rows, softcap)
     return (scores - mass).exp() @ v, mass
 
 
 def _scores(q: Tensor, k: Tensor, rows: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Scores [H, m, T], -inf where there is no row, and their log-sum-exp [H, m, 1], 0 where there
-    is none at all."""
+    """Scores [H, m, T], -inf where there is no row, and their log-sum-exps [H, m, 1], 0 for a head
+    without rows."""
     scores = capped(q @ k.mT, softcap).masked_fill(~rows[:, None], -torch.inf)
     mass = scores.logsumexp(-1, keepdim=True)
     return scores, mass.masked_fill(mass == -torch.inf, 0.0)

@@ -1,7 +1,8 @@
-"""Policies that read the context once more: a row is worth what a second reading makes of it.
+"""Eviction policies with a re-scoring pass: the model reads the context a second time, and a row is
+scored by the attention that it receives then.
 
-Shapes: B sequences, Hq query heads, Hk KV heads, n replayed tokens, T rows, those of the replay
-last; G groups of a layer.
+Shapes: B sequences, Hq query heads, Hk KV heads, n tokens of the re-scoring pass, T rows, those of
+the pass last; G groups of a layer.
 """
 
 from dataclasses import dataclass
@@ -12,22 +13,27 @@ from torch import Tensor
 from kvfold.cache.eviction.base import Need, Policy, RowsView
 from kvfold.ops.common.attention import capped
 
-LEAST = 1e-30  # of a row that was scored: 0 is one that was not
+LEAST = 1e-30  # smallest metric of a scored row; 0 means that it was not scored
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayPolicy(Policy):
-    """The most attention that a row gets while its context is read again (KVzip, §3).
+    """Score a row by the maximum attention that it receives while its context is read again (KVzip,
+    §3).
 
-    The context is fed again in pieces of `chunk` tokens, each after words that ask for it: `prompt`
-    for the first, for others `follow` and the last `lead` tokens of the piece before; then what
-    stands before a reply. It sees the whole cache, but a score's softmax covers only the first
-    tokens (`sinks`), the piece's own rows, and the reading so far. Rows that no reading scored
-    stay. whole: without it a reading sees the cache up to its piece's end alone, as if nothing had
-    followed: what a full piece is worth then depends on what came before its end, and serves all
-    who begin alike. by_output: attention counts times the norm of what W_O makes of the value, over
-    that of the hidden states that ask (KVzip+). by_gradient: or, instead of over that, times the
-    norm of the last hidden states' gradient by what the layer's attention adds there (KVgrad).
+    The context is fed again in segments of `chunk` tokens, each after an instruction to repeat it:
+    `prompt` for the first segment, for others `follow` and the last `lead` tokens of the previous
+    segment; then the chat template's start of a reply. Queries see the whole cache, but the softmax
+    of a score covers only the first tokens (`sinks`), the rows of the segment, and the tokens of
+    the pass so far. Rows that were not scored are not evicted.
+
+    whole: if False, a re-scoring pass sees the cache only up to the end of its segment. The scores
+        of a full segment then depend on nothing after it, and are valid for all requests that share
+        the prefix up to there.
+    by_output: multiply attention by the norm of W_O v over the norm of the querying token's hidden
+        states (KVzip+).
+    by_gradient: multiply attention by the norm of W_O v times the norm of the gradient of the last
+        hidden states by the layer's attention output (KVgrad).
     """
 
     needs = frozenset[Need]({"replay"})
@@ -59,28 +65,29 @@ def reconstruction(
     of_queries: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The largest weight fp32 [B, Hk, T] that any query of any of a KV head's query heads gives to
-    each row, of a softmax over the rows that are seen.
+    """The maximum attention weight fp32 [B, Hk, T] that any query of a KV head's query heads gives
+    to each row. The softmax covers the rows that `seen` marks.
 
-    q [B, Hq, n, d], k [B, Hk, T, d], seen bool [B, 1 or Hk, n, T], at least one row a query;
-    of_rows fp32 [B, Hq, T] and of_queries fp32 [B, n]: what multiplies weights first.
+    q [B, Hq, n, d], k [B, Hk, T, d], seen bool [B, 1 or Hk, n, T], at least one row per query;
+    of_rows fp32 [B, Hq, T] and of_queries fp32 [B, n]: factors of the weights.
     """
-    found = []
+    maxima = []
     for head in range(k.shape[1]):
         weights = attention_of(head, q, k, seen, scale, softcap)
         if of_queries is not None:
             weights *= of_queries[:, None, :, None]
         if of_rows is not None:
             weights *= of_rows.unflatten(1, (k.shape[1], -1))[:, head, :, None]
-        found.append(weights.amax((1, 2)))
-    return torch.stack(found, 1)
+        maxima.append(weights.amax((1, 2)))
+    return torch.stack(maxima, 1)
 
 
 def attention_of(
     head: int, q: Tensor, k: Tensor, seen: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Attention fp32 [B, Hq / Hk, n, T] of the query heads of a KV head; arguments as above."""
-    own = q.unflatten(1, (k.shape[1], -1))[:, head]
-    scores = capped((own @ k[:, head, None].mT).float() * scale, softcap)
+    """Attention fp32 [B, Hq / Hk, n, T] of the query heads of one KV head; other arguments as in
+    `reconstruction`."""
+    queries = q.unflatten(1, (k.shape[1], -1))[:, head]
+    scores = capped((queries @ k[:, head, None].mT).float() * scale, softcap)
     rows = seen.expand(-1, k.shape[1], -1, -1)[:, head, None]
     return scores.masked_fill(~rows, -torch.inf).softmax(-1)

@@ -1,14 +1,14 @@
-"""Rows that go, from what they are worth.
+"""Choose the rows to evict from their scores, so that whole pages become free.
 
 Pure functions of tensors. Shapes: B sequences, G groups of one sequence (all layers), T row slots,
-padded to the longest group of all sequences, P rows of a page, E = ceil(T / P) blocks of a group,
-N = G * E. Rows of a group fill slots 0..length-1 in any order of positions. A *block* is what must
-go for one more page to come free.
+padded to the longest group of all sequences, P rows of a page, E = ceil(T / P) blocks of a group, N
+= G * E. Rows of a group fill slots 0..length-1 in any order of positions. A *block* here is the set
+of rows whose eviction frees one more page of a group.
 
-The order of eviction does not depend on the budget: a smaller budget evicts the same blocks and
-more; with a policy's `floor` it does, since what groups have for sure is a part of it. Sequences
-are compressed together, and each as if it were alone. `select` waits for the device once a call,
-the others never.
+The order of eviction does not depend on the budget, so a smaller budget evicts the same blocks and
+more; a policy with a `floor` is the exception, since the guaranteed share is part of the budget.
+Sequences are compressed together, with the same result as one by one. `select` waits for the device
+once a call, the other functions never.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ INF = float("inf")
 
 
 def scores(policy: Policy, view: RowsView, recent: Tensor) -> Tensor:
-    """The policy's scores fp32 [B, G, T], +inf where a row must stay and where there is none.
+    """The policy's scores fp32 [B, G, T], with +inf for protected rows and empty slots.
 
-    recent int [B]: last tokens of every sequence that stay, `protected_recent` of its policy: the
-    observation window slides on while tokens are generated. Sinks stay too.
+    recent int [B]: number of last tokens of each sequence that are protected (`protected_recent`).
+    The window moves on while tokens are generated. Sinks are protected too.
     """
     worth, valid, positions = policy.score(view), view.valid, view.positions
     assert worth.shape == valid.shape, f"{policy.name}: {worth.shape} scores, {valid.shape} rows"
@@ -51,17 +51,20 @@ def select(
     policy: Policy,
     budgets: Sequence[Budget],
 ) -> tuple[Tensor, list[int]]:
-    """Rows to evict, bool [B, G, T], and how many pages every sequence then keeps.
+    """Rows to evict, bool [B, G, T], and the number of pages that each sequence keeps.
 
-    scores fp32 [B, G, T], +inf (or NaN) for rows that stay; lengths int [B, G]; page_units int [G];
-    layer_of_group int [G], ascending; budgets: B of one kind. KV-Compress §4.2.2: rows go in order
-    of score, the first slot first where equal; a group's first block is its partial last page (or a
-    whole one), later blocks are P rows; a block costs its largest score (eq. 17). Blocks go by cost
-    per page freed, or per byte if the budget counts bytes, in the order that `policy.scope` gives,
-    until it holds: exactly `pages`, or at most `bytes` by less than one page. Per byte supposes
-    scores that add up: ranks and angles do not, and would all go where pages are large. Protected
-    rows come first: where they need more, the least possible is kept, so compare the returned
-    numbers. A group without protected rows may lose all its pages.
+    scores fp32 [B, G, T], +inf (or NaN) for protected rows; lengths int [B, G]; page_units int [G];
+    layer_of_group int [G], ascending; budgets: B of one kind.
+
+    KV-Compress §4.2.2: rows are evicted in order of score, the first slot first if scores are
+    equal. A group's first block is the partial last page (or a full one), later blocks are P rows.
+    The cost of a block is its largest score (eq. 17). Blocks are evicted by cost per page freed, or
+    per byte if the budget counts bytes, in the order that `policy.scope` gives, until the budget is
+    met: exactly `pages`, or at most `bytes` by less than one page.
+
+    Cost per byte supposes scores that add up; ranks and angles do not, and groups with large pages
+    would lose everything. If the protected rows need more than the budget, only they are kept, so
+    compare the returned numbers. A group without protected rows may lose all its pages.
     """
     by_bytes = budgets[0].bytes is not None
     assert all((x.bytes is not None) == by_bytes for x in budgets), f"of two kinds: {budgets}"
@@ -72,31 +75,32 @@ def select(
     pages = _num_pages(lengths, page)
     size = page_units.long() * UNIT if by_bytes else torch.ones_like(page_units)
     limits = upload(np.array([x.limit for x in budgets]), scores.device)
-    unit, share = _units(layer_of_group, policy)
+    competitors, share = _units(layer_of_group, policy)
     by_cost = (costs / size[:, None]).flatten(1).argsort(dim=1, stable=True)
-    order = by_cost if policy.scope == "all" else _in_turn(by_cost, pages, unit, share)
-    about = costs, size, (pages * size).sum(1) - limits
-    num_blocks = _first_blocks(order, *about)
+    order = by_cost if policy.scope == "all" else _in_turn(by_cost, pages, competitors, share)
+    remaining = costs, size, (pages * size).sum(1) - limits
+    num_blocks = _first_blocks(order, *remaining)
     if policy.floor:
-        each = torch.arange(len(unit), device=unit.device)
-        share = _safeguarded(pages - num_blocks, unit, policy.floor)
-        num_blocks = _first_blocks(_in_turn(by_cost, pages, each, share), *about)
+        groups = torch.arange(len(competitors), device=competitors.device)
+        share = _safeguarded(pages - num_blocks, competitors, policy.floor)
+        num_blocks = _first_blocks(_in_turn(by_cost, pages, groups, share), *remaining)
     num_rows = (num_blocks * page - (-lengths % page)).clamp(min=0)
     evicted = lowest(known, ascending, num_rows)
-    kept = _num_pages(lengths - evicted.sum(2), page)
-    return evicted, _checked(pages, kept, num_blocks, costs.isfinite().sum((1, 2)), budgets)
+    kept_pages = _num_pages(lengths - evicted.sum(2), page)
+    return evicted, _checked(pages, kept_pages, num_blocks, costs.isfinite().sum((1, 2)), budgets)
 
 
 def _sorted(x: Tensor) -> Tensor:
-    """Along the last dimension; NaN comes last. NumPy sorts rows some ten times faster on a CPU,
-    because it need not say where each number was."""
+    """Sort along the last dimension, NaN last. NumPy sorts about 10x faster than torch on a CPU,
+    because it returns no indices."""
     if x.device.type == "cpu":
         return torch.from_numpy(np.sort(x.numpy()))
     return x.sort().values
 
 
 def lowest(scores: Tensor, ascending: Tensor, count: Tensor) -> Tensor:
-    """bool [B, G, T]: the `count` [B, G] lowest scores of every group, the first of equal ones."""
+    """bool [B, G, T]: the `count` [B, G] lowest scores of each group, the first slots if scores are
+    equal."""
     most = ascending.gather(2, (count - 1).clamp(min=0)[..., None])
     most = most.masked_fill(count[..., None] == 0, -INF)
     num_below = torch.searchsorted(ascending, most)
@@ -110,10 +114,10 @@ def _num_pages(lengths: Tensor, page: int) -> Tensor:
 
 
 def _block_costs(ascending: Tensor, lengths: Tensor, page: int) -> Tensor:
-    """[B, G, E] largest score of each block, rising along a group; inf where there is no block.
+    """Largest score of each block [B, G, E], ascending within a group; inf where there is no block.
 
-    Empty slots of the last page count as the cheapest rows, so block e ends at rank
-    (e + 1) P - empty - 1 of the sorted rows.
+    Empty slots of the last page count as the cheapest rows, so block e ends at rank (e + 1) P -
+    empty - 1 of the sorted rows.
     """
     num_blocks = -(-ascending.shape[2] // page)
     ends = torch.arange(1, num_blocks + 1, device=lengths.device) * page
@@ -123,23 +127,28 @@ def _block_costs(ascending: Tensor, lengths: Tensor, page: int) -> Tensor:
 
 
 def _in_turn(by_cost: Tensor, pages: Tensor, unit: Tensor, share: Tensor) -> Tensor:
-    """Blocks int64 [B, N] (group * E + block), cheapest first, in the order in which they go.
+    """Blocks int64 [B, N] (group * E + block) in the order of eviction, for groups that compete in
+    units.
 
-    pages int64 [B, G]; unit int64 [G]; share fp64 [B, G] or [G]. Groups that compete form a unit,
-    whose cheapest block goes next. Of several units the one that keeps most for its share gives
-    way, (pages left - 1/2) / share, the cheaper block on a tie: the rounding of Webster, which
-    meets any budget exactly and skips units that have nothing to give.
+    by_cost: blocks, cheapest first; pages int64 [B, G]; unit int64 [G], the unit of each group;
+        share fp64 [B, G] or [G]. The cheapest block of a unit is its next one. Among units, the
+        next one is the unit with the most pages for its share, (pages left - 1/2) / share, or with
+        the cheaper block on a tie. This is Webster's rounding: it meets any budget exactly and
+        skips units that have nothing to evict.
     """
-    left = torch.zeros_like(pages).index_add_(1, unit, pages)
+    pages_left = torch.zeros_like(pages).index_add_(1, unit, pages)
     shares = share.new_zeros(pages.shape).index_add_(1, unit, share.expand(pages.shape))
-    own = unit.repeat_interleave(by_cost.shape[1] // len(unit))[by_cost]
-    # fp64, since in fp32 two units' numbers may seem equal: one in P rows has one.
-    excess = ((left.gather(1, own) - _rank_within(own)).double() - 0.5) / shares.gather(1, own)
+    unit_of = unit.repeat_interleave(by_cost.shape[1] // len(unit))[by_cost]
+    # fp64, because two units' numbers can round to the same fp32 number.
+    excess = (
+        (pages_left.gather(1, unit_of) - _rank_within(unit_of)).double() - 0.5
+    ) / shares.gather(1, unit_of)
     return by_cost.gather(1, excess.argsort(dim=1, descending=True, stable=True))
 
 
 def _units(layer_of_group: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
-    """The unit a group belongs to, int64 [G], and its share of the budget, fp64 [G]."""
+    """The unit in which each group competes, int64 [G], and the group's share of the budget, fp64
+    [G]."""
     layers = F.pad(layer_of_group.diff().sign().cumsum(0), (1, 0))
     share = torch.ones_like(layers, dtype=torch.float64)
     if policy.scope == "all":
@@ -152,44 +161,50 @@ def _units(layer_of_group: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
     return torch.arange(len(layers), device=layers.device), share
 
 
-def _safeguarded(kept: Tensor, unit: Tensor, floor: float) -> Tensor:
-    """Shares of groups, fp64 [B, G], that came to keep `kept` [B, G] pages by competing in their
-    units [G]: `floor` of each unit's pages is shared evenly instead (`floor_alpha` of Ada-KV)."""
-    both = torch.stack((kept, torch.ones_like(kept))).double()
-    total, count = torch.zeros_like(both).index_add_(2, unit, both)[..., unit]
-    return floor * (total / count) + (1 - floor) * both[0]
+def _safeguarded(pages: Tensor, unit: Tensor, floor: float) -> Tensor:
+    """Shares fp64 [B, G] of groups to which competition in their units [G] gave `kept` [B, G]
+    pages: `floor` of a unit's pages is divided evenly instead (`floor_alpha` of Ada-KV)."""
+    stacked = torch.stack((pages, torch.ones_like(pages))).double()
+    total, count = torch.zeros_like(stacked).index_add_(2, unit, stacked)[..., unit]
+    return floor * (total / count) + (1 - floor) * stacked[0]
 
 
-def _rank_within(own: Tensor) -> Tensor:
-    """int64 [B, N]: how many earlier entries of a row of `own` are the same."""
-    ascending = own.sort(dim=1, stable=True)
+def _rank_within(labels: Tensor) -> Tensor:
+    """For each element of labels [B, N], how many earlier elements of its row are equal: int64 [B,
+    N]."""
+    ascending = labels.sort(dim=1, stable=True)
     first = torch.searchsorted(ascending.values, ascending.values)
-    ranks = torch.arange(own.shape[1], device=own.device) - first
-    return torch.empty_like(own).scatter_(1, ascending.indices, ranks)
+    ranks = torch.arange(labels.shape[1], device=labels.device) - first
+    return torch.empty_like(labels).scatter_(1, ascending.indices, ranks)
 
 
 def _first_blocks(order: Tensor, costs: Tensor, size: Tensor, excess: Tensor) -> Tensor:
-    """int64 [B, G] blocks that go from each group: the first in `order` that free `excess` [B]."""
+    """Number of blocks evicted from each group, int64 [B, G]: the first in `order` that free
+    `excess` [B]."""
     freed = torch.where(costs.isfinite(), size[:, None], 0).flatten(1).gather(1, order)
     goes = (freed.cumsum(1) - freed < excess[:, None]) & (freed > 0)
     return torch.empty_like(goes).scatter_(1, order, goes).view_as(costs).sum(2)
 
 
 def _checked(
-    pages: Tensor, kept: Tensor, num_blocks: Tensor, evictable: Tensor, budgets: Sequence[Budget]
+    pages: Tensor,
+    kept_pages: Tensor,
+    num_blocks: Tensor,
+    evictable: Tensor,
+    budgets: Sequence[Budget],
 ) -> list[int]:
-    """Pages kept of every sequence. Asserts that every evicted block frees a page, and budgets in
-    pages."""
-    freed = num_blocks.sum(1).where((kept == pages - num_blocks).all(1), -1)
-    columns = torch.stack((pages.sum(1), kept.sum(1), evictable, freed)).tolist()
-    for budget, present, num_kept, most, num_freed in zip(budgets, *columns, strict=True):
+    """Pages kept per sequence. Asserts that every evicted block frees a page, and that budgets in
+    pages are met exactly."""
+    freed = num_blocks.sum(1).where((kept_pages == pages - num_blocks).all(1), -1)
+    columns = torch.stack((pages.sum(1), kept_pages.sum(1), evictable, freed)).tolist()
+    for budget, present, num_kept, num_evictable, num_freed in zip(budgets, *columns, strict=True):
         assert num_kept == present - num_freed, (
             f"{present} pages - {num_freed} freed != {num_kept} kept (-1: differs by group)"
         )
         if budget.pages is not None:
-            expected = max(min(budget.pages, present), present - most)
+            expected = max(min(budget.pages, present), present - num_evictable)
             assert num_kept == expected, (
                 f"{num_kept} pages kept != {expected}: budget {budget.pages} of {present} pages,"
-                f" {most} of them evictable"
+                f" {num_evictable} of them evictable"
             )
     return columns[1]

@@ -1,8 +1,8 @@
-"""Every eviction policy by name. Importing this imports none of them, nor torch: names are for the
-command line's help.
+"""All eviction policies by name, for `--evict` and `policy=`.
 
-A policy has the name of a method where it does what its authors published, to the differences that
-docs/methods.md lists; other settings of it have a suffix.
+Importing this module imports neither the policies nor torch, because the command line's help needs
+the names. A policy has the name of a published method if it does what the authors published, except
+for the differences listed in docs/methods.md; other settings of the method have a suffix.
 """
 
 from importlib import import_module
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvfold.cache.eviction.base import Policy
 
-# Name -> file of this folder, and its function without arguments that returns the policy.
+# Name -> "file.function" in this folder; the function takes no arguments and returns the policy.
 POLICIES: dict[str, str] = {
     "kv-compress": "attention.kv_compress",
     "kv-compress-full": "attention.kv_compress_full",

@@ -1,4 +1,4 @@
-"""The published policies that look at attention, each as the settings of one class."""
+"""The published attention-based policies; all are settings of `AttentionPolicy`."""
 
 from dataclasses import replace
 
@@ -6,14 +6,16 @@ from kvfold.cache.eviction.attention import AttentionPolicy
 
 
 def kv_compress() -> AttentionPolicy:
-    """KV-Compress, KVC-w8-L2 (§4.3, §5.2): last 8 queries, squared, all groups compete."""
+    """KV-Compress, KVC-w8-L2 (§4.3, §5.2): the last 8 queries, squared attention; all groups
+    compete."""
     return AttentionPolicy(
         name="kv-compress", window=8, power=2, pool=7, scope="all", continual=True
     )
 
 
 def kv_compress_full() -> AttentionPolicy:
-    """KV-Compress, KVC-full-L2 (§4.3, §5.2): all queries but the first 10, squared, no pooling.
+    """KV-Compress, KVC-full-L2 (§4.3, §5.2): all queries but the first 10, squared attention, no
+    pooling.
 
     The last 32 tokens are protected, as in its released experiments.
     """
@@ -53,24 +55,25 @@ def snapkv_w8() -> AttentionPolicy:
 
 
 def h2o() -> AttentionPolicy:
-    """H2O: attention summed over all queries, the same budget everywhere, half of it for the most
-    recent tokens (equal `heavy_ratio` and `recent_ratio` in its released scripts)."""
+    """H2O: attention summed over all queries, the same budget for each group, half of it for the
+    most recent tokens (`heavy_ratio` equals `recent_ratio` in its released scripts)."""
     return AttentionPolicy(name="h2o", recent_share=0.5, continual=True)
 
 
 def h2o_r32() -> AttentionPolicy:
-    """H2O with 32 recent tokens whatever the budget."""
+    """H2O with 32 recent tokens protected, whatever the budget."""
     return replace(h2o(), name="h2o-r32", recent=32, recent_share=0.0)
 
 
 def pyramidkv() -> AttentionPolicy:
-    """PyramidKV: SnapKV with budgets that fall linearly from the first layer to the last."""
+    """PyramidKV: SnapKV with budgets that decrease linearly from the first layer to the last."""
     return AttentionPolicy(name="pyramidkv", window=8, pool=7, scope="pyramid", continual=True)
 
 
 def ada_snapkv() -> AttentionPolicy:
-    """Ada-SnapKV: SnapKV with one budget a layer, for which its groups compete, but for a fifth of
-    it that they share evenly (released LongBench runs, w32_k7_maxpool, floor_alpha 0.2)."""
+    """Ada-SnapKV: SnapKV with one budget per layer, for which the layer's groups compete, except
+    for a fifth of it that is divided evenly (released LongBench runs, w32_k7_maxpool, floor_alpha
+    0.2)."""
     return replace(snapkv(), name="ada-snapkv", scope="layer", floor=0.2)
 
 

@@ -1,6 +1,6 @@
-"""Compactor: how far a key is from what others span, and who looks at it close by.
+"""The Compactor policy: leverage scores of keys plus local attention.
 
-Shapes: B sequences, Hk KV heads, G groups, T row slots, d numbers of a key.
+Shapes: B sequences, Hk KV heads, G groups, T row slots, d dimension of a key.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,9 @@ from kvfold.cache.eviction.policies.keys import leverage_of
 
 @dataclass(frozen=True, kw_only=True)
 class Compactor(LocalPolicy):
-    """`weight` times the leverage of keys in a random projection of `rank` numbers, plus the
-    attention inside a chunk times the value's norm, averaged over `pool` neighbours; both less
-    their mean and over their deviation in the layer. Generated rows stay.
-    """
+    """Score = `weight` * leverage of the key in a random projection to `rank` dimensions +
+    (attention within a chunk * norm of the value), averaged over `pool` neighbours. Both terms are
+    standardised within a layer. Generated rows are not evicted."""
 
     needs = frozenset[Need]({"local", "keys", "values"})
 
@@ -30,33 +29,35 @@ class Compactor(LocalPolicy):
     def score(self, view: RowsView) -> Tensor:
         norms = view.by_layer(lambda i: torch.linalg.vector_norm(view.values(i).float(), dim=-1))
         scored = view.valid & (view.metrics > 0)
-        looked = mean_pool(view.metrics * norms, view.positions, scored, self.pool, view.in_order)
-        found, first = [], 0
+        attended = mean_pool(view.metrics * norms, view.positions, scored, self.pool, view.in_order)
+        layer_scores, first = [], 0
         for layer, groups in enumerate(view.layers):
-            own = slice(first, first := first + len(groups))
-            apart = by_group(leverage_of(self._projected(view.keys(layer).float())), groups)
-            pair = (standard(x, scored[:, own]) for x in (apart, looked[:, own]))
-            found.append(self.weight * next(pair) + next(pair))
-        return torch.cat(found, 1).where(scored, torch.inf)
+            in_layer = slice(first, first := first + len(groups))
+            leverage = by_group(leverage_of(self._projected(view.keys(layer).float())), groups)
+            terms = (standard(x, scored[:, in_layer]) for x in (leverage, attended[:, in_layer]))
+            layer_scores.append(self.weight * next(terms) + next(terms))
+        return torch.cat(layer_scores, 1).where(scored, torch.inf)
 
     def _projected(self, k: Tensor) -> Tensor:
-        """k [B, Hk, T, d] -> [B, Hk, T, rank], the same for all layers and calls."""
+        """Random projection of k, [B, Hk, T, d] -> [B, Hk, T, rank]; the same for all layers and
+        calls."""
         generator = torch.Generator().manual_seed(0)
         onto = torch.randn(k.shape[-1], self.rank, generator=generator) / self.rank**0.5
         return k @ onto.to(k.device)
 
 
 def standard(x: Tensor, scored: Tensor) -> Tensor:
-    """x [B, G, T] less its mean over the scored rows of a sequence, over their deviation. Summed in
-    fp64, so that how long sequences beside it are does not round a score up or down."""
+    """Standardise x [B, G, T]: subtract the mean over the scored rows of a sequence, divide by
+    their standard deviation. Sums are fp64, so that padding in a batch with longer sequences does
+    not change the rounding."""
     count = scored.sum((1, 2), keepdim=True).clamp(min=1)
     known = x.where(scored, 0.0).double()
-    off = (known - known.sum((1, 2), keepdim=True) / count).where(scored, 0.0)
-    spread = (off.square().sum((1, 2), keepdim=True) / count).sqrt()
-    return (off / spread.clamp(min=1e-6)).float()
+    centred = (known - known.sum((1, 2), keepdim=True) / count).where(scored, 0.0)
+    deviation = (centred.square().sum((1, 2), keepdim=True) / count).sqrt()
+    return (centred / deviation.clamp(min=1e-6)).float()
 
 
 def compactor() -> Compactor:
-    """Compactor (Chari and Van Durme 2025, §4) of keys as they are scored, after RoPE; the weight,
-    there the share of rows that go, is fixed, so that rows keep their order at any budget."""
+    """Compactor (Chari and Van Durme 2025, §4) with keys after RoPE. Its weight is the share of
+    evicted rows; here the weight is fixed, so that the order of rows is the same for any budget."""
     return Compactor(name="compactor", scope="all", sinks=8, recent_share=0.125)

@@ -1,6 +1,6 @@
-"""Expected Attention: what queries that are yet to come would look at, if they were Gaussian.
+"""The Expected Attention policy: attention that future queries would pay if they were Gaussian.
 
-Shapes: B sequences, Hq query heads, Hk KV heads, T row slots, W last queries, d numbers of a key.
+Shapes: B sequences, Hq query heads, Hk KV heads, T row slots, W last queries, d dimension of a key.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,9 @@ from kvfold.cache.eviction.base import Need, Policy, RowsView
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Policy):
-    """A row's share of E exp(q k), of Gaussian queries as the last `window` ones are, averaged over
-    a KV head's query heads, plus `epsilon`, times the value's norm."""
+    """Score = (softmax of log E exp(q k) + `epsilon`) * norm of the value. q is Gaussian with the
+    mean and variance of the last `window` queries; the softmax is averaged over a KV head's query
+    heads."""
 
     needs = frozenset[Need]({"keys", "values", "queries"})
 
@@ -24,42 +25,46 @@ class ExpectedAttention(Policy):
         return view.by_layer(lambda layer: self._of(layer, view))
 
     def _of(self, layer: int, view: RowsView) -> Tensor:
-        """[B, Hk, T]."""
-        k, (q, asked) = view.keys(layer).float(), view.queries(layer)
+        """Scores [B, Hk, T] of one layer."""
+        k, (q, positions) = view.keys(layer).float(), view.queries(layer)
         scored = (k != 0).any(-1) & self._later(layer, view)
-        queries, there = q.float().unflatten(1, (k.shape[1], -1)), asked >= 0
-        found = [
-            expected(queries[:, head], k[:, head], there, scored[:, head], view.scale)
+        queries, is_query = q.float().unflatten(1, (k.shape[1], -1)), positions >= 0
+        shares = [
+            expected(queries[:, head], k[:, head], is_query, scored[:, head], view.scale)
             for head in range(k.shape[1])
         ]
-        return (torch.stack(found, 1) + self.epsilon) * view.values(layer).float().norm(dim=-1)
+        return (torch.stack(shares, 1) + self.epsilon) * view.values(layer).float().norm(dim=-1)
 
     def _later(self, layer: int, view: RowsView) -> Tensor:
-        """bool [B, Hk, T]: rows behind the sinks, which take part in nothing."""
+        """Rows after the sinks, which are excluded from the softmax: bool [B, Hk, T]."""
         first = sum(map(len, view.layers[:layer]))
         group = {head: first + i for i, x in enumerate(view.layers[layer]) for head in x}
         return (view.positions >= self.sinks)[:, [group[head] for head in sorted(group)]]
 
     def protected_recent(self, tokens: int) -> int:
-        """None for being young: nobody's attention is waited for."""
+        """`recent` or `recent_share`. The window is not protected: young tokens have a fair score
+        here, because no observed attention is needed."""
         return max(self.recent, int(tokens * self.recent_share))
 
 
-def expected(q: Tensor, k: Tensor, asked: Tensor, scored: Tensor, scale: float) -> Tensor:
-    """Softmax over the scored rows of log E exp(q k) = mean + variance / 2, mean over query heads:
-    [B, T]. q [B, Hq / Hk, W, d], k [B, T, d], asked bool [B, W], scored bool [B, T]."""
+def expected(q: Tensor, k: Tensor, is_query: Tensor, scored: Tensor, scale: float) -> Tensor:
+    """Softmax over the scored rows of log E exp(q k) = mean + variance / 2, averaged over query
+    heads: [B, T].
+
+    q [B, Hq / Hk, W, d], k [B, T, d], is_query bool [B, W] (False for padding), scored bool [B, T].
+    """
     s = (q @ k[:, None].mT * scale).double()
-    weight = asked[:, None, :, None] / asked.sum(1).clamp(min=1)[:, None, None, None]
+    weight = is_query[:, None, :, None] / is_query.sum(1).clamp(min=1)[:, None, None, None]
     mean = (s * weight).sum(2, keepdim=True)
-    spread = ((s - mean).square() * weight).sum(2)
-    logits = (mean[:, :, 0] + spread / 2).masked_fill(~scored[:, None], -torch.inf)
+    variance = ((s - mean).square() * weight).sum(2)
+    logits = (mean[:, :, 0] + variance / 2).masked_fill(~scored[:, None], -torch.inf)
     return logits.softmax(-1).nan_to_num().mean(1).float()
 
 
 def expected_attention() -> ExpectedAttention:
-    """Expected Attention (Devoto et al. 2025, arXiv 2510.00636) with Ada-KV's budgets, of the last
-    32 queries as they were turned; there of all before RoPE, turned by the mean of the next 512
-    positions."""
+    """Expected Attention (Devoto et al. 2025, arXiv 2510.00636) with Ada-KV's budgets. It uses the
+    last 32 queries after RoPE; the paper uses all queries before RoPE, with the mean rotation of
+    the next 512 positions."""
     return ExpectedAttention(
         name="expected-attention", window=32, scope="layer", floor=0.2, sinks=4
     )

@@ -1,4 +1,4 @@
-"""Keyformer: attention with noise, that gets hotter as text is generated.
+"""The Keyformer policy: attention with Gumbel noise and a temperature that rises during generation.
 
 Shapes: B sequences, Hq query heads, n queries, T row slots.
 """
@@ -15,17 +15,17 @@ from kvfold.ops.noise.reference import gumbel_of, splitmix
 
 @dataclass(frozen=True, kw_only=True)
 class Keyformer(AttentionPolicy):
-    """A query adds softmax((s + G) / tau) of its scores s, G standard Gumbel noise, tau = 1 in the
-    prompt and 1 + `heat` t at the t-th token after it.
+    """A query adds softmax((s + G) / tau) of its scores s to the metrics. G is standard Gumbel
+    noise; tau is 1 in the prompt and 1 + `heat` t at the t-th generated token.
 
-    Noise depends on layer, query head and the positions of query and key alone, so that chunks,
-    sequences beside it and a second prefill change nothing.
+    The noise depends only on layer, query head and the positions of query and key, so chunked
+    prefill, batching and recomputation do not change it.
     """
 
     reweighs: ClassVar[bool] = True
 
     heat: float = 0.01
-    layer: int = 0  # that is observed
+    layer: int = 0  # the layer whose queries are observed
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,7 +36,8 @@ class Keyformer(AttentionPolicy):
         return replace(self, layer=layer)
 
     def worth(self, weights: Tensor, keys: Tensor, queries: Tensor, generated: Tensor) -> Tensor:
-        """log p differs from s by what all keys of a query share, which softmax drops."""
+        """As in AttentionPolicy. log p replaces s: they differ by a constant per query, which
+        softmax ignores."""
         heads = torch.arange(weights.shape[1], device=weights.device)
         streams = splitmix(heads + (self.layer << 32), queries[:, None, :].mT.long())  # [B, n, Hq]
         keys = keys.repeat_interleave(weights.shape[1] // keys.shape[1], 1).long()
@@ -46,6 +47,6 @@ class Keyformer(AttentionPolicy):
 
 
 def keyformer() -> Keyformer:
-    """Keyformer (Adnan et al. 2024, §3): over the prompt and what is generated; three tenths of the
-    budget are the last tokens, as in its released scripts."""
+    """Keyformer (Adnan et al. 2024, §3): prompt and generated queries count; three tenths of the
+    budget are reserved for the last tokens, as in its released scripts."""
     return Keyformer(name="keyformer", recent_share=0.3, continual=True)

@@ -1,4 +1,5 @@
-"""What a second reading would make of a row, guessed from the token's hidden states."""
+"""The learned policy: a linear map of a token's hidden states predicts its score in a re-scoring
+pass."""
 
 from dataclasses import dataclass
 
@@ -10,7 +11,8 @@ from kvfold.cache.eviction.base import Need, Policy, RowsView
 
 @dataclass(frozen=True, kw_only=True)
 class Learned(Policy):
-    """Rows are scored as they are stored, prompts' and generated ones alike."""
+    """The metric of a row is predicted when the row is stored, for prompt and generated tokens
+    alike."""
 
     needs = frozenset[Need]({"learned"})
 
@@ -19,6 +21,6 @@ class Learned(Policy):
 
 
 def learned() -> Learned:
-    """After KVzap (Jégou and Jeblick 2026, arXiv 2601.07891), its linear kind: to a budget where
-    that has a threshold, with fewer recent rows."""
+    """After KVzap (Jégou and Jeblick 2026, arXiv 2601.07891), its linear variant, but with a budget
+    instead of a threshold and fewer recent rows."""
     return Learned(name="learned", scope="all", sinks=4, recent_share=0.125)

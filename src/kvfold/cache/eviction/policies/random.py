@@ -1,4 +1,4 @@
-"""The baseline that any metric has to beat."""
+"""The random baseline, which any metric has to beat."""
 
 import torch
 from torch import Tensor
@@ -8,16 +8,17 @@ from kvfold.cache.eviction.base import Policy, RowsView
 
 
 class Random(Policy):
-    """Any row may go."""
+    """Score rows with uniform random numbers."""
 
     def score(self, view: RowsView) -> Tensor:
-        """A sequence's draws do not depend on how long those beside it are."""
-        num_groups, most = view.valid.shape[1:]
-        how, device = view.generator, view.valid.device
-        draws = (torch.rand(num_groups, x, generator=how, device=device) for x in view.sizes)
-        return torch.stack([F.pad(x, (0, most - x.shape[1])) for x in draws])
+        """Random numbers per sequence, the same whatever the lengths of the other sequences in the
+        batch."""
+        num_groups, num_slots = view.valid.shape[1:]
+        generator, device = view.generator, view.valid.device
+        draws = (torch.rand(num_groups, x, generator=generator, device=device) for x in view.sizes)
+        return torch.stack([F.pad(x, (0, num_slots - x.shape[1])) for x in draws])
 
 
 def random() -> Random:
-    """Rows drawn at random in every group."""
+    """Random eviction in each group."""
     return Random(name="random")

@@ -1,4 +1,4 @@
-"""Policies that read the context once more.
+"""The KVzip policies, which score tokens in a re-scoring pass over the context.
 
 Shapes: B sequences, G groups, T row slots.
 """
@@ -15,9 +15,11 @@ from kvfold.cache.eviction.replay import ReplayPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayAndKeys(ReplayPolicy):
-    """A row stays for either of two reasons: its rank by what the second reading makes of it, or
-    its rank by how unlike others its key is, less `behind`. Ranks are shares of a sequence's rows
-    of all groups, so that `behind` says how much of the cache the first reason has to itself.
+    """Score = max(rank by attention in the re-scoring pass, rank by dissimilarity of the key -
+    `behind`).
+
+    Ranks are in [0, 1), over the rows of all groups of a sequence. `behind` is the share of the
+    cache that the first criterion alone decides.
     """
 
     needs = frozenset[Need]({"replay", "keys"})
@@ -31,14 +33,14 @@ class ReplayAndKeys(ReplayPolicy):
 
     def score(self, view: RowsView) -> Tensor:
         scored = view.valid & (view.metrics > 0)
-        apart = view.by_layer(lambda layer: unlike_others(view.keys(layer).float()))
-        read, unlike = (rank_of(x, scored) for x in (view.metrics, apart))
-        return torch.maximum(read, unlike - self.behind).where(scored, torch.inf)
+        dissimilarity = view.by_layer(lambda layer: unlike_others(view.keys(layer).float()))
+        attended, unlike = (rank_of(x, scored) for x in (view.metrics, dissimilarity))
+        return torch.maximum(attended, unlike - self.behind).where(scored, torch.inf)
 
 
 def rank_of(x: Tensor, scored: Tensor) -> Tensor:
-    """Share of a sequence's scored rows that come before each of them, fp32 [B, G, T] in [0, 1), by
-    ascending x [B, G, T]; anything where a row is not scored."""
+    """Rank of each scored row of a sequence by ascending x [B, G, T], as a share of their number:
+    fp32 [B, G, T] in [0, 1). Undefined where a row is not scored."""
     count = scored.flatten(1).sum(1, keepdim=True)
     order = x.where(scored, torch.inf).flatten(1).argsort(dim=1, stable=True)
     ranks = torch.arange(order.shape[1], device=x.device).expand_as(order)
@@ -47,16 +49,17 @@ def rank_of(x: Tensor, scored: Tensor) -> Tensor:
 
 
 def kvzip() -> ReplayPolicy:
-    """KVzip: attention while the context is repeated, one ranking over all layers and heads."""
+    """KVzip: attention while the model repeats the context; one ranking over all layers and
+    heads."""
     return ReplayPolicy(name="kvzip", scope="all", sinks=4)
 
 
 def kvzip_past() -> ReplayPolicy:
-    """KVzip whose second reading of a piece sees what came before its end alone, so that scores of
-    a beginning serve all who begin so."""
+    """KVzip with re-scoring passes that see the cache only up to the end of their segment, so that
+    scores are valid for all requests that share the prefix."""
     return replace(kvzip(), name="kvzip-past", whole=False)
 
 
 def kvzip_keys() -> ReplayAndKeys:
-    """KVzip's rows, and those whose keys are least like others' (KeyDiff)."""
+    """KVzip combined with KeyDiff: also keep rows whose keys are least similar to the others."""
     return ReplayAndKeys(name="kvzip-keys", scope="all", sinks=4, recent_share=0.125)

@@ -1,4 +1,4 @@
-"""StreamingLLM: by age alone."""
+"""The StreamingLLM policy: keep the first and the most recent tokens."""
 
 from torch import Tensor
 
@@ -6,12 +6,12 @@ from kvfold.cache.eviction.base import Policy, RowsView
 
 
 class Recency(Policy):
-    """The oldest token goes first."""
+    """Evict the oldest token first."""
 
     def score(self, view: RowsView) -> Tensor:
         return view.positions.float()
 
 
 def streaming() -> Recency:
-    """StreamingLLM: the first 4 tokens and the most recent ones."""
+    """StreamingLLM: keep the first 4 tokens and the most recent ones."""
     return Recency(name="streaming", sinks=4)
