@@ -6,11 +6,13 @@ import socket
 from dataclasses import fields
 
 import pytest
+from yarl import URL
 
 from replicas import Raw, raw, running
 from test_router import metrics, routing
 
 from kvfold.server.limits import Balance, Limits  # isort: skip
+from kvfold.server.passing import Passed  # isort: skip
 from kvfold.server.router import create_router  # isort: skip
 
 WELL = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
@@ -59,12 +61,22 @@ def through(replica: Raw, request: bytes) -> tuple[bytes, bytes]:
         b"//v1//a;b=c|d",
         b"/%zz?%",
         b"/v1/%E9",
+        b"/@127.0.0.1:1/x",
+        b"/\\@127.0.0.1:1/?a=b?c@d",
+        b"/%2F@127.0.0.1:1/x",
     ],
 )
 def test_a_target_passes_unchanged(target: bytes) -> None:
     with raw(WELL) as replica:
         received, _ = through(replica, post(path=target))
     assert received.startswith(b"POST " + target + b" HTTP/1.1\r\n")
+
+
+@pytest.mark.parametrize("path", ["%2F@evil.test:1/x", "@evil.test/", ".evil.test/", "9/", "[::1"])
+@pytest.mark.parametrize("replica", ["http://one.test:8000", "http://one.test", "http://[::2]:8/a"])
+def test_no_path_changes_the_host(replica: str, path: str) -> None:
+    passed = Passed(method="GET", path=path, query="", headers=[], body=b"")
+    assert passed.url(replica).origin() == URL(replica).origin()
 
 
 def test_headers_pass_unchanged() -> None:
@@ -123,6 +135,11 @@ def test_no_clients_cookie_reaches_another_client() -> None:
         (post(b"X-Name: a\x7fb\r\n"), "x-name"),
         (post(b"X-Name: Zo\xeb\r\n"), "x-name"),
         (post(path=b"/v1/a#b"), "#"),
+        (post(path=b"%2F"), "begin with /"),
+        (post(path=b"%2F@127.0.0.1:1/x"), "begin with /"),
+        (post(path=b"%2F9999"), "begin with /"),
+        (post(path=b"%2F[::1"), "begin with /"),
+        (post(path=b"%2F.127.0.0.1.nip.io/"), "begin with /"),
     ],
 )
 def test_what_cannot_pass_is_refused(request_bytes: bytes, said: str) -> None:

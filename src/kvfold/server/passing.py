@@ -32,30 +32,41 @@ class Cut(aiohttp.ClientPayloadError):
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
-    """A request as replicas get it. target: path and query, as the client sent them."""
+    """A request as replicas get it. path, query: as the client sent them."""
 
     method: str
-    target: str
+    path: str
+    query: str
     headers: list[tuple[str, str]]
     body: bytes
 
     @classmethod
     async def of(cls, request: Request) -> "Passed":
-        """Raises APIError for what aiohttp would change."""
+        """Raises APIError for what aiohttp would change, and for a path that is none: the route
+        matches the path without its %2F, which no replica is asked for."""
         scope = request.scope
-        query = b"?" + scope["query_string"] if scope["query_string"] else b""
-        target = (scope["raw_path"] + query).decode("ascii")
-        if "#" in target:
+        path, query = scope["raw_path"].decode("ascii"), scope["query_string"].decode("ascii")
+        if not path.startswith("/"):
+            raise APIError(400, "the target of the request must begin with /, and not with %2F")
+        if "#" in path + query:
             raise APIError(400, "the target of the request has a #; send %23 for it")
         headers = [
             (name.decode(), _text_of(name, value))
             for name, value in _without(scope["headers"], OF_REQUEST)
         ]
         body = await request.body()
-        return cls(method=request.method, target=target, headers=headers, body=body)
+        return cls(method=request.method, path=path, query=query, headers=headers, body=body)
 
     def url(self, replica: str) -> URL:
-        return URL(replica + self.target, encoded=True)
+        """Where to ask: the host is the replica's, whatever the path holds."""
+        base = URL(replica)
+        return URL.build(
+            scheme=base.scheme,
+            authority=base.raw_authority,
+            path=base.raw_path.rstrip("/") + self.path,
+            query_string=self.query,
+            encoded=True,
+        )
 
 
 def _text_of(name: bytes, value: bytes) -> str:
