@@ -19,13 +19,21 @@ def fits(value: Any, kind: Any) -> bool:
     if origin is Literal:
         return value in inside
     if origin in (list, tuple):  # one serves as the other
-        return isinstance(value, list | tuple) and all(fits(item, inside[0]) for item in value)
+        return isinstance(value, list | tuple) and _all_fit(value, inside[0])
     if Callable in (kind, origin):
         return callable(value)
     if kind in (int, float):
         number = Integral if kind is int else Real
         return isinstance(value, number) and not isinstance(value, bool)
     return isinstance(value, kind)
+
+
+def _all_fit(values: list | tuple, kind: Any) -> bool:
+    """Of a plain class, one value of every type is looked at: there may be 100,000s."""
+    plain = get_origin(kind) is None
+    return all(
+        fits(item, kind) for item in ({type(x): x for x in values}.values() if plain else values)
+    )
 
 
 def spelt(kind: Any) -> str:

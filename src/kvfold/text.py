@@ -112,6 +112,16 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
+def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text as `encode` gives them, in one call, which takes a fraction of the
+    time."""
+    for text in texts:
+        check_text("text", text)
+    if not texts:
+        return []
+    return list(tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"])
+
+
 def check_ids(ids: Iterable[int], num_embeddings: int) -> None:
     """Raises ValueError for a token that a model has no embedding of."""
     highest = max(ids, default=0)

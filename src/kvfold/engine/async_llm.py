@@ -12,16 +12,17 @@ from typing import Any
 
 from kvfold.engine.engine import Engine
 from kvfold.engine.grammar import Guide
-from kvfold.engine.llm import LLM, Completion, completion_of
+from kvfold.engine.llm import LLM, Asked, Completion, Opening, completion_of
 from kvfold.engine.packed import PackedContext
 from kvfold.engine.prompts import Prompt
 from kvfold.engine.request import CacheParams, Request, SamplingParams, StepOutput
 from kvfold.engine.stream import Answer, Reading
+from kvfold.text import encode_prompt
 
 logger = logging.getLogger(__name__)
 COMPILERS = 4  # grammars that are compiled at once, each in a process
+LONG = 2**15  # characters or token ids that take a while to read: 0.03 s of a core
 Opened = tuple[Request, Answer]
-Asked = tuple[Prompt, SamplingParams | None, CacheParams | None]
 
 
 class EngineFault(RuntimeError):
@@ -166,9 +167,27 @@ class AsyncStream(Reading, AsyncIterator[StepOutput]):
         self.close()
 
 
+def _size(prompt: Prompt) -> int:
+    return len(prompt) if isinstance(prompt, str | Sequence) else 0
+
+
+def _parts(asked: Sequence[Asked]) -> list[list[Asked]]:
+    """Requests in order, in parts of LONG characters or token ids, or of one prompt's. Choices of
+    the same prompt, which is read once, are in one part."""
+    parts: list[list[Asked]] = []
+    total, before = 0, None
+    for one in asked:
+        size = 0 if one[0] is before else _size(one[0])
+        if not parts or total + size > LONG:
+            parts, total = [*parts, []], 0
+        parts[-1].append(one)
+        total, before = total + size, one[0]
+    return parts
+
+
 class AsyncLLM:
-    """An `LLM` for event loops: a thread of its own takes all steps, another one tokenises, others
-    wait for grammars, which may take seconds.
+    """An `LLM` for event loops: a thread of its own takes all steps, two others tokenise, one of
+    them long texts, and others wait for grammars, which may take seconds.
 
     model: what `LLM` takes, with its settings, or an LLM, which others may go on using. Close it,
     or use it in an `async with` block: its thread lives until then.
@@ -180,7 +199,10 @@ class AsyncLLM:
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
         self.driver = EngineThread(self.llm.engine)
         self._closing = threading.Event()
+        if self.llm.tokenizer is not None:  # the first call may change it, and the others not
+            encode_prompt(self.llm.tokenizer, "a")
         self._tokenising = ThreadPoolExecutor(1, "kvfold-tokenise")
+        self._long = ThreadPoolExecutor(1, "kvfold-tokenise-long")
         self._compiling = ThreadPoolExecutor(COMPILERS, "kvfold-grammar")
 
     @property
@@ -234,34 +256,39 @@ class AsyncLLM:
         """Outputs of several requests, all of them or none, as they come. context: what all of them
         go on from. check: may refuse the requests, before one of them is queued."""
         guides: list[Guide] = []  # which keep their grammars until requests have them
-        if any(sampling and sampling.guided for _, sampling, _ in asked):
+        guided = {x.but_seed: x for _, x, _ in asked if x is not None and x.guided}
+        if guided:
             loop = asyncio.get_running_loop()
-            guides = await loop.run_in_executor(self._compiling, self._compile, asked)
-        opened = await self.run(self._requests, asked, context)
+            guides = await loop.run_in_executor(
+                self._compiling, self._compile, list(guided.values())
+            )
+        opening, opened = Opening(self.llm, context), list[Opened]()
+        for part in _parts(asked):  # others have their turn between two
+            size = max(_size(prompt) for prompt, _, _ in part)
+            opened += await self.run(opening.requests, part, size=size)
         del guides
         if check is not None:
             check(opened)
         return AsyncStream(self.driver, opened)
 
-    async def run(self, function: Any, *arguments: Any) -> Any:
-        """Call what takes a while, such as a tokenizer, beside the event loop; one at a time, since
-        tokenizers are not made for more."""
+    async def run(self, function: Any, *arguments: Any, size: int = 0) -> Any:
+        """Call what takes a while, such as a tokenizer, beside the event loop. size: characters or
+        tokens of what is read: long ones wait for each other, and nobody else for them. What is
+        cancelled before its turn is never called."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenising, function, *arguments)
+        thread = self._long if size > LONG else self._tokenising
+        return await loop.run_in_executor(thread, function, *arguments)
 
-    def _compile(self, asked: Sequence[Asked]) -> list[Guide]:
-        """Of their grammars, so that `_requests` finds them ready."""
-        guided = [sampling for _, sampling, _ in asked if sampling and sampling.guided]
+    def _compile(self, guided: Sequence[SamplingParams]) -> list[Guide]:
+        """Of their grammars, so that `open` finds them ready."""
         return [self.llm.grammars.guide(sampling, self._closing) for sampling in guided]
-
-    def _requests(self, asked: Sequence[Asked], context: PackedContext | None) -> list[Opened]:
-        return [self.llm.request(*one, context=context) for one in asked]
 
     def close(self) -> None:
         """Cancel what is open, end the threads."""
         self._closing.set()
         self.driver.close()
         self._tokenising.shutdown(cancel_futures=True)
+        self._long.shutdown(cancel_futures=True)
         self._compiling.shutdown(cancel_futures=True)
 
     async def __aenter__(self) -> "AsyncLLM":

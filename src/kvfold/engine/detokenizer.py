@@ -41,20 +41,24 @@ class Detokenizer:
     """
 
     def __init__(
-        self, decode: Decode, prompt_ids: Sequence[int] = (), stop: Sequence[str] = ()
+        self,
+        decode: Decode,
+        prompt_ids: Sequence[int] = (),
+        stop: "Sequence[str] | StopStrings" = (),
     ) -> None:
         self._decode = decode
         self._window: list[int] = []
         self._seen = ""
         self._unfinished = 0  # characters at the window's end
         self._unsettled = 0  # tokens since there were none such
-        self._stops: _Stops | None = None
+        self._stops: _Place | None = None
         self._ended = False
         self._text: list[str] = []  # not taken yet
         self._length = 0  # characters of that
         self.push(self._context(list(prompt_ids[-WINDOW:]))[0])
         self.take(last=True)
-        self._stops = _Stops(stop) if stop else None
+        if stop:
+            self._stops = _Place(stop if isinstance(stop, StopStrings) else StopStrings(stop))
 
     def push(self, ids: Sequence[int]) -> int | None:
         """Take in tokens. How many it took until a stop string was complete; None: text goes on.
@@ -158,26 +162,57 @@ class Detokenizer:
         return shortest or ([], "")
 
 
-class _Stops:
-    """Stop strings as an Aho-Corasick automaton, and the node at which a text that comes in pieces
-    is. A node is the beginning of a stop: the longest that the text ends with.
-
-    held: characters of that.
-    """
+class StopStrings:
+    """Stop strings as an Aho-Corasick automaton, which any number of texts may share: nothing
+    changes it. A node is the beginning of a stop; 0 is the empty one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._children: list[dict[str, int]] = [{}]
-        self._depth = [0]
-        self._ends = [0]  # characters of the longest stop that a node ends with
+        self.depth = [0]
+        self.ends = [0]  # characters of the longest stop that a node ends with
         for stop in stops:
             self._insert(stop)
-        self._shorter = [0] * len(self._depth)  # the longest other node that a node ends with
+        self._shorter = [0] * len(self.depth)  # the longest other node that a node ends with
         self._link()
-        self._node = 0
+
+    def next(self, node: int, character: str) -> int:
+        """The longest node that a text ends with, by that of the text without its last one."""
+        while node and character not in self._children[node]:
+            node = self._shorter[node]
+        return self._children[node].get(character, 0)
+
+    def _insert(self, stop: str) -> None:
+        node = 0
+        for character in stop:
+            new = len(self.depth)
+            child = self._children[node].setdefault(character, new)
+            if child == new:
+                self._children.append({})
+                self.depth.append(self.depth[node] + 1)
+                self.ends.append(0)
+            node = child
+        self.ends[node] = len(stop)
+
+    def _link(self) -> None:
+        nodes = [0]
+        for node in nodes:  # shortest first
+            for character, child in self._children[node].items():
+                shorter = self.next(self._shorter[node], character) if node else 0
+                self._shorter[child] = shorter
+                self.ends[child] = self.ends[child] or self.ends[shorter]
+                nodes.append(child)
+
+
+class _Place:
+    """Where among stop strings a text is that comes in pieces: at the longest beginning of one that
+    it ends with. held: characters of that."""
+
+    def __init__(self, stops: StopStrings) -> None:
+        self._stops, self._node = stops, 0
 
     @property
     def held(self) -> int:
-        return self._depth[self._node]
+        return self._stops.depth[self._node]
 
     def restart(self) -> None:
         """Forget the text."""
@@ -187,36 +222,10 @@ class _Stops:
         """Go on with `text`, to the end of the stop that is complete first: where in `text` that
         is, and how long the stop."""
         for end, character in enumerate(text, 1):
-            self._node = self._next(self._node, character)
-            if size := self._ends[self._node]:
+            self._node = self._stops.next(self._node, character)
+            if size := self._stops.ends[self._node]:
                 return end, size
         return None
-
-    def _insert(self, stop: str) -> None:
-        node = 0
-        for character in stop:
-            new = len(self._depth)
-            child = self._children[node].setdefault(character, new)
-            if child == new:
-                self._children.append({})
-                self._depth.append(self._depth[node] + 1)
-                self._ends.append(0)
-            node = child
-        self._ends[node] = len(stop)
-
-    def _link(self) -> None:
-        nodes = [0]
-        for node in nodes:  # shortest first
-            for character, child in self._children[node].items():
-                shorter = self._next(self._shorter[node], character) if node else 0
-                self._shorter[child] = shorter
-                self._ends[child] = self._ends[child] or self._ends[shorter]
-                nodes.append(child)
-
-    def _next(self, node: int, character: str) -> int:
-        while node and character not in self._children[node]:
-            node = self._shorter[node]
-        return self._children[node].get(character, 0)
 
 
 def _unread(text: str) -> int:

@@ -4,7 +4,7 @@ what was said, ends that come too early, words that must not come, and all but s
 Shapes: n rows, V vocabulary, e entries that change, each of another row or token, m masked rows.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,40 +113,43 @@ def edits_of(requests: Sequence[Request], eos_ids: Collection[int]) -> Edits | N
 
 def _entries(row: int, request: Request, eos_ids: Collection[int]) -> dict[str, np.ndarray]:
     """One row's, each token once."""
-    wanted = request.sampling
-    bias = {int(token): value for token, value in wanted.logit_bias}
-    bias |= dict.fromkeys(_forbidden(request, eos_ids), -float("inf"))
+    wanted, tables = request.sampling, request.sampling.tables
     counts = request.seen() if wanted.penalises else {}
-    tokens = list(bias.keys() | counts.keys())
-    said = np.array([counts.get(token, 0) for token in tokens], dtype=np.float32)
+    seen = np.fromiter(counts, np.int64, len(counts))
+    forbidden = _forbidden(request, eos_ids)
+    tokens = np.unique(np.concatenate([tables.biased, forbidden, seen]))
+    bias, said = np.zeros((2, len(tokens)), dtype=np.float32)
+    repetition = np.ones(len(tokens), dtype=np.float32)
+    bias[np.searchsorted(tokens, tables.biased)] = tables.bias
+    bias[np.searchsorted(tokens, forbidden)] = -np.inf
+    repeated = np.searchsorted(tokens, seen)
+    said[repeated] = np.fromiter(counts.values(), np.float32, len(counts))
+    repetition[repeated] = wanted.repetition_penalty
     penalty = wanted.frequency_penalty * said + wanted.presence_penalty * (said > 0)
-    repeated = np.array([token in counts for token in tokens], dtype=bool)
     return {
         "rows": np.full(len(tokens), row),
-        "tokens": np.array(tokens, dtype=np.int64),
-        "bias": np.array([bias.get(token, 0.0) for token in tokens], dtype=np.float32),
-        "repetition": np.where(repeated, wanted.repetition_penalty, 1).astype(np.float32),
+        "tokens": tokens,
+        "bias": bias,
+        "repetition": repetition,
         "penalty": penalty.astype(np.float32),
     }
 
 
-def _forbidden(request: Request, eos_ids: Collection[int]) -> Iterator[int]:
+def _forbidden(request: Request, eos_ids: Collection[int]) -> Ints:
     """Ends that come too early, and the last tokens of bad words whose others are out."""
-    wanted, outputs = request.sampling, request.outputs
+    wanted, tables = request.sampling, request.sampling.tables
+    tokens = tables.ends(request.outputs) if wanted.bad_words else []
     if request.num_outputs < wanted.min_tokens:
-        yield from () if wanted.ignore_eos else eos_ids
-        yield from wanted.stop_token_ids
-    for word in wanted.bad_words:
-        *begun, last = map(int, word)
-        if not begun or outputs[-len(begun) :] == begun:
-            yield last
+        ends = () if wanted.ignore_eos else eos_ids
+        tokens += [np.fromiter(ends, np.int64, len(ends)), tables.stop]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *tokens])
 
 
 def _mask(request: Request, eos_ids: Collection[int]) -> np.ndarray | None:
     """Bits of the tokens that may come; None: all may. Raises SettingError for none."""
     masks = [request.guide.allowed(request.outputs)] if request.guide is not None else []
-    if request.sampling.allowed_token_ids is not None:
-        masks.append(request.sampling.allowed_bits)
+    if request.sampling.tables.allowed_bits is not None:
+        masks.append(request.sampling.tables.allowed_bits)
     if not masks:
         return None
     bits: np.ndarray = np.bitwise_and.reduce(_stack(masks))
@@ -155,9 +158,9 @@ def _mask(request: Request, eos_ids: Collection[int]) -> np.ndarray | None:
     return bits
 
 
-def _cleared(bits: np.ndarray, tokens: Iterable[int]) -> np.ndarray:
+def _cleared(bits: np.ndarray, tokens: Ints) -> np.ndarray:
     """Bits without those of some tokens."""
-    ids = np.array([x for x in tokens if x < 32 * len(bits)], dtype=np.int64)
+    ids = tokens[tokens < 32 * len(bits)]
     left = bits.view(np.uint32).copy()
     np.bitwise_and.at(left, ids // 32, ~(np.uint32(1) << (ids % 32).astype(np.uint32)))
     return left

@@ -140,7 +140,7 @@ class Engine:
             id=next(self._ids),
             token_ids=ids,
             num_prompt=len(ids),
-            sampling=replace(sampling, max_new_tokens=limit),
+            sampling=sampling.changed(max_new_tokens=limit),
             cache=cache,
             guide=guide,
             context=context,

@@ -126,6 +126,14 @@ class Guide:
         self._bits: np.ndarray | None = None
         self._error: str | None = None
 
+    def twin(self) -> "Guide":
+        """Another sequence's place, at the beginning, as this one's is: what may come first is
+        known there if it is known here."""
+        assert not self._num_read, f"{self._num_read} tokens were read"
+        twin = Guide(self._process)
+        twin._bits, twin._error = self._bits, self._error
+        return twin
+
     def ask(self, outputs: Sequence[int]) -> None:
         """Begin to look for what may follow outputs, so that `allowed` need not wait as long."""
         new = outputs[self._num_read :]

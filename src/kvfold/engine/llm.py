@@ -9,10 +9,10 @@ from typing import Any
 from kvfold.config import CacheConfig, Setting, check_types, settings_of
 from kvfold.engine.build import build_runner
 from kvfold.engine.compressions import Schedule
-from kvfold.engine.detokenizer import decoder_of
+from kvfold.engine.detokenizer import Decode, StopStrings, decoder_of
 from kvfold.engine.edits import edits_of
 from kvfold.engine.engine import Engine, default_chunk, token_ids
-from kvfold.engine.grammar import Grammars
+from kvfold.engine.grammar import Grammars, Guide
 from kvfold.engine.pack import Packer, Report, check_pages
 from kvfold.engine.packed import PackedContext, layout_key
 from kvfold.engine.prefixes import PrefixCache, refusal
@@ -37,6 +37,7 @@ from kvfold.seam.sidecar import Sidecar
 from kvfold.text import (
     check_tokenizer,
     encode,
+    encode_all,
     encode_prompt,
     encode_start,
     render_chat,
@@ -44,6 +45,7 @@ from kvfold.text import (
 )
 from kvfold.weights import Unchanged, fingerprint
 
+Asked = tuple[Prompt, SamplingParams | None, CacheParams | None]
 # Settings that say how rows are stored, of a CacheConfig.
 STORED = ("page", "bits", "zeros", "sub_group", "rotate", "format", "evict")
 
@@ -59,6 +61,17 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What requests share whose settings differ in their seed at most. textless: the settings
+    without texts, which an engine does not see; guide: at a grammar's beginning."""
+
+    textless: SamplingParams
+    guide: Guide | None
+    decode: Decode | None
+    stops: StopStrings | None
 
 
 class LLM:
@@ -209,7 +222,7 @@ class LLM:
         each = zip(
             asked, spread("sampling", sampling, asked), spread("cache", cache, asked), strict=True
         )
-        opened = [self.request(*one, whole=True, context=context) for one in each]
+        opened = Opening(self, context, whole=True).requests(list(each))
         found: dict[int, list[StepOutput]] = {request.id: [] for request, _ in opened}
         with Stream(self.engine).open(opened) as stream:
             for output in stream:
@@ -268,24 +281,48 @@ class LLM:
         context: PackedContext | None = None,
     ) -> tuple[Request, Answer]:
         """A request, checked, and how it is read: as it comes, or as a whole. For drivers."""
-        check_params(sampling, cache)
+        (opened,) = Opening(self, context, whole=whole).requests([(prompt, sampling, cache)])
+        return opened
+
+    def shared(self, sampling: SamplingParams) -> "Shared":
+        """What all requests share whose settings are these but for the seed. Raises as
+        `request`."""
         self._check_weights()
-        ids, sampling = self._behind(context, prompt), sampling or SamplingParams()
         names = "stop_token_ids, allowed_token_ids, bad_words and logit_bias"
         self._check_ids(names, sampling.named_tokens)
-        self._check_budget(cache or CacheParams())
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling.stop} needs a tokenizer: pass tokenizer= to LLM")
         guide = self.grammars.guide(sampling) if sampling.guided else None
         textless = replace(sampling, stop=(), bad_words=self._bad_ids(sampling))
-        request = self.engine.request(ids, textless, cache, guide, context)
-        edits = edits_of([request], self.engine.eos_ids)
+        # Nothing but outputs makes a difference between requests, and none has come.
+        first = Request(id=0, token_ids=[], num_prompt=0, sampling=textless, guide=guide)
+        edits = edits_of([first], self.engine.eos_ids)
         if edits is not None and edits.refused:
             raise edits.refused[0]
         decode = (
             decoder_of(self.tokenizer, sampling.skip_special_tokens) if self.tokenizer else None
         )
-        return request, Answer(decode, ids, sampling, whole=whole)
+        stops = StopStrings(sampling.stop) if sampling.stop else None
+        return Shared(textless=textless, guide=guide, decode=decode, stops=stops)
+
+    def choice(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingParams,
+        cache: CacheParams | None,
+        shared: "Shared",
+        *,
+        whole: bool = False,
+        context: PackedContext | None = None,
+    ) -> tuple[Request, Answer]:
+        """What `request` returns, of a prompt's token ids, a context's before them, and of what
+        `shared` made of settings that differ in their seed at most."""
+        self._check_budget(cache or CacheParams())
+        textless = shared.textless.changed(seed=sampling.seed)
+        guide = shared.guide.twin() if shared.guide is not None else None
+        request = self.engine.request(ids, textless, cache, guide, context)
+        answer = Answer(shared.decode, ids, sampling, whole=whole, stops=shared.stops)
+        return request, answer
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -309,12 +346,12 @@ class LLM:
         if words and self.tokenizer is None:
             raise ValueError(f"bad_words={words} needs a tokenizer: pass tokenizer= to LLM")
         found = [x for x in sampling.bad_words if not isinstance(x, str)]
-        for word in words:
-            with renamed(text="bad_words"):
-                found += [tuple(encode(self.tokenizer, text)) for text in (word, f" {word}")]
-        return tuple(dict.fromkeys(found))
+        texts = [text for word in words for text in (word, f" {word}")]
+        with renamed(text="bad_words"):
+            found += map(tuple, encode_all(self.tokenizer, texts))
+        return tuple(dict.fromkeys(filter(None, found)))  # a text may have no tokens
 
-    def _behind(self, context: PackedContext | None, prompt: Prompt) -> list[int]:
+    def encode_behind(self, context: PackedContext | None, prompt: Prompt) -> list[int]:
         """Token ids of a context and what follows it, without another start token."""
         self.check_size(prompt)
         if context is None:
@@ -408,6 +445,35 @@ class LLM:
         """Sizes, and how much fits, as (name, value): what a server prints when it starts."""
         shares = "on" if self.shares_no_prefix is None else f"off: {self.shares_no_prefix}"
         return [*sizes(self.runner, self.cache), ("prefix caching", shares)]
+
+
+class Opening:
+    """Makes requests that belong together; `context` and `whole` as of `LLM.request`. A prompt that
+    several of them have is tokenised once, and settings that they share are checked once."""
+
+    def __init__(self, llm: LLM, context: PackedContext | None, *, whole: bool = False) -> None:
+        self.llm, self.context, self.whole = llm, context, whole
+        self._default = SamplingParams()
+        self._shared: dict[tuple[int, ...], Shared] = {}
+        self._prompts: dict[str | int, list[int]] = {}
+
+    def requests(self, asked: Sequence[Asked]) -> list[tuple[Request, Answer]]:
+        """Of prompts and settings, which must stay alive between calls. Raises as
+        `LLM.request`."""
+        return [self._request(*one) for one in asked]
+
+    def _request(
+        self, prompt: Prompt, sampling: SamplingParams | None, cache: CacheParams | None
+    ) -> tuple[Request, Answer]:
+        check_params(sampling, cache)
+        sampling = sampling or self._default
+        name = prompt if isinstance(prompt, str) else id(prompt)
+        if name not in self._prompts:
+            self._prompts[name] = self.llm.encode_behind(self.context, prompt)
+        shared = self._shared.get(sampling.but_seed) or self.llm.shared(sampling)
+        self._shared[sampling.but_seed] = shared
+        ids, context = self._prompts[name], self.context
+        return self.llm.choice(ids, sampling, cache, shared, whole=self.whole, context=context)
 
 
 def _cache(settings: dict[str, Any]) -> CacheConfig:

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from numbers import Integral
 
-import numpy as np
-
-from kvfold.config import SEEDS, check, setting
+from kvfold.config import SEEDS, check, setting, settings_of
+from kvfold.engine.tables import Tables
 from kvfold.errors import SettingError
 from kvfold.text import check_text
 
@@ -54,7 +54,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[float, float], ...] = ()
     presence_penalty: float = setting(0.0, "Of tokens said.", least=-2, most=2)
     frequency_penalty: float = setting(0.0, "Of every time said.", least=-2, most=2)
-    repetition_penalty: float = setting(1.0, "Of all tokens so far.", above=0)
+    repetition_penalty: float = setting(1.0, "Of all tokens so far.", least=0.01, most=100)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     json_schema: str | None = None
@@ -121,12 +121,32 @@ class SamplingParams:
         return any(asked) or self.allowed_token_ids is not None
 
     @cached_property
-    def allowed_bits(self) -> np.ndarray:
-        """`allowed_token_ids` as bits, int32, of as many tokens as it takes."""
-        assert self.allowed_token_ids
-        flags = np.zeros(max(self.allowed_token_ids) // 32 * 32 + 32, dtype=np.uint8)
-        flags[list(self.allowed_token_ids)] = 1
-        return np.packbits(flags, bitorder="little").view("<i4")
+    def tables(self) -> Tables:
+        """What these settings say of logits, where bad words are token ids."""
+        return Tables(
+            logit_bias=self.logit_bias,
+            allowed=self.allowed_token_ids,
+            bad_words=[tuple(map(int, word)) for word in self.bad_words],
+            stop=self.stop_token_ids,
+        )
+
+    def changed(self, **numbers: int | None) -> "SamplingParams":
+        """The same but for `seed` or `max_new_tokens`. The others are not checked again, and what
+        was made of them is shared: they may be large, and a request has many choices."""
+        known = settings_of(SamplingParams)
+        choice = copy(self)
+        for name, value in numbers.items():
+            assert name in ("seed", "max_new_tokens"), name
+            kind, setting = known[name]
+            setting.check(name, value, kind)
+            object.__setattr__(choice, name, value)
+        return choice
+
+    @property
+    def but_seed(self) -> tuple[int, ...]:
+        """The same number for each setting of settings that `changed` made of the same ones, while
+        these are alive."""
+        return tuple(id(getattr(self, x.name)) for x in fields(self) if x.name != "seed")
 
     @property
     def named_tokens(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from kvfold.engine.detokenizer import Decode, Detokenizer
+from kvfold.engine.detokenizer import Decode, Detokenizer, StopStrings
 from kvfold.engine.engine import Engine
 from kvfold.engine.request import Request, SamplingParams, StepOutput
 
@@ -12,14 +12,20 @@ from kvfold.engine.request import Request, SamplingParams, StepOutput
 class Answer:
     """One request's text as its tokens come in, or, if nobody reads it before, at its end.
 
-    decode: None for no text.
+    decode: None for no text. stops: those of `params`, where other answers have them too.
     """
 
     def __init__(
-        self, decode: Decode | None, prompt: Sequence[int], params: SamplingParams, *, whole: bool
+        self,
+        decode: Decode | None,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        whole: bool,
+        stops: StopStrings | None = None,
     ) -> None:
         self.params, self.at_end = params, whole and not params.stop
-        self.detokenizer = Detokenizer(decode, prompt, params.stop) if decode else None
+        self.detokenizer = Detokenizer(decode, prompt, stops or params.stop) if decode else None
         self._unread: list[int] = []
 
     def read(self, output: StepOutput) -> StepOutput:

@@ -186,8 +186,7 @@ class Sampled(Body, kw_only=True):
             first = SamplingParams(**known)
         if first.seed is None:
             return [first] * self.choices
-        seeds = ((first.seed + i) % 2**63 for i in range(self.choices))
-        return [SamplingParams(**known | {"seed": seed}) for seed in seeds]
+        return [first.changed(seed=(first.seed + i) % 2**63) for i in range(self.choices)]
 
     def release(self) -> None:
         """Let go of what held the body's bytes and texts, once they were read."""
