@@ -1,7 +1,10 @@
 """What a request's choices share is read and checked once, however many there are, and texts that
 are long, or many, keep no other text waiting."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,10 @@ import pytest
 from kvfold import SamplingParams
 from kvfold.engine.edits import edits_of
 from kvfold.engine.llm import LLM
-from serving import Served, serving, small_llm
+from kvfold.server.limits import Limits
+from serving import Served, httpx, serving, small_llm
+
+LONG = "a b " * 2**14
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +118,85 @@ def test_edits_are_of_every_setting(small: Served) -> None:
     assert told == ends | said | {11: (-1.0, 1.0, 0.0)}
     bits = np.unpackbits(edits.bits.astype("<i4").view(np.uint8), axis=1, bitorder="little")
     assert np.flatnonzero(bits).tolist() == [4, 6, 40]
+
+
+class Held:
+    """Holds every long text in the tokenizer until it is let go."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.begun, self.go, self.texts = threading.Semaphore(0), threading.Event(), list[str]()
+        from kvfold.server import service
+
+        function = service.encode_prompt
+
+        def hold(tokenizer: Any, text: str) -> list[int]:
+            if len(text) >= len(LONG):
+                self.texts.append(text)
+                self.begun.release()
+                assert self.go.wait(60)
+            return function(tokenizer, text)
+
+        monkeypatch.setattr(service, "encode_prompt", hold)
+
+
+def test_a_long_text_keeps_no_short_one_waiting(small: Served, monkeypatch) -> None:
+    held = Held(monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(small.ask, "/tokenize", prompt=LONG)
+        try:
+            assert held.begun.acquire(timeout=60)
+            assert small.ask(prompt="The old house", max_tokens=1)["choices"]
+            assert small.ask("/detokenize", tokens=[5, 6])["prompt"]
+        finally:
+            held.go.set()
+        assert long.result()["count"] == len(long.result()["tokens"]) > 2**14
+
+
+def test_who_left_is_not_tokenised_for(small: Served, monkeypatch) -> None:
+    held = Held(monkeypatch)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(small.ask, "/tokenize", prompt=LONG)
+        try:
+            assert held.begun.acquire(timeout=60)
+            with pytest.raises(httpx.TimeoutException):
+                left = {"prompt": "b" + LONG}
+                httpx.post(f"{small.url}/tokenize", json=left, timeout=1)
+            time.sleep(0.5)
+            last = pool.submit(small.ask, "/tokenize", prompt="c" + LONG)
+        finally:
+            held.go.set()
+        assert first.result() and last.result()
+    assert [text[0] for text in held.texts] == ["a", "c"]
+
+
+def test_as_many_texts_wait_as_choices_may(monkeypatch) -> None:
+    held = Held(monkeypatch)
+    with (
+        serving(small_llm(), limits=Limits(max_queue=0)) as small,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        waiting = [pool.submit(small.ask, "/tokenize", prompt=LONG) for _ in range(4)]
+        try:
+            assert held.begun.acquire(timeout=60)
+            deadline = time.monotonic() + 60
+            while (answer := small.post("/tokenize", prompt="a")).status_code == 200:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            held.go.set()
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "queue_full"
+        assert [x.result()["count"] for x in waiting] and small.ask("/tokenize", prompt="a")
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+def test_characters_are_bounded_whatever_their_tokens(small: Served, path: str) -> None:
+    begun = time.process_time()
+    error = small.refused(400, path, prompt=" " * (2**22))
+    assert "characters" in error["message"] and time.process_time() - begun < 1
+
+
+@pytest.mark.parametrize("penalty", [1e-40, 1e-300, 1e308, 0])
+def test_a_penalty_that_no_logit_bears_is_refused(small: Served, penalty: float) -> None:
+    error = small.refused(400, prompt="a", repetition_penalty=penalty)
+    assert error["param"] == "repetition_penalty" and "[0.01, 100]" in error["message"]

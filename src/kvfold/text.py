@@ -242,6 +242,12 @@ def _texts(inside: Any) -> Iterator[str]:
             rest += found
 
 
+def most_characters(limit: int) -> int:
+    """Characters that a text of `limit` tokens may have: no text that says something has as many.
+    Tokenising more would hold others for seconds, as of white space."""
+    return max(2**20, 16 * limit)
+
+
 def surely_longer(tokenizer: Any, text: str, limit: int) -> bool:
     """Whether a text that may be long has more than `limit` tokens. False without a look, of one
     that is soon tokenised whole."""

@@ -6,6 +6,7 @@ Shapes: V vocabulary.
 
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -183,7 +184,12 @@ class Refusals:
 
 
 def too_slow(kind: str, why: str) -> SettingError:
-    return SettingError(f"`{kind}` cannot be followed: it {why}; make it shorter or less nested")
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limit = f", or give the server more memory: ulimit -v allows it {most} bytes"
+    return SettingError(
+        f"`{kind}` cannot be followed: it {why}; make it shorter or less nested"
+        f"{'' if most == resource.RLIM_INFINITY else limit}"
+    )
 
 
 class Grammars:
@@ -252,7 +258,11 @@ class Grammars:
         with theirs:
             # A session of its own: Ctrl-C is for who asked.
             process = subprocess.Popen(
-                call, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                call,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # xgrammar writes there what clients send
+                start_new_session=True,
             )
         weakref.finalize(self, _end, process, ours)
         talk = Connection(os.dup(ours.fileno()))
@@ -262,7 +272,10 @@ class Grammars:
                 raise EOFError
             talk.recv()
         except (EOFError, OSError):
-            raise RuntimeError("the process that loads xgrammar did not start") from None
+            raise RuntimeError(
+                "the process that loads xgrammar did not start: it needs memory, which ulimit -v "
+                "may limit"
+            ) from None
         return ours
 
 

@@ -40,6 +40,7 @@ from kvfold.text import (
     encode_all,
     encode_prompt,
     encode_start,
+    most_characters,
     render_chat,
     surely_longer,
 )
@@ -366,6 +367,11 @@ class LLM:
         """Raises SettingError for a prompt that is longer than any sequence, before all of it is
         tokenised."""
         most = self.runner.pool.max_tokens
+        if isinstance(prompt, str) and len(prompt) > most_characters(most):
+            raise SettingError(
+                f"the prompt has {len(prompt)} characters, and at most {most_characters(most)} are "
+                "tokenised: shorten it"
+            )
         if isinstance(prompt, str):
             too_long = self.tokenizer is not None and surely_longer(self.tokenizer, prompt, most)
         else:

@@ -28,7 +28,7 @@ from kvfold.server.protocol import (
 )
 from kvfold.server.replies import ChatReply, CompletionReply, Reply
 from kvfold.server.request_log import note_reply
-from kvfold.server.service import Service
+from kvfold.server.service import Choices, Echo, Service
 
 NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 T = TypeVar("T")
@@ -120,10 +120,15 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         sampling, prompts = body.sampling(service.limits), body.prompts(service.limits)
         asked = [(prompt, params, body.cache) for prompt in prompts for params in sampling]
-        echoed = [await service.echo(prompt) for prompt in prompts] if body.echo else []
         context = service.context(body.context)
+        echoes = body.echo
         body.release()
-        choices = await service.open(asked, context)
+
+        async def begin() -> tuple[list[Echo], Choices]:
+            echoed = [await service.echo(prompt) for prompt in prompts] if echoes else []
+            return echoed, await service.open(asked, context)
+
+        echoed, choices = await unless_gone(request, begin())
         return await _answer(request, CompletionReply(service, body, choices, echoed))
 
     @app.post("/v1/chat/completions", openapi_extra=_described(ChatBody))
@@ -134,8 +139,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         sampling = body.sampling(service.limits)
         turns, variables = body.turns, body.variables
         body.release()
-        prompt = await service.encode_chat(turns, variables)
-        choices = await service.open([(prompt, params, body.cache) for params in sampling])
+
+        async def begin() -> Choices:
+            prompt = await service.encode_chat(turns, variables)
+            return await service.open([(prompt, params, body.cache) for params in sampling])
+
+        choices = await unless_gone(request, begin())
         return await _answer(request, ChatReply(service, body, choices))
 
 
@@ -159,19 +168,20 @@ def _add_rest(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", openapi_extra=_described(TokenizeBody))
     async def tokenize(
-        body: Annotated[TokenizeBody, Depends(_body(TokenizeBody))],
-    ) -> dict[str, Any]:
+        request: Request, body: Annotated[TokenizeBody, Depends(_body(TokenizeBody))]
+    ) -> Response:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise APIError(400, "give one of prompt and messages", param="prompt")
-        return await service.tokenize(body)
+        content = await unless_gone(request, service.tokenize(body))
+        return Response(content, media_type="application/json")
 
     @app.post("/detokenize", openapi_extra=_described(DetokenizeBody))
     async def detokenize(
-        body: Annotated[DetokenizeBody, Depends(_body(DetokenizeBody))],
+        request: Request, body: Annotated[DetokenizeBody, Depends(_body(DetokenizeBody))]
     ) -> dict[str, Any]:
         service.check_model(body.model)
-        return {"prompt": await service.text_of(body.tokens)}
+        return {"prompt": await unless_gone(request, service.text_of(body.tokens))}
 
     @app.get("/health")
     async def health() -> dict[str, str]:

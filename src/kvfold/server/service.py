@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import msgspec
+
 from kvfold.engine.async_llm import AsyncLLM, AsyncStream, Opened
 from kvfold.engine.detokenizer import decoder_of
 from kvfold.engine.packed import PackedContext
@@ -17,7 +19,7 @@ from kvfold.server.limits import Limits
 from kvfold.server.metrics import Metrics
 from kvfold.server.protocol import OURS, TokenizeBody
 from kvfold.server.tokens import TokenTexts
-from kvfold.text import encode, encode_prompt, surely_longer
+from kvfold.text import encode, encode_prompt, most_characters, surely_longer
 
 Asked = tuple[Prompt, SamplingParams, CacheParams]
 MOST_SCORES = 2**20  # log-probabilities of prompts in an answer
@@ -45,6 +47,7 @@ class Service:
         self.metrics = Metrics(llm.llm, name, contexts)
         llm.llm.engine.hooks = self.metrics
         self._preparing = 0  # choices that are not with the engine yet
+        self._reading = 0  # texts that are tokenised, or wait for it, and are no choices yet
 
     @property
     def tokenizer(self) -> Any:
@@ -99,25 +102,39 @@ class Service:
     async def encode_chat(
         self, turns: list[dict[str, str]], variables: dict[str, Any]
     ) -> list[int]:
+        size = sum(len(turn["content"]) for turn in turns)
         with renamed(content="messages"):
-            ids: list[int] = await self.llm.run(
-                partial(self.llm.llm.encode_chat, turns, **variables)
+            ids: list[int] = await self._read(
+                size, partial(self.llm.llm.encode_chat, turns, **variables)
             )
         return ids
 
-    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(self, body: TokenizeBody) -> bytes:
+        """The answer, in JSON."""
         if body.messages is not None:
             ids = await self.encode_chat(body.turns, body.variables)
         else:
+            text = body.prompt or ""
             how = encode_prompt if body.add_special_tokens else encode
             with renamed(text="prompt"):
-                ids = await self.llm.run(self._encode, how, body.prompt)
-        found = {"count": len(ids), "max_model_len": self.max_tokens, "tokens": ids}
-        texts = [self.token_texts.of(id) for id in ids] if body.return_token_strs else None
-        return found | {"token_strs": texts}
+                ids = await self._read(len(text), self._encode, how, text)
+        told: bytes = await self._read(len(ids), self._told, ids, body.return_token_strs)
+        return told
+
+    def _told(self, ids: list[int], with_texts: bool | None) -> bytes:
+        texts = [self.token_texts.of(id) for id in ids] if with_texts else None
+        counts = {"count": len(ids), "max_model_len": self.max_tokens}
+        return msgspec.json.encode(counts | {"tokens": ids, "token_strs": texts})
 
     def _encode(self, how: Callable[[Any, str], list[int]], text: str) -> list[int]:
         most = max(self.max_tokens, MOST_TOKENIZED)
+        if len(text) > most_characters(most):
+            raise APIError(
+                400,
+                f"prompt has {len(text)} characters, and {most_characters(most)} are the most that "
+                "are tokenised",
+                param="prompt",
+            )
         if surely_longer(self.tokenizer, text, most):
             raise APIError(
                 400, f"prompt has over {most} tokens, the most that are counted", param="prompt"
@@ -131,9 +148,29 @@ class Service:
 
     async def text_of(self, prompt: Sequence[int]) -> str:
         self.llm.llm.check_size(prompt)
-        ids = self.llm.llm.encode(prompt)
-        text: str = await self.llm.run(decoder_of(self.tokenizer), ids)
+        text: str = await self._read(len(prompt), self._decode, prompt)
         return text
+
+    def _decode(self, prompt: Sequence[int]) -> str:
+        ids = self.llm.llm.encode(prompt)
+        return decoder_of(self.tokenizer)(ids)
+
+    async def _read(self, size: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a tokenizer, which `size` characters or tokens go through. Raises APIError where as
+        many texts wait for it as choices may wait."""
+        most = self.llm.llm.runner.pool.num_slots + self.limits.max_queue
+        if self._reading >= most:
+            raise APIError(
+                429,
+                f"{most} texts wait to be tokenised, which are the most: try again",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+        self._reading += 1
+        try:
+            return await self.llm.run(function, *arguments, size=size)
+        finally:
+            self._reading -= 1
 
     async def open(self, asked: Sequence[Asked], context: PackedContext | None = None) -> "Choices":
         """Queue choices, all or none. Raises APIError where the queue is full."""
