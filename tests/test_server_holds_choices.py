@@ -1,6 +1,8 @@
 """What a request's choices share is read and checked once, however many there are, and texts that
 are long, or many, keep no other text waiting."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -171,11 +173,17 @@ def test_who_left_is_not_tokenised_for(small: Served, monkeypatch) -> None:
 
 def test_as_many_texts_wait_as_choices_may(monkeypatch) -> None:
     held = Held(monkeypatch)
+
+    def asked(small: Served) -> int:
+        while (answer := small.post("/tokenize", prompt=LONG)).status_code == 429:
+            time.sleep(0.05)  # a short one had the last place
+        return answer.json()["count"]
+
     with (
         serving(small_llm(), limits=Limits(max_queue=0)) as small,
         ThreadPoolExecutor(4) as pool,
     ):
-        waiting = [pool.submit(small.ask, "/tokenize", prompt=LONG) for _ in range(4)]
+        waiting = [pool.submit(asked, small) for _ in range(4)]
         try:
             assert held.begun.acquire(timeout=60)
             deadline = time.monotonic() + 60
@@ -186,7 +194,7 @@ def test_as_many_texts_wait_as_choices_may(monkeypatch) -> None:
             held.go.set()
         assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["code"] == "queue_full"
-        assert [x.result()["count"] for x in waiting] and small.ask("/tokenize", prompt="a")
+        assert all(x.result() for x in waiting) and small.ask("/tokenize", prompt="a")
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
@@ -200,3 +208,19 @@ def test_characters_are_bounded_whatever_their_tokens(small: Served, path: str) 
 def test_a_penalty_that_no_logit_bears_is_refused(small: Served, penalty: float) -> None:
     error = small.refused(400, prompt="a", repetition_penalty=penalty)
     assert error["param"] == "repetition_penalty" and "[0.01, 100]" in error["message"]
+
+
+def test_a_grammar_keeps_to_the_limit_of_memory_that_a_server_has() -> None:
+    pytest.importorskip("xgrammar", reason='needs pip install "kvfold[structured]"')
+    code = f"""
+import resource
+from kvfold.engine import grammar, grammar_process
+most = {2**40}
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+grammar_process.MEMORY = 2**41
+grammar_process._limit_memory()
+assert resource.getrlimit(resource.RLIMIT_AS) == (most, most)
+print(grammar.too_slow("regex", "takes long"))
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f"ulimit -v allows it {2**40} bytes" in said.stdout
