@@ -738,6 +738,10 @@ MEASURING = {
         "name a policy, such as 'kvzip'"
     ),
     "kvfold route localhost": ("'localhost' is no URL; give one such as http://127.0.0.1:8000"),
+    "kvfold route http://me:secret@a": (
+        "the URL of a has a name or password, which /health and /metrics would show: leave it out; "
+        "clients send their keys themselves"
+    ),
     "kvfold route http://a http://a": "http://a, http://a: give each server once",
     "kvfold route http://a --pick best": (
         'Invalid value "best" for --pick. Choose from: "shortest", "round-robin".'

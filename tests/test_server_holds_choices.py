@@ -224,3 +224,20 @@ print(grammar.too_slow("regex", "takes long"))
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert f"ulimit -v allows it {2**40} bytes" in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "neutral"),
+    [
+        ("truncate_prompt_tokens", 3, None),
+        ("include_stop_str_in_output", True, False),
+        ("prompt_embeds", "AAAA", None),
+        ("logits_processors", ["x.y"], []),
+        ("guided_decoding", {"regex": "a"}, None),
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_refused(
+    small: Served, name: str, value: Any, neutral: Any
+) -> None:
+    assert small.refused(400, prompt="a", **{name: value})["param"] == name
+    assert small.ask(prompt="a", max_tokens=1, **{name: neutral})["choices"]

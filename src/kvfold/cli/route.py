@@ -86,6 +86,11 @@ def route(urls: Urls, /, *, listen: Listen = LISTEN, spread: Spread = SPREAD) ->
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no URL; give one such as http://127.0.0.1:8000")
+        if parts.username is not None:
+            raise ValueError(
+                f"the URL of {parts.hostname} has a name or password, which /health and /metrics "
+                "would show: leave it out; clients send their keys themselves"
+            )
     if len(set(urls)) < len(urls):
         raise ValueError(f"{', '.join(urls)}: give each server once")
     from kvfold.server.router import create_router

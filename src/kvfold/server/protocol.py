@@ -142,6 +142,11 @@ class Sampled(Body, kw_only=True):
     guided_regex: Raw = field(default_factory=Raw)
     guided_choice: Raw = field(default_factory=Raw)
     guided_grammar: Raw = field(default_factory=Raw)
+    guided_decoding: Raw = field(default_factory=Raw)
+    truncate_prompt_tokens: Raw = field(default_factory=Raw)
+    include_stop_str_in_output: Raw = field(default_factory=Raw)
+    prompt_embeds: Raw = field(default_factory=Raw)
+    logits_processors: Raw = field(default_factory=Raw)
 
     @property
     def choices(self) -> int:
@@ -233,7 +238,8 @@ OURS = {  # fields that a client knows by another name
 }
 REFUSED = (
     *("suffix", "tools", "functions", "use_beam_search"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"),
+    *("truncate_prompt_tokens", "include_stop_str_in_output", "prompt_embeds", "logits_processors"),
 )
 
 
