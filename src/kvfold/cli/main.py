@@ -43,6 +43,7 @@ app = App(
     suppress_keyboard_interrupt=False,
     default_parameter=Parameter(converter=converted),
 )
+LONGEST = 1000  # characters of a word in an error
 LESS_MODEL = "take a smaller model, or --device cpu where that is an option"
 LESS = {  # what takes less memory, by command
     **dict.fromkeys(
@@ -143,8 +144,9 @@ def _terminable() -> Iterator[None]:
 
 
 def refuse(message: str) -> int:
-    """One line on stderr; the exit code."""
-    print(f"kvfold: error: {' '.join(message.split())}", file=sys.stderr)
+    """One line on stderr, in which a word of thousands of characters is cut; the exit code."""
+    words = (x if len(x) <= LONGEST else f"{x[:100]}…{x[-100:]}" for x in message.split())
+    print(f"kvfold: error: {' '.join(words)}", file=sys.stderr)
     return 2
 
 
