@@ -305,12 +305,17 @@ def test_termination_cleans_up_and_ends_with_143(plain, tmp_path, capsys, monkey
     assert not list(tmp_path.iterdir()) and signal.getsignal(signal.SIGTERM) is before
 
 
-def test_termination_is_not_lost_in_a_finaliser(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "number, code, word",
+    [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")],
+    ids=["SIGTERM", "SIGINT"],
+)
+def test_a_signal_is_not_lost_in_a_finaliser(number, code, word, monkeypatch, capsys):
     """Python drops what is raised in one, and what a signal's handler raises there."""
 
     class Dropped:
         def __del__(self):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     def work(*_, **__):
         Dropped()
@@ -320,8 +325,8 @@ def test_termination_is_not_lost_in_a_finaliser(monkeypatch, capsys):
 
     monkeypatch.setattr("kvfold.loading.load_config", work)
     before = sys.unraisablehook
-    assert main(["inspect", "any"]) == 143 and sys.unraisablehook is before
-    assert capsys.readouterr().err == "kvfold: terminated\n"
+    assert main(["inspect", "any"]) == code and sys.unraisablehook is before
+    assert capsys.readouterr().err == f"kvfold: {word}\n"
 
 
 @pytest.mark.parametrize(

@@ -126,10 +126,10 @@ def _terminable() -> Iterator[None]:
 
     def again(lost: Any) -> None:
         """Python drops what is raised in a finaliser or a weak reference's callback."""
-        if lost.exc_type is Terminated:
-            threading.Timer(0.1, signal.raise_signal, [signal.SIGTERM]).start()
-        else:
-            hook(lost)
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            return hook(lost)
+        number = signal.SIGTERM if lost.exc_type is Terminated else signal.SIGINT
+        threading.Timer(0.1, signal.raise_signal, [number]).start()
 
     if threading.current_thread() is not threading.main_thread():  # only that one has handlers
         yield
