@@ -119,27 +119,38 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends a command as an interrupt does, so that nothing half-written stays."""
+    """SIGTERM ends a command as an interrupt does, so that nothing half-written stays; and so does
+    whatever error a library makes of either, as an import does that is caught halfway."""
+    came: list[KeyboardInterrupt] = []
 
-    def stop(*_: Any) -> None:
-        raise Terminated
+    def stop(number: int, _: Any) -> None:
+        came.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise came[-1]
 
     def again(lost: Any) -> None:
         """Python drops what is raised in a finaliser or a weak reference's callback."""
-        if not issubclass(lost.exc_type, KeyboardInterrupt):
-            return hook(lost)
-        number = signal.SIGTERM if lost.exc_type is Terminated else signal.SIGINT
-        threading.Timer(0.1, signal.raise_signal, [number]).start()
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            number = signal.SIGTERM if lost.exc_type is Terminated else signal.SIGINT
+            threading.Timer(0.1, signal.raise_signal, [number]).start()
+        else:
+            hook(lost)
 
     if threading.current_thread() is not threading.main_thread():  # only that one has handlers
         yield
         return
-    before, hook = signal.signal(signal.SIGTERM, stop), sys.unraisablehook
+    before, hook = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop)}, sys.unraisablehook
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else nohup's, or a caller's
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, stop)
     sys.unraisablehook = again
     try:
         yield
+    except Exception as error:
+        if not came:
+            raise
+        raise came[0] from error
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         sys.unraisablehook = hook
 
 
