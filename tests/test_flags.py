@@ -54,28 +54,27 @@ def commands(above: App, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
             yield (*path, name), below
 
 
-def cases() -> Iterator[list[str]]:
+def cases(path: tuple[str, ...], command: App) -> Iterator[list[str]]:
     """Command lines with one value that means nothing."""
-    for path, command in commands(app):
-        arguments = [x for x in command.assemble_argument_collection() if "*" not in x.names]
-        places = {x.names[0]: PLACES[x.names[0]] for x in arguments if x.names[0] in PLACES}
-        needed = NEEDED.get(" ".join(path), {})
-        for argument in arguments:
-            name, kind = argument.names[0], str(argument.hint)
-            if argument.hint is bool:
-                values = ["1"]
-            else:
-                number = ("int" in kind or "float" in kind) and "Literal" not in kind
-                values = NUMBERS if number else WORDS
-            for value in values:
-                rest = {x: y for x, y in needed.items() if x != name}
-                changed = places | ({} if name.startswith("-") else {name: value})
-                words = [*path, *changed.values(), *(x for pair in rest.items() for x in pair)]
-                yield [*words, name, value] if name.startswith("-") else words
+    arguments = [x for x in command.assemble_argument_collection() if "*" not in x.names]
+    places = {x.names[0]: PLACES[x.names[0]] for x in arguments if x.names[0] in PLACES}
+    needed = NEEDED.get(" ".join(path), {})
+    for argument in arguments:
+        name, kind = argument.names[0], str(argument.hint)
+        if argument.hint is bool:
+            values = ["1"]
+        else:
+            number = ("int" in kind or "float" in kind) and "Literal" not in kind
+            values = NUMBERS if number else WORDS
+        for value in values:
+            rest = {x: y for x, y in needed.items() if x != name}
+            changed = places | ({} if name.startswith("-") else {name: value})
+            words = [*path, *changed.values(), *(x for pair in rest.items() for x in pair)]
+            yield [*words, name, value] if name.startswith("-") else words
 
 
-ALL = list(cases())
-SOME = random.Random(3).sample(ALL, 200)
+ALL = {" ".join(path): list(cases(path, command)) for path, command in commands(app)}
+SOME = random.Random(3).sample([words for own in ALL.values() for words in own], 100)
 
 
 @pytest.fixture
@@ -124,9 +123,10 @@ def wrong(words: list[str], capsys, monkeypatch) -> str | None:
     return None if code == 0 or (code == 2 and whole) else f"{code}: {said[:300]}"
 
 
-@pytest.mark.parametrize(
-    "tried", [pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=pytest.mark.slow)]
-)
+EACH = [pytest.param(own, id=name, marks=pytest.mark.slow) for name, own in ALL.items()]
+
+
+@pytest.mark.parametrize("tried", [pytest.param(SOME, id="some"), *EACH])
 def test_nonsense_in_any_flag_is_told_in_one_line(tried, place, capsys, monkeypatch) -> None:
     found = {}
     for words in tried:

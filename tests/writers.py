@@ -91,10 +91,11 @@ def of_maps(folder: Path) -> Writer:
     zeros = torch.zeros(geometry.num_kv_heads, geometry.head_dim)
 
     def write(x: int) -> None:
-        maps = {"layer": plain_maps(Means(zeros, zeros))}
-        base = {"layer": [0.0]}
+        names = [f"layer.{i}" for i in range(geometry.num_layers)]
+        maps = dict.fromkeys(names, plain_maps(Means(zeros, zeros)))
+        base = {name: [0.0] for name in names}
         about = {"recipe": {"name": "swift"}, "model": str(x)}
-        whole = full_spec(geometry, 1)
+        whole = full_spec(geometry, geometry.num_layers)
         Sidecar(maps=maps, spec=whole, base=base, provenance=about).save(out(folder))
 
     return write, lambda: Sidecar.load(out(folder)).source
