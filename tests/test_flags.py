@@ -5,10 +5,12 @@ The flags are those that the command line has, so that a new one is tried as it 
 `make test-all` tries all of them, `make test` some.
 """
 
+import io
 import os
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -95,7 +97,7 @@ def place(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def wrong(words: list[str], capsys, monkeypatch) -> str | None:
+def wrong(words: list[str], monkeypatch) -> str | None:
     """What is wrong with what a command line is told; None where nothing is."""
 
     def stop(*_: object) -> None:
@@ -104,11 +106,11 @@ def wrong(words: list[str], capsys, monkeypatch) -> str | None:
     def begin() -> None:
         raise Began
 
-    capsys.readouterr()
+    said = io.StringIO()  # which takes any character, as stderr does
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
     try:
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, redirect_stderr(said):
             if words[0] == "bench":  # which asks for it when its flags are checked
                 patch.setattr(loading, "default_device", begin)
             code = main(words)
@@ -118,20 +120,20 @@ def wrong(words: list[str], capsys, monkeypatch) -> str | None:
         return f"{type(error).__name__}: {error}"
     finally:
         signal.alarm(0)
-    said = capsys.readouterr().err
-    whole = said.startswith("kvfold: error: ") and said.count("\n") == 1 and len(said) < 3000
-    return None if code == 0 or (code == 2 and whole) else f"{code}: {said[:300]}"
+    text = said.getvalue()
+    whole = text.startswith("kvfold: error: ") and text.count("\n") == 1 and len(text) < 3000
+    return None if code == 0 or (code == 2 and whole) else f"{code}: {text[:300]}"
 
 
 EACH = [pytest.param(own, id=name, marks=pytest.mark.slow) for name, own in ALL.items()]
 
 
 @pytest.mark.parametrize("tried", [pytest.param(SOME, id="some"), *EACH])
-def test_nonsense_in_any_flag_is_told_in_one_line(tried, place, capsys, monkeypatch) -> None:
+def test_nonsense_in_any_flag_is_told_in_one_line(tried, place, monkeypatch) -> None:
     found = {}
     for words in tried:
-        if said := wrong(words, capsys, monkeypatch):
-            found[" ".join(words)[:200]] = said
+        if said := wrong(words, monkeypatch):
+            found[ascii(words)[:200]] = said
     assert not found, "\n".join(f"{x}\n    {y}" for x, y in found.items())
     half = [x.name for x in place.rglob(".*")]
     assert not half, half
