@@ -18,7 +18,7 @@ from rich.table import Table
 from kvfold.bench.serve_load import Bounds, Job, Prompts, Traffic
 from kvfold.cli import common
 from kvfold.cli.bench_common import Output, Results, empty_table, say
-from kvfold.cli.options import Files, Flag, flags_of, parse_list
+from kvfold.cli.options import MOST, Files, Flag, flags_of, parse_list
 from kvfold.config import check, setting
 from kvfold.errors import SettingError
 from kvfold.files import check_writable, new_file, writing
@@ -179,6 +179,7 @@ ROW = {
     "requests_per_s": float,
     **dict.fromkeys(("ttft_ms", "tbt_ms", "normalised_ms"), dict | None),
 }
+RATES = ("offered_per_s", "requests_per_s")
 ANSWER = {"rate": str, "number": int, "text": str, "error": str | None}
 
 
@@ -200,10 +201,16 @@ def _whole(found: Mapping[str, Any]) -> bool:
     return (
         bool(rows)
         and all(fits(row[name], kind) for row in rows for name, kind in ROW.items())
-        and all(fits(spread[key], float) for spread in spreads for key in ("mean", "p50", "p99"))
+        and all(_is_number(row[name] or 0) for row in rows for name in RATES)
+        and all(_is_number(x[key]) for x in spreads for key in ("mean", "p50", "p99"))
         and all(fits(x[name], kind) for x in found["answers"] for name, kind in ANSWER.items())
         and fits(found["settings"]["label"], str)
     )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a float holds it: JSON's whole numbers have no bound."""
+    return fits(value, float) and (abs(value) < MOST or isinstance(value, float))
 
 
 @dataclass
