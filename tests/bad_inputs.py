@@ -47,6 +47,19 @@ COMMANDS = {
     "kvfold serve reference:gqa --engine vllm --no-request-log": (
         "--no-request-log is of kvfold's own server: leave --engine vllm out"
     ),
+    "kvfold serve reference:gqa --allow-origins example.org": (
+        "--allow-origins must be origins, such as https://example.org, without a path, or *; got "
+        "'example.org'"
+    ),
+    "kvfold serve reference:gqa --host ' '": (
+        "--host is empty: give an address, such as 127.0.0.1, or leave it out"
+    ),
+    "kvfold serve reference:gqa --served-model-name ' '": (
+        "--served-model-name is empty: give a name, or leave it out"
+    ),
+    "kvfold capacity reference:gqa --gpu-bytes 100000000000000000000": (
+        "Invalid value for --gpu-bytes: must be below 9.22337e+18, got 100000000000000000000"
+    ),
     "kvfold serve reference:gqa --context book.kvf": (
         "--context must be NAME=FILE, such as book=book.kvf; got 'book.kvf'"
     ),

@@ -16,7 +16,8 @@ LAYERS: dict[str, set[str]] = {
     "registration": {"versions"},
     "files": set(),
     "weights": set(),
-    "text": {"errors"},
+    "bounded": set(),
+    "text": {"bounded", "errors"},
     "search": {"errors"},
     "place": {"errors"},
     "formats": set(),
@@ -59,7 +60,7 @@ LAYERS: dict[str, set[str]] = {
     "capacity": {"cache", "config", "engine", "errors", "models", "spec", "step_time"},
     "server": {"cache", "config", "engine", "errors", "text"},
     "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"}
-    | {"errors", "versions"},
+    | {"errors", "kinds", "text", "versions"},
     "evaluation": {
         "spec",
         "step_time",

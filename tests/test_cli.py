@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from commands import refused, without_progress
 from kvfold import hub, versions
+from kvfold.__main__ import run
 from kvfold.cache.eviction.policies import POLICIES
 from kvfold.cli import common
 from kvfold.cli.common import progress
@@ -305,12 +306,17 @@ def test_termination_cleans_up_and_ends_with_143(plain, tmp_path, capsys, monkey
     assert not list(tmp_path.iterdir()) and signal.getsignal(signal.SIGTERM) is before
 
 
-def test_termination_is_not_lost_in_a_finaliser(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "number, code, word",
+    [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")],
+    ids=["SIGTERM", "SIGINT"],
+)
+def test_a_signal_is_not_lost_in_a_finaliser(number, code, word, monkeypatch, capsys):
     """Python drops what is raised in one, and what a signal's handler raises there."""
 
     class Dropped:
         def __del__(self):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     def work(*_, **__):
         Dropped()
@@ -320,8 +326,34 @@ def test_termination_is_not_lost_in_a_finaliser(monkeypatch, capsys):
 
     monkeypatch.setattr("kvfold.loading.load_config", work)
     before = sys.unraisablehook
-    assert main(["inspect", "any"]) == 143 and sys.unraisablehook is before
-    assert capsys.readouterr().err == "kvfold: terminated\n"
+    assert main(["inspect", "any"]) == code and sys.unraisablehook is before
+    assert capsys.readouterr().err == f"kvfold: {word}\n"
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_an_error_that_a_signal_became_is_the_signal(number, code, monkeypatch):
+    """NumPy cannot be imported again where the first import was interrupted and that was hidden."""
+
+    def work(*_, **__):
+        try:
+            signal.raise_signal(number)
+        except BaseException:
+            raise RuntimeError("CPU dispatcher tracer already initialized") from None
+
+    monkeypatch.setattr("kvfold.loading.load_config", work)
+    before = signal.getsignal(number)
+    assert main(["inspect", "any"]) == code and signal.getsignal(number) is before
+
+
+def test_an_interrupt_while_modules_load_is_one_line(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "kvfold.cli.main")
+    monkeypatch.setattr("builtins.__import__", interrupted)
+    code = run()
+    monkeypatch.undo()
+    assert code == 130 and capsys.readouterr().err == "kvfold: interrupted\n"
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@
 Every format that is read is tried; `make test-all` tries more of each.
 """
 
+import gzip
 import json
+import lzma
 import math
 import random
 import re
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,12 +22,24 @@ from safetensors.torch import load, save
 
 import faults
 import ggufs
+import seam_types
 from faults import Fault, Findings, Peak
 from kvfold import LLM, PackedContext, loading
 from kvfold.api import save as save_model
+from kvfold.bench.serve_load import read_trace
+from kvfold.cli.bench_serve import read_report
+from kvfold.cli.suites import read_results
 from kvfold.compression.statistics import Statistics
 from kvfold.compression.statistics.moments import Moment
 from kvfold.engine import packed
+from kvfold.evaluation.suites import read_suite
+from kvfold.evaluation.suites.run import changes
+from kvfold.evaluation.tasks import read_tasks
+from kvfold.models.families import family_of
+from kvfold.seam.layers import seam_layers
+from kvfold.seam.plain import Means, full_spec, plain_maps
+from kvfold.seam.sidecar import PLAN, TENSORS, Sidecar, probes_of
+from kvfold.text import encode_chat, encode_prompt, read_text
 from models import tokens
 from test_fuzz import model_of
 
@@ -117,11 +132,64 @@ def gguf(folder: Path) -> Format:
     return Format(file, lambda: of_model(loading.load(str(file))), data, table)
 
 
+def text_gz(folder: Path) -> Format:
+    return text(folder / "text.txt.gz", gzip.compress)
+
+
+def text_xz(folder: Path) -> Format:
+    return text(folder / "text.txt.xz", lzma.compress)
+
+
+def text(file: Path, pack: Callable[[bytes], bytes]) -> Format:
+    words = [f"The ship {x} went out to sea." for x in range(400)]
+    file.write_bytes(pack("\n".join(words).encode()))
+    return Format(file, lambda: read_text(file))
+
+
+def suite_gz(folder: Path) -> Format:
+    file = folder / "suite.jsonl.gz"
+    file.write_bytes(gzip.compress(SUITE))
+    return Format(file, lambda: read_suite("math", file))
+
+
+def maps_plan(folder: Path) -> Format:
+    return maps(folder, PLAN)
+
+
+def maps_tensors(folder: Path) -> Format:
+    return maps(folder, TENSORS)
+
+
+def maps(folder: Path, name: str) -> Format:
+    model = seam_types.tiny("llama")
+    layers = seam_layers(model)
+    geometry = family_of(model.config).geometry(model.config)
+    made = {}
+    for layer in layers:
+        zeros = torch.zeros(layer.num_kv_heads, layer.head_dim)
+        made[layer.name] = plain_maps(Means(zeros, zeros + 1))
+    spec = full_spec(geometry, len(layers))
+    about = {"recipe": {"name": "swift"}, "model": "reference:gqa"}
+    Sidecar(maps=made, spec=spec, base=probes_of(layers), provenance=about).save(folder / "maps")
+
+    def read() -> Any:
+        found = Sidecar.load(folder / "maps")
+        numbers = {
+            (layer, key): x.numpy().tobytes()
+            for layer, own in found.maps.items()
+            for key, x in own.tensors().items()
+        }
+        return numbers, found.spec, dict(found.base), dict(found.provenance)
+
+    return Format(folder / "maps" / name, read)
+
+
 FORMATS = (packed_context, statistics, weights, config, gguf)
+CHECKED = (text_gz, text_xz, suite_gz, maps_plan, maps_tensors)  # those have a digest, or a sum
 
 
 @pytest.mark.parametrize("seed, count", [(0, 12), pytest.param(1, 300, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("make", FORMATS)
+@pytest.mark.parametrize("make", (*FORMATS, *CHECKED))
 def test_a_damaged_file_is_refused_or_read_as_it_was(make, seed, count, tmp_path) -> None:
     tried, rng, findings = make(tmp_path), random.Random(seed), Findings()
     whole, content = tried.read(), tried.file.read_bytes()
@@ -140,7 +208,7 @@ def edits(tried: Format, rng: random.Random, count: int) -> Iterator[Fault]:
         for said, found in faults.values(json.loads(content), rng, count):
             if not INDIFFERENT.search(said):
                 yield said, json.dumps(found).encode()
-    elif tried.file.suffix != ".gguf":
+    elif tried.file.suffix not in (".gguf", ".gz", ".xz"):
         for said, found in faults.values(faults.safetensors(content)[0], rng, count):
             yield said, faults.with_header(content, found)
 
@@ -152,11 +220,11 @@ def tell(name: str, findings: Findings, peak: Peak) -> None:
         f" {len(findings.wrong)} wrong, {peak.bytes / 2**20:.0f} MiB more at most"
     )
     assert not findings.wrong, "\n".join(findings.wrong)
-    assert counts["refused"] > counts["read as before"] or name == "config"
+    assert counts["refused"] > counts["read as before"] or name in ("config", "maps_plan")
     assert peak.bytes < MOST
 
 
-@pytest.mark.parametrize("make", FORMATS)
+@pytest.mark.parametrize("make", (*FORMATS, *CHECKED))
 def test_what_is_no_file_is_refused(make, tmp_path) -> None:
     tried, findings = make(tmp_path), Findings()
     tried.read()
@@ -168,6 +236,153 @@ def test_what_is_no_file_is_refused(make, tmp_path) -> None:
             tried.file.rmdir()
             tried.file.touch()
     assert findings.counts["refused"] == 5 and not findings.wrong, findings.wrong
+
+
+# -- formats without a digest: what is changed is believed, or refused in a line ------------------
+
+SUITE = b"\n".join(b'{"question": "What is %d?", "answer": "#### %d"}' % (x, x) for x in range(20))
+TASKS = b"\n".join(b'{"prompt": "Say %d", "answer": "%d"}' % (x, x) for x in range(9))
+TRACE = b"TIMESTAMP,ContextTokens,GeneratedTokens\n" + b"".join(
+    b"2023-11-16 18:17:0%d.97,%d,%d\n" % (x, x + 5, x + 1) for x in range(9)
+)
+MOONCAKE = b"\n".join(
+    b'{"timestamp": %d, "input_length": %d, "output_length": 2}' % (x, x + 5) for x in range(9)
+)
+ROW = {"rate": "1", "offered_per_s": 1.0, "requests_per_s": 0.9} | {
+    name: {"mean": 1.0, "p50": 1.0, "p90": 1.5, "p99": 2.0}
+    for name in ("ttft_ms", "tbt_ms", "normalised_ms")
+}
+REPORT = {
+    "benchmark": "serve",
+    "settings": {"label": "one"},
+    "rows": [ROW, ROW | {"tbt_ms": None}],
+    "answers": [{"rate": "1", "number": x, "text": "So.", "error": None} for x in range(3)],
+}
+ANSWERED = {"id": "line 1", "right": True, "kind": "right", "detail": "", "text": "4"}
+ANSWERED |= {"num_tokens": 2, "finish_reason": "stop", "error": None}
+RESULT = {"suite": "math", "engine": "kvfold", "chat": False, "max_new_tokens": 9, "seconds": 1.0}
+RESULTS = {"suites": {"math": RESULT | {"judge_seconds": 0.5, "answers": [ANSWERED] * 2}}}
+DEEP = [
+    ("deep list", b"[" * 100_000 + b"]" * 100_000),
+    ("deep object", b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+    ("digits", b'{"prompt": ' + b"9" * 5000 + b"}"),
+    ("zeros", b"\0" * 1000),
+    ("utf-16", "The ship".encode("utf-16")),
+]
+BELIEVED: dict[str, tuple[bytes, Callable[[Path], Any]]] = {
+    "tasks.jsonl": (TASKS, read_tasks),
+    "suite.jsonl": (SUITE, lambda file: read_suite("math", file)),
+    "trace.csv": (TRACE, read_trace),
+    "trace.jsonl": (MOONCAKE, read_trace),
+    "serve.json": (json.dumps(REPORT).encode(), lambda file: drawn(read_report(file))),
+    "results.json": (json.dumps(RESULTS).encode(), lambda file: compared(file)),
+}
+
+
+def drawn(report: Any) -> list[Any]:
+    """What a figure and a comparison read of a report."""
+    rows = [x for x in report["rows"] if x["offered_per_s"] is not None]
+    rows.sort(key=lambda row: row["offered_per_s"])
+    names = ("ttft_ms", "tbt_ms", "normalised_ms")
+    times = [row[x][key] + 0.0 for row in rows for x in names if row[x] for key in ("mean", "p99")]
+    answers = {(x["rate"], x["number"]): x["text"] + "" for x in report["answers"]}
+    return [times, answers, report["settings"]["label"] + ""]
+
+
+def compared(file: Path) -> Any:
+    before = read_results(file, {"math": []})["math"]
+    return changes(before, before), before.right, before.num_tokens, before.kinds, before.record()
+
+
+@pytest.mark.parametrize("seed, count", [(0, 25), pytest.param(1, 500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", BELIEVED)
+def test_a_changed_file_without_a_digest_ends_in_no_traceback(name, seed, count, tmp_path) -> None:
+    content, read = BELIEVED[name]
+    file, findings, rng = tmp_path / name, Findings(), random.Random(seed)
+    file.write_bytes(content)
+    assert read(file)
+    changed = [*faults.cuts(content, rng, count), *faults.flips(content, rng, count), *DEEP]
+    changed += faults.sizes(content, rng, count)
+    if name.endswith(".json"):
+        found = faults.values(json.loads(content), rng, 4 * count)
+    elif name.endswith("jsonl"):
+        found = faults.values(json.loads(content.splitlines()[0]), rng, 2 * count)
+    else:
+        found = iter(())
+    changed += [(said, json.dumps(x).encode()) for said, x in found]
+    with Peak() as peak:
+        for said, x in changed:
+            file.write_bytes(x)
+            findings.check(lambda: bool(read(file)), True, said)
+    print(name, findings.counts, peak.bytes)
+    assert not findings.wrong and peak.bytes < MOST, "\n".join(findings.wrong)
+
+
+@pytest.mark.parametrize("seed, count", [(0, 4), pytest.param(1, 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_changed_tokenizer_ends_in_no_traceback(name, seed, count, tmp_path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(loading.resolve("reference:gqa"), folder)
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    file, findings, rng = folder / name, Findings(), random.Random(seed)
+    content = file.read_bytes()
+
+    def read() -> bool:
+        tokenizer = loading.load_tokenizer(str(folder))
+        return bool(encode_prompt(tokenizer, "The ship") and [encode_chat(tokenizer, "hello")])
+
+    assert read()
+    changed = [*faults.cuts(content, rng, count), *faults.flips(content, rng, count), *DEEP]
+    if name.endswith("json"):
+        whole = json.loads(content)
+        parts = {
+            key: x for key, x in whole.items() if key != "model"
+        }  # which is thousands of words
+        changed += [
+            (said, json.dumps(x | ({"model": whole["model"]} if "model" in whole else {})).encode())
+            for said, x in faults.values(parts, rng, 3 * count)
+        ]
+    for said, x in changed:
+        file.write_bytes(x)
+        findings.check(read, True, said)
+    print(name, findings.counts)
+    wrong = [x for x in findings.wrong if "read wrongly" not in x]  # an empty text is no harm
+    assert not wrong, "\n".join(wrong)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("pack, end", [(gzip.compress, "gz"), (lzma.compress, "xz")])
+@pytest.mark.parametrize("inside", [b"a", b"\n", b"\0"], ids=["text", "lines", "zeros"])
+def test_what_unpacks_to_gigabytes_is_refused(pack, end, inside, tmp_path, monkeypatch) -> None:
+    """Of a smaller bound, here; it is read up to that and no further."""
+    monkeypatch.setattr("kvfold.text.MOST_TEXT", 2**24)
+    file = tmp_path / f"bomb.jsonl.{end}"
+    file.write_bytes(pack(inside * 2**28))
+    assert file.stat().st_size < 2**19
+    with Peak() as peak, pytest.raises(ValueError, match="more than 16777216 bytes of text"):
+        read_tasks(file)
+    assert peak.bytes < 2**27
+
+
+def test_many_short_lines_take_no_more_than_the_text(tmp_path) -> None:
+    (tmp_path / "tasks.jsonl").write_bytes(TASKS + b"\n" * 2**24)
+    with Peak() as peak:
+        assert len(read_tasks(tmp_path / "tasks.jsonl")) == 9
+    assert peak.bytes < 2**27  # a list of them took 128 MiB more
+
+
+def test_a_large_json_object_is_refused_before_it_is_parsed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("kvfold.text.MOST_JSON", 2**20)
+    file = tmp_path / "tasks.jsonl"
+    file.write_bytes(b'{"prompt": [' + b"[]," * 2**20 + b"[]]}")
+    with pytest.raises(ValueError, match="larger than 1048576 bytes"):
+        read_tasks(file)
 
 
 @pytest.mark.parametrize("seed, count", [(0, 30), pytest.param(1, 400, marks=pytest.mark.slow)])

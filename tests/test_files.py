@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
 import kvfold
+from commands import refused
 from kvfold.api import save
 from kvfold.files import new_directory, write_text
 from models import tiny
@@ -119,6 +121,46 @@ def test_an_empty_directory_and_a_link_to_one_are_filled(tmp_path) -> None:
     with new_directory(tmp_path / "link") as folder:
         (folder / "whole").write_text("")
     assert (tmp_path / "real" / "whole").exists() and (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["loop", "loop/new"])
+def test_a_link_to_itself_is_refused(name, tmp_path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    path = tmp_path / name
+    with pytest.raises(ValueError, match="is a link that leads back to itself"):
+        write_text(path, "one")
+    with pytest.raises(ValueError, match="is a link that leads back to itself"):
+        kvfold.compress("no/such/model", output=path)
+    assert [x.name for x in tmp_path.iterdir()] == ["loop"] and (tmp_path / "loop").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["hard.txt", "soft.txt", "folder/../text.txt", "linked/text.txt"])
+def test_an_output_is_an_input_by_whatever_name(name, tmp_path, capsys) -> None:
+    (tmp_path / "folder").mkdir()
+    text = tmp_path / "text.txt"
+    text.write_text("The ship went out to sea. " * 60)
+    os.link(text, tmp_path / "hard.txt")
+    (tmp_path / "soft.txt").symlink_to("text.txt")
+    (tmp_path / "linked").symlink_to(tmp_path)
+    before = text.read_text()
+    words = {"eval": ("--text", "--json"), "pack": ("--context", "--output")}
+    for command, (read, written) in words.items():
+        said = refused(capsys, command, "reference:gqa", read, text, written, tmp_path / name)
+        assert f"{written} would replace" in said
+    assert text.read_text() == before and (tmp_path / "soft.txt").is_symlink()
+
+
+def test_a_link_to_another_file_system_is_written_there(tmp_path) -> None:
+    other = Path("/dev/shm")
+    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs a second file system")
+    with tempfile.TemporaryDirectory(dir=other) as folder:
+        (tmp_path / "out").symlink_to(Path(folder) / "out")
+        write_text(tmp_path / "out", "one")
+        assert (Path(folder) / "out").read_text() == "one" and (tmp_path / "out").is_symlink()
+        with new_directory(Path(folder) / "made") as made:
+            (made / "whole").touch()
+        assert {x.name for x in Path(folder).iterdir()} == {"out", "made"}
 
 
 def test_a_link_stays_one_and_what_is_no_file_is_refused(tmp_path) -> None:

@@ -1,7 +1,9 @@
-"""Whatever writes a file leaves the old one or the new one, wherever it is killed.
+"""Whatever writes a file leaves the old one or the new one, wherever it is killed, and whenever the
+disk is full.
 
 A library in front of libc's ends the process at the nth system call that changes something below a
-folder: before it, and for a write also behind its first half.
+folder: before it, and for a write also behind its first half. Or the
+disk is full from that call on.
 """
 
 import json
@@ -16,6 +18,7 @@ import pytest
 SHIM = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <signal.h>
@@ -28,19 +31,26 @@ SHIM = r"""
 #include <unistd.h>
 
 static char under[PATH_MAX];
-static int left = -1, half = 0, seen = 0;
+static int left = -1, half = 0, seen = 0, full = 0;
 
 void arm(const char *folder, int count, int halfway) {
-    strcpy(under, folder); left = count; half = halfway; seen = 0;
+    strcpy(under, folder); left = count; half = halfway == 1; full = halfway == 2; seen = 0;
 }
 int counted(void) { return seen; }
 
 static int below(const char *path) { return path && *under && strstr(path, under) != NULL; }
 static void die(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
 static int due(int inside) {
-    if (!inside || left < 0) return 0;
+    if (!inside || left < 0 || full) return 0;
     seen++;
     return --left == 0;
+}
+static int no_room(int inside) {  /* at call `left`, and at all that follow */
+    if (!inside || left < 0 || !full) return 0;
+    seen++;
+    if (left > 1) { left--; return 0; }
+    errno = ENOSPC;
+    return 1;
 }
 static int of(int fd) {
     char link[64], path[PATH_MAX]; ssize_t n;
@@ -54,29 +64,39 @@ static int of(int fd) {
 
 ssize_t write(int fd, const void *data, size_t size) {
     NEXT(write);
+    if (*under && no_room(of(fd))) return -1;
     if (*under && due(of(fd))) { if (half) next(fd, data, size / 2); die(); }
     return next(fd, data, size);
 }
 ssize_t writev(int fd, const struct iovec *data, int count) {
     NEXT(writev);
+    if (*under && no_room(of(fd))) return -1;
     if (*under && due(of(fd))) { if (half) next(fd, data, 1); die(); }
     return next(fd, data, count);
 }
 #define PATHS(type, name, parameters, arguments, inside) \
     type name parameters { NEXT(name); if (due(inside)) die(); return next arguments; }
+#define GROWS(type, name, parameters, arguments, inside) \
+    type name parameters { \
+        NEXT(name); \
+        if (no_room(inside)) return -1; \
+        if (due(inside)) die(); \
+        return next arguments; \
+    }
 PATHS(int, rename, (const char *a, const char *b), (a, b), below(a) || below(b))
 PATHS(int, unlink, (const char *a), (a), below(a))
 PATHS(int, unlinkat, (int d, const char *a, int f), (d, a, f), below(a) || of(d))
-PATHS(int, mkdir, (const char *a, mode_t m), (a, m), below(a))
+GROWS(int, mkdir, (const char *a, mode_t m), (a, m), below(a))
 PATHS(int, rmdir, (const char *a), (a), below(a))
 PATHS(int, chmod, (const char *a, mode_t m), (a, m), below(a))
-PATHS(int, fsync, (int fd), (fd), of(fd))
-PATHS(int, ftruncate64, (int fd, off64_t n), (fd, n), of(fd))
-PATHS(int, ftruncate, (int fd, off_t n), (fd, n), of(fd))
+GROWS(int, fsync, (int fd), (fd), of(fd))
+GROWS(int, ftruncate64, (int fd, off64_t n), (fd, n), of(fd))
+GROWS(int, ftruncate, (int fd, off_t n), (fd, n), of(fd))
 #define OPEN(name) \
     int name(const char *path, int flags, ...) { \
         va_list more; va_start(more, flags); mode_t mode = va_arg(more, int); va_end(more); \
         NEXT(name); \
+        if ((flags & O_CREAT) && no_room(below(path))) return -1; \
         if ((flags & (O_CREAT | O_TRUNC)) && due(below(path))) die(); \
         return next(path, flags, mode); \
     }
@@ -87,7 +107,7 @@ DRIVER = r"""
 import ctypes, json, os, shutil, sys
 from pathlib import Path
 
-folder, name, preload = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+folder, name, preload, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[5]
 shim = ctypes.CDLL(preload)
 sys.path.insert(0, sys.argv[4])
 import writers
@@ -96,24 +116,29 @@ write, read = writers.WRITERS[name](folder)
 OUT = writers.OUT
 
 def armed(value, count, half):
-    # A child that writes `value` and is killed at system call `count`; whether it was.
+    # A child that writes `value` and is killed or has no room at system call `count`; whether so.
     child = os.fork()
     if not child:
         shim.arm(str(folder / "place").encode(), count, half)
         try:
             write(value)
+        except OSError as error:
+            os._exit(4 if half == 2 and "No space" in str(error) else 5)
         except BaseException as error:
             print(repr(error), file=sys.stderr, flush=True)
             os._exit(3)
         os._exit(0)
     status = os.waitpid(child, 0)[1]
+    if half == 2:
+        assert os.WIFEXITED(status) and os.WEXITSTATUS(status) in (0, 4), status
+        return os.WEXITSTATUS(status) == 4
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, status
     return os.WIFSIGNALED(status)
 
 (folder / "place").mkdir()
 write(2)
 new, kills = read(), 0
-for half in (0, 1):
+for half in (0, 1) if mode == "killed" else (2,):
     for count in range(1, 2000):
         shutil.rmtree(folder / "place", ignore_errors=True)
         (folder / "place").mkdir()
@@ -127,6 +152,10 @@ for half in (0, 1):
         now = read() if path.exists() else None
         kills += killed
         assert now in (before, new) and (killed or now == new), (count, half, now)
+        if half == 2 and killed:  # nothing half-written stays
+            assert now == before, (count, now)
+            beside = {x.name for x in (folder / "place").iterdir()}
+            assert beside <= {writers.OUT}, (count, beside)
         if not killed:
             break
         if now is None or path.is_file():  # and whoever comes next can write
@@ -149,15 +178,15 @@ def shim(tmp_path_factory) -> Path:
     return folder / "shim.so"
 
 
-def killed(shim: Path, folder: Path, name: str) -> dict[str, int]:
+def killed(shim: Path, folder: Path, name: str, mode: str = "killed") -> dict[str, int]:
     environment = os.environ | {"LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, "-c", DRIVER, folder, name, shim, Path(__file__).parent]
+    arguments = [sys.executable, "-c", DRIVER, folder, name, shim, Path(__file__).parent, mode]
     found = subprocess.run(arguments, env=environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-3000:]
     return json.loads(found.stdout.splitlines()[-1])
 
 
-OTHERS = ("json", "report", "statistics", "checkpoint")
+OTHERS = ("json", "report", "statistics", "checkpoint", "maps")
 SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in OTHERS]
 
 
@@ -168,8 +197,24 @@ def test_a_killed_writer_leaves_the_old_file_or_the_new_one(shim, tmp_path, name
     assert found["kills"] >= 5
 
 
+COMMANDS = ("kvfold pack", "kvfold eval", "kvfold capacity", "kvfold demo")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "json",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("packed", *OTHERS[1:], *COMMANDS)),
+    ],
+)
+def test_a_full_disk_is_told_and_leaves_the_old_file(shim, tmp_path, name) -> None:
+    found = killed(shim, tmp_path, name, "full")
+    print(name, found)
+    assert found["kills"] >= 2
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kvfold pack", "kvfold eval", "kvfold capacity"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_killed_command_leaves_the_old_file_or_the_new_one(shim, tmp_path, name) -> None:
     found = killed(shim, tmp_path, name)
     print(name, found)

@@ -2,6 +2,16 @@
 
 import sys
 
-from kvfold.cli.main import main
 
-sys.exit(main())
+def run() -> int:
+    """As `kvfold.cli.main.main`, while whose modules load an interrupt is one line, too."""
+    try:
+        from kvfold.cli.main import main
+    except KeyboardInterrupt:
+        print("kvfold: interrupted", file=sys.stderr)
+        return 130
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(run())

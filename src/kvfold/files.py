@@ -1,5 +1,6 @@
 """Files and directories written whole or not at all."""
 
+import errno
 import json
 import math
 import os
@@ -31,6 +32,7 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"{path} is a directory; name a file")
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is a device or a pipe; name a file")
+    _check_link(path)
     parent = Path(os.path.realpath(path)).parent  # where a link leads
     if not parent.is_dir():
         raise ValueError(f"cannot write {path}: folder {parent} does not exist; create it first")
@@ -124,6 +126,7 @@ def _holds(folder: Path, path: Path) -> bool:
 
 def check_makeable(path: Path) -> None:
     """Raises ValueError if `path` cannot become a directory; to be asked before long work."""
+    _check_link(path)
     if not path.resolve().name:
         raise ValueError(f"cannot write {path}: it is the root of all folders; name one in it")
     if path.resolve() == Path.cwd():
@@ -133,6 +136,17 @@ def check_makeable(path: Path) -> None:
         raise ValueError(f"cannot write {path}: {above} is a file; name another folder")
     if not os.access(above, os.W_OK):
         raise ValueError(f"cannot write {path}: folder {above} is read-only; name another one")
+
+
+def _check_link(path: Path) -> None:
+    """Raises ValueError for a path through a link that leads back to itself."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(
+                f"cannot write {path}: it is a link that leads back to itself; name another place"
+            ) from None
 
 
 def finite(value: Any) -> Any:
@@ -152,6 +166,7 @@ def new_directory(path: Path, *, wait: bool = False) -> Iterator[Path]:
     it is gone. wait: until another one has written it, instead of refusing. Raises ValueError,
     before the block, for a `path` that is in use or being written.
     """
+    _check_link(path)
     given, path = path, path.resolve()  # its own name, and a folder beside it to be renamed
     path.parent.mkdir(parents=True, exist_ok=True)
     with _kept(path, wait):

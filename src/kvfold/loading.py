@@ -163,12 +163,15 @@ def _directory_config(name: str, path: str) -> Any:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer that belongs to `name`."""
+    """The tokenizer that belongs to `name`, which a text went through once: a setting of another
+    type than its own fails there."""
     path = resolve(str(name))
     if gguf.is_gguf(path):
         return gguf.load_tokenizer(path)
     with _reading("tokenizer files", name, path):
-        return AutoTokenizer.from_pretrained(path, **where(path))
+        tokenizer = AutoTokenizer.from_pretrained(path, **where(path))
+        tokenizer("", verbose=False)
+        return tokenizer
 
 
 @contextmanager

@@ -6,12 +6,17 @@ Shape legend: n windows, T tokens of a window (`ctx`).
 import gzip
 import json
 import lzma
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import resources
 from inspect import signature
+from io import StringIO
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvfold.bounded import bounded
 from kvfold.errors import SettingError
 
 if TYPE_CHECKING:
@@ -20,7 +25,11 @@ if TYPE_CHECKING:
 SEPARATOR = "<|endoftext|>"
 ROLES = ("system", "user", "assistant")
 CHARACTERS_PER_TOKEN = 6  # first guess of how much text fills a number of tokens
-_UNPACK = {".xz": lzma.decompress, ".gz": gzip.decompress}
+MOST_TEXT = 2**30  # bytes of a text file, unpacked
+MOST_JSON = 2**26  # bytes of a JSON object, which takes up to some twenty times as much in memory
+TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30  # that writing a conversation may take
+_CHUNK = 2**20
+_OPEN: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
 _NOT_JSON = {  # what is wrong with a JSON text, by what reading it raises
     json.JSONDecodeError: "not a JSON object",
     RecursionError: "nested too deeply",
@@ -39,15 +48,16 @@ def read_text(path: str | Path) -> str:
     """Whole text of one utf-8 file, unpacked if its name ends in .xz or .gz, with lines that end as
     on Unix.
 
-    Raises ValueError for a file that is missing, damaged, not utf-8 text or blank.
+    Raises ValueError for a file that is missing, damaged, not utf-8 text, blank or larger than
+    MOST_TEXT, of which no more than that is unpacked.
     """
     path = Path(path)
     if not path.is_file():
         wrong = "not a regular file" if path.exists() else "no such file"
         raise ValueError(f"file {path}: {wrong}; give a text file, plain, .xz or .gz")
     try:
-        text = _UNPACK.get(path.suffix, bytes)(path.read_bytes()).decode("utf-8-sig")
-    except (lzma.LZMAError, EOFError, OSError) as error:
+        text = _content(path).decode("utf-8-sig")
+    except (lzma.LZMAError, zlib.error, EOFError, OSError) as error:
         raise ValueError(f"file {path}: cannot be read ({error})") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"file {path}: not utf-8 text at byte {error.start}") from None
@@ -58,8 +68,27 @@ def read_text(path: str | Path) -> str:
     return text.replace("\r\n", "\n")
 
 
+def _content(path: Path) -> bytes:
+    """The bytes of a file, unpacked. Raises ValueError for more than MOST_TEXT."""
+    with _OPEN.get(path.suffix, open)(path, "rb") as file:
+        chunks = iter(partial(file.read, _CHUNK), b"")
+        content = b"".join(islice(chunks, MOST_TEXT // _CHUNK + 1))
+    if len(content) > MOST_TEXT:
+        raise ValueError(f"file {path}: more than {MOST_TEXT} bytes of text; split it")
+    return content
+
+
+def numbered_lines(path: str | Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text file that are not blank, with their numbers from 1, one at a time: lists
+    of many short ones are large. Raises as `read_text`."""
+    lines = StringIO(read_text(path), newline="\n")
+    return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+
+
 def json_object(text: str | bytes) -> dict[str, Any]:
     """The object that a JSON text, utf-8 if bytes, holds. Raises ValueError with what is wrong."""
+    if len(text) > MOST_JSON:
+        raise ValueError(f"larger than {MOST_JSON} bytes")
     try:
         found = json.loads(text if isinstance(text, str) else text.decode())
         json.dumps(found, ensure_ascii=False).encode()
@@ -186,20 +215,25 @@ def render_chat(
     _check_messages(messages)
     for text in _texts(variables):
         check_text("chat_template_kwargs", text)
-    from jinja2 import TemplateError  # what transformers renders with
-
     known = signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
     if taken := variables.keys() & known:
         raise ValueError(f"{min(taken)} is no variable of a chat template; leave it out")
     how = {
-        "tokenize": False,
         "add_generation_prompt": add_generation_prompt and not continue_final_message,
         "continue_final_message": continue_final_message,
     }
+    return apply_template(tokenizer, [dict(x) for x in messages], **how, **variables)
+
+
+def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], **how: Any) -> str:
+    """What a tokenizer's chat template writes. Raises ValueError for whatever it raises, which of a
+    template with a mistake in it is any class of error, and for one that does not end."""
     try:
-        return str(tokenizer.apply_chat_template([dict(x) for x in messages], **how, **variables))
-    except TemplateError as error:
-        raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
+        write = partial(tokenizer.apply_chat_template, messages, tokenize=False, **how)
+        return str(bounded(TEMPLATE_SECONDS, TEMPLATE_BYTES, write))
+    except Exception as error:
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"messages: the model's chat template refuses them: {why}") from error
 
 
 def reply_words(tokenizer: Any) -> str:
@@ -209,9 +243,7 @@ def reply_words(tokenizer: Any) -> str:
     if not tokenizer.chat_template:
         return "\n"
     asked = [{"role": "user", "content": mark}]
-    _, _, found = tokenizer.apply_chat_template(
-        asked, tokenize=False, add_generation_prompt=True
-    ).partition(mark)
+    _, _, found = apply_template(tokenizer, asked, add_generation_prompt=True).partition(mark)
     return found or "\n"
 
 

@@ -6,11 +6,11 @@ nor NumPy.
 """
 
 import csv
-import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from io import StringIO
 from itertools import accumulate, count, islice
 from math import inf, isfinite
 from pathlib import Path
@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvfold.config import SEEDS, check, setting
 from kvfold.errors import SettingError
+from kvfold.kinds import fits
+from kvfold.text import json_object, read_text
 
 if TYPE_CHECKING:
     from kvfold.bench.serve_client import Outcome
 
 Arrival = Literal["poisson", "fixed"]
+MOST_TOKENS = 10**7  # of a prompt or an answer in a trace
 TRACES = (  # fields of time, prompt and output; what makes their times seconds
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens", None),  # Azure's LLM inference traces
     ("timestamp", "input_length", "output_length", 1e-3),  # Mooncake's, as JSON lines
@@ -107,11 +110,11 @@ def arrivals(kind: Arrival, rate: float, rng: random.Random) -> Iterator[float]:
 
 def read_trace(path: Path) -> list[Job]:
     """Rows of a trace, in the order of their times. Rows that ask for nothing are left out: Azure's
-    have answers of no tokens. Raises ValueError for a file that is none of TRACES, OSError."""
+    have answers of no tokens. Raises ValueError for a file that is none of TRACES."""
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            found = [row for row in _parse(path, file) if row.prompt and row.output]
-    except (UnicodeDecodeError, csv.Error):
+        lines = StringIO(read_text(path), newline="")
+        found = [row for row in _parse(path, lines) if row.prompt and row.output]
+    except csv.Error:
         raise ValueError(f"{path} is no text file with a trace in it; see --help") from None
     if not found:
         raise ValueError(f"{path} has no request with a prompt and an answer")
@@ -130,18 +133,17 @@ def _parse(path: Path, lines: Iterable[str]) -> Iterator[Job]:
             )
         try:
             yield _job(row, kind)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise ValueError(
                 f"{path}, line {line}: not a time and two whole numbers of tokens: {row!r:.100}"
             ) from None
 
 
-def _json(line: str) -> Any:
+def _json(line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
-    except json.JSONDecodeError:
-        found = None
-    return found if isinstance(found, dict) else {}
+        return json_object(line)
+    except ValueError:
+        return {}
 
 
 def _job(row: Mapping[str, Any], kind: tuple[str | None, str, str, float | None]) -> Job:
@@ -149,10 +151,17 @@ def _job(row: Mapping[str, Any], kind: tuple[str | None, str, str, float | None]
     at = inf
     if time is not None:
         at = float(row[time]) * unit if unit else datetime.fromisoformat(row[time]).timestamp()
-    found = Job(at=at, prompt=int(row[prompt]), output=int(row[output]))
-    if min(found.prompt, found.output) < 0:
+        if not isfinite(at):
+            raise ValueError
+    return Job(at=at, prompt=_tokens(row[prompt]), output=_tokens(row[output]))
+
+
+def _tokens(value: Any) -> int:
+    """A whole number, written as JSON or as text. Raises ValueError for another one."""
+    number = int(value) if isinstance(value, str) else value
+    if not fits(number, int) or not 0 <= number <= MOST_TOKENS:
         raise ValueError
-    return found
+    return int(number)
 
 
 class Prompts:

@@ -1,7 +1,6 @@
 """kvfold bench serve: what a server that speaks OpenAI's HTTP holds, as JSON and plots."""
 
 import asyncio
-import json as jsonlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,11 +18,12 @@ from rich.table import Table
 from kvfold.bench.serve_load import Bounds, Job, Prompts, Traffic
 from kvfold.cli import common
 from kvfold.cli.bench_common import Output, Results, empty_table, say
-from kvfold.cli.options import Files, Flag, flags_of, parse_list
+from kvfold.cli.options import MOST, Files, Flag, flags_of, parse_list
 from kvfold.config import check, setting
 from kvfold.errors import SettingError
 from kvfold.files import check_writable, new_file, writing
-from kvfold.text import packaged, read_text
+from kvfold.kinds import fits
+from kvfold.text import json_object, packaged, read_text
 
 if TYPE_CHECKING:
     from kvfold.bench.serve_client import Client, Outcome
@@ -173,15 +173,44 @@ def parse_rates(text: str | None, traffic: Traffic) -> list[float | None]:
     return found
 
 
+# Of an earlier run, what the figure and the comparison read.
+ROW = {
+    "offered_per_s": float | None,
+    "requests_per_s": float,
+    **dict.fromkeys(("ttft_ms", "tbt_ms", "normalised_ms"), dict | None),
+}
+RATES = ("offered_per_s", "requests_per_s")
+ANSWER = {"rate": str, "number": int, "text": str, "error": str | None}
+
+
 def read_report(path: Path) -> dict[str, Any]:
     """An earlier run. Raises ValueError for a file of another kind."""
     try:
-        found: dict[str, Any] = jsonlib.loads(path.read_text(encoding="utf-8"))
-        if found["benchmark"] == "serve" and found["rows"]:
+        found = json_object(read_text(path))
+        if found["benchmark"] == "serve" and _whole(found):
             return found
     except (ValueError, KeyError, TypeError):
         pass
     raise ValueError(f"--beside: {path} is no result of kvfold bench serve; make it with --json")
+
+
+def _whole(found: Mapping[str, Any]) -> bool:
+    """Whether the results are there and of their types. Raises KeyError, TypeError."""
+    rows, times = found["rows"], [name for name, kind in ROW.items() if kind == dict | None]
+    spreads = [row[name] for row in rows for name in times if row[name] is not None]
+    return (
+        bool(rows)
+        and all(fits(row[name], kind) for row in rows for name, kind in ROW.items())
+        and all(_is_number(row[name] or 0) for row in rows for name in RATES)
+        and all(_is_number(x[key]) for x in spreads for key in ("mean", "p50", "p99"))
+        and all(fits(x[name], kind) for x in found["answers"] for name, kind in ANSWER.items())
+        and fits(found["settings"]["label"], str)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a float holds it: JSON's whole numbers have no bound."""
+    return fits(value, float) and (abs(value) < MOST or isinstance(value, float))
 
 
 @dataclass

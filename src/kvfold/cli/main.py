@@ -43,6 +43,7 @@ app = App(
     suppress_keyboard_interrupt=False,
     default_parameter=Parameter(converter=converted),
 )
+LONGEST = 1000  # characters of a word in an error
 LESS_MODEL = "take a smaller model, or --device cpu where that is an option"
 LESS = {  # what takes less memory, by command
     **dict.fromkeys(
@@ -118,33 +119,45 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends a command as an interrupt does, so that nothing half-written stays."""
+    """SIGTERM ends a command as an interrupt does, so that nothing half-written stays; and so does
+    whatever error a library makes of either, as an import does that is caught halfway."""
+    came: list[KeyboardInterrupt] = []
 
-    def stop(*_: Any) -> None:
-        raise Terminated
+    def stop(number: int, _: Any) -> None:
+        came.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise came[-1]
 
     def again(lost: Any) -> None:
         """Python drops what is raised in a finaliser or a weak reference's callback."""
-        if lost.exc_type is Terminated:
-            threading.Timer(0.1, signal.raise_signal, [signal.SIGTERM]).start()
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            number = signal.SIGTERM if lost.exc_type is Terminated else signal.SIGINT
+            threading.Timer(0.1, signal.raise_signal, [number]).start()
         else:
             hook(lost)
 
     if threading.current_thread() is not threading.main_thread():  # only that one has handlers
         yield
         return
-    before, hook = signal.signal(signal.SIGTERM, stop), sys.unraisablehook
+    before, hook = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop)}, sys.unraisablehook
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else nohup's, or a caller's
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, stop)
     sys.unraisablehook = again
     try:
         yield
+    except Exception as error:
+        if not came:
+            raise
+        raise came[0] from error
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         sys.unraisablehook = hook
 
 
 def refuse(message: str) -> int:
-    """One line on stderr; the exit code."""
-    print(f"kvfold: error: {' '.join(message.split())}", file=sys.stderr)
+    """One line on stderr, in which a word of thousands of characters is cut; the exit code."""
+    words = (x if len(x) <= LONGEST else f"{x[:100]}…{x[-100:]}" for x in message.split())
+    print(f"kvfold: error: {' '.join(words)}", file=sys.stderr)
     return 2
 
 

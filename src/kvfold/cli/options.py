@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvfold.compression.target import Target
 
 T = TypeVar("T")
+MOST = 2**63  # more is no size of anything, and no float may hold it
 _QUOTES = "'\""
 _EXAMPLES: dict[Any, str] = {int: "1,8", float: ".5,.25"}  # of lists, by what they are of
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -84,12 +85,16 @@ def flags_of(config: type) -> Callable[[type[T]], type[T]]:
 
 def converted(kind: Any, tokens: Sequence[Token]) -> Any:
     """The values of one flag, as cyclopts converts them. Raises ValueError for a fraction where a
-    whole number is wanted, which cyclopts rounds."""
-    if kind is int or int in get_args(kind):
+    whole number is wanted, which cyclopts rounds, and for more than 64 bits hold."""
+    whole = kind is int or int in get_args(kind)
+    if whole:
         for token in tokens:
             if "." in token.value:
                 raise ValueError(f"must be a whole number, got {token.value}")
-    return convert(kind, tokens)
+    found = convert(kind, tokens)
+    if whole and isinstance(found, int) and abs(found) >= MOST:
+        raise ValueError(f"must be below {MOST:g}, got {found}")
+    return found
 
 
 def flag(name: str, value: str | None = None) -> str:
@@ -357,7 +362,7 @@ def parse_list(
         values = [item(part) for part in parts]
     except ValueError:
         values = []
-    if not values:
+    if not values or any(isinstance(x, int) and abs(x) >= MOST for x in values):
         example = example or _EXAMPLES.get(item)
         kind = f"numbers such as {example}" if example else "names"
         raise ValueError(f"{option}: {text!r} is not a comma-separated list of {kind}")

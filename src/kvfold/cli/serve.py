@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,14 @@ from kvfold.config import check, setting
 from kvfold.errors import SettingError
 from kvfold.server import check_installed
 from kvfold.server.limits import Limits
+from kvfold.text import check_text
 
 if TYPE_CHECKING:
     from kvfold.config import CacheConfig
     from kvfold.engine.packed import PackedContext
 
 KEY = "KVFOLD_API_KEY"
+ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^\s/?#@,]+")  # as a browser names it
 EngineName = Annotated[
     Literal["kvfold", "vllm"], Parameter(help="vllm: vLLM's own server, see docs/vllm.md.")
 ]
@@ -38,6 +41,11 @@ class Address:
 
     def __post_init__(self) -> None:
         check(self)
+        for name in ("api_key", "served_model_name"):
+            if (value := getattr(self, name)) is not None:
+                check_text(name, value)
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise SettingError("`served_model_name` is empty: give a name, or leave it out")
 
     @property
     def key(self) -> str | None:
@@ -116,6 +124,7 @@ def serve(
         Do not log a line for each request: its tokens, seconds and status.
     """
     key = address.key
+    check_origins(allow_origins)
     name = address.served_model_name or model
     model, maps = common.named(model, maps)
     if engine == "vllm":
@@ -164,6 +173,16 @@ def serve(
         allow_origins=allow_origins,
     )
     run(app, listener, bounds.limits, log_requests=not no_request_log)
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Raises SettingError for what is no origin, which would match none."""
+    for origin in origins:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise SettingError(
+                "`allow_origins` must be origins, such as https://example.org, without a path, or"
+                f" *; got {origin!r:.100}"
+            )
 
 
 def read_contexts(

@@ -104,6 +104,7 @@ def evaluate(
     against = asked.against
     if against is not None and against.endswith(".json"):
         before = read_results(Path(against), questions)
+        check_alike(before, questions, model, asked)
     elif against is not None:
         check_model(against, asked, STORAGE, place)
     check_model(model, asked, storage, place, maps)
@@ -290,6 +291,19 @@ def read_results(path: Path, questions: Questions) -> "dict[str, SuiteResult]":
             f"`against`: {path} holds no results of {', '.join(questions)}; make it with "
             "kvfold eval --suite and --json"
         ) from None
+
+
+def check_alike(
+    before: "dict[str, SuiteResult]", questions: Questions, model: str, asked: Asked
+) -> None:
+    """Raises ValueError where a model's answers could not be compared with earlier ones."""
+    from kvfold.evaluation.suites.run import check_alike
+
+    chat = bool(common.load_tokenizer(model).chat_template)
+    for name, rows in questions.items():
+        limit = asked.suite_tokens or SUITES[name].max_new_tokens
+        ids = [x.id for x in rows]
+        check_alike(before[name], ids, suite=name, chat=chat, max_new_tokens=limit)
 
 
 def show(model: str, results: "dict[str, SuiteResult]") -> None:

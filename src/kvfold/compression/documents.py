@@ -8,7 +8,7 @@ from typing import Any
 
 from kvfold.compression.self_text import SELF
 from kvfold.errors import SettingError
-from kvfold.text import documents, encode, encode_start, packaged, read_texts
+from kvfold.text import apply_template, documents, encode, encode_start, packaged, read_texts
 
 LEAST = 256  # tokens of a document, where it has them
 PACKAGED = {  # files of packaged text by kind
@@ -120,15 +120,13 @@ def _read(kind: str, file: str, tokenizer: Any) -> list[Document]:
 def conversation(messages: Sequence[dict[str, str]], tokenizer: Any) -> str:
     """A conversation as the tokenizer's chat template writes it, without a system prompt that the
     template refuses; as paragraphs that name who speaks where there is no template."""
-    from jinja2 import TemplateError  # what transformers renders with
-
     if not getattr(tokenizer, "chat_template", None):
         return "\n\n".join(f"{x['role'].capitalize()}: {x['content']}" for x in messages)
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
-    except TemplateError:
+        return apply_template(tokenizer, messages)
+    except ValueError:
         asked = [x for x in messages if x["role"] != "system"]
-        return str(tokenizer.apply_chat_template(asked, tokenize=False))
+        return apply_template(tokenizer, asked)
 
 
 def _mixed(groups: Sequence[Sequence[Any]]) -> list[Any]:

@@ -23,7 +23,7 @@ from kvfold.evaluation.haystack import (
     load_filler,
 )
 from kvfold.evaluation.tasks.asked import AskedTask
-from kvfold.text import encode, reply_words
+from kvfold.text import apply_template, encode, reply_words
 
 ALL_VALUES = (
     "What are all the special magic numbers for {key} mentioned in the provided text? "
@@ -93,7 +93,7 @@ def rows(
 def _in_chat(tokenizer: Any, row: AskedTask, begins: str) -> AskedTask:
     """Context and question as a user's turn, and the words with which the reply begins."""
     turn = [{"role": "user", "content": "\x00"}]
-    whole = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    whole = apply_template(tokenizer, turn, add_generation_prompt=True)
     asked, _, rest = row.question.partition(begins)
     return replace(
         row,

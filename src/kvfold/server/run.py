@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from kvfold.errors import SettingError
 from kvfold.server.connections import Listener, limit_logs, protocol_of, raise_descriptors
 from kvfold.server.ending import SECONDS, Ending
 from kvfold.server.limits import Limits
@@ -24,12 +25,14 @@ INTERRUPTED = 130  # exit code of a second Ctrl-C
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that nobody else has, before a model is loaded for it. Raises ValueError."""
+    if not host.strip():  # the system takes it for every network's
+        raise SettingError("`host` is empty: give an address, such as 127.0.0.1, or leave it out")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = Listener(family)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError, UnicodeError) as error:  # of a name that is none
         found.close()
         raise ValueError(f"cannot listen at {host} port {port}: {error}; take another") from None
     return found

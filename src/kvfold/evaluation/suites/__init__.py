@@ -6,7 +6,7 @@ from pathlib import Path
 from kvfold.evaluation.suites.base import Question, Suite
 from kvfold.evaluation.suites.gsm8k import GSM8K
 from kvfold.evaluation.suites.humaneval import HumanEval
-from kvfold.text import json_object, read_text
+from kvfold.text import json_object, numbered_lines
 
 SUITES: dict[str, Suite] = {"code": HumanEval(), "math": GSM8K()}
 
@@ -27,12 +27,10 @@ def read_suite(name: str, path: str | Path, rows: int | None = None) -> list[Que
 
     Raises ValueError naming the file, the line and what is legal.
     """
-    lines = enumerate(read_text(path).split("\n"), start=1)
     suite = SUITES[name]
     found = [
         _question(suite, line, f"suite {name}: {path} line {i}", i)
-        for i, line in lines
-        if line.strip()
+        for i, line in numbered_lines(path)
     ]
     (id, times), *_ = Counter(x.id for x in found).most_common(1)
     if times > 1:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from kvfold.compression.progress import Progress, stage
+from kvfold.config import check
 from kvfold.evaluation.suites import SUITES
 from kvfold.evaluation.suites.base import Question, Suite, Verdict
 from kvfold.text import encode_chat, encode_prompt
@@ -79,9 +80,12 @@ class SuiteResult:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """What `record` returned. Raises KeyError or TypeError for anything else."""
+        """What `record` returned. Raises KeyError, TypeError or ValueError for anything else."""
         own = {name: record[name] for name in cls.__dataclass_fields__}
-        return cls(**{**own, "answers": tuple(Answer(**x) for x in own["answers"])})
+        found = cls(**{**own, "answers": tuple(Answer(**x) for x in own["answers"])})
+        for part in (found, *found.answers):
+            check(part)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,18 +162,31 @@ def _answer(question: Question, reply: "Reply", verdict: Verdict) -> Answer:
     )
 
 
+def check_alike(
+    before: SuiteResult, ids: Sequence[str], *, suite: str, chat: bool, max_new_tokens: int
+) -> None:
+    """Raises ValueError for results of an earlier run that are not of the questions with these ids,
+    asked in the same way; to be asked before the questions are."""
+    for what, new in {"suite": suite, "chat": chat, "max_new_tokens": max_new_tokens}.items():
+        if (old := getattr(before, what)) != new:
+            raise ValueError(f"these results differ in {what} ({old} and {new}); run both alike")
+    if [x.id for x in before.answers] != list(ids):
+        raise ValueError(
+            f"these results answer different questions of suite {suite}: "
+            f"{len(before.answers)} before and {len(ids)} now; run both alike"
+        )
+
+
 def changes(before: SuiteResult, after: SuiteResult) -> Changes:
     """Raises ValueError for results that are not of the same questions, asked in the same way."""
-    for what in ("suite", "chat", "max_new_tokens"):
-        old, new = getattr(before, what), getattr(after, what)
-        if old != new:
-            raise ValueError(f"these results differ in {what} ({old} and {new}); run both alike")
-    pairs = list(zip(before.answers, after.answers, strict=False))
-    if len(before.answers) != len(after.answers) or any(x.id != y.id for x, y in pairs):
-        raise ValueError(
-            f"these results answer different questions of suite {after.suite}: "
-            f"{len(before.answers)} before and {len(after.answers)} now; run both alike"
-        )
+    check_alike(
+        before,
+        [x.id for x in after.answers],
+        suite=after.suite,
+        chat=after.chat,
+        max_new_tokens=after.max_new_tokens,
+    )
+    pairs = list(zip(before.answers, after.answers, strict=True))
     return Changes(
         right_before=before.right,
         right=after.right,

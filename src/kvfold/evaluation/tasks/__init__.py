@@ -6,7 +6,7 @@ from kvfold.evaluation.tasks.asked import AskedTask
 from kvfold.evaluation.tasks.base import Task
 from kvfold.evaluation.tasks.choice import ChoiceTask
 from kvfold.evaluation.tasks.generation import GenerationTask
-from kvfold.text import json_object, read_text
+from kvfold.text import json_object, numbered_lines
 
 TASKS: dict[str, type[Task]] = {
     "generation": GenerationTask,
@@ -23,8 +23,7 @@ def read_tasks(path: str | Path) -> list[Task]:
 
     Raises ValueError naming file, line, the keys received and the legal sets of keys.
     """
-    lines = enumerate(read_text(path).split("\n"), start=1)
-    return [_parse(line, f"{path} line {i}") for i, line in lines if line.strip()]
+    return [_parse(line, f"{path} line {i}") for i, line in numbered_lines(path)]
 
 
 def _parse(line: str, where: str) -> Task:

@@ -1,0 +1,139 @@
+"""Every flag of every command with values that mean nothing: one line and code 2, or the work
+begins. No model is loaded before its flags are checked.
+
+The flags are those that the command line has, so that a new one is tried as it is added.
+`make test-all` tries all of them, `make test` some.
+"""
+
+import io
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+from cyclopts import App
+
+import kvfold.server.run
+from kvfold import loading
+from kvfold.cli import bench_serve
+from kvfold.cli.main import app, main
+
+NUMBERS = ["nan", "inf", "-inf", "-1", "0", "1e400", "1" + "0" * 400, "9" * 5000, str(2**63)]
+NUMBERS += ["", " ", "a", "½", "1e-400", "true", "-", "2.5"]
+WORDS = ["", " ", "-", "folder", "nowhere/x", "a" * 5000, "\udc80", "é", "/dev/zero", "pipe", ".."]
+WORDS += ["/", ",", "1,,2", "nan", "inf", "1e400", "-1", "0", "9" * 5000, "1" + "0" * 400]
+PLACES = {"MODEL": "reference:gqa", "URLS": "http://127.0.0.1:9", "URL": "http://127.0.0.1:9"}
+PLACES |= {"FOLDER": "folder", "NAME": "some/maps"}
+NEEDED = {
+    "pack": {"--context": "text.txt", "--output": "new"},
+    "compress": {"--output": "new"},
+    "recover": {"--output": "new"},
+    "generate": {"--prompt": "hi"},
+    "serve": {"--port": "0"},
+    "route": {"--port": "0"},
+    "bench serve": {"--rate": "1"},
+}
+SECONDS = 20
+
+
+class Began(BaseException):
+    """The flags are all right: what they ask for begins."""
+
+
+class Hangs(BaseException):
+    """Flags are checked in no time."""
+
+
+def commands(above: App, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], App]]:
+    for name in (x for x in above if not x.startswith("-")):
+        below = above[name]
+        if any(not x.startswith("-") for x in below):
+            yield from commands(below, (*path, name))
+        else:
+            yield (*path, name), below
+
+
+def cases(path: tuple[str, ...], command: App) -> Iterator[list[str]]:
+    """Command lines with one value that means nothing."""
+    arguments = [x for x in command.assemble_argument_collection() if "*" not in x.names]
+    places = {x.names[0]: PLACES[x.names[0]] for x in arguments if x.names[0] in PLACES}
+    needed = NEEDED.get(" ".join(path), {})
+    for argument in arguments:
+        name, kind = argument.names[0], str(argument.hint)
+        if argument.hint is bool:
+            values = ["1"]
+        else:
+            number = ("int" in kind or "float" in kind) and "Literal" not in kind
+            values = NUMBERS if number else WORDS
+        for value in values:
+            rest = {x: y for x, y in needed.items() if x != name}
+            changed = places | ({} if name.startswith("-") else {name: value})
+            words = [*path, *changed.values(), *(x for pair in rest.items() for x in pair)]
+            yield [*words, name, value] if name.startswith("-") else words
+
+
+ALL = {" ".join(path): list(cases(path, command)) for path, command in commands(app)}
+SOME = random.Random(3).sample([words for own in ALL.values() for words in own], 100)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """A folder, in which nothing is loaded, measured or served."""
+
+    def begin(*_: object, **__: object) -> None:
+        raise Began
+
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text.txt").write_text("The ship went out to sea. " * 3000)
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(loading, "load", begin)
+    monkeypatch.setattr(kvfold.server.run, "run", begin)
+    monkeypatch.setattr(bench_serve.Run, "measure", begin)
+    return tmp_path
+
+
+def wrong(words: list[str], monkeypatch) -> str | None:
+    """What is wrong with what a command line is told; None where nothing is."""
+
+    def stop(*_: object) -> None:
+        raise Hangs
+
+    def begin() -> None:
+        raise Began
+
+    said = io.StringIO()  # which takes any character, as stderr does
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        with monkeypatch.context() as patch, redirect_stderr(said):
+            if words[0] == "bench":  # which asks for it when its flags are checked
+                patch.setattr(loading, "default_device", begin)
+            code = main(words)
+    except Began:
+        return None
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        signal.alarm(0)
+    text = said.getvalue()
+    whole = text.startswith("kvfold: error: ") and text.count("\n") == 1 and len(text) < 3000
+    return None if code == 0 or (code == 2 and whole) else f"{code}: {text[:300]}"
+
+
+EACH = [pytest.param(own, id=name, marks=pytest.mark.slow) for name, own in ALL.items()]
+
+
+@pytest.mark.parametrize("tried", [pytest.param(SOME, id="some"), *EACH])
+def test_nonsense_in_any_flag_is_told_in_one_line(tried, place, monkeypatch) -> None:
+    found = {}
+    for words in tried:
+        if said := wrong(words, monkeypatch):
+            found[ascii(words)[:200]] = said
+    assert not found, "\n".join(f"{x}\n    {y}" for x, y in found.items())
+    half = [x.name for x in place.rglob(".*")]
+    assert not half, half
