@@ -15,7 +15,7 @@ from kvfold import LLM, SamplingParams, compress
 from kvfold.errors import SettingError
 from kvfold.loading import load
 from kvfold.models.places import QUANTIZED
-from kvfold.seam.attach import attach
+from kvfold.seam.attach import attach, detach
 from kvfold.versions import given
 from models import tiny
 from models import tokens as ids_of
@@ -259,6 +259,17 @@ def test_other_linear_layers_are_refused() -> None:
     refused(model, "layer 1, self_attn.q_proj: a Coded, whose weights are not those")
 
 
+class Coded8(Tensor):
+    """A weight of another class in a plain linear layer, as torchao has them."""
+
+
+def test_weights_of_another_class_are_refused() -> None:
+    model = tiny("llama-gqa")
+    layer = model.model.layers[1].self_attn.v_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Coded8))
+    refused(model, "layer 1, self_attn.v_proj: weights of a Coded8: take the model before")
+
+
 def test_weights_on_disk_are_refused(tmp_path) -> None:
     accelerate = pytest.importorskip("accelerate")
     model = accelerate.disk_offload(tiny("llama-gqa"), tmp_path, execution_device="cpu")
@@ -323,9 +334,153 @@ def test_export_leaves_the_model_as_it_was(both) -> None:
         close(x, logits(both[0], ids))
 
 
-def test_compile_of_one_graph() -> None:
-    original, model = pair("llama-gqa", "lean", "folded")
-    ids = ids_of(1, 20)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    for more in ({}, {"use_cache": False}):
-        close(logits(compiled, ids, **more), logits(original, ids))
+def test_compile_of_one_graph(both) -> None:
+    """Without a break: a whole prompt, then chunks and tokens through caches, and `generate`."""
+    original, model = both[0], copy.deepcopy(both[1])
+    ids, places = ids_of(1, LONG), torch.arange(LONG)[None]
+    plain = model.forward
+    for cache in (None, dynamic, static):
+        torch._dynamo.reset()
+        model.forward = torch.compile(plain, fullgraph=True, backend="eager")
+        if cache is None:
+            for more in ({}, {"use_cache": False}):
+                close(logits(model, ids, **more), logits(original, ids, **more))
+        else:
+            close(split(model, ids, places, cache), split(original, ids, places, cache))
+            name = {"cache_implementation": cache.__name__}  # dynamic or static
+            assert torch.equal(generate(model, ids, **name), generate(original, ids, **name))
+
+
+ENCODER = hf.BartConfig(
+    d_model=48,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    decoder_ffn_dim=64,
+    vocab_size=97,
+    pad_token_id=0,
+    eos_token_id=2,
+    decoder_start_token_id=2,
+)
+
+
+def on_meta() -> torch.nn.Module:
+    with torch.device("meta"):
+        return hf.LlamaForCausalLM(tiny("llama-gqa").config)
+
+
+def needs_images() -> torch.nn.Module:
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    vision = {**small, "image_size": 28, "patch_size": 14}
+    queries = {**small, "encoder_hidden_size": 32, "vocab_size": 99}
+    text = {"hidden_size": 48, "word_embed_proj_dim": 48, "num_hidden_layers": 2, "ffn_dim": 64}
+    text |= {"model_type": "opt", "num_attention_heads": 4, "vocab_size": 97}
+    config = hf.Blip2Config(vision_config=vision, qformer_config=queries, text_config=text)
+    return hf.Blip2ForConditionalGeneration(config)
+
+
+NO_MODELS = {
+    "None": (lambda: None, "got None"),
+    "a name": (lambda: "nowhere", "got 'nowhere'"),
+    "a config": (lambda: tiny("llama-gqa").config, "got an object LlamaConfig"),
+    "weights": (lambda: tiny("llama-gqa").state_dict(), "got an object OrderedDict"),
+    "a module": (lambda: torch.nn.Linear(2, 2), "got Linear, which is no model of transformers'"),
+    "a wrapper": (
+        lambda: torch.nn.DataParallel(tiny("llama-gqa")),
+        "got DataParallel, which is no model of transformers': give the model that it holds",
+    ),
+    "an encoder with a decoder": (
+        lambda: hf.BartForConditionalGeneration(ENCODER),
+        "an encoder with a decoder: kvfold serves decoders alone",
+    ),
+    "no weights": (on_meta, "whose weights are on the meta device, without numbers"),
+    "no tokens": (
+        lambda: hf.ViTModel(hf.ViTConfig(hidden_size=48, num_hidden_layers=1)),
+        "got ViTModel, which has no embedding of tokens",
+    ),
+    "images": (needs_images, "whose forward needs pixel_values: give the language model inside"),
+}
+
+
+@pytest.mark.parametrize("name", NO_MODELS)
+def test_what_is_no_decoder_is_refused_by_all(name: str) -> None:
+    make, match = NO_MODELS[name]
+    value, maps = make(), sidecar(tiny("llama-gqa"))
+    calls = [lambda: attach(value, maps), lambda: detach(value)]
+    if name != "a name":
+        calls += [lambda: LLM(value), lambda: LLM(value, maps=maps), lambda: compress(value)]
+    for call in calls:
+        with pytest.raises(SettingError, match=match):
+            call()
+
+
+def test_a_compiled_model_is_refused_where_its_weights_are_read() -> None:
+    model = torch.compile(tiny("llama-gqa"), backend="eager")
+    for call in (lambda: LLM(model), lambda: compress(model, fold=True)):
+        with pytest.raises(SettingError, match=r"torch\.compile made: give the model"):
+            call()
+
+
+HEADS = [hf.LlamaForSequenceClassification, hf.LlamaForTokenClassification, hf.LlamaModel]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_maps_act_whatever_head_a_model_has(kind) -> None:
+    plain = tiny("llama-gqa")
+    plain.config.pad_token_id = 0
+    model, maps, ids = kind(plain.config).eval(), sidecar(plain), ids_of(2, LONG)
+    model.base_model.load_state_dict(plain.model.state_dict())
+    with torch.no_grad():
+        wanted = model(ids)[0]
+        if kind is hf.LlamaModel:
+            with pytest.raises(SettingError, match="attach them to the model with its head"):
+                attach(model, maps)
+            plain.model, maps = model, sidecar(plain)
+            attach(plain, maps)
+        else:
+            attach(model, maps)
+        close(model(ids)[0], wanted)
+
+
+def test_maps_of_a_model_of_images() -> None:
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    vision = hf.CLIPVisionConfig(hidden_size=32, image_size=28, patch_size=14, **small)
+    text = tiny("llama-gqa").config
+    config = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_id=96)
+    model = hf.LlavaForConditionalGeneration(config).eval()
+    ids = torch.cat((ids_of(1, 4), torch.full((1, 4), 96), ids_of(1, 9).clamp(max=95)), 1)
+    image = {"pixel_values": torch.randn(1, 3, 28, 28)}
+    wanted = logits(model, ids, **image)
+    attach(model, sidecar(model))
+    close(logits(model, ids, **image), wanted)
+
+
+def test_the_engine_refuses_decoders_that_count_positions_themselves() -> None:
+    with pytest.raises(SettingError, match="'bart' takes no position_ids, by which the engine"):
+        LLM(hf.BartForCausalLM(ENCODER).eval(), max_sequences=2, max_tokens=64)
+
+
+def test_the_engine_refuses_models_without_a_number_of_positions() -> None:
+    config = hf.BloomConfig(hidden_size=48, n_layer=2, n_head=4, vocab_size=97)
+    with pytest.raises(SettingError, match="'bloom', whose config names no max_position_embed"):
+        LLM(hf.BloomForCausalLM(config).eval())
+    with pytest.raises(SettingError, match="no layer of model type 'bloom' calls transformers'"):
+        compress(hf.BloomForCausalLM(config).eval(), "swift")
+
+
+def test_a_refused_attention_leaves_the_model_as_it_was() -> None:
+    model, ids = tiny("llama-gqa"), ids_of(1, 20)
+    wanted, maps = logits(model, ids), sidecar(model)
+    model.set_attn_implementation("paged|eager")
+    with pytest.raises(SettingError, match="stores keys and values itself, so maps cannot act"):
+        attach(model, maps)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(logits(model, ids), wanted)
+    attach(model, maps)
+    close(logits(model, ids), wanted)

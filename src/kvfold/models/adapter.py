@@ -134,9 +134,16 @@ class HFAttention(FoldedAttention):
 
 
 def decoder_of(model: Any) -> Any:
-    """The part of a causal LM that gives last hidden states; some types name none as their base."""
+    """The part of a causal LM that gives last hidden states; some types name none as their base.
+    Raises SettingError for a model that has none."""
     base = model.base_model
-    return model.model if base is model else base
+    found = getattr(model, "model", None) if base is model else base
+    if found is None:
+        raise SettingError(
+            f"`model` is a {type(model).__name__}, which names no decoder of its own: give the"
+            " language model inside it"
+        )
+    return found
 
 
 class Family:

@@ -3,6 +3,7 @@
 Maps beside the weights need none.
 """
 
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -29,19 +30,61 @@ FAMILIES: tuple[type[Family], ...] = (
 
 def check_model(model: Any, legal: str = "a name or a loaded causal LM") -> None:
     """Raises SettingError for what is no causal LM of transformers', loaded. legal: for users."""
-    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
-        what = f"{model!r:.100}" if not isinstance(model, nn.Module) else _described(model)
-        raise SettingError(f"`model` must be {legal}; got {what}")
+    check_decoder(model, legal)
+    if model.get_output_embeddings() is None:
+        raise SettingError(
+            f"`model` must be {legal}; got {type(model).__name__}, which has no head of logits:"
+            " load it with AutoModelForCausalLM"
+        )
 
 
-def _described(model: nn.Module) -> str:
-    """What a module is that is no causal LM, and the way out, for users."""
-    name = type(model).__name__
+def check_decoder(model: Any, legal: str = "a loaded causal LM") -> None:
+    """Raises SettingError for what is no model of transformers', loaded, that decodes tokens, with
+    or without a head of logits. legal: for users."""
+    if not isinstance(model, nn.Module):
+        raise SettingError(f"`model` must be {legal}; got {_one_line(model)}")
+    if why := _no_decoder(model):
+        raise SettingError(f"`model` must be {legal}; got {type(model).__name__}, {why}")
+
+
+def _one_line(value: Any) -> str:
+    """A value as an error shows it: data of many lines by its class alone."""
+    text = f"{value!r:.100}"
+    return text if "\n" not in text and len(text) < 100 else f"an object {type(value).__name__}"
+
+
+def _no_decoder(model: nn.Module) -> str | None:
+    """What a module is that decodes no tokens by itself, and the way out, for users."""
+    if hasattr(model, "_orig_mod"):
+        return "which torch.compile made: give the model that was compiled"
     if hasattr(model, "peft_config"):
-        return f"{name}, an adapter of PEFT: merge it first, with model.merge_and_unload()"
-    if isinstance(model, PreTrainedModel):
-        return f"{name}, which has no head of logits: load it with AutoModelForCausalLM"
-    return f"{name}, which is no model of transformers'"
+        return "an adapter of PEFT: merge it first, with model.merge_and_unload()"
+    if not isinstance(model, PreTrainedModel):
+        return "which is no model of transformers': give the model that it holds, if it holds one"
+    if model.config.is_encoder_decoder:
+        return "an encoder with a decoder: kvfold serves decoders alone"
+    if not _embeds_tokens(model):
+        return "which has no embedding of tokens"
+    if needed := _needed(model):
+        return f"whose forward needs `{needed}`: give the language model inside it"
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if not hooked and any(x.is_meta for x in model.parameters()):
+        return "whose weights are on the meta device, without numbers: load them first"
+    return None
+
+
+def _embeds_tokens(model: PreTrainedModel) -> bool:
+    try:
+        return hasattr(model.get_input_embeddings(), "num_embeddings")
+    except NotImplementedError:
+        return False
+
+
+def _needed(model: PreTrainedModel) -> str | None:
+    """An argument of a model's forward that it cannot do without, besides token ids."""
+    asked = signature(model.forward).parameters.values()
+    named = (x for x in asked if x.kind is x.POSITIONAL_OR_KEYWORD and x.default is x.empty)
+    return next((x.name for x in named if x.name != "input_ids"), None)
 
 
 def has_family(config: Any) -> bool:

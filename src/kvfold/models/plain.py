@@ -3,7 +3,7 @@ is read from weights alone."""
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
@@ -48,10 +48,14 @@ def _reason(module: nn.Module, name: str) -> str | None:
             " take the model before it was quantised, or maps beside the weights (`fold=False`,"
             " or `maps`)"
         )
-    floats = all(x.is_floating_point() for x in module.parameters(recurse=False))
-    if linear and not (floats and module.weight.element_size() > 1):  # type: ignore[operator]
+    if not linear:
+        return None
+    weight, floats = module.weight, all(x.is_floating_point() for x in module.parameters())
+    coded = type(weight) not in (nn.Parameter, Tensor)  # as torchao's
+    if coded or not floats or weight.element_size() == 1:  # type: ignore[operator]
+        what = f"a {type(weight).__name__}" if coded else str(weight.dtype)
         return (
-            f"weights of {module.weight.dtype}: take the model before it was quantised, or maps"
-            " beside the weights (`fold=False`, or `maps`)"
+            f"weights of {what}: take the model before it was quantised, or maps beside the weights"
+            " (`fold=False`, or `maps`)"
         )
     return None

@@ -16,6 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.errors import SettingError
+from kvfold.models.families import check_decoder
 from kvfold.seam.caches import map_next
 from kvfold.seam.layers import (
     SeamLayer,
@@ -50,12 +51,17 @@ class Bound:
     def placed(self, like: Tensor) -> Maps:
         """The maps in a tensor's dtype and on its device."""
         key = like.dtype, like.device
-        if torch.compiler.is_exporting() and key not in self._placed:
+        if key in self._placed:
+            return self._placed[key]
+        if torch.compiler.is_exporting():
             return self.maps.to(like.device, like.dtype)  # tensors of a trace alone
-        if key not in self._placed:
-            with torch.inference_mode(False):  # else training could not use them later
-                self._placed[key] = self.maps.to(like.device, like.dtype)
-        return self._placed[key]
+        return self.place(like.dtype, like.device)
+
+    def place(self, dtype: torch.dtype, device: torch.device) -> Maps:
+        """Make the maps in a dtype and on a device. Code that torch.compile traces reads them."""
+        with torch.inference_mode(False):  # else training could not use them later
+            maps = self._placed[dtype, device] = self.maps.to(device, dtype)
+        return maps
 
 
 def attach(model: Any, maps: Sidecar | Path | str) -> Callable[[], None]:
@@ -69,6 +75,7 @@ def attach(model: Any, maps: Sidecar | Path | str) -> Callable[[], None]:
     """
     sidecar = maps if isinstance(maps, Sidecar) else Sidecar.load(maps)
     model = unwrapped(model)
+    check_decoder(model)
     if _bounds(model):
         raise SettingError(
             "`model` has maps already: take them away first, with kvfold.detach(model)"
@@ -80,6 +87,7 @@ def detach(model: Any) -> None:
     """Take attached maps away from a model, also from a copy of one that had them. Raises
     SettingError for a model without maps."""
     model = unwrapped(model)
+    check_decoder(model)
     if not _bounds(model):
         raise SettingError("`model` has no maps to take away: kvfold.attach gives it some")
     for module in model.modules():
@@ -98,18 +106,19 @@ def _bounds(model: Any) -> list[Bound]:
 
 def bind(model: Any, layers: Sequence[SeamLayer], maps: Mapping[str, Maps]) -> Callable[[], None]:
     """Attach maps of modules by name, unseen. Layers that read another's keys and values share its
-    maps."""
+    maps. Raises SettingError, and then leaves the model as it was."""
+    set_attention(model, mapped_attention)
     bounds = {name: Bound(own) for name, own in maps.items()}
     for layer in layers:
         module, bound = layer.module, bounds.get(str(layer.source))
         if bound is not None:
             module.__dict__[_STATE] = bound
+            bound.place(layer.keys.dtype, layer.keys.device)
         if layer.name == layer.source:
             module.register_forward_pre_hook(partial(_before_attention, bound), with_kwargs=True)
     if any(isinstance(x, RopeMaps) for x in maps.values()):
         for module in (x for x in model.modules() if hasattr(x, "mrope_section")):
             module.register_forward_pre_hook(_one_place, with_kwargs=True)
-    set_attention(model, mapped_attention)
 
     def take_away() -> None:
         if not set(bounds.values()).isdisjoint(_bounds(model)):  # not those of a later attach

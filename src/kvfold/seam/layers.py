@@ -232,8 +232,9 @@ def set_attention(model: Any, name: Callable[[str], str]) -> list[tuple[Any, str
     """Put another attention function into all configs of a model; returns what they had."""
     configs = {id(x.config): x.config for x in model.modules() if hasattr(x, "config")}
     before = [(x, x._attn_implementation) for x in configs.values()]
-    for config, own in before:
-        config._attn_implementation = name(own)
+    names = [name(own) for _, own in before]  # all, before one is changed: it may raise
+    for (config, _), other in zip(before, names, strict=True):
+        config._attn_implementation = other
     return before
 
 

@@ -7,7 +7,6 @@ store. Shorter latents are padded with zeros.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from hashlib import sha256
 from typing import ClassVar, Self
 
@@ -96,7 +95,7 @@ class Maps:
         """All that there is to save."""
         return {name: getattr(self, name) for name in self.names}
 
-    @cached_property
+    @property
     def value_ups(self) -> Tensor:
         """value_up of every KV head [Hk, dv, s]."""
         return self.value_up.unflatten(1, (-1, self.value_mean.shape[1])).flatten(0, 1)

@@ -87,7 +87,7 @@ class RopeMaps(Maps):
 
     @property
     def stored_shape(self) -> tuple[int, int, int]:
-        keys, values, count = super().stored_shape
+        keys, values, count = self.key_down.shape[2], self.value_down.shape[2], len(self.value_down)
         return (keys + DIGITS, 0, count) if self.joint else (keys, values + DIGITS, count)
 
     def tensors(self) -> dict[str, Tensor]:

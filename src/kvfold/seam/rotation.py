@@ -7,8 +7,7 @@ Shapes: B batch, T tokens; d numbers of a key, of which w are rotated in pairs.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,15 +33,14 @@ class Rotation:
 
     inv_freq: Tensor
     order: Tensor
+    rotates: bool = field(init=False)
+    reorders: bool = field(init=False)
     attention_scaling = 1.0
 
-    @cached_property
-    def rotates(self) -> bool:
-        return bool(self.inv_freq.any())
-
-    @cached_property
-    def reorders(self) -> bool:
-        return bool((self.order.diff() != 1).any())
+    def __post_init__(self) -> None:
+        """Code that torch.compile traces cannot read a tensor, so flags are read once."""
+        object.__setattr__(self, "rotates", bool(self.inv_freq.any()))
+        object.__setattr__(self, "reorders", bool((self.order.diff() != 1).any()))
 
     def __call__(self, like: Tensor, positions: Tensor) -> Tables:
         """cos, sin [.., w] at positions [..], in a tensor's dtype: what a model's rotary module

@@ -6,6 +6,7 @@ Shapes: N tokens of a step; Hq / Hk query / KV heads, dv head dim of values; R n
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from inspect import signature
 from itertools import count
 from threading import local
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvfold.attention.base import AttentionContext, Columns, LayerMaps
 from kvfold.errors import SettingError
 from kvfold.formats.base import Format
-from kvfold.models.adapter import PAGED
+from kvfold.models.adapter import PAGED, decoder_of
 from kvfold.models.rotary import RotaryTable
 from kvfold.models.rotate import turn_of
 from kvfold.ops.maps import EntryMaps, OutputMaps, score_space
@@ -103,11 +104,16 @@ def attending(context: AttentionContext) -> Iterator[Here]:
 
 def check_servable(model: Any, layers: Sequence[SeamLayer]) -> None:
     """Raises SettingError for attention that no kernel of the engine computes, and for a model that
-    keeps a state beside its cache."""
+    keeps a state beside its cache or counts positions itself."""
     if is_recurrent(model):
         raise SettingError(
             f"model type {model.config.model_type!r} has recurrent layers, whose state the engine"
             " does not keep: use kvfold.attach and transformers, or vLLM"
+        )
+    if "position_ids" not in signature(decoder_of(model).forward).parameters:
+        raise SettingError(
+            f"model type {model.config.model_type!r} takes no `position_ids`, by which the engine"
+            " says where tokens are: use kvfold.attach and transformers"
         )
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if "chunked_attention" in kinds:

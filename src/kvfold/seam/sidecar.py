@@ -162,9 +162,15 @@ class Sidecar:
         """Raises SettingError where a model's layers are not those that the maps were made for."""
         found = {layer.name: layer for layer in layers}
         if missing := [name for name in self.maps if name not in found]:
+            headless = missing[0].endswith(f".{layers[0].name}")
             raise SettingError(
                 f"`maps` were made for a layer {missing[0]} that calls attention, and this model"
-                f" has none of that name but {layers[0].name}: take the maps of this model"
+                f" has none of that name but {layers[0].name}: "
+                + (
+                    "attach them to the model with its head, which holds this one"
+                    if headless
+                    else "take the maps of this model"
+                )
             )
         for name, own in self.maps.items():
             layer = found[name]

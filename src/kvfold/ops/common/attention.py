@@ -33,7 +33,9 @@ def attention(
     v = v.expand(-1, k.shape[1], -1, -1)
     if need_weights:
         return _explicit(q, k, v, mask, scale, softcap, sinks)
-    causal = mask is None and q.shape[2] > 1
+    causal = mask is None
+    if q.shape[2] == 1:  # a branch, as sdpa takes no symbol while torch.compile traces
+        causal = False
     if softcap is not None or sinks is not None or 0 in (q.shape[-1], v.shape[-1]):
         return _explicit(q, k, v, mask, scale, softcap, sinks)[0], None
     width = v.shape[-1]
