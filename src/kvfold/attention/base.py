@@ -147,12 +147,12 @@ class LayerMaps(LayerShape):
     without compression has one, too.
 
     key_up [n, heads * d, r], key_mean [Hk, d]: reconstruct keys before RoPE; None if keys are
-    scored as stored.
+        scored as stored.
     value_up [n, heads * d, r]: projects values up; None if W_O takes them as stored.
     output: W_O [D, W].
     rope: of reconstructed keys; None if the model has no RoPE.
     score_map [Hk, D + 1]: learned linear map from hidden states and a 1 to the log of an eviction
-    score.
+        score.
     sinks fp32 [Hq]: learned sink score per query head, if `has_sinks`.
     output_maps: value_up with a mean to add to outputs, if W_O does not add it.
     """
@@ -184,8 +184,8 @@ class LayerMaps(LayerShape):
         return sum(self.value_columns.head_ranks(self.geometry.queries_per_kv))
 
     def score_keys(self, rows: Tensor, rope: Tables | None) -> Tensor:
-        """Keys of rows [B, S, R] in the space of scores [B, Hk, S, d or r]. rope: cos, sin [B or 1,
-        1 or Hk, S, w] of their positions, if `rope` is set."""
+        """Keys of rows [B, S, R] in the space of scores [B, Hk, S, d or r]. rope: cos, sin
+        [B or 1, 1 or Hk, S, w] of their positions, if `rope` is set."""
         z = self.key_columns.gather(rows)
         if self.key_up is None or self.key_mean is None:
             return self.key_columns.spread(z)
@@ -231,8 +231,8 @@ class LayerMaps(LayerShape):
         mask: Tensor | None,
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of q [B, Hq, T, .] over rows [B, S, R] in PyTorch. Returns the input of W_O [B,
-        T, W] and weights [B, Hq, T, S]. mask as in `ops.common.attention`."""
+        """Attention of q [B, Hq, T, .] over rows [B, S, R] in PyTorch. Returns the input of W_O
+        [B, T, W] and weights [B, Hq, T, S]. mask as in `ops.common.attention`."""
         k = self.score_keys(rows, rope)
         first = self.maps_values_first(q.shape[2], rows.shape[1])
         v = self.mapped_values(rows) if first else self.value_columns.gather(rows)

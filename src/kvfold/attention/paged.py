@@ -76,7 +76,7 @@ class PagedContext(AttentionContext):
     """Attention of all layers in one step.
 
     slots, index [N]: sequence of each token, and its row as a negative index from the end of the
-    groups' rows.
+        groups' rows.
     positions: int32 [N].
     fill: which residual blocks the tokens fill, if there are any.
     watch: called for each layer with the hidden states [1, N, D] that enter its attention.
