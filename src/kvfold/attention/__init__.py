@@ -1,1 +1,2 @@
-"""Attention of one layer over its stored rows: the contract, and the backends over a pool."""
+"""Attention over the stored tokens of one layer: the interface, and the backends that read the page
+pool."""

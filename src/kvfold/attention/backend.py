@@ -1,6 +1,7 @@
-"""Backends over a cache: what each must say and do.
+"""The interface of an attention backend.
 
-Shapes: B sequences of a part, T queries of each; Hq query heads; W numbers that W_O takes.
+Shapes: B sequences of one attention call (a *part* of the step), T queries per sequence; Hq query
+heads; W input width of the output projection W_O.
 """
 
 from abc import ABC, abstractmethod
@@ -21,9 +22,13 @@ RESIDUAL = "a residual keeps rows in two places"
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A kind of queries that a backend is chosen for. decode: one a sequence, which sees all of its
-    rows; observed: what they attend to is added to metrics; dtype: of queries; reweighed: by a
-    policy that needs their weights as they are."""
+    """The kind of queries for which a backend is chosen.
+
+    decode: one query per sequence, which sees all of its rows.
+    observed: the attention of these queries is added to eviction metrics.
+    dtype: of queries.
+    reweighed: the policy needs the attention weights themselves.
+    """
 
     decode: bool
     observed: bool
@@ -33,9 +38,11 @@ class Task:
 
 
 class AttentionBackend(ABC):
-    """One way to attend over a cache, made anew for every step, in which what it plans is kept.
+    """One implementation of attention over a cache. An instance serves one step and holds that
+    step's plans.
 
-    captures: whether a CUDA graph can hold it; weighs: whether it has the weights of whole rows.
+    captures: a CUDA graph can capture it.
+    weighs: it can return attention weights.
     """
 
     captures: ClassVar[bool] = False
@@ -47,33 +54,37 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
-        """Why it cannot serve a layer, whose groups these are: a phrase for users. None: it can."""
+        """Why this backend cannot serve a layer with these groups, as a phrase for users; None if
+        it can."""
 
     @classmethod
     def keeps(cls, groups: Sequence[Group], device_type: str) -> bool:
-        """Whether it leaves what decoded queries add to metrics to an `Observer`, which keeps them,
-        in a layer whose groups these are."""
+        """Whether an `Observer` must buffer the decode queries of a layer with these groups and add
+        their attention to the metrics later."""
         return False
 
     @classmethod
     def prepare(
         cls, view: CacheView, layers: Sequence[LayerMaps], observer: Observer | None
     ) -> "Callable[[CacheView], AttentionBackend]":
-        """A maker of one a step, for the layers that it decodes, of which it reads no pages yet.
-        observer: of kept queries."""
+        """A function that creates the backend for a step. layers: those that this backend decodes;
+        observer: buffers decode queries. Reads no pages."""
         return cls
 
     @abstractmethod
     def attend(
         self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:
-        """Attention of q [B, Hq, T, .] to the part's rows, the step's own stored: what W_O takes
-        [B, T, W]. Adds to metrics what is observed, now or later. into [B, T, W]: memory that the
-        result may be written to."""
+        """Attention of q [B, Hq, T, .] to the stored rows of the part, this step's included.
+        Returns the input of W_O [B, T, W]. Also adds observed attention to the metrics, now or
+        later.
+
+        into [B, T, W]: memory that the result may be written to.
+        """
 
 
 def reads_unevenly(layer: LayerShape, groups: Sequence[Group]) -> str | None:
-    """Why what reads all of a layer's pages in one way does not serve it."""
+    """Why a backend that treats all pages of a layer alike cannot serve it; None if it can."""
     if layer.softcap is not None:
         return "scores are capped"
     if groups[0].layout.residual:

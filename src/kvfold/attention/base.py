@@ -1,10 +1,10 @@
-"""The contract of attention: a layer says in data what it is, asks a context to attend, and gets
-what its W_O takes.
+"""The interface between models and attention: a layer describes its projections as data
+(`LayerMaps`), and an `AttentionContext` stores its tokens and attends.
 
-Shapes: B sequences, T queries of each, S stored rows, R numbers of a row; Hq / Hk query / KV heads,
-d head dim; n latents of one side, r their largest rank; W numbers that W_O takes.
-Maps are stacks padded to r with zeros, so that heads of different ranks run in one batched product;
-rows are never padded.
+Shapes: B sequences, T queries per sequence, S stored rows, R numbers of a row; Hq / Hk query / KV
+heads, d head dim; n latents of one side (keys or values), r their largest rank; W input width of
+the output projection W_O. Projections are stacked and padded to r with zeros, so that heads of
+different ranks run in one batched product; rows are never padded.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ from kvfold.spec import Geometry, Latent, LayerSpec
 
 
 class Columns:
-    """Where one side's latents sit in a row, and how KV heads map to them."""
+    """The columns of a row that hold the latents of one side, and the latent of each KV head."""
 
     def __init__(self, spec: LayerSpec, latents: tuple[Latent, ...]) -> None:
         pairs = sorted((head, i) for i, latent in enumerate(latents) for head in latent.heads)
@@ -33,18 +33,18 @@ class Columns:
         self.uniform = all(rank == self.widest for rank in self.ranks)
 
     def head_ranks(self, queries: int) -> list[int]:
-        """Ranks of the latents that serve the query heads, `queries` of them a KV head."""
+        """The rank of the latent of each query head; queries: query heads per KV head."""
         return [self.ranks[i] for i in self.heads for _ in range(queries)]
 
     @cached_property
     def places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """First column in a row and rank of every KV head's numbers."""
+        """First column in a row and rank, for each KV head."""
         starts = tuple(self.starts[i] for i in self.heads)
         return starts, tuple(self.ranks[i] for i in self.heads)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """rows [B, S, R] -> [B, S, n, widest]; short latents are filled with numbers that meet
-        zeros in every map, so a row's other finite numbers serve."""
+        """Latents of rows [B, S, R] as [B, S, n, widest]. Shorter latents are filled up with any
+        finite numbers of the row, because the projections are zero there."""
         first, count = self.starts[0], len(self.ranks)
         if self.uniform:
             part = rows[..., first : first + count * self.widest]
@@ -59,13 +59,14 @@ class Columns:
         return rows.index_select(-1, index).unflatten(-1, (count, self.widest))
 
     def compact(self, z: Tensor) -> Tensor:
-        """[B, T, n, widest] -> [B, T, sum of ranks], padding dropped; as it is where none is."""
+        """Drop the padding: [B, T, n, widest] -> [B, T, sum of ranks]."""
         if self.uniform:
             return z
         return torch.cat([z[..., i, :rank] for i, rank in enumerate(self.ranks)], dim=-1)
 
     def spread(self, z: Tensor) -> Tensor:
-        """[B, S, n, r] -> [B, Hk, S, r], a view where a latent serves one head or all."""
+        """Latents of KV heads: [B, S, n, r] -> [B, Hk, S, r], a view if a latent serves one head or
+        all."""
         if len(self.ranks) == 1:
             return z.transpose(1, 2).expand(-1, len(self.heads), -1, -1)
         if len(self.ranks) == len(self.heads):
@@ -73,13 +74,16 @@ class Columns:
         return z[:, :, self.heads].transpose(1, 2)
 
     def per_head(self, stack: Tensor, head_dim: int) -> Tensor:
-        """A stack [n, heads * d, r] as one map per KV head [Hk, d, r]."""
+        """Split a stack of projections [n, heads * d, r] into one per KV head [Hk, d, r]."""
         return stack.unflatten(1, (-1, head_dim)).flatten(0, 1)
 
 
 class Rope(Protocol):
-    """RoPE of w dims. inv_freq fp32 [w / 2]: angles a position, of the pairs (i, i + w / 2);
-    scaling: of the rotated dims."""
+    """Rotary position embedding of w dimensions.
+
+    inv_freq: fp32 [w / 2], angle per position of the pair (i, i + w / 2).
+    scaling: factor of the rotated dimensions.
+    """
 
     @property
     def inv_freq(self) -> Tensor: ...
@@ -87,18 +91,18 @@ class Rope(Protocol):
     def scaling(self) -> float: ...
 
     def tables(self, like: Tensor, positions: Tensor, stop: int | None) -> Tables:
-        """cos, sin [.., w] at positions [..] < stop, or any positions [B, T] where stop is None, in
-        a tensor's dtype and on its device."""
+        """cos, sin [.., w] at positions [..] < stop (or any positions [B, T] if stop is None), with
+        the dtype and device of `like`."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerShape:
-    """What a layer's backends are chosen by: its number and what it stores, no tensors.
+    """What decides which backend serves a layer: its index and what it stores, without tensors.
 
-    window: tokens that a query sees, its own included (None: all); fixed_rope: whether there is
-    RoPE, whose angles hold for sequences of any length; has_sinks: whether a learned score stands
-    beside those of every query.
+    window: sliding window in tokens, the query's own included (None: full attention).
+    fixed_rope: RoPE angles do not depend on the sequence length.
+    has_sinks: the softmax includes a learned score per head (attention sink).
     """
 
     index: int
@@ -114,24 +118,24 @@ class LayerShape:
 
     @property
     def limited(self) -> bool:
-        """Whether scores are capped, or a window hides rows."""
+        """Whether scores are capped or a sliding window hides rows."""
         return self.softcap is not None or self.window is not None
 
     @property
     def rebuilds_keys(self) -> bool:
-        """Whether keys are mapped, then turned, for every score."""
+        """Whether keys are reconstructed from latents and rotated for each score."""
         return self.spec.keys == "pre_rope"
 
     @property
     def key_width(self) -> int:
-        """Numbers of the widest query and key in score space."""
+        """Largest dimension of queries and keys in the space of scores."""
         if self.rebuilds_keys:
             return self.geometry.head_dim
         return max((latent.rank for latent in self.spec.key_latents), default=0)
 
     @property
     def value_width(self) -> int:
-        """Numbers of the widest value that attention adds up, mapped first where it is mapped."""
+        """Largest dimension of the values that attention sums."""
         if self.spec.values == "rebuilt":
             return self.geometry.head_width("v")
         return max((latent.rank for latent in self.spec.value_latents), default=0)
@@ -139,15 +143,18 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerMaps(LayerShape):
-    """A layer of a model, as attention sees it: its shape, and what rebuilds what it stores.
+    """A layer's attention description: its shape and the projections of its stored latents. A layer
+    without compression has one, too.
 
-    key_up [n, heads * d, r] and key_mean [Hk, d]: of keys that are rebuilt before RoPE, else None;
-    value_up [n, heads * d, r]: of values that W_O does not take as they are stored, else None;
-    output: W_O [D, W]; rope: of keys that are rebuilt, None where the model has none; score_map
-    [Hk, D + 1]: from hidden states and a one to the log of what rows are worth, if it was learned;
-    sinks fp32 [Hq]: by query head, the score that stands beside a query's and has no value, where
-    `has_sinks`; output_maps: value_up again, with a mean that is added to outputs, where W_O does
-    not add it.
+    key_up [n, heads * d, r], key_mean [Hk, d]: reconstruct keys before RoPE; None if keys are
+        scored as stored.
+    value_up [n, heads * d, r]: projects values up; None if W_O takes them as stored.
+    output: W_O [D, W].
+    rope: of reconstructed keys; None if the model has no RoPE.
+    score_map [Hk, D + 1]: learned linear map from hidden states and a 1 to the log of an eviction
+        score.
+    sinks fp32 [Hq]: learned sink score per query head, if `has_sinks`.
+    output_maps: value_up with a mean to add to outputs, if W_O does not add it.
     """
 
     key_columns: Columns
@@ -170,15 +177,15 @@ class LayerMaps(LayerShape):
 
     @property
     def output_width(self) -> int:
-        """Numbers that W_O takes of a token."""
+        """Input width of W_O."""
         heads = self.geometry.num_query_heads
         if self.spec.values != "fused":
             return heads * self.geometry.head_width("v")
         return sum(self.value_columns.head_ranks(self.geometry.queries_per_kv))
 
     def score_keys(self, rows: Tensor, rope: Tables | None) -> Tensor:
-        """Keys of rows [B, S, R] in score space [B, Hk, S, d or r]. rope: cos, sin
-        [B or 1, 1 or Hk, S, w] of their positions, where `rope` is set."""
+        """Keys of rows [B, S, R] in the space of scores [B, Hk, S, d or r]. rope: cos, sin
+        [B or 1, 1 or Hk, S, w] of their positions, if `rope` is set."""
         z = self.key_columns.gather(rows)
         if self.key_up is None or self.key_mean is None:
             return self.key_columns.spread(z)
@@ -186,13 +193,13 @@ class LayerMaps(LayerShape):
         return k if rope is None else rotate(k, *rope)
 
     def mapped_values(self, rows: Tensor) -> Tensor:
-        """Values of rows [B, S, R] as the model made them [B, S, Hk, d]."""
+        """Full values of rows [B, S, R]: [B, S, Hk, d]."""
         assert self.value_up is not None, "these values are not rebuilt"
         return self._mapped(self.value_columns.gather(rows), self.value_up)
 
     def output_norms(self, rows: Tensor) -> Tensor:
-        """Norms fp32 [B, Hq, S] of what W_O makes of the values of rows [B, S, R], alone, by query
-        head. Of compressed values less their mean, which is in W_O's bias."""
+        """Norms fp32 [B, Hq, S] of W_O v for the values of rows [B, S, R], per query head.
+        Compressed values lack their mean, which is in W_O's bias."""
         g = self.geometry
         if self.value_up is None:
             v = self.value_columns.spread(self.value_columns.gather(rows))
@@ -200,20 +207,21 @@ class LayerMaps(LayerShape):
         else:
             v = self.mapped_values(rows).transpose(1, 2)
             widths = [g.head_width("v")] * g.num_query_heads
-        found = []
+        norms = []
         for head, w in enumerate(self.output.float().split(widths, 1)):
-            own = v[:, head // g.queries_per_kv, :, : w.shape[1]].float()
-            found.append(((own @ (w.mT @ w)) * own).sum(-1).clamp(min=0).sqrt())
-        return torch.stack(found, 1)
+            head_values = v[:, head // g.queries_per_kv, :, : w.shape[1]].float()
+            norms.append(((head_values @ (w.mT @ w)) * head_values).sum(-1).clamp(min=0).sqrt())
+        return torch.stack(norms, 1)
 
     def maps_values_first(self, queries: int, cached: int) -> bool:
-        """Map values before attention where that costs less than wider attention (long chunks)."""
+        """Whether projecting values up before attention is cheaper than attention over latents
+        (long chunks)."""
         if self.value_up is None:
             return False
         g, rank = self.geometry, self.value_up.shape[-1]
-        first = cached * self.value_up.numel()
+        projection = cached * self.value_up.numel()
         saved = queries * cached * g.num_query_heads * (rank - g.head_width("v"))
-        return saved > first
+        return saved > projection
 
     def attend(
         self,
@@ -223,8 +231,8 @@ class LayerMaps(LayerShape):
         mask: Tensor | None,
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of q [B, Hq, T, .] over rows [B, S, R] in PyTorch: what W_O takes [B, T, W],
-        and weights [B, Hq, T, S]. mask as in `ops.common.attention`."""
+        """Attention of q [B, Hq, T, .] over rows [B, S, R] in PyTorch. Returns the input of W_O
+        [B, T, W] and weights [B, Hq, T, S]. mask as in `ops.common.attention`."""
         k = self.score_keys(rows, rope)
         first = self.maps_values_first(q.shape[2], rows.shape[1])
         v = self.mapped_values(rows) if first else self.value_columns.gather(rows)
@@ -234,13 +242,17 @@ class LayerMaps(LayerShape):
         return self.joined(out, mapped=first), weights
 
     def beside_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """As of `ops.sinks`, of what a kernel gave: out [B, Hq, T, .] and lse fp32
-        [B, Hq, T]. As they are where the layer has no sinks."""
+        """Add the layer's sinks to the softmax of a kernel's result, out [B, Hq, T, .] and lse fp32
+        [B, Hq, T], as `ops.sinks` does. Unchanged for a layer without sinks."""
         return (out, lse) if self.sinks is None else beside_sinks(out, lse, self.sinks)
 
     def joined(self, out: Tensor, mapped: bool = False, into: Tensor | None = None) -> Tensor:
-        """Attention outputs [B, Hq, T, d or r] as what W_O takes [B, T, W]. mapped: values were
-        mapped before attention already; into [B, T, W]: what may be overwritten with it."""
+        """Convert attention outputs [B, Hq, T, d or r] to the input of W_O [B, T, W]: project
+        values up if necessary and concatenate heads.
+
+        mapped: values were projected up before attention.
+        into [B, T, W]: memory that the result may be written to.
+        """
         g = self.geometry
         if self.output_maps is not None:
             return outputs(self.output_maps, out, into, mapped=mapped)
@@ -254,17 +266,18 @@ class LayerMaps(LayerShape):
         return out.transpose(1, 2).flatten(-2)
 
     def _mapped(self, z: Tensor, stack: Tensor) -> Tensor:
-        """z [B, S, n, r] through [n, heads * d, r] -> [B, S, Hk, d]."""
+        """Project z [B, S, n, r] up with a stack [n, heads * d, r]: [B, S, Hk, d]."""
         full = torch.einsum("bsnr,ncr->bsnc", z, stack)
         return full.reshape(*z.shape[:2], self.geometry.num_kv_heads, -1)
 
 
 class AttentionContext(ABC):
-    """The past of a layer's new tokens: a transformers cache, or pages.
+    """Stores the new tokens of a step and attends to all earlier ones, in a transformers cache or
+    in pages.
 
-    Contexts that stand in place of a cache answer what models ask of one before they make positions
-    and masks, which come from elsewhere here. weights: of the last `attend`, where they were asked
-    for.
+    Contexts are passed to models as their cache. They answer the calls that models make before they
+    build positions and masks, which kvfold computes elsewhere. weights: attention weights of the
+    last `attend`, if they were requested.
     """
 
     is_compileable = False
@@ -274,10 +287,10 @@ class AttentionContext(ABC):
         return 0
 
     def enter(self, layer: LayerMaps, x: Tensor) -> None:  # noqa: B027 (few look)
-        """The hidden states x [B, T, D] that a layer's attention takes, before it attends; for
-        contexts that look at them."""
+        """Called before a layer attends, with the hidden states x [B, T, D] that enter its
+        attention."""
 
     @abstractmethod
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
-        """Store rows [B, T, R] of new tokens, and attend with q [B, Hq, T, .] in score space to all
-        that they see: what W_O takes [B, T, W]."""
+        """Store rows [B, T, R] of new tokens, and attend with q [B, Hq, T, .] in the space of
+        scores to all visible tokens. Returns the input of W_O [B, T, W]."""

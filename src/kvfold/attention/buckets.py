@@ -1,7 +1,6 @@
-"""Sequences of like length attend together: what pads them to the longest then reads few rows in
-vain.
+"""Split a batch into buckets of sequences of similar length, to limit padding.
 
-Shapes: B sequences of a part.
+Shapes: B sequences of one attention call (a part of the step).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,18 +13,18 @@ from torch import Tensor
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.ops.common.launch import upload
 
-WORTH = 512  # rows that take as long to read as another bucket takes to start
+WORTH = 512  # cost of one more bucket, in rows read
 
 
 def cut(lengths: Sequence[int]) -> list[list[int]]:
-    """Buckets of indices, longest first, none empty: padded to their longest, all together have at
-    most twice the rows there are, and `WORTH` more."""
+    """Indices of sequences by bucket, longest first, no bucket empty. With padding the buckets have
+    at most twice the rows of the sequences, plus `WORTH`."""
     buckets: list[list[int]] = []
     rest = sum(lengths)
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    for place, i in enumerate(order):
+    for num_placed, i in enumerate(order):
         longest = lengths[buckets[-1][0]] if buckets else 0
-        padding = longest * (len(order) - place) - rest
+        padding = longest * (len(order) - num_placed) - rest
         if not buckets or (longest > 2 * lengths[i] and padding > WORTH):
             buckets.append([])
         buckets[-1].append(i)
@@ -39,18 +38,18 @@ def by_length(
     layer: int,
     q: Tensor,
 ) -> Tensor:
-    """attend(part, q) of a layer, a bucket at a time: q [B, ...] -> [B, ...]."""
+    """Run attend(part, q) for a layer bucket by bucket: q [B, ...] -> [B, ...]."""
     buckets = cut(part.lengths[layer].tolist())
     if len(buckets) == 1:
         return attend(part, q)
-    where = [upload(np.array(bucket), q.device) for bucket in buckets]
-    each = zip(buckets, where, strict=True)
-    found = torch.cat([attend(_take(part, bucket, index), q[index]) for bucket, index in each])
-    return torch.empty_like(found).index_copy_(0, torch.cat(where), found)
+    indices = [upload(np.array(bucket), q.device) for bucket in buckets]
+    pairs = zip(buckets, indices, strict=True)
+    outputs = torch.cat([attend(_take(part, bucket, index), q[index]) for bucket, index in pairs])
+    return torch.empty_like(outputs).index_copy_(0, torch.cat(indices), outputs)
 
 
 def _take(part: AttentionMetadata, bucket: list[int], index: Tensor) -> AttentionMetadata:
-    """Some sequences of a part, which lie anywhere in it. index: the bucket's, on the device."""
+    """A subset of a part's sequences. bucket: their numbers; index: the same on the device."""
     prompts = part.prompt_lengths
     return replace(
         part,

@@ -1,7 +1,7 @@
-"""Decoding on CPUs: attention over the pool's pages as they are, observed or not.
+"""Decode attention on CPUs in PyTorch, directly on the pool's pages.
 
-Shapes: B sequences, Hq query heads, Hk KV heads, G = Hq / Hk; n pages, P rows a page; W numbers
-that W_O takes.
+Shapes: B sequences, Hq query heads, Hk KV heads, G = Hq / Hk; n pages, P rows a page; W input width
+of W_O.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,12 @@ from kvfold.spec.layout import Group
 
 
 class CpuPaged(AttentionBackend):
-    """Heads with numbers of their own, in score space, with scales by row, and no window. Pages are
-    listed for all of its layers at once, when the first asks: they have the step's rows by then,
-    and do not change in it. A step has one decoding part."""
+    """Decode attention on a CPU for heads that share no latents, with keys in the space of scores,
+    scales per row, and full attention.
+
+    The pages of all its layers are listed together by the first layer of a step: tables include the
+    step's rows by then, and do not change during it. A step has one decoding part.
+    """
 
     view: PoolView
 
@@ -34,7 +37,7 @@ class CpuPaged(AttentionBackend):
         assert isinstance(view, PoolView), "pages of all layers lie in one arena"
         super().__init__(view)
         self.layers = [layer.index for layer in layers]
-        self.lists: dict[int, list[cpu.PageList]] = {}  # of every layer, page class by page class
+        self.lists: dict[int, list[cpu.PageList]] = {}  # by layer; one list per page class
         sizes = {group.layout.page_units for group in view.pool.layout.groups}
         self.one_table = len(sizes) == 1  # all pages of the arena are rows of one table
 
@@ -71,13 +74,14 @@ class CpuPaged(AttentionBackend):
         return layer.joined(out.flatten(1, 2)[:, :, None].to(q.dtype))
 
     def _in_place(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
-        """q [B, Hk, G, d] -> fp32 [B, Hk, G, r], all sequences padded to the longest."""
+        """Attention over one table of all pages, sequences padded to the longest: q [B, Hk, G, d]
+        -> fp32 [B, Hk, G, r]."""
         pages = self.view.pages[layer.index]
         place = locate(pages, part.slots, pages.lengths[part.slots], part.size(layer.index))
         return attention_in_place(q, *place, self.view.pool.layout.page, layer.scale)
 
     def _page_by_page(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
-        """q [B, Hk, G, d] -> fp32 [B, Hk, G, r]."""
+        """Attention over the listed pages: q [B, Hk, G, d] -> fp32 [B, Hk, G, r]."""
         if not self.lists:
             pool, slots = self.view.pool, part.slots
             places = [pool.layout.layer_groups[i] for i in self.layers]
@@ -87,8 +91,8 @@ class CpuPaged(AttentionBackend):
         out = torch.zeros(*q.shape[:3], layer.value_columns.widest)  # fp32
         for pages in self.lists[layer.index]:
             data = pages.read(self.view.pool.arena)
-            found, weights = cpu.attend_pages(q, data, pages, layer.scale)
-            out[:, pages.kind.numbers, :, : found.shape[-1]] = found
+            page_out, weights = cpu.attend_pages(q, data, pages, layer.scale)
+            out[:, pages.kind.numbers, :, : page_out.shape[-1]] = page_out
             if part.prompt_lengths is not None:
                 self._observe(part, weights, data, pages)
         return out
@@ -96,7 +100,7 @@ class CpuPaged(AttentionBackend):
     def _observe(
         self, part: AttentionMetadata, weights: Tensor, data: Tensor, pages: cpu.PageList
     ) -> None:
-        """Add weights [n, G, P] to the metrics, as if a page were a sequence of one KV head."""
+        """Add weights [n, G, P] to the metrics; each page counts as a sequence with one KV head."""
         policy = self.view.observing
         assert policy is not None and part.prompt_lengths is not None
         sequence = pages.item % len(part.slots)

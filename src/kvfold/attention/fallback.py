@@ -1,7 +1,7 @@
-"""Attention over gathered rows in plain PyTorch, under a mask: whatever no kernel serves.
+"""Attention in plain PyTorch over gathered rows with a mask, for everything that no kernel serves.
 
-Shapes: B sequences of a part, T queries of each, S stored rows (of the longest group), R numbers of
-a row, Hk KV heads, W numbers that W_O takes.
+Shapes: B sequences of one attention call (a part of the step), T queries per sequence, S stored
+rows (of the longest group), R numbers of a row, Hk KV heads, W input width of W_O.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ from kvfold.spec.layout import Group
 
 
 class Fallback(AttentionBackend):
-    """Any layer and any queries, with explicit weights where these are observed."""
+    """Serves any layer and any queries. Computes attention weights explicitly if they are
+    observed."""
 
     weighs: ClassVar[bool] = True
 
@@ -35,7 +36,7 @@ class Fallback(AttentionBackend):
         return by_length(partial(self._attend, layer), part, layer.index, q)
 
     def _attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
-        """All sequences padded to the longest."""
+        """Attention with all sequences padded to the longest."""
         pages = self.view.pages[layer.index]
         stored = gather_rows(self.view, layer, part.slots, part.size(layer.index))
         rope = rope_of(layer, stored, pages.groups, part.stop)
@@ -45,14 +46,14 @@ class Fallback(AttentionBackend):
         mask = stored.valid[:, member, None] & (positions[:, :, None] <= queries)
         if layer.window is not None:
             mask &= positions[:, :, None] > queries - layer.window
-        if mask.shape[1] > 1:  # a KV head; now a query head
+        if mask.shape[1] > 1:  # one mask per KV head; repeat it for each query head
             mask = mask.repeat_interleave(layer.geometry.queries_per_kv, dim=1)
         policy, lengths = self.view.observing, part.prompt_lengths
         out, weights = layer.attend(q, stored.rows, rope, mask, lengths is not None)
         if policy is not None and lengths is not None and weights is not None:
             heads = [group.heads for group in pages.groups]
-            each = positions.expand(-1, layer.geometry.num_kv_heads, -1)
+            head_positions = positions.expand(-1, layer.geometry.num_kv_heads, -1)
             policy = policy.of_layer(layer.index)
-            mass = attention_mass(weights, each, part.positions, lengths, policy, heads)
+            mass = attention_mass(weights, head_positions, part.positions, lengths, policy, heads)
             add_metrics(pages, part.slots, mass, stored.valid)
         return out

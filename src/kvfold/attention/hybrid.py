@@ -1,9 +1,9 @@
-"""Attention over rows of two widths (ZDC §5.2): of important tokens, and of unimportant ones, whose
-numbers are the first of theirs.
+"""Attention over entries of two ranks (ZDC §5.2): full-rank rows of important tokens, and low-rank
+(`narrow`) rows of unimportant ones, which keep the first numbers of each latent.
 
-Narrow rows are scored by the first numbers of the same queries, and both outputs are merged by
-their log-sum-exps. Shapes: B sequences of a part, T queries of each; Hq query heads, r / s widest
-key / value rank, G groups of a layer, W numbers that W_O takes.
+Low-rank rows are scored with the first numbers of the same queries, and both outputs are merged by
+their log-sum-exps. Shapes: B sequences of one attention call (a part of the step), T queries per
+sequence; Hq query heads, r / s widest key / value rank, G groups of a layer, W input width of W_O.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,19 +27,19 @@ from kvfold.ops.store import gather, set_metrics
 from kvfold.spec import LayerSpec
 from kvfold.spec.layout import Group
 
-Weighed = tuple[Tensor, Tensor]  # out [B, Hq, T, s], log2-sum-exp2 fp32 [B, Hq, T]
+Weighed = tuple[Tensor, Tensor]  # attention output [B, Hq, T, s], log2-sum-exp2 fp32 [B, Hq, T]
 
 
 class HybridAttention(AttentionBackend):
-    """Any layer whose rows have two widths, by `ops.decode` and `ops.prefill`, whatever serves
-    them. Metrics of wide rows say how important their tokens are. A step has one decoding part."""
+    """Serves any layer with two ranks, by whatever serves `ops.decode` and `ops.prefill`. The
+    metrics of full-rank rows are the importance of their tokens. A step has one decoding part."""
 
     def __init__(
         self, view: CacheView, wide: Sequence[LayerBatch], narrow: Sequence[LayerBatch]
     ) -> None:
         assert isinstance(view, PoolView) and view.narrow is not None, "rows have one width"
         super().__init__(view)
-        self.pool_view, self.less = view, view.narrow
+        self.pool_view, self.narrow_view = view, view.narrow
         self.batches = {True: wide, False: narrow}
         self.plans: dict[bool, dict[int, Any]] = {True: {}, False: {}}
 
@@ -60,19 +60,19 @@ class HybridAttention(AttentionBackend):
         """q [B, Hq, T, r] -> [B, T, W]."""
         assert part.narrow is not None
         out, lse = self._weigh(True, layer, part, q)
-        # A graph does not know whether there are narrow rows.
+        # A CUDA graph cannot know whether there are low-rank rows: it always attends to them.
         if not part.narrow.lengths.size or part.narrow.size(layer.index):
-            found = self._weigh(False, layer, part.narrow, self._first(layer, q))
-            out, lse = merged((out, lse), found)
+            narrow_out = self._weigh(False, layer, part.narrow, self._first(layer, q))
+            out, lse = merged((out, lse), narrow_out)
         out, lse = layer.beside_sinks(out, lse)
         self._rank(layer, part, q, lse)
         return layer.joined(out)
 
     def _weigh(self, wide: bool, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Weighed:
-        """Attention to rows of one width."""
+        """Attention to the full-rank (`wide`) or the low-rank rows."""
         if not part.decode:
             return self._prefill(wide, layer, part, q)
-        view = self.pool_view if wide else self.less
+        view = self.pool_view if wide else self.narrow_view
         if not self.plans[wide]:
             for x in self.batches[wide]:
                 counts, queries = x.lengths(view, part), layer.geometry.queries_per_kv
@@ -83,55 +83,57 @@ class HybridAttention(AttentionBackend):
         return out[:, :, None], lse[..., None]
 
     def _prefill(self, wide: bool, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Weighed:
-        view = self.pool_view if wide else self.less
+        """Attention of a prefill chunk to the full-rank (`wide`) or the low-rank rows."""
+        view = self.pool_view if wide else self.narrow_view
         pages, spec = view.pages[layer.index], view.layout.spec.layers[layer.index]
         counts = pages.lengths[part.slots]
         stored = gather(pages, part.slots, counts, view.dtype, part.size(layer.index))
-        seen = Seen(
+        visible = Seen(
             counts=counts,
             owner=owner_of(pages.groups),
             positions=stored.positions if pages.groups[0].layout.tracked else None,
             queries=part.positions,
         )
-        keys, values = (KVView(stored.rows, *where) for where in _places(spec))
-        return prefill(q, keys, values, seen, layer.scale)
+        keys, values = (KVView(stored.rows, *columns) for columns in _places(spec))
+        return prefill(q, keys, values, visible, layer.scale)
 
     def _first(self, layer: LayerMaps, q: Tensor) -> Tensor:
-        """What of queries meets narrow keys: zeros beyond every head's own rank."""
-        ranks = _ranks(self.less.layout.spec.layers[layer.index], q.device)
+        """Queries for low-rank keys: their first numbers, with zeros beyond each head's low
+        rank."""
+        ranks = _ranks(self.narrow_view.layout.spec.layers[layer.index], q.device)
         q = q[..., : int(ranks.shape[1])]
-        each = ranks.repeat_interleave(layer.geometry.queries_per_kv, 0)
-        return q.where(each[:, None], 0.0)
+        query_ranks = ranks.repeat_interleave(layer.geometry.queries_per_kv, 0)
+        return q.where(query_ranks[:, None], 0.0)
 
     def _rank(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, lse: Tensor) -> None:
-        """Write how important these queries' tokens are, or add to how important others' are, in
-        layers by which tokens are ranked. lse [B, Hq, T]."""
+        """Update the importance of tokens, in layers by which tokens are ranked: write that of the
+        querying tokens, or add to that of the tokens they attend to. lse [B, Hq, T]."""
         hybrid = self.view.layout.spec.hybrid
         assert hybrid is not None
         if hybrid.leaders[layer.index] != layer.index:
             return
         pages, positions = self.view.pages[layer.index], part.positions
         if hybrid.by == "attention":
-            again = F.pad(positions.diff(dim=1) == 0, (0, 1))  # filled up to the longest chunk
-            positions = positions.masked_fill(again, -1)
+            is_padding = F.pad(positions.diff(dim=1) == 0, (0, 1))  # padding to the longest chunk
+            positions = positions.masked_fill(is_padding, -1)
             observe.observe(q, lse, positions, pages, part.slots, layer.scale, power=1, exclude=0)
             return
         worth = denominators(lse)
-        behind = positions[:, -1:] - positions  # the last query's row is the last
-        index = pages.lengths[part.slots][:, None].long() - 1 - behind[..., None]
+        distance = positions[:, -1:] - positions  # the last query's row is the last
+        index = pages.lengths[part.slots][:, None].long() - 1 - distance[..., None]
         slots = part.slots[:, None].expand_as(positions).flatten()
-        each = worth.flatten()[:, None].expand(-1, len(pages.groups))
-        set_metrics(pages, slots, index.flatten(0, 1), each)
+        values = worth.flatten()[:, None].expand(-1, len(pages.groups))
+        set_metrics(pages, slots, index.flatten(0, 1), values)
 
 
 class HybridKernels(HybridAttention):
-    """The same by kernels, for both widths."""
+    """HybridAttention by kernels, for both ranks."""
 
     captures: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
-        """groups: of both widths."""
+        """As in AttentionBackend. groups: of both ranks."""
         if task.decode:
             kind, ranked = task.device_type, [x for x in groups if x.layout.tracked]
             return decode.why_not(groups, kind) or observe.why_not(ranked, kind)
@@ -140,32 +142,32 @@ class HybridKernels(HybridAttention):
 
 
 def denominators(lse: Tensor) -> Tensor:
-    """log2 of a token's softmax denominators, summed over heads: lse [B, Hq, T] -> [B, T]
-    (ZDC §5.2)."""
+    """log2 of the softmax denominators of tokens, summed over heads: lse [B, Hq, T] -> [B, T] (ZDC
+    §5.2)."""
     return (lse / LOG2_E).logsumexp(1) * LOG2_E
 
 
 def merged(a: Weighed, b: Weighed) -> Weighed:
-    """Attention to the rows of both: outputs, the second's of at most as many numbers, weighed by
-    their shares of the sum."""
-    (out, lse), (less, other) = a, b
-    total = torch.logaddexp2(lse, other)
-    less = F.pad(less, (0, out.shape[-1] - less.shape[-1]))
-    shares = ((x - total).exp2()[..., None] for x in (lse, other))
-    found = sum(x.float() * share for x, share in zip((out, less), shares, strict=True))
-    assert isinstance(found, Tensor)
-    return found.to(out.dtype), total
+    """Combine attention over two sets of rows by their log-sum-exps. The second output may have
+    fewer numbers."""
+    (out, lse), (narrow_out, narrow_lse) = a, b
+    total = torch.logaddexp2(lse, narrow_lse)
+    narrow_out = F.pad(narrow_out, (0, out.shape[-1] - narrow_out.shape[-1]))
+    shares = ((x - total).exp2()[..., None] for x in (lse, narrow_lse))
+    combined = sum(x.float() * share for x, share in zip((out, narrow_out), shares, strict=True))
+    assert isinstance(combined, Tensor)
+    return combined.to(out.dtype), total
 
 
 @lru_cache(maxsize=4096)
 def _places(spec: LayerSpec) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """First column and rank of every KV head's keys and values in a layer's row."""
+    """First column and rank of each KV head's keys, and of its values, in a layer's row."""
     return [Columns(spec, x).places for x in (spec.key_latents, spec.value_latents)]
 
 
 @lru_cache(maxsize=4096)
 def _ranks(spec: LayerSpec, device: torch.device) -> Tensor:
-    """Whether a number of a query is within its head's key rank: bool [Hk, widest]."""
+    """Which numbers of a query are within its KV head's key rank: bool [Hk, widest]."""
     _, ranks = _places(spec)[0]
     number = torch.arange(max(ranks), device=device)
     return number < torch.tensor(ranks, device=device)[:, None]

@@ -1,7 +1,7 @@
-"""Attention of a prompt's tokens to each other within short chunks, for policies that look at it.
+"""Attention of prompt tokens to each other within short chunks, for policies that need it.
 
-Shapes: a part's B sequences, T tokens of each; N tokens of a step, R numbers of a row, G groups of
-a layer, S row slots.
+Shapes: B sequences of one attention call (a part of the step), T tokens per sequence; N tokens of a
+step, R numbers of a row, G groups of a layer, S row slots.
 """
 
 import torch
@@ -16,7 +16,7 @@ from kvfold.ops.store import add_metrics
 
 
 class LocalAttention:
-    """Adds to the metrics of a prompt's rows as they are stored."""
+    """Computes local attention as prompts are stored, and adds it to the metrics of their rows."""
 
     def __init__(self, view: CacheView, policy: LocalPolicy) -> None:
         self.view, self.policy = view, policy
@@ -24,15 +24,17 @@ class LocalAttention:
     def add(
         self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, rows: Tensor, index: Tensor
     ) -> None:
-        """Of a part that is prefilled. The step's q [1, Hq, N, .] and rows [1, N, R]; index int64
-        [N, G]: where these lie in the layer's groups."""
+        """Add the local attention of a prefill part. q [1, Hq, N, .] and rows [1, N, R] are the
+        step's; index int64 [N, G]: the indices of these rows in the layer's groups."""
         pages = self.view.pages[layer.index]
-        rope, own = None, part.of(rows[:, None])[:, 0]
+        rope, part_rows = None, part.of(rows[:, None])[:, 0]
         if layer.rope is not None:
-            rope = layer.rope.tables(own, part.positions[:, None].long(), part.stop)
-        found = local_attention(part.of(q), layer.score_keys(own, rope), self.policy.chunk)
-        found = by_group(found, [group.heads for group in pages.groups]).clamp(min=LEAST)
-        at = part.of(index[None, None])[:, 0].mT  # [B, G, T]
-        values = found.new_zeros(*at.shape[:2], part.size(layer.index)).scatter_(2, at, found)
-        there = torch.zeros_like(values, dtype=torch.bool).scatter_(2, at, True)
-        add_metrics(pages, part.slots, values, there)
+            rope = layer.rope.tables(part_rows, part.positions[:, None].long(), part.stop)
+        scores = local_attention(part.of(q), layer.score_keys(part_rows, rope), self.policy.chunk)
+        scores = by_group(scores, [group.heads for group in pages.groups]).clamp(min=LEAST)
+        indices = part.of(index[None, None])[:, 0].mT  # [B, G, T]
+        values = scores.new_zeros(*indices.shape[:2], part.size(layer.index)).scatter_(
+            2, indices, scores
+        )
+        is_scored = torch.zeros_like(values, dtype=torch.bool).scatter_(2, indices, True)
+        add_metrics(pages, part.slots, values, is_scored)

@@ -1,7 +1,7 @@
-"""A step's tokens as attention sees them: what attends together, and the pages it reads.
+"""Attention metadata of a step: which tokens attend in one call, and the pages that they read.
 
-A step packs N tokens of several sequences into one row, decoding ones first. Shapes: B sequences of
-a part, T queries of each.
+A step packs N tokens of several sequences into one row, decoding sequences first. A *part* is the
+set of tokens of one attention call. Shapes: B sequences of a part, T queries per sequence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,12 @@ from kvfold.spec.layout import CacheLayout
 
 
 class CacheView(Protocol):
-    """A cache as backends read it. dtype: of queries and rows; max_tokens: of a sequence;
-    observing: the policy that looks at attention, or None."""
+    """A cache as attention backends read it.
+
+    dtype: of queries and rows.
+    max_tokens: of a sequence.
+    observing: the policy that needs attention, or None.
+    """
 
     @property
     def layout(self) -> CacheLayout: ...
@@ -39,18 +43,19 @@ class CacheView(Protocol):
     def observing(self) -> AttentionPolicy | None: ...
     @property
     def pages(self) -> Mapping[int, LayerPages]:
-        """By layer."""
+        """Pages by layer."""
         ...
 
     def lengths(self, slots: Tensor, groups: Tensor) -> Tensor:
-        """Rows int32 [B, n] of sequences slots int64 [B], of the groups int64 [n] of the model."""
+        """Rows int32 [B, n] of sequences slots int64 [B] in the groups int64 [n], which are counted
+        over the whole model."""
         ...
 
 
 @dataclass(frozen=True)
 class PoolView:
-    """A pool as steps read and write it. policy: of what is observed and evicted, or None; dtype:
-    of queries and rows."""
+    """A page pool as steps read and write it. policy: the eviction policy, or None; dtype: of
+    queries and rows."""
 
     pool: Pool
     policy: Policy | None
@@ -70,27 +75,28 @@ class PoolView:
 
     @cached_property
     def pages(self) -> Mapping[int, LayerPages]:
-        """Of every layer: views, in which what the pool changes is seen."""
+        """Pages by layer: views, which follow later changes of the pool."""
         return dict(enumerate(map(self.pool.pages, self.pool.layout.layer_groups)))
 
     def lengths(self, slots: Tensor, groups: Tensor) -> Tensor:
-        """As of `CacheView`."""
+        """As in `CacheView`."""
         return self.pool.lengths[slots[:, None], groups]
 
     @cached_property
     def narrow(self) -> "PoolView | None":
-        """Rows of unimportant tokens, where these are narrower."""
+        """View of the low-rank rows of unimportant tokens; None if all tokens store the same."""
         pool = self.pool.narrow
         return None if pool is None else PoolView(pool, None, self.dtype)
 
     @cached_property
     def spans(self) -> Sequence[slice]:
-        """The groups that `ops.store` reads or moves at once, of a layer or of all."""
+        """The groups that `ops.store` reads or moves in one call: those of a layer, or of all
+        layers."""
         return store.spans(self.pool.layout, self.pool.device.type)
 
     @property
     def observing(self) -> AttentionPolicy | None:
-        """The policy, if it looks at attention."""
+        """The policy if it needs attention, else None."""
         return observing(self.policy)
 
     @property
@@ -100,15 +106,19 @@ class PoolView:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """Tokens begin..begin + B * T of the packed row, or `tokens` int64 [B, T] of it, where a token
-    may come more than once at the beginning of a sequence: T queries each of the sequences `slots`
-    [B].
+    """The tokens of one attention call: T queries of each of the sequences `slots` [B].
 
-    positions int [B, T]; lengths [layers, B]: rows of every sequence's longest group, on the host
-    (nothing in a graph); rows: at least as many as any layer holds for these sequences, in all of
-    its groups; stop: an upper bound of positions; prompt_lengths [B] where the attention of these
-    queries is observed, else None; decode: T is 1, and no row of these sequences comes after their
-    queries; narrow: the same queries before narrow rows, where there are some.
+    They are tokens begin .. begin + B * T of the packed row, or the tokens `tokens` int64 [B, T] of
+    it; there, the first token of a sequence may be repeated as padding.
+
+    positions: int [B, T].
+    lengths: [layers, B], rows of each sequence's longest group, on the host (empty in a CUDA
+        graph).
+    rows: upper bound of the rows that these sequences have in all groups of a layer.
+    stop: upper bound of positions.
+    prompt_lengths: [B] if the attention of these queries is observed, else None.
+    decode: T is 1, and a query sees all rows of its sequence.
+    narrow: metadata of the same queries for the low-rank rows, if there are any.
     """
 
     begin: int
@@ -135,16 +145,16 @@ class AttentionMetadata:
         decode: bool = False,
         tokens: Tensor | None = None,
     ) -> "AttentionMetadata":
-        """Of sequences `slots`, whose lengths the host knows. positions [B * T]; prompt_lengths:
-        where their queries are observed."""
+        """Metadata for sequences `slots`, from the lengths on the host. positions [B * T];
+        prompt_lengths: if their queries are observed."""
         rows, device = view.pool.host_lengths[slots], view.pool.device
-        less = None
+        narrow = None
         if view.narrow is not None:
-            where: dict[str, Any] = {"begin": begin, "stop": stop, "decode": decode}
-            less = cls.of_step(
-                view.narrow, slots, positions, prompt_lengths=None, tokens=tokens, **where
+            settings: dict[str, Any] = {"begin": begin, "stop": stop, "decode": decode}
+            narrow = cls.of_step(
+                view.narrow, slots, positions, prompt_lengths=None, tokens=tokens, **settings
             )
-        firsts = [where.start for where in view.pool.layout.layer_groups]
+        firsts = [groups.start for groups in view.pool.layout.layer_groups]
         lengths = None if prompt_lengths is None else upload(np.array(prompt_lengths), device)
         return cls(
             begin=begin,
@@ -156,12 +166,12 @@ class AttentionMetadata:
             prompt_lengths=lengths,
             decode=decode,
             tokens=tokens,
-            narrow=less,
+            narrow=narrow,
         )
 
     @classmethod
     def of_decodes(cls, view: PoolView, slots: Tensor, positions: Tensor) -> "AttentionMetadata":
-        """One token of every sequence, with nothing from the host: slots, positions int64 [B]."""
+        """Metadata for one token per sequence without any host data: slots, positions int64 [B]."""
         return cls(
             begin=0,
             slots=slots,
@@ -169,7 +179,7 @@ class AttentionMetadata:
             lengths=np.empty((0, 0), dtype=np.int64),
             rows=_most_rows(view, len(slots)),
             stop=0,
-            # Generated tokens are observed wherever the prompt ended.
+            # A prompt length of 0: generated tokens are observed, whatever the prompt's length.
             prompt_lengths=torch.zeros_like(slots) if view.observes_decodes else None,
             decode=True,
             narrow=None if view.narrow is None else cls.of_decodes(view.narrow, slots, positions),
@@ -177,7 +187,7 @@ class AttentionMetadata:
 
     @property
     def packed(self) -> Tensor:
-        """Where its B * T queries are in the packed row, int64."""
+        """Indices of the B * T queries in the packed row, int64."""
         if self.tokens is not None:
             return self.tokens.flatten()
         stop = self.begin + self.positions.numel()
@@ -193,7 +203,7 @@ class AttentionMetadata:
         return self._sizes[layer]
 
     def of(self, packed: Tensor) -> Tensor:
-        """This part of packed [1, H, N, n] as [B, H, T, n]."""
+        """Slice this part out of packed [1, H, N, n]: [B, H, T, n]."""
         if self.tokens is not None:
             return packed[0][:, self.tokens].transpose(0, 1)
         rows = packed[0].narrow(1, self.begin, self.positions.numel())
@@ -202,12 +212,12 @@ class AttentionMetadata:
 
 
 def _most_rows(view: PoolView, batch: int) -> int:
-    """Rows that `batch` sequences may have in a layer: all memory may be one group's where rows are
-    dropped, else every group has as many."""
+    """Upper bound of the rows of `batch` sequences in a layer. With eviction all memory may belong
+    to one group, otherwise all groups have equally many rows."""
     pool, layout = view.pool, view.pool.layout
-    most = max(len(pages.groups) for pages in view.pages.values())
+    num_groups = max(len(pages.groups) for pages in view.pages.values())
     if layout.tracked or isinstance(pool, NarrowPool):
-        held = pool.num_bytes // min(group.layout.page_bytes for group in layout.groups)
+        num_pages = pool.num_bytes // min(group.layout.page_bytes for group in layout.groups)
     else:
-        held = pool.num_bytes // layout.page_bytes * most
-    return min(held * layout.page, batch * pool.max_tokens * most)
+        num_pages = pool.num_bytes // layout.page_bytes * num_groups
+    return min(num_pages * layout.page, batch * pool.max_tokens * num_groups)

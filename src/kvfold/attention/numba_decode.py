@@ -1,4 +1,5 @@
-"""Decoding on CPUs with Numba: rows in score space, by `ops.decode.numba`'s kernels."""
+"""Decode attention on CPUs by the Numba kernels of `ops.decode.numba`, for keys in the space of
+scores."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,9 +20,10 @@ from kvfold.spec.layout import Group
 
 
 class NumbaDecode(AttentionBackend):
-    """Rows in score space, of one KV head or of several together, observed or not.
+    """Serves keys in the space of scores, for latents of one KV head or of several, observed or
+    not.
 
-    plans: of every layer that it serves. A step has one decoding part.
+    plans: by layer. A step has one decoding part.
     """
 
     observes: ClassVar[bool] = True
@@ -59,10 +61,10 @@ class NumbaDecode(AttentionBackend):
         policy, watch = self.view.observing, None
         if part.prompt_lengths is not None:
             assert policy is not None
-            seen = observed(part.positions, part.prompt_lengths, policy)[:, 0]
-            last = torch.where(seen, part.positions[:, 0] - policy.exclude, -1)
+            is_observed = observed(part.positions, part.prompt_lengths, policy)[:, 0]
+            last = torch.where(is_observed, part.positions[:, 0] - policy.exclude, -1)
             watch = numba.Watch(policy.power, last)
         pages, plan = self.view.pages[layer.index], self.plans[layer.index]
-        place, limits = (pages, part.slots, layer.scale, plan, watch), limits_of(layer, part)
-        out = numba.decode(q[:, :, 0].detach(), *place, layer.sinks, limits)
+        inputs, limits = (pages, part.slots, layer.scale, plan, watch), limits_of(layer, part)
+        out = numba.decode(q[:, :, 0].detach(), *inputs, layer.sinks, limits)
         return layer.joined(out[:, :, None].to(q.dtype), into=into)

@@ -1,6 +1,6 @@
-"""One step's attention over the pool: what a model is given in place of a cache.
+"""Attention of one step over the page pool: the object that a model gets in place of its cache.
 
-A step packs N tokens of several sequences into one row, decoding ones first.
+A step packs N tokens of several sequences into one row, decoding sequences first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +28,12 @@ Watch = Callable[[LayerMaps, Tensor], None]
 class PagedAttention:
     """Attention of a model's layers over a pool: what all steps share. dtype: of queries and rows.
 
-    observer: keeps decoding queries until their attention is added to metrics; recent: keeps the
-    last queries for the policy; local: adds to metrics as prompts come; learned: writes them as
-    rows are stored; None where nothing is kept.
+    observer: buffers decode queries until their attention is added to metrics.
+    recent: buffers the last queries for the policy.
+    local: adds local attention to metrics as prompts are stored.
+    learned: writes predicted scores as metrics.
+
+    Each is None if the policy does not need it.
     """
 
     def __init__(
@@ -39,12 +42,14 @@ class PagedAttention:
         self.layers, self.view = layers, PoolView(pool, policy, dtype)
         self.selected = chosen = Selected.of(layers, self.view)
         self.observer, self.recent = None, None
-        watching = self.view.observing if self.view.observes_decodes else None
-        on, groups = pool.device.type, pool.layout.of_layer
-        each = zip(layers, chosen.decode, strict=True)
-        kept = {x.index: x for x, own in each if own.keeps(groups(x.index), on)}
-        if watching is not None and kept:
-            self.observer = Observer(self.view, watching, kept)
+        observing = self.view.observing if self.view.observes_decodes else None
+        device_type, groups = pool.device.type, pool.layout.of_layer
+        pairs = zip(layers, chosen.decode, strict=True)
+        observed = {
+            x.index: x for x, backend in pairs if backend.keeps(groups(x.index), device_type)
+        }
+        if observing is not None and observed:
+            self.observer = Observer(self.view, observing, observed)
         if policy is not None and "queries" in policy.needs:
             assert policy.window is not None
             self.recent = RecentQueries(policy.window, self.view, dict(enumerate(layers)))
@@ -57,22 +62,24 @@ class PagedAttention:
             self.makers[backend] = backend.prepare(self.view, decoded, self.observer)
 
     def rows(self, slots: Tensor, size: int, computed: list[int]) -> PoolRows:
-        """As of `PoolRows`."""
+        """The stored rows of sequences for eviction policies, as in `PoolRows`."""
         return PoolRows(self.view, self.layers, self.recent, slots, size, computed)
 
     @property
     def captures(self) -> bool:
-        """Whether a decode step needs nothing from the host, so that a graph can hold it."""
+        """Whether a decode step needs no host data, so that a CUDA graph can capture it."""
         on_cuda = self.view.pool.device.type == "cuda"
         return on_cuda and all(backend.captures for backend in self.selected.decode)
 
 
 class PagedContext(AttentionContext):
-    """All layers' attention in one step.
+    """Attention of all layers in one step.
 
-    slots, index [N]: each token's sequence, and its row counted from the end of the groups' rows
-    (negative); positions int32 [N]; fill: which tails the tokens fill, where there are any; watch:
-    told of every layer and the hidden states [1, N, D] that its attention takes.
+    slots, index [N]: sequence of each token, and its row as a negative index from the end of the
+        groups' rows.
+    positions: int32 [N].
+    fill: which residual blocks the tokens fill, if there are any.
+    watch: called for each layer with the hidden states [1, N, D] that enter its attention.
     """
 
     def __init__(
@@ -90,7 +97,7 @@ class PagedContext(AttentionContext):
         self.index = self.view.pool.lengths[slots] + index[:, None]  # int64 [N, all groups]
         self.recent, self.local = attention.recent, attention.local
         self.learned, self.worth = attention.learned, torch.empty(0)
-        self.kept = self.recent.begin(parts) if self.recent is not None else ()
+        self.recent_rows = self.recent.begin(parts) if self.recent is not None else ()
         self.order = _order(parts, len(positions))
         self.chosen = [attention.selected.of_part(part) for part in parts]
         self.backends: Mapping[type[AttentionBackend], AttentionBackend] = {
@@ -104,14 +111,14 @@ class PagedContext(AttentionContext):
             self.watch(layer, x)
 
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
-        """q [1, Hq, N, .] and rows [1, N, R] of the step's tokens: [1, N, W]."""
+        """Store rows [1, N, R] of the step's tokens and attend with q [1, Hq, N, .]: [1, N, W]."""
         index = self.index[:, self.view.pool.layout.layer_groups[layer.index]]
-        place = self.slots, index, self.positions, self.fill
-        store.append(self.view.pages[layer.index], rows[0], *place)
+        destination = self.slots, index, self.positions, self.fill
+        store.append(self.view.pages[layer.index], rows[0], *destination)
         if self.learned is not None:
             self.learned.write(layer, self.slots, index, self.worth)
         if self.recent is not None:
-            self.recent.keep(layer.index, self.kept, q)
+            self.recent.keep(layer.index, self.recent_rows, q)
         if self.local is not None:
             for part in self.parts:
                 if not part.decode:
@@ -126,11 +133,11 @@ class PagedContext(AttentionContext):
 
 
 def _order(parts: Sequence[AttentionMetadata], num_tokens: int) -> Tensor | None:
-    """Where each of N tokens is among what parts give, int64 [N]; None where all are in order. A
-    token that comes more than once gives the same every time."""
+    """Index of each of N tokens in the concatenated outputs of parts, int64 [N]; None if they are
+    in order. A repeated token has the same output each time."""
     begins = [part.begin for part in parts]
     if all(part.tokens is None for part in parts) and begins == sorted(begins):
         return None
     packed = torch.cat([part.packed for part in parts])
-    found = torch.empty(num_tokens, dtype=torch.int64, device=packed.device)
-    return found.index_copy_(0, packed, torch.arange(len(packed), device=packed.device))
+    order = torch.empty(num_tokens, dtype=torch.int64, device=packed.device)
+    return order.index_copy_(0, packed, torch.arange(len(packed), device=packed.device))

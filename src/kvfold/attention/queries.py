@@ -1,7 +1,7 @@
-"""The last queries of every sequence, kept in a ring by layer.
+"""Ring buffers of the last queries of each sequence, by layer.
 
-Shapes: B sequences, T queries of each, Hq query heads, S slots, W queries of a slot's ring; dk
-numbers of a query in the space of scores, the widest of a layer's heads.
+Shapes: B sequences, T queries per sequence, Hq query heads, S slots, W queries of a slot's ring; dk
+dimension of a query in the space of scores, the largest of a layer's heads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,9 @@ from kvfold.attention.metadata import AttentionMetadata, PoolView
 
 
 class QueryRing:
-    """The query at position p lies in row slot * W + p % W of its layer's buffer, which a step
-    finds without the host. layers: by number, those whose queries are kept."""
+    """Ring buffers of queries: the query at position p is in row slot * W + p % W of its layer's
+    buffer, which needs no host data to compute. layers: those whose queries are buffered, by
+    index."""
 
     def __init__(self, width: int, view: PoolView, layers: Mapping[int, LayerMaps]) -> None:
         self.width, self.layers, self.device = width, layers, view.pool.device
@@ -26,7 +27,7 @@ class QueryRing:
             self.queries[index] = torch.zeros(size, dtype=view.dtype, device=self.device)
 
     def _rows(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where queries of slots at positions lie; int64, of a shape that both broadcast to."""
+        """Buffer indices of queries of slots at positions: int64, the broadcast of both shapes."""
         return slots * self.width + positions % self.width
 
 
@@ -34,35 +35,35 @@ Recent = Sequence[tuple[AttentionMetadata, Tensor]]
 
 
 class RecentQueries(QueryRing):
-    """The last W queries that the model computed, for policies that look at queries."""
+    """The last W queries that the model computed, for policies that use queries."""
 
     def __init__(self, width: int, view: PoolView, layers: Mapping[int, LayerMaps]) -> None:
         super().__init__(width, view, layers)
         self.positions = torch.full((self.num_rows,), -1, device=self.device)
 
     def begin(self, parts: Sequence[AttentionMetadata]) -> Recent:
-        """Before a step: its parts, and the rows int64 [B * min(T, W)] of their last queries. Never
-        waits for the device."""
-        found = []
+        """Before a step: for each part, the buffer indices int64 [B * min(T, W)] of its last
+        queries. Never waits for the device."""
+        recent = []
         for part in parts:
             last = part.positions[:, -self.width :]
             rows = self._rows(part.slots[:, None], last).flatten()
             self.positions.index_copy_(0, rows, last.flatten())
-            found.append((part, rows))
-        return found
+            recent.append((part, rows))
+        return recent
 
     def keep(self, layer: int, recent: Recent, packed: Tensor) -> None:
-        """Keep the last of the step's queries, packed [1, Hq, N, dk]; later parts come later."""
+        """Buffer the last of the step's queries, packed [1, Hq, N, dk]."""
         for part, rows in recent:
             last = part.of(packed)[:, :, -self.width :].transpose(1, 2).flatten(0, 1)
             self.queries[layer].index_copy_(0, rows, last)
 
     def read(self, layer: int, slots: Tensor, computed: Tensor) -> tuple[Tensor, Tensor]:
-        """Of sequences slots int64 [B] with `computed` int64 [B] tokens: queries in order
-        [B, Hq, W, dk], and positions int64 [B, W]; 0 and -1 where there were fewer, or where the
-        sequence went back and others lie in their rows."""
-        wanted = computed[:, None] + torch.arange(-self.width, 0, device=self.device)
-        rows = self._rows(slots[:, None], wanted)
-        kept = (wanted >= 0) & (self.positions[rows] == wanted)
-        q = self.queries[layer][rows].where(kept[..., None, None], 0.0)
-        return q.transpose(1, 2), wanted.where(kept, -1)
+        """The last W queries of sequences slots int64 [B] with `computed` int64 [B] tokens: queries
+        in order [B, Hq, W, dk] and positions int64 [B, W]. Missing ones are 0 at position -1: there
+        were fewer, or the sequence was rolled back and other queries took their places."""
+        positions = computed[:, None] + torch.arange(-self.width, 0, device=self.device)
+        rows = self._rows(slots[:, None], positions)
+        is_present = (positions >= 0) & (self.positions[rows] == positions)
+        q = self.queries[layer][rows].where(is_present[..., None, None], 0.0)
+        return q.transpose(1, 2), positions.where(is_present, -1)

@@ -1,7 +1,8 @@
-"""Attention of tokens that are read again and not kept, and what it says of the rows in pages.
+"""Attention of a re-scoring pass: its tokens are not stored, and their attention gives scores to
+the stored rows.
 
-Shapes: one sequence; n replayed tokens, S rows in pages (of the longest group), T = S + n, G groups
-of a layer, R numbers of a row, Hk KV heads.
+Shapes: one sequence; n tokens of the pass, S rows in pages (of the longest group), T = S + n, G
+groups of a layer, R numbers of a row, Hk KV heads.
 """
 
 from collections.abc import Sequence
@@ -27,15 +28,19 @@ from kvfold.spec.layout import Group
 
 
 class ReplayContext(AttentionContext):
-    """Replayed tokens see a sequence's rows and each other, and are stored nowhere; rows of the
-    tokens `piece` get metrics.
+    """Attention context of a re-scoring pass. Its tokens see the stored rows of a sequence and each
+    other, and are not stored; the rows of the tokens `piece` (a segment of the context) get
+    metrics.
 
-    slot: of the sequence, which computed so many tokens; num_tokens: n; policy: whose first tokens
-    (`sinks`) every score's softmax covers. Without its `whole` they stand behind the piece, as if
-    nothing followed; gradients: of every layer, fp32 [1, n], where attention is weighed by them.
+    slot: of the sequence.
+    computed: tokens of the sequence that are stored.
+    num_tokens: n.
+    policy: its first tokens (`sinks`) are in the softmax of each score. If `whole` is False, the
+        tokens of the pass take the positions after the segment, as if nothing followed it.
+    gradients: fp32 [1, n] per layer, if attention is weighted by them.
     """
 
-    asks: Tensor | None = None  # fp32 [1, n], what tokens that ask multiply their attention with
+    query_factors: Tensor | None = None  # fp32 [1, n], factor of the attention of each query
 
     def __init__(
         self,
@@ -53,77 +58,83 @@ class ReplayContext(AttentionContext):
         self.stop = self.start + num_tokens
         self.positions = torch.arange(self.start, self.stop, device=view.pool.device)
         lengths = view.pool.host_lengths[slot]
-        # Rows leave their order where others go, never before: none is read that is not seen.
+        # Without eviction rows are in order, so only the first `start` rows need to be read.
         in_order = bool((lengths == computed).all())
         self.size = self.start if in_order else int(lengths.max())
 
     def enter(self, layer: LayerMaps, x: Tensor) -> None:
         if self.gradients is not None:
-            self.asks = self.gradients[layer.index]
+            self.query_factors = self.gradients[layer.index]
         elif self.policy.by_output:
-            self.asks = 1 / torch.linalg.vector_norm(x.float(), dim=-1).clamp(min=LEAST)
+            self.query_factors = 1 / torch.linalg.vector_norm(x.float(), dim=-1).clamp(min=LEAST)
 
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
-        """q [1, Hq, n, .] and rows [1, n, R]: what W_O takes [1, n, W]."""
+        """Attend with q [1, Hq, n, .]; rows [1, n, R] of the pass are not stored. Returns the input
+        of W_O [1, n, W]."""
         pages = self.view.pages[layer.index]
-        reading = self._reading(layer, q, rows)
-        out, worth = (_by_kernels if _served(reading) else _in_pytorch)(reading)
-        most = worth[:, _heads_of(pages.groups, worth.device), : self.size].amax(2)
-        counted = reading.counted[..., : self.size]
-        add_metrics(pages, self.slot, most.clamp(min=LEAST), counted)
+        inputs = self._inputs(layer, q, rows)
+        out, worth = (_by_kernels if _served(inputs) else _in_pytorch)(inputs)
+        scores = worth[:, _heads_of(pages.groups, worth.device), : self.size].amax(2)
+        counted = inputs.counted[..., : self.size]
+        add_metrics(pages, self.slot, scores.clamp(min=LEAST), counted)
         return out
 
-    def _reading(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> "_Reading":
+    def _inputs(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> "_Inputs":
         pages, size = self.view.pages[layer.index], self.size
         lengths, groups = pages.lengths[self.slot].clamp(max=size), pages.groups
-        whole = self._with(gather(pages, self.slot, lengths, self.view.dtype, size), rows)
-        counted = whole.valid & self._counted(whole.positions)
-        first = whole.valid & (whole.positions < self.policy.sinks)
-        return _Reading(
+        all_rows = self._with_replayed(
+            gather(pages, self.slot, lengths, self.view.dtype, size), rows
+        )
+        counted = all_rows.valid & self._in_segment(all_rows.positions)
+        is_sink = all_rows.valid & (all_rows.positions < self.policy.sinks)
+        return _Inputs(
             layer=layer,
             groups=groups,
             q=q,
             positions=self.positions,
-            stored=whole,
-            rope=rope_of(layer, whole, groups, self.stop),
+            stored=all_rows,
+            rope=rope_of(layer, all_rows, groups, self.stop),
             counted=counted,
-            among=counted | first | (whole.valid & (whole.positions >= self.start)),
-            of_rows=None if self.asks is None else layer.output_norms(whole.rows),
-            of_queries=self.asks,
+            among=counted | is_sink | (all_rows.valid & (all_rows.positions >= self.start)),
+            of_rows=None if self.query_factors is None else layer.output_norms(all_rows.rows),
+            of_queries=self.query_factors,
         )
 
-    def _with(self, stored: StoredRows, rows: Tensor) -> StoredRows:
-        """The stored rows that are seen, and the replayed tokens' behind them."""
+    def _with_replayed(self, stored: StoredRows, rows: Tensor) -> StoredRows:
+        """The visible stored rows, followed by the rows of the pass."""
         valid = stored.valid & (stored.positions < self.start)
-        own = self.positions.int().expand(*stored.positions.shape[:2], -1)
+        positions = self.positions.int().expand(*stored.positions.shape[:2], -1)
         return StoredRows(
             rows=torch.cat((stored.rows, rows), 1),
-            valid=torch.cat((valid, torch.ones_like(own, dtype=torch.bool)), 2),
-            positions=torch.cat((stored.positions, own), 2),
+            valid=torch.cat((valid, torch.ones_like(positions, dtype=torch.bool)), 2),
+            positions=torch.cat((stored.positions, positions), 2),
         )
 
-    def _counted(self, positions: Tensor) -> Tensor:
-        """Whether rows at these positions are those of the tokens that are replayed."""
+    def _in_segment(self, positions: Tensor) -> Tensor:
+        """Whether rows at these positions belong to the segment that is re-scored."""
         return (positions >= self.piece.start) & (positions < self.piece.stop)
 
 
 class ReplayWithGradients(ReplayContext):
-    """The same attention by differentiable operations, of which no row gets a metric."""
+    """The same attention with differentiable operations. It updates no metrics."""
 
     def enter(self, layer: LayerMaps, x: Tensor) -> None:
         pass
 
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
-        reading = self._reading(layer, q, rows)
-        return _attend(reading, _seen(reading))
+        inputs = self._inputs(layer, q, rows)
+        return _attend(inputs, _visible(inputs))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Reading:
-    """Queries q [1, Hq, n, .] at positions int64 [n] of a layer, and the rows that they read.
+class _Inputs:
+    """The queries of one layer in a re-scoring pass, and the rows that they attend to.
 
-    stored: T rows; counted bool [1, G, T]: those that get a metric; among: those that a score's
-    softmax covers; of_rows fp32 [1, Hq, T], of_queries fp32 [1, n]: what multiplies weights first.
+    q: [1, Hq, n, .], at positions int64 [n].
+    stored: T rows, those of the pass last.
+    counted: bool [1, G, T], rows that get a metric.
+    among: bool [1, G, T], rows in the softmax of a score.
+    of_rows fp32 [1, Hq, T], of_queries fp32 [1, n]: factors of attention weights.
     """
 
     layer: LayerMaps
@@ -140,56 +151,56 @@ class _Reading:
 
 @lru_cache
 def _heads_of(groups: tuple[Group, ...], device: torch.device) -> Tensor:
-    """Heads of every group [G, n], the first again where others have more. A tensor of the device,
-    since indexing by numbers of the host waits for it."""
-    most = max(len(x.heads) for x in groups)
-    heads = [[*x.heads, *[x.heads[0]] * (most - len(x.heads))] for x in groups]
+    """KV heads of each group [G, n], padded with the group's first head. A device tensor, because
+    indexing with host numbers waits."""
+    widest = max(len(x.heads) for x in groups)
+    heads = [[*x.heads, *[x.heads[0]] * (widest - len(x.heads))] for x in groups]
     return torch.tensor(heads, device=device)
 
 
-def _served(x: _Reading) -> bool:
-    """Whether kernels take these queries."""
+def _served(x: _Inputs) -> bool:
+    """Whether kernels serve these queries."""
     task = Task(decode=False, observed=False, device_type=x.q.device.type, dtype=x.q.dtype)
-    chosen = select(x.layer, x.groups, task).backend
-    return chosen is TritonPrefill and x.layer.softcap is None
+    backend = select(x.layer, x.groups, task).backend
+    return backend is TritonPrefill and x.layer.softcap is None
 
 
-def _by_kernels(x: _Reading) -> tuple[Tensor, Tensor]:
-    """What W_O takes [1, n, W], and what rows are worth, fp32 [1, Hk, T]. No score is stored."""
+def _by_kernels(x: _Inputs) -> tuple[Tensor, Tensor]:
+    """The input of W_O [1, n, W], and the rows' scores fp32 [1, Hk, T]. Stores no score matrix."""
     rows = x.stored
     keys, values, first = views_of(x.layer, x.q, rows.rows, x.rope)
     size, device = rows.positions.shape[-1], x.q.device
-    seen = Seen(
+    visible = Seen(
         counts=torch.full((1, len(x.groups)), size, device=device),
         owner=owner_of(x.groups),
         positions=rows.positions.masked_fill(~rows.valid, NEVER),
         queries=x.positions[None],
     )
-    out, whole, lse = prefill_among(x.q, keys, values, seen, x.layer.scale, x.among)
-    out, _ = x.layer.beside_sinks(out, whole)
+    out, full_lse, lse = prefill_among(x.q, keys, values, visible, x.layer.scale, x.among)
+    out, _ = x.layer.beside_sinks(out, full_lse)
     bias = -lse if x.of_queries is None else x.of_queries.log2()[:, None] - lse
-    worth = peaks(x.q, keys, bias, x.counted, seen.owner, x.layer.scale, x.of_rows)
+    worth = peaks(x.q, keys, bias, x.counted, visible.owner, x.layer.scale, x.of_rows)
     return x.layer.joined(out, mapped=first), worth
 
 
-def _in_pytorch(x: _Reading) -> tuple[Tensor, Tensor]:
-    """The same, with weights written out a KV head at a time."""
-    layer, rows, seen = x.layer, x.stored, _seen(x)
-    scored = seen & x.among[:, member_of(x.groups, x.q.device), None]
-    k, weighed = layer.score_keys(rows.rows, x.rope), (x.of_rows, x.of_queries)
-    worth = reconstruction(x.q, k, scored, layer.scale, *weighed, layer.softcap)
-    return _attend(x, seen), worth
+def _in_pytorch(x: _Inputs) -> tuple[Tensor, Tensor]:
+    """The same in PyTorch, with explicit weights for one KV head at a time."""
+    layer, rows, visible = x.layer, x.stored, _visible(x)
+    scored = visible & x.among[:, member_of(x.groups, x.q.device), None]
+    k, factors = layer.score_keys(rows.rows, x.rope), (x.of_rows, x.of_queries)
+    worth = reconstruction(x.q, k, scored, layer.scale, *factors, layer.softcap)
+    return _attend(x, visible), worth
 
 
-def _seen(x: _Reading) -> Tensor:
-    """Rows that queries see, bool [1, 1 or Hk, n, T]."""
+def _visible(x: _Inputs) -> Tensor:
+    """Which rows queries see, bool [1, 1 or Hk, n, T]."""
     rows, member = x.stored, member_of(x.groups, x.q.device)
     before = rows.positions[:, member, None] <= x.positions[:, None]
     return rows.valid[:, member, None] & before
 
 
-def _attend(x: _Reading, seen: Tensor) -> Tensor:
-    """What W_O takes [1, n, W]."""
-    if seen.shape[1] > 1:  # a KV head; now a query head
-        seen = seen.repeat_interleave(x.layer.geometry.queries_per_kv, dim=1)
-    return x.layer.attend(x.q, x.stored.rows, x.rope, seen)[0]
+def _attend(x: _Inputs, visible: Tensor) -> Tensor:
+    """Attention output as the input of W_O [1, n, W]."""
+    if visible.shape[1] > 1:  # one mask per KV head; repeat it for each query head
+        visible = visible.repeat_interleave(x.layer.geometry.queries_per_kv, dim=1)
+    return x.layer.attend(x.q, x.stored.rows, x.rope, visible)[0]

@@ -1,8 +1,7 @@
-"""Rows gathered from pages, and whose they are: for backends that read no page themselves, and for
-eviction policies.
+"""Rows gathered from pages, for backends that do not read pages and for eviction policies.
 
 Shapes: B sequences, S stored rows (of the longest group), R numbers of a row, G groups of a layer,
-Hk KV heads, d head dim, r the widest rank of a side.
+Hk KV heads, d head dim, r the widest rank of a side (keys or values).
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,8 @@ from kvfold.spec.layout import Group
 
 
 def gather_rows(view: CacheView, layer: LayerMaps, slots: Tensor, size: int) -> StoredRows:
-    """Rows [B, S, R] of the sequences slots int64 [B] in a layer; size: of the longest group."""
+    """Rows [B, S, R] of the sequences slots int64 [B] in a layer; size: rows of the longest
+    group."""
     pages = view.pages[layer.index]
     return gather(pages, slots, pages.lengths[slots], view.dtype, size)
 
@@ -32,7 +32,8 @@ def gather_rows(view: CacheView, layer: LayerMaps, slots: Tensor, size: int) -> 
 def rope_of(
     layer: LayerMaps, stored: StoredRows, groups: tuple[Group, ...], stop: int
 ) -> Tables | None:
-    """cos, sin [B, 1 or Hk, S, rotary dims] of the rows' positions, where keys are rebuilt."""
+    """cos, sin [B, 1 or Hk, S, rotary dims] at the rows' positions; None if keys are not
+    reconstructed."""
     if layer.rope is None:
         return None
     positions = stored.positions[:, member_of(groups, stored.positions.device)]
@@ -41,17 +42,19 @@ def rope_of(
 
 @lru_cache
 def member_of(groups: tuple[Group, ...], device: torch.device) -> Tensor:
-    """`owner_of` as a tensor [Hk]; [1] where there is one group."""
+    """Group of each KV head as a tensor [Hk]; [1] if there is one group. See `owner_of`."""
     owner = owner_of(groups)
     return torch.tensor(owner if any(owner) else owner[:1], device=device)
 
 
 @dataclass(frozen=True)
 class PoolRows:
-    """The stored rows of sequences as eviction policies see them, read a layer at a time.
+    """The stored rows of sequences for eviction policies, read one layer at a time.
 
-    slots int64 [B]; size: S; computed: tokens of every sequence; recent: the last queries, where
-    they are kept.
+    slots: int64 [B].
+    size: S.
+    computed: tokens of each sequence.
+    recent: the buffer of last queries, if there is one.
     """
 
     view: PoolView
@@ -62,16 +65,16 @@ class PoolRows:
     computed: list[int]
 
     def keys(self, layer: int) -> Tensor:
-        """Keys in score space [B, Hk, S, d or r]."""
+        """Keys in the space of scores [B, Hk, S, d or r]."""
         maps, stored = self.layers[layer], self._stored(layer)
         groups = self.view.pages[layer].groups
         rope = rope_of(maps, stored, groups, max(self.computed))
         k = maps.score_keys(stored.rows, rope)
-        own = k if maps.rebuilds_keys else _within_ranks(k, maps.key_columns)
-        return self._present(own, layer, stored)
+        keys = k if maps.rebuilds_keys else _within_ranks(k, maps.key_columns)
+        return self._present(keys, layer, stored)
 
     def values(self, layer: int) -> Tensor:
-        """Values [B, Hk, S, d], or latents [B, Hk, S, r] where W_O holds their maps."""
+        """Values [B, Hk, S, d], or latents [B, Hk, S, r] if their projection is folded into W_O."""
         maps, stored = self.layers[layer], self._stored(layer)
         if maps.value_up is not None:
             return self._present(maps.mapped_values(stored.rows).transpose(1, 2), layer, stored)
@@ -89,14 +92,13 @@ class PoolRows:
         return gather_rows(self.view, self.layers[layer], self.slots, self.size)
 
     def _present(self, x: Tensor, layer: int, stored: StoredRows) -> Tensor:
-        """x [B, Hk, S, .] with zeros where there is no row."""
+        """x [B, Hk, S, .] with zeros in empty slots."""
         heads = member_of(self.view.pages[layer].groups, x.device)
         return x.where(stored.valid[:, heads, :, None], 0.0)
 
 
 def _within_ranks(x: Tensor, columns: Columns) -> Tensor:
-    """x [B, Hk, S, r] with zeros beyond every head's own rank, where latents fill up with others'
-    numbers."""
+    """x [B, Hk, S, r] with zeros beyond each head's rank, where `gather` fills up short latents."""
     if columns.uniform:
         return x
     ranks = upload(np.array(columns.head_ranks(1)), x.device)

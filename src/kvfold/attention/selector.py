@@ -1,6 +1,8 @@
-"""The backend of every layer: the first that supports it, chosen once, logged and never switched.
+"""Select the attention backend of each layer: the first that supports it, chosen once when a model
+is loaded, logged and never switched.
 
-A layer has one for decoding, one for prefill chunks, and one for chunks whose queries are observed.
+A layer has one backend for decoding, one for prefill chunks, and one for chunks whose queries are
+observed.
 """
 
 import logging
@@ -23,7 +25,7 @@ from kvfold.ops.backend import GPU, use_triton
 from kvfold.ops.common.pieces import CODES, latents_of
 from kvfold.spec.layout import CacheLayout, Group
 
-# In order of preference; the last serves everything.
+# In order of preference; the last supports everything.
 DECODE: tuple[type[AttentionBackend], ...] = (
     TritonDecode,
     LatentDecode,
@@ -32,8 +34,8 @@ DECODE: tuple[type[AttentionBackend], ...] = (
     Fallback,
 )
 PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
-HYBRID = (HybridKernels, HybridAttention)  # where rows have two widths
-PLAIN = (Fallback, HybridAttention)  # PyTorch, on whatever device
+HYBRID = (HybridKernels, HybridAttention)  # for caches with two ranks
+PLAIN = (Fallback, HybridAttention)  # plain PyTorch, on any device
 SERVED = "8, 4 and 2 bits have kernels, alone or planned together"
 REWEIGHED = "the policy makes scores of weights, which no kernel writes"
 EVEN = "a recipe that keeps as much of every head, such as fast with align=8, does"
@@ -43,7 +45,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Choice:
-    """A layer's backend; passed: those before it, and why each does not serve the layer."""
+    """The backend of a layer. passed: backends of higher preference, and why each does not support
+    the layer."""
 
     backend: type[AttentionBackend]
     passed: Mapping[str, str]
@@ -55,8 +58,10 @@ def select(
     task: Task,
     among: Sequence[type[AttentionBackend]] | None = None,
 ) -> Choice:
-    """The first backend for a layer, whose groups these are. Touches no device. among: in order of
-    preference, the last serving everything; all where nothing is given."""
+    """The first backend that supports a layer with these groups. Does not touch the device.
+
+    among: candidates in order of preference, of which the last supports everything; by default all.
+    """
     passed: dict[str, str] = {}
     for backend in among or (DECODE if task.decode else PREFILL):
         if task.reweighed and not backend.weighs:
@@ -71,7 +76,8 @@ def select(
 
 @dataclass(frozen=True)
 class Selected:
-    """Backends by layer. observed: of prefill chunks whose queries add to metrics."""
+    """The chosen backends by layer: for decoding, for prefill, and for prefill chunks whose queries
+    are observed."""
 
     decode: tuple[type[AttentionBackend], ...]
     prefill: tuple[type[AttentionBackend], ...]
@@ -79,9 +85,9 @@ class Selected:
 
     @classmethod
     def of(cls, layers: Sequence[LayerMaps], view: PoolView) -> "Selected":
-        """Choose for every layer of a model, and say so."""
+        """Choose a backend for each layer of a model, and log it."""
         groups, device = _groups(view.layout), view.device.type
-        found = []
+        backends = []
         reweighs = view.observing is not None and view.observing.reweighs
         for decode, observed in ((True, view.observes_decodes), (False, False), (False, True)):
             reweighed = observed and reweighs
@@ -97,8 +103,8 @@ class Selected:
                 _log(task, choices)
             if decode and (reweighed or view.pool.layout.kept_fraction < 1):
                 warn_of_fallback(layers, groups, choices, task)
-            found.append(tuple(choice.backend for choice in choices))
-        return cls(*found)
+            backends.append(tuple(choice.backend for choice in choices))
+        return cls(*backends)
 
     def of_part(self, part: AttentionMetadata) -> tuple[type[AttentionBackend], ...]:
         if part.decode:
@@ -107,16 +113,19 @@ class Selected:
 
 
 def _groups(layout: CacheLayout) -> list[tuple[Group, ...]]:
-    """Of every layer, of both widths where there are two."""
-    less = layout.narrow
-    each = range(len(layout.spec.layers))
-    return [layout.of_layer(i) + (less.of_layer(i) if less else ()) for i in each]
+    """Groups of each layer, of both ranks if there are two."""
+    narrow = layout.narrow
+    indices = range(len(layout.spec.layers))
+    return [layout.of_layer(i) + (narrow.of_layer(i) if narrow else ()) for i in indices]
 
 
 def _choices(layers: Sequence[LayerShape], layout: CacheLayout, task: Task) -> list[Choice]:
-    """Of every layer."""
+    """The choice for each layer."""
     among = HYBRID if layout.narrow else None
-    return [select(x, own, task, among) for x, own in zip(layers, _groups(layout), strict=True)]
+    return [
+        select(x, layer_groups, task, among)
+        for x, layer_groups in zip(layers, _groups(layout), strict=True)
+    ]
 
 
 def _log(task: Task, choices: Sequence[Choice]) -> None:
@@ -132,8 +141,8 @@ def warn_of_fallback(
     choices: Sequence[Choice],
     task: Task,
 ) -> None:
-    """Warn once where layers decode in plain PyTorch on a GPU: why the first of them does, and
-    which setting would avoid it."""
+    """Warn once if layers decode in plain PyTorch on a GPU: why the first of them does, and which
+    setting avoids it."""
     slow = sum(choice.backend in PLAIN for choice in choices)
     if task.device_type == "cuda" and slow:
         warnings.warn(
@@ -145,8 +154,11 @@ def warn_of_fallback(
 
 @dataclass(frozen=True)
 class Kernels:
-    """How many of a model's layers kernels serve on a GPU. reasons: where some have none, why the
-    first of these has none, and which setting would give it one; of decoding, then of prefill."""
+    """How many of a model's layers GPU kernels serve.
+
+    reasons: for decoding, then for prefill: why the first layer without a kernel has none, and
+        which setting avoids that.
+    """
 
     layers: int
     decode: int
@@ -158,16 +170,17 @@ class Kernels:
         return self.decode == self.prefill == self.layers
 
     def __str__(self) -> str:
-        """One line for users."""
+        """A line for users."""
         counts = f"{self.decode} of {self.layers} layers in decoding, {self.prefill} in prefill"
         return ". ".join((counts, *self.reasons))
 
 
 def kernels(layers: Sequence[LayerShape], layout: CacheLayout, dtype: torch.dtype) -> Kernels:
-    """What kernels serve on a GPU with Triton, whatever this machine has and KVFOLD_BACKEND says.
+    """Which layers kernels serve on a GPU with Triton, independent of this machine and of
+    KVFOLD_BACKEND.
 
-    layout: of these layers' pages; dtype: of queries. Prefill is counted as where no policy watches
-    it; all that decode observe, too.
+    layout: of these layers' pages; dtype: of queries. Prefill is counted for chunks that are not
+        observed; kernels that decode also serve observed queries.
     """
     groups = _groups(layout)
     served, reasons = {}, []
@@ -186,7 +199,7 @@ def _first_reason(
     choices: Sequence[Choice],
     task: Task,
 ) -> str:
-    """The first layer that the fallback serves, why no kernel does, and which setting would avoid
+    """The first layer that plain PyTorch serves, why no kernel does, and which setting avoids
     it."""
     first = next(i for i, choice in enumerate(choices) if choice.backend in PLAIN)
     layer, kernel = layers[first], TritonPrefill.__name__
@@ -199,7 +212,7 @@ def _first_reason(
 
 
 def _remedy(layer: LayerShape, groups: Sequence[Group], task: Task) -> str:
-    """The settings by which kernels would serve a layer, where there are any."""
+    """The settings with which kernels would serve a layer, if there are any."""
     if not use_triton(task.device_type):
         return "install triton, and leave KVFOLD_BACKEND at auto"
     if task.reweighed:
@@ -213,16 +226,18 @@ def _remedy(layer: LayerShape, groups: Sequence[Group], task: Task) -> str:
 def _decode_settings(layer: LayerShape, groups: Sequence[Group], task: Task) -> Iterator[str]:
     layout = groups[0].layout
     segments = [x for group in groups for x in group.layout.segments]
-    runs = [[x.bits for x in own] for group in groups for own in latents_of(group, "k")]
-    runs += [[x.bits for x in own] for group in groups for own in latents_of(group, "v")]
+    latent_bits = [[x.bits for x in tiers] for group in groups for tiers in latents_of(group, "k")]
+    latent_bits += [[x.bits for x in tiers] for group in groups for tiers in latents_of(group, "v")]
     bits = {x.bits for x in segments}
-    unread = {x.format.name for x in segments if "decode" not in x.format.kernels}
-    if layout.residual or unread:
-        given = ["residual"] * bool(layout.residual) + [f"format={x!r}" for x in sorted(unread)]
-        yield f"leave {' and '.join(given)} out; {SERVED}"
+    unsupported = {x.format.name for x in segments if "decode" not in x.format.kernels}
+    if layout.residual or unsupported:
+        settings = ["residual"] * bool(layout.residual) + [
+            f"format={x!r}" for x in sorted(unsupported)
+        ]
+        yield f"leave {' and '.join(settings)} out; {SERVED}"
     elif not bits <= {16, *CODES}:
         yield SERVED
-    elif any(len(set(own)) < len(own) for own in runs):
+    elif any(len(set(bits_of)) < len(bits_of) for bits_of in latent_bits):
         yield "leave sub_group out: numbers of as many bits must share a scale"
     if layout.itemsize != 2 and 16 in bits:
         yield "load the model as bfloat16"

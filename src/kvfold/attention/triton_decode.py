@@ -1,7 +1,7 @@
-"""Decoding by kernels that read pages where they lie, and what they are given beside pages.
+"""Decode attention by Triton kernels that read pages in place, with their plans.
 
-Shapes: B sequences, Hq query heads, d head dim, r widest key rank, W numbers that W_O takes.
-Nothing here waits for the device, so that a step can be captured as a CUDA graph.
+Shapes: B sequences, Hq query heads, d head dim, r widest key rank, W input width of W_O. Nothing
+here waits for the device, so that a step can be captured as a CUDA graph.
 """
 
 from collections import defaultdict
@@ -25,8 +25,8 @@ from kvfold.spec.layout import Group
 
 @dataclass(frozen=True)
 class LayerBatch:
-    """Layers that are planned together, since they have equally many groups and latents, and limits
-    of scores or none; columns int64: the numbers of these groups."""
+    """Layers that are planned in one call, because they have equally many groups and latents, and
+    are all `limited` or not. columns int64: numbers of these groups in the model."""
 
     layers: tuple[int, ...]
     groups: tuple[tuple[Group, ...], ...]
@@ -34,30 +34,31 @@ class LayerBatch:
     limited: bool
 
     def lengths(self, view: CacheView, part: AttentionMetadata) -> Tensor:
-        """int32 [B, groups of these layers], the step's own rows included."""
+        """Rows int32 [B, groups of these layers], this step's included."""
         return view.lengths(part.slots, self.columns)
 
 
 def batches(view: CacheView, layers: Sequence[LayerMaps]) -> list[LayerBatch]:
-    """`layers`, alike ones together."""
-    alike = defaultdict(list)
+    """Divide `layers` into batches that can be planned together."""
+    by_kind = defaultdict(list)
     for layer in layers:
         counts = len(layer.spec.key_latents), len(layer.spec.value_latents)
         groups = len(view.layout.of_layer(layer.index))
-        alike[groups, counts, layer.limited].append(layer.index)
-    found = []
-    for (*_, limited), own in alike.items():
-        each = tuple(view.layout.of_layer(i) for i in own)
-        places = [view.layout.layer_groups[i] for i in own]
-        numbers = [number for x in places for number in range(x.start, x.stop)]
+        by_kind[groups, counts, layer.limited].append(layer.index)
+    layer_batches = []
+    for (*_, limited), indices in by_kind.items():
+        groups_of = tuple(view.layout.of_layer(i) for i in indices)
+        ranges = [view.layout.layer_groups[i] for i in indices]
+        numbers = [number for x in ranges for number in range(x.start, x.stop)]
         columns = torch.tensor(numbers, device=view.device)
-        found.append(LayerBatch(tuple(own), each, columns, limited))
-    return found
+        layer_batches.append(LayerBatch(tuple(indices), groups_of, columns, limited))
+    return layer_batches
 
 
 class TritonDecode(AttentionBackend):
-    """Rows in score space, by `ops.decode`'s kernels. Observed queries go to an observer, where one
-    pass leaves no weights. A step has one decoding part."""
+    """Decode attention for keys in the space of scores, by the kernels of `ops.decode`. An observer
+    buffers observed queries if the kernel leaves no weights (one pass). A step has one decoding
+    part."""
 
     captures: ClassVar[bool] = True
 
@@ -67,7 +68,7 @@ class TritonDecode(AttentionBackend):
         super().__init__(view)
         self.layers, self.observer = layers, observer
         self.plans: dict[int, Any] = {}
-        self.kept: Tensor | None = None  # where the observer has the part's queries
+        self.observer_rows: Tensor | None = None  # buffer indices of the queries
 
     @classmethod
     def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
@@ -81,7 +82,7 @@ class TritonDecode(AttentionBackend):
 
     @classmethod
     def keeps(cls, groups: Sequence[Group], device_type: str) -> bool:
-        """Of the rows that `ops.observe` reads once more: those that one pass decodes."""
+        """True for rows that `ops.observe` reads again, which are those that one pass decodes."""
         return observe.why_not(groups, device_type) is None
 
     @classmethod
@@ -107,15 +108,15 @@ class TritonDecode(AttentionBackend):
         if self.observer is None or layer.index not in self.observer.layers:
             _add_metrics(self.view, layer.index, part, lse, plan)
         elif part.prompt_lengths is not None:
-            if self.kept is None:
-                self.kept = self.observer.rows_of(part)
-            self.observer.keep(layer.index, self.kept, q, lse)
+            if self.observer_rows is None:
+                self.observer_rows = self.observer.rows_of(part)
+            self.observer.keep(layer.index, self.observer_rows, q, lse)
         return layer.joined(out[:, :, None], into=into)
 
 
 class LatentDecode(AttentionBackend):
-    """Keys rebuilt from latents before RoPE, by `ops.latent_decode`'s kernels. maps: of every
-    layer. A step has one decoding part."""
+    """Decode attention with keys that are reconstructed from latents before RoPE, by the kernels of
+    `ops.latent_decode`. maps: by layer. A step has one decoding part."""
 
     captures: ClassVar[bool] = True
 
@@ -140,15 +141,18 @@ class LatentDecode(AttentionBackend):
     def prepare(
         cls, view: CacheView, layers: Sequence[LayerMaps], observer: Observer | None
     ) -> Callable[[CacheView], AttentionBackend]:
-        tables: dict[int, tuple[Tensor, Tensor]] = {}  # by RoPE, which layers may share
+        tables: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the RoPE, which layers may share
         maps = {}
         for layer in layers:
             rope = layer.rope
             assert rope is not None
             if id(rope) not in tables:
-                about = rope.inv_freq, view.max_tokens, layer.geometry.head_dim
-                found = latent_decode.rope_table(*about), latent_decode.exact_table(*about)
-                tables[id(rope)] = found
+                settings = rope.inv_freq, view.max_tokens, layer.geometry.head_dim
+                rope_tables = (
+                    latent_decode.rope_table(*settings),
+                    latent_decode.exact_table(*settings),
+                )
+                tables[id(rope)] = rope_tables
             maps[layer.index] = _key_maps(layer, *tables[id(rope)])
         return partial(cls, layers=batches(view, layers), maps=maps)
 
@@ -159,17 +163,17 @@ class LatentDecode(AttentionBackend):
         q = q[:, :, 0].contiguous()
         if not self.plans:
             self._plan(part, q)
-        place = self.view.pages[layer.index], part.slots, layer.scale
+        inputs = self.view.pages[layer.index], part.slots, layer.scale
         maps, plan = self.maps[layer.index], self.plans[layer.index]
-        out, lse = _with_sinks(layer, *latent_decode.latent_decode(q, *place, maps, plan))
+        out, lse = _with_sinks(layer, *latent_decode.latent_decode(q, *inputs, maps, plan))
         _add_metrics(self.view, layer.index, part, lse, plan)
         return layer.joined(out[:, :, None], into=into)
 
     def _plan(self, part: AttentionMetadata, q: Tensor) -> None:
         spec = self.view.layout.spec
         for x in self.layers:
-            each, counts = zip(x.layers, x.groups, strict=True), x.lengths(self.view, part)
-            layers = [(spec.layers[i], groups) for i, groups in each]
+            pairs, counts = zip(x.layers, x.groups, strict=True), x.lengths(self.view, part)
+            layers = [(spec.layers[i], groups) for i, groups in pairs]
             plans = latent_decode.plan_layers(
                 q, layers, counts, part.rows, [self.maps[i] for i in x.layers]
             )
@@ -177,7 +181,7 @@ class LatentDecode(AttentionBackend):
 
 
 def limits_of(layer: LayerShape, part: AttentionMetadata) -> Limits | None:
-    """Of the scores of a decoding part's queries; None where they stay as they are."""
+    """Soft cap and sliding window of the scores of a decoding part; None if there are neither."""
     if not layer.limited:
         return None
     positions = part.positions[:, 0]
@@ -185,7 +189,7 @@ def limits_of(layer: LayerShape, part: AttentionMetadata) -> Limits | None:
 
 
 def _with_sinks(layer: LayerMaps, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """A kernel's out [B, Hq, .] and lse fp32 [B, Hq], beside the layer's sinks."""
+    """Add the layer's sinks to a kernel's out [B, Hq, .] and lse fp32 [B, Hq]."""
     out, lse = layer.beside_sinks(out[:, :, None], lse[..., None])
     return out[:, :, 0], lse[..., 0]
 
@@ -193,8 +197,8 @@ def _with_sinks(layer: LayerMaps, out: Tensor, lse: Tensor) -> tuple[Tensor, Ten
 def _add_metrics(
     view: CacheView, layer: int, part: AttentionMetadata, lse: Tensor, plan: Any
 ) -> None:
-    """Add what a layer's decode in two passes weighed, where it is observed: every query of a
-    decoding sequence then is (see `eviction.attention.observed`). lse fp32 [B, Hq]."""
+    """Add the attention weights of a two-pass decode to the metrics, if it is observed: then all
+    queries of decoding sequences are (see `eviction.attention.observed`). lse fp32 [B, Hq]."""
     policy = view.observing
     if policy is None or part.prompt_lengths is None:
         return

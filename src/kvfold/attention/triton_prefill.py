@@ -1,7 +1,8 @@
-"""Prefill chunks by `ops.prefill`'s kernel over gathered rows, with metrics of observed queries.
+"""Prefill attention by the kernel of `ops.prefill` over gathered rows, with metrics of observed
+queries.
 
-Shapes: B sequences of a part, T queries of each, S stored rows (of the longest group), R numbers of
-a row, Hk KV heads, d head dim, W numbers that W_O takes.
+Shapes: B sequences of one attention call (a part of the step), T queries per sequence, S stored
+rows (of the longest group), R numbers of a row, Hk KV heads, d head dim, W input width of W_O.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ from kvfold.spec.layout import Group
 
 
 class TritonPrefill(AttentionBackend):
-    """Chunks of 16-bit queries, of any rows. One query a sequence is not worth a tile."""
+    """Serves chunks of 16-bit queries over any rows. Not used for decoding, where a tile would hold
+    one query."""
 
     @classmethod
     def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
@@ -45,34 +47,34 @@ class TritonPrefill(AttentionBackend):
         stored = gather(pages, part.slots, counts, self.view.dtype, size)
         rope = rope_of(layer, stored, groups, part.stop)
         keys, values, first = views_of(layer, q, stored.rows, rope)
-        seen = Seen(
+        visible = Seen(
             counts=counts,
             owner=owner_of(groups),
             positions=stored.positions if groups[0].layout.tracked else None,
             queries=part.positions,
             window=layer.window,
         )
-        found = prefill(q, keys, values, seen, layer.scale, layer.softcap)
-        out, lse = layer.beside_sinks(*found)
+        attended = prefill(q, keys, values, visible, layer.scale, layer.softcap)
+        out, lse = layer.beside_sinks(*attended)
         self._observe(layer, part, q, lse)
         return layer.joined(out, first, into)
 
     def _observe(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, lse: Tensor) -> None:
-        """Add what q [B, Hq, T, .] attended to, to the metrics: lse fp32 [B, Hq, T]."""
+        """Add the attention of q [B, Hq, T, .] to the metrics. lse fp32 [B, Hq, T]."""
         policy = self.view.observing
         if policy is None or part.prompt_lengths is None:
             return
         counted = observed(part.positions, part.prompt_lengths, policy)
         positions = part.positions.masked_fill(~counted, -1)
-        place = self.view.pages[layer.index], part.slots, layer.scale
-        observe.observe(q, lse, positions, *place, power=policy.power, exclude=policy.exclude)
+        inputs = self.view.pages[layer.index], part.slots, layer.scale
+        observe.observe(q, lse, positions, *inputs, power=policy.power, exclude=policy.exclude)
 
 
 def views_of(
     layer: LayerMaps, q: Tensor, rows: Tensor, rope: Tables | None
 ) -> tuple[KVView, KVView, bool]:
-    """Keys and values of rows [B, S, R] for queries q [B, Hq, T, .], and whether values are mapped:
-    where that costs less, or they would be too wide for the kernel."""
+    """Keys and values of rows [B, S, R] for queries q [B, Hq, T, .], and whether values are
+    projected up first: if that is cheaper, or if latents are too wide for the kernel."""
     first = layer.maps_values_first(q.shape[2], rows.shape[1])
     keys, values = _keys(layer, rows, rope), _values(layer, rows, first)
     if layer.value_up is not None and not first and why_not(q, keys, values):
@@ -81,14 +83,14 @@ def views_of(
 
 
 def _keys(layer: LayerMaps, rows: Tensor, rope: Tables | None) -> KVView:
-    """Rows [B, S, R] as they are, or the keys rebuilt from them."""
+    """Keys as stored in rows [B, S, R], or reconstructed."""
     if not layer.rebuilds_keys:
         return _columns(layer.key_columns, rows)
     return _heads(layer.score_keys(rows, rope).transpose(1, 2))
 
 
 def _values(layer: LayerMaps, rows: Tensor, mapped: bool) -> KVView:
-    """Rows [B, S, R] as they are, or mapped."""
+    """Values as stored in rows [B, S, R], or projected up."""
     return _heads(layer.mapped_values(rows)) if mapped else _columns(layer.value_columns, rows)
 
 
@@ -97,7 +99,7 @@ def _columns(columns: Columns, rows: Tensor) -> KVView:
 
 
 def _heads(x: Tensor) -> KVView:
-    """x [B, S, Hk, d], the last with stride 1."""
+    """View x [B, S, Hk, d], whose last dimension has stride 1, by heads."""
     assert x.stride(-1) == 1, "a row's numbers follow one another"
     heads = range(x.shape[2])
     return KVView(x, tuple(h * x.stride(2) for h in heads), (x.shape[3],) * len(heads))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvfold.formats.base import Format
 
-Codebooks = tuple[tuple[float, ...], ...]  # calibrated levels, ascending, of some bits each
+Codebooks = tuple[tuple[float, ...], ...]  # calibrated levels, ascending, one tuple per bit width
 
 # Module of this package -> class. `format_of` imports torch, this table does not.
 FORMATS = {

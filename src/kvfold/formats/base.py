@@ -85,8 +85,8 @@ class Format(ABC):
     @abstractmethod
     def encode(self, x: Tensor, page: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Quantise x float [N, g, n] to codes uint8 [N, g, row_bytes(n)] and metadata, each [N, g].
-        In a per-channel format the N rows are whole pages in order, and metadata are each [M, g,
-        n]."""
+        In a per-channel format the N rows are whole pages in order, and metadata are each
+        [M, g, n]."""
 
     @abstractmethod
     def decode(

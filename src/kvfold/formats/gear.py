@@ -25,8 +25,8 @@ OUTLIER = 3  # bytes of an outlier: its index and fp16
 
 class Line(NamedTuple):
     """The stored form of vectors [.., n] without the low-rank part: codes uint8 [.., n]; scale and
-    zero fp16 [..]; outliers fp16 [.., 2k], the largest first, and their indices `where` uint8 [..,
-    2k]."""
+    zero fp16 [..]; outliers fp16 [.., 2k], the largest first, and their indices `where` uint8
+    [.., 2k]."""
 
     codes: Tensor
     scale: Tensor

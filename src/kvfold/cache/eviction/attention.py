@@ -56,8 +56,8 @@ class AttentionPolicy(Policy):
         return max(super().protected_recent(tokens), self.exclude)
 
     def worth(self, weights: Tensor, keys: Tensor, queries: Tensor, generated: Tensor) -> Tensor:
-        """What each query adds to the metric of each row, fp32, same shape as weights [B, Hq, n,
-        T].
+        """What each query adds to the metric of each row, fp32, same shape as weights
+        [B, Hq, n, T].
 
         keys int [B, Hk, T], queries int [B, n]: positions; generated int [B, n]: how many tokens
         after the last prompt token a query is, 0 in the prompt.

@@ -123,7 +123,7 @@ class Policy(ABC):
         subclasses of `AttentionPolicy`, `local` of `LocalPolicy`, `queries` for policies with a
         window.
     scope: which groups compete for pages. `group`: none, all groups have the same number; `layer`:
-        the groups of a layer compete, all layers have the same number per group (Ada-KV);
+        the groups of a layer compete, all layers have the same average per group (Ada-KV);
         `pyramid`: none, deeper layers have fewer (PyramidKV); `all`: all groups of all layers
         compete (KV-Compress).
     window: how many of the last queries are observed (None: all of the prompt). As many last tokens

@@ -20,8 +20,8 @@ SCORES = 2**26  # most attention scores computed at once (at least one head's)
 
 class Repaired(NamedTuple):
     """The remaining rows of each head, in order: places int64 [H, S], their indices among the T
-    rows; inside bool [H, S], False after a head's last one; keys fp32 [H, S, dk], values fp32 [H,
-    S, dv]."""
+    rows; inside bool [H, S], False after a head's last one; keys fp32 [H, S, dk], values fp32
+    [H, S, dv]."""
 
     places: Tensor
     inside: Tensor

@@ -59,21 +59,21 @@ class ReplayPolicy(Policy):
 def reconstruction(
     q: Tensor,
     k: Tensor,
-    seen: Tensor,
+    visible: Tensor,
     scale: float,
     of_rows: Tensor | None = None,
     of_queries: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """The maximum attention weight fp32 [B, Hk, T] that any query of a KV head's query heads gives
-    to each row. The softmax covers the rows that `seen` marks.
+    to each row. The softmax covers the rows that `visible` marks.
 
-    q [B, Hq, n, d], k [B, Hk, T, d], seen bool [B, 1 or Hk, n, T], at least one row per query;
+    q [B, Hq, n, d], k [B, Hk, T, d], visible bool [B, 1 or Hk, n, T], at least one row per query;
     of_rows fp32 [B, Hq, T] and of_queries fp32 [B, n]: factors of the weights.
     """
     maxima = []
     for head in range(k.shape[1]):
-        weights = attention_of(head, q, k, seen, scale, softcap)
+        weights = attention_of(head, q, k, visible, scale, softcap)
         if of_queries is not None:
             weights *= of_queries[:, None, :, None]
         if of_rows is not None:
@@ -83,11 +83,11 @@ def reconstruction(
 
 
 def attention_of(
-    head: int, q: Tensor, k: Tensor, seen: Tensor, scale: float, softcap: float | None = None
+    head: int, q: Tensor, k: Tensor, visible: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
     """Attention fp32 [B, Hq / Hk, n, T] of the query heads of one KV head; other arguments as in
     `reconstruction`."""
     queries = q.unflatten(1, (k.shape[1], -1))[:, head]
     scores = capped((queries @ k[:, head, None].mT).float() * scale, softcap)
-    rows = seen.expand(-1, k.shape[1], -1, -1)[:, head, None]
+    rows = visible.expand(-1, k.shape[1], -1, -1)[:, head, None]
     return scores.masked_fill(~rows, -torch.inf).softmax(-1)

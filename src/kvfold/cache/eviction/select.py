@@ -162,7 +162,7 @@ def _units(layer_of_group: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
 
 
 def _safeguarded(pages: Tensor, unit: Tensor, floor: float) -> Tensor:
-    """Shares fp64 [B, G] of groups to which competition in their units [G] gave `kept` [B, G]
+    """Shares fp64 [B, G] of groups to which competition in their units [G] gave `pages` [B, G]
     pages: `floor` of a unit's pages is divided evenly instead (`floor_alpha` of Ada-KV)."""
     stacked = torch.stack((pages, torch.ones_like(pages))).double()
     total, count = torch.zeros_like(stacked).index_add_(2, unit, stacked)[..., unit]
@@ -170,8 +170,8 @@ def _safeguarded(pages: Tensor, unit: Tensor, floor: float) -> Tensor:
 
 
 def _rank_within(labels: Tensor) -> Tensor:
-    """For each element of labels [B, N], how many earlier elements of its row are equal: int64 [B,
-    N]."""
+    """For each element of labels [B, N], how many earlier elements of its row are equal: int64
+    [B, N]."""
     ascending = labels.sort(dim=1, stable=True)
     first = torch.searchsorted(ascending.values, ascending.values)
     ranks = torch.arange(labels.shape[1], device=labels.device) - first
