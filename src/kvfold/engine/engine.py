@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sized
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from itertools import count
+from time import perf_counter
 from typing import Any
 
 from kvfold.cache.pool import Pool
@@ -57,12 +58,17 @@ def default_chunk(device_type: str) -> int:
     return 2048 if device_type == "cuda" else 512
 
 
+def default_step_seconds(device_type: str) -> float | None:
+    """Time that a step should take: a GPU reads its most tokens in less, and is not waited for."""
+    return None if device_type == "cuda" else 0.25
+
+
 class Engine:
     """Serves requests together from one pool. Any thread may add, cancel and step.
 
     eos_ids: tokens that end a sequence. chunk (default: `default_chunk`), max_batch_tokens,
-    headroom, schedule, prefixes: see Scheduler. ahead: launch a step before the tokens of the one
-    in front are read, where the runner can and nothing depends on them.
+    headroom, step_seconds, schedule, prefixes: see Scheduler. ahead: launch a step before the
+    tokens of the one in front are read, where the runner can and nothing depends on them.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class Engine:
         chunk: int | None = None,
         max_batch_tokens: int = 2048,
         headroom: int = 32,
+        step_seconds: float | None = None,
         schedule: Schedule | None = None,
         prefixes: Prefixes | None = None,
         ahead: bool = True,
@@ -85,6 +92,7 @@ class Engine:
             chunk=default_chunk(pool.device.type) if chunk is None else chunk,
             max_batch_tokens=max_batch_tokens,
             headroom=headroom,
+            step_seconds=step_seconds,
             schedule=schedule,
             prefixes=prefixes,
         )
@@ -194,12 +202,14 @@ class Engine:
             self.turn.wait(box)
 
     def _step(self) -> None:
+        begun = perf_counter()
         with self.scheduler.guard():
             flights = self._landing() or self._launch(self.scheduler.schedule().chunks)
             for flight in flights:
                 self._advance(flight.batch)
             self._flight = self._launch_ahead(flights)
             chosen = [x for flight in flights for x in flight.choices()]
+            self.scheduler.pace.took(sum(x.num_prefill for x in flights), perf_counter() - begun)
             for request, choice in chosen:
                 if request.status is not Status.FINISHED:
                     self._append(request, choice)

@@ -43,6 +43,11 @@ class Flight:
         sampled = sample(logits, params, seeds, [chunk.end for chunk in chunks], edits)
         return cls(batch=batch, sampled=sampled, refused={} if edits is None else edits.refused)
 
+    @property
+    def num_prefill(self) -> int:
+        """Tokens of prompts."""
+        return sum(len(x.tokens) for x in self.batch.chunks[self.batch.num_decode :])
+
     def tokens(self, batch: Batch) -> Tensor:
         """The sampled ones int64 [N] that are a later batch's tokens, one of each request."""
         assert self.sampled is not None

@@ -11,7 +11,7 @@ from kvfold.engine.build import build_runner
 from kvfold.engine.compressions import Schedule
 from kvfold.engine.detokenizer import Decode, StopStrings, decoder_of
 from kvfold.engine.edits import edits_of
-from kvfold.engine.engine import Engine, default_chunk, token_ids
+from kvfold.engine.engine import Engine, default_chunk, default_step_seconds, token_ids
 from kvfold.engine.grammar import Grammars, Guide
 from kvfold.engine.pack import Packer, Report, check_pages
 from kvfold.engine.packed import PackedContext, layout_key
@@ -84,7 +84,8 @@ class LLM:
     needed with a loaded model for text prompts.
     max_sequences: most requests at once. max_tokens: longest request, prompt and outputs (default:
     the model's positions). chunk: most prompt tokens of a request in one step (default: 2048 on
-    CUDA, else 512), or four times as many where nobody decodes and kernels read prompts. seed: of
+    CUDA, else 512), or four times as many where nobody decodes and kernels read prompts; on a CPU
+    fewer beside requests that decode, so that a step takes a quarter of a second. seed: of
     what policies draw; a request's tokens are drawn with its own.
     prefix_caching: requests that begin alike compute their beginning once (default: where that
     changes no tokens; True: refuse a cache where it would). maps: beside the weights of a model of
@@ -146,13 +147,15 @@ class LLM:
         self.runner.warm_up()
         check_start(self.runner)
         self.model = self.runner.model
-        chunk = default_chunk(self.runner.pool.device.type) if chunk is None else chunk
+        device_type = self.runner.pool.device.type
+        chunk = default_chunk(device_type) if chunk is None else chunk
         self.engine = Engine(
             self.runner,
             self.runner.pool,
             eos_ids=_eos_ids(self.model),
             chunk=chunk,
             max_batch_tokens=max(4 * chunk, max_sequences),
+            step_seconds=default_step_seconds(device_type),
             schedule=schedule,
             prefixes=self._prefixes(prefix_caching),
         )

@@ -15,6 +15,7 @@ from itertools import islice
 
 from kvfold.cache.pool import Pool
 from kvfold.engine.compressions import Compressions, Schedule
+from kvfold.engine.pace import Pace
 from kvfold.engine.prefixes import Prefixes
 from kvfold.engine.request import Batch, FinishReason, Request, Runner, Status
 from kvfold.errors import SettingError
@@ -33,6 +34,8 @@ class Scheduler:
     does, and the runner takes them, all that a step may have. max_batch_tokens: most tokens in a
     step, at least one a slot, so that every running request decodes. headroom: tokens by which all
     that run must be able to grow before another is admitted, lest admission leads to pre-emption.
+    step_seconds: time that a step should take where some decode; fewer tokens of prompts are then
+    read in it than the numbers above allow, but for one `unit` of a policy.
     prefixes: what requests may begin with; None: nothing. Raises ValueError.
     """
 
@@ -44,6 +47,7 @@ class Scheduler:
         chunk: int = 512,
         max_batch_tokens: int = 2048,
         headroom: int = 32,
+        step_seconds: float | None = None,
         schedule: Schedule | None = None,
         prefixes: Prefixes | None = None,
     ) -> None:
@@ -55,7 +59,7 @@ class Scheduler:
                 f"every sequence can decode; got {max_batch_tokens}: raise it or lower num_slots"
             )
         self.runner, self.pool = runner, pool
-        self.unit, self.headroom = runner.unit, headroom
+        self.unit, self.headroom, self.pace = runner.unit, headroom, Pace(step_seconds)
         self.chunk = max(chunk // self.unit, 1) * self.unit
         self.max_batch_tokens = max(max_batch_tokens, self.unit + pool.num_slots - 1)
         self.waiting: deque[Request] = deque()
@@ -268,7 +272,12 @@ class Scheduler:
         return max((first + tokens) // self.unit * self.unit - first, 0)
 
     def _left(self, plan: Plan) -> int:
-        return self.max_batch_tokens - sum(plan.values())
+        """Tokens of prompts that the coming step has room and time for."""
+        left = self.max_batch_tokens - sum(plan.values())
+        if not any(request.prefilled for request in plan):
+            return left
+        prompts = sum(tokens for request, tokens in plan.items() if not request.prefilled)
+        return int(min(left, max(self.pace.most, self.unit) - prompts))
 
     def _continue_prefills(self, plan: Plan) -> None:
         prefills = [x for x in self.running if not x.prefilled and x not in plan]
