@@ -180,8 +180,9 @@ class ModelRunner:
     @property
     def repeatable(self) -> bool:
         """Whether `run` may be called again with a part of a batch that it failed for: not where a
-        full tail was packed meanwhile, and its place written over."""
-        return not self.pool.layout.residual
+        full tail was packed meanwhile, and its place written over, nor where attention was added to
+        the metrics of rows, which would then count it twice and keep others."""
+        return not (self.pool.layout.residual or self.attention.view.observing)
 
     @torch.inference_mode()
     def slide(self, batch: Batch) -> None:
