@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -169,7 +170,7 @@ def test_a_slow_grammars_process_ends_by_itself(small: Served, kind: str, text: 
             for _ in range(60):
                 assert talk.poll(10)
                 talk.recv()
-                talk.send((0, (token,), ()))
+                talk.send(([(0, (token,))], ()))
 
 
 def test_a_mask_that_comes_too_late_ends_a_stream_with_the_clients_error(
@@ -236,6 +237,52 @@ def test_bodies_that_are_being_sent_have_a_bound() -> None:
         for _ in range(5):  # nothing is counted that has gone
             assert posted(served, COMPLETIONS, body).status_code == 200
             assert posted(served, "/nowhere", body).status_code == 404
+
+
+def test_prompts_that_are_read_leave_a_stream_its_steps(small: Served) -> None:
+    """Good ones of 1,000 tokens: a step reads as many of their tokens as it has time for."""
+    prompts = [[3 + (7 * i + j) % 3000 for j in range(1000)] for i in range(6)]
+    body = {"prompt": prompts, "max_tokens": 1}
+    with Beside(small).measured():
+        answer = small.client.post(COMPLETIONS, json=body, timeout=600)
+    assert len(answer.json()["choices"]) == 6
+
+
+def test_a_grammar_is_compiled_no_longer_than_its_client_waits(small: Served, monkeypatch) -> None:
+    pytest.importorskip("xgrammar", reason='needs pip install "kvfold[structured]"')
+    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 300.0)
+    assert small.ask(prompt="a", structured_outputs={"regex": "[0-9]{3}"})  # loads xgrammar
+    sockets = []
+
+    def fork(grammars: grammar.Grammars) -> grammar.Connection:
+        talk = forked(grammars)
+        sockets.append(talk)
+        return talk
+
+    forked = grammar.Grammars._fork
+    monkeypatch.setattr(grammar.Grammars, "_fork", fork)
+    before = grammar_processes()
+    schema = {"type": "json_schema", "json_schema": {"schema": SLOW_SCHEMA | {"title": "left"}}}
+    for stream in (False, True):
+        with pytest.raises(httpx.TimeoutException):
+            body = {"prompt": "a", "response_format": schema, "stream": stream}
+            small.client.post(COMPLETIONS, json=body, timeout=2)
+    assert sockets
+    end = time.monotonic() + 60
+    while not all(x.closed for x in sockets) or grammar_processes() - before:
+        assert time.monotonic() < end, "a grammar is compiled for nobody"
+        time.sleep(0.05)
+
+
+def grammar_processes() -> set[int]:
+    """Of grammars, on this machine, that are no zombies."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if b"kvfold.engine.grammar_process" in (folder / "cmdline").read_bytes():
+                found |= {int(folder.name)} - ({int(folder.name)} if state == "Z" else set())
+    return found
 
 
 def test_log_lines_of_a_kind_are_few(monkeypatch) -> None:

@@ -198,7 +198,8 @@ class AsyncLLM:
             raise ValueError(f"an LLM has its settings already; got {', '.join(settings)} too")
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
         self.driver = EngineThread(self.llm.engine)
-        self._closing = threading.Event()
+        self._closed = False
+        self._leave: set[threading.Event] = set()  # of those who wait for grammars
         if self.llm.tokenizer is not None:  # the first call may change it, and the others not
             encode_prompt(self.llm.tokenizer, "a")
         self._tokenising = ThreadPoolExecutor(1, "kvfold-tokenise")
@@ -255,13 +256,7 @@ class AsyncLLM:
     ) -> AsyncStream:
         """Outputs of several requests, all of them or none, as they come. context: what all of them
         go on from. check: may refuse the requests, before one of them is queued."""
-        guides: list[Guide] = []  # which keep their grammars until requests have them
-        guided = {x.but_seed: x for _, x, _ in asked if x is not None and x.guided}
-        if guided:
-            loop = asyncio.get_running_loop()
-            guides = await loop.run_in_executor(
-                self._compiling, self._compile, list(guided.values())
-            )
+        guides = await self._guides(asked)  # which keep their grammars until requests have them
         opening, opened = Opening(self.llm, context), list[Opened]()
         for part in _parts(asked):  # others have their turn between two
             size = max(_size(prompt) for prompt, _, _ in part)
@@ -279,13 +274,27 @@ class AsyncLLM:
         thread = self._long if size > LONG else self._tokenising
         return await loop.run_in_executor(thread, function, *arguments)
 
-    def _compile(self, guided: Sequence[SamplingParams]) -> list[Guide]:
-        """Of their grammars, so that `open` finds them ready."""
-        return [self.llm.grammars.guide(sampling, self._closing) for sampling in guided]
+    async def _guides(self, asked: Sequence[Asked]) -> list[Guide]:
+        """Of their grammars, so that `open` finds them ready. Cancelling ends the work."""
+        guided = list({x.but_seed: x for _, x, _ in asked if x is not None and x.guided}.values())
+        if not guided:
+            return []
+        self._leave.add(leave := threading.Event())
+        if self._closed:
+            leave.set()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._compiling, lambda: [self.llm.grammars.guide(x, leave) for x in guided]
+            )
+        finally:
+            leave.set()
+            self._leave.discard(leave)
 
     def close(self) -> None:
         """Cancel what is open, end the threads."""
-        self._closing.set()
+        self._closed = True
+        for leave in tuple(self._leave):
+            leave.set()
         self.driver.close()
         self._tokenising.shutdown(cancel_futures=True)
         self._long.shutdown(cancel_futures=True)

@@ -92,9 +92,11 @@ class Applied:
 def edits_of(requests: Sequence[Request], eos_ids: Collection[int]) -> Edits | None:
     """What the next tokens of requests, one a row, ask for; None: nothing."""
     asked = [(i, x) for i, x in enumerate(requests) if x.sampling.edits]
-    for _, request in asked:
-        if request.guide is not None:
-            request.guide.ask(request.outputs)
+    guided = [(x.guide, x.outputs) for _, x in asked if x.guide is not None]
+    for guide, outputs in guided:
+        guide.ask(outputs)
+    for guide, _ in guided:
+        guide.send()
     entries = [_entries(row, request, eos_ids) for row, request in asked]
     masks: dict[int, np.ndarray] = {}
     refused: dict[int, SettingError] = {}

@@ -27,7 +27,8 @@ from kvfold.errors import SettingError
 from kvfold.text import check_text
 
 COMPILE_SECONDS = 10.0  # most time to compile a grammar
-MASK_SECONDS = 0.5  # most time to say which tokens may come next
+MASK_SECONDS = 0.5  # most time of a core to say which tokens may come next
+WAIT_SECONDS = 0.8  # most time to wait for that, on a machine that has more to do
 START_SECONDS = 120.0  # most time to load xgrammar
 NUM_KEPT = 8  # grammars whose processes stay when no sequence needs them
 NUM_REFUSED, REFUSED_SECONDS = 256, 60.0  # of grammars that took too long: told again at once
@@ -50,11 +51,13 @@ class GrammarProcess:
         self._talk, self._key, self._refuse = talk, (kind, text), refuse
         self._lock, self._numbers = Lock(), count()
         self._dropped: deque[int] = deque()  # whose methods are atomic: finalizers drop
-        self._answers: dict[int, bytes | str] = {}
+        self._asked: list[tuple[int, tuple[int, ...]]] = []  # and not sent yet
+        self._answers: dict[int, np.ndarray | str] = {}
         talk.send((kind, text, COMPILE_SECONDS, MASK_SECONDS))
         deadline = monotonic() + COMPILE_SECONDS + 1
         while leave is not None and not talk.poll(0.1) and monotonic() < deadline:
             if leave.is_set():
+                talk.close()  # which ends the process
                 raise RuntimeError("nobody waits for the grammar")
         why = self._receive(deadline)
         if why == _GONE:
@@ -78,26 +81,41 @@ class GrammarProcess:
         self._dropped.append(number)
 
     def ask(self, number: int, tokens: Sequence[int]) -> None:
-        """Take tokens in, and begin to look for what may come next."""
+        """Have tokens taken in, and what may come next looked for, once it is sent."""
         with self._lock:
-            dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-            try:
-                if not self.refusal:
-                    self._talk.send((number, tuple(tokens), dropped))
-            except OSError:
-                self._end_slow()
+            self._asked.append((number, tuple(tokens)))
 
-    def answer(self, number: int, deadline: float) -> bytes | str:
+    def send(self) -> None:
+        """Send what was asked for: of all sequences in one message, since each wakes a process."""
+        with self._lock:
+            self._send()
+
+    def _send(self) -> None:
+        if self.refusal or not self._asked:
+            return
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        for gone in dropped:
+            self._answers.pop(gone, None)
+        asked, self._asked = self._asked, []
+        try:
+            self._talk.send((asked, dropped))
+        except OSError:
+            self._end_slow()
+
+    def answer(self, number: int, deadline: float) -> np.ndarray | str:
         """The tokens that may come next, as bits, or what is wrong with those that came. Raises
         SettingError where it takes too long."""
         with self._lock:
+            self._send()
             while number not in self._answers:
                 if self.refusal:
                     raise self.error
                 if (reply := self._receive(deadline)) == _GONE:
                     self._end_slow()
                     continue
-                self._answers[reply[0]] = reply[1]
+                numbers, bits, errors = reply
+                rows = np.frombuffer(bits, dtype=np.int32).reshape(len(numbers), -1)
+                self._answers |= dict(zip(numbers, rows, strict=True)) | errors
             return self._answers.pop(number)
 
     def _receive(self, deadline: float) -> Any:
@@ -136,11 +154,15 @@ class Guide:
         return twin
 
     def ask(self, outputs: Sequence[int]) -> None:
-        """Begin to look for what may follow outputs, so that `allowed` need not wait as long."""
+        """Have what may follow outputs looked for, once it is sent."""
         new = outputs[self._num_read :]
         if self._deadline is None and (self._bits is None or new):
             self._process.ask(self._number, new)
-            self._num_read, self._deadline = len(outputs), monotonic() + MASK_SECONDS
+            self._num_read, self._deadline = len(outputs), monotonic() + WAIT_SECONDS
+
+    def send(self) -> None:
+        """Send what was asked for, so that `allowed` need not wait as long."""
+        self._process.send()
 
     def allowed(self, outputs: Sequence[int]) -> np.ndarray:
         """Reads the outputs that came since the last call: a step that is run again, or a prompt
@@ -152,7 +174,7 @@ class Guide:
             if isinstance(answer, str):
                 self._error = answer
             else:
-                self._bits = np.frombuffer(answer, dtype=np.int32)
+                self._bits = answer
         if self._error is not None:
             raise RuntimeError(self._error)
         assert self._bits is not None

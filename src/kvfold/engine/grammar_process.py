@@ -5,6 +5,7 @@ gigabytes for a short text, and nothing stops it inside a process.
 grammar that it is sent a socket for. It ends when its starter does.
 """
 
+import fcntl
 import os
 import resource
 import signal
@@ -56,27 +57,31 @@ def _answer(talk: Connection, known: Any) -> None:
     import xgrammar
 
     kind, text, compile_seconds, mask_seconds = talk.recv()
-    bits = np.empty((1, -(-known.vocab_size // 32)), dtype=np.int32)
+    width = -(-known.vocab_size // 32)
     try:
-        with _alarm(compile_seconds):
+        with _alarm(compile_seconds, signal.ITIMER_REAL), _ends_with(talk):
             compiled = _compile(xgrammar.GrammarCompiler(known, max_threads=1), kind, text)
-            xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bits)
+            first = np.empty((1, width), dtype=np.int32)
+            xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(first)
     except (RuntimeError, MemoryError) as error:
         return talk.send(str(error) or "it takes too much memory")
     talk.send(None)
     matchers: dict[int, Any] = {}
     while True:
-        number, tokens, dropped = talk.recv()
+        asked, dropped = talk.recv()
         for gone in dropped:
             matchers.pop(gone, None)
-        matcher = matchers.get(number) or xgrammar.GrammarMatcher(compiled)
-        matchers[number] = matcher
-        with _alarm(mask_seconds):
-            wrong = next((x for x in tokens if not matcher.accept_token(x)), None)
-            if wrong is None:
-                matcher.fill_next_token_bitmask(bits)
-        none = f"token {wrong} is none that the grammar allows"
-        talk.send((number, bits.tobytes() if wrong is None else none))
+        bits, errors = np.zeros((len(asked), width), dtype=np.int32), {}
+        for row, (number, tokens) in enumerate(asked):
+            matcher = matchers.get(number) or xgrammar.GrammarMatcher(compiled)
+            matchers[number] = matcher
+            with _alarm(mask_seconds, signal.ITIMER_PROF):
+                wrong = next((x for x in tokens if not matcher.accept_token(x)), None)
+                if wrong is None:
+                    matcher.fill_next_token_bitmask(bits, row)
+                else:
+                    errors[number] = f"token {wrong} is none that the grammar allows"
+        talk.send(([number for number, _ in asked], bits.tobytes(), errors))
 
 
 def _compile(compiler: Any, kind: str, text: str) -> Any:
@@ -87,11 +92,26 @@ def _compile(compiler: Any, kind: str, text: str) -> Any:
 
 
 @contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """The kernel ends this process where what is inside takes longer."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+def _alarm(seconds: float, clock: int) -> Iterator[None]:
+    """The kernel ends this process where what is inside takes longer: by a clock that goes on, or
+    by this process's time on a core (ITIMER_PROF), however busy the machine is."""
+    signal.setitimer(clock, seconds)
     yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.setitimer(clock, 0)
+
+
+@contextmanager
+def _ends_with(talk: Connection) -> Iterator[None]:
+    """The kernel ends this process where the other side closes its end meanwhile; on Linux."""
+    descriptor = talk.fileno()
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if talk.poll():  # it was closed before that
+        raise EOFError
+    yield
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
 def _limit_memory() -> None:

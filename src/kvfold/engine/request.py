@@ -68,7 +68,11 @@ class Guide(Protocol):
     """A grammar's place in one request's text."""
 
     def ask(self, outputs: Sequence[int]) -> None:
-        """Begin to look for what `allowed` tells: of several guides, in all at once."""
+        """Have what `allowed` tells looked for, once it is sent."""
+        ...
+
+    def send(self) -> None:
+        """Send what was asked for, of all guides that share a grammar."""
         ...
 
     def allowed(self, outputs: Sequence[int]) -> np.ndarray:
