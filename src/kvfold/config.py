@@ -111,8 +111,11 @@ def _fields_of(config: type) -> dict[str, tuple[Any, Setting]]:
 def check(config: Any) -> None:
     """Raises SettingError for a field of another type than its own, or that holds what its setting
     does not allow."""
-    for name, (kind, setting) in _fields_of(config.__class__).items():
-        setting.check(name, getattr(config, name), kind)
+    defaults, unset = config.__class__, object()
+    for name, (kind, setting) in _fields_of(defaults).items():
+        value = getattr(config, name)
+        if value is not getattr(defaults, name, unset):  # defaults are legal, and most are left
+            setting.check(name, value, kind)
 
 
 def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
