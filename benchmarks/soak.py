@@ -15,6 +15,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from tiny import save_tiny
 
 CLIENTS = {"whole": 24, "stream": 24, "leave": 18, "bad": 12, "header": 6, "half_head": 5}
 CLIENTS |= {"half_body": 5, "unread": 3, "slow": 3}
@@ -38,15 +40,18 @@ NAMED = {"replica_lost", "shutting_down", "no_replica", "queue_full"}
 MOST_GROWTH = {"resident": 48 * 2**20, "descriptors": 16}  # of a process, from lull to lull
 PATH = "/v1/completions"
 DONE = "data: [DONE]"
-SERVE = ("serve", "reference:gqa", "--device", "cpu", "--max-tokens", "256", "--max-sequences", "8")
+TINY = "tiny"  # the random model of tiny.py, whose steps take milliseconds
+SERVE = ("--device", "cpu")
 SERVE += ("--kv-bytes", str(2**22), "--max-queue", "40")
 LIMITS = ("--drain-seconds", "1", "--body-seconds", "2", "--send-seconds", "2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """clients: that ask at once; events: of clients and faults, 0: by time alone."""
+    """clients: that ask at once; events: of clients and faults, 0: by time alone; model: as
+    `kvfold serve` takes it, or TINY."""
 
+    model: str = "reference:gqa"
     minutes: float = 10.0
     events: int = 0
     clients: int = 12
@@ -183,14 +188,18 @@ class Question:
     wanted: tuple[tuple[str, str], ...] = ()
 
 
-def questions() -> list[Question]:
-    """Prompts that share beginnings; greedy, seeded, several choices, echoed."""
+def questions(short: bool) -> list[Question]:
+    """Prompts that share beginnings; greedy, seeded, several choices, echoed. short: few tokens."""
     texts = ("The old house", "A ship", "In the middle of the sea", "Once, when the wind")
-    prompts = [f"{x} " + "stood by the sea and waited. " * n for x in texts for n in (0, 5, 12)]
+    prompts = [
+        f"{x} " + "stood by the sea and waited. " * n
+        for x in texts
+        for n in ((0, 2, 5) if short else (0, 5, 12))
+    ]
     options = (
-        {"max_tokens": 12},
-        {"max_tokens": 40, "ignore_eos": True},
-        {"max_tokens": 8, "temperature": 0.9, "seed": 7, "n": 3},
+        {"max_tokens": 2 if short else 12},
+        {"max_tokens": 8 if short else 40, "ignore_eos": True},
+        {"max_tokens": 2 if short else 8, "temperature": 0.9, "seed": 7, "n": 3},
     )
     plain = [
         Question({"prompt": prompt, "temperature": 0} | more)
@@ -246,9 +255,18 @@ class Soak:
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
-        ports = free_ports(3)
+        ports, model, sizes = free_ports(3), plan.model, (256, 8)
+        if model == TINY:
+            save_tiny(folder / TINY)
+            model, sizes = str(folder / TINY), (512, 32)  # its tokens are bytes
+        longest, slots = map(str, sizes)
         servers = [
-            Process(name, SERVE, port, folder / f"{name}.log")
+            Process(
+                name,
+                ("serve", model, "--max-tokens", longest, "--max-sequences", slots, *SERVE),
+                port,
+                folder / f"{name}.log",
+            )
             for name, port in zip(("first", "second"), ports, strict=False)
         ]
         words = ("route", *(x.url for x in servers), "--check-seconds", "0.2")
@@ -283,7 +301,7 @@ class Soak:
 
     async def _ask_quietly(self) -> None:
         """The answers of a server that does nothing else."""
-        for asked in questions():
+        for asked in questions(short=self.plan.model == TINY):
             async with self.session.post(self.servers[0].url + PATH, json=asked.body) as got:
                 content = await got.json()
             self.questions.append(Question(asked.body, choices_of(content)))
@@ -664,9 +682,7 @@ def soak(plan: Plan) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="kvfold-soak-"))
     report = asyncio.run(_soak(plan, folder))
     if not report["wrong"]:
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+        shutil.rmtree(folder)
     return report | {"logs": str(folder) if report["wrong"] else None}
 
 

@@ -138,6 +138,7 @@ def serving_soak():
     """The harness, which needs `kvfold[server]`."""
     for package in ("fastapi", "uvicorn", "aiohttp"):
         pytest.importorskip(package, reason='needs pip install "kvfold[server]"')
+    sys.path.insert(0, str(SOAK.parent))
     spec = importlib.util.spec_from_file_location("soak", SOAK)
     module = importlib.util.module_from_spec(spec)
     sys.modules["soak"] = module  # where its dataclasses look
@@ -149,7 +150,7 @@ def serving_soak():
 @pytest.mark.slow
 def test_a_router_and_two_servers_under_faults(serving_soak) -> None:
     """A minute of what `python benchmarks/soak.py` does for longer."""
-    report = serving_soak.soak(serving_soak.Plan(minutes=1, clients=8, seed=1))
+    report = serving_soak.soak(serving_soak.Plan(minutes=1, clients=8, seed=1, model="tiny"))
     assert not report["wrong"], (report["wrong"][:5], report["logs"])
     assert report["outcomes"]["equal"] > 20 and report["faults"] and len(report["samples"]) >= 2
 
