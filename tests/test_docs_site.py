@@ -1,4 +1,4 @@
-"""The docs site: its menu has every page, its map every package, and it builds without a warning."""
+"""The docs site: its menu has every page, its map every package, and it builds without warnings."""
 
 import importlib.util
 import re

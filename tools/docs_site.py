@@ -1,7 +1,7 @@
 """Hooks of mkdocs.yml: what the docs site shows beside the pages of docs/.
 
-- README, CONTRIBUTING, CHANGELOG and SECURITY become pages, and files of results become files of the
-  site, so that every link in docs/ works there as it does on GitHub.
+- README, CONTRIBUTING, CHANGELOG and SECURITY become pages, and files of results become files of
+  the site, so that every link in docs/ works there as it does on GitHub.
 - The page of the command line is generated from the commands themselves.
 - `<!-- settings: MODULE.CLASS -->` becomes a table of that class's settings.
 """
