@@ -91,3 +91,14 @@ def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path) -> Non
     for page in tmp_path.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         assert not re.search(r'(?:<script|<link|<img)[^>]+(?:src|href)="https?:', text), page
+
+
+def test_the_citation_and_the_templates_can_be_read() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == kvfold.__version__
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"):
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert form.keys() == {"name", "description", "body"}, path
+        kinds = {"input", "textarea", "dropdown"}
+        assert all(x["type"] in kinds and x["attributes"]["label"] for x in form["body"]), path
