@@ -81,6 +81,7 @@ def commands() -> str:
 
     text = app.generate_docs(output_format="markdown")
     contents = re.compile(r"^## Table of Contents\n.*?(?=^\*\*Commands)", re.MULTILINE | re.DOTALL)
+    text = text.replace("(#kvfold-install-completion)", "(#kvfold---install-completion)")
     return contents.sub("", text).replace("# kvfold\n", "# Command line\n", 1)
 
 
