@@ -4,7 +4,7 @@ BIN := .venv/bin
 export KVFOLD_CACHE ?= $(HOME)/.cache/kvfold
 STAMP := .venv/.installed
 
-.PHONY: demo test test-all soak gpu-test test-oldest test-vllm test-real smollm2 qwen check bench bench-real clean
+.PHONY: demo test test-all soak gpu-test test-oldest test-vllm test-real smollm2 qwen check docs bench bench-real clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold demo --output report.html
@@ -77,6 +77,14 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The docs site, in build/site; open build/site/index.html. A warning is an error.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+.venv/.docs: $(STAMP) pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@
 
 # Quality of every recipe on the embedded model; tables and figures come from the JSON.
 bench: $(STAMP)

@@ -29,6 +29,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not heading or heading in anchors(target), f"{file}#{heading}"
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_files_that_a_guide_names_are_there(page: str) -> None:
+    folders = ("src", "tests", "tools", "docs")
+    paths = [x.as_posix() for folder in folders for x in (ROOT / folder).rglob("*.*")]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w/]+\.(?:py|json|md))[`:]", text):
+        if "NAME" not in name:
+            assert any(path.endswith(f"/{name}") for path in paths), name
+
+
 def test_there_is_a_page_a_paper() -> None:
     names = {x.stem for x in (ROOT / "docs/papers").iterdir()}
     assert names == {"zack", "zdc", "palu", "lorc", "kv-compress"}

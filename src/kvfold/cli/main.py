@@ -11,7 +11,6 @@ from typing import Any
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
-from kvfold import __version__
 from kvfold.cli.bench import bench
 from kvfold.cli.capacity import capacity
 from kvfold.cli.compare import compare
@@ -28,6 +27,7 @@ from kvfold.cli.push import push
 from kvfold.cli.recover import recover
 from kvfold.cli.route import route
 from kvfold.cli.serve import serve
+from kvfold.cli.version import version
 from kvfold.errors import SettingError
 from kvfold.files import check_here
 from kvfold.versions import check_transformers
@@ -38,7 +38,7 @@ app = App(
     "MODEL is a directory, a GGUF file, a hub id, or a reference: reference:gqa and reference:mha "
     "are inside kvfold, reference:smollm2 and reference:qwen2.5-coder-1.5b chat and come by "
     "`make smollm2` and `make qwen`.",
-    version=__version__,
+    version=version,
     help_format="plaintext",
     suppress_keyboard_interrupt=False,
     default_parameter=Parameter(converter=converted),
@@ -73,6 +73,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
 for place, (name, command) in enumerate(COMMANDS.items()):
     app.command(command, name=name, sort_key=place)
 app.command(bench)
+app.register_install_completion_command(
+    help="Let this shell (bash, zsh or fish) complete commands and flags."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
