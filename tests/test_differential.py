@@ -638,6 +638,7 @@ def check_engine(case: EngineCase) -> None:
     random = torch.Generator().manual_seed(case.seed)
     shared = torch.randint(3, VOCABULARY, (24,), generator=random)
     prompts, outputs, ids = {}, {}, {}
+    reference, capacity = case.subject.reference, llm.runner.pool.capacity(case.chunk)
     step, waiting = 0, sorted(enumerate(case.requests), key=lambda x: x[1].step)
     while waiting or llm.engine.has_work:
         while waiting and waiting[0][1].step <= step:
@@ -645,6 +646,9 @@ def check_engine(case: EngineCase) -> None:
             other = torch.randint(3, VOCABULARY, (asked.other,), generator=random)
             prompt = torch.cat((shared[: asked.shared], other)).tolist()
             sampling = kvfold.SamplingParams(max_new_tokens=asked.new, logprobs=3, ignore_eos=True)
+            if len(prompt) + 1 > capacity:  # refused, as it must be where no answer would fit
+                counts["refused: longer than the pool"] += 1
+                continue
             id = llm.add(prompt, sampling)
             prompts[id], outputs[id], ids[number] = prompt, [], id
         for number, id in ids.items():
@@ -656,7 +660,6 @@ def check_engine(case: EngineCase) -> None:
         step += 1
     counts["requests"] += len(prompts)
     counts["pre-empted"] += llm.engine.scheduler.num_preemptions
-    reference, capacity = case.subject.reference, llm.runner.pool.capacity(case.chunk)
     for number, id in ids.items():
         _check_request(case, case.requests[number], prompts[id], outputs[id], reference, capacity)
     llm.runner.pool.check_integrity()
