@@ -57,9 +57,9 @@ def _no_decoder(model: nn.Module) -> str | None:
     """What a module is that decodes no tokens by itself, and the way out, for users."""
     if hasattr(model, "_orig_mod"):
         return "which torch.compile made: give the model that was compiled"
-    if hasattr(model, "peft_config"):
-        return "an adapter of PEFT: merge it first, with model.merge_and_unload()"
     if not isinstance(model, PreTrainedModel):
+        if hasattr(model, "peft_config"):
+            return "an adapter of PEFT: merge it first, with model.merge_and_unload()"
         return "which is no model of transformers': give the model that it holds, if it holds one"
     if model.config.is_encoder_decoder:
         return "an encoder with a decoder: kvfold serves decoders alone"
