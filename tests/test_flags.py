@@ -17,9 +17,10 @@ import pytest
 from cyclopts import App
 
 import kvfold.server.run
-from kvfold import loading
+from kvfold import api, loading, recovery
 from kvfold.cli import bench_serve
 from kvfold.cli.main import app, main
+from kvfold.engine import llm
 
 NUMBERS = ["nan", "inf", "-inf", "-1", "0", "1e400", "1" + "0" * 400, "9" * 5000, str(2**63)]
 NUMBERS += ["", " ", "a", "½", "1e-400", "true", "-", "2.5"]
@@ -36,7 +37,7 @@ NEEDED = {
     "route": {"--port": "0"},
     "bench serve": {"--rate": "1"},
 }
-SECONDS = 20
+SECONDS = 60
 
 
 class Began(BaseException):
@@ -91,7 +92,8 @@ def place(tmp_path, monkeypatch) -> Path:
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(loading, "load", begin)
+    for module in (loading, api, llm, recovery):  # all that have it by name, before any is patched
+        monkeypatch.setattr(module, "load", begin)
     monkeypatch.setattr(kvfold.server.run, "run", begin)
     monkeypatch.setattr(bench_serve.Run, "measure", begin)
     return tmp_path
