@@ -45,13 +45,13 @@ from kvfold.errors import SettingError
 SLOTS, MAX_TOKENS = 64, 160
 PAGES = {"max_sequences": SLOTS, "max_tokens": MAX_TOKENS}
 CACHES: dict[str, dict[str, Any]] = {
-    "plain": {"tokens": 1600, "prefix_caching": False, "page": 8, "guided": True},
-    "prefixes": {"tokens": 1600, "page": 8},
-    "bits": {"tokens": 1600, "bits": 4, "page": 8, "guided": True},
-    "maps": {"tokens": 1600, "maps": "lean", "bits": 8, "page": 8},
-    "folded": {"tokens": 1600, "fold": "swift", "page": 8},
-    "kivi": {"tokens": 8000, "bits": 4, "format": "kivi", "page": 16, "residual": 16},
-    "window": {"tokens": 8000, "window": 24, "page": 8},
+    "plain": {"tokens": 500, "prefix_caching": False, "page": 4, "guided": True},
+    "prefixes": {"tokens": 500, "page": 4},
+    "bits": {"tokens": 500, "bits": 4, "page": 4, "guided": True},
+    "maps": {"tokens": 500, "maps": "lean", "bits": 8, "page": 4},
+    "folded": {"tokens": 500, "fold": "swift", "page": 4},
+    "kivi": {"tokens": 1000, "bits": 4, "format": "kivi", "page": 16, "residual": 16},
+    "window": {"tokens": 1000, "window": 24, "page": 8},
     "evicting": {"evict": "kv-compress", "max_cache_tokens": 40, "page": 8},
     "keys": {"evict": "knorm", "keep_tokens": 0.5, "page": 8},
 }
@@ -116,7 +116,7 @@ def random_questions(
     for i in range(count):
         begin = rng.choice(texts)[: rng.choice([0, 0, 16, 33, 60])]
         prompt = (0, *(2 + x for x in begin + rng.randbytes(rng.randint(1, 24))))
-        settings: dict[str, Any] = {"max_new_tokens": rng.choice([1, 1, 2, 2, 3, 3, 4, 6, 12])}
+        settings: dict[str, Any] = {"max_new_tokens": rng.choice([1, 1, 2, 2, 3, 3, 4, 6, 12, 24])}
         if rng.random() < 0.4:
             settings |= {"temperature": rng.uniform(0.2, 1.5), "seed": i}
             settings |= rng.choice([{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}])
@@ -170,7 +170,7 @@ class Served:
         if tokens:  # as many bytes as so many tokens take, so that some requests lose theirs
             whole = self.engine(0)
             layout = whole.runner.pool.layout
-            self.settings["kv_bytes"] = layout.bytes_for(tokens // MAX_TOKENS, MAX_TOKENS)
+            self.settings["kv_bytes"] = -(-tokens // layout.page) * layout.page_bytes
         self.evicts = "evict" in settings
         self.questions = self._questions(plan)
 
@@ -601,6 +601,8 @@ class Soak:
         growth = self.growth(len(served))
         if growth.get("resident", 0) > MOST_GROWTH or growth.get("requests"):
             self.wrong.append(f"grew: {growth}")
+        if self.num_events > 100_000 and not self.preempted:
+            self.wrong.append("no request was ever pre-empted: pools are too large")
         if any(growth.get(x, 0) > 4 for x in ("descriptors", "children", "threads")):
             self.wrong.append(f"grew: {growth}")
         times = sorted(self.first_tokens) or [0.0]
