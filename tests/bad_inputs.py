@@ -1107,7 +1107,7 @@ REQUESTS = {
         "the prompt has 300 tokens, and a sequence at most max_tokens positions, which are 256: "
         "shorten it, or raise them where the model has more"
     ),
-    "llm.generate('a ' * 10**6)": (
+    "llm.generate('a ' * 10**5)": (
         "the prompt has over 256 tokens, and a sequence at most max_tokens positions, which are "
         "256: shorten it, or raise them where the model has more"
     ),

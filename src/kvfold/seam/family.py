@@ -109,6 +109,8 @@ class SeamFamily(Family):
             return _Hidden(flat)
 
         base, inner = decoder_of(model), model.get_decoder()
+        if all(x is not inner for x in base.modules()):  # ModernBERT calls its head so
+            inner = base
         with replaced_forward(base, hidden_states), replaced_forward(inner, hidden_states):
             found: Tensor = model(inputs_embeds=flat, use_cache=False).logits
         return found.view(*hidden.shape[:-1], found.shape[-1])

@@ -74,9 +74,9 @@ class RopeMaps(Maps):
     def check(self) -> None:
         super().check()
         angles, order = self.rotation.inv_freq, self.rotation.order
-        if angles.dim() != 1 or not bool(angles.isfinite().all()):
-            raise ValueError("inv_freq is no row of finite numbers")
-        if order.dim() != 1 or sorted(order.tolist()) != list(range(self.head_dim)):
+        if not bool(angles.isfinite().all()):
+            raise ValueError("inv_freq holds NaN or infinite numbers")
+        if sorted(order.tolist()) != list(range(self.head_dim)):
             raise ValueError(f"order is no order of {self.head_dim} numbers")
         if 2 * len(angles) > self.head_dim:
             raise ValueError(f"inv_freq has {len(angles)} angles for keys of {self.head_dim}")

@@ -258,7 +258,10 @@ def _maps(name: str, layer: LayerSpec, tensors: Mapping[str, Tensor]) -> Maps:
     before_rope = layer.keys == "pre_rope"
     parts = {x: tensors[f"{name}.{x}"] for x in (RopeMaps if before_rope else Maps).names}
     if before_rope:
-        rotation = Rotation(tensors[f"{name}.inv_freq"], tensors[f"{name}.order"].long())
+        angles, order = tensors[f"{name}.inv_freq"], tensors[f"{name}.order"].long()
+        if angles.dim() != 1 or order.dim() != 1:
+            raise ValueError(f"{name}: inv_freq and order are rows of numbers")
+        rotation = Rotation(angles, order)
         maps: Maps = RopeMaps(**parts, rotation=rotation, joint=layer.latents[0].side == "kv")
     else:
         maps = Maps(**parts)
