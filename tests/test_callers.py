@@ -14,7 +14,7 @@ from torch import Tensor
 from kvfold import LLM, SamplingParams, compress
 from kvfold.errors import SettingError
 from kvfold.loading import load
-from kvfold.models.places import QUANTIZED
+from kvfold.models.places import QUANTIZED, fit_static
 from kvfold.seam.attach import attach, detach
 from kvfold.versions import given
 from models import tiny
@@ -485,3 +485,14 @@ def test_a_refused_attention_leaves_the_model_as_it_was() -> None:
     assert torch.equal(logits(model, ids), wanted)
     attach(model, maps)
     close(logits(model, ids), wanted)
+
+
+def test_a_static_cache_fits_keys_as_wide_as_the_model_has() -> None:
+    """What is stored for values is allocated anew, too, where keys need it not."""
+    config = tiny("llama-gqa").config
+    cache = hf.StaticCache(config, max_cache_len=8)
+    cache.early_initialization(1, 1, 8, torch.float32, torch.device("cpu"))
+    key, value = torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 3)
+    fit_static(cache, 0, key, value)
+    keys, values = cache.update(key, value, 0)
+    assert keys.shape[3] == 8 and values.shape[3] == 3

@@ -52,6 +52,6 @@ def fit_static(cache: Any, index: int, key: Tensor, value: Tensor) -> None:
     first tokens, for the heads of the model's config."""
     layer = cache.layers[index] if index < len(cache.layers) else None
     if isinstance(layer, StaticLayer) and layer.is_initialized:
-        shape = layer.keys.shape if layer.keys is not None else key.shape
-        if (shape[1], shape[3]) != (key.shape[1], key.shape[3]):
+        pairs = ((layer.keys, key), (layer.values, value))
+        if any(x is not None and x.shape[1::2] != y.shape[1::2] for x, y in pairs):
             layer.lazy_initialization(key, value)
