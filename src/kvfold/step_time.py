@@ -19,6 +19,7 @@ from kvfold.config import check, setting
 from kvfold.errors import SettingError
 from kvfold.models.folded import layer_shapes
 from kvfold.models.kernels import fastest_layout
+from kvfold.models.rotary import position_limit
 from kvfold.models.size import DTYPE, step_bytes
 from kvfold.ops.backend import GPU
 from kvfold.ops.common.pieces import latents_of
@@ -100,7 +101,7 @@ def tables() -> dict[str, Coefficients]:
 def load_of(config: Any, batch: int | None = None, context: int | None = None) -> Load:
     """The step that is stated, or BATCH x CONTEXT, of fewer tokens where the model has positions
     for fewer. Raises SettingError for more tokens than that."""
-    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = position_limit(config)
     if context is None:
         context = min(CONTEXT, longest or CONTEXT)
     elif longest is not None and context > longest:

@@ -146,8 +146,11 @@ class Unchanged:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        named = model.named_parameters()
-        self.parameters = [(name, x) for name, x in named if not (x.is_meta or is_packed(x))]
+        self.parameters = [
+            (name, x)
+            for name, x in model.named_parameters()
+            if x.numel() and not (x.is_meta or is_packed(x))
+        ]
         self.was = self._state()
 
     def first(self) -> str | None:
@@ -158,26 +161,15 @@ class Unchanged:
         return None
 
     def _state(self) -> list[tuple[Any, ...]]:
-        numbers: dict[torch.device, list[torch.Tensor]] = {}
-        for _, x in self.parameters:
-            middle = x.detach().flatten()[x.numel() // 2 :][:1]
-            numbers.setdefault(x.device, []).append(middle)
-        read = {device: iter(_joined(x)) for device, x in numbers.items()}
+        kinds = [(x.device, x.dtype) for _, x in self.parameters]
+        numbers: dict[Any, list[torch.Tensor]] = {kind: [] for kind in kinds}
+        for kind, (_, x) in zip(kinds, self.parameters, strict=True):
+            numbers[kind].append(x.detach()[tuple(size // 2 for size in x.shape)])
+        read = {kind: iter(torch.stack(x).tolist()) for kind, x in numbers.items()}  # one copy each
         return [
-            (x.device, x.dtype, 0 if x.is_inference() else x._version, *next(read[x.device]))
-            for _, x in self.parameters
+            (*kind, 0 if x.is_inference() else x._version, next(read[kind]))
+            for kind, (_, x) in zip(kinds, self.parameters, strict=True)
         ]
-
-
-def _joined(numbers: list[torch.Tensor]) -> list[tuple[float, ...]]:
-    """Tensors of one number or none, each as a tuple, copied to the host at once for each dtype."""
-    found: list[tuple[float, ...]] = [()] * len(numbers)
-    for dtype in {x.dtype for x in numbers}:
-        places = [n for n, x in enumerate(numbers) if x.dtype == dtype and len(x)]
-        values = torch.cat([numbers[n] for n in places]).tolist() if places else []
-        for n, value in zip(places, values, strict=True):
-            found[n] = (value,)
-    return found
 
 
 def _numbers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

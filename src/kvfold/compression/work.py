@@ -28,15 +28,21 @@ PROBE_SECONDS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Estimates. tokens: of calibration text; seconds: of all but loading the model. Bytes at most:
-    memory of the device that the model is on, disk of the output, and saved, of the pass that is
-    beside it until it is written."""
+    """Estimates. tokens: of calibration text; products: multiply-adds of all but loading the model.
+    Bytes at most: memory of the device that the model is on, disk of the output, and saved, of the
+    pass that is beside it until it is written."""
 
+    model: Any
     tokens: int
-    seconds: float
+    products: float
     memory: float
     disk: float
     saved: float
+
+    @property
+    def seconds(self) -> float:
+        """Times the model's device for PROBE_SECONDS."""
+        return self.products / products_a_second(self.model)
 
     @property
     def words(self) -> str:
@@ -54,14 +60,14 @@ def work_of(compressor: Compressor, fold: bool, stored: torch.dtype | None = Non
     model = compressor.model
     length = window_length(model.config)
     num_windows = compressor.max_tokens // length
-    rate = products_a_second(model)
     statistics = statistics_bytes(compressor)
     weights = _bytes(model)
     written = weights if stored is None else weights * stored.itemsize / model.dtype.itemsize
     maps = 4 * 2 * full_rank_numbers(compressor)
     return Work(
+        model=model,
         tokens=compressor.max_tokens,
-        seconds=(num_windows + AFTER) * OVERHEAD * window_products(compressor, length) / rate,
+        products=(num_windows + AFTER) * OVERHEAD * window_products(compressor, length),
         memory=LIBRARIES + weights + 2 * statistics + activation_bytes(compressor, length),
         disk=(written if fold else 0) + maps + SMALL_FILES,
         saved=statistics,

@@ -291,7 +291,6 @@ class LLM:
     def shared(self, sampling: SamplingParams) -> "Shared":
         """What all requests share whose settings are these but for the seed. Raises as
         `request`."""
-        self._check_weights()
         names = "stop_token_ids, allowed_token_ids, bad_words and logit_bias"
         self._check_ids(names, sampling.named_tokens)
         if sampling.stop and self.tokenizer is None:
@@ -334,7 +333,7 @@ class LLM:
         vocab = self.model.get_output_embeddings().weight.shape[0]
         return Grammars(self.tokenizer, vocab, self.engine.eos_ids)
 
-    def _check_weights(self) -> None:
+    def check_weights(self) -> None:
         """Raises SettingError where the owner of a loaded model has changed it: attention would go
         on with copies of what it was, all else with what it is."""
         changed = self._unchanged and self._unchanged.first()
@@ -469,6 +468,7 @@ class Opening:
     def requests(self, asked: Sequence[Asked]) -> list[tuple[Request, Answer]]:
         """Of prompts and settings, which must stay alive between calls. Raises as
         `LLM.request`."""
+        self.llm.check_weights()
         return [self._request(*one) for one in asked]
 
     def _request(

@@ -139,7 +139,7 @@ def _through_cache(model: Any, answer: Answer) -> Tensor:
     Raises ValueError naming the first part whose outputs are not finite."""
     if not fixed_rope(model.config):
         return _dense(model, answer)
-    most = min(LONGEST, model.config.get_text_config().max_position_embeddings)
+    most = min(LONGEST, max_positions(model) or LONGEST)
     runner = build_runner(model, CacheConfig(), num_slots=1, max_tokens=most)
     fed = [answer.prompt], [answer.tokens[:-1]]
     logits = torch.cat([x.float() for x in feed(runner, *fed)])

@@ -24,6 +24,7 @@ from kvfold.compression.progress import Report
 from kvfold.errors import SettingError
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.session import Footprint, Session, Sessions
+from kvfold.models.rotary import position_limit
 
 AFTER = 64  # tokens fed at a time after a compression
 _SLICE_NUMBERS = 2**25  # fp32 logits taken to log-probabilities at once: 128 MiB
@@ -180,8 +181,7 @@ def check_length(model: Any, ctx: int) -> None:
 
 def max_positions(model: Any) -> int | None:
     """Longest sequence that a model, or a config, allows, in tokens; None where none says."""
-    config = getattr(model, "config", model).get_text_config(decoder=True)
-    return getattr(config, "max_position_embeddings", None)
+    return position_limit(getattr(model, "config", model))
 
 
 def vocabulary(model: Any) -> int:

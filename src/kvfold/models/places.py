@@ -48,10 +48,18 @@ def check_exact(cache: Any, index: int, way_out: str) -> None:
 
 
 def fit_static(cache: Any, index: int, key: Tensor, value: Tensor) -> None:
-    """Allocate layer `index` of a static cache anew, where transformers did so before it saw the
-    first tokens, for the heads of the model's config."""
+    """Allocate layer `index` of a static cache, which has no tokens yet, for keys and values as
+    they are stored: transformers takes both to have as many heads, and may have allocated the heads
+    of the model's config before it saw the first tokens."""
     layer = cache.layers[index] if index < len(cache.layers) else None
-    if isinstance(layer, StaticLayer) and layer.is_initialized:
-        pairs = ((layer.keys, key), (layer.values, value))
-        if any(x is not None and x.shape[1::2] != y.shape[1::2] for x, y in pairs):
-            layer.lazy_initialization(key, value)
+    if not isinstance(layer, StaticLayer):
+        return
+    pairs = ((layer.keys, key), (layer.values, value))
+    if layer.is_initialized and all(x is None or x.shape[1::2] == y.shape[1::2] for x, y in pairs):
+        return
+    layer.lazy_initialization(key, value)
+    if value.shape[1] != key.shape[1]:
+        shape = (*value.shape[:2], layer.max_cache_len, value.shape[3])
+        layer.values = value.new_zeros(shape)
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(layer.values)

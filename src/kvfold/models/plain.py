@@ -13,15 +13,20 @@ def check_weights(model: Any, family: type[Family]) -> None:
     """Raises SettingError for a model whose attention does more than its weights say: by an
     adapter, quantised weights, hooks, or weights that are elsewhere."""
     for index, attention in enumerate(family.attentions(model)):
-        if not getattr(attention, "is_causal", True):
-            raise SettingError(
-                f"layer {index}, {family.attention_name} lets tokens see those that follow them:"
-                " use kvfold.attach and transformers"
-            )
+        check_causal(attention, f"layer {index}, {family.attention_name}")
         for name, module in attention.named_modules():
             where = f"{family.attention_name}.{name}".rstrip(".")
             if why := _reason(module, name):
                 raise SettingError(f"layer {index}, {where}: {why}")
+
+
+def check_causal(attention: nn.Module, name: str) -> None:
+    """Raises SettingError for attention whose tokens see those that follow them."""
+    if not getattr(attention, "is_causal", True):
+        raise SettingError(
+            f"{name} lets tokens see those that follow them, which the engine does not: use"
+            " kvfold.attach and transformers"
+        )
 
 
 def _reason(module: nn.Module, name: str) -> str | None:

@@ -12,7 +12,8 @@ LONG_ROPE = ("dynamic", "longrope")  # tables that depend on the longest sequenc
 
 def position_limit(config: Any) -> int | None:
     """Positions of a causal LM; None where its config states none, as with ALiBi."""
-    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config(decoder=True)
+    limit: int | None = getattr(text, "max_position_embeddings", None)
     return limit
 
 

@@ -8,13 +8,11 @@ maps of each of its layers, also when it is copied, pickled, or used after the m
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import StaticLayer
 
 from kvfold.errors import SettingError
-from kvfold.models.places import check_exact
+from kvfold.models.places import check_exact, fit_static
 from kvfold.seam.rope_maps import RopeMaps
 
 _NEXT = "_kvfold_next"  # what a cache's next update is mapped by
@@ -52,7 +50,7 @@ def _update(
             check_exact(cache, layer_idx, "maps made with recipe 'swift'")
         key, value = bound.placed(key).stored(key, value, positions)
         if layer_idx not in filled:
-            _make_room(cache, layer_idx, key, value)
+            fit_static(cache, layer_idx, key, value)
             filled[layer_idx] = digest
     found: tuple[Tensor, Tensor] = type(cache).update(cache, key, value, layer_idx, *args, **kwargs)
     return found
@@ -60,13 +58,3 @@ def _update(
 
 def _how(digest: str | None) -> str:
     return "without maps" if digest is None else f"with maps {digest[:8]}"
-
-
-def _make_room(cache: Any, index: int, key: Tensor, value: Tensor) -> None:
-    """Allocate a layer of a fixed size, which takes keys and values to have as many heads."""
-    if index < len(cache.layers) and isinstance(layer := cache.layers[index], StaticLayer):
-        layer.lazy_initialization(key, value)
-        shape = (*value.shape[:2], layer.max_cache_len, value.shape[3])
-        layer.values = value.new_zeros(shape)
-        if not torch.compiler.is_compiling():
-            torch._dynamo.mark_static_address(layer.values)

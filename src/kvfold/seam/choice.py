@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvfold.models.rotary import position_limit
 from kvfold.seam.layers import SeamLayer
 
 SHORT, LONG = 8192, 32768  # tokens of the contexts whose shares are told; LONG decides
@@ -58,7 +59,7 @@ def choose(config: Any, layers: Sequence[SeamLayer], windows: bool = False) -> C
     """The layers of a model that get maps. config: of the model; windows: also plan layers whose
     window is short, where their heads are like the others'."""
     stores = [x for x in layers if x.source == x.name]
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or LONG
+    positions = position_limit(config) or LONG
     tokens = min(LONG, positions)
     windowed = [x for x in stores if x.window is not None]
     some = 0 < len(windowed) < len(stores)

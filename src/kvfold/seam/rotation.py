@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import SettingError
-from kvfold.models.rotary import LONG_ROPE
+from kvfold.models.rotary import LONG_ROPE, position_limit
 from kvfold.ops.common.attention import Tables, rotate
 from kvfold.seam.layers import TOKENS, SeamLayer, seam_layers
 
@@ -151,7 +151,7 @@ class _Candidates:
 
 def _further(model: Any) -> list[SeamLayer]:
     """The layers of a model, probed at later positions."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or FURTHER
+    most = position_limit(model.config) or FURTHER
     return seam_layers(model, torch.arange(TOKENS) + max(1, min(FURTHER, most - TOKENS)))
 
 

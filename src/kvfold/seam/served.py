@@ -20,6 +20,7 @@ from kvfold.attention.base import AttentionContext, Columns, LayerMaps
 from kvfold.errors import SettingError
 from kvfold.formats.base import Format
 from kvfold.models.adapter import PAGED, decoder_of
+from kvfold.models.plain import check_causal
 from kvfold.models.rotary import RotaryTable
 from kvfold.models.rotate import turn_of
 from kvfold.ops.maps import EntryMaps, OutputMaps, score_space
@@ -123,11 +124,7 @@ def check_servable(model: Any, layers: Sequence[SeamLayer]) -> None:
             " transformers"
         )
     for layer in layers:
-        if not getattr(layer.module, "is_causal", True):
-            raise SettingError(
-                f"{layer.name} lets tokens see those that follow them, which the engine does not:"
-                " use kvfold.attach and transformers"
-            )
+        check_causal(layer.module, layer.name)
         if layer.source != layer.name:
             raise SettingError(
                 f"{layer.name} reads the keys and values of {layer.source}, which the engine does"

@@ -37,6 +37,7 @@ PROBES = 8  # numbers that stand for the keys, and for the values, of a layer
 # adds up with depth: SmolLM2 in 4 bits differs by .2 to .4 in half of its layers and by .8 in the
 # last, other models by more than 1, values of the wrong sign by 2.
 NEAR, FAR = 0.5, 1.2
+_BROKEN = (AttributeError, LookupError, TypeError, ValueError)  # what a plan of wrong parts raises
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +117,7 @@ class Sidecar:
             made = cls(maps=maps, spec=spec, base=plan["base"], provenance=plan["provenance"])
             made.readme()  # which reads what `provenance` says
             return made
-        except (
-            AttributeError,
-            IndexError,
-            KeyError,
-            TypeError,
-            ValueError,
-            OSError,
-            SafetensorError,
-        ) as error:
+        except (*_BROKEN, OSError, SafetensorError) as error:
             raise _damaged(name, error) from None
 
     def check_config(self, config: Any) -> None:

@@ -29,7 +29,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from kvfold.config import CacheConfig
-from kvfold.models.rotary import RotaryTable
+from kvfold.models.rotary import RotaryTable, position_limit
 from kvfold.seam.layers import TOKENS
 from kvfold.seam.maps import Maps
 from kvfold.seam.plain import Means, full_spec, mean_positions, plain_maps
@@ -131,7 +131,7 @@ def attach(model: nn.Module, vllm_config: VllmConfig, given: Any) -> None:
         )
     if maps is None:
         model_config = vllm_config.model_config
-        limit = getattr(model_config.hf_text_config, "max_position_embeddings", None)
+        limit = position_limit(model_config.hf_text_config)
         positions = mean_positions(limit or model_config.max_model_len)
         seen = watch(model, vllm_config, layers, positions)
         bind_plain(Binding(layers, seen, vllm_config, cache))
