@@ -17,6 +17,7 @@ from typing import get_args
 import pytest
 import torch
 import transformers as hf
+from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -364,6 +365,7 @@ def test_a_reader_that_leaves_ends_a_command_with_141(plain, command, monkeypatc
     read, write = os.pipe()
     os.close(read)
     monkeypatch.setattr(sys, "stdout", os.fdopen(write, "w", encoding="utf-8"))
+    monkeypatch.setattr(app, "console", Console())  # rich silences it from then on
     assert main([str(plain) if word == "PLAIN" else word for word in command]) == 141
     assert capsys.readouterr().err == ""
 

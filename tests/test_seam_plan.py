@@ -236,7 +236,7 @@ class Config:
     def __init__(self, positions: int) -> None:
         self.max_position_embeddings = positions
 
-    def get_text_config(self) -> "Config":
+    def get_text_config(self, decoder: bool = False) -> "Config":
         return self
 
 
