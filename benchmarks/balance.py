@@ -27,13 +27,13 @@ import torch
 from kvfold.bench.chunk import KEPT
 from kvfold.bench.synthetic_cache import draw_lengths
 from kvfold.bench.variants import DTYPE, SHAPES, VARIANTS, variant_layout
-from kvfold.files import write_json
+from kvfold.layout import CacheSpec
+from kvfold.layout.pages import CacheLayout, cache_layout
 from kvfold.ops.common.plan import Slices, longest_first, stream_k, whole_items
 from kvfold.ops.decode.triton import OVERHEAD, SMALLEST, costs_of
 from kvfold.ops.decode.tuning import tuning_for
 from kvfold.ops.prefill.plan import widths_of
-from kvfold.spec import CacheSpec
-from kvfold.spec.layout import CacheLayout, cache_layout
+from kvfold.utils.files import write_json
 
 SMS, REGISTERS, SHARED, WARPS = 132, 1 << 16, 228 << 10, 64  # of a Hopper device, of one of them
 HEADS = "bf16-half", "bf16-half-ragged", "bf16-half-uneven"

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import kvfold
-from kvfold.files import write_json
+from kvfold.utils.files import write_json
 
 
 def peak() -> int:

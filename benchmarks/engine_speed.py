@@ -30,13 +30,13 @@ from transformers import DynamicCache, StaticCache
 from kvfold import recipes
 from kvfold.cli.common import versions
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
-from kvfold.engine.llm import LLM
-from kvfold.engine.request import SamplingParams
-from kvfold.files import write_json
-from kvfold.loading import load, load_tokenizer
+from kvfold.engine.api.llm import LLM
+from kvfold.engine.requests.request import SamplingParams
+from kvfold.hub.loading import load, load_tokenizer
 from kvfold.models.copies import shared_copy
-from kvfold.text import packaged, running, windows
-from kvfold.versions import given
+from kvfold.utils.files import write_json
+from kvfold.utils.text import packaged, running, windows
+from kvfold.utils.versions import given
 
 BASELINES = ("dynamic", "static", "static compiled")
 RECIPES = ("small", "fast", "lean", "swift")

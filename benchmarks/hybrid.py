@@ -36,12 +36,11 @@ import torch
 from torch import Tensor
 
 from kvfold import recipes
-from kvfold.artifact import mark
 from kvfold.attention import hybrid as attention
 from kvfold.attention.hybrid import denominators
 from kvfold.cache.pool import Pool
+from kvfold.calibration.calibrate import calibrate
 from kvfold.cli.common import versions
-from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.compression.hybrid import agreement, with_leaders
 from kvfold.config import CacheConfig, Ratios
@@ -50,8 +49,9 @@ from kvfold.evaluation.measure import runner_for
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import mean_and_se, window_perplexity
 from kvfold.evaluation.ratios import RISING, STEPS, removals
-from kvfold.files import write_json
-from kvfold.spec import Geometry
+from kvfold.hub.checkpoint import mark
+from kvfold.layout import Geometry
+from kvfold.utils.files import write_json
 
 MIDDLE = RISING[1]
 EVEN = (0.2, 0.4, 0.6)  # of every layer: as many on average

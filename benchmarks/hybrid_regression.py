@@ -21,7 +21,7 @@ from sklearn.linear_model import Ridge
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import PolynomialFeatures, StandardScaler
 
-from kvfold.files import finite, write_json
+from kvfold.utils.files import finite, write_json
 
 LIMITS = tuple(float(x) for x in np.geomspace(0.01, 0.3, 12))
 RATIOS = ("keys", "values", "narrow_keys", "narrow_values", "important", "important_last")

@@ -16,14 +16,14 @@ from typing import Any
 import quality
 import real_quality
 
-from kvfold.artifact import spec_of
+from kvfold.calibration.text import training_windows
 from kvfold.cli.common import progress
-from kvfold.compression.calibration_text import training_windows
-from kvfold.compression.lora import HELD, finetune
-from kvfold.compression.progress import stage
+from kvfold.compression.training.lora import HELD, finetune
 from kvfold.config import LoRA
+from kvfold.hub.checkpoint import spec_of
+from kvfold.layout.pages import cache_layout
 from kvfold.models.families import family_of
-from kvfold.spec.layout import cache_layout
+from kvfold.utils.progress import stage
 
 SIZES = {"palu-m": 0.5, "palu-g": 0.5, "palu-j": 0.5, "small": 0.25, "lean": 0.25}
 

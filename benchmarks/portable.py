@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvfold import recipes
 from kvfold.compression.compressor import Compressor, shared_statistics
-from kvfold.compression.rows import through_bits
+from kvfold.compression.training.rows import through_bits
 from kvfold.config import Recipe
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.perplexity import (
@@ -29,15 +29,15 @@ from kvfold.evaluation.perplexity import (
     paired_difference,
     window_perplexity,
 )
-from kvfold.seam.attach import bind, detach
-from kvfold.seam.choice import choose
-from kvfold.seam.compress import layer_maps
-from kvfold.seam.family import seam_family
-from kvfold.seam.layers import seam_layers
-from kvfold.seam.maps import Maps
-from kvfold.seam.plain import measured_means, plain_maps
-from kvfold.spec import Latent, LayerSpec
-from kvfold.spec.layout import cache_layout
+from kvfold.layout import Latent, LayerSpec
+from kvfold.layout.pages import cache_layout
+from kvfold.maps.attach import bind, detach
+from kvfold.maps.choice import choose
+from kvfold.maps.compress import layer_maps
+from kvfold.maps.family import seam_family
+from kvfold.maps.layer_maps import Maps
+from kvfold.maps.layers import seam_layers
+from kvfold.maps.plain import measured_means, plain_maps
 
 PORTABLE = Recipe(name="portable", basis="post", ranks="uniform", gradients=True)
 SHARES = {"bf16": (0.5,), "fp8": (0.75, 0.625, 0.5)}  # of a head's numbers

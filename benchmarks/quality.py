@@ -8,16 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvfold.calibration.text import GPU_TOKENS
 from kvfold.cli.common import named_texts, versions
-from kvfold.compression.calibration_text import GPU_TOKENS
 from kvfold.compression.compressor import Prepared, shared_statistics
 from kvfold.evaluation.comparison import compressors_of
 from kvfold.evaluation.measure import text_windows
 from kvfold.evaluation.needle import evaluate_needle
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.session import Sessions
-from kvfold.files import finite, write_json
-from kvfold.loading import load, load_tokenizer
+from kvfold.hub.loading import load, load_tokenizer
+from kvfold.utils.files import finite, write_json
 
 
 class Case(Protocol):

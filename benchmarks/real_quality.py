@@ -22,8 +22,7 @@ import quality
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvfold.artifact import spec_of
-from kvfold.compression.rows import QuantisedRows, StoredRows
+from kvfold.compression.training.rows import QuantisedRows, StoredRows
 from kvfold.config import ALL_LEVELS, LEVELS, CacheConfig, Prefer
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.measure import runner_for
@@ -32,9 +31,10 @@ from kvfold.evaluation.perplexity import PerplexityResult, window_perplexity
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks import read_tasks
 from kvfold.evaluation.tasks.run import run_tasks
+from kvfold.hub.checkpoint import spec_of
+from kvfold.layout import CacheSpec
+from kvfold.layout.pages import cache_layout
 from kvfold.models.copies import shared_copy
-from kvfold.spec import CacheSpec
-from kvfold.spec.layout import cache_layout
 
 PUBLISHED = ("zack", "zdc", "palu-m", "palu-j", "lorc")
 OURS = ("fast", "lean", "small")

@@ -28,15 +28,15 @@ import torch
 
 import kvfold
 from kvfold.config import CacheConfig
-from kvfold.engine.params import SamplingParams
-from kvfold.engine.stream import Stream
+from kvfold.engine.api.stream import Stream
+from kvfold.engine.requests.params import SamplingParams
 from kvfold.evaluation.measure import NEEDLE_LENGTHS, Measurement, measure, text_windows
 from kvfold.evaluation.suites import read_suite
 from kvfold.evaluation.suites.engines import Answering, ByKVFold, ByVLLM, Reply
 from kvfold.evaluation.suites.run import run_suite
-from kvfold.files import finite
-from kvfold.loading import load, load_config, load_tokenizer, resolve
-from kvfold.seam.sidecar import Sidecar
+from kvfold.hub.loading import load, load_config, load_tokenizer, resolve
+from kvfold.maps.sidecar import Sidecar
+from kvfold.utils.files import finite
 
 PLAIN: dict[str, dict[str, Any]] = {"original": {}, "bits-8": {"bits": 8}, "bits-4": {"bits": 4}}
 CTX, TOKENS, SLOTS, LONGEST = 2048, 32768, 64, 2048

@@ -24,13 +24,13 @@ from torch import Tensor
 from kvfold import recipes
 from kvfold.attention.base import AttentionContext, LayerMaps
 from kvfold.compression.compressor import Compressor
-from kvfold.compression.rows import through_bits
+from kvfold.compression.training.rows import through_bits
 from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.perplexity import window_perplexity
 from kvfold.evaluation.session import Footprint, Session, Sessions
 from kvfold.models.adapter import PAGED
 from kvfold.ops.common.attention import Tables, attention, rotate
-from kvfold.versions import given
+from kvfold.utils.versions import given
 
 FIRST = 4  # rows that every token sees
 Prefix = dict[int, tuple[Tensor, Tensor, Tensor]]  # rows, keys and values of every layer

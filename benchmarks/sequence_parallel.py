@@ -30,19 +30,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvfold.artifact import mark
 from kvfold.bench.synthetic_engine import random_model
 from kvfold.bench.variants import SHAPES, VARIANTS, Variant, variant_layout
 from kvfold.cli.bench_common import versions
 from kvfold.evaluation.perplexity import token_nll
-from kvfold.files import write_json
-from kvfold.loading import load, load_tokenizer
+from kvfold.hub.checkpoint import mark
+from kvfold.hub.loading import load, load_tokenizer
+from kvfold.layout import CacheSpec
+from kvfold.layout.pages import plain_spec
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
 from kvfold.parallel import SequenceParallel, context, wire_bytes
-from kvfold.spec import CacheSpec
-from kvfold.spec.layout import plain_spec
-from kvfold.text import packaged, running, windows
+from kvfold.utils.files import write_json
+from kvfold.utils.text import packaged, running, windows
 
 CUDNN = "uncompressed, cuDNN"
 PLAIN = "uncompressed"

@@ -97,9 +97,9 @@ class Worker:
 
         from kvfold.bench.synthetic_engine import random_model
         from kvfold.bench.variants import VARIANTS
-        from kvfold.engine import graphs
-        from kvfold.engine.compressions import Schedule
-        from kvfold.engine.llm import LLM
+        from kvfold.engine.api.llm import LLM
+        from kvfold.engine.core.compressions import Schedule
+        from kvfold.engine.runner import graphs
 
         begun = time.perf_counter()
         graphs.sizes_up_to = lambda most: [*(x for x in SIZES if x < most), most]  # type: ignore
@@ -147,7 +147,7 @@ class Worker:
 
     def _job(self, tokens: int, seed: str, outputs: int, keep: int | None, due: float = 0) -> Any:
         from kvfold.bench import serve_engine as load
-        from kvfold.engine.request import CacheParams
+        from kvfold.engine.requests.request import CacheParams
 
         (prompt,) = load.random_prompts(1, tokens, self.llm.model.config.vocab_size, seed)
         all_of_it = 1.0 if self.name == EVICT and keep is None else None
@@ -223,7 +223,7 @@ class Worker:
         """Prompts that share nine tenths with one before, one at a time; and the same, not
         shared."""
         from kvfold.bench import serve_engine as load
-        from kvfold.engine.request import CacheParams
+        from kvfold.engine.requests.request import CacheParams
 
         vocabulary = self.llm.model.config.vocab_size
         (prefix,) = load.random_prompts(1, tokens * 9 // 10, vocabulary, "prefix")

@@ -82,7 +82,7 @@ def child(words: list[str]) -> int:
     signal.signal(signal.SIGUSR1, jump)
     signal.signal(signal.SIGUSR2, fail)
     if words[0] == "serve":
-        from kvfold.engine.runner import ModelRunner
+        from kvfold.engine.runner.runner import ModelRunner
 
         run = ModelRunner.run
 

@@ -35,12 +35,12 @@ from tiny import disturbed, tiny_model, tiny_tokenizer
 
 import kvfold
 from kvfold import LLM, CacheParams, SamplingParams
-from kvfold.engine import grammar
-from kvfold.engine.engine import Hooks
-from kvfold.engine.llm import completion_of
-from kvfold.engine.request import Request, StepOutput
-from kvfold.engine.stream import Stream
-from kvfold.errors import SettingError
+from kvfold.engine.api import grammar
+from kvfold.engine.api.llm import completion_of
+from kvfold.engine.api.stream import Stream
+from kvfold.engine.core.engine import Hooks
+from kvfold.engine.requests.request import Request, StepOutput
+from kvfold.utils.errors import SettingError
 
 SLOTS, MAX_TOKENS = 64, 160
 PAGES = {"max_sequences": SLOTS, "max_tokens": MAX_TOKENS}

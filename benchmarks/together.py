@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
-from kvfold.engine.request import Batch, Request
-from kvfold.engine.runner import ModelRunner
+from kvfold.engine.requests.request import Batch, Request
+from kvfold.engine.runner.build import build_runner
+from kvfold.engine.runner.runner import ModelRunner
 from kvfold.evaluation.dense import inference
 from kvfold.evaluation.measure import QUESTION_ROOM, Measured, Measurement
 from kvfold.evaluation.paged import PagedSession
@@ -47,7 +47,7 @@ def measure(
     slots = min(most, max(1, TOKENS // longest))
     pages = Pages(model, tokenizer, what.cache, slots, longest + QUESTION_ROOM)
     texts, tasks, held = {}, {}, None
-    with inference(model), patch("kvfold.engine.metadata.TOGETHER", {"cpu", "cuda"}):
+    with inference(model), patch("kvfold.engine.runner.metadata.TOGETHER", {"cpu", "cuda"}):
         for name, ids in what.windows.items():
             texts[name], held = pages.perplexity(ids, what.scored_from or ids.shape[1] // 2)
         for name, own in rows.items():

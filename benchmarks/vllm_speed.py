@@ -42,16 +42,16 @@ from transformers import LlamaConfig
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from kvfold.artifact import KVFoldConfig
 from kvfold.bench.serve_load import Job, Traffic
 from kvfold.bench.synthetic_engine import WIDTHS
 from kvfold.bench.variants import ROPE_BASES, SHAPES, VARIANTS, variant_layout
+from kvfold.hub.checkpoint import KVFoldConfig
+from kvfold.layout import Latent
+from kvfold.maps.compress import layer_maps
+from kvfold.maps.rotation import Rotation
+from kvfold.maps.sidecar import PROBES, Sidecar
 from kvfold.models.families import family_of
 from kvfold.models.fold import LatentMaps
-from kvfold.seam.compress import layer_maps
-from kvfold.seam.rotation import Rotation
-from kvfold.seam.sidecar import PROBES, Sidecar
-from kvfold.spec import Latent
 
 Say = Callable[[str, dict], None]  # of a row of a table, by the table's name
 MAPS = "maps-"

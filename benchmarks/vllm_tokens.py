@@ -63,8 +63,8 @@ class Answer(NamedTuple):
 
 @lru_cache
 def prompts() -> list[list[int]]:
-    from kvfold.loading import load_tokenizer
-    from kvfold.text import packaged
+    from kvfold.hub.loading import load_tokenizer
+    from kvfold.utils.text import packaged
 
     ids = load_tokenizer("reference:gqa")(packaged("calibration.txt")[:20000])["input_ids"]
     found = [ids[100 * i : 100 * i + n] for i, n in enumerate(LENGTHS)]
@@ -152,7 +152,7 @@ def served(model: str, bits: int | None, dtype: str, new: int) -> dict[str, Any]
 
 
 def compare(case: Case, dtype: str, new: int) -> dict[str, Any]:
-    from kvfold.loading import resolve
+    from kvfold.hub.loading import resolve
 
     with tempfile.TemporaryDirectory() as folder:
         model, want = case.model, None

@@ -16,10 +16,10 @@ from kvfold.attention.base import Columns, LayerMaps
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.paged import PagedAttention, PagedContext
 from kvfold.cache.pool import Pool
+from kvfold.layout import CacheSpec, Geometry, Latent, LayerSpec
+from kvfold.layout.pages import cache_layout
 from kvfold.ops.common.attention import capped
 from kvfold.ops.store import gather
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
-from kvfold.spec.layout import cache_layout
 from test_store import DEVICE
 
 PAGE = 16

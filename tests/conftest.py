@@ -54,7 +54,7 @@ def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def still() -> Iterator[None]:
     """Calibration and recovery leave their windows at the first positions, where tests look."""
-    from kvfold.compression.positions import Shift
+    from kvfold.calibration.positions import Shift
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Shift, "draw", lambda *_: None)

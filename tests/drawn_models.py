@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvfold
-from kvfold.artifact import mark
+from kvfold.hub.checkpoint import mark
+from kvfold.layout import CacheSpec, Latent, LayerSpec
+from kvfold.layout.latents import plain_layer
+from kvfold.maps.family import seam_family
+from kvfold.maps.layer_maps import Maps
+from kvfold.maps.layers import seam_layers
+from kvfold.maps.rope_maps import RopeMaps
+from kvfold.maps.rotation import find_rotations
+from kvfold.maps.sidecar import Sidecar, probes_of
 from kvfold.models.families import family_of
 from kvfold.models.fold import LatentMaps, fold_model
-from kvfold.seam.family import seam_family
-from kvfold.seam.layers import seam_layers
-from kvfold.seam.maps import Maps
-from kvfold.seam.rope_maps import RopeMaps
-from kvfold.seam.rotation import find_rotations
-from kvfold.seam.sidecar import Sidecar, probes_of
-from kvfold.spec import CacheSpec, Latent, LayerSpec
-from kvfold.spec.latents import plain_layer
 from plain_maps import LayerPlan, Reference, Rope
 
 VOCABULARY = 61

@@ -6,7 +6,7 @@ import gguf
 import torch
 import transformers as hf
 
-from kvfold.loading import load_tokenizer
+from kvfold.hub.loading import load_tokenizer
 
 TINY = {
     "vocab_size": 512,

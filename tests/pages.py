@@ -10,10 +10,10 @@ from math import e, log2
 import torch
 from torch import Tensor
 
+from kvfold.layout.pages import CacheLayout, Group, Latent
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.pieces import latents_of, widest_value
 from kvfold.ops.store import reference as store
-from kvfold.spec.layout import CacheLayout, Group, Latent
 from test_store import DEVICE, Store, numbers, one_layer, sizes, stored
 from tolerance import attention_errors
 

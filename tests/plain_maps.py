@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvfold.layout import LayerSpec
 from kvfold.models.fold import LatentMaps
-from kvfold.spec import LayerSpec
 
 NAME = "plain_reference"
 PLAN = "_plain_plan"  # of an attention module, in its __dict__

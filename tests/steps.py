@@ -10,12 +10,12 @@ from torch import Tensor
 from kvfold import compress, recipes
 from kvfold.attention.cpu_paged import CpuPaged
 from kvfold.attention.fallback import Fallback
-from kvfold.compression.calibrate import calibrate
+from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig, Recipe
-from kvfold.engine.build import build_runner
-from kvfold.engine.request import Batch, Request, SamplingParams, ScheduledChunk
-from kvfold.engine.runner import ModelRunner
+from kvfold.engine.requests.request import Batch, Request, SamplingParams, ScheduledChunk
+from kvfold.engine.runner.build import build_runner
+from kvfold.engine.runner.runner import ModelRunner
 from kvfold.evaluation.session import Session
 from kvfold.models.families import family_of
 from kvfold.ops.backend import use_triton

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from kvfold.cache.pool import Pool, PoolFull
 from kvfold.cache.sharing import SharingPool
-from kvfold.engine import request as sequences
-from kvfold.engine.compressions import Schedule
-from kvfold.engine.engine import Engine, Hooks
-from kvfold.engine.prefixes import PrefixCache
-from kvfold.engine.request import Batch, CacheParams, SamplingParams, StepOutput
-from kvfold.engine.sampler import sample
-from kvfold.engine.stream import Answer, Stream
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
-from kvfold.spec.layout import CacheLayout, cache_layout
+from kvfold.engine.api.stream import Answer, Stream
+from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.core.engine import Engine, Hooks
+from kvfold.engine.core.prefixes import PrefixCache
+from kvfold.engine.requests import request as sequences
+from kvfold.engine.requests.request import Batch, CacheParams, SamplingParams, StepOutput
+from kvfold.engine.runner.sampler import sample
+from kvfold.layout import CacheSpec, Geometry, Latent, LayerSpec
+from kvfold.layout.pages import CacheLayout, cache_layout
 
 VOCAB, PAGE, EOS = 29, 4, 0
 TABLE = 3 * torch.randn(997, VOCAB, generator=torch.Generator().manual_seed(0))

@@ -1,6 +1,7 @@
 """Layers point one way, and what ships is what was promised."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -10,85 +11,31 @@ import kvfold
 
 SOURCE = Path(kvfold.__file__).parent
 LAYERS: dict[str, set[str]] = {
-    "errors": set(),
-    "kinds": set(),
-    "versions": set(),
-    "registration": {"versions"},
-    "files": set(),
-    "weights": set(),
-    "bounded": set(),
-    "text": {"bounded", "errors"},
-    "search": {"errors"},
-    "place": {"errors"},
-    "formats": set(),
-    "spec": {"formats"},
-    "card": {"spec"},
-    "ops": {"formats", "spec"},
-    "gguf_check": set(),
-    "gguf": {"gguf_check"},
-    "hub": {"errors", "gguf"},
-    "reference_models": {"files", "gguf", "weights"},
-    "cache": {"errors", "formats", "spec", "ops"},
-    "attention": {"spec", "ops", "cache"},
-    "models": {"errors", "formats", "spec", "ops", "attention", "weights"},
-    "config": {"errors", "kinds", "formats", "cache"},
-    "step_time": {"attention", "config", "errors", "models", "ops", "spec", "text"},
+    "utils": set(),
+    "layout": {"utils"},
+    "ops": {"layout"},
+    "cache": {"utils", "layout", "ops"},
+    "attention": {"layout", "ops", "cache"},
+    "config": {"utils", "layout", "cache"},
     "recipes": {"config"},
-    "artifact": {"spec", "models", "weights"},
-    "parallel": {"spec", "ops", "attention", "models", "artifact", "errors", "versions"},
-    "compression": {"formats", "spec", "ops", "models", "config", "recipes", "artifact"}
-    | {"step_time"}
-    | {"errors", "files", "search", "text", "versions", "weights"},
-    "loading": {"artifact", "models", "gguf", "hub", "place", "reference_models", "weights"}
-    | {"config", "errors", "files", "text"},
-    "seam": {
-        "attention",
-        "formats",
-        "spec",
-        "ops",
-        "models",
-        "config",
-        "recipes",
-        "compression",
-        "loading",
-        "card",
-        "hub",
-    }
-    | {"errors", "files", "text"},
-    "engine": {"formats", "spec", "ops", "cache", "attention", "models", "config", "artifact"}
-    | {"errors", "files", "loading", "seam", "text", "versions", "weights"},
-    "capacity": {"cache", "config", "engine", "errors", "models", "spec", "step_time"},
-    "server": {"cache", "config", "engine", "errors", "text"},
-    "bench": {"formats", "spec", "ops", "cache", "models", "config", "artifact", "engine"}
-    | {"errors", "kinds", "text", "versions"},
-    "evaluation": {
-        "spec",
-        "step_time",
-        "models",
-        "compression",
-        "config",
-        "recipes",
-        "artifact",
-        "engine",
-        "seam",
-    }
-    | {"errors", "files", "ops", "search", "text", "versions", "weights"},
-    "api": {
-        "search",
-        "spec",
-        "compression",
-        "config",
-        "recipes",
-        "artifact",
-        "loading",
-        "evaluation",
-    }
-    | {"errors", "models", "seam"}
-    | {"files", "weights", "card", "text"},
-    "recovery": {"api", "artifact", "compression", "config", "errors", "files", "loading", "models"}
-    | {"spec", "text"},
-    "report": {"evaluation", "files", "text"},
+    "models": {"utils", "layout", "ops", "attention"},
+    "hub": {"utils", "layout", "models", "config"},
+    "calibration": {"utils", "layout", "ops", "models"},
+    "compression": {"utils", "layout", "ops", "attention", "models", "config", "recipes", "hub"}
+    | {"calibration"},
+    "parallel": {"utils", "layout", "ops", "attention", "models", "hub"},
+    "maps": {"utils", "layout", "ops", "attention", "models", "config", "recipes", "hub"}
+    | {"calibration", "compression"},
+    "engine": {"utils", "layout", "ops", "cache", "attention", "models", "config", "hub", "maps"},
+    "server": {"utils", "cache", "config", "engine"},
+    "bench": {"utils", "layout", "ops", "cache", "models", "config", "hub", "engine"},
+    "evaluation": {"utils", "layout", "ops", "cache", "models", "config", "recipes", "hub"}
+    | {"calibration", "compression", "maps", "engine"},
+    "api": {"utils", "layout", "models", "config", "recipes", "hub", "calibration"}
+    | {"compression", "maps", "evaluation"},
+    "recovery": {"utils", "layout", "models", "config", "hub", "calibration", "compression", "api"},
 }
+ENGINE = ["requests", "runner", "core", "api"]  # folders of the engine: one uses those before it
 # The programs, on top: they may use everything, and nothing may use them.
 PROGRAMS = {"cli", "vllm_plugin"}
 
@@ -129,9 +76,17 @@ def test_imports_point_one_way(layer: str) -> None:
         assert imported(file) <= LAYERS[layer] | {layer}, file
 
 
+@pytest.mark.parametrize("folder", ENGINE)
+def test_folders_of_the_engine_point_one_way(folder: str) -> None:
+    allowed = ENGINE[: ENGINE.index(folder) + 1]
+    for file in (SOURCE / "engine" / folder).glob("*.py"):
+        used = re.findall(r"kvfold\.engine\.(\w+)", file.read_text(encoding="utf-8"))
+        assert set(used) <= {*allowed}, file
+
+
 @pytest.mark.parametrize("kind", ["gqa", "mha"])
 def test_reference_models(kind: str) -> None:
-    folder = SOURCE / "models" / "reference" / kind
+    folder = SOURCE / "data" / "reference" / kind
     assert sum(f.stat().st_size for f in folder.iterdir()) <= 16e6
     assert (folder / "model_card.md").exists()
     model = kvfold.reference(kind)
@@ -141,7 +96,7 @@ def test_reference_models(kind: str) -> None:
 
 def test_packaged_calibration_text_is_long_enough() -> None:
     """ZACK §6.6: at least 16K tokens."""
-    from kvfold.loading import load_tokenizer
-    from kvfold.text import encode, packaged
+    from kvfold.hub.loading import load_tokenizer
+    from kvfold.utils.text import encode, packaged
 
     assert len(encode(load_tokenizer("reference:gqa"), packaged("calibration.txt"))) >= 65536

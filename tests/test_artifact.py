@@ -12,12 +12,12 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 import kvfold
 from kvfold.api import save
-from kvfold.artifact import provenance_of, spec_of
-from kvfold.compression.calibrate import calibrate
+from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.evaluation.dense import cache_bytes
+from kvfold.hub.checkpoint import provenance_of, spec_of
 from kvfold.models.places import DIGITS
-from kvfold.versions import given
+from kvfold.utils.versions import given
 from models import tiny, tokens
 
 

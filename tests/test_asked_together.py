@@ -16,7 +16,7 @@ from kvfold.evaluation.measure import Measurement, measure, runner_for
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks.run import run_tasks
-from kvfold.loading import load, load_tokenizer
+from kvfold.hub.loading import load, load_tokenizer
 from matrix import slow
 from tolerance import model_terms, rounding
 

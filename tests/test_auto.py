@@ -4,10 +4,10 @@ import pytest
 
 import kvfold
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
+from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation import auto
 from kvfold.evaluation.auto import Trial, choose
-from kvfold.loading import load_tokenizer
+from kvfold.hub.loading import load_tokenizer
 from models import tiny
 from test_eviction_view import folded
 

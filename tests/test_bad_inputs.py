@@ -23,16 +23,18 @@ import bad_inputs as bad
 import kvfold
 import kvfold.parallel
 from commands import refused
-from kvfold import LLM, CacheParams, SamplingParams, hub, report
-from kvfold.artifact import KVFoldConfig
+from kvfold import LLM, CacheParams, SamplingParams
 from kvfold.config import CacheConfig, Recipe
-from kvfold.loading import load_config, load_tokenizer
+from kvfold.evaluation import report
+from kvfold.hub import download
+from kvfold.hub.checkpoint import KVFoldConfig
+from kvfold.hub.loading import load_config, load_tokenizer
+from kvfold.layout import CacheSpec, LayerSpec
+from kvfold.layout.pages import Latent, plain_spec
+from kvfold.maps.plain import Means, full_spec, plain_maps
+from kvfold.maps.sidecar import TENSORS, Sidecar
 from kvfold.models.families import family_of
 from kvfold.ops.backend import use_triton
-from kvfold.seam.plain import Means, full_spec, plain_maps
-from kvfold.seam.sidecar import TENSORS, Sidecar
-from kvfold.spec import CacheSpec, LayerSpec
-from kvfold.spec.layout import Latent, plain_spec
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 HEAD = """# Bad inputs and what they are told
@@ -181,7 +183,7 @@ def machine(files, monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setattr(hub, "_answers", lambda _: False)
+    monkeypatch.setattr(download, "_answers", lambda _: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     use_triton.cache_clear()
     yield
@@ -298,9 +300,9 @@ def test_a_full_disk(call, message, capsys, monkeypatch) -> None:
     def full_too(*_, **__) -> None:
         raise SafetensorError("Error while serializing: No space left on device (os error 28)")
 
-    monkeypatch.setattr("kvfold.files.write_text", full)
+    monkeypatch.setattr("kvfold.utils.files.write_text", full)
     monkeypatch.setattr(report, "write_text", full)
-    monkeypatch.setattr("kvfold.compression.statistics.artifact.save_file", full_too)
+    monkeypatch.setattr("kvfold.calibration.statistics.artifact.save_file", full_too)
     monkeypatch.setattr(hf.PreTrainedModel, "save_pretrained", full)
     monkeypatch.setattr("kvfold.compression.compressor.calibrate", lambda *_, **__: empty())
     assert told(call, capsys, monkeypatch) == message
@@ -308,7 +310,7 @@ def test_a_full_disk(call, message, capsys, monkeypatch) -> None:
 
 
 def empty():
-    from kvfold.compression.statistics import Statistics
+    from kvfold.calibration.statistics import Statistics
 
     return Statistics({})
 
@@ -319,7 +321,7 @@ def test_a_full_gpu(call, message, capsys, monkeypatch) -> None:
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
     monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", full)
-    monkeypatch.setattr("kvfold.loading.load", full)
+    monkeypatch.setattr("kvfold.hub.loading.load", full)
     monkeypatch.setattr("kvfold.api.load", full)
     assert told(call, capsys, monkeypatch) == message
 
@@ -328,7 +330,7 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch) -> None:
     def fail(*_, **__) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("kvfold.loading.load_config", fail)
+    monkeypatch.setattr("kvfold.hub.loading.load_config", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         kvfold.cli.main.main(["eval", "reference:gqa"])
 

@@ -11,7 +11,7 @@ from kvfold.bench import synthetic_engine as served
 from kvfold.bench.baselines import Unavailable
 from kvfold.bench.variants import SHAPES, VARIANTS
 from kvfold.cli.main import main
-from kvfold.engine.request import CacheParams
+from kvfold.engine.requests.request import CacheParams
 
 CPU = torch.device("cpu")
 

@@ -15,11 +15,11 @@ from kvfold.bench import synthetic_cache as filling
 from kvfold.bench.ceiling import Ceiling, measure_ceiling
 from kvfold.bench.reference import TOLERANCE, attend, check, decode_one
 from kvfold.cli.main import main
+from kvfold.layout import value_kind
 from kvfold.ops.backend import use_triton
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.decode import decode as decode_kernel
 from kvfold.ops.store.reference import gather, read_tracked
-from kvfold.spec import value_kind
 
 CPU = torch.device("cpu")
 TINY = variants.SHAPES["tiny"]

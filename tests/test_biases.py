@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from kvfold.layout.pages import plain_spec
+from kvfold.maps.plain import measured_means
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
 from kvfold.models.fold import fold_plain
 from kvfold.models.rotate import turned
-from kvfold.seam.plain import measured_means
-from kvfold.spec.layout import plain_spec
 from models import ROTARY, tiny, tokens
 
 BIASED = ["qwen2", "llama3-scaling", "opt", "gpt-neox"]

@@ -12,8 +12,8 @@ from kvfold import recipes
 from kvfold.attention import buckets, cpu_paged, fallback
 from kvfold.attention.buckets import WORTH, cut
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
-from kvfold.engine.request import CacheParams
+from kvfold.engine.requests.request import CacheParams
+from kvfold.engine.runner.build import build_runner
 from models import tiny
 from steps import backends, folded, sequences_of, step
 from tolerance import assert_same_logits, model_terms, rounding

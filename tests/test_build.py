@@ -7,9 +7,9 @@ import torch
 
 from kvfold import LLM, SamplingParams, recipes
 from kvfold.cache.eviction import policies
-from kvfold.compression.default import even_spec
+from kvfold.compression.planning.default import even_spec
 from kvfold.config import CacheConfig
-from kvfold.engine import build
+from kvfold.engine.runner import build
 from kvfold.models.families import family_of
 from models import llama_8b, tiny, tokens
 from test_llm import compressed

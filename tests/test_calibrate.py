@@ -9,10 +9,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from kvfold import recipes
-from kvfold.compression.calibrate import artifact_key, calibrate
+from kvfold.calibration.calibrate import artifact_key, calibrate
+from kvfold.calibration.statistics import QUANTITIES, Statistics, record
+from kvfold.calibration.statistics.reduce import prune, window_topics
 from kvfold.compression.compressor import Compressor
-from kvfold.compression.statistics import QUANTITIES, Statistics, record
-from kvfold.compression.statistics.reduce import prune, window_topics
 from kvfold.models.families import family_of
 from kvfold.ops.common.attention import attention, rotate
 from models import tiny, tokens

@@ -9,11 +9,9 @@ import torch
 
 import kvfold
 from commands import refused
-from kvfold import loading, recipes
-from kvfold.compression import calibration_text, compressor
-from kvfold.compression.calibration_text import calibration_windows, self_windows
-from kvfold.compression.compressor import Compressor
-from kvfold.compression.documents import (
+from kvfold import recipes
+from kvfold.calibration import text as calibration_text
+from kvfold.calibration.documents import (
     PACKAGED,
     PARTS,
     Document,
@@ -22,8 +20,12 @@ from kvfold.compression.documents import (
     shares,
     split,
 )
-from kvfold.compression.self_text import write
-from kvfold.text import ROLES, encode_chat, packaged
+from kvfold.calibration.self_text import write
+from kvfold.calibration.text import calibration_windows, self_windows
+from kvfold.compression import compressor
+from kvfold.compression.compressor import Compressor
+from kvfold.hub import loading
+from kvfold.utils.text import ROLES, encode_chat, packaged
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"

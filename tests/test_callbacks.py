@@ -47,11 +47,11 @@ def state(model) -> dict[str, object]:
 def test_progress_that_raises_leaves_the_model_and_no_file(fold, tmp_path, monkeypatch) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The ship went out to sea, and nobody saw it again. " * 400)
-    tokenizer = kvfold.loading.load_tokenizer("reference:gqa")
-    config = kvfold.loading.load_config("reference:gqa")
+    tokenizer = kvfold.hub.loading.load_tokenizer("reference:gqa")
+    config = kvfold.hub.loading.load_config("reference:gqa")
     config.num_hidden_layers, config.layer_types = 2, None
     torch.manual_seed(0)
-    model = kvfold.loading.AutoModelForCausalLM.from_config(config).float().eval()
+    model = kvfold.hub.loading.AutoModelForCausalLM.from_config(config).float().eval()
     before, out, calls = state(model), tmp_path / "out", 0
     for calls in range(0, 400, 29):
         try:

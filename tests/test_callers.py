@@ -12,11 +12,11 @@ import transformers as hf
 from torch import Tensor
 
 from kvfold import LLM, SamplingParams, compress
-from kvfold.errors import SettingError
-from kvfold.loading import load
+from kvfold.hub.loading import load
+from kvfold.maps.attach import attach, detach
 from kvfold.models.places import QUANTIZED, fit_static
-from kvfold.seam.attach import attach, detach
-from kvfold.versions import given
+from kvfold.utils.errors import SettingError
+from kvfold.utils.versions import given
 from models import tiny
 from models import tokens as ids_of
 from test_fold import close, prepared

@@ -7,10 +7,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from faults import Peak
-from kvfold import loading, text
-from kvfold.bounded import bounded
-from kvfold.compression.documents import conversation
-from kvfold.text import render_chat, reply_words
+from kvfold.calibration.documents import conversation
+from kvfold.hub import loading
+from kvfold.utils import text
+from kvfold.utils.bounded import bounded
+from kvfold.utils.text import render_chat, reply_words
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}"
 ENDS = "{% endfor %}{% endfor %}"

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 import kvfold
 from kvfold.api import save
-from kvfold.artifact import folded_tensors, guard_of, provenance_of, spec_of
-from kvfold.compression.calibrate import calibrate
+from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor, Prepared
+from kvfold.hub.checkpoint import folded_tensors, guard_of, provenance_of, spec_of
 from models import CONFIGS, tiny, tokens
 
 IDS = tokens(1, 12)

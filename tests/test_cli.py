@@ -22,7 +22,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from commands import refused, without_progress
-from kvfold import hub, versions
 from kvfold.__main__ import run
 from kvfold.cache.eviction.policies import POLICIES
 from kvfold.cli import common
@@ -32,11 +31,13 @@ from kvfold.cli.options import Storage
 from kvfold.cli.paths import OUTPUTS, REUSED
 from kvfold.config import AUTO, BITS, CacheConfig, check, setting, settings_of
 from kvfold.evaluation.tasks import TASKS
-from kvfold.files import new_directory
-from kvfold.formats import FORMATS, format_of
-from kvfold.loading import load, load_tokenizer
+from kvfold.hub import download
+from kvfold.hub.loading import load, load_tokenizer
+from kvfold.layout.formats import FORMATS, format_of
 from kvfold.recipes import RECIPES
-from kvfold.text import encode_chat
+from kvfold.utils import versions
+from kvfold.utils.files import new_directory
+from kvfold.utils.text import encode_chat
 
 TINY = {
     "vocab_size": 4096,
@@ -325,7 +326,7 @@ def test_a_signal_is_not_lost_in_a_finaliser(number, code, word, monkeypatch, ca
         while time.monotonic() < deadline:
             pass
 
-    monkeypatch.setattr("kvfold.loading.load_config", work)
+    monkeypatch.setattr("kvfold.hub.loading.load_config", work)
     before = sys.unraisablehook
     assert main(["inspect", "any"]) == code and sys.unraisablehook is before
     assert capsys.readouterr().err == f"kvfold: {word}\n"
@@ -341,7 +342,7 @@ def test_an_error_that_a_signal_became_is_the_signal(number, code, monkeypatch):
         except BaseException:
             raise RuntimeError("CPU dispatcher tracer already initialized") from None
 
-    monkeypatch.setattr("kvfold.loading.load_config", work)
+    monkeypatch.setattr("kvfold.hub.loading.load_config", work)
     before = signal.getsignal(number)
     assert main(["inspect", "any"]) == code and signal.getsignal(number) is before
 
@@ -397,7 +398,7 @@ def test_an_interrupt_ends_with_130(monkeypatch, capsys, plain):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvfold.loading.load_config", interrupt)
+    monkeypatch.setattr("kvfold.hub.loading.load_config", interrupt)
     assert main(["inspect", str(plain)]) == 130
 
 
@@ -718,15 +719,15 @@ def test_the_hub_is_asked_once_and_only_for_what_is_not_here(tmp_path, monkeypat
         raise urllib.error.URLError(ConnectionRefusedError())
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
-    hub._answers.cache_clear()
-    assert hub.where(str(tmp_path)) == {} and not asked
-    assert [hub.where("someone/model") for _ in range(2)] == [{"local_files_only": True}] * 2
+    download._answers.cache_clear()
+    assert download.where(str(tmp_path)) == {} and not asked
+    assert [download.where("someone/model") for _ in range(2)] == [{"local_files_only": True}] * 2
     assert len(asked) == 1
-    hub._answers.cache_clear()
+    download._answers.cache_clear()
     answer = urllib.error.HTTPError("", 404, "", None, None)
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: raised(answer))
-    assert hub.where("someone/model") == {}
-    hub._answers.cache_clear()
+    assert download.where("someone/model") == {}
+    download._answers.cache_clear()
 
 
 def raised(error):

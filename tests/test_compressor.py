@@ -7,14 +7,14 @@ import torch
 
 import kvfold
 from kvfold import recipes
-from kvfold.artifact import spec_of
 from kvfold.cli.main import main
 from kvfold.compression.bases import BASES
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.ranks import METHODS
 from kvfold.config import Recipe
-from kvfold.loading import load, load_tokenizer
-from kvfold.spec import CacheSpec
+from kvfold.hub.checkpoint import spec_of
+from kvfold.hub.loading import load, load_tokenizer
+from kvfold.layout import CacheSpec
 from matrix import slow
 from models import tiny
 from test_cli import plain  # noqa: F401  (a fixture: a random Llama as a checkpoint)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvfold.layout.pages import Group, Latent
 from kvfold.ops import backend
 from kvfold.ops.backend import GPU, Operation, use_triton
 from kvfold.ops.common.tuning import Tuning
@@ -16,7 +17,6 @@ from kvfold.ops.decode import decode
 from kvfold.ops.decode.groups import DecodeGroups, decode_groups, unread
 from kvfold.ops.decode.reference import decode as decode_reference
 from kvfold.ops.decode.tuning import FILE, Shape, table, tuning_for
-from kvfold.spec.layout import Group, Latent
 from pages import Case, Ranks, mixed, per_head
 from test_store import one_layer
 

@@ -21,6 +21,15 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from hopper import need_compiler, registers, run_alone  # noqa: E402
+from kvfold.layout import (  # noqa: E402
+    CacheSpec,
+    Geometry,
+    KeyKind,
+    Latent,
+    LayerSpec,
+    Tiers,
+)
+from kvfold.layout.pages import Group, cache_layout  # noqa: E402
 from kvfold.ops.common import combine, plan_triton, values_triton  # noqa: E402
 from kvfold.ops.common.pages import LayerPages  # noqa: E402
 from kvfold.ops.common.plan import padded_queries  # noqa: E402
@@ -37,8 +46,6 @@ from kvfold.ops.latent_decode import (  # noqa: E402
 )
 from kvfold.ops.latent_decode import plan as latent_plan  # noqa: E402
 from kvfold.ops.latent_decode import triton as latent_triton  # noqa: E402
-from kvfold.spec import CacheSpec, Geometry, KeyKind, Latent, LayerSpec, Tiers  # noqa: E402
-from kvfold.spec.layout import Group, cache_layout  # noqa: E402
 from pages import per_head  # noqa: E402
 
 OPTIONS = ("num_warps", "maxnreg", "launch_pdl")

@@ -5,15 +5,15 @@ import torch
 import transformers as hf
 
 import kvfold
-from kvfold.artifact import provenance_of
-from kvfold.compression import default
-from kvfold.compression.default import FACTOR, chosen, even_spec, speed_spec
-from kvfold.compression.target import Target
+from kvfold.compression.planning import default
+from kvfold.compression.planning.default import FACTOR, chosen, even_spec, speed_spec
+from kvfold.compression.planning.step_time import load_of, predict
+from kvfold.compression.planning.target import Target
 from kvfold.config import DEFAULT_KEEP, LEVELS, Ratios
+from kvfold.hub.checkpoint import provenance_of
+from kvfold.layout.pages import plain_spec
 from kvfold.models.families import family_of
 from kvfold.models.kernels import fastest_layout, kernels_of
-from kvfold.spec.layout import plain_spec
-from kvfold.step_time import load_of, predict
 from models import CONFIGS, llama_8b, tiny
 from test_tiers import statistics_of
 

@@ -17,8 +17,8 @@ from tokenizers.models import BPE, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from kvfold.engine.detokenizer import Detokenizer, decoder_of
-from kvfold.loading import load_tokenizer
+from kvfold.engine.api.detokenizer import Detokenizer, decoder_of
+from kvfold.hub.loading import load_tokenizer
 
 BOS, EOS = 0, 1
 WORDS = ["▁hello", "▁world", "▁", "▁▁", "a", "é", "▁né", "\N{FIRE}", "▁�", "�", ".", "\n"]
@@ -344,8 +344,8 @@ def test_long_outputs_are_read_at_once() -> None:
 
 def test_neither_torch_nor_the_engine_is_needed() -> None:
     code = (
-        "import sys, kvfold.engine.detokenizer; "
-        "assert not {'torch', 'transformers', 'kvfold.engine.request'} & set(sys.modules)"
+        "import sys, kvfold.engine.api.detokenizer; "
+        "assert not {'torch', 'transformers', 'kvfold.engine.requests.request'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 import kvfold
 from drawn_models import EAGER, POSITIONS, VOCABULARY, SubjectCase, seeds, subject_cases
-from kvfold.errors import SettingError
-from kvfold.versions import CACHE
+from kvfold.utils.errors import SettingError
+from kvfold.utils.versions import CACHE
 from plain_maps import Reference
 from tolerance import model_terms, rounding
 

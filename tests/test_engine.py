@@ -2,15 +2,15 @@
 
 import pytest
 
-from kvfold.artifact import spec_of
 from kvfold.cache.pool import Pool
-from kvfold.engine.engine import Engine
-from kvfold.engine.request import SamplingParams
-from kvfold.engine.runner import ModelRunner
+from kvfold.engine.core.engine import Engine
+from kvfold.engine.requests.request import SamplingParams
+from kvfold.engine.runner.runner import ModelRunner
+from kvfold.hub.checkpoint import spec_of
+from kvfold.layout.pages import cache_layout, plain_spec
 from kvfold.models.families import family_of
 from kvfold.models.fold import fold_model
 from kvfold.models.folded import attention_windows
-from kvfold.spec.layout import cache_layout, plain_spec
 from models import CONFIGS, greedy, tiny, tokens
 
 PROMPTS = (5, 33, 70)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.engine.compressions import Schedule
-from kvfold.engine.engine import Engine
-from kvfold.engine.graphs import DecodeGraphs
-from kvfold.engine.request import Batch, CacheParams, Request, SamplingParams
-from kvfold.engine.runner import ModelRunner
-from kvfold.engine.sampler import Sampled
+from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.core.engine import Engine
+from kvfold.engine.requests.request import Batch, CacheParams, Request, SamplingParams
+from kvfold.engine.runner.graphs import DecodeGraphs
+from kvfold.engine.runner.runner import ModelRunner
+from kvfold.engine.runner.sampler import Sampled
 from models import tiny
 from stub import EOS, POOLS, VOCAB, Bench, mixed_requests, reference
 

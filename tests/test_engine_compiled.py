@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 
 import seam_types
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
-from kvfold.engine.compiled import TOKENS, Compiled, wanted
-from kvfold.engine.runner import ModelRunner
+from kvfold.engine.runner.build import build_runner
+from kvfold.engine.runner.compiled import TOKENS, Compiled, wanted
+from kvfold.engine.runner.runner import ModelRunner
 from kvfold.models import pieces
 from kvfold.models.pieces import Pieces
 from models import tiny

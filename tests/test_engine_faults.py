@@ -12,11 +12,11 @@ from types import FrameType
 import pytest
 from torch import Tensor
 
-from kvfold.engine import request as sequences
-from kvfold.engine.compressions import Schedule
-from kvfold.engine.engine import Hooks
-from kvfold.engine.request import CacheParams, SamplingParams, StepOutput
-from kvfold.engine.stream import Answer, Stream
+from kvfold.engine.api.stream import Answer, Stream
+from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.core.engine import Hooks
+from kvfold.engine.requests import request as sequences
+from kvfold.engine.requests.request import CacheParams, SamplingParams, StepOutput
 from stub import EOS, Bench, in_threads, mixed_requests, reference, stream
 
 NINE = {"max_new_tokens": 9, "ignore_eos": True}

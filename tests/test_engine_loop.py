@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvfold.engine import request as sequences
-from kvfold.engine.compressions import Schedule
-from kvfold.engine.engine import Hooks
-from kvfold.engine.request import CacheParams, SamplingParams
+from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.core.engine import Hooks
+from kvfold.engine.requests import request as sequences
+from kvfold.engine.requests.request import CacheParams, SamplingParams
 from stub import EOS, PAGE, POOLS, VOCAB, Bench, StubRunner, mixed_requests, reference
 
 # Tokens -----------------------------------------------------------------------------------------

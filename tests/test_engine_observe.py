@@ -15,8 +15,8 @@ from kvfold import LLM
 from kvfold.attention import cpu_paged, fallback, observer
 from kvfold.attention.observer import WINDOW, Observer, Turn
 from kvfold.config import Recipe
-from kvfold.engine.request import CacheParams, Request, SamplingParams
-from kvfold.engine.runner import ModelRunner
+from kvfold.engine.requests.request import CacheParams, Request, SamplingParams
+from kvfold.engine.runner.runner import ModelRunner
 from kvfold.ops.backend import use_triton
 from matrix import slow
 from models import tiny, tokens

@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvfold import recipes
 from kvfold.attention import fallback, triton_decode, triton_prefill
-from kvfold.engine.graphs import DecodeGraphs, sizes_up_to
-from kvfold.engine.runner import ModelRunner
+from kvfold.engine.runner.graphs import DecodeGraphs, sizes_up_to
+from kvfold.engine.runner.runner import ModelRunner
 from matrix import matrix, slow
 from steps import DEVICE, backends, even, folded, runner_of, sequences_of, step
 

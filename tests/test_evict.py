@@ -16,7 +16,7 @@ from kvfold.cache.eviction.base import Policy, RowsView
 from kvfold.cache.eviction.budget import Budget
 from kvfold.cache.eviction.compact import capped
 from kvfold.cache.eviction.policies import POLICIES, get
-from kvfold.spec.layout import UNIT
+from kvfold.layout.pages import UNIT
 
 INF = float("inf")
 ALL = AttentionPolicy(name="all", scope="all")

@@ -12,15 +12,15 @@ from kvfold.cache.eviction.attention import AttentionPolicy
 from kvfold.cache.eviction.base import Policy, RowsView
 from kvfold.cache.eviction.budget import Budget
 from kvfold.cache.eviction.policies.expected import expected
-from kvfold.compression.calibrate import calibrate
+from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
-from kvfold.engine.eviction import Held
-from kvfold.engine.runner import ModelRunner
+from kvfold.engine.runner.build import build_runner
+from kvfold.engine.runner.eviction import Held
+from kvfold.engine.runner.runner import ModelRunner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.families import family_of
-from kvfold.versions import CACHE
+from kvfold.utils.versions import CACHE
 from models import tiny, tokens
 from steps import logits_of
 

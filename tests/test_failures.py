@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvfold.cache.pool import Pool
-from kvfold.engine import eviction
+from kvfold.engine.runner import eviction
 from test_paged_eviction import filled, survivors
 from test_pool import pool
 

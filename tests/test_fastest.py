@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from kvfold.compression.planning.step_time import Load, Prediction
 from kvfold.evaluation import fastest
-from kvfold.step_time import Load, Prediction
 from test_cli import FEW, plain, printed, refused  # noqa: F401
 
 MS = {"post_rope": 2.0, "pre_rope": 3.0, "plain": 9.0}

@@ -24,22 +24,23 @@ import faults
 import ggufs
 import seam_types
 from faults import Fault, Findings, Peak
-from kvfold import LLM, PackedContext, loading
+from kvfold import LLM, PackedContext
 from kvfold.api import save as save_model
 from kvfold.bench.serve_load import read_trace
+from kvfold.calibration.statistics import Statistics
+from kvfold.calibration.statistics.moments import Moment
 from kvfold.cli.bench_serve import read_report
 from kvfold.cli.suites import read_results
-from kvfold.compression.statistics import Statistics
-from kvfold.compression.statistics.moments import Moment
-from kvfold.engine import packed
+from kvfold.engine.requests import packed
 from kvfold.evaluation.suites import read_suite
 from kvfold.evaluation.suites.run import changes
 from kvfold.evaluation.tasks import read_tasks
+from kvfold.hub import loading
+from kvfold.maps.layers import seam_layers
+from kvfold.maps.plain import Means, full_spec, plain_maps
+from kvfold.maps.sidecar import PLAN, TENSORS, Sidecar, probes_of
 from kvfold.models.families import family_of
-from kvfold.seam.layers import seam_layers
-from kvfold.seam.plain import Means, full_spec, plain_maps
-from kvfold.seam.sidecar import PLAN, TENSORS, Sidecar, probes_of
-from kvfold.text import encode_chat, encode_prompt, read_text
+from kvfold.utils.text import encode_chat, encode_prompt, read_text
 from models import tokens
 from test_fuzz import model_of
 
@@ -361,7 +362,7 @@ TEMPLATE = (
 @pytest.mark.parametrize("inside", [b"a", b"\n", b"\0"], ids=["text", "lines", "zeros"])
 def test_what_unpacks_to_gigabytes_is_refused(pack, end, inside, tmp_path, monkeypatch) -> None:
     """Of a smaller bound, here; it is read up to that and no further."""
-    monkeypatch.setattr("kvfold.text.MOST_TEXT", 2**24)
+    monkeypatch.setattr("kvfold.utils.text.MOST_TEXT", 2**24)
     file = tmp_path / f"bomb.jsonl.{end}"
     file.write_bytes(pack(inside * 2**28))
     assert file.stat().st_size < 2**19
@@ -378,7 +379,7 @@ def test_many_short_lines_take_no_more_than_the_text(tmp_path) -> None:
 
 
 def test_a_large_json_object_is_refused_before_it_is_parsed(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("kvfold.text.MOST_JSON", 2**20)
+    monkeypatch.setattr("kvfold.utils.text.MOST_JSON", 2**20)
     file = tmp_path / "tasks.jsonl"
     file.write_bytes(b'{"prompt": [' + b"[]," * 2**20 + b"[]]}")
     with pytest.raises(ValueError, match="larger than 1048576 bytes"):

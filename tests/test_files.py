@@ -12,7 +12,7 @@ import pytest
 import kvfold
 from commands import refused
 from kvfold.api import save
-from kvfold.files import new_directory, write_text
+from kvfold.utils.files import new_directory, write_text
 from models import tiny
 
 

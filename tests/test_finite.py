@@ -9,19 +9,19 @@ import torch
 import kvfold
 from commands import refused
 from kvfold import LLM, recipes
-from kvfold.artifact import mark
-from kvfold.compression.calibrate import calibrate
+from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
-from kvfold.engine import trial
-from kvfold.engine.build import build_runner
+from kvfold.engine.runner import trial
+from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation import answers
 from kvfold.evaluation.answers import Answer, check_answer
+from kvfold.hub.checkpoint import mark
+from kvfold.layout.pages import plain_spec
 from kvfold.models.families import family_of
 from kvfold.models.finite import check_outputs, probe_ids, rows_are_finite
 from kvfold.models.fold import fold_plain
-from kvfold.spec.layout import plain_spec
-from kvfold.weights import rounded
+from kvfold.models.weights import rounded
 from models import CONFIGS, tiny, tokens
 from steps import broken
 
@@ -146,7 +146,7 @@ def test_a_model_that_keeps_all_answers_as_before(name: str) -> None:
 
 def test_the_answer_is_the_originals_greedy_one() -> None:
     model = kvfold.reference("gqa")
-    answer = Answer.of(model, kvfold.loading.load_tokenizer("reference:gqa"))
+    answer = Answer.of(model, kvfold.hub.loading.load_tokenizer("reference:gqa"))
     ids = torch.tensor([answer.prompt])
     want = model.generate(ids, max_new_tokens=answers.FEW, do_sample=False, pad_token_id=0)
     assert want[0, len(answer.prompt) :].tolist() == list(answer.tokens)

@@ -17,10 +17,11 @@ import pytest
 from cyclopts import App
 
 import kvfold.server.run
-from kvfold import api, loading, recovery
+from kvfold import api, recovery
 from kvfold.cli import bench_serve
 from kvfold.cli.main import app, main
-from kvfold.engine import llm
+from kvfold.engine.api import llm
+from kvfold.hub import loading
 
 NUMBERS = ["nan", "inf", "-inf", "-1", "0", "1e400", "1" + "0" * 400, "9" * 5000, str(2**63)]
 NUMBERS += ["", " ", "a", "½", "1e-400", "true", "-", "2.5"]

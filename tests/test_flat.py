@@ -4,11 +4,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.formats.integers import PLANES, places, unpack
+from kvfold.layout.formats.integers import PLANES, places, unpack
+from kvfold.layout.pages import Latent
 from kvfold.ops.common.pages import PageClass, locate, plan_pages
 from kvfold.ops.decode import cpu as flat
 from kvfold.ops.store.reference import read_metrics
-from kvfold.spec.layout import Latent
 from test_store import FLOATS, Store, numbers, one_layer, sizes, split
 from tolerance import attention_errors, rounding
 

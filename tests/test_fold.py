@@ -7,12 +7,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from kvfold import recipes
+from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.bases.base import Source
 from kvfold.compression.bases.loss_weighted import LossWeighted
-from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.ops.common.attention import attention, rotate
-from kvfold.versions import given
+from kvfold.utils.versions import given
 from matrix import matrix
 from models import CONFIGS, tiny, tokens
 

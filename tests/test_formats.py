@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvfold.compression.calibrate import calibrate
+from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
+from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.paged import PagedSession
-from kvfold.formats import FORMATS, format_of
-from kvfold.formats.base import Asked, Format
-from kvfold.formats.unquantized import Unquantized
+from kvfold.layout.formats import FORMATS, format_of
+from kvfold.layout.formats.base import Asked, Format
+from kvfold.layout.formats.unquantized import Unquantized
 from kvfold.recipes import get
 from models import tiny, tokens
 from steps import logits_of

@@ -15,11 +15,11 @@ import torch
 import kvfold
 from kvfold import LLM, CacheParams, SamplingParams, recipes
 from kvfold.cache.eviction.policies import POLICIES
-from kvfold.compression.calibrate import calibrate
+from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
-from kvfold.engine.llm import Completion
-from kvfold.formats import FORMATS
+from kvfold.engine.api.llm import Completion
+from kvfold.layout.formats import FORMATS
 from models import CONFIGS, tiny, tokens
 
 ALL, FEW = 200, 8

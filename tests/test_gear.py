@@ -5,14 +5,14 @@ import torch
 from torch import Tensor
 
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
+from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.paged import PagedSession
-from kvfold.formats import format_of
-from kvfold.formats.base import Asked
-from kvfold.formats.gear import MOST, Gear, low_rank, num_outliers
-from kvfold.formats.kivi import Kivi
-from kvfold.spec import CacheSpec, Latent, LayerSpec
-from kvfold.spec.layout import cache_layout
+from kvfold.layout import CacheSpec, Latent, LayerSpec
+from kvfold.layout.formats import format_of
+from kvfold.layout.formats.base import Asked
+from kvfold.layout.formats.gear import MOST, Gear, low_rank, num_outliers
+from kvfold.layout.formats.kivi import Kivi
+from kvfold.layout.pages import cache_layout
 from models import tiny, tokens
 from steps import logits_of
 from test_selector import GEOMETRY

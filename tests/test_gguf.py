@@ -12,10 +12,11 @@ from transformers import Qwen3MoeConfig
 import ggufs
 import kvfold
 from commands import refused
-from kvfold import gguf, loading, reference_models
 from kvfold.cli.main import main
-from kvfold.reference_models import SMOLLM2, Part
-from kvfold.text import encode_chat
+from kvfold.hub import gguf, loading
+from kvfold.hub import reference as reference_models
+from kvfold.hub.reference import SMOLLM2, Part
+from kvfold.utils.text import encode_chat
 
 PACKAGE = SMOLLM2.packages[0]
 FEW = ["--max-tokens", "1024"]

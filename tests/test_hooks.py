@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from kvfold import recipes
+from kvfold.calibration.calibrate import calibrate
+from kvfold.calibration.statistics import Statistics
+from kvfold.calibration.text import calibration_windows
 from kvfold.compression.basis import Basis
-from kvfold.compression.calibrate import calibrate
-from kvfold.compression.calibration_text import calibration_windows
 from kvfold.compression.compressor import Compressor
-from kvfold.compression.statistics import Statistics
-from kvfold.loading import load, load_tokenizer
+from kvfold.hub.loading import load, load_tokenizer
+from kvfold.layout import CacheSpec, Geometry, Latent
 from kvfold.models.families import family_of
-from kvfold.spec import CacheSpec, Geometry, Latent
 
 KEEP = 0.25  # at 0.5 `small` loses nothing of reference:gqa, whose W_K and W_V span that much
 TOLERANCE = 1e-3  # nats between hooks and folded model

@@ -17,32 +17,32 @@ if not torch.cuda.is_available():
 
 from commands import refused
 from kvfold import recipes
-from kvfold.artifact import mark, spec_of
 from kvfold.attention import hybrid as attention
 from kvfold.attention.selector import kernels
 from kvfold.cache.pool import Pool, PoolFull
-from kvfold.capacity import GIB, Capacity
-from kvfold.compression.calibrate import calibrate
+from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.hybrid import check_recipe, with_leaders
 from kvfold.config import CacheConfig, Ratios
-from kvfold.engine import demotion, eviction
-from kvfold.engine.build import build_runner, check_served
-from kvfold.engine.demotion import Demotion, first_columns
-from kvfold.engine.llm import LLM
-from kvfold.engine.request import SamplingParams
-from kvfold.errors import SettingError
+from kvfold.engine.api.llm import LLM
+from kvfold.engine.requests.request import SamplingParams
+from kvfold.engine.runner import demotion, eviction
+from kvfold.engine.runner.build import build_runner, check_served
+from kvfold.engine.runner.demotion import Demotion, first_columns
 from kvfold.evaluation import ratios
+from kvfold.evaluation.capacity import GIB, Capacity
 from kvfold.evaluation.importance import orders
 from kvfold.evaluation.measure import Measurement, measure
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import window_perplexity
-from kvfold.loading import load_tokenizer
+from kvfold.hub.checkpoint import mark, spec_of
+from kvfold.hub.loading import load_tokenizer
+from kvfold.layout import CacheSpec
+from kvfold.layout.pages import cache_layout
 from kvfold.models.families import family_of
 from kvfold.models.folded import layer_shapes
 from kvfold.ops.store import append, gather
-from kvfold.spec import CacheSpec
-from kvfold.spec.layout import cache_layout
+from kvfold.utils.errors import SettingError
 from kvfold.vllm_plugin.shares import Share
 from models import tiny, tokens
 from steps import DEVICE, backends, even, logits_of, sequences_of, step

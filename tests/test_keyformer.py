@@ -12,7 +12,7 @@ from kvfold.attention.selector import DECODE, PREFILL, Selected
 from kvfold.cache.eviction.attention import attention_mass
 from kvfold.cache.eviction.policies import get
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
+from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.ops.noise.reference import gumbel, splitmix
 from models import tiny, tokens

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
-from kvfold.engine.engine import Engine, Hooks
-from kvfold.engine.request import SamplingParams, ScheduledChunk
+from kvfold.engine.core.engine import Engine, Hooks
+from kvfold.engine.requests.request import SamplingParams, ScheduledChunk
+from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.paged import PagedSession
-from kvfold.formats.integers import unpack
+from kvfold.layout import CacheSpec, LayerSpec
+from kvfold.layout.formats.integers import unpack
+from kvfold.layout.pages import CacheLayout, Latent, cache_layout
 from kvfold.ops.store import residual as kivi
-from kvfold.spec import CacheSpec, LayerSpec
-from kvfold.spec.layout import CacheLayout, Latent, cache_layout
 from models import tiny, tokens
 from steps import logits_of
 from test_store import FLOATS, numbers, one_layer

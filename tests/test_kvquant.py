@@ -9,22 +9,22 @@ from torch import Tensor
 
 import kvfold
 from kvfold import recipes
+from kvfold.calibration.calibrate import calibrate
+from kvfold.calibration.statistics import Moment
+from kvfold.calibration.statistics.quantities import Sampled
 from kvfold.compression import codebooks
 from kvfold.compression.bases.base import Source
 from kvfold.compression.bases.channels import Channels, sheared
-from kvfold.compression.calibrate import calibrate
 from kvfold.compression.codebooks import Samples, in_range, k_means
 from kvfold.compression.compressor import Compressor, Prepared
-from kvfold.compression.statistics import Moment
-from kvfold.compression.statistics.quantities import Sampled
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
+from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.paged import PagedSession
-from kvfold.formats.kvquant import KVQuant, num_outliers
+from kvfold.layout import CacheSpec
+from kvfold.layout.formats.kvquant import KVQuant, num_outliers
+from kvfold.layout.pages import cache_layout
 from kvfold.models.fold import LatentMaps
 from kvfold.ops.store import gather
-from kvfold.spec import CacheSpec
-from kvfold.spec.layout import cache_layout
 from models import tiny, tokens
 from steps import logits_of
 
@@ -89,7 +89,7 @@ def test_a_side_of_which_nothing_is_stored_needs_no_levels() -> None:
 
 
 def kvfold_spec(books) -> CacheSpec:
-    from kvfold.spec.layout import plain_spec
+    from kvfold.layout.pages import plain_spec
     from test_selector import GEOMETRY
 
     spec = plain_spec(replace(GEOMETRY, head_dim=64))
@@ -137,7 +137,7 @@ def test_ranges_hold_what_they_should() -> None:
 
 
 def test_samples_are_spread_over_all_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfold.compression.statistics.quantities.MOST", 50)
+    monkeypatch.setattr("kvfold.calibration.statistics.quantities.MOST", 50)
     found = Sampled(torch.zeros(40, 1))
     for i in range(1, 40):
         found += Sampled(torch.full((40, 1), float(i)))

@@ -5,18 +5,18 @@ import torch
 
 import kvfold
 from kvfold import LLM, CacheParams, SamplingParams, recipes
-from kvfold.artifact import mark
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
-from kvfold.errors import SettingError
+from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation import ruler
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.scores import LEAST, TEACHER, Sums, learn_scores, readings
-from kvfold.loading import load_tokenizer
+from kvfold.hub.checkpoint import mark
+from kvfold.hub.loading import load_tokenizer
+from kvfold.layout.pages import plain_spec
 from kvfold.models.families import family_of
 from kvfold.models.fold import fold_plain
-from kvfold.spec.layout import plain_spec
+from kvfold.utils.errors import SettingError
 from models import tiny, tokens
 from test_eviction_view import folded
 from test_paged_eviction import dense, survivors

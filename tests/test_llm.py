@@ -12,8 +12,8 @@ import torch
 
 import kvfold
 from kvfold import LLM, CacheParams, SamplingParams, recipes
+from kvfold.calibration.calibrate import calibrate
 from kvfold.cli.main import main
-from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from matrix import matrix
 from models import greedy, tiny, tokens

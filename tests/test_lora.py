@@ -13,16 +13,17 @@ from torch import Tensor
 import kvfold
 from commands import refused
 from kvfold import recipes
-from kvfold.artifact import provenance_of, spec_of
+from kvfold.calibration import text as calibration_text
+from kvfold.calibration.calibrate import calibrate
 from kvfold.cli.main import main
-from kvfold.compression import calibration_text, lora, training
-from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
-from kvfold.compression.rows import QuantisedRows
+from kvfold.compression.training import lora, training
+from kvfold.compression.training.rows import QuantisedRows
 from kvfold.config import LoRA
-from kvfold.loading import load_config, load_tokenizer
+from kvfold.hub.checkpoint import provenance_of, spec_of
+from kvfold.hub.loading import load_config, load_tokenizer
 from kvfold.models.families import family_of
-from kvfold.versions import given
+from kvfold.utils.versions import given
 from models import tiny, tokens
 
 pytestmark = pytest.mark.usefixtures("still")

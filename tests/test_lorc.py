@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from kvfold.compression.basis import weight_svd
 from kvfold.compression.ranks.condition import log_conditions
-from kvfold.loading import load
+from kvfold.hub.loading import load
 from kvfold.models.families import family_of
 
 SILU_SLOPE = 1.1  # the largest slope of SiLU is 1.0999

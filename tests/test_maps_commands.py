@@ -16,8 +16,8 @@ import kvfold
 from commands import refused
 from kvfold.cli import serve_vllm
 from kvfold.cli.main import main
-from kvfold.engine.llm import LLM
-from kvfold.seam.sidecar import CARD, FILES, PLAN, Sidecar
+from kvfold.engine.api.llm import LLM
+from kvfold.maps.sidecar import CARD, FILES, PLAN, Sidecar
 from seam_types import tiny
 from test_sidecar import bytes_tokenizer
 
@@ -124,7 +124,7 @@ def test_no_check(here: Path) -> None:
 
 def test_maps_that_break_the_model_are_not_saved(here: Path, capsys, monkeypatch) -> None:
     """What the engine answers has to be what transformers answers with the same maps."""
-    install = kvfold.engine.build.install
+    install = kvfold.engine.runner.build.install
 
     def wrong(model, layers, sidecar, *rest):
         layers = install(model, layers, sidecar, *rest)
@@ -132,7 +132,7 @@ def test_maps_that_break_the_model_are_not_saved(here: Path, capsys, monkeypatch
             layer.value_up.mul_(-3)
         return layers
 
-    monkeypatch.setattr("kvfold.engine.build.install", wrong)
+    monkeypatch.setattr("kvfold.engine.runner.build.install", wrong)
     words = ["compress", here / "model", "--max-tokens", "4096", "--output", here / "bad"]
     assert "answers otherwise than the original" in refused(capsys, *words)
     assert not (here / "bad").exists()
@@ -195,7 +195,7 @@ def test_a_model_of_any_type_needs_no_maps(here: Path, capsys, monkeypatch) -> N
         record = json.loads(file.read_text())
         assert record["kept_fraction"] == pytest.approx(kept, abs=0.1)
         assert record["baseline_bytes_per_token"] == full
-    monkeypatch.setattr("kvfold.loading._load_directory", None)
+    monkeypatch.setattr("kvfold.hub.loading._load_directory", None)
     said = refused(capsys, "eval", model, "--evict", "random", "--keep-tokens", ".5")
     assert "nothing is evicted" in said
     for name in ("inspect", "capacity", "compare"):
@@ -220,7 +220,7 @@ def test_inspect_shows_them(here: Path, capsys) -> None:
 
 def test_another_model_is_refused_before_it_is_loaded(here: Path, capsys, monkeypatch) -> None:
     folder = made(here)
-    monkeypatch.setattr("kvfold.loading._load_directory", None)
+    monkeypatch.setattr("kvfold.hub.loading._load_directory", None)
     for name in ("inspect", "eval", "serve"):
         said = refused(capsys, name, "reference:gqa", "--maps", folder)
         assert "whose hidden_size is 64; this model's is 256" in said
@@ -238,7 +238,7 @@ def test_a_server_has_them(here: Path, monkeypatch, capsys) -> None:
         asked.update(settings)
         raise Stop
 
-    monkeypatch.setattr("kvfold.engine.llm.LLM", llm)
+    monkeypatch.setattr("kvfold.engine.api.llm.LLM", llm)
     words = ["serve", str(here / "model"), "--maps", str(made(here)), "--bits", "8", "--port", "0"]
     with pytest.raises(Stop):
         main(words)
@@ -282,7 +282,7 @@ def test_a_full_disk_leaves_nothing(here: Path, where: str, capsys, monkeypatch)
 
     monkeypatch.setattr(Path, "write_text", some)
     if where == "tensors":
-        monkeypatch.setattr("kvfold.seam.sidecar.save_file", full_too)
+        monkeypatch.setattr("kvfold.maps.sidecar.save_file", full_too)
     before = sorted(here.iterdir())
     words = ["compress", here / "model", "--max-tokens", "4096", "--no-check"]
     said = refused(capsys, *words, "--output", here / "new")
@@ -292,6 +292,6 @@ def test_a_full_disk_leaves_nothing(here: Path, where: str, capsys, monkeypatch)
 
 def test_a_folder_in_use_is_refused_before_the_work(here: Path, capsys, monkeypatch) -> None:
     folder = made(here)
-    monkeypatch.setattr("kvfold.loading._load_directory", None)
+    monkeypatch.setattr("kvfold.hub.loading._load_directory", None)
     words = ["compress", here / "model", "--output", folder]
     assert "exists and is not an empty directory" in refused(capsys, *words)

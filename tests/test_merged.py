@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from kvfold.config import CacheConfig
-from kvfold.engine import build
-from kvfold.engine.build import build_runner
-from kvfold.engine.runner import ModelRunner
+from kvfold.engine.runner import build
+from kvfold.engine.runner.build import build_runner
+from kvfold.engine.runner.runner import ModelRunner
 from kvfold.models.folded import FoldedAttention
 from kvfold.models.merged import GatedMLP, Merged
 from models import CONFIGS, tiny

@@ -22,7 +22,7 @@ from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.haystack import FACT, INTRO, QUESTION, build_sample, load_filler, load_words
 from kvfold.evaluation.needle import _summarise, evaluate_needle
 from kvfold.evaluation.reader import Reader
-from kvfold.versions import CACHE
+from kvfold.utils.versions import CACHE
 
 
 def count_pieces(text: str) -> int:

@@ -15,8 +15,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl  # noqa: E402
 
 from hopper import need_compiler, run_alone  # noqa: E402
-from kvfold.engine.request import SamplingParams  # noqa: E402
-from kvfold.engine.sampler import sample  # noqa: E402
+from kvfold.engine.requests.request import SamplingParams  # noqa: E402
+from kvfold.engine.runner.sampler import sample  # noqa: E402
 from kvfold.ops.backend import use_triton  # noqa: E402
 from kvfold.ops.noise import keys_of, reference  # noqa: E402
 from kvfold.ops.noise import triton as noise_triton  # noqa: E402

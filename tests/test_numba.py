@@ -12,10 +12,11 @@ pytest.importorskip("numba", reason="Numba is not installed")
 import kvfold
 from kvfold import LLM, SamplingParams, recipes
 from kvfold.config import CacheConfig
-from kvfold.engine import few
-from kvfold.engine.build import build_runner
-from kvfold.engine.request import CacheParams
-from kvfold.formats.integers import PLANES, _stored
+from kvfold.engine.requests.request import CacheParams
+from kvfold.engine.runner import few
+from kvfold.engine.runner.build import build_runner
+from kvfold.layout.formats.integers import PLANES, _stored
+from kvfold.layout.pages import CacheLayout, Latent
 from kvfold.models import pieces
 from kvfold.models.families import family_of
 from kvfold.ops.backend import no_numba
@@ -28,7 +29,6 @@ from kvfold.ops.linear import numba as linear
 from kvfold.ops.pointwise import numba as pointwise
 from kvfold.ops.store import numba as store
 from kvfold.ops.store.reference import read_metrics
-from kvfold.spec.layout import CacheLayout, Latent
 from models import tiny
 from pages import Case, per_head
 from steps import backends, folded, sequences_of, step, stored_rows

@@ -19,6 +19,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from hopper import need_compiler, run_alone  # noqa: E402
 from kvfold.cache.eviction.attention import AttentionPolicy, attention_mass  # noqa: E402
+from kvfold.layout.pages import CacheLayout  # noqa: E402
 from kvfold.ops import backend  # noqa: E402
 from kvfold.ops.backend import use_triton  # noqa: E402
 from kvfold.ops.common.pages import LayerPages  # noqa: E402
@@ -26,7 +27,6 @@ from kvfold.ops.observe import observe, why_not  # noqa: E402
 from kvfold.ops.observe import triton as observe_triton  # noqa: E402
 from kvfold.ops.observe.reference import observe as observe_reference  # noqa: E402
 from kvfold.ops.store import reference as store  # noqa: E402
-from kvfold.spec.layout import CacheLayout  # noqa: E402
 from matrix import slow  # noqa: E402
 from pages import heads_of, mixed, per_head, queries_of  # noqa: E402
 from test_store import DEVICE, Store, numbers, stored  # noqa: E402

@@ -16,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import test_rebuild_triton as rebuild
+from kvfold.layout.pages import CacheLayout
 from kvfold.ops import observe as ops_observe
 from kvfold.ops.backend import GPU
 from kvfold.ops.common.pages import LayerPages
@@ -24,7 +25,6 @@ from kvfold.ops.latent_decode import triton as latent_triton
 from kvfold.ops.latent_decode import triton_pieces
 from kvfold.ops.observe import observe_weights, weights_triton
 from kvfold.ops.store import reference as store
-from kvfold.spec.layout import CacheLayout
 from pages import Case
 from test_rebuild_triton import poisoned  # noqa: F401
 from test_split_triton import SMALL, swift

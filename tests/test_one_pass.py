@@ -11,12 +11,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import hard_heads
 import test_rebuild_triton as rebuild
+from kvfold.layout.pages import CacheLayout
 from kvfold.ops import one_pass
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.decode import triton_split
 from kvfold.ops.latent_decode import rope_table, triton_pieces
 from kvfold.ops.one_pass.rows import items, latents_of
-from kvfold.spec.layout import CacheLayout
 from pages import Case
 from test_decode_triton import check
 from test_split_triton import swift

@@ -1,7 +1,7 @@
 """A step reads as many tokens of prompts as its time allows, where others decode."""
 
-from kvfold.engine.engine import default_step_seconds
-from kvfold.engine.pace import FIRST, LEAST, Pace
+from kvfold.engine.core.engine import default_step_seconds
+from kvfold.engine.core.pace import FIRST, LEAST, Pace
 from stub import Bench
 
 

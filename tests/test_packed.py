@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from kvfold import LLM, CacheParams, PackedContext, SamplingParams
 from kvfold.cache.eviction import policies
-from kvfold.engine.compressions import Schedule
-from kvfold.engine.sampler import sample
-from kvfold.errors import SettingError
+from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.runner.sampler import sample
 from kvfold.evaluation.paged import PagedSession
+from kvfold.utils.errors import SettingError
 from models import tiny, tokens
 from stub import EOS, VOCAB, Bench, logits_after
 from test_fuzz import model_of

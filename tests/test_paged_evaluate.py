@@ -10,7 +10,7 @@ import transformers as hf
 from commands import refused
 from kvfold.cli.main import main
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
+from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.compare import from_json
 from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.measure import Measurement, measure
@@ -19,8 +19,8 @@ from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import perplexity, token_nll, window_perplexity
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks.asked import AskedTask
-from kvfold.loading import load, load_tokenizer
-from kvfold.text import encode, encode_prompt
+from kvfold.hub.loading import load, load_tokenizer
+from kvfold.utils.text import encode, encode_prompt
 from models import CONFIGS, tiny, tokens
 
 PAGE, CTX = 8, 60

@@ -10,10 +10,10 @@ from transformers import AttentionInterface
 
 from kvfold.cache.eviction import policies
 from kvfold.config import CacheConfig
-from kvfold.engine import eviction
-from kvfold.engine.build import build_runner
-from kvfold.engine.request import CacheParams
-from kvfold.engine.runner import ModelRunner
+from kvfold.engine.requests.request import CacheParams
+from kvfold.engine.runner import eviction
+from kvfold.engine.runner.build import build_runner
+from kvfold.engine.runner.runner import ModelRunner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.folded import attention_windows
 from kvfold.ops.common.attention import attention

@@ -22,8 +22,9 @@ from torch import Tensor
 import kvfold
 from kvfold import recipes
 from kvfold.bench.variants import SHAPES, VARIANTS, Variant, variant_layout
-from kvfold.errors import SettingError
-from kvfold.loading import load_tokenizer
+from kvfold.hub.loading import load_tokenizer
+from kvfold.layout import CacheSpec, Latent, LayerSpec
+from kvfold.layout.pages import plain_spec
 from kvfold.models.adapter import PAGED
 from kvfold.models.families import family_of
 from kvfold.models.fold import fold_plain
@@ -31,10 +32,9 @@ from kvfold.ops.backend import use_triton
 from kvfold.parallel import SequenceParallel, wire_bytes
 from kvfold.parallel.attend import attend
 from kvfold.parallel.shares import SLACK, runs, shares_of
-from kvfold.spec import CacheSpec, Latent, LayerSpec
-from kvfold.spec.layout import plain_spec
-from kvfold.text import packaged, running, windows
-from kvfold.versions import given
+from kvfold.utils.errors import SettingError
+from kvfold.utils.text import packaged, running, windows
+from kvfold.utils.versions import given
 from matrix import matrix
 from models import CONFIGS, tiny, tokens
 from ranks import Ranks

@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvfold.cache.pool import Pool, PoolFull
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
-from kvfold.spec.layout import UNIT, CacheLayout, cache_layout
+from kvfold.layout import CacheSpec, Geometry, Latent, LayerSpec
+from kvfold.layout.pages import UNIT, CacheLayout, cache_layout
 
 pytestmark = pytest.mark.gpu
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvfold.compression.calibrate import calibrate
-from kvfold.compression.positions import Shift, shifting
+from kvfold.calibration.calibrate import calibrate
+from kvfold.calibration.positions import Shift, shifting
 from kvfold.models.families import family_of
 from models import tiny, tokens
 

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 import kvfold
 from kvfold.cli.main import main
-from kvfold.loading import load_tokenizer
+from kvfold.hub.loading import load_tokenizer
 from models import CONFIGS
 from test_cli import TINY
 

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from kvfold.cache.prefix import Names
-from kvfold.engine.compressions import Schedule
-from kvfold.engine.request import CacheParams, SamplingParams
+from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.requests.request import CacheParams, SamplingParams
 from stub import EOS, PAGE, VOCAB, Bench, reference
 from test_engine_loop import Events
 

@@ -8,8 +8,8 @@ import pytest
 from kvfold import LLM, CacheParams, SamplingParams
 from kvfold.cache.eviction import policies
 from kvfold.cache.eviction.policies import POLICIES, get
-from kvfold.engine.prefixes import PrefixCache, refusal
-from kvfold.errors import SettingError
+from kvfold.engine.core.prefixes import PrefixCache, refusal
+from kvfold.utils.errors import SettingError
 from models import SERVED, tiny, tokens
 from test_fuzz import model_of, same_up_to_rounding
 

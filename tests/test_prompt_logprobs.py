@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvfold import LLM, CacheParams, SamplingParams
-from kvfold.engine import scored
+from kvfold.engine.runner import scored
 from models import tiny, tokens
 from serving import Served, serving, small_llm
 

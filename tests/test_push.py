@@ -16,10 +16,16 @@ from huggingface_hub import constants
 import kvfold
 from commands import refused
 from hub_server import Hub, hub_server
-from kvfold import hub as client
 from kvfold.cli.main import main
-from kvfold.errors import SettingError
-from kvfold.seam.sidecar import CARD, FILES, PLAN, TENSORS, Sidecar
+from kvfold.hub import download as client
+from kvfold.maps.sidecar import (
+    CARD,
+    FILES,
+    PLAN,
+    TENSORS,
+    Sidecar,
+)
+from kvfold.utils.errors import SettingError
 from seam_types import tiny
 from test_sidecar import bytes_tokenizer
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.formats.integers import (
+from kvfold.layout.formats.integers import (
     FP16_MAX,
     GAUSSIAN_STEP,
     dequantize,

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import kvfold
-from kvfold import reference_models
 from kvfold.compression.compressor import Compressor
 from kvfold.evaluation.perplexity import token_nll
-from kvfold.loading import load, load_tokenizer
-from kvfold.text import encode_chat, packaged, running, windows
+from kvfold.hub import reference as reference_models
+from kvfold.hub.loading import load, load_tokenizer
+from kvfold.utils.text import encode_chat, packaged, running, windows
 
 pytestmark = pytest.mark.real
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kvfold
-from kvfold import reference_models
-from kvfold.engine.params import SamplingParams
+from kvfold.engine.requests.params import SamplingParams
+from kvfold.hub import reference as reference_models
 
 pytestmark = [
     pytest.mark.real,

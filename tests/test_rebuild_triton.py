@@ -11,6 +11,8 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
+from kvfold.layout import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
+from kvfold.layout.pages import cache_layout  # noqa: E402
 from kvfold.ops.backend import use_triton  # noqa: E402
 from kvfold.ops.common.pages import LayerPages  # noqa: E402
 from kvfold.ops.common.tuning import Tuning  # noqa: E402
@@ -28,8 +30,6 @@ from kvfold.ops.latent_decode.maps import find_drift  # noqa: E402
 from kvfold.ops.latent_decode.pieces import unread as unread_pieces  # noqa: E402
 from kvfold.ops.latent_decode.plan import HOPPER_BLOCK, Passes, table  # noqa: E402
 from kvfold.ops.store import reference as store  # noqa: E402
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec  # noqa: E402
-from kvfold.spec.layout import cache_layout  # noqa: E402
 from matrix import slow  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

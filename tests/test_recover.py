@@ -11,24 +11,26 @@ from torch import Tensor
 
 import kvfold
 from kvfold import recipes
-from kvfold.artifact import provenance_of, spec_of
-from kvfold.compression import calibration_text, compressor, training
-from kvfold.compression import recover as recovery
-from kvfold.compression.calibrate import calibrate
+from kvfold.calibration import text as calibration_text
+from kvfold.calibration.calibrate import calibrate
+from kvfold.compression import compressor
 from kvfold.compression.compressor import Compressor, Prepared
-from kvfold.compression.rows import QuantisedRows, StoredRows, through_bits
-from kvfold.compression.training import batches_of
+from kvfold.compression.training import recover as recovery
+from kvfold.compression.training import training
+from kvfold.compression.training.rows import QuantisedRows, StoredRows, through_bits
+from kvfold.compression.training.training import batches_of
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
+from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import token_nll, window_perplexity
 from kvfold.evaluation.reader import Reader
-from kvfold.loading import load, load_tokenizer
+from kvfold.hub.checkpoint import provenance_of, spec_of
+from kvfold.hub.loading import load, load_tokenizer
+from kvfold.layout import Latent, LayerSpec
 from kvfold.models.copies import shared_copy
-from kvfold.spec import Latent, LayerSpec
-from kvfold.text import packaged, running, windows
-from kvfold.versions import given
+from kvfold.utils.text import packaged, running, windows
+from kvfold.utils.versions import given
 from matrix import slow
 from models import tiny, tokens
 

@@ -8,8 +8,9 @@ import pytest
 
 import ggufs
 import kvfold
-from kvfold import gguf, loading, reference_models
-from kvfold.reference_models import QWEN_CODER
+from kvfold.hub import gguf, loading
+from kvfold.hub import reference as reference_models
+from kvfold.hub.reference import QWEN_CODER
 
 COUNT = len(QWEN_CODER.packages)
 NAME = f"reference:{QWEN_CODER.name}"

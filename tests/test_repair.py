@@ -9,13 +9,13 @@ from kvfold import LLM, CacheParams, SamplingParams
 from kvfold.cache.eviction import repair as fits
 from kvfold.cache.eviction.repair import KEYS, MOST, VALUES, WEIGHTS, nearest, repaired
 from kvfold.config import CacheConfig
-from kvfold.engine import repair
-from kvfold.engine.build import build_runner
-from kvfold.errors import SettingError
+from kvfold.engine.runner import repair
+from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.families import family_of
 from kvfold.models.folded import attention_windows
 from kvfold.ops.common.attention import attention, capped, rotate
+from kvfold.utils.errors import SettingError
 from models import CONFIGS, tiny, tokens
 from steps import logits_of
 from test_eviction_view import folded

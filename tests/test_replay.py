@@ -12,12 +12,12 @@ from kvfold.cache.eviction.policies.keys import leverage_of, unlike_others
 from kvfold.cache.eviction.policies.replay import rank_of
 from kvfold.cache.eviction.replay import LEAST, reconstruction
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
-from kvfold.engine.eviction import Held
-from kvfold.engine.request import CacheParams, SamplingParams
+from kvfold.engine.requests.request import CacheParams, SamplingParams
+from kvfold.engine.runner.build import build_runner
+from kvfold.engine.runner.eviction import Held
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.families import family_of
-from kvfold.text import reply_words
+from kvfold.utils.text import reply_words
 from models import tiny, tokens
 from test_eviction_view import folded
 

@@ -9,10 +9,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kvfold import report
-from kvfold.evaluation import compare
+from kvfold.evaluation import compare, report
 from kvfold.evaluation.compare import Row
-from kvfold.report import RankMap, spread, write_report
+from kvfold.evaluation.report import RankMap, spread, write_report
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")

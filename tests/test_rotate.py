@@ -5,11 +5,11 @@ import torch
 from transformers import DynamicCache
 
 from kvfold import recipes
-from kvfold.compression.calibrate import calibrate
+from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.models.rotate import rotate_rows
 from kvfold.ops.common.rotation import rotation
-from kvfold.versions import given
+from kvfold.utils.versions import given
 from models import tiny, tokens
 
 

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.engine import sampler
-from kvfold.engine.edits import edits_of
-from kvfold.engine.request import Request, SamplingParams
-from kvfold.engine.sampler import _likeliest, _limit, _sort, sample
+from kvfold.engine.requests.request import Request, SamplingParams
+from kvfold.engine.runner import sampler
+from kvfold.engine.runner.edits import edits_of
+from kvfold.engine.runner.sampler import _likeliest, _limit, _sort, sample
 from kvfold.ops import noise
 
 pytestmark = pytest.mark.gpu

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import kvfold
+from kvfold.calibration import saved_pass
+from kvfold.calibration.calibrate import calibrate
+from kvfold.calibration.saved_pass import SavedPass, saved_beside
+from kvfold.calibration.statistics import QUANTITIES, Statistics
+from kvfold.calibration.statistics.record import Recorder
 from kvfold.cli.main import main
-from kvfold.compression import saved_pass
-from kvfold.compression.calibrate import calibrate
-from kvfold.compression.saved_pass import SavedPass, saved_beside
-from kvfold.compression.statistics import QUANTITIES, Statistics
-from kvfold.compression.statistics.record import Recorder
 from kvfold.models.families import family_of
 from models import tiny, tokens
 from test_cli import plain  # noqa: F401  (a fixture: a random Llama as a checkpoint)

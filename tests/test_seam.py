@@ -13,18 +13,18 @@ from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvfold.errors import SettingError
-from kvfold.models.fold import LatentMaps
-from kvfold.seam.attach import bind
-from kvfold.seam.layers import (
+from kvfold.maps.attach import bind
+from kvfold.maps.layer_maps import Maps
+from kvfold.maps.layers import (
     SeamLayer,
     attention_of,
     check_layers,
     own_eager,
     seam_layers,
 )
-from kvfold.seam.maps import Maps
-from kvfold.versions import given
+from kvfold.models.fold import LatentMaps
+from kvfold.utils.errors import SettingError
+from kvfold.utils.versions import given
 from seam_types import INDIRECT, REFUSED, TYPES, tiny
 
 CHUNKS = (17, 1, 19, 3)

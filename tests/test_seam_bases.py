@@ -18,13 +18,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import kvfold
-from kvfold.compression.calibrate import calibrate
-from kvfold.compression.statistics import products
-from kvfold.errors import SettingError
-from kvfold.loading import load, load_tokenizer, resolve
+from kvfold.calibration.calibrate import calibrate
+from kvfold.calibration.statistics import products
+from kvfold.hub.loading import load, load_tokenizer, resolve
+from kvfold.maps.family import seam_family
+from kvfold.maps.layers import seam_layers
 from kvfold.models.placed import is_offloaded
-from kvfold.seam.family import seam_family
-from kvfold.seam.layers import seam_layers
+from kvfold.utils.errors import SettingError
 from seam_types import tiny
 from test_seam import NEAR, ROUNDED, apart, random_maps
 from test_seam_engine import PROMPT, STEPS, engine_logits

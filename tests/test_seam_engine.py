@@ -11,10 +11,10 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 import kvfold
-from kvfold.engine.params import SamplingParams
-from kvfold.engine.trial import feed
-from kvfold.errors import SettingError
-from kvfold.seam.plain import measured_means
+from kvfold.engine.requests.params import SamplingParams
+from kvfold.engine.runner.trial import feed
+from kvfold.maps.plain import measured_means
+from kvfold.utils.errors import SettingError
 from seam_types import TYPES, tiny
 from test_seam import EXPANDED
 from test_sidecar import bytes_tokenizer

@@ -16,20 +16,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvfold
 import seam_types
 from kvfold import recipes
-from kvfold.artifact import provenance_of, spec_of
+from kvfold.calibration.statistics.record import Recorder
 from kvfold.cli.main import main
-from kvfold.compression.statistics.record import Recorder
-from kvfold.engine.params import SamplingParams
-from kvfold.errors import SettingError
+from kvfold.engine.requests.params import SamplingParams
 from kvfold.evaluation.measure import full_numbers, storage
-from kvfold.formats.integers import Integers, dequantize, quantize, scale_of
-from kvfold.loading import load, load_tokenizer
+from kvfold.hub.checkpoint import provenance_of, spec_of
+from kvfold.hub.loading import load, load_tokenizer
+from kvfold.layout import CacheSpec, Latent
+from kvfold.layout.formats.integers import Integers, dequantize, quantize, scale_of
+from kvfold.layout.pages import BLOCK, UNIT, cache_layout, tiers
+from kvfold.maps.choice import LITTLE, LONG, SHORT, choose
+from kvfold.maps.layers import SeamLayer, attention_of, own_eager, seam_layers
+from kvfold.maps.sidecar import Sidecar
 from kvfold.models.rotate import turn_of
-from kvfold.seam.choice import LITTLE, LONG, SHORT, choose
-from kvfold.seam.layers import SeamLayer, attention_of, own_eager, seam_layers
-from kvfold.seam.sidecar import Sidecar
-from kvfold.spec import CacheSpec, Latent
-from kvfold.spec.layout import BLOCK, UNIT, cache_layout, tiers
+from kvfold.utils.errors import SettingError
 from seam_types import TYPES, tiny
 from test_seam import ROUNDED
 from test_seam_engine import PROMPT, STEPS, apart, engine_logits

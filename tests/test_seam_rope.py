@@ -16,17 +16,17 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvfold
-from kvfold.errors import SettingError
-from kvfold.loading import load, load_tokenizer
+from kvfold.hub.loading import load, load_tokenizer
+from kvfold.layout import Latent, LayerSpec
+from kvfold.maps.attach import bind
+from kvfold.maps.layers import SeamLayer, attention_of, own_eager, seam_layers
+from kvfold.maps.rope_maps import RopeMaps
+from kvfold.maps.rotation import Rotation, find_rotations
+from kvfold.maps.sidecar import Sidecar, probes_of
 from kvfold.models.fold import LatentMaps
 from kvfold.models.places import QUANTIZED
-from kvfold.seam.attach import bind
-from kvfold.seam.layers import SeamLayer, attention_of, own_eager, seam_layers
-from kvfold.seam.rope_maps import RopeMaps
-from kvfold.seam.rotation import Rotation, find_rotations
-from kvfold.seam.sidecar import Sidecar, probes_of
-from kvfold.spec import Latent, LayerSpec
-from kvfold.versions import given
+from kvfold.utils.errors import SettingError
+from kvfold.utils.versions import given
 from seam_types import TYPES, config, tiny
 from test_seam import CHUNKS, EXPANDED, NEAR, ROUNDED, apart, in_chunks, orthogonal
 from test_seam_engine import engine_logits

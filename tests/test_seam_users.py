@@ -16,11 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM, Cache, DynamicCache
 
 import kvfold
-from kvfold.errors import SettingError
-from kvfold.loading import load, load_tokenizer
-from kvfold.seam.layers import seam_layers
-from kvfold.seam.sidecar import Sidecar, probes_of
-from kvfold.versions import given
+from kvfold.hub.loading import load, load_tokenizer
+from kvfold.maps.layers import seam_layers
+from kvfold.maps.sidecar import Sidecar, probes_of
+from kvfold.utils.errors import SettingError
+from kvfold.utils.versions import given
 from seam_types import tiny
 from test_seam import NEAR, apart, random_maps
 

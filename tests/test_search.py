@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import transformers as hf
 
-from kvfold.compression.calibration_text import calibration_windows
+from kvfold.calibration.text import calibration_windows
 from kvfold.evaluation.budget import held_out
-from kvfold.loading import load_tokenizer
-from kvfold.search import LOWEST, parse_budget, search
+from kvfold.hub.loading import load_tokenizer
+from kvfold.utils.search import LOWEST, parse_budget, search
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from kvfold import recipes
-from kvfold.artifact import spec_of
-from kvfold.compression.calibrate import calibrate
+from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
+from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import window_perplexity
+from kvfold.hub.checkpoint import spec_of
 from kvfold.models.adapter import PAGED
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of

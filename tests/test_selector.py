@@ -16,20 +16,27 @@ from kvfold.attention.backend import Task
 from kvfold.attention.base import Columns, LayerMaps
 from kvfold.attention.selector import DECODE, PREFILL, Choice, select, warn_of_fallback
 from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
+from kvfold.calibration.statistics import Statistics
 from kvfold.compression.bases import builder_of
 from kvfold.compression.compressor import Prepared
-from kvfold.compression.default import even_spec
+from kvfold.compression.planning.default import even_spec
+from kvfold.compression.planning.step_time import Load, predict
 from kvfold.compression.ranks import LatentCandidate
-from kvfold.compression.statistics import Statistics
 from kvfold.config import Prefer
-from kvfold.loading import load_config
+from kvfold.hub.loading import load_config
+from kvfold.layout import (
+    CacheSpec,
+    Geometry,
+    KeyKind,
+    Latent,
+    LayerSpec,
+    ValueKind,
+)
+from kvfold.layout.pages import Group, cache_layout
 from kvfold.models.families import family_of
 from kvfold.models.folded import layer_shapes
 from kvfold.models.kernels import fastest_layout, in_one_pass, kernels_of
 from kvfold.ops.backend import GPU
-from kvfold.spec import CacheSpec, Geometry, KeyKind, Latent, LayerSpec, ValueKind
-from kvfold.spec.layout import Group, cache_layout
-from kvfold.step_time import Load, predict
 from matrix import matrix
 from models import CONFIGS, llama_8b, tiny
 from steps import backends

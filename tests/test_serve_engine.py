@@ -12,8 +12,8 @@ import torch
 
 from kvfold.bench import serve_engine as load
 from kvfold.bench.synthetic_engine import random_model
-from kvfold.engine.llm import LLM
-from kvfold.engine.request import CacheParams
+from kvfold.engine.api.llm import LLM
+from kvfold.engine.requests.request import CacheParams
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "serving_speed.py"
 

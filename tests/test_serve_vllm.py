@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from kvfold import compress, recipes
+from kvfold.calibration.calibrate import calibrate
 from kvfold.cli import serve_vllm
 from kvfold.cli.main import main
-from kvfold.compression.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.models.families import family_of
 from models import tiny, tokens

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvfold import LLM, AsyncLLM, PackedContext, SamplingParams
-from kvfold.errors import SettingError
 from kvfold.server.app import create_app
+from kvfold.utils.errors import SettingError
 from serving import Served, serving, small_llm, text_string_to_metric_families
 
 TEXT = "The magic number is: 48213. The ship sails at noon, and the cook stays on the island. " * 4

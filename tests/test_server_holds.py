@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.engine import grammar
+from kvfold.engine.api import grammar
 from kvfold.server.limits import Limits
 from memory import resident
 from serving import Served, httpx, serving, small_llm
@@ -280,7 +280,7 @@ def grammar_processes() -> set[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if b"kvfold.engine.grammar_process" in (folder / "cmdline").read_bytes():
+            if b"kvfold.engine.api.grammar_process" in (folder / "cmdline").read_bytes():
                 found |= {int(folder.name)} - ({int(folder.name)} if state == "Z" else set())
     return found
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvfold import SamplingParams
-from kvfold.engine.edits import edits_of
-from kvfold.engine.llm import LLM
+from kvfold.engine.api.llm import LLM
+from kvfold.engine.runner.edits import edits_of
 from kvfold.server.limits import Limits
 from serving import Served, httpx, serving, small_llm
 
@@ -79,7 +79,7 @@ def test_choices_are_as_alone(small: Served) -> None:
 
 def test_a_grammar_is_asked_once_what_may_come_first(small: Served, counted) -> None:
     pytest.importorskip("xgrammar", reason='needs pip install "kvfold[structured]"')
-    from kvfold.engine.grammar import GrammarProcess
+    from kvfold.engine.api.grammar import GrammarProcess
 
     asked = counted(GrammarProcess, "ask")
     form = {"structured_outputs": {"regex": "[0-9]{3}"}}
@@ -88,7 +88,7 @@ def test_a_grammar_is_asked_once_what_may_come_first(small: Served, counted) -> 
 
 
 def test_a_bad_word_without_tokens_forbids_nothing(small: Served, monkeypatch) -> None:
-    monkeypatch.setattr("kvfold.engine.llm.encode_all", lambda _, texts: [[] for _ in texts])
+    monkeypatch.setattr("kvfold.engine.api.llm.encode_all", lambda _, texts: [[] for _ in texts])
     assert small.ask(prompt="a", bad_words=["x"], max_tokens=2)["choices"]
 
 

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvfold import AsyncLLM, SamplingParams
-from kvfold.engine import grammar
-from kvfold.engine.async_llm import EngineFault
+from kvfold.engine.api import grammar
+from kvfold.engine.api.async_llm import EngineFault
 from kvfold.server.limits import Limits
 from memory import resident
 from serving import Served, httpx, serving, small_llm

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kvfold.text import packaged
+from kvfold.utils.text import packaged
 from serving import httpx, serving, small_llm
 
 LONG = {"prompt": "The old house " * 30, "max_tokens": 120, "temperature": 0, "ignore_eos": True}

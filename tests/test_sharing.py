@@ -10,7 +10,7 @@ import torch
 
 from kvfold.cache.pool import PoolFull
 from kvfold.cache.sharing import SharedPages, SharingPool
-from kvfold.spec.layout import UNIT
+from kvfold.layout.pages import UNIT
 from test_pool import MIXED, layout
 
 pytestmark = pytest.mark.gpu

@@ -9,12 +9,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvfold
-from kvfold.errors import SettingError
-from kvfold.loading import load, load_tokenizer
+from kvfold.hub.loading import load, load_tokenizer
+from kvfold.maps.layer_maps import NAMES, rounded
+from kvfold.maps.layers import seam_layers
+from kvfold.maps.sidecar import (
+    NEAR,
+    PLAN,
+    TENSORS,
+    Sidecar,
+    probes,
+)
 from kvfold.models.fold import LatentMaps
-from kvfold.seam.layers import seam_layers
-from kvfold.seam.maps import NAMES, rounded
-from kvfold.seam.sidecar import NEAR, PLAN, TENSORS, Sidecar, probes
+from kvfold.utils.errors import SettingError
 from seam_types import TYPES, tiny
 from test_seam import ROUNDED
 
@@ -161,7 +167,7 @@ def test_an_engine_says_so_before_it_takes_memory(made, monkeypatch) -> None:
     other = load("reference:gqa")
     with torch.no_grad():
         other.model.layers[2].self_attn.v_proj.weight.neg_()
-    monkeypatch.setattr("kvfold.engine.build._pool", None)
+    monkeypatch.setattr("kvfold.engine.runner.build._pool", None)
     with pytest.raises(
         SettingError, match=r"keys and values of model\.layers\.2\.self_attn differ by 0% and 200%"
     ):

@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import kvfold
 from attended import Attended, Shape, apart
-from kvfold.engine.params import SamplingParams
-from kvfold.engine.trial import feed
+from kvfold.engine.requests.params import SamplingParams
+from kvfold.engine.runner.trial import feed
 from kvfold.ops.common.attention import LOG2_E, attend_rows, attention
 from kvfold.ops.common.parts import plan_parts
 from kvfold.ops.common.tuning import Tuning

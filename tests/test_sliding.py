@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
-from kvfold.engine.engine import Engine
-from kvfold.engine.request import Batch, SamplingParams
-from kvfold.engine.runner import ModelRunner
+from kvfold.engine.core.engine import Engine
+from kvfold.engine.requests.request import Batch, SamplingParams
+from kvfold.engine.runner.build import build_runner
+from kvfold.engine.runner.runner import ModelRunner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.folded import attention_windows
 from models import ROTARY, tiny, tokens

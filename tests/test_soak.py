@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.engine import scheduler
-from kvfold.engine.compressions import Schedule
-from kvfold.engine.request import CacheParams, Request
+from kvfold.engine.core import scheduler
+from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.requests.request import CacheParams, Request
 from memory import resident
 from stub import Bench, in_threads, mixed_requests, reference, stream
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvfold import LLM, SamplingParams
-from kvfold.engine import flight, sampler
+from kvfold.engine.core import flight
+from kvfold.engine.runner import sampler
 from models import tiny
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -20,8 +21,8 @@ PLAN = soak_engine.Plan(events=900, turn=450, questions=24, open=60)
 @pytest.fixture(autouse=True)
 def quiet_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("kvfold"), "disabled", True)
-    monkeypatch.setattr(logging.getLogger("kvfold.engine.scheduler"), "disabled", True)
-    monkeypatch.setattr(logging.getLogger("kvfold.engine.engine"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("kvfold.engine.core.scheduler"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("kvfold.engine.core.engine"), "disabled", True)
 
 
 @pytest.mark.parametrize(

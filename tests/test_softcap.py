@@ -10,15 +10,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 import kvfold
-from kvfold.compression.calibrate import calibrate
+from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
+from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.paged import PagedSession
+from kvfold.layout import CacheSpec
+from kvfold.layout.pages import plain_spec
 from kvfold.models.families import family_of
 from kvfold.models.llama import LlamaFamily
-from kvfold.spec import CacheSpec
-from kvfold.spec.layout import plain_spec
 from models import tiny, tokens
 from steps import logits_of
 

@@ -14,11 +14,11 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
+from kvfold.layout import Latent  # noqa: E402
+from kvfold.layout.pages import CacheLayout  # noqa: E402
 from kvfold.ops.backend import GPU as ANY_GPU  # noqa: E402
 from kvfold.ops.common.tuning import Tuning  # noqa: E402
 from kvfold.ops.decode import DECODE, triton_split  # noqa: E402
-from kvfold.spec import Latent  # noqa: E402
-from kvfold.spec.layout import CacheLayout  # noqa: E402
 from matrix import matrix, slow  # noqa: E402
 from pages import Case, error  # noqa: E402
 from test_decode_triton import check, poisoned  # noqa: E402, F401

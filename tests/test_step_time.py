@@ -7,11 +7,8 @@ import pytest
 
 from kvfold import recipes
 from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
-from kvfold.compression.default import even_spec
-from kvfold.config import LEVELS
-from kvfold.models.families import family_of
-from kvfold.spec.layout import plain_spec
-from kvfold.step_time import (
+from kvfold.compression.planning.default import even_spec
+from kvfold.compression.planning.step_time import (
     DEFAULT,
     Load,
     attention_work,
@@ -20,6 +17,9 @@ from kvfold.step_time import (
     rebuilt_keys,
     tables,
 )
+from kvfold.config import LEVELS
+from kvfold.layout.pages import plain_spec
+from kvfold.models.families import family_of
 from models import CONFIGS, llama_8b
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))

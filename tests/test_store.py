@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.formats.integers import SCALES_IN, dequantize, lowest, quantize, scale_of
+from kvfold.layout import CacheSpec, Geometry, LayerSpec
+from kvfold.layout import pages as layouts
+from kvfold.layout.formats.integers import (
+    SCALES_IN,
+    dequantize,
+    lowest,
+    quantize,
+    scale_of,
+)
+from kvfold.layout.pages import CacheLayout, Group, Latent, cache_layout
 from kvfold.ops.common import pages as addressing
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.store.reference import (
@@ -24,9 +33,6 @@ from kvfold.ops.store.reference import (
     read_tracked,
     rewrite,
 )
-from kvfold.spec import CacheSpec, Geometry, LayerSpec
-from kvfold.spec import layout as layouts
-from kvfold.spec.layout import CacheLayout, Group, Latent, cache_layout
 from test_quantize import bound
 
 pytestmark = pytest.mark.gpu

@@ -32,12 +32,12 @@ if not GPU and __name__ != "__main__" and not isinstance(tl.sum, interpreter.Int
     )
 
 from hopper import run_alone  # noqa: E402
-from kvfold.formats.integers import PLANES  # noqa: E402
+from kvfold.layout.formats.integers import PLANES  # noqa: E402
+from kvfold.layout.pages import CacheLayout, Latent  # noqa: E402
 from kvfold.ops.store import kernels as pages_triton  # noqa: E402
 from kvfold.ops.store import reference as store  # noqa: E402
 from kvfold.ops.store import triton as store_triton  # noqa: E402
 from kvfold.ops.store.segments import Piece, plan_pieces, unserved  # noqa: E402
-from kvfold.spec.layout import CacheLayout, Latent  # noqa: E402
 from matrix import slow  # noqa: E402
 from test_store import (  # noqa: E402
     DEVICE,

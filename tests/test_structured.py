@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("xgrammar", reason='needs pip install "kvfold[structured]"')
 
 from kvfold import LLM, SamplingParams
-from kvfold.engine import flight, sampler
-from kvfold.engine.grammar import Grammars, Guide
+from kvfold.engine.api.grammar import Grammars, Guide
+from kvfold.engine.core import flight
+from kvfold.engine.runner import sampler
 from serving import Served, serving, small_llm
 
 KINDS = ["cat", "dog"]

@@ -21,7 +21,7 @@ from kvfold.evaluation.suites.engines import ByKVFold, ByVLLM, Reply
 from kvfold.evaluation.suites.gsm8k import number_of
 from kvfold.evaluation.suites.humaneval import code_of
 from kvfold.evaluation.suites.run import SuiteResult, changes, prompts_of, run_suite
-from kvfold.loading import load_tokenizer
+from kvfold.hub.loading import load_tokenizer
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "tasks"
 PROMPT = '''from typing import List

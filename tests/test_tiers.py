@@ -13,12 +13,12 @@ from torch import Tensor
 
 import kvfold
 from kvfold import recipes
-from kvfold.artifact import provenance_of, spec_of
-from kvfold.card import facts
+from kvfold.calibration.calibrate import calibrate
 from kvfold.cli.main import main
-from kvfold.compression import bit_allocation
-from kvfold.compression import plan as plan_of
-from kvfold.compression.bit_allocation import (
+from kvfold.compression.compressor import Compressor
+from kvfold.compression.planning import bit_allocation
+from kvfold.compression.planning import plan as plan_of
+from kvfold.compression.planning.bit_allocation import (
     DISTORTION,
     SCALE_BITS,
     any_tiers,
@@ -28,17 +28,17 @@ from kvfold.compression.bit_allocation import (
     predicted_loss,
     unit,
 )
-from kvfold.compression.calibrate import calibrate
-from kvfold.compression.compressor import Compressor
-from kvfold.compression.plan import plan_bits
-from kvfold.compression.preference import one_pass_tiers
+from kvfold.compression.planning.plan import plan_bits
+from kvfold.compression.planning.preference import one_pass_tiers
+from kvfold.compression.planning.target import Target
 from kvfold.compression.ranks import LatentCandidate
-from kvfold.compression.target import Target
 from kvfold.config import ALL_LEVELS, LEVELS, Recipe
 from kvfold.evaluation import frontier
-from kvfold.formats.integers import Integers
-from kvfold.spec import CacheSpec
-from kvfold.spec.layout import cache_layout
+from kvfold.hub.card import facts
+from kvfold.hub.checkpoint import provenance_of, spec_of
+from kvfold.layout import CacheSpec
+from kvfold.layout.formats.integers import Integers
+from kvfold.layout.pages import cache_layout
 from models import tiny, tokens
 
 SETS = st.lists(st.sampled_from(ALL_LEVELS), min_size=1, unique=True)

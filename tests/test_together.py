@@ -6,8 +6,8 @@ import torch
 
 from kvfold import LLM, SamplingParams
 from kvfold.cache.eviction import policies
-from kvfold.engine import metadata
-from kvfold.engine.metadata import metadata_of
+from kvfold.engine.runner import metadata
+from kvfold.engine.runner.metadata import metadata_of
 from models import tokens
 from test_eviction_view import Curious
 from test_fuzz import model_of
@@ -52,7 +52,7 @@ def test_outputs_are_those_of_chunks_one_by_one(case: str, monkeypatch) -> None:
         sizes.extend(len(part.slots) for part in parts if not part.decode)
         return parts
 
-    monkeypatch.setattr("kvfold.engine.runner.metadata_of", spy)
+    monkeypatch.setattr("kvfold.engine.runner.runner.metadata_of", spy)
     monkeypatch.setattr(metadata, "TOGETHER", {"cpu"})
     found = served(**CASES[case])
     for own, other in zip(found, alone, strict=True):

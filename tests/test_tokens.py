@@ -12,16 +12,16 @@ import transformers as hf
 from tokenizers import pre_tokenizers, processors
 
 from kvfold import LLM
+from kvfold.calibration import text as calibration_text
 from kvfold.cli import generate
-from kvfold.compression import calibration_text
 from kvfold.evaluation import needle, ruler
 from kvfold.evaluation.tasks import run
 from kvfold.evaluation.tasks.asked import AskedTask
 from kvfold.evaluation.tasks.base import Prompt
 from kvfold.evaluation.tasks.choice import ChoiceTask
 from kvfold.evaluation.tasks.generation import GenerationTask
-from kvfold.loading import load_tokenizer
-from kvfold.text import (
+from kvfold.hub.loading import load_tokenizer
+from kvfold.utils.text import (
     documents,
     encode,
     encode_chat,

@@ -16,8 +16,8 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import kvfold
-from kvfold.loading import load_config, load_tokenizer, resolve
-from kvfold.text import packaged
+from kvfold.hub.loading import load_config, load_tokenizer, resolve
+from kvfold.utils.text import packaged
 from models import greedy
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from kvfold import compress, recipes
-from kvfold.artifact import spec_of
 from kvfold.attention.fallback import Fallback
-from kvfold.compression.calibrate import calibrate
+from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
+from kvfold.engine.runner.build import build_runner
+from kvfold.hub.checkpoint import spec_of
+from kvfold.layout import Geometry, Latent, LayerSpec
+from kvfold.layout.pages import cache_layout
+from kvfold.maps.layer_maps import Maps
 from kvfold.models.families import family_of
-from kvfold.seam.maps import Maps
-from kvfold.spec import Geometry, Latent, LayerSpec
-from kvfold.spec.layout import cache_layout
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockView, Step, arena_of
 from kvfold.vllm_plugin.families import architecture
 from kvfold.vllm_plugin.shares import Share

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvfold.layout.pages import cache_layout, plain_spec
 from kvfold.models.families import family_of
 from kvfold.models.fold import fold_plain
-from kvfold.spec.layout import cache_layout, plain_spec
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockView
 from kvfold.vllm_plugin.guard import LogitsGuard, end_tokens
 from kvfold.vllm_plugin.trial import check_attention

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import kvfold
-from kvfold.seam.layers import seam_layers
-from kvfold.seam.maps import Maps
-from kvfold.seam.sidecar import Sidecar, probes_of
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
+from kvfold.layout import CacheSpec, Geometry, Latent, LayerSpec
+from kvfold.maps.layer_maps import Maps
+from kvfold.maps.layers import seam_layers
+from kvfold.maps.sidecar import Sidecar, probes_of
 from test_seam_rope import maps_of
 from vllm_quantised import KINDS, quantised
 from vllm_types import REFUSED, TYPES, build

@@ -6,10 +6,10 @@ import pytest
 
 import kvfold
 from kvfold import recipes
+from kvfold.calibration.text import CPU_TOKENS
 from kvfold.compression import work
-from kvfold.compression.calibration_text import CPU_TOKENS
 from kvfold.compression.compressor import Compressor
-from kvfold.loading import load, load_tokenizer
+from kvfold.hub.loading import load, load_tokenizer
 from test_cli import plain  # noqa: F401  (a fixture: a random Llama as a checkpoint)
 
 SAID = re.compile(

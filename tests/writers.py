@@ -13,17 +13,17 @@ import numpy as np
 import torch
 
 from kvfold.api import save
+from kvfold.calibration.statistics import Statistics
+from kvfold.calibration.statistics.moments import Moment
 from kvfold.cli import demo
 from kvfold.cli.main import main
-from kvfold.compression.statistics import Statistics
-from kvfold.compression.statistics.moments import Moment
-from kvfold.engine.packed import PackedContext
-from kvfold.files import write_json
-from kvfold.loading import load, load_config
+from kvfold.engine.requests.packed import PackedContext
+from kvfold.evaluation.report import write_report
+from kvfold.hub.loading import load, load_config
+from kvfold.maps.plain import Means, full_spec, plain_maps
+from kvfold.maps.sidecar import Sidecar
 from kvfold.models.families import family_of
-from kvfold.report import write_report
-from kvfold.seam.plain import Means, full_spec, plain_maps
-from kvfold.seam.sidecar import Sidecar
+from kvfold.utils.files import write_json
 
 OUT = "out"
 Writer = tuple[Callable[[int], None], Callable[[], Any]]

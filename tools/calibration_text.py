@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from kvfold import recipes
+from kvfold.calibration.calibrate import calibrate
+from kvfold.calibration.statistics import Statistics
+from kvfold.calibration.text import calibration_windows
 from kvfold.cli.common import versions
-from kvfold.compression.calibrate import calibrate
-from kvfold.compression.calibration_text import calibration_windows
 from kvfold.compression.compressor import Compressor
-from kvfold.compression.statistics import Statistics
 from kvfold.evaluation.perplexity import paired_difference, perplexity
-from kvfold.files import write_json
-from kvfold.loading import load, load_tokenizer
-from kvfold.text import read_text, running, windows
+from kvfold.hub.loading import load, load_tokenizer
+from kvfold.utils.files import write_json
+from kvfold.utils.text import read_text, running, windows
 
 LOSS_RECIPES, LOSS_KEEPS = ("zack", "small"), (0.5, 0.25)
 TOKENS = (4096, 8192, 16384, 32768)

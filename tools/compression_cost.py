@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from kvfold import recipes
 from kvfold.cli.common import versions
 from kvfold.compression.compressor import Compressor
-from kvfold.files import write_json
-from kvfold.loading import default_device, load_tokenizer
+from kvfold.hub.loading import default_device, load_tokenizer
+from kvfold.utils.files import write_json
 
 SHAPES = {
     "llama-3.1-8b": LlamaConfig(

@@ -19,9 +19,9 @@ from transformers import LlamaConfig
 
 from kvfold.bench.synthetic_engine import WIDTHS
 from kvfold.bench.variants import SHAPES, VARIANTS, Variant, variant_layout
+from kvfold.compression.planning.step_time import DEFAULT, Coefficients, attention_work
 from kvfold.models.size import step_bytes
 from kvfold.ops.decode import two_passes
-from kvfold.step_time import DEFAULT, Coefficients, attention_work
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

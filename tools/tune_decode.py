@@ -25,13 +25,13 @@ from kvfold.bench.timing import Step, time_steps
 from kvfold.bench.variants import SHAPES, Variant
 from kvfold.bench.workload import Workload, build_workload
 from kvfold.cli.common import versions
-from kvfold.files import check_writable, write_json
+from kvfold.layout import Geometry
 from kvfold.ops.common.plan import power_of_two
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.decode import triton as decode_triton
 from kvfold.ops.decode.triton import plan_layers
 from kvfold.ops.decode.tuning import FILE, Shape
-from kvfold.spec import Geometry
+from kvfold.utils.files import check_writable, write_json
 
 SEED, LAYERS = 0, 2
 GQA, MHA = "llama-3.1-8b", "llama-2-7b-norope"  # 4 query heads a KV head, and 1

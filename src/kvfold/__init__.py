@@ -3,40 +3,40 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvfold.registration import register
+from kvfold.hub.registration import register
 
 if TYPE_CHECKING:
     from kvfold import recipes as recipes
     from kvfold.api import compress as compress
     from kvfold.config import Ratios as Ratios
-    from kvfold.engine.async_llm import AsyncLLM as AsyncLLM
-    from kvfold.engine.llm import LLM as LLM
-    from kvfold.engine.packed import PackedContext as PackedContext
-    from kvfold.engine.request import CacheParams as CacheParams
-    from kvfold.engine.request import SamplingParams as SamplingParams
+    from kvfold.engine.api.async_llm import AsyncLLM as AsyncLLM
+    from kvfold.engine.api.llm import LLM as LLM
+    from kvfold.engine.requests.packed import PackedContext as PackedContext
+    from kvfold.engine.requests.request import CacheParams as CacheParams
+    from kvfold.engine.requests.request import SamplingParams as SamplingParams
     from kvfold.evaluation.auto import best_policy as best_policy
-    from kvfold.loading import reference as reference
+    from kvfold.hub.loading import reference as reference
+    from kvfold.maps.attach import attach as attach
+    from kvfold.maps.attach import detach as detach
+    from kvfold.maps.named import load as load
     from kvfold.recovery import recover as recover
-    from kvfold.seam.attach import attach as attach
-    from kvfold.seam.attach import detach as detach
-    from kvfold.seam.named import load as load
 
 __version__ = "0.1.0"
 # Where public names are; torch and transformers are imported when the first of them is asked for.
 _HOMES = {
-    "LLM": "engine.llm",
-    "AsyncLLM": "engine.async_llm",
-    "CacheParams": "engine.request",
+    "LLM": "engine.api.llm",
+    "AsyncLLM": "engine.api.async_llm",
+    "CacheParams": "engine.requests.request",
     "Ratios": "config",
-    "PackedContext": "engine.packed",
-    "SamplingParams": "engine.request",
-    "attach": "seam.attach",
+    "PackedContext": "engine.requests.packed",
+    "SamplingParams": "engine.requests.request",
+    "attach": "maps.attach",
     "best_policy": "evaluation.auto",
     "compress": "api",
-    "detach": "seam.attach",
-    "load": "seam.named",
+    "detach": "maps.attach",
+    "load": "maps.named",
     "recover": "recovery",
-    "reference": "loading",
+    "reference": "hub.loading",
 }
 __all__ = ["__version__", "recipes", *_HOMES]
 

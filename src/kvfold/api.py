@@ -9,37 +9,37 @@ from typing import Any
 
 import torch
 
-from kvfold import card
-from kvfold.artifact import provenance_of, spec_of
-from kvfold.compression.calibration_text import check_tokens
+from kvfold.calibration.documents import is_self
+from kvfold.calibration.saved_pass import saved_beside
+from kvfold.calibration.statistics import Statistics
+from kvfold.calibration.statistics.artifact import check_place
+from kvfold.calibration.text import check_tokens
 from kvfold.compression.compressor import Compressor, check_config
-from kvfold.compression.default import chosen, chosen_beside
-from kvfold.compression.documents import is_self
-from kvfold.compression.progress import Progress
-from kvfold.compression.recover import check_steps
-from kvfold.compression.saved_pass import saved_beside
-from kvfold.compression.statistics import Statistics
-from kvfold.compression.statistics.artifact import check_place
-from kvfold.compression.target import Target
+from kvfold.compression.planning.default import chosen, chosen_beside
+from kvfold.compression.planning.target import Target
+from kvfold.compression.training.recover import check_steps
 from kvfold.compression.work import check_disk, work_of
 from kvfold.config import Prefer, Ratios, Recipe, check_types
-from kvfold.errors import SettingError
 from kvfold.evaluation import scores
 from kvfold.evaluation.answers import Answer, check_answer
 from kvfold.evaluation.budget import search_keep
 from kvfold.evaluation.importance import find_leaders
 from kvfold.evaluation.maps import measured
 from kvfold.evaluation.ratios import search_ratios
-from kvfold.files import check_makeable, new_directory, writing
-from kvfold.loading import check_loaded, load, load_config, load_tokenizer
+from kvfold.hub import card
+from kvfold.hub.checkpoint import provenance_of, spec_of
+from kvfold.hub.loading import check_loaded, load, load_config, load_tokenizer
+from kvfold.layout import CacheSpec
+from kvfold.maps.compress import make_maps, recipe_of
+from kvfold.maps.layers import unwrapped
 from kvfold.models.families import family_of, has_family
 from kvfold.models.plain import check_weights
-from kvfold.seam.compress import make_maps, recipe_of
-from kvfold.seam.layers import unwrapped
-from kvfold.search import parse_budget
-from kvfold.spec import CacheSpec
-from kvfold.text import check_tokenizer, read_texts
-from kvfold.weights import rounded, write
+from kvfold.models.weights import rounded, write
+from kvfold.utils.errors import SettingError
+from kvfold.utils.files import check_makeable, new_directory, writing
+from kvfold.utils.progress import Progress
+from kvfold.utils.search import parse_budget
+from kvfold.utils.text import check_tokenizer, read_texts
 
 
 def compress(

@@ -11,9 +11,9 @@ from numbers import Real
 from typing import Any, Literal, get_type_hints
 
 from kvfold.cache.eviction.policies import POLICIES
-from kvfold.errors import SettingError
-from kvfold.formats import FORMATS, format_of
-from kvfold.kinds import fits, spelt
+from kvfold.layout.formats import FORMATS, format_of
+from kvfold.utils.errors import SettingError
+from kvfold.utils.kinds import fits, spelt
 
 BITS = (16, 8, 6, 4, 3, 2, 1)  # of all formats; a test compares
 Share = Literal["head", "group", "joint", "kv"]

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 
 from kvfold.api import check_files, fill, stored_dtype
-from kvfold.artifact import mark, provenance_of, saved_spec
-from kvfold.compression.calibration_text import training_windows
-from kvfold.compression.lora import HELD, check_installed, finetune
-from kvfold.compression.progress import Progress, stage
+from kvfold.calibration.text import training_windows
+from kvfold.compression.training.lora import HELD, check_installed, finetune
 from kvfold.config import LoRA, check_types, settings_of
-from kvfold.errors import SettingError
-from kvfold.files import new_directory, writing
-from kvfold.loading import load, load_config, load_tokenizer
+from kvfold.hub.checkpoint import mark, provenance_of, saved_spec
+from kvfold.hub.loading import load, load_config, load_tokenizer
 from kvfold.models.families import family_of
+from kvfold.utils.errors import SettingError
+from kvfold.utils.files import new_directory, writing
+from kvfold.utils.progress import Progress, stage
 
 
 def recover(

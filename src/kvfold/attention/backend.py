@@ -15,7 +15,7 @@ from torch import Tensor
 from kvfold.attention.base import LayerMaps, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
-from kvfold.spec.layout import Group
+from kvfold.layout.pages import Group
 
 RESIDUAL = "a residual keeps rows in two places"
 

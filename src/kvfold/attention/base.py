@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvfold.layout import Geometry, Latent, LayerSpec
 from kvfold.ops.common.attention import Tables, attention, rotate
 from kvfold.ops.maps import OutputMaps, outputs
 from kvfold.ops.sinks import beside_sinks
-from kvfold.spec import Geometry, Latent, LayerSpec
 
 
 class Columns:

@@ -16,11 +16,11 @@ from kvfold.attention.buckets import by_length
 from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.observer import Observer
 from kvfold.cache.eviction.attention import attention_mass
+from kvfold.layout.pages import Group
 from kvfold.ops.backend import use_triton
 from kvfold.ops.common.attention import attention_in_place
 from kvfold.ops.common.pages import locate, plan_pages
 from kvfold.ops.decode import cpu
-from kvfold.spec.layout import Group
 
 
 class CpuPaged(AttentionBackend):

@@ -16,8 +16,8 @@ from kvfold.attention.buckets import by_length
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.rows import gather_rows, member_of, rope_of
 from kvfold.cache.eviction.attention import attention_mass
+from kvfold.layout.pages import Group
 from kvfold.ops.store import add_metrics
-from kvfold.spec.layout import Group
 
 
 class Fallback(AttentionBackend):

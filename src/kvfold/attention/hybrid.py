@@ -19,13 +19,13 @@ from kvfold.attention.base import Columns, LayerMaps, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.observer import Observer
 from kvfold.attention.triton_decode import LayerBatch, batches
+from kvfold.layout import LayerSpec
+from kvfold.layout.pages import Group
 from kvfold.ops import decode, observe
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.pages import owner_of
 from kvfold.ops.prefill import PREFILL, KVView, Seen, prefill
 from kvfold.ops.store import gather, set_metrics
-from kvfold.spec import LayerSpec
-from kvfold.spec.layout import Group
 
 Weighed = tuple[Tensor, Tensor]  # attention output [B, Hq, T, s], log2-sum-exp2 fp32 [B, Hq, T]
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from kvfold.cache.eviction.attention import AttentionPolicy, observing
 from kvfold.cache.eviction.base import Policy
 from kvfold.cache.pool import NarrowPool, Pool
+from kvfold.layout.pages import CacheLayout
 from kvfold.ops import store
 from kvfold.ops.common.launch import upload
 from kvfold.ops.common.pages import LayerPages
-from kvfold.spec.layout import CacheLayout
 
 
 class CacheView(Protocol):

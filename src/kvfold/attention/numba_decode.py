@@ -14,9 +14,9 @@ from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
 from kvfold.attention.triton_decode import limits_of
 from kvfold.cache.eviction.attention import observed
+from kvfold.layout.pages import Group
 from kvfold.ops.backend import no_numba
 from kvfold.ops.common.parts import Parts, plan_parts, unread
-from kvfold.spec.layout import Group
 
 
 class NumbaDecode(AttentionBackend):

@@ -19,12 +19,12 @@ from kvfold.attention.rows import member_of, rope_of
 from kvfold.attention.selector import select
 from kvfold.attention.triton_prefill import TritonPrefill, views_of
 from kvfold.cache.eviction.replay import LEAST, ReplayPolicy, reconstruction
+from kvfold.layout.pages import Group
 from kvfold.ops.common.attention import Tables
 from kvfold.ops.common.pages import owner_of
 from kvfold.ops.prefill import Seen, peaks, prefill_among
 from kvfold.ops.prefill.plan import NEVER
 from kvfold.ops.store import StoredRows, add_metrics, gather
-from kvfold.spec.layout import Group
 
 
 class ReplayContext(AttentionContext):

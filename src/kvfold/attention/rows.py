@@ -15,11 +15,11 @@ from torch import Tensor
 from kvfold.attention.base import Columns, LayerMaps
 from kvfold.attention.metadata import CacheView, PoolView
 from kvfold.attention.queries import RecentQueries
+from kvfold.layout.pages import Group
 from kvfold.ops.common.attention import Tables
 from kvfold.ops.common.launch import upload
 from kvfold.ops.common.pages import owner_of
 from kvfold.ops.store import StoredRows, gather
-from kvfold.spec.layout import Group
 
 
 def gather_rows(view: CacheView, layer: LayerMaps, slots: Tensor, size: int) -> StoredRows:

@@ -21,9 +21,9 @@ from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.attention.numba_decode import NumbaDecode
 from kvfold.attention.triton_decode import LatentDecode, TritonDecode
 from kvfold.attention.triton_prefill import TritonPrefill
+from kvfold.layout.pages import CacheLayout, Group
 from kvfold.ops.backend import GPU, use_triton
 from kvfold.ops.common.pieces import CODES, latents_of
-from kvfold.spec.layout import CacheLayout, Group
 
 # In order of preference; the last supports everything.
 DECODE: tuple[type[AttentionBackend], ...] = (

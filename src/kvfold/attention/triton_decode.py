@@ -17,10 +17,10 @@ from kvfold.attention.backend import RESIDUAL, AttentionBackend, Task, reads_une
 from kvfold.attention.base import LayerMaps, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
+from kvfold.layout.pages import Group
 from kvfold.ops import decode, latent_decode, observe
 from kvfold.ops.decode import Limits
 from kvfold.ops.latent_decode import KeyMaps
-from kvfold.spec.layout import Group
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from kvfold.attention.base import Columns, LayerMaps, LayerShape
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.rows import rope_of
 from kvfold.cache.eviction.attention import observed
+from kvfold.layout.pages import Group
 from kvfold.ops import observe
 from kvfold.ops.common.attention import Tables
 from kvfold.ops.common.pages import owner_of
 from kvfold.ops.prefill import PREFILL, KVView, Seen, prefill, why_not
 from kvfold.ops.store import gather
-from kvfold.spec.layout import Group
 
 
 class TritonPrefill(AttentionBackend):

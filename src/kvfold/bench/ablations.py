@@ -16,11 +16,11 @@ from torch import Tensor
 
 from kvfold.bench.baselines import Unavailable
 from kvfold.bench.variants import Variant
+from kvfold.layout import Geometry
 from kvfold.ops.backend import use_triton
 from kvfold.ops.common.plan import longest_first, whole_items
 from kvfold.ops.prefill.plan import Cut, Widths, rescaled_cut
 from kvfold.ops.store import gather
-from kvfold.spec import Geometry
 
 if TYPE_CHECKING:
     from kvfold.bench.timing import Step

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvfold.bench.timing import Step
 from kvfold.bench.variants import DTYPE
-from kvfold.spec import Geometry
+from kvfold.layout import Geometry
 
 FLASHINFER_PAGE = 16
 WORKSPACE = 256 << 20  # bytes; FlashInfer recommends 128 MB, or more where keys are split often

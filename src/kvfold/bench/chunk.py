@@ -18,10 +18,10 @@ from kvfold.bench.baselines import Unavailable
 from kvfold.bench.reference import check
 from kvfold.bench.timing import Step
 from kvfold.bench.variants import DTYPE
+from kvfold.layout import Geometry
 from kvfold.ops.prefill import KVView, Seen, prefill, why_not
 from kvfold.ops.prefill.plan import Cut, Widths, rescaled_cut
 from kvfold.ops.prefill.reference import prefill as prefill_reference
-from kvfold.spec import Geometry
 
 CHECKED = 128  # queries of the first sequence that are compared with the reference
 Run = Callable[..., tuple[Tensor, Tensor]]  # of kvfold.ops.prefill.prefill

@@ -10,7 +10,7 @@ import torch
 from kvfold.bench.baselines import Unavailable
 from kvfold.bench.timing import Step, time_steps
 from kvfold.bench.variants import SHAPES
-from kvfold.errors import SettingError
+from kvfold.utils.errors import SettingError
 
 LONGEST = 300  # characters of a reason
 

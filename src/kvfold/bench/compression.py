@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from kvfold.bench import synthetic_engine as served
 from kvfold.bench.decode import WARM, release, unfit
 from kvfold.bench.variants import SHAPES, VARIANTS, Variant, variant_layout
-from kvfold.engine.engine import Engine
-from kvfold.engine.request import CacheParams
+from kvfold.engine.core.engine import Engine
+from kvfold.engine.requests.request import CacheParams
 from kvfold.ops.common import launch
 
 POLICY = "kv-compress"

@@ -16,9 +16,9 @@ from kvfold.bench import synthetic_engine as served
 from kvfold.bench.ablations import tiles_of
 from kvfold.bench.timing import record
 from kvfold.bench.variants import DTYPE, SHAPES, VARIANTS, variant_layout
-from kvfold.engine.engine import Engine
-from kvfold.engine.request import CacheParams, SamplingParams
-from kvfold.versions import given
+from kvfold.engine.core.engine import Engine
+from kvfold.engine.requests.request import CacheParams, SamplingParams
+from kvfold.utils.versions import given
 
 SPARE = 2 << 30  # bytes beside weights and cache: activations, logits, work space of kernels
 Run = Callable[[], object]

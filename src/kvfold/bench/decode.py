@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvfold.bench.contenders import SPARE, Contender, Run
-from kvfold.engine.build import free_bytes
+from kvfold.engine.runner.build import free_bytes
 
 WARM = 4  # steps that are not timed: they compile, and capture graphs
 RUNS, LONG = 5, 1.0  # prompts that are timed; two of them where one takes so many seconds

@@ -7,10 +7,10 @@ of the layer, R numbers of a row.
 import torch
 from torch import Tensor
 
+from kvfold.layout import Side
+from kvfold.layout.pages import Group
 from kvfold.ops.common.pages import LayerPages, owner_of
 from kvfold.ops.store.reference import gather
-from kvfold.spec import Side
-from kvfold.spec.layout import Group
 
 TOLERANCE = 0.02  # of the outputs' norm, for 16-bit products and sums
 

@@ -18,10 +18,10 @@ from kvfold.bench import synthetic_engine as served
 from kvfold.bench.decode import unfit
 from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
 from kvfold.cache.eviction.replay import ReplayPolicy
-from kvfold.engine.engine import default_chunk
-from kvfold.engine.repair import QUERIES
-from kvfold.engine.request import Batch, CacheParams, Request
-from kvfold.engine.runner import ModelRunner
+from kvfold.engine.core.engine import default_chunk
+from kvfold.engine.requests.request import Batch, CacheParams, Request
+from kvfold.engine.runner.repair import QUERIES
+from kvfold.engine.runner.runner import ModelRunner
 
 RUNS = 3  # that are timed, after one that is not
 

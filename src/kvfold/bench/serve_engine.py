@@ -10,8 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from kvfold.engine.engine import Engine, Hooks
-from kvfold.engine.request import CacheParams, Request, SamplingParams, ScheduledChunk, StepOutput
+from kvfold.engine.core.engine import Engine, Hooks
+from kvfold.engine.requests.request import (
+    CacheParams,
+    Request,
+    SamplingParams,
+    ScheduledChunk,
+    StepOutput,
+)
 
 
 @dataclass(kw_only=True)

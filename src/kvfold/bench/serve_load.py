@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvfold.config import SEEDS, check, setting
-from kvfold.errors import SettingError
-from kvfold.kinds import fits
-from kvfold.text import json_object, read_text
+from kvfold.utils.errors import SettingError
+from kvfold.utils.kinds import fits
+from kvfold.utils.text import json_object, read_text
 
 if TYPE_CHECKING:
     from kvfold.bench.serve_client import Outcome

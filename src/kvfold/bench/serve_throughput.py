@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvfold.engine.engine import Hooks
-from kvfold.engine.llm import LLM
-from kvfold.engine.request import CacheParams, SamplingParams, ScheduledChunk
+from kvfold.engine.api.llm import LLM
+from kvfold.engine.core.engine import Hooks
+from kvfold.engine.requests.request import CacheParams, SamplingParams, ScheduledChunk
 
 LEAST = 128  # tokens that a request keeps whatever the rate (KV-Compress §5.1; its "min" is a max)
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvfold.bench.variants import DTYPE, Variant
-from kvfold.formats.integers import GAUSSIAN_STEP
+from kvfold.layout.formats.integers import GAUSSIAN_STEP
+from kvfold.layout.pages import UNIT, CacheLayout
 from kvfold.ops.common.pages import PageClass, plan_pages
-from kvfold.spec.layout import UNIT, CacheLayout
 
 TAIL, SPREAD, MOST = 1.5, 0.5, 8.0  # Pareto's exponent; log-normal's sigma; cut, in smallest/usual
 

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvfold.artifact import mark
 from kvfold.bench.variants import DTYPE, ROPE_BASES, SHAPES, Variant, variant_layout
 from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
-from kvfold.engine.compressions import Schedule
-from kvfold.engine.engine import Engine, StepOutput, default_chunk
-from kvfold.engine.request import CacheParams, SamplingParams
-from kvfold.engine.runner import ModelRunner
+from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.core.engine import Engine, StepOutput, default_chunk
+from kvfold.engine.requests.request import CacheParams, SamplingParams
+from kvfold.engine.runner.build import build_runner
+from kvfold.engine.runner.runner import ModelRunner
+from kvfold.hub.checkpoint import mark
+from kvfold.layout.pages import CacheLayout
 from kvfold.models.families import family_of
 from kvfold.ops.common.pages import plan_pages
-from kvfold.spec.layout import CacheLayout
 
 WIDTHS = {  # hidden size, MLP, vocabulary
     "llama-3.1-8b": (4096, 14336, 128256),

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from kvfold.spec import (
+from kvfold.layout import (
     CacheSpec,
     Geometry,
     KeyKind,
@@ -19,7 +19,7 @@ from kvfold.spec import (
     ValueKind,
     value_kind,
 )
-from kvfold.spec.layout import CacheLayout, cache_layout
+from kvfold.layout.pages import CacheLayout, cache_layout
 
 DTYPE = torch.bfloat16
 ALL = 1 << 30  # heads of a latent: as many as there are

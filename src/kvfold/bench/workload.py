@@ -16,13 +16,13 @@ from kvfold.bench.reference import decode_one
 from kvfold.bench.synthetic_cache import build_pages, draw_lengths
 from kvfold.bench.timing import Step
 from kvfold.bench.variants import DTYPE, Variant, variant_layout
+from kvfold.layout import Geometry
+from kvfold.layout.pages import CacheLayout, Group
 from kvfold.ops import decode as score_space
 from kvfold.ops import latent_decode
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.latent_decode import KeyMaps
 from kvfold.ops.latent_decode.reference import latent_decode as decode_latents
-from kvfold.spec import Geometry
-from kvfold.spec.layout import CacheLayout, Group
 
 Decode = Callable[..., tuple[Tensor, Tensor]]  # of kvfold.ops.decode.decode
 

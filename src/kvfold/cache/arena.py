@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvfold.spec.layout import UNIT, Ints, PageLayout
+from kvfold.layout.pages import UNIT, Ints, PageLayout
 
 COPIED = 1 << 26  # most bytes copied at once, which bounds the temporary buffer
 

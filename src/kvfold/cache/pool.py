@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.slabs import Slabs, ceil_div
-from kvfold.errors import SettingError
+from kvfold.layout.pages import UNIT, CacheLayout, Ints
 from kvfold.ops.common.launch import upload
 from kvfold.ops.common.pages import LayerPages
-from kvfold.spec.layout import UNIT, CacheLayout, Ints
+from kvfold.utils.errors import SettingError
 
 
 class PoolFull(RuntimeError):

@@ -22,8 +22,8 @@ from torch import Tensor
 from kvfold.cache import arena
 from kvfold.cache.pool import Pool, PoolFull, _Span
 from kvfold.cache.slabs import ceil_div
+from kvfold.layout.pages import METRIC, UNIT, Ints
 from kvfold.ops.common.launch import upload
-from kvfold.spec.layout import METRIC, UNIT, Ints
 
 
 @dataclass(eq=False, kw_only=True)

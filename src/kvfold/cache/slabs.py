@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.errors import SettingError
+from kvfold.layout.pages import UNIT, Ints
 from kvfold.ops.common.launch import upload
-from kvfold.spec.layout import UNIT, Ints
+from kvfold.utils.errors import SettingError
 
 LOST = 0.01  # largest share of the arena that a slab size may waste
 USUAL, MOST = 16, 128  # smallest (in a large arena) and largest size of a slab, in largest pages

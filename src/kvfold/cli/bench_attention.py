@@ -48,7 +48,7 @@ def attention(
 
     from kvfold.bench import attention as bench
     from kvfold.bench.ceiling import measure_ceiling
-    from kvfold.loading import default_device
+    from kvfold.hub.loading import default_device
 
     job = bench.Job(
         shape=shape,

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvfold.cli import common
 from kvfold.cli.options import parse_list
-from kvfold.files import write_json
+from kvfold.utils.files import write_json
 
 Shape = Annotated[
     str,

@@ -40,7 +40,7 @@ def compress(
     from kvfold.bench import variants as known
     from kvfold.bench.common import reason
     from kvfold.bench.decode import release
-    from kvfold.loading import default_device
+    from kvfold.hub.loading import default_device
 
     names, keeps = parse_list(variants, "--variants", str), parse_list(keep, "--keep", float)
     check_names("--variants", names, [name for name, x in known.VARIANTS.items() if x.served])

@@ -48,7 +48,7 @@ def decode(
     import torch
 
     from kvfold.bench import contenders
-    from kvfold.loading import default_device
+    from kvfold.hub.loading import default_device
 
     names = parse_list(variants, "--variants", str)
     check_names("--variants", names, contenders.NAMES)

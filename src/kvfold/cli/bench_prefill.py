@@ -48,7 +48,7 @@ def prefill(
     import torch
 
     from kvfold.bench import prefill as bench
-    from kvfold.loading import default_device
+    from kvfold.hub.loading import default_device
 
     batches, sizes = parse_list(batch, "--batch", int), parse_list(tokens, "--tokens", int)
     chunks = None if chunk is None else parse_list(chunk, "--chunk", int)

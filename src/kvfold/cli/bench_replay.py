@@ -45,7 +45,7 @@ def replay(
     from kvfold.bench.decode import release
     from kvfold.cache.eviction.policies import POLICIES, get
     from kvfold.cache.eviction.replay import ReplayPolicy
-    from kvfold.loading import default_device
+    from kvfold.hub.loading import default_device
 
     names, asked = parse_list(variants, "--variants", str), parse_list(policies, "--policies", str)
     check_names("--variants", names, [name for name, x in known.VARIANTS.items() if x.served])

@@ -20,10 +20,10 @@ from kvfold.cli import common
 from kvfold.cli.bench_common import Output, Results, empty_table, say
 from kvfold.cli.options import MOST, Files, Flag, flags_of, parse_list
 from kvfold.config import check, setting
-from kvfold.errors import SettingError
-from kvfold.files import check_writable, new_file, writing
-from kvfold.kinds import fits
-from kvfold.text import json_object, packaged, read_text
+from kvfold.utils.errors import SettingError
+from kvfold.utils.files import check_writable, new_file, writing
+from kvfold.utils.kinds import fits
+from kvfold.utils.text import json_object, packaged, read_text
 
 if TYPE_CHECKING:
     from kvfold.bench.serve_client import Client, Outcome

@@ -15,8 +15,8 @@ from kvfold.cli.bench_common import Output, Results, check_names, empty_table, s
 from kvfold.cli.bench_serve import check_outputs
 from kvfold.cli.options import PLACE, Place, parse_list
 from kvfold.config import CacheConfig
-from kvfold.errors import SettingError
-from kvfold.files import new_file, writing
+from kvfold.utils.errors import SettingError
+from kvfold.utils.files import new_file, writing
 
 if TYPE_CHECKING:
     from kvfold.bench.serve_throughput import Row
@@ -111,7 +111,7 @@ def load(model: str, place: Place) -> Any:
     import torch
 
     from kvfold.bench import synthetic_engine as served
-    from kvfold.loading import default_device
+    from kvfold.hub.loading import default_device
 
     shape = model.removeprefix(RANDOM)
     check_names("MODEL", [shape], served.WIDTHS)

@@ -12,11 +12,11 @@ from kvfold.cli.bench_common import empty_table
 from kvfold.cli.bench_throughput import RANDOM, Served
 from kvfold.cli.options import STORAGE, Storage, parse_list
 from kvfold.config import CacheConfig
-from kvfold.errors import SettingError
-from kvfold.files import write_json
+from kvfold.utils.errors import SettingError
+from kvfold.utils.files import write_json
 
 if TYPE_CHECKING:
-    from kvfold.capacity import Capacity, Room
+    from kvfold.evaluation.capacity import Capacity, Room
 
 Share = Annotated[float, Parameter(help="Of its memory that may be used.")]
 
@@ -49,7 +49,7 @@ def capacity(
         File for the results.
     """
     common.check_outputs(json=json)
-    from kvfold.capacity import GPUS, MIB, Capacity
+    from kvfold.evaluation.capacity import GPUS, MIB, Capacity
 
     contexts = parse_list(context, "--context", int, "2048,8192")
     if gpu not in GPUS:
@@ -111,8 +111,8 @@ def load_config(model: str) -> Any:
 
 def show(found: "Capacity", rooms: "list[Room]", others: "dict[str, list[Room]]") -> None:
     """others: rooms of the same contexts, by what they are of."""
-    from kvfold.capacity import GIB, WORK
-    from kvfold.step_time import DEFAULT
+    from kvfold.compression.planning.step_time import DEFAULT
+    from kvfold.evaluation.capacity import GIB, WORK
 
     layout = found.layout
     full = 2 * layout.spec.geometry.full_numbers

@@ -15,17 +15,17 @@ from rich.console import Console
 from kvfold import __version__
 from kvfold.cli.options import Calibration, Place, Storage, Windows
 from kvfold.config import AUTO
-from kvfold.errors import SettingError
-from kvfold.files import check_writable
+from kvfold.utils.errors import SettingError
+from kvfold.utils.files import check_writable
 
 if TYPE_CHECKING:
     from kvfold.compression.compressor import Compressor
-    from kvfold.compression.target import Target
+    from kvfold.compression.planning.target import Target
     from kvfold.config import CacheConfig, Recipe
     from kvfold.evaluation.measure import Measurement
     from kvfold.evaluation.tasks.base import Task
-    from kvfold.seam.sidecar import Sidecar
-    from kvfold.spec import CacheSpec
+    from kvfold.layout import CacheSpec
+    from kvfold.maps.sidecar import Sidecar
 
 Progress = Callable[[str, int, int], None]
 DEFAULT_CTX = 1024
@@ -47,7 +47,7 @@ def quiet() -> None:
 
 def load_config(name: str, beside: "Sidecar | None" = None) -> Any:
     """The config of a model. Raises ValueError where the maps beside it cannot be of this model."""
-    from kvfold import loading
+    from kvfold.hub import loading
 
     quiet()
     config = loading.load_config(name)
@@ -63,7 +63,7 @@ def load_config(name: str, beside: "Sidecar | None" = None) -> Any:
 
 def load(name: str, place: Place) -> Any:
     """The model of a directory, hub id or reference."""
-    from kvfold import loading
+    from kvfold.hub import loading
 
     quiet()
     return loading.load(name, dtype=place.dtype, device=place.device)
@@ -71,7 +71,7 @@ def load(name: str, place: Place) -> Any:
 
 def named(model: str, maps: str | None) -> tuple[str, str | None]:
     """The names of a model and its maps, where MODEL may be a folder of maps."""
-    from kvfold.seam.named import named
+    from kvfold.maps.named import named
 
     quiet()
     return named(model, maps)
@@ -81,7 +81,7 @@ def load_maps(name: str | None) -> "Sidecar | None":
     """The maps in a folder or on the hub."""
     if name is None:
         return None
-    from kvfold.seam.sidecar import Sidecar
+    from kvfold.maps.sidecar import Sidecar
 
     quiet()
     return Sidecar.load(name)
@@ -99,7 +99,7 @@ def check_context(maps: str | None, context: object) -> None:
 
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of a model."""
-    from kvfold import loading
+    from kvfold.hub import loading
 
     return loading.load_tokenizer(name)
 
@@ -110,7 +110,7 @@ def check_outputs(*, html: Path | None = None, json: Path | None = None) -> None
         if path is not None:
             check_writable(path)
     if html is not None:
-        from kvfold.report import check_installed
+        from kvfold.evaluation.report import check_installed
 
         check_installed()
 
@@ -125,7 +125,7 @@ def context(model: Any, windows: Windows) -> int:
 
 def named_texts(paths: Sequence[Path]) -> dict[str, str]:
     """Texts by file name (without .txt and the like), or the packaged held-out text."""
-    from kvfold.text import packaged, read_text
+    from kvfold.utils.text import packaged, read_text
 
     if not paths:
         return {"packaged": packaged("filler.txt")}
@@ -179,8 +179,8 @@ def cache_config(
     become so, with maps beside it or without; None: transformers' cache serves. Raises ValueError
     for what these cannot do together."""
     from kvfold.cache.eviction import policies
-    from kvfold.engine.build import check_beside_maps, check_served
-    from kvfold.loading import default_device
+    from kvfold.engine.runner.build import check_beside_maps, check_served
+    from kvfold.hub.loading import default_device
     from kvfold.models.families import has_family
     from kvfold.ops.backend import use_triton
 
@@ -212,10 +212,10 @@ def with_policy(model: Any, tokenizer: Any, cache: "CacheConfig | None") -> "Cac
 
 
 def saved_spec(config: Any) -> "CacheSpec | None":
-    """As `artifact.saved_spec`."""
-    from kvfold import artifact
+    """As `checkpoint.saved_spec`."""
+    from kvfold.hub import checkpoint
 
-    return artifact.saved_spec(config)
+    return checkpoint.saved_spec(config)
 
 
 def settings(model: Any, windows: Windows, storage: Storage) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from kvfold.cli.options import (
     TaskFiles,
     Windows,
 )
-from kvfold.errors import SettingError, renamed
-from kvfold.files import write_json
 from kvfold.recipes import RECIPES
+from kvfold.utils.errors import SettingError, renamed
+from kvfold.utils.files import write_json
 
 if TYPE_CHECKING:
     from kvfold.cli.methods import Asked
@@ -184,7 +184,7 @@ def check_method(
 ) -> "Method":
     """The method with its cache. Raises ValueError where a model of this config cannot be folded
     or stored so."""
-    from kvfold.engine.build import layout_of
+    from kvfold.engine.runner.build import layout_of
 
     recipe, target = method.recipe, method.target
     if recipe is not None:
@@ -222,7 +222,7 @@ def print_rows(rows: "Sequence[Row]", conditions: str = "", baseline: str = "ori
 
 def write_html(path: Path, model: str, rows: "Sequence[Row]") -> None:
     from kvfold.evaluation.compare import format_bytes
-    from kvfold.report import write_report
+    from kvfold.evaluation.report import write_report
 
     original = rows[0]
     summary = [

@@ -23,12 +23,12 @@ from kvfold.cli.options import (
     RecipeName,
     Size,
 )
-from kvfold.errors import SettingError, renamed
+from kvfold.utils.errors import SettingError, renamed
 
 if TYPE_CHECKING:
     import torch
 
-    from kvfold.seam.sidecar import Sidecar
+    from kvfold.maps.sidecar import Sidecar
 
 
 def compress(
@@ -73,7 +73,7 @@ def compress(
         New directory, written whole or not at all.
     """
     from kvfold import api
-    from kvfold.artifact import provenance_of
+    from kvfold.hub.checkpoint import provenance_of
 
     common.quiet()
     recipe = recipe_of(goal, recipe)
@@ -152,13 +152,13 @@ def fold_fastest(
 ) -> Any:
     """A model folded to what is predicted to be the fastest within a budget, and saved."""
     from kvfold import api
-    from kvfold.compression.recover import check_steps
-    from kvfold.compression.saved_pass import saved_beside
+    from kvfold.calibration.saved_pass import saved_beside
+    from kvfold.compression.planning.step_time import load_of
+    from kvfold.compression.training.recover import check_steps
     from kvfold.evaluation import comparison
     from kvfold.evaluation.answers import Answer
     from kvfold.evaluation.fastest import TRIED, search_fastest
-    from kvfold.files import new_directory
-    from kvfold.step_time import load_of
+    from kvfold.utils.files import new_directory
 
     check_steps(recover)
     api.check_files(calibration.calib, calibration.stats, output)
@@ -210,7 +210,7 @@ def say(line: str) -> None:
 @contextmanager
 def stopped(output: Path) -> Iterator[None]:
     """Say what is saved of the calibration where the work ends before it is done."""
-    from kvfold.compression.saved_pass import saved_beside
+    from kvfold.calibration.saved_pass import saved_beside
 
     try:
         yield
@@ -225,10 +225,10 @@ def stopped(output: Path) -> Iterator[None]:
 
 def say_folded(model: Any, stored: "torch.dtype", why: str | None) -> None:
     """What a model was folded to, why by its recipe, and what kernels serve it as it is stored."""
-    from kvfold.artifact import provenance_of, spec_of
-    from kvfold.card import facts
+    from kvfold.compression.planning.step_time import rebuilt_keys
+    from kvfold.hub.card import facts
+    from kvfold.hub.checkpoint import provenance_of, spec_of
     from kvfold.models.kernels import in_one_pass, kernels_of
-    from kvfold.step_time import rebuilt_keys
 
     provenance, spec = provenance_of(model), spec_of(model)
     assert spec is not None
@@ -245,8 +245,8 @@ def say_folded(model: Any, stored: "torch.dtype", why: str | None) -> None:
 
 def say_maps(made: "Sidecar") -> None:
     """What maps store, and which layers were left."""
-    from kvfold.card import facts
-    from kvfold.spec.layout import cache_layout
+    from kvfold.hub.card import facts
+    from kvfold.layout.pages import cache_layout
 
     provenance = dict(made.provenance)
     if why := provenance.get("chosen"):
@@ -268,7 +268,7 @@ def say_maps(made: "Sidecar") -> None:
 
 def folder_bytes(folder: Path) -> int:
     """Of a sidecar's files, as they are on the disk."""
-    from kvfold.seam.sidecar import FILES
+    from kvfold.maps.sidecar import FILES
 
     return sum((folder / x).stat().st_size for x in FILES if (folder / x).exists())
 

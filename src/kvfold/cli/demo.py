@@ -14,13 +14,13 @@ from kvfold.cli import common
 from kvfold.cli.compare import print_rows
 from kvfold.cli.options import PLACE
 from kvfold.config import CacheConfig
-from kvfold.errors import SettingError
+from kvfold.utils.errors import SettingError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvfold.calibration.statistics import Statistics
     from kvfold.compression.compressor import Prepared
-    from kvfold.compression.statistics import Statistics
     from kvfold.evaluation.compare import Row
     from kvfold.evaluation.measure import Measured, Measurement
 
@@ -67,11 +67,11 @@ def demo(
     begin = time.perf_counter()
     common.check_outputs(html=output)
     print(greeting(model))
-    from kvfold.artifact import spec_of
     from kvfold.cli.inspect import rank_map, spectra_of
     from kvfold.compression.compressor import Compressor
-    from kvfold.engine.build import check_served
-    from kvfold.report import write_report
+    from kvfold.engine.runner.build import check_served
+    from kvfold.evaluation.report import write_report
+    from kvfold.hub.checkpoint import spec_of
 
     loaded, tokenizer = common.load(model, PLACE), common.load_tokenizer(model)
     check_served(loaded.config, None, None, CacheConfig())
@@ -120,7 +120,7 @@ def measurement(model: Any, tokenizer: Any) -> "Measurement":
     """Of what the table's rows are measured on."""
     from kvfold.evaluation.measure import Measurement, text_windows
     from kvfold.evaluation.perplexity import max_positions
-    from kvfold.text import packaged
+    from kvfold.utils.text import packaged
 
     limit = max_positions(model) or CTX
     texts, ctx = {TEXT: packaged("filler.txt")}, min(CTX, limit)
@@ -216,7 +216,7 @@ def applicable(model: Any) -> list[str]:
 def prompt(tokenizer: Any, window: "Tensor") -> tuple[str, list[int]]:
     """The second half of a window, with QUESTION for a model that chats: its end, as it is shown,
     and token ids."""
-    from kvfold.text import encode_chat, encode_prompt
+    from kvfold.utils.text import encode_chat, encode_prompt
 
     text = tokenizer.decode(window[len(window) // 2 :], skip_special_tokens=True)
     if tokenizer.chat_template:
@@ -230,8 +230,8 @@ def prompt(tokenizer: Any, window: "Tensor") -> tuple[str, list[int]]:
 def continuation(model: Any, tokenizer: Any, cache: CacheConfig, ids: list[int]) -> str:
     """What `model` writes after `ids`: its likeliest answer, or text sampled with the same seed
     each time."""
-    from kvfold.engine.llm import LLM
-    from kvfold.engine.request import SamplingParams
+    from kvfold.engine.api.llm import LLM
+    from kvfold.engine.requests.request import SamplingParams
 
     most, chats = len(ids) + NEW_TOKENS, bool(tokenizer.chat_template)
     llm = LLM(model, tokenizer=tokenizer, max_sequences=1, max_tokens=most, **asdict(cache))

@@ -20,8 +20,8 @@ from kvfold.cli.options import (
     Windows,
 )
 from kvfold.cli.suites import ASKED, Asked
-from kvfold.errors import SettingError
-from kvfold.files import finite, write_json
+from kvfold.utils.errors import SettingError
+from kvfold.utils.files import finite, write_json
 
 if TYPE_CHECKING:
     from kvfold.evaluation.measure import Measured

@@ -27,8 +27,8 @@ from kvfold.cli.options import (
     parse_list,
 )
 from kvfold.config import CacheConfig
-from kvfold.errors import renamed
-from kvfold.files import write_json
+from kvfold.utils.errors import renamed
+from kvfold.utils.files import write_json
 
 if TYPE_CHECKING:
     from kvfold.evaluation.compare import Row
@@ -84,9 +84,9 @@ def frontier(
     seed
         Of calibration.
     """
-    from kvfold.compression.target import Target
+    from kvfold.compression.planning.step_time import load_of
+    from kvfold.compression.planning.target import Target
     from kvfold.config import DEFAULT_KEEP
-    from kvfold.step_time import load_of
 
     names = parse_list(recipes, "--recipes", str)
     sizes = parse_list(factors, "--factors", float, "2,4,8")
@@ -138,7 +138,7 @@ def frontier(
 def check_sizes(factors: Sequence[float], levels: tuple[int, ...] | None) -> tuple[int, ...]:
     """The levels that bits are planned in. Raises ValueError for sizes or levels that no recipe can
     plan."""
-    from kvfold.compression.target import Target
+    from kvfold.compression.planning.target import Target
 
     with renamed(factor="factors"):
         found = [Target(factor=factor, levels=levels).levels for factor in factors]
@@ -227,7 +227,7 @@ def write_html(
     path: Path, model: str, rows: "Sequence[Row]", best: Sequence[dict[str, Any]]
 ) -> None:
     from kvfold.evaluation.compare import format_bytes
-    from kvfold.report import write_report
+    from kvfold.evaluation.report import write_report
 
     knee = next(x for x in best if x["knee"])
     summary = [

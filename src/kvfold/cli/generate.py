@@ -15,12 +15,12 @@ from kvfold.cli.options import (
     Sampling,
     Storage,
 )
-from kvfold.errors import SettingError
+from kvfold.utils.errors import SettingError
 
 if TYPE_CHECKING:
     from kvfold.config import CacheConfig
-    from kvfold.engine.packed import PackedContext
-    from kvfold.seam.sidecar import Sidecar
+    from kvfold.engine.requests.packed import PackedContext
+    from kvfold.maps.sidecar import Sidecar
 
 
 def generate(
@@ -68,7 +68,7 @@ def generate(
         stream_paged(loaded, tokenizer, ids, sampling, cache, maps=beside)
         return
     if beside is not None:
-        from kvfold.seam.attach import attach
+        from kvfold.maps.attach import attach
 
         attach(loaded, beside)
     stream(loaded, tokenizer, ids, sampling)
@@ -89,7 +89,7 @@ def read_context(path: Path, storage: Storage, chat: bool) -> "tuple[CacheConfig
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise ValueError("give one of --prompt TEXT and --prompt-file FILE")
-    from kvfold.text import check_text, read_text
+    from kvfold.utils.text import check_text, read_text
 
     if prompt_file is not None:
         return read_text(prompt_file)
@@ -102,7 +102,7 @@ def stream(model: Any, tokenizer: Any, ids: list[int], sampling: Sampling) -> No
     import torch
     from transformers import TextStreamer
 
-    from kvfold.engine.params import GREEDY_BELOW
+    from kvfold.engine.requests.params import GREEDY_BELOW
 
     torch.manual_seed(sampling.seed)
     prompt = torch.tensor([ids], device=model.device)
@@ -131,9 +131,9 @@ def stream_paged(
     import dataclasses
     import sys
 
-    from kvfold.engine.llm import LLM
-    from kvfold.engine.request import SamplingParams
-    from kvfold.text import encode as encode_on
+    from kvfold.engine.api.llm import LLM
+    from kvfold.engine.requests.request import SamplingParams
+    from kvfold.utils.text import encode as encode_on
 
     settings = dataclasses.asdict(cache)
     ids = encode_on(tokenizer, prompt) if isinstance(prompt, str) else prompt
@@ -163,7 +163,7 @@ def encode(
     """Token ids of the prompt, a message if this is a chat. Raises ValueError if they and the new
     ones do not fit a model of this config, and for a chat where there is no template for it."""
     from kvfold.evaluation.perplexity import max_positions, vocabulary
-    from kvfold.text import check_ids, encode_chat, encode_prompt, longer
+    from kvfold.utils.text import check_ids, encode_chat, encode_prompt, longer
 
     if chat and not tokenizer.chat_template:
         raise ValueError("this model has no chat template: leave --chat out")

@@ -8,13 +8,13 @@ from rich.table import Table
 
 from kvfold.cli import common
 from kvfold.cli.options import CALIBRATION, PLACE, Calibration, MapsName, ModelOrMaps, Place
-from kvfold.errors import SettingError
+from kvfold.utils.errors import SettingError
 
 if TYPE_CHECKING:
     from kvfold.compression.compressor import Prepared
-    from kvfold.compression.target import Target
-    from kvfold.report import RankMap
-    from kvfold.spec import CacheSpec, Geometry, LayerSpec
+    from kvfold.compression.planning.target import Target
+    from kvfold.evaluation.report import RankMap
+    from kvfold.layout import CacheSpec, Geometry, LayerSpec
 
 PARTS = {"k": "keys", "v": "values", "kv": "keys and values"}
 Spectra = dict[str, list[list[float]]]
@@ -46,7 +46,7 @@ def inspect(
     html
         File for a heat map of the ranks, and the spectra of a plan.
     """
-    from kvfold.seam.named import holds_maps
+    from kvfold.maps.named import holds_maps
 
     common.check_outputs(html=html)
     target = check_plan(recipe, keep, align, calibration)
@@ -57,11 +57,11 @@ def inspect(
         return
     if model is None:
         raise SettingError("name a MODEL, or `maps`, to inspect")
-    from kvfold.artifact import saved_config
+    from kvfold.compression.planning.step_time import rebuilt_keys
+    from kvfold.hub.checkpoint import saved_config
+    from kvfold.layout.pages import plain_spec
     from kvfold.models.families import family_of
     from kvfold.models.kernels import in_one_pass, kernels_of
-    from kvfold.spec.layout import plain_spec
-    from kvfold.step_time import rebuilt_keys
 
     config = common.load_config(model)
     geometry = family_of(config).geometry(config)
@@ -96,7 +96,7 @@ def inspect(
 def inspect_maps(name: str, model: str | None, recipe: str | None, html: Path | None) -> None:
     """What maps beside the weights store, and how large they are."""
     from kvfold.cli.compress import folder_bytes, in_bytes
-    from kvfold.seam.sidecar import folder_of
+    from kvfold.maps.sidecar import folder_of
 
     if recipe is not None:
         raise SettingError(
@@ -122,7 +122,7 @@ def check_plan(
 ) -> "Target":
     """The size to plan. Raises ValueError for a plan that cannot be made, or was not asked for."""
     from kvfold.api import check_files
-    from kvfold.compression.target import Target, check_align
+    from kvfold.compression.planning.target import Target, check_align
     from kvfold.config import DEFAULT_KEEP
 
     check_align(align)
@@ -172,7 +172,7 @@ def print_geometry(title: str, geometry: "Geometry") -> None:
 
 def print_spec(spec: "CacheSpec", provenance: dict[str, Any]) -> None:
     """Totals and measured losses, then one line a layer."""
-    from kvfold.card import facts
+    from kvfold.hub.card import facts
 
     for line in facts(spec, provenance):
         print(line)
@@ -197,7 +197,7 @@ def describe(layer: "LayerSpec") -> str:
 
 def rank_map(spec: "CacheSpec") -> "RankMap":
     """The ranks as a heat map: a row for every set of heads that shares a latent somewhere."""
-    from kvfold.report import RankMap
+    from kvfold.evaluation.report import RankMap
 
     rows: dict[tuple[str, tuple[int, ...]], list[int | None]] = {}
     for index, layer in enumerate(spec.layers):
@@ -219,7 +219,7 @@ def heads_label(heads: tuple[int, ...]) -> str:
 
 
 def write_html(path: Path, title: str, spec: "CacheSpec", spectra: Spectra) -> None:
-    from kvfold.report import write_report
+    from kvfold.evaluation.report import write_report
 
     summary = [
         ("bytes a token at 16 bits", str(spec.bytes_per_token())),

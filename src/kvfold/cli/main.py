@@ -28,9 +28,9 @@ from kvfold.cli.recover import recover
 from kvfold.cli.route import route
 from kvfold.cli.serve import serve
 from kvfold.cli.version import version
-from kvfold.errors import SettingError
-from kvfold.files import check_here
-from kvfold.versions import check_transformers
+from kvfold.utils.errors import SettingError
+from kvfold.utils.files import check_here
+from kvfold.utils.versions import check_transformers
 
 app = App(
     name="kvfold",

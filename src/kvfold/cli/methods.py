@@ -11,11 +11,11 @@ from typing import Any
 from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from kvfold.cli.options import STORAGE, Storage, flag, parse_levels, parse_list
-from kvfold.compression.target import Target, check_align
+from kvfold.compression.planning.target import Target, check_align
 from kvfold.config import Prefer
-from kvfold.errors import SettingError
 from kvfold.evaluation.comparison import Method
 from kvfold.recipes import get
+from kvfold.utils.errors import SettingError
 
 PUBLISHED = {  # as published, alone and over a basis, at about a quarter of the cache
     "int8": "--bits 8",

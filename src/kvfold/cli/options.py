@@ -18,12 +18,12 @@ from kvfold.config import (
     setting,
     settings_of,
 )
-from kvfold.errors import SettingError, renamed
 from kvfold.evaluation.tasks import LEGAL_ROWS
 from kvfold.recipes import RECIPES
+from kvfold.utils.errors import SettingError, renamed
 
 if TYPE_CHECKING:
-    from kvfold.compression.target import Target
+    from kvfold.compression.planning.target import Target
 
 T = TypeVar("T")
 MOST = 2**63  # more is no size of anything, and no float may hold it
@@ -116,7 +116,7 @@ class Place:
 
     def __post_init__(self) -> None:
         if self.device is not None:
-            from kvfold.place import check_device
+            from kvfold.hub.device import check_device
 
             check_device(self.device)
 
@@ -189,7 +189,7 @@ class Size:
 
     @property
     def target(self) -> "Target":
-        from kvfold.compression.target import Target
+        from kvfold.compression.planning.target import Target
 
         given = {name: getattr(self, name) for name in ("keep", "budget", "factor", "prefer")}
         levels = parse_levels(self.levels)

@@ -13,11 +13,11 @@ from kvfold.cache.eviction.policies import POLICIES
 from kvfold.cli import common
 from kvfold.cli.options import PLACE, Flag, Model, Place, Storage
 from kvfold.config import CacheConfig, check, setting
-from kvfold.errors import SettingError
-from kvfold.files import check_writable
+from kvfold.utils.errors import SettingError
+from kvfold.utils.files import check_writable
 
 if TYPE_CHECKING:
-    from kvfold.engine.packed import PackedContext
+    from kvfold.engine.requests.packed import PackedContext
 
 DEFAULT = "kvzip"
 
@@ -73,10 +73,10 @@ def pack(
     text = read_prompt(None, context)
     config, tokenizer = common.load_config(model), common.load_tokenizer(model)
     from kvfold.cache.eviction import policies
-    from kvfold.engine.build import check_served
-    from kvfold.engine.llm import LLM
+    from kvfold.engine.api.llm import LLM
+    from kvfold.engine.runner.build import check_served
     from kvfold.evaluation.perplexity import max_positions
-    from kvfold.text import longer
+    from kvfold.utils.text import longer
 
     check_served(config, common.saved_spec(config), policies.get(stored.evict), cache)
     limit = max_positions(config)
@@ -98,7 +98,7 @@ def pack(
 def read(path: Path, storage: Storage) -> "tuple[CacheConfig, PackedContext]":
     """A packed context, and the cache that takes it. Raises ValueError where it cannot be read, or
     storage says what it says itself."""
-    from kvfold.engine.packed import PackedContext, cache_of
+    from kvfold.engine.requests.packed import PackedContext, cache_of
 
     size: int | None = getattr(storage, "kv_bytes")  # noqa: B009
     others: dict[str, Any] = {"kv_bytes": None, "paged": False}

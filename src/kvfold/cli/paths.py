@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.cli.options import flag
-from kvfold.files import check_apart
+from kvfold.utils.files import check_apart
 
 OUTPUTS = ("html", "json", "output", "plot")  # parameters that name what a command writes
 REUSED = "stats"  # read where it exists, else written

@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from kvfold.cli import common
 from kvfold.cli.options import Flag
-from kvfold.errors import SettingError
+from kvfold.utils.errors import SettingError
 
 Folder = Annotated[
     Path, Parameter(help="Maps beside the weights, as `kvfold compress` wrote them.")
@@ -34,8 +34,8 @@ def push(
     revision
         Branch to put them on, made if there is none; by default main.
     """
-    from kvfold import hub
-    from kvfold.seam.sidecar import CARD, FILES, Sidecar
+    from kvfold.hub import download
+    from kvfold.maps.sidecar import CARD, FILES, Sidecar
 
     common.quiet()
     if not folder.is_dir():
@@ -47,6 +47,6 @@ def push(
     files: dict[str, Path | bytes] = {x: folder / x for x in FILES}
     if not (folder / CARD).exists():
         files[CARD] = sidecar.readme().encode()
-    address = hub.publish(files, name, private=private, revision=revision)
+    address = download.publish(files, name, private=private, revision=revision)
     named = name if revision is None else f"{name}@{revision}"
     print(f'published {address}: --maps {named}, kvfold.attach(model, "{named}")')

@@ -31,7 +31,7 @@ def recover(
         The model it was compressed from: what that predicts is learnt, instead of the text.
     """
     from kvfold import recovery
-    from kvfold.artifact import provenance_of
+    from kvfold.hub.checkpoint import provenance_of
 
     common.quiet()
     begin = time.perf_counter()

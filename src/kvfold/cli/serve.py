@@ -13,14 +13,14 @@ from cyclopts import Parameter
 from kvfold.cli import common, serve_vllm
 from kvfold.cli.options import PLACE, STORAGE, Flag, MapsName, ModelOrMaps, Place, Storage, flags_of
 from kvfold.config import check, setting
-from kvfold.errors import SettingError
 from kvfold.server import check_installed
 from kvfold.server.limits import Limits
-from kvfold.text import check_text
+from kvfold.utils.errors import SettingError
+from kvfold.utils.text import check_text
 
 if TYPE_CHECKING:
     from kvfold.config import CacheConfig
-    from kvfold.engine.packed import PackedContext
+    from kvfold.engine.requests.packed import PackedContext
 
 KEY = "KVFOLD_API_KEY"
 ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^\s/?#@,]+")  # as a browser names it
@@ -151,8 +151,8 @@ def serve(
     listener = bind(address.host, address.port)
     if key is None and address.host not in LOCAL:
         say(f"anyone who reaches {address.host} may ask: no --api-key is set")
-    from kvfold.engine.async_llm import AsyncLLM
-    from kvfold.engine.llm import LLM
+    from kvfold.engine.api.async_llm import AsyncLLM
+    from kvfold.engine.api.llm import LLM
     from kvfold.server.app import create_app
 
     loaded = common.load(model, place)

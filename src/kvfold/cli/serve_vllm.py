@@ -11,8 +11,8 @@ from typing import Any
 from kvfold.cli import common
 from kvfold.cli.options import Place, Storage
 from kvfold.config import CacheConfig
-from kvfold.errors import SettingError
 from kvfold.server.limits import Limits
+from kvfold.utils.errors import SettingError
 
 # Settings of the cache by vLLM's names; those of the plugin's come as one object.
 NAMES = {"page": "block_size", "kv_bytes": "kv_cache_memory_bytes"}
@@ -80,7 +80,7 @@ def command(
 ) -> list[str]:
     """What comes after `vllm`. maps: folder or hub id, None for none; given: other flags of vLLM's
     by name, None for what is not set. Raises ValueError for what is not served there."""
-    from kvfold.loading import resolve
+    from kvfold.hub.loading import resolve
     from kvfold.vllm_plugin.families import architecture
 
     config = common.load_config(model, common.load_maps(maps))

@@ -13,10 +13,10 @@ from cyclopts import Parameter
 from kvfold.cli import common, serve_vllm
 from kvfold.cli.options import STORAGE, Place, Storage
 from kvfold.config import CacheConfig, check, setting
-from kvfold.errors import SettingError
 from kvfold.evaluation.suites import SUITES, find_file, read_suite
 from kvfold.evaluation.suites.base import Question
-from kvfold.files import check_apart, finite, write_json
+from kvfold.utils.errors import SettingError
+from kvfold.utils.files import check_apart, finite, write_json
 
 if TYPE_CHECKING:
     from kvfold.evaluation.suites.engines import Answering
@@ -196,7 +196,7 @@ def by_kvfold(
 
     import torch
 
-    from kvfold.engine.llm import LLM
+    from kvfold.engine.api.llm import LLM
     from kvfold.evaluation.perplexity import max_positions
     from kvfold.evaluation.suites.engines import ByKVFold
 
@@ -243,7 +243,7 @@ def by_vllm(
 
     from kvfold.evaluation.perplexity import max_positions
     from kvfold.evaluation.suites.engines import ByVLLM
-    from kvfold.loading import resolve
+    from kvfold.hub.loading import resolve
 
     config = common.load_config(model, common.load_maps(maps))
     llm = vllm.LLM(
@@ -280,7 +280,7 @@ def vllm_settings(config: Any, maps: str | None, storage: Storage, place: Place)
 def read_results(path: Path, questions: Questions) -> "dict[str, SuiteResult]":
     """Results of these suites in a JSON file that --json wrote. Raises ValueError."""
     from kvfold.evaluation.suites.run import SuiteResult
-    from kvfold.text import json_object, read_text
+    from kvfold.utils.text import json_object, read_text
 
     text = read_text(path)
     try:
@@ -334,7 +334,7 @@ def listed(ids: Sequence[str]) -> str:
 
 def versions(asked: Asked, place: Place) -> dict[str, str | None]:
     """Versions and device, vLLM's too where it answered."""
-    from kvfold.loading import default_device
+    from kvfold.hub.loading import default_device
 
     found = common.versions(place.device or default_device())
     if asked.engine == "vllm":

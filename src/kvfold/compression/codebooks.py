@@ -12,11 +12,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.compression.statistics import Moment, Statistics
-from kvfold.formats import Codebooks, format_of
-from kvfold.formats.kvquant import split
+from kvfold.calibration.statistics import Moment, Statistics
+from kvfold.layout import (
+    SIDES,
+    CacheSpec,
+    Geometry,
+    Latent,
+    LayerSpec,
+    Side,
+)
+from kvfold.layout.formats import Codebooks, format_of
+from kvfold.layout.formats.kvquant import split
 from kvfold.models.fold import LatentMaps
-from kvfold.spec import SIDES, CacheSpec, Geometry, Latent, LayerSpec, Side
 
 INSIDE = 0.99  # share of a channel's numbers that its range holds
 ROUNDS = 50  # of k-means

@@ -8,32 +8,37 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfold.artifact import mark, saved_spec
-from kvfold.compression.bases import Source, builder_of, recipes_where
-from kvfold.compression.calibrate import artifact_key, calibrate
-from kvfold.compression.calibration_text import (
+from kvfold.calibration.calibrate import artifact_key, calibrate
+from kvfold.calibration.documents import is_self
+from kvfold.calibration.saved_pass import SavedPass
+from kvfold.calibration.self_text import describe
+from kvfold.calibration.statistics import Statistics
+from kvfold.calibration.text import (
     calibration_windows,
     check_tokens,
     default_tokens,
     self_windows,
     window_length,
 )
+from kvfold.compression.bases import Source, builder_of, recipes_where
 from kvfold.compression.codebooks import with_codebooks
-from kvfold.compression.documents import is_self
 from kvfold.compression.hybrid import rank_of, with_narrow
-from kvfold.compression.plan import Size, by_layer, plan_bits, planned_spec, predicted_loss
-from kvfold.compression.preference import key_limits
-from kvfold.compression.progress import Progress, stage
+from kvfold.compression.planning.plan import (
+    Size,
+    by_layer,
+    plan_bits,
+    planned_spec,
+    predicted_loss,
+)
+from kvfold.compression.planning.preference import key_limits
+from kvfold.compression.planning.room import aligned, bits_of, factor_of, numbers
+from kvfold.compression.planning.target import Target, check_keep
 from kvfold.compression.ranks import LatentCandidate, allocate, method_of
-from kvfold.compression.recover import BATCH, check_steps, warn_of_passes
-from kvfold.compression.recover import recover as distil
-from kvfold.compression.room import aligned, bits_of, factor_of, numbers
-from kvfold.compression.saved_pass import SavedPass
-from kvfold.compression.self_text import describe
-from kvfold.compression.statistics import Statistics
-from kvfold.compression.target import Target, check_keep
+from kvfold.compression.training.recover import BATCH, check_steps, warn_of_passes
+from kvfold.compression.training.recover import recover as distil
 from kvfold.config import SEEDS, Prefer, Ratios, Recipe, Setting, check_types
-from kvfold.errors import SettingError
+from kvfold.hub.checkpoint import mark, saved_spec
+from kvfold.layout import CacheSpec, Geometry
 from kvfold.models.adapter import Family
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import check_model, family_of
@@ -41,8 +46,9 @@ from kvfold.models.finite import check_outputs
 from kvfold.models.fold import LatentMaps, fold_model
 from kvfold.models.folded import attention_windows
 from kvfold.models.kernels import fastest_layout
-from kvfold.spec import CacheSpec, Geometry
-from kvfold.weights import check_finite
+from kvfold.models.weights import check_finite
+from kvfold.utils.errors import SettingError
+from kvfold.utils.progress import Progress, stage
 
 
 class Compressor:

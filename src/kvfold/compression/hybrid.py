@@ -8,10 +8,10 @@ import numpy as np
 
 from kvfold.compression.bases import builder_of
 from kvfold.config import Ratios, Recipe
-from kvfold.errors import SettingError
-from kvfold.spec import CacheSpec, Geometry, Hybrid, Latent
-from kvfold.spec.layout import Ints
-from kvfold.spec.saved import unsplit
+from kvfold.layout import CacheSpec, Geometry, Hybrid, Latent
+from kvfold.layout.pages import Ints
+from kvfold.layout.saved import unsplit
+from kvfold.utils.errors import SettingError
 
 ALIKE = 0.95  # layers share a ranking whose important tokens agree by more
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from kvfold.compression.calibration_text import window_length
+from kvfold.calibration.statistics import QUANTITIES
+from kvfold.calibration.statistics.quantities import Attended
+from kvfold.calibration.statistics.record import RECOMPUTE_ABOVE
+from kvfold.calibration.text import window_length
 from kvfold.compression.compressor import Compressor
-from kvfold.compression.statistics import QUANTITIES
-from kvfold.compression.statistics.quantities import Attended
-from kvfold.compression.statistics.record import RECOMPUTE_ABOVE
-from kvfold.errors import SettingError
 from kvfold.models.placed import input_device, is_offloaded
+from kvfold.utils.errors import SettingError
 
 # Of a pass's time over that of its matrix products alone: attention, its statistics in fp64 and the
 # sampled labels. Measured on SmolLM2-135M (`swift`) on one CPU core.

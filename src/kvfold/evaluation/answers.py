@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.artifact import spec_of
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
-from kvfold.engine.trial import feed, not_finite
-from kvfold.errors import SettingError
+from kvfold.engine.runner.build import build_runner
+from kvfold.engine.runner.trial import feed, not_finite
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.perplexity import max_positions
+from kvfold.hub.checkpoint import spec_of
 from kvfold.models.finite import check_outputs, probe_ids, rows_are_finite
 from kvfold.models.rotary import fixed_rope
+from kvfold.models.weights import rounded
 from kvfold.ops.backend import use_triton
-from kvfold.text import check_ids, encode_chat, encode_start, packaged
-from kvfold.weights import rounded
+from kvfold.utils.errors import SettingError
+from kvfold.utils.text import check_ids, encode_chat, encode_start, packaged
 
 TOKENS = 64  # of an answer
 TOY, FEW = 2**25, 8  # parameters of a model that is for tests, and tokens of its answer

@@ -4,14 +4,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvfold.compression.progress import Progress
 from kvfold.config import AUTO, CacheConfig
-from kvfold.engine.build import has_scores
-from kvfold.errors import SettingError
+from kvfold.engine.runner.build import has_scores
 from kvfold.evaluation import ruler
 from kvfold.evaluation.measure import Measured, Measurement, measure, text_windows
 from kvfold.evaluation.perplexity import max_positions, paired_difference
-from kvfold.text import packaged
+from kvfold.utils.errors import SettingError
+from kvfold.utils.progress import Progress
+from kvfold.utils.text import packaged
 
 CANDIDATES = ("kvzip", "kvzip-keys", "compactor", "keydiff-all", "kv-compress")
 LENGTH, MORE = 512, 128  # tokens that are read and evicted, and that come after them

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.compression.calibration_text import calibration_windows
+from kvfold.calibration.documents import calibration_documents, files_of
+from kvfold.calibration.text import calibration_windows
 from kvfold.compression.compressor import Compressor, Prepared
-from kvfold.compression.documents import calibration_documents, files_of
-from kvfold.compression.progress import Progress, stage
-from kvfold.errors import SettingError
 from kvfold.evaluation.comparison import ORIGINAL
 from kvfold.evaluation.perplexity import perplexity
-from kvfold.search import search
-from kvfold.spec import CacheSpec
-from kvfold.text import windows
+from kvfold.layout import CacheSpec
+from kvfold.utils.errors import SettingError
+from kvfold.utils.progress import Progress, stage
+from kvfold.utils.search import search
+from kvfold.utils.text import windows
 
 SEARCH_WINDOWS = 16
 RUN = 32

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from kvfold.evaluation.perplexity import mean_and_se
 from kvfold.evaluation.tasks import HEADLINES
-from kvfold.files import finite
+from kvfold.utils.files import finite
 
 NOT_MEASURED = "–"
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from kvfold import recipes as named
+from kvfold.calibration.statistics import Statistics
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
-from kvfold.compression.progress import Progress
-from kvfold.compression.statistics import Statistics
-from kvfold.compression.target import Target
+from kvfold.compression.planning.target import Target
 from kvfold.config import CacheConfig, Recipe
 from kvfold.evaluation.compare import Row
 from kvfold.evaluation.measure import Measured, Measurement, measure, storage
 from kvfold.evaluation.perplexity import paired_difference
+from kvfold.utils.progress import Progress
 
 ORIGINAL = "original"
 

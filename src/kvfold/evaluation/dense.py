@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from kvfold.evaluation.session import Footprint, Session
-from kvfold.versions import given
+from kvfold.utils.versions import given
 
 
 class DenseSession(Session):

@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
-from kvfold.compression.progress import Progress
+from kvfold.compression.planning.step_time import Load, Prediction, predict
 from kvfold.config import CacheConfig, Prefer
-from kvfold.errors import SettingError
 from kvfold.evaluation.budget import held_out
 from kvfold.evaluation.comparison import ORIGINAL
 from kvfold.evaluation.frontier import named, plans, stored
 from kvfold.evaluation.measure import Measurement, measure
-from kvfold.spec import CacheSpec
-from kvfold.step_time import Load, Prediction, predict
+from kvfold.layout import CacheSpec
+from kvfold.utils.errors import SettingError
+from kvfold.utils.progress import Progress
 
 TRIED = ("fast", "swift", "lean", "small")
 FACTORS = (2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 14.0)

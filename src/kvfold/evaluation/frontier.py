@@ -5,21 +5,21 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from kvfold.artifact import spec_of
 from kvfold.compression.bases import builder_of
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
-from kvfold.compression.preference import in_one_pass
-from kvfold.compression.progress import Progress
+from kvfold.compression.planning.preference import in_one_pass
+from kvfold.compression.planning.step_time import Load, predict
 from kvfold.config import LEVELS, CacheConfig, Prefer
-from kvfold.errors import SettingError
 from kvfold.evaluation.compare import Row
 from kvfold.evaluation.comparison import ORIGINAL, result_row
 from kvfold.evaluation.measure import Measured, Measurement, measure
+from kvfold.hub.checkpoint import spec_of
+from kvfold.layout import CacheSpec
+from kvfold.layout.pages import plain_spec
 from kvfold.models.families import family_of
 from kvfold.models.kernels import fastest_layout
-from kvfold.spec import CacheSpec
-from kvfold.spec.layout import plain_spec
-from kvfold.step_time import Load, predict
+from kvfold.utils.errors import SettingError
+from kvfold.utils.progress import Progress
 
 WORTH = 0.1  # nats a token that the knee takes the whole cache to be worth
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvfold.text import packaged
+from kvfold.utils.text import packaged
 
 INTRO = (
     "Some special magic numbers are hidden within the following text. "

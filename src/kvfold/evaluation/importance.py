@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.artifact import mark, provenance_of, spec_of
 from kvfold.compression.hybrid import with_leaders
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
+from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.paged import PagedSession
-from kvfold.spec import CacheSpec
-from kvfold.spec.layout import Ints
+from kvfold.hub.checkpoint import mark, provenance_of, spec_of
+from kvfold.layout import CacheSpec
+from kvfold.layout.pages import Ints
 
 TEXTS, LENGTH = 4, 1024  # that are read, and tokens of one
 

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
-from kvfold.errors import SettingError
+from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.answers import ENGINE, FLOOR, Answer
 from kvfold.evaluation.budget import held_out
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import max_positions, paired_difference, window_perplexity
 from kvfold.evaluation.session import Sessions
-from kvfold.files import finite
-from kvfold.seam.attach import attach
-from kvfold.seam.sidecar import Sidecar
+from kvfold.maps.attach import attach
+from kvfold.maps.sidecar import Sidecar
+from kvfold.utils.errors import SettingError
+from kvfold.utils.files import finite
 
 CTX, WINDOWS = 512, 4  # of text that calibration did not read
 

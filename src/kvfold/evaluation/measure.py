@@ -11,12 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfold.artifact import spec_of
-from kvfold.compression.progress import Progress, stage
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
-from kvfold.engine.runner import ModelRunner
-from kvfold.errors import SettingError
+from kvfold.engine.runner.build import build_runner
+from kvfold.engine.runner.runner import ModelRunner
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.needle import NeedleResult, evaluate_needle
 from kvfold.evaluation.paged import PagedSession
@@ -31,10 +28,13 @@ from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.session import Footprint, Sessions
 from kvfold.evaluation.tasks.base import Task
 from kvfold.evaluation.tasks.run import TaskResult, run_tasks
-from kvfold.seam.attach import attach
-from kvfold.seam.layers import seam_layers
-from kvfold.seam.sidecar import Sidecar
-from kvfold.text import check_ids, running, windows
+from kvfold.hub.checkpoint import spec_of
+from kvfold.maps.attach import attach
+from kvfold.maps.layers import seam_layers
+from kvfold.maps.sidecar import Sidecar
+from kvfold.utils.errors import SettingError
+from kvfold.utils.progress import Progress, stage
+from kvfold.utils.text import check_ids, running, windows
 
 QUESTION_ROOM = 64  # tokens of a question and its answer beyond the context
 NEEDLE_LENGTHS = (512, 1024, 2048, 4096)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from kvfold.compression.progress import Report
 from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.haystack import build_sample, load_filler
 from kvfold.evaluation.perplexity import max_positions, vocabulary
 from kvfold.evaluation.reader import Reader
-from kvfold.text import check_ids, leading_tokens
+from kvfold.utils.progress import Report
+from kvfold.utils.text import check_ids, leading_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

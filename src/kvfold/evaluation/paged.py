@@ -9,10 +9,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvfold.engine.request import Batch, Request
-from kvfold.engine.runner import ModelRunner
-from kvfold.errors import SettingError
+from kvfold.engine.requests.request import Batch, Request
+from kvfold.engine.runner.runner import ModelRunner
 from kvfold.evaluation.session import Footprint, Session
+from kvfold.utils.errors import SettingError
 
 
 class PagedSession(Session):

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvfold.compression.progress import Report
-from kvfold.errors import SettingError
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.session import Footprint, Session, Sessions
 from kvfold.models.rotary import position_limit
+from kvfold.utils.errors import SettingError
+from kvfold.utils.progress import Report
 
 AFTER = 64  # tokens fed at a time after a compression
 _SLICE_NUMBERS = 2**25  # fp32 logits taken to log-probabilities at once: 128 MiB

@@ -10,14 +10,14 @@ from itertools import product
 from typing import Any
 
 from kvfold.compression.compressor import Prepared
-from kvfold.compression.progress import Progress, stage
 from kvfold.config import CacheConfig, Ratios
-from kvfold.errors import SettingError
 from kvfold.evaluation.budget import held_out
 from kvfold.evaluation.comparison import ORIGINAL
 from kvfold.evaluation.measure import runner_for
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import window_perplexity
+from kvfold.utils.errors import SettingError
+from kvfold.utils.progress import Progress, stage
 
 STEPS = (0.0, 0.25, 0.5, 0.75)  # shares of a head's numbers that are removed
 RISING = ((0.1, 0.3), (0.2, 0.6), (0.4, 0.8))  # important tokens of the first and last layer

@@ -23,7 +23,7 @@ from kvfold.evaluation.haystack import (
     load_filler,
 )
 from kvfold.evaluation.tasks.asked import AskedTask
-from kvfold.text import apply_template, encode, reply_words
+from kvfold.utils.text import apply_template, encode, reply_words
 
 ALL_VALUES = (
     "What are all the special magic numbers for {key} mentioned in the provided text? "

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.artifact import mark, provenance_of, spec_of
-from kvfold.compression.calibration_text import calibration_text
+from kvfold.calibration.documents import files_of
+from kvfold.calibration.text import calibration_text
 from kvfold.compression.compressor import Compressor
-from kvfold.compression.documents import files_of
-from kvfold.compression.progress import Progress, stage
-from kvfold.compression.target import Target
+from kvfold.compression.planning.target import Target
 from kvfold.config import CacheConfig
-from kvfold.engine.build import build_runner
-from kvfold.engine.runner import ModelRunner
-from kvfold.errors import SettingError
+from kvfold.engine.runner.build import build_runner
+from kvfold.engine.runner.runner import ModelRunner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import max_positions
+from kvfold.hub.checkpoint import mark, provenance_of, spec_of
 from kvfold.models.families import family_of
 from kvfold.models.folded import attention_windows
-from kvfold.text import windows
+from kvfold.utils.errors import SettingError
+from kvfold.utils.progress import Progress, stage
+from kvfold.utils.text import windows
 
 TEACHER = "kvzip+"
 TOKENS, LENGTH = 16384, 1024  # most that are read, and of a window

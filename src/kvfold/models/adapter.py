@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from kvfold.attention.base import AttentionContext, LayerMaps
-from kvfold.errors import SettingError
+from kvfold.layout import CacheSpec, Geometry
 from kvfold.models.folded import FoldedAttention, attention_windows
 from kvfold.models.places import check_exact, entries_of, fit_static, positions_of
 from kvfold.models.rotary import RotaryTable, rope_type
 from kvfold.ops.common.attention import Tables
-from kvfold.spec import CacheSpec, Geometry
+from kvfold.utils.errors import SettingError
 
 # transformers makes no mask for an attention without a registered mask function.
 PAGED = "kvfold_paged"

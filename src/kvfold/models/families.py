@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
 from kvfold.models.gemma2 import Gemma2Family
 from kvfold.models.gpt_neox import GPTNeoXFamily
@@ -17,6 +16,7 @@ from kvfold.models.llama import LlamaFamily
 from kvfold.models.opt import OPTFamily
 from kvfold.models.phi3 import Phi3Family
 from kvfold.models.qwen3 import Qwen3Family
+from kvfold.utils.errors import SettingError
 
 FAMILIES: tuple[type[Family], ...] = (
     LlamaFamily,

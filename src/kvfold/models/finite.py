@@ -13,7 +13,7 @@ from torch import Tensor
 from kvfold.models.families import family_of
 from kvfold.models.placed import input_device
 from kvfold.models.rotary import position_limit
-from kvfold.weights import check_finite
+from kvfold.models.weights import check_finite
 
 PROBE = 64  # tokens of a short forward: scores of a few may overflow and leave no trace
 HEAD = "the head of logits"

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvfold.layout import CacheSpec, Latent
 from kvfold.models.adapter import Family, HFAttention, Projections
 from kvfold.models.families import family_of
 from kvfold.models.plain import check_weights
 from kvfold.ops.common.rotation import rotation
-from kvfold.spec import CacheSpec, Latent
 
 
 class LatentMaps(NamedTuple):

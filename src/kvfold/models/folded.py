@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.attention.base import Columns, LayerMaps, LayerShape
+from kvfold.layout import CacheSpec, Geometry, Latent, LayerSpec
 from kvfold.models.pieces import Pieces
 from kvfold.models.rotary import RotaryTable, fixed_rope
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
 
 
 class FoldedAttention(nn.Module):

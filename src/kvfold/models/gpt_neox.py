@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 
+from kvfold.layout import Geometry
 from kvfold.models.adapter import Family, HFAttention, Projections, linear
 from kvfold.ops.common.attention import Tables
-from kvfold.spec import Geometry
 
 
 class FoldedGPTNeoX(HFAttention, GPTNeoXAttention):

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from kvfold.attention.selector import Kernels, kernels
+from kvfold.layout import CacheSpec
+from kvfold.layout.pages import CacheLayout, cache_layout
 from kvfold.models.folded import attention_windows, layer_shapes
 from kvfold.ops.decode import one_pass_page, two_passes
-from kvfold.spec import CacheSpec
-from kvfold.spec.layout import CacheLayout, cache_layout
 
 
 def kernels_of(config: Any, spec: CacheSpec, dtype: torch.dtype | None = None) -> Kernels:

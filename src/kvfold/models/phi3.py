@@ -4,9 +4,9 @@ from typing import Any, ClassVar
 
 from transformers.models.phi3.modeling_phi3 import Phi3Attention
 
+from kvfold.layout import Geometry
 from kvfold.models.adapter import Family, Projections, linear
 from kvfold.models.llama import RotaryForward, finish
-from kvfold.spec import Geometry
 
 
 class FoldedPhi3(RotaryForward, Phi3Attention):

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import StaticLayer
 
-from kvfold.errors import SettingError
+from kvfold.utils.errors import SettingError
 
 DIGITS = 3  # numbers that say a token's position in a cache, from 0 to 255: exact in any dtype
 QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)

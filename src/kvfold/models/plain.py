@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kvfold.errors import SettingError
 from kvfold.models.adapter import Family
+from kvfold.utils.errors import SettingError
 
 
 def check_weights(model: Any, family: type[Family]) -> None:

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
 
+from kvfold.layout import Geometry, LayerSpec
 from kvfold.models.llama import LlamaFamily, RotaryForward
-from kvfold.spec import Geometry, LayerSpec
 
 
 class FoldedQwen3(RotaryForward, Qwen3Attention):

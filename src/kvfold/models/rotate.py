@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvfold.formats.base import Format
+from kvfold.layout import CacheSpec, KeyKind, Latent
+from kvfold.layout.formats.base import Format
+from kvfold.layout.pages import tiers
 from kvfold.models.families import family_of
 from kvfold.models.folded import FoldedAttention
 from kvfold.ops.common.rotation import rotation
-from kvfold.spec import CacheSpec, KeyKind, Latent
-from kvfold.spec.layout import tiers
 
 
 def turned(spec: CacheSpec) -> CacheSpec:

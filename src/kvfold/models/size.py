@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvfold.layout import CacheSpec
 from kvfold.models.families import family_of
-from kvfold.spec import CacheSpec
 
 DTYPE = torch.bfloat16  # what a GPU serves models in
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvfold.artifact import spec_of
-from kvfold.errors import SettingError
+from kvfold.hub.checkpoint import spec_of
+from kvfold.layout.pages import plain_spec
 from kvfold.models.adapter import PAGED
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import check_model, family_of
@@ -23,8 +23,8 @@ from kvfold.models.places import entries_of
 from kvfold.models.rotary import LONG_ROPE, rope_type
 from kvfold.parallel.context import UlyssesContext
 from kvfold.parallel.shares import shares_of, token_counts
-from kvfold.spec.layout import plain_spec
-from kvfold.versions import given
+from kvfold.utils.errors import SettingError
+from kvfold.utils.versions import given
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

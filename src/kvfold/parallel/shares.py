@@ -9,8 +9,14 @@ from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, pairwise, product
 from math import gcd, inf
 
+from kvfold.layout import (
+    CacheSpec,
+    Geometry,
+    Latent,
+    LayerSpec,
+    Side,
+)
 from kvfold.ops.common.plan import longest_first
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec, Side
 
 SLACK = 1 / 32  # of the work of the busiest rank, for fewer numbers on the wire
 Place = tuple[int, int]  # of a KV head's keys or values: first column, numbers
@@ -195,7 +201,7 @@ def wire_bytes(spec: CacheSpec, num_tokens: int, num_ranks: int, itemsize: int =
     """Bytes that all ranks together send each other to prefill `num_tokens`, in all layers: of
     queries, keys, values and attention's outputs. itemsize: bytes of a number.
 
-    What a rank keeps is not counted. `kvfold.spec.layout.plain_spec` says what an uncompressed
+    What a rank keeps is not counted. `kvfold.layout.pages.plain_spec` says what an uncompressed
     model stores.
     """
     counts, numbers = token_counts(num_tokens, num_ranks), 0

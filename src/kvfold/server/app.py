@@ -13,8 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import kvfold
-from kvfold.engine.async_llm import AsyncLLM
-from kvfold.engine.packed import PackedContext
+from kvfold.engine.api.async_llm import AsyncLLM
+from kvfold.engine.requests.packed import PackedContext
 from kvfold.server.errors import APIError, from_value_error, install
 from kvfold.server.guard import Guard, HeadAsGet, unless_gone
 from kvfold.server.limits import Limits

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from kvfold.errors import SettingError
+from kvfold.utils.errors import SettingError
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 
@@ -50,7 +50,7 @@ def from_value_error(error: ValueError) -> APIError:
 
 def install(app: FastAPI) -> None:
     """Answer every error in this form."""
-    from kvfold.engine.async_llm import EngineFault  # with torch, which a router does without
+    from kvfold.engine.api.async_llm import EngineFault  # with torch, which a router does without
 
     for kind, spell in {
         APIError: lambda error: error,

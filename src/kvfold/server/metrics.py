@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvfold.engine.engine import Hooks
-from kvfold.engine.llm import LLM
-from kvfold.engine.packed import PackedContext
-from kvfold.engine.request import FinishReason, Request, ScheduledChunk
+from kvfold.engine.api.llm import LLM
+from kvfold.engine.core.engine import Hooks
+from kvfold.engine.requests.packed import PackedContext
+from kvfold.engine.requests.request import FinishReason, Request, ScheduledChunk
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.3, 0.5, 1, 2.5, 5)

@@ -5,10 +5,10 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import HTMLResponse
 
-from kvfold.engine.llm import LLM
-from kvfold.engine.request import Request
+from kvfold.engine.api.llm import LLM
+from kvfold.engine.requests.request import Request
 from kvfold.server.errors import APIError
-from kvfold.text import packaged
+from kvfold.utils.text import packaged
 
 MOST = 200  # requests that are listed
 HEADERS = {

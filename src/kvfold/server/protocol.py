@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Raw, Struct, field
 
-from kvfold.engine.request import CacheParams, SamplingParams
-from kvfold.errors import renamed
+from kvfold.engine.requests.request import CacheParams, SamplingParams
 from kvfold.server.errors import APIError, invalid
 from kvfold.server.limits import Limits
+from kvfold.utils.errors import renamed
 
 MOST_MESSAGES = 4096  # of a conversation, and parts of a message
 MOST_STOP = 1024  # characters of a stop string

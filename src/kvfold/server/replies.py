@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from kvfold.engine.detokenizer import decoder_of
-from kvfold.engine.llm import completion_of
-from kvfold.engine.request import FinishReason, StepOutput, TokenLogprobs
+from kvfold.engine.api.detokenizer import decoder_of
+from kvfold.engine.api.llm import completion_of
+from kvfold.engine.requests.request import FinishReason, StepOutput, TokenLogprobs
 from kvfold.server.errors import APIError
 from kvfold.server.protocol import ChatBody, CompletionBody, StreamOptions
 from kvfold.server.service import Choices, Echo, Service
 from kvfold.server.tokens import Offsets, TokenTexts, utf8
-from kvfold.text import leading_tokens
+from kvfold.utils.text import leading_tokens
 
 Json = dict[str, Any]
 LEAST = -9999.0  # log-probability of what cannot be; JSON has no infinity

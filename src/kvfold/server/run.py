@@ -13,11 +13,11 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from kvfold.errors import SettingError
 from kvfold.server.connections import Listener, limit_logs, protocol_of, raise_descriptors
 from kvfold.server.ending import SECONDS, Ending
 from kvfold.server.limits import Limits
 from kvfold.server.request_log import RequestLog
+from kvfold.utils.errors import SettingError
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 INTERRUPTED = 130  # exit code of a second Ctrl-C

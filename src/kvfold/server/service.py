@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvfold.engine.async_llm import AsyncLLM, AsyncStream, Opened
-from kvfold.engine.detokenizer import decoder_of
-from kvfold.engine.packed import PackedContext
-from kvfold.engine.prompts import Prompt
-from kvfold.engine.request import CacheParams, SamplingParams, StepOutput
-from kvfold.errors import SettingError, renamed
+from kvfold.engine.api.async_llm import AsyncLLM, AsyncStream, Opened
+from kvfold.engine.api.detokenizer import decoder_of
+from kvfold.engine.requests.packed import PackedContext
+from kvfold.engine.requests.prompts import Prompt
+from kvfold.engine.requests.request import CacheParams, SamplingParams, StepOutput
 from kvfold.server.errors import APIError, from_value_error
 from kvfold.server.limits import Limits
 from kvfold.server.metrics import Metrics
 from kvfold.server.protocol import OURS, TokenizeBody
 from kvfold.server.tokens import TokenTexts
-from kvfold.text import encode, encode_prompt, most_characters, surely_longer
+from kvfold.utils.errors import SettingError, renamed
+from kvfold.utils.text import encode, encode_prompt, most_characters, surely_longer
 
 Asked = tuple[Prompt, SamplingParams, CacheParams]
 MOST_SCORES = 2**20  # log-probabilities of prompts in an answer

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from kvfold.engine.detokenizer import UNREAD, Decode, Detokenizer, decoder_of
-from kvfold.text import encode
+from kvfold.engine.api.detokenizer import UNREAD, Decode, Detokenizer, decoder_of
+from kvfold.utils.text import encode
 
 
 class TokenTexts:

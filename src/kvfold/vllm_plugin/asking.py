@@ -16,8 +16,8 @@ from vllm.distributed import (
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 
+from kvfold.maps.layers import TOKENS
 from kvfold.models.finite import probe_ids
-from kvfold.seam.layers import TOKENS
 
 
 class Seen(NamedTuple):

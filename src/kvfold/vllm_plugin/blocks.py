@@ -28,10 +28,10 @@ from kvfold.attention.numba_decode import NumbaDecode
 from kvfold.attention.selector import select, warn_of_fallback
 from kvfold.attention.triton_decode import LatentDecode, TritonDecode
 from kvfold.attention.triton_prefill import TritonPrefill
+from kvfold.layout.pages import UNIT, CacheLayout, Group
 from kvfold.ops import store
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import cdiv
-from kvfold.spec.layout import UNIT, CacheLayout, Group
 
 # In order of preference, as in `attention.selector`, which says why one does not serve a layer.
 DECODE: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, NumbaDecode, Fallback)

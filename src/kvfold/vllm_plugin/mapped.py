@@ -29,13 +29,13 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from kvfold.config import CacheConfig
+from kvfold.layout import CacheSpec, Geometry
+from kvfold.maps.layer_maps import Maps
+from kvfold.maps.layers import TOKENS
+from kvfold.maps.plain import Means, full_spec, mean_positions, plain_maps
+from kvfold.maps.served import Served, served_layer, served_spec
+from kvfold.maps.sidecar import Sidecar
 from kvfold.models.rotary import RotaryTable, position_limit
-from kvfold.seam.layers import TOKENS
-from kvfold.seam.maps import Maps
-from kvfold.seam.plain import Means, full_spec, mean_positions, plain_maps
-from kvfold.seam.served import Served, served_layer, served_spec
-from kvfold.seam.sidecar import Sidecar
-from kvfold.spec import CacheSpec, Geometry
 from kvfold.vllm_plugin.asking import Seen, can_be_asked, layer_device, watch
 from kvfold.vllm_plugin.backend import CachedImpl, KVFoldBackend, KVFoldMetadata
 from kvfold.vllm_plugin.guard import guard_logits

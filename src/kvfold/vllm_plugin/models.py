@@ -21,13 +21,13 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvfold.models.families import family_of
+from kvfold.models.weights import check_finite
 from kvfold.vllm_plugin.guard import LogitsGuard, end_tokens
 from kvfold.vllm_plugin.layer import FoldedLayer
 from kvfold.vllm_plugin.profiling import profile_memory
 from kvfold.vllm_plugin.shares import Share
 from kvfold.vllm_plugin.stored import StoredCache, check_served, settings
 from kvfold.vllm_plugin.weights import rotary_table
-from kvfold.weights import check_finite
 
 
 class FoldedModel(torch.nn.Module):

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvfold.layout import CacheSpec, Geometry, Latent, LayerSpec
+from kvfold.maps.layer_maps import Maps
+from kvfold.maps.rope_maps import RopeMaps
 from kvfold.models.folded import FoldedAttention
-from kvfold.seam.maps import Maps
-from kvfold.seam.rope_maps import RopeMaps
-from kvfold.spec import CacheSpec, Geometry, Latent, LayerSpec
 
 
 @dataclass(frozen=True)

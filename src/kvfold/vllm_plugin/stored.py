@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from kvfold.artifact import KVFoldConfig
 from kvfold.config import CacheConfig
-from kvfold.formats import format_of
+from kvfold.hub.checkpoint import KVFoldConfig
+from kvfold.layout import CacheSpec
+from kvfold.layout.formats import format_of
+from kvfold.layout.pages import CacheLayout, cache_layout
+from kvfold.maps.layer_maps import Maps
+from kvfold.maps.served import turned_maps
 from kvfold.models.families import family_of
-from kvfold.seam.maps import Maps
-from kvfold.seam.served import turned_maps
-from kvfold.spec import CacheSpec
-from kvfold.spec.layout import CacheLayout, cache_layout
 from kvfold.vllm_plugin.shares import Share
 
 MAPS = "maps"

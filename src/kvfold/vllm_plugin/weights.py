@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.layout import CacheSpec
 from kvfold.models.adapter import HFAttention
 from kvfold.models.families import family_of
 from kvfold.models.rotary import RotaryTable, rope_type
 from kvfold.models.rotate import rotate_layer
-from kvfold.spec import CacheSpec
 from kvfold.vllm_plugin.stored import StoredCache
 
 

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from kvfold.cache.eviction.base import Policy, RowsView
 from kvfold.cache.eviction.budget import Budget
+from kvfold.layout.pages import UNIT
 from kvfold.ops.common.launch import upload
-from kvfold.spec.layout import UNIT
 
 PYRAMID = 20  # beta of PyramidKV: the last layer keeps 1 / beta of the average
 INF = float("inf")

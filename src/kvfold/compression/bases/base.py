@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvfold.calibration.statistics import Moment, Statistics
+from kvfold.calibration.subspace import Subspace, subspace
 from kvfold.compression.basis import Basis
-from kvfold.compression.statistics import Moment, Statistics
-from kvfold.compression.subspace import Subspace, subspace
 from kvfold.config import Recipe, Share
+from kvfold.layout import Geometry, KeyKind, Side
 from kvfold.models.adapter import Family, Projections
-from kvfold.spec import Geometry, KeyKind, Side
 
 
 @dataclass(frozen=True, kw_only=True)

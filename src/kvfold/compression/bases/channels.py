@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvfold.compression.bases.base import BasisBuilder, Source
 from kvfold.compression.basis import Basis
-from kvfold.formats.kvquant import num_outliers
-from kvfold.spec import Side
+from kvfold.layout import Side
+from kvfold.layout.formats.kvquant import num_outliers
 
 FAR = 3.0  # standard deviations: about where the range of a channel ends
 

@@ -2,7 +2,7 @@
 
 from kvfold.compression.bases.base import BasisBuilder, Source
 from kvfold.compression.basis import Basis, weight_svd
-from kvfold.spec import Side
+from kvfold.layout import Side
 
 
 class LoRC(BasisBuilder):

@@ -6,9 +6,9 @@ Shapes: Hk KV heads, d head dim, K = Hk * d.
 import torch
 from torch import Tensor
 
+from kvfold.calibration.statistics import Moment
 from kvfold.compression.bases.base import BasisBuilder, Source
 from kvfold.compression.basis import Basis, weighted
-from kvfold.compression.statistics import Moment
 
 
 class LossWeighted(BasisBuilder):

@@ -2,7 +2,7 @@
 
 from kvfold.compression.bases.base import BasisBuilder, Source
 from kvfold.compression.basis import Basis, whitened_svd
-from kvfold.spec import Side
+from kvfold.layout import Side
 
 
 class Palu(BasisBuilder):

@@ -3,7 +3,7 @@
 from kvfold.compression.bases.base import Source
 from kvfold.compression.bases.loss_weighted import LossWeighted
 from kvfold.compression.basis import Basis, weighted
-from kvfold.spec import Side
+from kvfold.layout import Side
 
 
 class PostRope(LossWeighted):

@@ -6,11 +6,11 @@ Shapes: Hk KV heads, d head dim, K = Hk * d, D width.
 import torch
 from torch import Tensor
 
+from kvfold.calibration.statistics import Moment
 from kvfold.compression.bases.base import Source
 from kvfold.compression.bases.loss_weighted import LossWeighted
 from kvfold.compression.basis import Basis, weighted
-from kvfold.compression.statistics import Moment
-from kvfold.spec import Side
+from kvfold.layout import Side
 
 
 class PreRope(LossWeighted):

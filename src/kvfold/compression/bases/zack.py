@@ -4,7 +4,7 @@ import torch
 
 from kvfold.compression.bases.base import BasisBuilder, Source
 from kvfold.compression.basis import Basis, orthonormal
-from kvfold.spec import Side
+from kvfold.layout import Side
 
 
 class Zack(BasisBuilder):

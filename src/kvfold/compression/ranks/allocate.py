@@ -9,7 +9,7 @@ from itertools import combinations
 from torch import Tensor
 
 from kvfold.compression.ranks.base import Candidates, LatentCandidate, RankMethod
-from kvfold.errors import SettingError
+from kvfold.utils.errors import SettingError
 
 MAX_CLASSES = 4  # (key rank, value rank) pairs a layer: the kernels compile one body for each
 Step = tuple[float, int]  # (priority, numbers it costs)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvfold.compression.bases.base import Source
 from kvfold.compression.basis import Basis
 from kvfold.config import Recipe
-from kvfold.spec import Side
+from kvfold.layout import Side
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

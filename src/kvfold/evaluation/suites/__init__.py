@@ -6,7 +6,7 @@ from pathlib import Path
 from kvfold.evaluation.suites.base import Question, Suite
 from kvfold.evaluation.suites.gsm8k import GSM8K
 from kvfold.evaluation.suites.humaneval import HumanEval
-from kvfold.text import json_object, numbered_lines
+from kvfold.utils.text import json_object, numbered_lines
 
 SUITES: dict[str, Suite] = {"code": HumanEval(), "math": GSM8K()}
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvfold.compression.progress import Report
+from kvfold.utils.progress import Report
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvfold.compression.progress import Report
-from kvfold.engine.llm import LLM, completion_of
-from kvfold.engine.request import SamplingParams, StepOutput
-from kvfold.engine.stream import Stream
+from kvfold.engine.api.llm import LLM, completion_of
+from kvfold.engine.api.stream import Stream
+from kvfold.engine.requests.request import SamplingParams, StepOutput
+from kvfold.utils.progress import Report
 
 
 @dataclass(frozen=True, kw_only=True)

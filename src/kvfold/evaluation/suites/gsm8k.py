@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from kvfold.compression.progress import Report
 from kvfold.evaluation.suites.base import Question, Suite, Verdict
+from kvfold.utils.progress import Report
 
 NUMBER = r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w)])-)?(?<!\d)\.\d+"
 # "The answer is \(N\)", "#### N": a number that is no term of a calculation.

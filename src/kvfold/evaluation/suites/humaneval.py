@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvfold.compression.progress import Report
 from kvfold.evaluation.suites.base import Question, Suite, Verdict
 from kvfold.evaluation.suites.sandbox import check_runs, run_programs
+from kvfold.utils.progress import Report
 
 FENCED = re.compile(r"(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"^(?:import |from |def |async def |class |@)", re.MULTILINE)

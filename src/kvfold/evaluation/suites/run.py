@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from kvfold.compression.progress import Progress, stage
 from kvfold.config import check
 from kvfold.evaluation.suites import SUITES
 from kvfold.evaluation.suites.base import Question, Suite, Verdict
-from kvfold.text import encode_chat, encode_prompt
+from kvfold.utils.progress import Progress, stage
+from kvfold.utils.text import encode_chat, encode_prompt
 
 if TYPE_CHECKING:
     from kvfold.evaluation.suites.engines import Answering, Reply

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvfold.compression.progress import Report
+from kvfold.utils.progress import Report
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 GRACE = 10.0  # seconds beyond the program's own limit, for the supervisor

@@ -6,7 +6,7 @@ from kvfold.evaluation.tasks.asked import AskedTask
 from kvfold.evaluation.tasks.base import Task
 from kvfold.evaluation.tasks.choice import ChoiceTask
 from kvfold.evaluation.tasks.generation import GenerationTask
-from kvfold.text import json_object, numbered_lines
+from kvfold.utils.text import json_object, numbered_lines
 
 TASKS: dict[str, type[Task]] = {
     "generation": GenerationTask,

@@ -9,13 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvfold.compression.progress import Report
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.perplexity import max_positions, mean_and_se, vocabulary
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks import SCORES
 from kvfold.evaluation.tasks.base import Answer, Prompt, Task, decode
-from kvfold.text import check_ids, leading_tokens
+from kvfold.utils.progress import Report
+from kvfold.utils.text import check_ids, leading_tokens
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from kvfold.formats.integers import PLANES
+from kvfold.layout.formats.integers import PLANES
 from kvfold.ops.common.parts import HALF, LANES
 
 # NaN and infinity stay what they are.

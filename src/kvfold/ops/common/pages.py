@@ -16,8 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.formats.base import INTS, Format
-from kvfold.spec.layout import UNIT, Block, Group, PageLayout, Segment
+from kvfold.layout.formats.base import INTS, Format
+from kvfold.layout.pages import (
+    UNIT,
+    Block,
+    Group,
+    PageLayout,
+    Segment,
+)
 
 CHUNK = 8  # pages that `locate` keeps together: their keys or values fit a core's cache
 

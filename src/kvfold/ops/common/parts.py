@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvfold.formats.integers import PLANES
-from kvfold.spec import SIDES, Latent, LayerSpec
-from kvfold.spec.layout import Group, PageLayout
+from kvfold.layout import SIDES, Latent, LayerSpec
+from kvfold.layout.formats.integers import PLANES
+from kvfold.layout.pages import Group, PageLayout
 
 LANES = 16  # numbers that are decoded at once
 HALF, BFLOAT, SINGLE = 16, 17, 32  # kinds of numbers, beside bits of codes

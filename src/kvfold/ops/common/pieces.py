@@ -12,9 +12,9 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from kvfold.layout import Side
+from kvfold.layout.pages import Group, Segment
 from kvfold.ops.common.plan import padded_width
-from kvfold.spec import Side
-from kvfold.spec.layout import Group, Segment
 
 CODES = (8, 4, 2)  # precisions that kernels unpack, besides 16 bits as they are
 TILE = {16: 64, 8: 64, 4: 64, 2: 16}  # most 16-bit words of a row that a program of values takes

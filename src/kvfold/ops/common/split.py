@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfold.layout.pages import Group
 from kvfold.ops.common.launch import multiprocessors
 from kvfold.ops.common.pieces import value_heads, value_pieces
 from kvfold.ops.common.plan import Slices, columns_of, padded_queries
 from kvfold.ops.common.plan_triton import plan_slices
 from kvfold.ops.common.tuning import Tuning
-from kvfold.spec.layout import Group
 
 SPAN = 16  # rows that share a top
 VALUES = Tuning(block=64, stages=3, warps=4, slices=2)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
-from kvfold.spec import Side
-from kvfold.spec.layout import Group, Segment
+from kvfold.layout import Side
+from kvfold.layout.pages import Group, Segment
 
 BITS = (16, 8, 4)
 SIDES = {"k": "keys", "v": "values", "kv": "keys and values"}

@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
+from kvfold.layout.pages import CacheLayout, Group
 from kvfold.ops.backend import Operation
 from kvfold.ops.common import pieces
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import columns_of
 from kvfold.ops.decode.groups import unread
 from kvfold.ops.decode.limits import LIMITED, Limits
-from kvfold.spec.layout import CacheLayout, Group
 
 __all__ = ["DECODE", "Limits", "decode", "one_pass_page", "plan_layers", "two_passes", "why_not"]
 

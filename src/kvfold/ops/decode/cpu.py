@@ -15,9 +15,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from kvfold.formats.integers import lowest, places, scale_of
+from kvfold.layout.formats.integers import lowest, places, scale_of
+from kvfold.layout.pages import UNIT, Group
 from kvfold.ops.common.pages import PageClass, Plan, words_of
-from kvfold.spec.layout import UNIT, Group
 
 
 @dataclass(frozen=True)

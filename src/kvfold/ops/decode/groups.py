@@ -9,9 +9,9 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from kvfold.layout import SIDES
+from kvfold.layout.pages import Group, Segment
 from kvfold.ops.common import support
-from kvfold.spec import SIDES
-from kvfold.spec.layout import Group, Segment
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvfold.layout.pages import UNIT
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.codes_numba import decode_codes, decode_floats, decode_scales, kernel
 from kvfold.ops.common.pages import LayerPages, views_of
@@ -24,7 +25,6 @@ from kvfold.ops.common.parts import HALF, LANES, SINGLE, Parts
 from kvfold.ops.common.products_numba import dots, mix, power_of_2
 from kvfold.ops.common.threads import share
 from kvfold.ops.decode.limits import Limits
-from kvfold.spec.layout import UNIT
 
 CHUNK = 512  # rows of a task: their weights fit a core's first cache, beside a page
 

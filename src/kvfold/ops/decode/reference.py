@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvfold.layout import Side
+from kvfold.layout.pages import Group
 from kvfold.ops.common.attention import attend_rows
 from kvfold.ops.common.pages import LayerPages, owner_of
 from kvfold.ops.common.pieces import latents_of, widest_value
 from kvfold.ops.decode.limits import Limits
 from kvfold.ops.store.reference import gather
-from kvfold.spec import Side
-from kvfold.spec.layout import Group
 
 
 def plan_layers(

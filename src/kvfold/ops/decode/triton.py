@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvfold.layout.pages import Group
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.combine import combine
 from kvfold.ops.common.launch import launch_options, multiprocessors
@@ -21,7 +22,6 @@ from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.decode.groups import DecodeGroups, decode_groups
 from kvfold.ops.decode.kernels import decode_kernel
 from kvfold.ops.decode.tuning import tuning_for
-from kvfold.spec.layout import Group
 
 OVERHEAD = 512  # cost of beginning an item, in bits of a row
 SMALLEST = 4  # tiles of a slice

@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvfold.layout.pages import Group
 from kvfold.ops import one_pass
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.launch import launch_options
@@ -36,7 +37,6 @@ from kvfold.ops.decode.limits import Limits
 from kvfold.ops.decode.scores_triton import stored_score_kernel
 from kvfold.ops.decode.scores_wide import wide_score_kernel
 from kvfold.ops.latent_decode.pieces import TILE
-from kvfold.spec.layout import Group
 
 SCORES = Tuning(block=64, stages=3, warps=1, slices=8)
 WIDE = Tuning(block=128, stages=3, warps=4, slices=3)

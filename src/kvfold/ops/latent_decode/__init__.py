@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
+from kvfold.layout import LayerSpec
+from kvfold.layout.pages import Group
 from kvfold.ops.backend import Operation
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import columns_of
 from kvfold.ops.latent_decode import pieces
 from kvfold.ops.latent_decode.groups import Layer, unread
 from kvfold.ops.latent_decode.maps import KeyMaps, exact_table, rope_table
-from kvfold.spec import LayerSpec
-from kvfold.spec.layout import Group
 
 __all__ = ["KeyMaps", "exact_table", "latent_decode", "plan_layers", "rope_table", "why_not"]
 

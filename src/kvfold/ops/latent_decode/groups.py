@@ -8,12 +8,12 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from kvfold.layout import SIDES, LayerSpec, Side
+from kvfold.layout.pages import Group, Segment
 from kvfold.ops.common import support
 from kvfold.ops.common.pages import owner_of
 from kvfold.ops.common.pieces import alike
 from kvfold.ops.common.plan import padded_width
-from kvfold.spec import SIDES, LayerSpec, Side
-from kvfold.spec.layout import Group, Segment
 
 Layer = tuple[LayerSpec, tuple[Group, ...]]
 WIDEST = 512  # numbers of a latent that kernels hold on chip

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.layout import LayerSpec
 from kvfold.ops.common.plan import padded_width, power_of_two
 from kvfold.ops.latent_decode.groups import LatentGroups
-from kvfold.spec import LayerSpec
 
 REACHES = (512, 256, 128, 64)  # rows of a stretch
 TOLERANCE = 1e-3  # of a cosine: less than bf16 rounds off

@@ -11,10 +11,10 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from kvfold.layout import LayerSpec
+from kvfold.layout.pages import Group
 from kvfold.ops.common import pieces
 from kvfold.ops.common.pieces import Forms, Place
-from kvfold.spec import LayerSpec
-from kvfold.spec.layout import Group
 
 TILE = {16: 64, 8: 64, 4: 32, 2: 16}  # most 16-bit words of a row that are multiplied at a time
 HEAD_FIELDS = 4  # group, first query head, scales from row to row, int32s to the positions

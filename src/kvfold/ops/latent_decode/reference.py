@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvfold.layout import Latent, LayerSpec
 from kvfold.ops.common.attention import attend_rows, rotate
 from kvfold.ops.common.pages import LayerPages, owner_of
 from kvfold.ops.latent_decode.groups import Layer
 from kvfold.ops.latent_decode.maps import KeyMaps
 from kvfold.ops.store.reference import gather
-from kvfold.spec import Latent, LayerSpec
 
 
 def plan_layers(

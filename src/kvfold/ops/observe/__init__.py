@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from kvfold.layout.pages import Group
 from kvfold.ops.backend import Operation
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.decode import groups as score_space
-from kvfold.spec.layout import Group
 
 
 def unread(groups: Sequence[Group]) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvfold.layout.pages import Group
 from kvfold.ops.common.pieces import Place, latents_of
 from kvfold.ops.one_pass.rows import (
     BUFFERS,
@@ -17,7 +18,6 @@ from kvfold.ops.one_pass.rows import (
     stages,
     weighers_scale,
 )
-from kvfold.spec.layout import Group
 
 Constants = tuple[tuple[str, int], ...]
 

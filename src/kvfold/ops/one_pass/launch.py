@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvfold.layout.pages import Group
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.combine import combine
 from kvfold.ops.common.launch import multiprocessors
@@ -19,7 +20,6 @@ from kvfold.ops.latent_decode.maps import KeyMaps
 from kvfold.ops.one_pass.build import Constants, compiled
 from kvfold.ops.one_pass.rebuilt import RebuiltMaps, pack
 from kvfold.ops.one_pass.rows import columns_of, items_read
-from kvfold.spec.layout import Group
 
 OVERHEAD, SMALLEST = 2, 2  # cost of beginning an item, and least work of a slice, in pages
 # From so many rows on one pass is faster, or no slower. us a layer of a sequence on an H100, in two

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfold.layout.pages import Group, Segment
 from kvfold.ops.common.pieces import latents_of
 from kvfold.ops.latent_decode.maps import Drift, KeyMaps, find_drift, halves_of
 from kvfold.ops.one_pass.build import Constants
 from kvfold.ops.one_pass.rows import fast_pairs
-from kvfold.spec.layout import Group, Segment
 
 NONE = -1
 

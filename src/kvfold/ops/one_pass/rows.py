@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from kvfold.layout.pages import Group, Segment
 from kvfold.ops.common.pieces import Place, latents_of
 from kvfold.ops.common.plan import padded_width
-from kvfold.spec.layout import Group, Segment
 
 ROOM = 227 * 1024  # bytes of shared memory that a program may have
 WARPS = 12  # most items of values, of 64 numbers of a row

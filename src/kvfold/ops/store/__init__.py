@@ -11,13 +11,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from kvfold.layout.pages import CacheLayout
 from kvfold.ops.backend import Operation, use_triton
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.store import reference, residual
 from kvfold.ops.store.reference import StoredRows
 from kvfold.ops.store.residual import Fill
 from kvfold.ops.store.segments import unserved
-from kvfold.spec.layout import CacheLayout
 
 __all__ = [
     "Fill",

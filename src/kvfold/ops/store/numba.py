@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.formats.integers import FP8_MAX, FP16_MAX, GAUSSIAN_STEP, PLANES
+from kvfold.layout.formats.integers import FP8_MAX, FP16_MAX, GAUSSIAN_STEP, PLANES
+from kvfold.layout.pages import UNIT
 from kvfold.ops.common.codes_numba import kernel, of_bits, single
 from kvfold.ops.common.pages import LayerPages, views_of
 from kvfold.ops.common.parts import scale_table
@@ -22,7 +23,6 @@ from kvfold.ops.store.reference import (
     read_tracked,
 )
 from kvfold.ops.store.segments import plan_pieces
-from kvfold.spec.layout import UNIT
 
 __all__ = ["add_metrics", "append", "gather", "move", "read_metrics", "read_tracked"]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.formats.base import INTS
+from kvfold.layout.formats.base import INTS
+from kvfold.layout.pages import UNIT, Block
 from kvfold.ops.common.pages import LayerPages, PageClass, plan_pages, words_of
-from kvfold.spec.layout import UNIT, Block
 
 
 @dataclass(frozen=True)

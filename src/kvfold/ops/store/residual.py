@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.layout.pages import Group
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.store import reference
 from kvfold.ops.store.reference import StoredRows
-from kvfold.spec.layout import Group
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from kvfold.formats.integers import GAUSSIAN_STEP, PLANES
+from kvfold.layout.formats.integers import GAUSSIAN_STEP, PLANES
+from kvfold.layout.pages import Group, PageLayout, Segment
 from kvfold.ops.common.plan import power_of_two
-from kvfold.spec.layout import Group, PageLayout, Segment
 
 NONE = -1  # the offset of what a piece does not have
 RUN = 512  # numbers of a piece in 16 bits, at most

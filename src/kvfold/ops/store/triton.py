@@ -7,13 +7,13 @@ Shapes and arguments as in `store`, whose functions these are; D pieces of colum
 import torch
 from torch import Tensor
 
-from kvfold.formats.base import INTS
+from kvfold.layout.formats.base import INTS
+from kvfold.layout.pages import Group, PageLayout
 from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import cdiv, power_of_two
 from kvfold.ops.store.kernels import append_rows, gather_rows, move_rows, track_rows
 from kvfold.ops.store.reference import StoredRows
 from kvfold.ops.store.segments import plan_blocks, plan_pieces, unserved
-from kvfold.spec.layout import Group, PageLayout
 
 WHOLE = 1 << 30  # no segment is cut where it is quantised: its numbers share a scale
 OF_WARP = 256  # numbers, in `append`

@@ -1,0 +1,1 @@
+"""How many dimensions and bits every layer and head gets."""

@@ -1,0 +1,117 @@
+"""How small a cache is to be."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvfold.compression.planning.preference import default_levels
+from kvfold.config import ALL_LEVELS, Prefer, Ratios, Setting, check, setting
+from kvfold.utils.errors import SettingError, renamed
+from kvfold.utils.search import parse_budget
+
+SIZES = ("keep", "factor", "bytes_per_token", "budget", "hybrid")
+SHARE: dict[str, Any] = {"above": 0, "most": 1, "hint": "it is the share of the cache to keep"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One way to say how small, or none: `default.chosen` then decides by the recipe. Raises
+    ValueError for another value.
+
+    keep: share of the numbers, in (0, 1]. factor: so many times smaller, in dimensions and bits
+    planned together. bytes_per_token: the same as bytes. budget: "ppl<=RATIO", the smallest keep
+    whose perplexity on held-out text is within that ratio of the original's. levels: the bits that
+    planned numbers may have, from the most on; where bits are planned and none are given, those of
+    prefer: what the plan is for (see `preference`; None: `default.chosen` decides). hybrid: two
+    widths, by tokens' importance: in these ratios, or the smallest that are tried within such a
+    ratio of perplexities.
+    """
+
+    keep: float | None = setting(None, "Share.", **SHARE)
+    factor: float | None = setting(None, "Times.", least=1, below=1000)
+    bytes_per_token: float | None = setting(None, "Bytes.", above=0)
+    budget: str | None = None
+    hybrid: Ratios | str | None = None
+    levels: tuple[int, ...] | None = None
+    prefer: Prefer | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        given = {x: value for x in SIZES if (value := getattr(self, x)) is not None}
+        if len(given) > 1:
+            named = " and ".join(f"`{name}={value!r}`" for name, value in given.items())
+            raise SettingError(f"{named} exclude each other: each decides the size alone")
+        if self.budget is not None:
+            parse_budget(self.budget)
+        if isinstance(self.hybrid, str):
+            with renamed(budget="hybrid"):
+                parse_budget(self.hybrid)
+        object.__setattr__(self, "levels", self._levels())
+
+    def _levels(self) -> tuple[int, ...] | None:
+        own = default_levels(self.plans_for)
+        may_plan = self.planned or not self.sized
+        if self.plans_for != "balanced" and not may_plan:
+            raise SettingError(
+                f"`prefer={self.prefer!r}` is how bits are planned, and none are: say the size as"
+                " `factor` or `bytes_per_token`"
+            )
+        if self.levels is None:
+            return own if self.planned else None
+        if self.plans_for != "balanced" and tuple(self.levels) != own:
+            raise SettingError(
+                f"`levels` and `prefer={self.prefer!r}` exclude each other: each decides which bits"
+                " numbers may have"
+            )
+        if not self.levels or not {*self.levels} <= {*ALL_LEVELS}:
+            legal = ", ".join(map(str, ALL_LEVELS))
+            raise SettingError(f"`levels` must be some of {legal}; got {self.levels!r}")
+        if not may_plan:
+            raise SettingError(
+                "`levels` are the bits of planned numbers, and no bits are planned: give `factor`"
+                " or `bytes_per_token` too"
+            )
+        return tuple(sorted({*self.levels}, reverse=True))
+
+    @property
+    def sized(self) -> bool:
+        """Whether it says how small."""
+        return any(getattr(self, x) is not None for x in SIZES)
+
+    @property
+    def plans_for(self) -> Prefer:
+        """`prefer`, where it is given."""
+        return self.prefer or "balanced"
+
+    @property
+    def size(self) -> tuple[str, Any]:
+        """Name and value of the one that decides it."""
+        return next((x, value) for x in SIZES if (value := getattr(self, x)) is not None)
+
+    @property
+    def planned(self) -> bool:
+        """Whether bits are planned, not dimensions alone."""
+        return self.factor is not None or self.bytes_per_token is not None
+
+    def check_align(self, align: int | None) -> None:
+        """Raises SettingError for what no rank can be a multiple of, or where tiers are planned."""
+        check_align(align)
+        if self.planned and align is not None:
+            raise SettingError(
+                "`align` is of ranks whose bits are not planned; tiers are whole units of what"
+                " kernels read: leave it out, or say the size as `keep`"
+            )
+
+    @property
+    def limit(self) -> float | None:
+        """The perplexity ratio that `budget` allows."""
+        return None if self.budget is None else parse_budget(self.budget)
+
+
+def check_keep(keep: float) -> None:
+    """Raises SettingError for a share that is none."""
+    Setting(**SHARE).check("keep", keep, float)
+
+
+def check_align(align: int | None) -> None:
+    """Raises SettingError for what no rank can be a multiple of."""
+    Setting(least=1, below=10**6).check("align", align, int | None)

@@ -1,0 +1,1 @@
+"""Training of a compressed model towards its original."""

@@ -1,0 +1,74 @@
+"""Rows as pages hold them, without pages: of a folded model that transformers runs.
+
+Each is quantised by itself, so that a whole window passes at once, and so does its gradient, as if
+the quantiser were not there (straight-through, Bengio et al. 2013). Shapes: B windows, T tokens, R
+numbers of a row.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvfold.layout import LayerSpec, Tiers
+from kvfold.layout.formats.integers import SCALES_IN, dequantize, quantize, scale_of
+from kvfold.ops.common.rotation import rotation
+
+
+class StoredRows(DynamicCache):
+    """A cache that keeps rows as pages would hold them, for all that transformers does with one."""
+
+    def __init__(self, layers: Sequence[LayerSpec]) -> None:
+        super().__init__()
+        self.specs = layers
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *rest: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Rows [B, 1, T, R] travel as keys."""
+        rows = through_bits(key_states, self.specs[layer_idx])
+        return super().update(rows, value_states, layer_idx, *rest, **named)
+
+
+class QuantisedRows(StoredRows):
+    """One that keeps nothing and gives back what it would have stored."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        return through_bits(key_states, self.specs[layer_idx]), value_states
+
+
+def through_bits(rows: Tensor, spec: LayerSpec) -> Tensor:
+    """rows [.., R] as planned tiers give them back; latents without a plan as they are."""
+    planned = [(latent.rank, latent.tiers) for latent in spec.latents]
+    if not any(tiers for _, tiers in planned):
+        return rows
+    parts = rows.split([rank for rank, _ in planned], -1)
+    coded = [_coded(x, tiers or ()) for x, (_, tiers) in zip(parts, planned, strict=True)]
+    return torch.cat(coded, -1)
+
+
+def _coded(x: Tensor, tiers: Tiers) -> Tensor:
+    """One latent's numbers [.., r]; each tier is turned, as the engine does at load."""
+    if not tiers:
+        return x
+    parts = x.float().split([width for width, _ in tiers], -1)
+    found = [_tier(part, bits) for part, (_, bits) in zip(parts, tiers, strict=True)]
+    return torch.cat(found, -1).to(x.dtype)
+
+
+def _tier(x: Tensor, bits: int) -> Tensor:
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        turn = _rotation(x.shape[-1], x.device)
+        codes, scale, zero = quantize(x @ turn, bits, False, SCALES_IN[1])
+        error = dequantize(codes, scale_of(scale, bits), zero, bits) @ turn.mT - x
+    return x + error
+
+
+@lru_cache
+def _rotation(n: int, device: torch.device) -> Tensor:
+    return rotation(n).float().to(device)

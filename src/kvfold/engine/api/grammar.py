@@ -1,0 +1,307 @@
+"""Text that keeps to a JSON schema or a regular expression: which tokens may come next, by
+xgrammar, an extra. It works in other processes (`grammar_process`), which a deadline ends.
+
+Shapes: V vocabulary.
+"""
+
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Collection, Sequence
+from importlib.util import find_spec
+from itertools import count
+from multiprocessing.connection import Connection
+from threading import Event, Lock
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from kvfold.engine.requests.request import SamplingParams
+from kvfold.utils.errors import SettingError
+from kvfold.utils.text import check_text
+
+COMPILE_SECONDS = 10.0  # most time to compile a grammar
+MASK_SECONDS = 0.5  # most time of a core to say which tokens may come next
+WAIT_SECONDS = 0.8  # most time to wait for that, on a machine that has more to do
+START_SECONDS = 120.0  # most time to load xgrammar
+NUM_KEPT = 8  # grammars whose processes stay when no sequence needs them
+NUM_REFUSED, REFUSED_SECONDS = 256, 60.0  # of grammars that took too long: told again at once
+BOTH = "`json_schema` and `regex`"
+_PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # of an error, in xgrammar's source
+_GONE = "ended"  # a process that its deadline or the limit of memory ended
+
+
+class GrammarProcess:
+    """A grammar in a process that has compiled it, for any number of sequences and threads.
+
+    refusal: why it answers no more. leave: nobody waits for it any more. Raises SettingError for
+    what is no grammar, or takes too long, RuntimeError where it is left.
+    """
+
+    def __init__(
+        self, talk: Connection, kind: str, text: str, refuse: "Refusals", leave: Event | None
+    ) -> None:
+        self.kind, self.refusal = kind, ""
+        self._talk, self._key, self._refuse = talk, (kind, text), refuse
+        self._lock, self._numbers = Lock(), count()
+        self._dropped: deque[int] = deque()  # whose methods are atomic: finalizers drop
+        self._asked: list[tuple[int, tuple[int, ...]]] = []  # and not sent yet
+        self._answers: dict[int, np.ndarray | str] = {}
+        talk.send((kind, text, COMPILE_SECONDS, MASK_SECONDS))
+        deadline = monotonic() + COMPILE_SECONDS + 1
+        while leave is not None and not talk.poll(0.1) and monotonic() < deadline:
+            if leave.is_set():
+                talk.close()  # which ends the process
+                raise RuntimeError("nobody waits for the grammar")
+        why = self._receive(deadline)
+        if why == _GONE:
+            self._end(f"takes over {COMPILE_SECONDS:g} s, or too much memory, to compile")
+            raise self.error
+        if why is not None:
+            raise SettingError(
+                f"`{kind}` cannot be followed: {_PLACE.sub('', str(why)).strip():.300}"
+            )
+
+    @property
+    def error(self) -> SettingError:
+        return too_slow(self.kind, self.refusal)
+
+    def open(self) -> int:
+        """The number of another sequence."""
+        return next(self._numbers)
+
+    def drop(self, number: int) -> None:
+        """Forget a sequence, with what is asked next."""
+        self._dropped.append(number)
+
+    def ask(self, number: int, tokens: Sequence[int]) -> None:
+        """Have tokens taken in, and what may come next looked for, once it is sent."""
+        with self._lock:
+            self._asked.append((number, tuple(tokens)))
+
+    def send(self) -> None:
+        """Send what was asked for: of all sequences in one message, since each wakes a process."""
+        with self._lock:
+            self._send()
+
+    def _send(self) -> None:
+        if self.refusal or not self._asked:
+            return
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        for gone in dropped:
+            self._answers.pop(gone, None)
+        asked, self._asked = self._asked, []
+        try:
+            self._talk.send((asked, dropped))
+        except OSError:
+            self._end_slow()
+
+    def answer(self, number: int, deadline: float) -> np.ndarray | str:
+        """The tokens that may come next, as bits, or what is wrong with those that came. Raises
+        SettingError where it takes too long."""
+        with self._lock:
+            self._send()
+            while number not in self._answers:
+                if self.refusal:
+                    raise self.error
+                if (reply := self._receive(deadline)) == _GONE:
+                    self._end_slow()
+                    continue
+                numbers, bits, errors = reply
+                rows = np.frombuffer(bits, dtype=np.int32).reshape(len(numbers), -1)
+                self._answers |= dict(zip(numbers, rows, strict=True)) | errors
+            return self._answers.pop(number)
+
+    def _receive(self, deadline: float) -> Any:
+        try:
+            if self._talk.poll(max(0.0, deadline - monotonic())):
+                return self._talk.recv()
+        except (EOFError, OSError):
+            pass
+        return _GONE
+
+    def _end_slow(self) -> None:
+        self._end(f"takes over {MASK_SECONDS:g} s, or too much memory, for a token")
+
+    def _end(self, why: str) -> None:
+        """The process ends as well: at once, or when it looks for more to do."""
+        self.refusal = why
+        self._refuse.add(self._key, why)
+        self._talk.close()
+
+
+class Guide:
+    """One sequence's place in a grammar; see `request.Guide`."""
+
+    def __init__(self, process: GrammarProcess) -> None:
+        self._process, self._number, self._num_read = process, process.open(), 0
+        self._deadline: float | None = None  # of an answer that was asked for
+        self._bits: np.ndarray | None = None
+        self._error: str | None = None
+
+    def twin(self) -> "Guide":
+        """Another sequence's place, at the beginning, as this one's is: what may come first is
+        known there if it is known here."""
+        assert not self._num_read, f"{self._num_read} tokens were read"
+        twin = Guide(self._process)
+        twin._bits, twin._error = self._bits, self._error
+        return twin
+
+    def ask(self, outputs: Sequence[int]) -> None:
+        """Have what may follow outputs looked for, once it is sent."""
+        new = outputs[self._num_read :]
+        if self._deadline is None and (self._bits is None or new):
+            self._process.ask(self._number, new)
+            self._num_read, self._deadline = len(outputs), monotonic() + WAIT_SECONDS
+
+    def send(self) -> None:
+        """Send what was asked for, so that `allowed` need not wait as long."""
+        self._process.send()
+
+    def allowed(self, outputs: Sequence[int]) -> np.ndarray:
+        """Reads the outputs that came since the last call: a step that is run again, or a prompt
+        prefilled again, changes nothing."""
+        self.ask(outputs)
+        if self._deadline is not None and self._error is None:
+            answer = self._process.answer(self._number, self._deadline)
+            self._deadline = None
+            if isinstance(answer, str):
+                self._error = answer
+            else:
+                self._bits = answer
+        if self._error is not None:
+            raise RuntimeError(self._error)
+        assert self._bits is not None
+        return self._bits.copy()
+
+    def __del__(self) -> None:
+        self._process.drop(self._number)
+
+
+class Refusals:
+    """Grammars that took too long, for a while: who sends one again is told at once."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
+        self._lock = Lock()
+
+    def add(self, key: tuple[str, str], why: str) -> None:
+        with self._lock:
+            self._known[key] = monotonic(), why
+            while len(self._known) > NUM_REFUSED:
+                self._known.popitem(last=False)
+
+    def check(self, key: tuple[str, str]) -> None:
+        """Raises SettingError for one of them."""
+        with self._lock:
+            since, why = self._known.get(key, (0.0, ""))
+        if why and monotonic() - since < REFUSED_SECONDS:
+            raise too_slow(key[0], why)
+
+
+def too_slow(kind: str, why: str) -> SettingError:
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limit = f", or give the server more memory: ulimit -v allows it {most} bytes"
+    return SettingError(
+        f"`{kind}` cannot be followed: it {why}; make it shorter or less nested"
+        f"{'' if most == resource.RLIM_INFINITY else limit}"
+    )
+
+
+class Grammars:
+    """Grammars for a tokenizer, each compiled once and kept for a while. vocab: V of the logits.
+    eos_ids: what ends a text that is complete. Raises SettingError where something is missing."""
+
+    def __init__(self, tokenizer: Any, vocab: int, eos_ids: Collection[int]) -> None:
+        if find_spec("xgrammar") is None:
+            raise SettingError(f'{BOTH} need xgrammar: pip install "kvfold[structured]"')
+        if tokenizer is None:
+            raise SettingError(f"{BOTH} need a tokenizer: pass tokenizer= to LLM")
+        if not eos_ids:
+            raise SettingError(f"{BOTH} need a model that has an end token")
+        import xgrammar
+
+        known = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=vocab, stop_token_ids=sorted(eos_ids)
+        )
+        self._known: str = known.serialize_json()
+        self._starter: socket.socket | None = None  # of processes, one for each grammar
+        self._refusals, self._lock = Refusals(), Lock()
+        self._in_use: weakref.WeakValueDictionary[tuple[str, str], GrammarProcess] = (
+            weakref.WeakValueDictionary()
+        )
+        self._kept: OrderedDict[tuple[str, str], GrammarProcess] = OrderedDict()
+
+    def guide(self, sampling: SamplingParams, leave: Event | None = None) -> Guide:
+        """A sequence's, from its beginning. leave: ends the wait, with a RuntimeError. Raises
+        SettingError for a grammar that is none, or takes too long."""
+        name = "regex" if sampling.json_schema is None else "json_schema"
+        check_text(name, text := getattr(sampling, name))
+        return Guide(self._process((name, text), leave))
+
+    def _process(self, key: tuple[str, str], leave: Event | None) -> GrammarProcess:
+        self._refusals.check(key)
+        with self._lock:
+            process = self._in_use.get(key)
+        if process is None or process.refusal:
+            process = GrammarProcess(self._fork(), *key, self._refusals, leave)
+        with self._lock:
+            self._in_use[key] = self._kept[key] = process
+            self._kept.move_to_end(key)
+            while len(self._kept) > NUM_KEPT:
+                self._kept.popitem(last=False)
+        return process
+
+    def _fork(self) -> Connection:
+        """To another process, which waits for a grammar."""
+        ours, theirs = socket.socketpair()
+        with self._lock, theirs:
+            try:
+                self._send(theirs)
+            except OSError:  # it was ended from outside
+                self._starter = None
+                self._send(theirs)
+        return Connection(ours.detach())
+
+    def _send(self, theirs: socket.socket) -> None:
+        self._starter = self._starter or self._start()
+        socket.send_fds(self._starter, [b"1"], [theirs.fileno()])
+
+    def _start(self) -> socket.socket:
+        """Load xgrammar in a process that starts the others. It ends with this object."""
+        ours, theirs = socket.socketpair()
+        call = [sys.executable, "-m", "kvfold.engine.api.grammar_process", str(theirs.fileno())]
+        with theirs:
+            # A session of its own: Ctrl-C is for who asked.
+            process = subprocess.Popen(
+                call,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # xgrammar writes there what clients send
+                start_new_session=True,
+            )
+        weakref.finalize(self, _end, process, ours)
+        talk = Connection(os.dup(ours.fileno()))
+        try:
+            talk.send(self._known)
+            if not talk.poll(START_SECONDS):
+                raise EOFError
+            talk.recv()
+        except (EOFError, OSError):
+            raise RuntimeError(
+                "the process that loads xgrammar did not start: it needs memory, which ulimit -v "
+                "may limit"
+            ) from None
+        return ours
+
+
+def _end(process: subprocess.Popen, talk: socket.socket) -> None:
+    talk.close()
+    process.kill()
+    process.wait()

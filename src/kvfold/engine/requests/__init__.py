@@ -1,0 +1,1 @@
+"""What a request asks, and what it holds while it is served."""

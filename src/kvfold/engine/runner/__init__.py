@@ -1,0 +1,1 @@
+"""A step of the model: inputs, attention metadata, graphs, sampling, eviction."""

@@ -1,0 +1,322 @@
+"""From a model, folded or plain, and a cache configuration to a runner over a pool."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvfold.cache.eviction import policies
+from kvfold.cache.eviction.base import Policy
+from kvfold.cache.eviction.replay import ReplayPolicy
+from kvfold.cache.sharing import SharingPool
+from kvfold.config import AUTO, PAGE, CacheConfig
+from kvfold.engine.requests.request import CacheParams
+from kvfold.engine.runner.repair import check_repairs
+from kvfold.engine.runner.runner import ModelRunner
+from kvfold.hub.checkpoint import spec_of
+from kvfold.layout import CacheSpec
+from kvfold.layout.formats import format_of
+from kvfold.layout.pages import CacheLayout, cache_layout, plain_spec
+from kvfold.maps.family import seam_family
+from kvfold.maps.plain import completed, measured_means, plain_sidecar
+from kvfold.maps.served import check_servable, install, served_spec
+from kvfold.maps.sidecar import Sidecar
+from kvfold.models.adapter import PAGED
+from kvfold.models.copies import shared_copy
+from kvfold.models.families import family_of, has_family
+from kvfold.models.fold import fold_plain
+from kvfold.models.folded import attention_windows
+from kvfold.models.merged import merge_products
+from kvfold.models.placed import is_offloaded
+from kvfold.models.plain import check_weights
+from kvfold.models.rotary import LONG_ROPE, rope_type
+from kvfold.models.rotate import rotate_model, turned
+from kvfold.ops.backend import use_triton
+from kvfold.ops.decode import one_pass_page
+from kvfold.utils.errors import SettingError, renamed
+
+SHARE = 0.5  # of free memory, where kv_bytes is not given
+
+
+def build_runner(
+    model: Any,
+    config: CacheConfig,
+    *,
+    num_slots: int,
+    max_tokens: int,
+    seed: int = 0,
+    owned: bool = False,
+    policy: Policy | None = None,
+    tokenizer: Any = None,
+    maps: Sidecar | None = None,
+) -> ModelRunner:
+    """Fold and rotate a copy of `model`, which shares its weights, as `config` asks, and give it a
+    pool. `model` stays as it was.
+
+    num_slots: most sequences at once; max_tokens: longest sequence; owned: nobody else needs
+    `model`, which saves the memory of the copy's attentions; policy: one to evict by instead of the
+    one that `config` names; tokenizer: for policies that read a context again; maps: beside the
+    weights of a model of any type. Raises ValueError
+    for settings that contradict each other or the model, and for a pool that cannot hold a page of
+    each group.
+    """
+    if maps is not None or not has_family(model.config):
+        return _with_maps(model, maps, config, num_slots, max_tokens, owned)
+    if policy is None and config.evict == AUTO:
+        raise SettingError(
+            "`evict='auto'` is measured before an engine is built: set `evict` to what "
+            "kvfold.best_policy(model, tokenizer, keep_tokens=...) returns"
+        )
+    if policy is None and config.evict is not None:
+        policy = policies.get(config.evict)
+    found = spec_of(model)
+    check_served(model.config, found, policy, config)
+    check_scores(model, policy)
+    check_weights(model, family_of(model.config))
+    use_triton(model.device.type)
+    limits = CacheParams(keep_tokens=config.keep_tokens, max_cache_tokens=config.max_cache_tokens)
+    itemsize, device = model.dtype.itemsize, model.device.type
+    layout = layout_of(model.config, found, config, policy, itemsize, device)
+    spec, turn = layout.spec, _turns(found, config)
+    windows = attention_windows(model.config)
+    pool = _pool(layout, config, windows, num_slots, max_tokens, model.device)
+    served = model if owned else shared_copy(model)
+    if found is None:
+        fold_plain(served, spec, measured_means(model) if turn else None)
+    elif turn:
+        rotate_model(served, spec, config.bits, format_of(config.format))
+    twin = _twin(served, policy)
+    merge_products(served, family_of(served.config))
+    return ModelRunner(
+        served,
+        pool,
+        policy=policy,
+        cache=limits,
+        seed=seed,
+        tokenizer=tokenizer,
+        twin=twin,
+        repairs=config.repair,
+    )
+
+
+def _with_maps(
+    model: Any,
+    maps: Sidecar | None,
+    config: CacheConfig,
+    num_slots: int,
+    max_tokens: int,
+    owned: bool,
+) -> ModelRunner:
+    """A runner of a model of any type, by maps beside its weights (None: that drop nothing)."""
+    check_beside_maps(config)
+    if is_offloaded(model):
+        raise SettingError(
+            "`model` has weights that accelerate reads from the host or from disk at every step,"
+            " which the engine does not: use kvfold.attach and transformers"
+        )
+    layers, maps = plain_sidecar(model) if maps is None else (maps.layers_of(model), maps)
+    check_servable(model, layers)
+    use_triton(model.device.type)
+    maps = completed(maps, model, layers)
+    spec = served_spec(maps.spec)
+    windows = [layer.window for layer in layers]
+    tracked = [window is not None for window in windows]
+    layout = _paged(spec, config, tracked, model.dtype.itemsize, model.device.type, config.page)
+    pool = _pool(layout, config, windows, num_slots, max_tokens, model.device)
+    served = model if owned else shared_copy(model)
+    turns = format_of(config.format) if _turns(maps.spec, config) else None
+    seen = install(served, layers, maps, spec, config.bits, turns)
+    own = [replace(x, module=served.get_submodule(x.name)) for x in layers]
+    return ModelRunner(served, pool, family=seam_family(own), layers=seen)
+
+
+def check_beside_maps(config: CacheConfig) -> None:
+    """Raises SettingError for a cache that maps beside the weights do not fill."""
+    if config.evict is not None or config.format != CacheConfig().format or config.repair:
+        raise SettingError(
+            f"`maps`: with maps beside the weights nothing is evicted, and numbers are packed as"
+            f" {CacheConfig().format!r}: leave `evict`, `repair` and `format` out"
+        )
+
+
+def _pool(
+    layout: CacheLayout,
+    config: CacheConfig,
+    windows: Sequence[int | None],
+    num_slots: int,
+    max_tokens: int,
+    device: torch.device,
+) -> SharingPool:
+    """Pages of the size that is asked for, or of all slots at full length. windows: of layers."""
+    size = config.kv_bytes or default_bytes(layout, num_slots, max_tokens, device)
+    lengths = {"num_slots": num_slots, "max_tokens": max_tokens}
+    with renamed(num_bytes="kv_bytes"), _blamed(config):
+        return SharingPool(layout, size, **lengths, windows=windows, spare=True, device=device)
+
+
+def _twin(served: Any, policy: Policy | None) -> Any:
+    """Another copy where gradients are asked for, which merged and compiled products have not."""
+    if not (isinstance(policy, ReplayPolicy) and policy.by_gradient):
+        return None
+    twin = shared_copy(served).eval()
+    twin.config._attn_implementation = PAGED
+    return twin
+
+
+@contextmanager
+def _blamed(config: CacheConfig) -> Iterator[None]:
+    """An error of a pool's size where nobody gave one is of what its rows are to take."""
+    try:
+        yield
+    except SettingError as error:
+        given = {"page": config.page, "residual": config.residual}
+        names = " and ".join(f"`{name}={x}`" for name, x in given.items() if x is not None)
+        if config.kv_bytes is not None or not names:
+            raise
+        raise SettingError(
+            f"{names}: pages of so many rows take more than half of the free memory; take fewer,"
+            " or set `kv_bytes`"
+        ) from error
+
+
+def check_served(
+    config: Any, spec: CacheSpec | None, policy: Policy | None, cache: CacheConfig
+) -> None:
+    """Raises ValueError where a model of this transformers config, compressed to `spec` if it is,
+    cannot run on such a cache."""
+    if config._attn_implementation == PAGED:
+        raise ValueError("this model is an engine's for good (owned=True): load it once more")
+    kind = rope_type(config)
+    if kind in LONG_ROPE:
+        raise ValueError(
+            f"rope_type {kind!r} gives a sequence other tables once it, or one beside it, is long; "
+            "the engine does not serve it: use transformers' generate"
+        )
+    windowed = any(attention_windows(config))
+    if windowed and cache.packs_pages:
+        raise SettingError(
+            f"`format={cache.format!r}`, `residual={cache.residual}`: this model's sliding window "
+            "drops old tokens row by row, and here they are packed together: leave both out and "
+            "keep `bits`"
+        )
+    if policy is not None and windowed:
+        raise SettingError(
+            f"`evict={policy.name!r}`: this model's sliding window already drops old tokens, and "
+            "eviction would drop others: leave `evict` out"
+        )
+    if spec is not None and spec.hybrid is not None:
+        _check_hybrid(config, spec, policy, cache)
+    if spec is not None and cache.repair:
+        check_repairs(spec)
+
+
+def check_scores(model: Any, policy: Policy | None) -> None:
+    """Raises SettingError for a policy that reads scores which the model has not learned."""
+    if policy is not None and "learned" in policy.needs and not has_scores(model):
+        raise SettingError(
+            f"`evict={policy.name!r}`: this model has no learned scores; compress it with "
+            "`learn_scores=True`, or take another policy, such as 'kvzip'"
+        )
+
+
+def has_scores(model: Any) -> bool:
+    """Whether a model has learned what rows are worth."""
+    attentions = family_of(model.config).attentions(model)
+    return all(getattr(x, "score_map", None) is not None for x in attentions)
+
+
+def _check_hybrid(config: Any, spec: CacheSpec, policy: Policy | None, cache: CacheConfig) -> None:
+    """The same for what rows of two widths do not go with."""
+    what = "this model's rows have two widths (`hybrid`)"
+    if policy is not None:
+        raise SettingError(
+            f"`evict={policy.name!r}`: {what}, of which eviction would know one: leave `evict` out,"
+            " or compress the model without `hybrid`"
+        )
+    if cache.packs_pages:
+        raise SettingError(
+            f"`format={cache.format!r}`, `residual={cache.residual}`: {what}, and tokens that are "
+            "packed together cannot move: leave both out"
+        )
+    if _turns(spec, cache):
+        raise SettingError(
+            f"`bits={cache.bits}`: {what}, the narrow one by the first numbers, which turning would"
+            " mix with the others: set `rotate=False`"
+        )
+    if any(attention_windows(config)) or spec.geometry.softcap is not None:
+        raise SettingError(
+            f"{what}, which no attention with a sliding window or capped scores reads: compress "
+            "the model without `hybrid`"
+        )
+
+
+def layout_of(
+    config: Any,
+    found: CacheSpec | None,
+    cache: CacheConfig,
+    policy: Policy | None,
+    itemsize: int,
+    device: str = "cpu",
+) -> CacheLayout:
+    """How an engine stores a model of this transformers config that was compressed to `found`, or
+    was not, in numbers of `itemsize` bytes. Pages are of the configured size, else of that which
+    the policy was published with, or which is fastest on a device of this type."""
+    spec = found or plain_spec(family_of(config).geometry(config))
+    if found is None and _turns(found, cache):
+        spec = turned(spec)
+    tracked = [bool(policy or spec.hybrid or window) for window in attention_windows(config)]
+    page = cache.page or (policy.page if policy else None) or format_of(cache.format).rows
+    return _paged(spec, cache, tracked, itemsize, device, page)
+
+
+def _paged(
+    spec: CacheSpec,
+    cache: CacheConfig,
+    tracked: Sequence[bool],
+    itemsize: int,
+    device: str,
+    page: int | None,
+) -> CacheLayout:
+    """Pages of so many rows (None: those that are fastest on a device of this type). tracked:
+    whether rows of each layer carry positions and metrics."""
+
+    def paged(page: int) -> CacheLayout:
+        return cache_layout(
+            spec,
+            page=page,
+            itemsize=itemsize,
+            bits=cache.bits,
+            sub_group=cache.sub_group,
+            zeros=cache.zeros,
+            tracked=tracked,
+            format=cache.format,
+            residual=cache.residual,
+        )
+
+    if page is None and device == "cuda" and cache.residual is None:
+        page = one_pass_page(paged, spec.geometry.queries_per_kv)
+    return paged(page or PAGE)
+
+
+def _turns(found: CacheSpec | None, cache: CacheConfig) -> bool:
+    """Whether numbers are turned before they are packed."""
+    quantized = (cache.bits or 16) < 16 or bool(found and found.planned)
+    return cache.rotate and format_of(cache.format).rotates and quantized
+
+
+def default_bytes(
+    layout: CacheLayout, num_slots: int, max_tokens: int, device: torch.device
+) -> int:
+    """Bytes for all slots at full length, or SHARE of the free memory if that is less."""
+    wanted = layout.bytes_for(num_slots, max_tokens)
+    return max(min(wanted, int(free_bytes(device) * SHARE)), 1)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of the memory that a device computes in."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

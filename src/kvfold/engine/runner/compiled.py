@@ -1,0 +1,185 @@
+"""A model's elementwise work in few launches: pieces of its layers compiled, for an engine's steps.
+
+In plain PyTorch a norm is eight launches, RoPE five, silu(gate) * up two. torch.compile makes one
+of each; products stay with cuBLAS, attention with our kernels. The pieces are what lies between:
+those of `models.pieces`, and what leads from one layer's attention to the next one's, where a layer
+leaves its last sum to the norm behind it, which takes one launch then; of families whose layers are
+not known so well, modules that transformers wrote, all of a class by one function. Of a model with
+maps beside its weights whole layers are compiled, in which attention is one operation. They are put
+into a runner's model once.
+KVFOLD_COMPILE: `auto` (on CUDA devices) or `off`. Shapes: N tokens of a step, D model width.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvfold.attention.base import AttentionContext, LayerMaps
+from kvfold.maps.family import SeamFamily
+from kvfold.models.adapter import Family, Residual, decoder_of
+from kvfold.models.merged import GatedMLP
+from kvfold.models.pieces import Pieces
+
+TOKENS = 127  # of the step that is compiled for; a prime, so that no width of a model equals it
+RECOMPILES = 64  # of one function: widths, types of numbers, and one token apart from more
+
+Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
+Swap = tuple[nn.Module, str, Any]  # an attribute of a module
+
+
+def wanted(device_type: str) -> bool:
+    """Whether pieces are compiled for this type of device. Raises ValueError."""
+    found = os.environ.get("KVFOLD_COMPILE", "auto")
+    if found not in ("auto", "off"):
+        raise ValueError(f"KVFOLD_COMPILE must be auto or off; got {found!r}")
+    return found == "auto" and device_type == "cuda"
+
+
+class Compiled:
+    """Stand-ins for parts of a model, once installed. backend: of torch.compile."""
+
+    def __init__(self, model: Any, family: type[Family], backend: str = "inductor") -> None:
+        if issubclass(family, SeamFamily):
+            self.swaps: list[Swap] = _whole_layers(model, family, backend)
+            return
+        pieces = Pieces(*(_piece(function, backend) for function in Pieces()))
+        self.swaps = [(x, "pieces", pieces) for x in family.attentions(model)]
+        whole = family.finish is not None and not _is_replaced(model.base_model)
+        self.swaps += (_layers if whole else _modules)(model, family, backend)
+
+    def install(self) -> None:
+        """From here on the model computes the same, but for rounding."""
+        for module, name, value in self.swaps:
+            vars(module)[name] = value
+
+    def remove(self) -> None:
+        """The model as it was."""
+        for module, name, _ in self.swaps:
+            vars(module).pop(name, None)
+
+    @torch.inference_mode()
+    def warm_up(self, forward: Forward, device: torch.device) -> None:
+        """Install, and compile all that steps need: forward, given tokens, positions int64 [N] and
+        a context, runs the model. Where that fails, warn and do without."""
+        self.install()
+        try:
+            with torch._dynamo.config.patch(cache_size_limit=RECOMPILES):
+                for number in (TOKENS, 1):
+                    positions = torch.arange(number, device=device)
+                    forward(torch.zeros_like(positions), positions, _DryContext())
+        except Exception as error:
+            self.remove()
+            self.swaps = []
+            warnings.warn(
+                f"torch.compile failed, so that a step takes more launches; KVFOLD_COMPILE=off "
+                f"does not try: {type(error).__name__}: {str(error)[:500]}",
+                stacklevel=2,
+            )
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether a part has a forward of its own: someone's, as with transformers' other devices."""
+    return any("forward" in vars(x) for x in module.modules())
+
+
+def _layers(model: Any, family: type[Family], backend: str) -> list[Swap]:
+    """Layers that pass on what is yet to be added, and a last norm that adds it."""
+    assert family.finish is not None
+    enter, finish = _piece(_enter, backend), _piece(family.finish, backend)
+    norm = model.base_model.norm
+    layers = [(x, "forward", partial(_layer, x, enter, finish)) for x in family.layers(model)]
+    inside = [x for attention in family.attentions(model) for x in attention.children()]
+    return [
+        *layers,
+        (norm, "forward", partial(_last, norm, enter)),
+        *_by_class(inside, backend),  # norms of queries and keys
+    ]
+
+
+def _layer(
+    layer: Any,
+    enter: Callable[..., Any],
+    finish: Callable[..., Any],
+    hidden_states: Tensor | Residual,
+    **extra: Any,
+) -> Residual:
+    x, normed = enter(layer.input_layernorm, *_pair(hidden_states))
+    out, _ = layer.self_attn(hidden_states=normed, **extra)
+    found: Residual = finish(layer, x, out)
+    return found
+
+
+def _last(norm: Any, enter: Callable[..., Any], hidden_states: Tensor | Residual) -> Tensor:
+    found: Tensor = enter(norm, *_pair(hidden_states))[1]
+    return found
+
+
+def _pair(x: Tensor | Residual) -> tuple[Tensor, Tensor | None]:
+    return x if isinstance(x, tuple) else (x, None)
+
+
+def _enter(norm: Any, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Hidden states [1, N, D] with what is added to them, and their norm."""
+    x = x if more is None else x + more
+    return x, type(norm).forward(norm, x)
+
+
+def _whole_layers(model: Any, family: type[Family], backend: str) -> list[Swap]:
+    """Layers of any model as they are, but for attention, and norms behind the last."""
+    decoder, layers = decoder_of(model), list(family.layers(model))
+    if _is_replaced(decoder):
+        return []
+    inside = {type(x) for layer in layers for x in layer.children()}
+    return _by_class([*layers, *(x for x in decoder.children() if type(x) in inside)], backend)
+
+
+def _modules(model: Any, family: type[Family], backend: str) -> list[Swap]:
+    """Norms and MLPs, each by itself."""
+    attentions = set(family.attentions(model))
+    inner = {type(x) for y in family.layers(model) for x in y.children() if x not in attentions}
+    return _by_class([x for x in model.modules() if type(x) in inner], backend)
+
+
+def _by_class(modules: Sequence[nn.Module], backend: str) -> list[Swap]:
+    """Those of them that transformers or this project wrote."""
+    kinds = {type(x) for x in modules}  # PyTorch's own are one launch
+    known = [x for x in kinds if x is GatedMLP or x.__module__.startswith("transformers.")]
+    forwards = {kind: _piece(kind.forward, backend) for kind in known}
+    return [
+        (x, "forward", partial(forwards[type(x)], x))
+        for x in modules
+        if type(x) in forwards and "forward" not in vars(x)
+    ]
+
+
+class _DryContext(AttentionContext):
+    """Attention without a pool: nothing is stored, and all outputs are 0."""
+
+    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
+        return layer.joined(q.new_zeros(*q.shape[:3], layer.value_columns.widest))
+
+
+def _piece(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """Compiled once for one token and once for any other number of them, dim 1 of all tensors."""
+    return partial(_call, torch.compile(function, backend=backend))
+
+
+def _call(function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    # Of what is a parameter, torch.compile makes every size a constant.
+    args = tuple(x.detach() if isinstance(x, nn.Parameter) else x for x in args)
+    _mark((*args, *more.values()))
+    return function(*args, **more)
+
+
+def _mark(x: Any) -> None:
+    """Keep TOKENS out of the code; all other sizes stay in it until they are found to differ."""
+    if isinstance(x, tuple):
+        for item in x:
+            _mark(item)
+    elif isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == TOKENS:
+        torch._dynamo.maybe_mark_dynamic(x, 1)

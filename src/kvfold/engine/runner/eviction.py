@@ -1,0 +1,217 @@
+"""Rows that go, and the pages that come free: sequences brought to their budgets, and what slid
+out of its layer's window.
+
+Shapes: B sequences, G groups of all layers, T rows of the longest, P rows a page.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvfold.attention.paged import PagedAttention
+from kvfold.cache.eviction.base import Policy, RowsView
+from kvfold.cache.eviction.budget import Budget
+from kvfold.cache.eviction.compact import compaction
+from kvfold.cache.eviction.select import scores, select
+from kvfold.engine.requests.request import CacheParams, Request
+from kvfold.engine.runner.repair import Fitted, Repair
+from kvfold.layout.pages import Ints
+from kvfold.ops.common.launch import upload
+from kvfold.ops.store import move, read_tracked
+
+T = TypeVar("T")
+ROWS = 10_000_000  # of all groups that are compressed at once, with some 40 B each of temporaries
+
+
+@dataclass(frozen=True)
+class Held:
+    """A sequence to compress: its slot, the tokens it computed, what it may keep, and how many of
+    its last tokens stay whatever the policy says (None: as that says)."""
+
+    slot: int
+    computed: int
+    budget: Budget
+    protected: int | None
+
+    def recent(self, policy: Policy, page: int, num_groups: int) -> int:
+        """Last tokens that are never evicted."""
+        if self.protected is not None:
+            policy = replace(policy, recent=self.protected, recent_share=0.0)
+        return policy.protected_recent(self.budget.limit // num_groups * page)
+
+
+class Eviction:
+    """policy: None evicts nothing but what slides; cache: budget of requests that set none of their
+    own; sliding: groups of a layer with a window, and the window; repair: of rows that stay."""
+
+    def __init__(
+        self,
+        attention: PagedAttention,
+        policy: Policy | None,
+        cache: CacheParams,
+        sliding: Many[tuple[slice, int]],
+        seed: int,
+        repair: Repair | None = None,
+    ) -> None:
+        self.attention, view = attention, attention.view
+        self.pool, self.spans = view.pool, view.spans
+        self.policy, self.cache, self.sliding, self.repair = policy, cache, sliding, repair
+        self.device = self.pool.device
+        self.generator = torch.Generator(device=self.device).manual_seed(seed)
+        groups = self.pool.layout.groups
+        self.heads = [tuple(x.heads for x in groups[at]) for at in self.pool.layout.layer_groups]
+        self.page_units = torch.tensor([x.layout.page_units for x in groups], device=self.device)
+        self.layer_of_group = torch.tensor([x.layer for x in groups], device=self.device)
+
+    def budget(self, request: Request) -> Budget | None:
+        """The most that a request may keep; None: everything."""
+        own = request.cache
+        limits = own if own.max_cache_tokens or own.keep_tokens else self.cache
+        page, groups = self.pool.layout.page, len(self.pool.layout.groups)
+        if self.policy is None:
+            return None
+        if limits.max_cache_tokens:
+            return Budget.max_cache_tokens(limits.max_cache_tokens, page, groups)
+        if limits.keep_tokens:
+            one = Budget.keep_tokens(limits.keep_tokens, [request.num_computed], page)
+            return Budget(pages=one.limit * groups)
+        return None
+
+    def evicts(self, request: Request) -> bool:
+        """Whether rows of a request may go: then what they are worth is observed. Without a policy
+        nothing is, or others say what."""
+        if self.policy is None:
+            return True
+        own = request.cache
+        limits = own if own.max_cache_tokens or own.keep_tokens else self.cache
+        keep = limits.keep_tokens
+        return bool(limits.max_cache_tokens) or (keep is not None and keep < 1)
+
+    def is_over(self, request: Request) -> bool:
+        """Whether a request has more pages than it may keep."""
+        budget = self.budget(request)
+        if budget is None:
+            return False
+        lengths = self.pool.host_lengths[request.open_slot]
+        return int((-(-lengths // self.pool.layout.page)).sum()) > budget.limit
+
+    def compress(self, requests: list[Request]) -> None:
+        """Evict to each one's budget and give the pages back to the pool."""
+        work = [
+            Held(x.open_slot, x.num_computed, budget, x.cache.protected)
+            for x in requests
+            if (budget := self.budget(x)) is not None
+        ]
+        for chunk in chunks(work, self.pool.host_lengths[[x.slot for x in work]]):
+            self.pool.shrink([x.slot for x in chunk], self._evict(chunk))
+
+    def _evict(self, chunk: list[Held]) -> Tensor:
+        """Move what is kept together; rows kept, int32 [B, G]."""
+        pool, policy = self.pool, self.policy
+        assert policy is not None
+        page, groups = pool.layout.page, len(self.page_units)
+        slots = upload(np.array([x.slot for x in chunk]), self.device)
+        recent = np.array([x.recent(policy, page, groups) for x in chunk])
+        evicted, _ = select(
+            scores(policy, self._view(chunk, policy), upload(recent, self.device)),
+            pool.lengths[slots],
+            page,
+            self.page_units,
+            self.layer_of_group,
+            policy,
+            [x.budget for x in chunk],
+        )
+        fitted: list[Fitted] = []
+        if self.repair is not None:
+            for x, own in zip(chunk, evicted, strict=True):
+                size = int(pool.host_lengths[x.slot].max())
+                fitted += self.repair.fit(x.slot, x.computed, own[:, :size])
+        return self.close_holes(slots, evicted, fitted)
+
+    def _view(self, chunk: list[Held], policy: Policy) -> RowsView:
+        """The rows of sequences, for the policy to score."""
+        slots = [x.slot for x in chunk]
+        metrics, positions, valid = self.tracked(*slots)
+        lengths, computed = self.pool.host_lengths[slots], [x.computed for x in chunk]
+        index = upload(np.array(slots), self.device)
+        return RowsView(
+            positions=positions,
+            valid=valid,
+            mass=metrics,
+            sizes=lengths.max(1).tolist(),
+            # Rows leave their order where others go, never before.
+            in_order=bool((lengths == np.array(computed)[:, None]).all()),
+            layers=self.heads,
+            needs=policy.needs,
+            source=self.attention.rows(index, valid.shape[2], computed),
+            generator=self.generator,
+            scale=self.pool.layout.spec.geometry.scaling,
+        )
+
+    def tracked(self, *slots: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Metrics, positions and validity of sequences' rows in all groups, [B, G, T]."""
+        if self.attention.observer is not None:
+            self.attention.observer.flush()
+        index = upload(np.array(slots), self.device)
+        size = int(self.pool.host_lengths[list(slots)].max())
+        first, *others = (self._tracked_in(index, x, size) for x in self.spans)
+        if not others:
+            return first
+        metrics, positions, valid = (torch.cat(x, 1) for x in zip(first, *others, strict=True))
+        return metrics, positions, valid
+
+    def _tracked_in(self, slots: Tensor, where: slice, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of the groups `where` of slots [B]: [B, g, T]."""
+        pages = self.pool.pages(where)
+        return read_tracked(pages, slots, pages.lengths[slots], size)
+
+    def slide(self, slot: int, position: int) -> None:
+        """Free the pages of rows that no query from `position` on sees. Rows go P at a time, so
+        that a layer is compacted once in P tokens at most."""
+        pool, page = self.pool, self.pool.layout.page
+        lengths = pool.host_lengths[slot]
+        cuts = []
+        for where, window in self.sliding:
+            length = int(lengths[where.start])
+            if behind := max(length - (window - 1), 0) // page * page:
+                cuts.append((where, position - length + behind))
+        if not cuts:
+            return
+        size, index = int(lengths.max()), upload(np.array([slot]), self.device)
+        evicted = torch.zeros(1, len(lengths), size, dtype=torch.bool, device=self.device)
+        for where, first in cuts:
+            _, positions, valid = self._tracked_in(index, where, size)
+            evicted[:, where] = valid & (positions < first)
+        pool.shrink(slot, self.close_holes(index, evicted))
+
+    def close_holes(self, slots: Tensor, evicted: Tensor, fitted: Many[Fitted] = ()) -> Tensor:
+        """Close the holes of the sequences slots [B]: evicted bool [B, G, T]; rows kept [B, G].
+        fitted: rows that change first. None does before all moves are known: what fails until then
+        has changed nothing."""
+        pool, lengths = self.pool, self.pool.lengths[slots]
+        found = [compaction(evicted[:, where], lengths[:, where]) for where in self.spans]
+        for x in fitted:
+            x.write(self.attention.view)
+        for where, ((sequence, *rows), _) in zip(self.spans, found, strict=True):
+            move(pool.pages(where), slots[sequence], *rows)
+        return torch.cat([kept for _, kept in found], 1)
+
+
+def chunks(work: list[T], rows: Ints) -> Iterator[list[T]]:
+    """Sequences of rows [B, G] to work on at once: at most ROWS rows, padding included, or one."""
+    chunk: list[T] = []
+    widest = 0
+    for item, own in zip(work, rows, strict=True):
+        size = int(own.max()) * len(own)
+        widest = max(widest, size)
+        if chunk and widest * (len(chunk) + 1) > ROWS:
+            yield chunk
+            chunk, widest = [], size
+        chunk.append(item)
+    if chunk:
+        yield chunk

@@ -1,0 +1,78 @@
+"""A sequence's context, read once more for a policy that scores rows by it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.base import AttentionContext
+from kvfold.attention.metadata import PoolView
+from kvfold.attention.replay import ReplayContext, ReplayWithGradients
+from kvfold.cache.eviction.replay import ReplayPolicy
+from kvfold.engine.requests.request import Request
+from kvfold.engine.runner.gradient import gradient_norms
+from kvfold.utils.text import encode, reply_words
+
+Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
+
+
+class Replay:
+    """Scores rows of sequences. tokenizer: of the words that ask for a piece; None: there are none.
+    forward: tokens and positions int64 [n] through the model. twin: the same model in plain
+    PyTorch, for a policy that asks for gradients. learned: positions that the model knows, where it
+    learned each (None: it turns keys by any)."""
+
+    def __init__(
+        self,
+        view: PoolView,
+        policy: ReplayPolicy,
+        tokenizer: Any,
+        forward: Forward,
+        twin: Any = None,
+        learned: int | None = None,
+    ) -> None:
+        self.view, self.policy, self.forward, self.twin = view, policy, forward, twin
+        self.learned = learned
+        self.tokenizer, self.reply = tokenizer, reply_words(tokenizer) if tokenizer else ""
+
+    def score(self, request: Request) -> None:
+        """Give rows a metric that have none yet."""
+        while request.num_scored < request.num_computed:
+            self.read(request)
+
+    @torch.inference_mode()
+    def read(self, request: Request) -> None:
+        """The same of one more piece."""
+        start = request.num_scored
+        piece = range(start, min(start + self.policy.chunk, request.num_computed))
+        self._read(request, piece)
+        request.num_scored = piece.stop
+
+    def _read(self, request: Request, piece: range) -> None:
+        tokens = [*self._words(request, piece), *request.token_ids[piece.start : piece.stop]]
+        device, start = self.view.pool.device, request.num_computed
+        how = self.view, request.open_slot, start, len(tokens), piece, self.policy
+        ids = torch.tensor(tokens, dtype=torch.int64, device=device)
+        gradients = None
+        if self.policy.by_gradient:
+            plain = ReplayWithGradients(*how)
+            gradients = gradient_norms(self.twin, ids, self._known(plain.positions), plain)
+        context = ReplayContext(*how, gradients)
+        self.forward(ids, self._known(context.positions), context)
+
+    def _known(self, positions: Tensor) -> Tensor:
+        """Where tokens stand for the model: behind the context, as far as it has learned."""
+        if self.learned is None:
+            return positions
+        over = (positions[-1] + 1 - self.learned).clamp(min=0)
+        return (positions - over).clamp(min=0)
+
+    def _words(self, request: Request, piece: range) -> list[int]:
+        """What asks for a piece: its beginning, or where the one before it ended."""
+        if self.tokenizer is None:
+            return []
+        policy, start = self.policy, piece.start
+        ask = encode(self.tokenizer, policy.follow if start else policy.prompt)
+        led = request.token_ids[max(start - policy.lead, 0) : start]
+        return [*ask, *led, *encode(self.tokenizer, self.reply)]

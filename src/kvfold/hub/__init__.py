@@ -1,0 +1,1 @@
+"""Models and checkpoints on disk and on the Hugging Face Hub: load, save, convert, describe."""

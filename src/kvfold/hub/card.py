@@ -1,0 +1,175 @@
+"""What was done to a model, in a few lines: for the command line, and its checkpoint's README."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from kvfold.layout import CacheSpec
+from kvfold.layout.pages import cache_layout
+
+_TEXT = """\
+# {source}, with a smaller KV cache
+
+Made by kvfold from `{source}` with the recipe `{recipe}`:
+
+{facts}
+
+## Loading it
+
+It is an ordinary checkpoint that needs kvfold:
+
+```python
+import kvfold
+
+model = kvfold.load("path/to/this/folder")  # a transformers model, with transformers' own cache
+llm = kvfold.LLM("path/to/this/folder")  # kvfold's engine and paged cache{planned}
+```
+
+Other programs load it through transformers, after `import kvfold`:
+
+```python
+import kvfold
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+```
+
+Without that import transformers warns of `Unknown quantization type, got kvfold` and lists tensors
+as UNEXPECTED and MISSING. Mostly it then ends with an error, `You set ignore_mismatched_sizes to
+False`; where no shape differs it goes on with random attention, which writes nonsense. Its advice,
+to delete `quantization_config` from config.json, does not help.
+"""
+
+
+_MAPS = """\
+---
+{base}library_name: kvfold
+tags:
+- kvfold
+- kv-cache
+---
+
+# Maps for a smaller KV cache of {source}
+
+Made by kvfold from `{source}` ({kind}) with the recipe `{recipe}`. The model's weights are not in
+here and do not change: they may be of any dtype, quantised, or have a LoRA.
+
+{facts}
+
+## What is stored
+
+`kvfold.json` says what the cache stores, how that was chosen, and numbers that tell `{source}` from
+other models. `kvfold.safetensors` holds the maps of every layer, in float16 where
+that holds their numbers, else in float32.
+
+## Using it
+
+Below, MAPS is the hub id of this repository, `USER/NAME` or `USER/NAME@REVISION`, or a folder with
+these files.
+
+transformers, with its own cache and attention:
+
+```python
+import kvfold
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{source}")
+kvfold.attach(model, "MAPS")
+```
+
+kvfold's engine, or its server with `kvfold serve {source} --maps MAPS`:
+
+```python
+import kvfold
+
+llm = kvfold.LLM("{source}", maps="MAPS")
+```
+
+vLLM, where kvfold is installed:
+
+```sh
+vllm serve {source} --additional-config '{{"kvfold": {{"maps": "MAPS"}}}}'
+```
+"""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def maps_text(spec: CacheSpec, provenance: dict[str, Any]) -> str:
+    """The README of maps beside the weights, in Markdown with the metadata that the hub reads."""
+    name = str(provenance.get("model", "a model"))
+    is_id = bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
+    return _MAPS.format(
+        base=f"base_model: {name}\n" if is_id else "",
+        source=name if is_id or name.startswith("reference:") else Path(name).name,
+        kind=provenance.get("model_type", "a causal LM"),
+        recipe=provenance.get("recipe", {}).get("name", "plain"),
+        facts="\n".join(f"- {line}" for line in facts(spec, provenance)),
+    )
+
+
+def text(spec: CacheSpec, provenance: dict[str, Any]) -> str:
+    """The README of a folded checkpoint, in Markdown."""
+    return _TEXT.format(
+        source=provenance.get("model", "a model"),
+        recipe=provenance["recipe"]["name"],
+        facts="\n".join(f"- {line}" for line in facts(spec, provenance)),
+        planned=", with the planned bits" if spec.planned else "",
+    )
+
+
+def _measured(figures: dict[str, Any]) -> list[str]:
+    """What maps lost before they were saved, and through whose cache."""
+    lines = []
+    if (lost := figures.get("lost")) is not None:
+        error = figures["lost_se"]
+        near = "" if error is None else f" (standard error {error:.4f})"
+        lines.append(
+            f"{lost:.4f} nats a token lost{near} on {figures['tokens']} tokens of text that"
+            f" calibration did not read, through the cache of {figures['through']}"
+        )
+    lines.append(
+        f"{figures['divergence']:.4f} nats a token from the original, over"
+        f" {figures['answer_tokens']} tokens of its answer to a short prompt"
+    )
+    return lines
+
+
+def facts(spec: CacheSpec, provenance: dict[str, Any]) -> list[str]:
+    """Sizes before and after, and what was measured of the loss."""
+    full = 2 * spec.geometry.full_numbers
+    lines = [
+        f"{spec.kept_fraction:.4f} of the numbers kept: {full} -> {spec.bytes_per_token()} bytes"
+        f" per token at 16 bits, {1 / spec.kept_fraction:.2f} times smaller"
+    ]
+    if spec.planned:
+        bits = cache_layout(spec).bits_per_token
+        found = {own for layer in spec.layers for x in layer.latents for _, own in x.tiers or ()}
+        levels = ", ".join(map(str, sorted(found, reverse=True)))
+        lines.append(
+            f"{bits / 8:.0f} bytes per token with the planned bits ({levels}) and scales, "
+            f"{8 * full / bits:.2f} times smaller on the paged cache"
+        )
+    if spec.narrow is not None and spec.hybrid is not None:
+        wide, narrow = (sum(x.row_width for x in own.layers) for own in (spec, spec.narrow))
+        shares = spec.hybrid.important
+        lines.append(
+            f"{2 * wide} bytes of important tokens, {min(shares):.0%} to {max(shares):.0%} of a"
+            f" layer's, {2 * narrow} of others on the paged cache; elsewhere all take the first"
+        )
+    if ratio := provenance.get("ratio"):
+        allowed = provenance["budget"]
+        lines.append(f"perplexity ratio {ratio:.4f} on held-out text, {allowed} allowed")
+    if measured := provenance.get("measured"):
+        lines += _measured(measured)
+    if recovery := provenance.get("recovery"):
+        lines.append(
+            f"recovered in {recovery['steps']} steps: {recovery['before']:.4f} to"
+            f" {recovery['after']:.4f} nats a token from the original"
+        )
+    if lora := provenance.get("lora"):
+        lines.append(
+            f"low-rank additions of {lora['steps']} steps merged: {lora['before']:.4f} to"
+            f" {lora['after']:.4f} nats a token"
+            + (" from the original" if lora["original"] else " of text that they did not see")
+        )
+    return lines

@@ -1,0 +1,196 @@
+"""Maps attached to a transformers model: its cache stores mapped keys and values, and its attention
+function maps queries and outputs.
+
+Of a model without a cache the attention function maps keys and values too. Shapes as in `maps`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvfold.maps.caches import map_next
+from kvfold.maps.layer_maps import Maps
+from kvfold.maps.layers import (
+    SeamLayer,
+    own_eager,
+    plain_positions,
+    set_attention,
+    unwrapped,
+)
+from kvfold.maps.rope_maps import RopeMaps
+from kvfold.maps.sidecar import Sidecar
+from kvfold.models.families import check_decoder
+from kvfold.utils.errors import SettingError
+
+PREFIX = "kvfold_over_"
+_STATE = "_kvfold_seam"  # of a module, in its __dict__
+
+
+class Bound:
+    """The maps of one attention module, in the dtypes and on the devices that were asked for."""
+
+    def __init__(self, maps: Maps) -> None:
+        self.maps = maps.with_stored_shape()
+        self.digest = self.maps.digest()
+        self._placed: dict[Any, Maps] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickled model names attention functions that another process has not registered."""
+        self.__dict__.update(state)
+        for base in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()):
+            if not base.startswith("paged|"):
+                mapped_attention(base)
+
+    def placed(self, like: Tensor) -> Maps:
+        """The maps in a tensor's dtype and on its device."""
+        key = like.dtype, like.device
+        if key in self._placed:
+            return self._placed[key]
+        if torch.compiler.is_exporting():
+            return self.maps.to(like.device, like.dtype)  # tensors of a trace alone
+        return self.place(like.dtype, like.device)
+
+    def place(self, dtype: torch.dtype, device: torch.device) -> Maps:
+        """Make the maps in a dtype and on a device. Code that torch.compile traces reads them."""
+        with torch.inference_mode(False):  # else training could not use them later
+            maps = self._placed[dtype, device] = self.maps.to(device, dtype)
+        return maps
+
+
+def attach(model: Any, maps: Sidecar | Path | str) -> Callable[[], None]:
+    """Let a causal LM's cache store what a sidecar says, or its folder, or its hub repository
+    "USER/NAME", perhaps with a revision: "USER/NAME@REVISION".
+
+    The model is changed in place, its weights are not. Layers without maps store what they did, and
+    numbers of planned bits are stored in the model's dtype. Returns what takes the maps away again,
+    as `detach` does. Raises SettingError for maps of another model, or a model that has maps
+    already.
+    """
+    sidecar = maps if isinstance(maps, Sidecar) else Sidecar.load(maps)
+    model = unwrapped(model)
+    check_decoder(model)
+    if _bounds(model):
+        raise SettingError(
+            "`model` has maps already: take them away first, with kvfold.detach(model)"
+        )
+    return bind(model, sidecar.layers_of(model), sidecar.maps)
+
+
+def detach(model: Any) -> None:
+    """Take attached maps away from a model, also from a copy of one that had them. Raises
+    SettingError for a model without maps."""
+    model = unwrapped(model)
+    check_decoder(model)
+    if not _bounds(model):
+        raise SettingError("`model` has no maps to take away: kvfold.attach gives it some")
+    for module in model.modules():
+        module.__dict__.pop(_STATE, None)
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _one_place or getattr(hook, "func", None) is _before_attention:
+                del module._forward_pre_hooks[key]
+                del module._forward_pre_hooks_with_kwargs[key]
+    set_attention(model, lambda name: name.removeprefix(PREFIX))
+
+
+def _bounds(model: Any) -> list[Bound]:
+    """The maps of a model's attention modules that have some."""
+    return [x.__dict__[_STATE] for x in model.modules() if _STATE in x.__dict__]
+
+
+def bind(model: Any, layers: Sequence[SeamLayer], maps: Mapping[str, Maps]) -> Callable[[], None]:
+    """Attach maps of modules by name, unseen. Layers that read another's keys and values share its
+    maps. Raises SettingError, and then leaves the model as it was."""
+    set_attention(model, mapped_attention)
+    bounds = {name: Bound(own) for name, own in maps.items()}
+    for layer in layers:
+        module, bound = layer.module, bounds.get(str(layer.source))
+        if bound is not None:
+            module.__dict__[_STATE] = bound
+            bound.place(layer.keys.dtype, layer.keys.device)
+        if layer.name == layer.source:
+            module.register_forward_pre_hook(partial(_before_attention, bound), with_kwargs=True)
+    if any(isinstance(x, RopeMaps) for x in maps.values()):
+        for module in (x for x in model.modules() if hasattr(x, "mrope_section")):
+            module.register_forward_pre_hook(_one_place, with_kwargs=True)
+
+    def take_away() -> None:
+        if not set(bounds.values()).isdisjoint(_bounds(model)):  # not those of a later attach
+            detach(model)
+
+    return take_away
+
+
+def mapped_attention(base: str) -> str:
+    """The name of an attention function that maps, around one of transformers'."""
+    if base.startswith(PREFIX):
+        return base
+    if base.startswith("paged|"):
+        raise SettingError(
+            f"attention {base!r} stores keys and values itself, so maps cannot act: take the maps"
+            " away first, with kvfold.detach(model), or generate without continuous batching"
+        )
+    name = PREFIX + base
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention, base))
+        if base in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+            ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    return name
+
+
+def _before_attention(
+    bound: Bound | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Let the cache among a module's arguments map what the module stores next; without maps, store
+    it as it is."""
+    config = module.config
+    if not config._attn_implementation.startswith(PREFIX):  # set_attn_implementation was called
+        config._attn_implementation = mapped_attention(config._attn_implementation)
+    positions = plain_positions(kwargs.get("position_ids"))
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Cache):
+            map_next(value, bound, positions)
+
+
+def _one_place(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises SettingError where a token of RoPE for images [3, B, T] is at several places."""
+    for x in (*args, *kwargs.values()):
+        places = isinstance(x, Tensor) and x.dim() == 3 and not x.is_floating_point()
+        if places and not torch.equal(x, x[:1].expand_as(x)):
+            raise SettingError(
+                "tokens of images or videos are rotated by three positions each, and maps of keys"
+                " before RoPE know one: give text alone, or make maps with recipe 'swift'"
+            )
+
+
+def _attention(
+    base: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """transformers' attention `base` of a module, over what its maps store."""
+    inner = own_eager(module) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
+    bound = module.__dict__.get(_STATE)
+    if bound is None:
+        found: tuple[Tensor, Any] = inner(
+            module, query, key, value, attention_mask, *args, **kwargs
+        )
+        return found
+    maps = bound.placed(query)
+    if not maps.are_stored(key, value):
+        positions = plain_positions(kwargs.get("position_ids"))
+        key, value = maps.stored(key, value, positions)
+    query, key, value = maps.attended(query, key, value)
+    out, weights = inner(module, query, key, value, attention_mask, *args, **kwargs)
+    return maps.outputs(out), weights

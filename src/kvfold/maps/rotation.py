@@ -1,0 +1,211 @@
+"""How the layers of a model rotate keys (RoPE), found by short forwards at two places.
+
+Attention gives nothing in both, so that hidden states are the same and keys differ by their
+rotation alone: one is accepted where un-rotated keys coincide. Nothing of a family is known.
+
+Shapes: B batch, T tokens; d numbers of a key, of which w are rotated in pairs.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.maps.layers import TOKENS, SeamLayer, seam_layers
+from kvfold.models.rotary import LONG_ROPE, position_limit
+from kvfold.ops.common.attention import Tables, rotate
+from kvfold.utils.errors import SettingError
+
+FURTHER = 1021  # positions between the two places, where a model has as many
+REMEDY = "use recipe 'swift', which stores keys as attention gets them"
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """inv_freq fp32 [w / 2]: angles a position, all 0 where a layer does not rotate; order int64
+    [d]: the first numbers of all pairs, their second ones, then what is not rotated. In this order
+    pairs are (i, i + w / 2), as kernels take them, however the model pairs its numbers.
+
+    A factor of the model's tables (YaRN's) is no part of it: keys before RoPE have it in them.
+    """
+
+    inv_freq: Tensor
+    order: Tensor
+    rotates: bool = field(init=False)
+    reorders: bool = field(init=False)
+    attention_scaling = 1.0
+
+    def __post_init__(self) -> None:
+        """Code that torch.compile traces cannot read a tensor, so flags are read once."""
+        object.__setattr__(self, "rotates", bool(self.inv_freq.any()))
+        object.__setattr__(self, "reorders", bool((self.order.diff() != 1).any()))
+
+    def __call__(self, like: Tensor, positions: Tensor) -> Tables:
+        """cos, sin [.., w] at positions [..], in a tensor's dtype: what a model's rotary module
+        gives. Angles are fp32, as there."""
+        angles = positions[..., None].float() * self.inv_freq
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+    def to(self, device: torch.device) -> "Rotation":
+        if device == self.order.device:
+            return self
+        return Rotation(self.inv_freq.to(device), self.order.to(device))
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """Keys or queries [.., d] in `order`."""
+        return x[..., self.order] if self.reorders else x
+
+    def unrotated(self, k: Tensor, positions: Tensor) -> Tensor:
+        """Keys [.., T, d] as attention gets them at positions [.., T], before RoPE and in `order`,
+        by products of at least fp32."""
+        k, wide = self.ordered(k), torch.promote_types(k.dtype, torch.float32)
+        if not self.rotates:
+            return k
+        cos, sin = self(k.new_empty(0, dtype=wide), positions)
+        return rotate(k.to(wide), cos, sin, sign=-1).to(k.dtype)
+
+    def rotated(self, k: Tensor, positions: Tensor) -> Tensor:
+        """The inverse, which leaves keys in `order`."""
+        return rotate(k, *self(k, positions)) if self.rotates else k
+
+
+def no_rotation(head_dim: int, device: torch.device) -> Rotation:
+    """Of a layer whose keys stay as they are."""
+    order = torch.arange(head_dim, device=device)
+    return Rotation(torch.zeros(head_dim // 2, device=device), order)
+
+
+def find_rotations(
+    model: Any, layers: Sequence[SeamLayer], names: Collection[str] | None = None
+) -> dict[str, Rotation]:
+    """The rotation of layers with these names (None: all), by name; layers that rotate alike share
+    one. layers: of `seam_layers`. Raises SettingError, which names the layer, where a rotation is
+    not of pairs, or depends on how long a sequence is."""
+    candidates = _Candidates(model)
+    rotations: dict[str, Rotation] = {}
+    for layer, other in zip(layers, _further(model), strict=True):
+        if names is None or layer.name in names:
+            rotations[layer.name] = _chosen(model, candidates, layer, other)
+    return rotations
+
+
+def check_rotations(
+    model: Any, layers: Sequence[SeamLayer], rotations: Mapping[str, Rotation]
+) -> None:
+    """Raises SettingError where a model does not rotate keys as its maps do. layers: of
+    `seam_layers`; rotations: of some of them, by name."""
+    if not rotations:
+        return
+    for layer, other in zip(layers, _further(model), strict=True):
+        rotation = rotations.get(layer.name)
+        if rotation is None:
+            continue
+        if rotation.rotates:
+            _check_known(model, layer)
+        elif not torch.equal(layer.values, other.values):
+            continue  # positions are embedded with tokens
+        if not _coincide(rotation.to(layer.keys.device), layer, other):
+            raise SettingError(
+                f"`maps`: {layer.name} rotates keys by other angles than when its maps were made"
+                " (rope_theta or a scaling of RoPE): load the model as it was then, or compress"
+                " it again"
+            )
+
+
+class _Candidates:
+    """Rotations that the buffers of a model's rotary modules allow, by the width of keys."""
+
+    def __init__(self, model: Any) -> None:
+        self.frequencies: list[Tensor] = []
+        for name, buffer in model.named_buffers():
+            last = name.rpartition(".")[2]
+            if last.endswith("inv_freq") and "original" not in last and buffer.dim() == 1:
+                self._add(buffer.detach().float())
+        self._by_width: dict[tuple[int, torch.device], list[Rotation]] = {}
+
+    def _add(self, inv_freq: Tensor) -> None:
+        if not any(torch.equal(inv_freq, x) for x in self.frequencies):
+            self.frequencies.append(inv_freq)
+
+    def of(self, layer: SeamLayer) -> list[Rotation]:
+        """No rotation first, then by halves and by neighbours, in both directions."""
+        key = layer.head_dim, layer.keys.device
+        if key not in self._by_width:
+            self._by_width[key] = [no_rotation(*key), *self._pairs(*key)]
+        return self._by_width[key]
+
+    def _pairs(self, head_dim: int, device: torch.device) -> Iterator[Rotation]:
+        numbers = torch.arange(head_dim, device=device)
+        for inv_freq in self.frequencies:
+            half, w = len(inv_freq), 2 * len(inv_freq)
+            if w > head_dim:
+                continue
+            halves, neighbours = numbers[:w].view(2, half), numbers[:w].view(half, 2).mT
+            for pairs in (halves, neighbours, halves.flip(0), neighbours.flip(0)):
+                order = torch.cat((pairs.flatten(), numbers[w:]))
+                yield Rotation(inv_freq.to(device), order)
+
+
+def _further(model: Any) -> list[SeamLayer]:
+    """The layers of a model, probed at later positions."""
+    most = position_limit(model.config) or FURTHER
+    return seam_layers(model, torch.arange(TOKENS) + max(1, min(FURTHER, most - TOKENS)))
+
+
+def _chosen(model: Any, candidates: _Candidates, layer: SeamLayer, other: SeamLayer) -> Rotation:
+    """The rotation of one layer, probed at two places."""
+    none, *rotations = candidates.of(layer)
+    if _coincide(none, layer, other):
+        return none
+    if not candidates.frequencies and not torch.equal(layer.values, other.values):
+        return none  # positions are embedded with tokens
+    _check_known(model, layer)
+    found = next((x for x in rotations if _coincide(x, layer, other)), None)
+    if found is None:
+        raise SettingError(
+            f"{layer.name} does not rotate its keys in pairs by angles of its position alone, so"
+            f" keys before RoPE cannot be stored: {REMEDY}"
+        )
+    return found
+
+
+def _check_known(model: Any, layer: SeamLayer) -> None:
+    """Raises SettingError where a token's rotation is not known from its position."""
+    if kind := next((x for x in _rope_types(model) if x in LONG_ROPE), None):
+        raise SettingError(
+            f"{layer.name} rotates keys by rope_type {kind!r}, whose angles depend on how long a"
+            f" sequence is, so keys before RoPE cannot be stored: {REMEDY}"
+        )
+    if layer.positions is None:
+        raise SettingError(
+            f"{layer.name} does not tell attention at which positions it rotated keys"
+            f" (`position_ids`), so keys before RoPE cannot be stored: {REMEDY}"
+        )
+
+
+def _rope_types(model: Any) -> list[str]:
+    """How the RoPE of any layer is scaled, in transformers' words."""
+    about = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    each = [about, *(x for x in about.values() if isinstance(x, dict))]
+    return [x["rope_type"] for x in each if "rope_type" in x]
+
+
+def _coincide(rotation: Rotation, layer: SeamLayer, other: SeamLayer) -> bool:
+    """Whether the keys of a layer at two places are the same before RoPE, every number."""
+    keys = []
+    for x in (layer, other):
+        positions = x.positions
+        if positions is None:
+            positions = torch.zeros(TOKENS, dtype=torch.int64, device=x.keys.device)
+            if rotation.rotates:
+                return False
+        keys.append(rotation.unrotated(x.keys, positions.view(-1)).float().flatten(0, 1))
+    one, two = keys
+    half = len(rotation.inv_freq)
+    size = one.square().sum(0)
+    size[: 2 * half] = (size[:half] + size[half : 2 * half]).repeat(2)
+    near = max(1e-4, 8 * torch.finfo(layer.keys.dtype).eps)
+    return bool(((one - two).square().sum(0) <= near**2 * size).all())

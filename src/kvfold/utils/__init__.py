@@ -1,0 +1,1 @@
+"""What every layer uses: errors, files, text, versions of other libraries."""
