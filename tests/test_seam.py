@@ -173,3 +173,23 @@ def test_a_cache_holds_what_maps_leave(ids: torch.Tensor) -> None:
     heads, d = layers[0].num_kv_heads, layers[0].head_dim
     assert cache.layers[0].keys.shape == (2, heads, sum(CHUNKS), d // 2)
     assert cache.layers[0].values.shape == (2, 1, sum(CHUNKS), heads * d // 2)
+
+
+@pytest.mark.parametrize("key_rank", [0, 8])
+@pytest.mark.parametrize("value_rank", [0, 8])
+def test_stored_numbers_are_told_from_the_model_s_by_their_shape(key_rank, value_rank) -> None:
+    """Zeros behind keys of rank 0 once gave them the width of a head again."""
+    eye, mean = torch.eye(8), torch.zeros(8)
+    key, value = (LatentMaps(eye[:, :r], eye[:, :r], mean) for r in (key_rank, value_rank))
+    maps = Maps.of([key], [value]).with_stored_shape()
+    k, v = torch.randn(2, 1, 1, 5, 8)
+    assert not maps.are_stored(k, v)
+    stored_k, stored_v = maps.keys(k), maps.values(v)
+    assert maps.are_stored(stored_k, stored_v)
+    assert min(stored_k.shape[3], stored_v.shape[3]) > 0
+    q, stored_k, stored_v = maps.attended(k, stored_k, stored_v)
+    scores = k @ k.mT if key_rank else torch.zeros(5, 5)
+    assert torch.allclose(q @ stored_k.mT, scores.expand(1, 1, 5, 5), atol=1e-5)
+    assert torch.allclose(
+        maps.outputs(stored_v.transpose(1, 2)), v.transpose(1, 2) * bool(value_rank)
+    )

@@ -8,7 +8,7 @@ store. Shorter latents are padded with zeros.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -113,13 +113,18 @@ class Maps:
     def with_stored_shape(self) -> "Maps":
         """The same maps, which store other shapes than the model has, and something: where they do
         not, keys or values get zeros."""
+        maps = self
+        if not maps.key_down.shape[2]:
+            maps = maps._padded("key")
+        if not maps.value_down.shape[2]:
+            maps = maps._padded("value")
         model = self.head_dim, self.value_mean.shape[1], self.num_heads
-        parts: tuple[str, ...] = ()
-        if self.stored_shape == model or not self.key_down.shape[2]:
-            parts += ("key_down", "key_up", "key_shift")
-        if not self.value_down.shape[2]:
-            parts += ("value_down", "value_up", "value_shift")
-        return replace(self, **{x: pad(getattr(self, x), (0, ZEROS)) for x in parts})
+        return maps._padded("key") if maps.stored_shape == model else maps
+
+    def _padded(self, side: Literal["key", "value"]) -> "Maps":
+        """The same maps, which store zeros behind every key or value."""
+        names = [f"{side}_{x}" for x in ("down", "up", "shift")]
+        return replace(self, **{x: pad(getattr(self, x), (0, ZEROS)) for x in names})
 
     def digest(self) -> str:
         """What tells these maps from others, in hex: of the numbers as a sidecar holds them."""
