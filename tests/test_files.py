@@ -55,7 +55,7 @@ def test_a_text_has_the_mode_that_the_umask_says(tmp_path, umask) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from kvfold.files import new_directory
+from kvfold.utils.files import new_directory
 with new_directory(Path(sys.argv[1])) as folder:
     (folder / "half").write_text("")
     os.kill(os.getpid(), 9)
