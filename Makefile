@@ -89,14 +89,14 @@ docs: .venv/.docs
 # Quality of every recipe on the embedded model; tables and figures come from the JSON.
 bench: $(STAMP)
 	mkdir -p build
-	$(BIN)/kvfold compare reference:gqa --align 1 --needle \
+	$(BIN)/kvfold compare reference:gqa --set align=1 --needle \
 		--recipes zack,zdc,lorc,palu-m,palu-g,palu-j,fast,lean,small --keep .5,.35,.25,.15 \
 		--json build/compare.json --html build/compare.html
 
 # The same for a real model, on fewer points.
 bench-real: $(STAMP)
 	mkdir -p build
-	$(BIN)/kvfold compare reference:smollm2 --align 1 --needle --needle-contexts 5 --max-tokens 16384 \
+	$(BIN)/kvfold compare reference:smollm2 --set align=1 --needle --set needle-contexts=5 --max-tokens 16384 \
 		--recipes zack,palu-j,fast,lean,small --keep .5,.35,.25 \
 		--json build/compare-smollm2.json --html build/compare-smollm2.html
 

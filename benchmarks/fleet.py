@@ -5,7 +5,7 @@ that move between nodes, and prefixes that are found, by what is kept of a cache
 
 Nodes that read prompts send each prompt's cache to a node that decodes it (all to all), and keep
 prefixes that prompts share: of others they fetch what they lack. What a node does by itself was
-measured (`kvfold bench decode --prefill`: milliseconds of a step at three batches, of a prompt);
+measured (`kvfold bench decode --set prefill`: milliseconds of a step at 3 batches, of a prompt);
 everything between nodes is simulated, request by request. Not modelled: failures, links that are
 shared, tensor parallelism, prompts of many lengths.
 

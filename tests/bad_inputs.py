@@ -27,28 +27,30 @@ COMMANDS = {
         "--evict: vLLM has one block table for all heads of a layer, so nothing can be evicted by "
         "head; leave it out, or serve the model with kvfold.LLM"
     ),
-    "kvfold serve reference:gqa --engine vllm --bits 4 --format kivi": (
-        "--format: numbers that wait in 16 bits, as kivi's do, fit no block that sequences share; "
+    "kvfold serve reference:gqa --engine vllm --bits 4 --set format=kivi": (
+        "--set format: numbers that wait in 16 bits, as kivi's do, fit no block that "
+        "sequences share; "
         "leave it out, or serve the model with kvfold.LLM"
     ),
-    "kvfold serve reference:gqa --engine vllm --max-queue 4": (
-        "--max-queue is of kvfold's own server, not of vLLM's: leave it, or --engine vllm, out"
+    "kvfold serve reference:gqa --engine vllm --set max-queue=4": (
+        "--set max-queue is of kvfold's own server, not of vLLM's: leave it, or --engine vllm, out"
     ),
-    "kvfold serve reference:gqa --engine vllm --device cpu": (
-        "--device: vLLM runs on what it was built for; leave it out, and name GPUs in "
+    "kvfold serve reference:gqa --engine vllm --set device=cpu": (
+        "--set device: vLLM runs on what it was built for; leave it out, and name GPUs in "
         "CUDA_VISIBLE_DEVICES"
     ),
-    "kvfold serve reference:gqa --engine vllm --context book=book.kvf": (
-        "--context is of kvfold's own server: leave --engine vllm out"
+    "kvfold serve reference:gqa --engine vllm --set context=book=book.kvf": (
+        "--set context is of kvfold's own server: leave --engine vllm out"
     ),
-    "kvfold serve reference:gqa --engine vllm --allow-origins https://a.example": (
-        "--allow-origins is of kvfold's own server: leave --engine vllm out"
+    "kvfold serve reference:gqa --engine vllm --set allow-origins=https://a.example": (
+        "--set allow-origins is of kvfold's own server: leave --engine vllm out"
     ),
-    "kvfold serve reference:gqa --engine vllm --no-request-log": (
-        "--no-request-log is of kvfold's own server: leave --engine vllm out"
+    "kvfold serve reference:gqa --engine vllm --set no-request-log": (
+        "--set no-request-log is of kvfold's own server: leave --engine vllm out"
     ),
-    "kvfold serve reference:gqa --allow-origins example.org": (
-        "--allow-origins must be origins, such as https://example.org, without a path, or *; got "
+    "kvfold serve reference:gqa --set allow-origins=example.org": (
+        "--set allow-origins must be origins, such as https://example.org, without a path, "
+        "or *; got "
         "'example.org'"
     ),
     "kvfold serve reference:gqa --host ' '": (
@@ -57,17 +59,17 @@ COMMANDS = {
     "kvfold serve reference:gqa --served-model-name ' '": (
         "--served-model-name is empty: give a name, or leave it out"
     ),
-    "kvfold capacity reference:gqa --gpu-bytes 100000000000000000000": (
-        "Invalid value for --gpu-bytes: must be below 9.22337e+18, got 100000000000000000000"
+    "kvfold capacity reference:gqa --set gpu-bytes=100000000000000000000": (
+        "Invalid value for --set gpu-bytes: must be below 9.22337e+18, got 100000000000000000000"
     ),
-    "kvfold serve reference:gqa --context book.kvf": (
-        "--context must be NAME=FILE, such as book=book.kvf; got 'book.kvf'"
+    "kvfold serve reference:gqa --set context=book.kvf": (
+        "--set context must be NAME=FILE, such as book=book.kvf; got 'book.kvf'"
     ),
-    "kvfold serve reference:gqa --context book=none.kvf": (
+    "kvfold serve reference:gqa --set context=book=none.kvf": (
         "packed context none.kvf: no such file; `kvfold pack` makes one"
     ),
-    "kvfold serve reference:gqa --context book=none.kvf --bits 4": (
-        "--context says how the cache stores tokens: beside it give --kv-bytes alone"
+    "kvfold serve reference:gqa --set context=book=none.kvf --bits 4": (
+        "--set context says how the cache stores tokens: beside it give --set kv-bytes alone"
     ),
     "kvfold serve reference:gqa --engine sglang": (
         'Invalid value "sglang" for --engine. Choose from: "kvfold", "vllm".'
@@ -160,133 +162,139 @@ SIZES = {
     "kvfold compress reference:gqa --fold --recipe zack --factor 4 --output new": (
         "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean or small"
     ),
-    "kvfold compress reference:gqa --hybrid ppl<=1.1 --output new": (
-        "--hybrid is of a model that is folded, not of maps beside its weights: add --fold"
+    "kvfold compress reference:gqa --set hybrid=ppl<=1.1 --output new": (
+        "--set hybrid is of a model that is folded, not of maps beside its weights: add --fold"
     ),
-    "kvfold compress reference:gqa --recover 2 --output new": (
-        "--recover is of a model that is folded, not of maps beside its weights: add --fold"
+    "kvfold compress reference:gqa --set recover=2 --output new": (
+        "--set recover is of a model that is folded, not of maps beside its weights: add --fold"
     ),
-    "kvfold compress reference:gqa --budget ppl<=1.1 --fastest --output new": (
-        "--fastest is of a model that is folded, not of maps beside its weights: add --fold"
+    "kvfold compress reference:gqa --budget ppl<=1.1 --set fastest --output new": (
+        "--set fastest is of a model that is folded, not of maps beside its weights: add --fold"
     ),
     "kvfold compress reference:gqa --recipe palu-m --output new": (
         "--recipe palu-m reads more of a model than what its attention is asked: add --fold, which "
         "folds it into the weights, or use 'swift', 'fast', 'lean' or 'small'"
     ),
-    "kvfold compress reference:gqa --windows --fold --output new": (
-        "--windows says which layers get maps: leave --windows or --fold out"
+    "kvfold compress reference:gqa --set windows --fold --output new": (
+        "--set windows says which layers get maps: leave --set windows or --fold out"
     ),
-    "kvfold compress reference:gqa --bytes-per-token 1e6 --output new": (
-        "--bytes-per-token must be at most 7168, what the uncompressed cache takes at 16 bits; "
+    "kvfold compress reference:gqa --set bytes-per-token=1e6 --output new": (
+        "--set bytes-per-token must be at most 7168, what the uncompressed cache takes at 16 "
+        "bits; "
         "got 1e+06"
     ),
-    "kvfold compress reference:gqa --keep 1.5 --output new": (
-        "--keep must be in (0, 1], got 1.5; it is the share of the cache to keep"
+    "kvfold compress reference:gqa --set keep=1.5 --output new": (
+        "--set keep must be in (0, 1], got 1.5; it is the share of the cache to keep"
     ),
-    "kvfold compress reference:gqa --keep nan --output new": (
-        "--keep must be in (0, 1], got nan; it is the share of the cache to keep"
+    "kvfold compress reference:gqa --set keep=nan --output new": (
+        "--set keep must be in (0, 1], got nan; it is the share of the cache to keep"
     ),
-    "kvfold compress reference:gqa --keep half --output new": (
-        'Invalid value for --keep: unable to convert "half" into float.'
+    "kvfold compress reference:gqa --set keep=half --output new": (
+        'Invalid value for --set keep: unable to convert "half" into float.'
     ),
     "kvfold compress reference:gqa --factor 0.5 --output new": (
         "--factor must be at least 1 and below 1000, got 0.5"
     ),
-    "kvfold compress reference:gqa --bytes-per-token 0 --output new": (
-        "--bytes-per-token must be above 0, got 0.0"
+    "kvfold compress reference:gqa --set bytes-per-token=0 --output new": (
+        "--set bytes-per-token must be above 0, got 0.0"
     ),
     "kvfold compress reference:gqa --budget '1%' --output new": (
         "--budget 1% is not of the form 'ppl<=RATIO' with a ratio of at least 1 to the "
         "original's perplexity; for 1 % more write 'ppl<=1.01'"
     ),
-    "kvfold compress reference:gqa --hybrid narrow=0.5 --output new": (
-        "--hybrid has no 'narrow': give some of keys, values, narrow_keys, narrow_values, "
+    "kvfold compress reference:gqa --set hybrid=narrow=0.5 --output new": (
+        "--set hybrid has no 'narrow': give some of keys, values, narrow_keys, narrow_values, "
         "important, important_last, by, as name=value"
     ),
-    "kvfold compress reference:gqa --hybrid keys=half --output new": (
-        "--hybrid: keys must be a number; got 'half'"
+    "kvfold compress reference:gqa --set hybrid=keys=half --output new": (
+        "--set hybrid: keys must be a number; got 'half'"
     ),
-    "kvfold compress reference:gqa --hybrid keys=0.5,narrow_keys=0.25 --output new": (
-        "--hybrid: narrow_keys must be at least keys: unimportant tokens lose more than important "
+    "kvfold compress reference:gqa --set hybrid=keys=0.5,narrow_keys=0.25 --output new": (
+        "--set hybrid: narrow_keys must be at least keys: unimportant tokens lose more than "
+        "important "
         "ones; got 0.25 and 0.5"
     ),
-    "kvfold compress reference:gqa --hybrid important=2 --output new": (
-        "--hybrid: important must be in [0, 1], got 2.0"
+    "kvfold compress reference:gqa --set hybrid=important=2 --output new": (
+        "--set hybrid: important must be in [0, 1], got 2.0"
     ),
-    "kvfold compress reference:gqa --fold --recipe palu-m --hybrid keys=0.25 --output new": (
-        "--hybrid: recipe 'palu-m' stores pre_rope keys, and a narrow row is the first numbers of "
+    "kvfold compress reference:gqa --fold --recipe palu-m --set hybrid=keys=0.25 --output new": (
+        "--set hybrid: recipe 'palu-m' stores pre_rope keys, and a narrow row is the first "
+        "numbers of "
         "keys and values per head in score space: take recipe zdc, zack or fast"
     ),
-    "kvfold compress reference:gqa --keep 0.5 --budget 'ppl<=1.01' --output new": (
-        "--keep 0.5 and --budget ppl<=1.01 exclude each other: each decides the size alone"
+    "kvfold compress reference:gqa --set keep=0.5 --budget 'ppl<=1.01' --output new": (
+        "--set keep=0.5 and --budget ppl<=1.01 exclude each other: each decides the size alone"
     ),
-    "kvfold compress reference:gqa --align 0 --output new": (
-        "--align must be at least 1 and below 1e+06, got 0"
+    "kvfold compress reference:gqa --set align=0 --output new": (
+        "--set align must be at least 1 and below 1e+06, got 0"
     ),
-    "kvfold compress reference:gqa --factor 4 --align 8 --output new": (
-        "--align is of ranks whose bits are not planned; tiers are whole units of what kernels "
-        "read: leave it out, or say the size as --keep"
+    "kvfold compress reference:gqa --factor 4 --set align=8 --output new": (
+        "--set align is of ranks whose bits are not planned; tiers are whole units of what "
+        "kernels "
+        "read: leave it out, or say the size as --set keep"
     ),
-    "kvfold compress reference:gqa --align 8 --output new": (
-        "--align is of ranks whose bits are not planned; tiers are whole units of what kernels "
-        "read: leave it out, or say the size as --keep"
+    "kvfold compress reference:gqa --set align=8 --output new": (
+        "--set align is of ranks whose bits are not planned; tiers are whole units of what "
+        "kernels "
+        "read: leave it out, or say the size as --set keep"
     ),
-    "kvfold compress reference:gqa --factor 4 --levels 5,4 --output new": (
-        "--levels must be some of 8, 6, 4, 3, 2, 1; got (5, 4)"
+    "kvfold compress reference:gqa --factor 4 --set levels=5,4 --output new": (
+        "--set levels must be some of 8, 6, 4, 3, 2, 1; got (5, 4)"
     ),
-    "kvfold compress reference:gqa --factor 4 --levels many --output new": (
-        "--levels: 'many' is not a comma-separated list of numbers such as 8,4,2 or all"
+    "kvfold compress reference:gqa --factor 4 --set levels=many --output new": (
+        "--set levels: 'many' is not a comma-separated list of numbers such as 8,4,2 or all"
     ),
-    "kvfold compress reference:gqa --keep 0.5 --levels 8,4 --output new": (
-        "--levels are the bits of planned numbers, and no bits are planned: give --factor or "
-        "--bytes-per-token too"
+    "kvfold compress reference:gqa --set keep=0.5 --set levels=8,4 --output new": (
+        "--set levels are the bits of planned numbers, and no bits are planned: give "
+        "--factor or "
+        "--set bytes-per-token too"
     ),
-    "kvfold compress reference:gqa --factor 4 --prefer quick --output new": (
-        'Invalid value "quick" for --prefer. Choose from: "speed", "balanced", "size".'
+    "kvfold compress reference:gqa --factor 4 --set prefer=quick --output new": (
+        'Invalid value "quick" for --set prefer. Choose from: "speed", "balanced", "size".'
     ),
-    "kvfold compress reference:gqa --keep 0.5 --prefer speed --output new": (
-        "--prefer speed is how bits are planned, and none are: say the size as --factor or "
-        "--bytes-per-token"
+    "kvfold compress reference:gqa --set keep=0.5 --set prefer=speed --output new": (
+        "--set prefer speed is how bits are planned, and none are: say the size as --factor or "
+        "--set bytes-per-token"
     ),
-    "kvfold compress reference:gqa --factor 4 --prefer size --levels 8,4 --output new": (
-        "--levels and --prefer size exclude each other: each decides which bits numbers may have"
+    "kvfold compress reference:gqa --factor 4 --set prefer=size --set levels=8,4 --output new": (
+        "--set levels and --set prefer size exclude each other: each decides which bits "
+        "numbers may have"
     ),
-    "kvfold compress reference:gqa --factor 4 --prefer speed --recipe small --output new": (
-        "--prefer speed plans keys of each head and values of all heads; "
-        "recipe 'small' stores others: use swift or lean, or leave --prefer out"
+    "kvfold compress reference:gqa --factor 4 --set prefer=speed --recipe small --output new": (
+        "--set prefer speed plans keys of each head and values of all heads; "
+        "recipe 'small' stores others: use swift or lean, or leave --set prefer out"
     ),
-    "kvfold compress reference:gqa --factor 300 --prefer speed --output new": (
+    "kvfold compress reference:gqa --factor 300 --set prefer=speed --output new": (
         "--factor 300 leaves 191 bits a token, and each of 7 layers takes at least 216: ask for a "
         "larger cache"
     ),
-    "kvfold compress reference:gqa --fastest --output new": (
-        "--fastest is the fastest within a loss: give --budget too"
+    "kvfold compress reference:gqa --set fastest --output new": (
+        "--set fastest is the fastest within a loss: give --budget too"
     ),
-    "kvfold compress reference:gqa --batch 8 --output new": (
-        "--batch is of the step that is predicted: give --fastest too"
+    "kvfold compress reference:gqa --set batch=8 --output new": (
+        "--set batch is of the step that is predicted: give --set fastest too"
     ),
     "kvfold compress reference:gqa --goal memory --recipe lean --output new": (
         "--goal memory chooses a recipe, and so does --recipe lean: leave one out"
     ),
-    "kvfold compress reference:gqa --budget 'ppl<=1.01' --fastest --recipe lean --output new": (
-        "--fastest tries several recipes, sizes and plans: leave --recipe out"
+    "kvfold compress reference:gqa --budget 'ppl<=1.01' --set fastest --recipe lean --output new": (
+        "--set fastest tries several recipes, sizes and plans: leave --recipe out"
     ),
-    "kvfold compress reference:gqa --budget 'ppl<=1.01' --fastest --prefer speed --output new": (
-        "--fastest tries several recipes, sizes and plans: leave --prefer out"
+    "kvfold compress reference:gqa --budget ppl<=1.1 --set fastest --set prefer=speed --output x": (
+        "--set fastest tries several recipes, sizes and plans: leave --set prefer out"
     ),
-    "kvfold compress reference:gqa --fold --budget ppl<=1.1 --fastest --context 9999 --output x": (
-        "--context must be at most 4096, the model's positions; got 9999"
-    ),
-    "kvfold compress reference:gqa --recover -1 --output new": (
-        "--recover must be at least 0 steps, got -1; 0 leaves the maps alone"
+    "kvfold compress reference:gqa --fold --budget ppl<=1.1 --set fastest --set context=9999"
+    " --output x": ("--set context must be at most 4096, the model's positions; got 9999"),
+    "kvfold compress reference:gqa --set recover=-1 --output new": (
+        "--set recover must be at least 0 steps, got -1; 0 leaves the maps alone"
     ),
     "kvfold recover reference:gqa --output new": (
         "reference:gqa is not compressed, so there is nothing to recover: `kvfold compress "
         "--fold` first"
     ),
     "kvfold recover reference:gqa --steps 0 --output new": "--steps must be at least 1, got 0",
-    "kvfold recover reference:gqa --learning-rate 0 --output new": (
-        "--learning-rate must be above 0, got 0.0"
+    "kvfold recover reference:gqa --set learning-rate=0 --output new": (
+        "--set learning-rate must be above 0, got 0.0"
     ),
     "kvfold recover reference:gqa --text nowhere.txt --output new": (
         "file nowhere.txt: no such file; give a text file, plain, .xz or .gz"
@@ -305,8 +313,8 @@ SIZES = {
     "kvfold compress reference:gqa --calib-tokens 100 --output new": (
         "--calib-tokens must be at least 4096 to calibrate this model, 4 windows, got 100"
     ),
-    "kvfold compress reference:gqa --seed -1 --output new": (
-        "--seed must be at least 0 and below 9.22337e+18, got -1"
+    "kvfold compress reference:gqa --set seed=-1 --output new": (
+        "--set seed must be at least 0 and below 9.22337e+18, got -1"
     ),
     "kvfold compress compressed --output new": (
         "this model is compressed already; start from the original checkpoint"
@@ -352,13 +360,15 @@ SIZES = {
         "format='kvquant' needs levels that were calibrated on the model: compress it with recipe "
         "kvquant (keep 1) or kvquant-z first, or take another format"
     ),
-    "kvfold compare reference:gqa --align 0": "--align must be at least 1 and below 1e+06, got 0",
+    "kvfold compare reference:gqa --set align=0": "--set align must be at least 1 and below "
+    "1e+06, got 0",
     "kvfold compare reference:gqa --recipes zack --keep .5,.25 --baseline zack": (
         "--baseline must be one of original, zack 0.5, zack 0.25; got 'zack'"
     ),
-    "kvfold compare reference:gqa --calib-tokens -5": "--calib-tokens must be at least 1, got -5",
-    "kvfold compare reference:gqa --calib-tokens 100": (
-        "--calib-tokens must be at least 4096 to calibrate this model, 4 windows, got 100"
+    "kvfold compare reference:gqa --set calib-tokens=-5": "--set calib-tokens must be at "
+    "least 1, got -5",
+    "kvfold compare reference:gqa --set calib-tokens=100": (
+        "--set calib-tokens must be at least 4096 to calibrate this model, 4 windows, got 100"
     ),
     "kvfold compare compressed": (
         "this model is compressed already; start from the original checkpoint"
@@ -369,47 +379,49 @@ SIZES = {
     "kvfold frontier reference:gqa --factors 2,many": (
         "--factors: '2,many' is not a comma-separated list of numbers such as 2,4,8"
     ),
-    "kvfold frontier reference:gqa --bits 5": ("--bits must be one of 16, 8, 6, 4, 3, 2, 1; got 5"),
-    "kvfold frontier reference:gqa --levels 5": (
-        "--levels must be some of 8, 6, 4, 3, 2, 1; got (5,)"
+    "kvfold frontier reference:gqa --set bits=5": (
+        "--set bits must be one of 16, 8, 6, 4, 3, 2, 1; got 5"
+    ),
+    "kvfold frontier reference:gqa --set levels=5": (
+        "--set levels must be some of 8, 6, 4, 3, 2, 1; got (5,)"
     ),
     "kvfold frontier compressed": (
         "this model is compressed already; start from the original checkpoint"
     ),
     "kvfold inspect reference:gqa --keep 0.25": (
-        "--keep, --align and settings of calibration are about a plan: give its --recipe too"
+        "--keep, --set align and settings of calibration are about a plan: give its --recipe too"
     ),
-    "kvfold inspect reference:gqa --recipe zack --align 0": (
-        "--align must be at least 1 and below 1e+06, got 0"
+    "kvfold inspect reference:gqa --recipe zack --set align=0": (
+        "--set align must be at least 1 and below 1e+06, got 0"
     ),
     "kvfold inspect compressed --recipe zack": (
         "compressed is compressed already; --recipe plans for an original model"
     ),
-    "kvfold compress reference:gqa --bytes-per-token 0.001 --output new": (
-        "--bytes-per-token 0.001 leaves 0 bits a token, and each of 7 layers takes at least "
+    "kvfold compress reference:gqa --set bytes-per-token=0.001 --output new": (
+        "--set bytes-per-token=0.001 leaves 0 bits a token, and each of 7 layers takes at least "
         "40: ask for a larger cache"
     ),
-    "kvfold compress reference:gqa --keep 1e-300 --output new": (
-        "--keep 1e-300 leaves 0 numbers a token, and each of 7 layers takes at least 16: ask "
-        "for a larger cache, or a smaller --align than 16"
+    "kvfold compress reference:gqa --set keep=1e-300 --output new": (
+        "--set keep=1e-300 leaves 0 numbers a token, and each of 7 layers takes at least 16: ask "
+        "for a larger cache, or a smaller --set align than 16"
     ),
     "kvfold compress reference:gqa --factor 999 --output new": (
         "--factor 999 leaves 57 bits a token, and each of 7 layers takes at least 40: ask for "
         "a larger cache"
     ),
-    "kvfold compress reference:gqa --align 1000000000000 --output new": (
-        "--align must be at least 1 and below 1e+06, got 1000000000000"
+    "kvfold compress reference:gqa --set align=1000000000000 --output new": (
+        "--set align must be at least 1 and below 1e+06, got 1000000000000"
     ),
     "kvfold compare reference:gqa --recipes ,": (
         "--recipes: ',' is not a comma-separated list of names"
     ),
     "kvfold compare reference:gqa --keep 0.5,0.0001": (
         "--keep 0.0001 leaves 0 numbers a token, and each of 7 layers takes at least 16: ask "
-        "for a larger cache, or a smaller --align than 16"
+        "for a larger cache, or a smaller --set align than 16"
     ),
     "kvfold inspect reference:gqa --recipe zack --keep 0.001": (
         "--keep 0.001 leaves 3 numbers a token, and each of 7 layers takes at least 16: ask "
-        "for a larger cache, or a smaller --align than 16"
+        "for a larger cache, or a smaller --set align than 16"
     ),
 }
 ROWS = (
@@ -548,8 +560,9 @@ SUITES = {
     "kvfold eval reference:gqa --suite math=number.jsonl": (
         "suite math: number.jsonl line 1: answer is 4; it must be a text that is not blank"
     ),
-    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --against text.json": (
-        "--against: text.json holds no results of math; make it with kvfold eval --suite and --json"
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set against=text.json": (
+        "--set against: text.json holds no results of math; make it with kvfold eval --suite "
+        "and --json"
     ),
     "kvfold eval reference:gqa --suite math=answer.jsonl": (
         'suite math: answer.jsonl line 1: answer must end with "#### " and a number'
@@ -567,26 +580,27 @@ SUITES = {
     "kvfold eval reference:gqa --suite math=gsm8k.jsonl,math=gsm8k.jsonl": (
         "--suite: math is given twice; give it once"
     ),
-    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --suite-rows 0": (
-        "--suite-rows must be at least 1, got 0"
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set suite-rows=0": (
+        "--set suite-rows must be at least 1, got 0"
     ),
-    "kvfold eval reference:gqa --suite-rows 4": (
-        "--suite-rows is about questions that are checked: give --suite too"
+    "kvfold eval reference:gqa --set suite-rows=4": (
+        "--set suite-rows is about questions that are checked: give --suite too"
     ),
     "kvfold eval reference:gqa --engine vllm": (
         "--engine is about questions that are checked: give --suite too"
     ),
-    "kvfold eval reference:gqa --against reference:mha": (
-        "--against is about questions that are checked: give --suite too"
+    "kvfold eval reference:gqa --set against=reference:mha": (
+        "--set against is about questions that are checked: give --suite too"
     ),
-    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --against no-suite.json": (
-        "--against: no-suite.json holds no results of math; make it with kvfold eval --suite and "
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set against=no-suite.json": (
+        "--set against: no-suite.json holds no results of math; make it with kvfold eval "
+        "--suite and "
         "--json"
     ),
-    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --against nowhere.json": (
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set against=nowhere.json": (
         "file nowhere.json: no such file; give a text file, plain, .xz or .gz"
     ),
-    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --against ./nowhere": (
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set against=./nowhere": (
         "model directory ./nowhere does not exist"
     ),
     "kvfold eval reference:gqa --suite math=gsm8k.jsonl --text text.txt": (
@@ -602,47 +616,50 @@ SUITES = {
         "--device: vLLM runs on what it was built for; leave it out, and name GPUs in "
         "CUDA_VISIBLE_DEVICES"
     ),
-    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --engine vllm --bits 4 --format kivi": (
-        "--format: numbers that wait in 16 bits, as kivi's do, fit no block that sequences share; "
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --engine vllm --bits 4 --set format=kivi": (
+        "--set format: numbers that wait in 16 bits, as kivi's do, fit no block that "
+        "sequences share; "
         "leave it out, or serve the model with kvfold.LLM"
     ),
 }
 CACHE = {
     "kvfold eval reference:gqa --bits 5": "--bits must be one of 16, 8, 6, 4, 3, 2, 1; got 5",
-    "kvfold eval reference:gqa --page 0": "--page must be at least 1 row, got 0",
-    "kvfold eval reference:gqa --kv-bytes -3": "--kv-bytes must be at least 1, got -3",
-    "kvfold eval reference:gqa --kv-bytes 1GB": (
-        'Invalid value for --kv-bytes: unable to convert "1GB" into int.'
+    "kvfold eval reference:gqa --set page=0": "--set page must be at least 1 row, got 0",
+    "kvfold eval reference:gqa --set kv-bytes=-3": "--set kv-bytes must be at least 1, got -3",
+    "kvfold eval reference:gqa --set kv-bytes=1GB": (
+        'Invalid value for --set kv-bytes: unable to convert "1GB" into int.'
     ),
-    "kvfold eval reference:gqa --sub-group 4 --bits 4": (
-        "--sub-group must be at least 8 numbers, got 4"
+    "kvfold eval reference:gqa --set sub-group=4 --bits 4": (
+        "--set sub-group must be at least 8 numbers, got 4"
     ),
-    "kvfold eval reference:gqa --residual 33 --bits 4": (
-        "--residual must be whole pages of 32 rows, which are packed together, got 33: take "
-        "32, or another --page"
+    "kvfold eval reference:gqa --set residual=33 --bits 4": (
+        "--set residual must be whole pages of 32 rows, which are packed together, got 33: "
+        "take "
+        "32, or another --set page"
     ),
-    "kvfold eval reference:gqa --residual 128": (
-        "--residual is about packed numbers, and at 16 bits none are: set --bits to 8 or "
+    "kvfold eval reference:gqa --set residual=128": (
+        "--set residual is about packed numbers, and at 16 bits none are: set --bits to 8 or "
         "fewer, or leave it out"
     ),
-    "kvfold eval reference:gqa --zeros": (
-        "--zeros is about packed numbers, and at 16 bits none are: set --bits to 8 or fewer, "
+    "kvfold eval reference:gqa --set zeros": (
+        "--set zeros is about packed numbers, and at 16 bits none are: set --bits to 8 or fewer, "
         "or leave it out"
     ),
-    "kvfold eval reference:gqa --sub-group 32 --bits 16": (
-        "--sub-group is about packed numbers, and at 16 bits none are: set --bits to 8 or "
+    "kvfold eval reference:gqa --set sub-group=32 --bits 16": (
+        "--set sub-group is about packed numbers, and at 16 bits none are: set --bits to 8 or "
         "fewer, or leave it out"
     ),
-    "kvfold eval reference:gqa --no-rotation": (
-        "--no-rotation is about packed numbers, and at 16 bits none are: set --bits to 8 or "
+    "kvfold eval reference:gqa --set no-rotation": (
+        "--set no-rotation is about packed numbers, and at 16 bits none are: set --bits to 8 or "
         "fewer, or leave it out"
     ),
-    "kvfold eval reference:gqa --format kivi": (
-        "--format kivi quantises all numbers, so --bits must be less than 16; none are "
-        "given: set --bits to one of 8, 6, 4, 3, 2, 1, or leave --format out"
+    "kvfold eval reference:gqa --set format=kivi": (
+        "--set format kivi quantises all numbers, so --bits must be less than 16; none are "
+        "given: set --bits to one of 8, 6, 4, 3, 2, 1, or leave --set format out"
     ),
-    "kvfold eval reference:gqa --format kivi --bits 4 --evict snapkv --keep-tokens 0.5": (
-        "--format kivi and --evict snapkv exclude each other: tokens are packed together in "
+    "kvfold eval reference:gqa --set format=kivi --bits 4 --evict snapkv --keep-tokens 0.5": (
+        "--set format kivi and --evict snapkv exclude each other: tokens are packed together "
+        "in "
         "their order, so they cannot move to other pages. Leave one of them out"
     ),
     "kvfold eval reference:gqa --evict best --keep-tokens 0.5": (
@@ -654,28 +671,29 @@ CACHE = {
     ),
     "kvfold eval reference:gqa --evict snapkv": (
         "--evict snapkv evicts down to a budget: give --keep-tokens, such as 0.5, or "
-        "--max-cache-tokens"
+        "--set max-cache-tokens"
     ),
     "kvfold eval reference:gqa --evict snapkv --keep-tokens 1.5": (
         "--keep-tokens must be in (0, 1], got 1.5"
     ),
-    "kvfold eval reference:gqa --evict snapkv --max-cache-tokens 0": (
-        "--max-cache-tokens must be at least 1, got 0"
+    "kvfold eval reference:gqa --evict snapkv --set max-cache-tokens=0": (
+        "--set max-cache-tokens must be at least 1, got 0"
     ),
-    "kvfold eval reference:gqa --evict snapkv --keep-tokens 0.5 --max-cache-tokens 64": (
-        "--max-cache-tokens 64 and --keep-tokens 0.5 both limit the cache: give one"
+    "kvfold eval reference:gqa --evict snapkv --keep-tokens 0.5 --set max-cache-tokens=64": (
+        "--set max-cache-tokens=64 and --keep-tokens 0.5 both limit the cache: give one"
     ),
     "kvfold eval reference:gqa --keep-tokens 0.5": (
-        "--keep-tokens and --max-cache-tokens need a policy that says what goes: set "
+        "--keep-tokens and --set max-cache-tokens need a policy that says what goes: set "
         "--evict, such as --evict kv-compress"
     ),
-    "kvfold eval reference:gqa --repair": (
-        "--repair is of rows that stay after an eviction: set --evict too, such as --evict "
+    "kvfold eval reference:gqa --set repair": (
+        "--set repair is of rows that stay after an eviction: set --evict too, such as --evict "
         "kvzip-keys, or leave it out"
     ),
-    "kvfold eval joint --evict kvzip --keep-tokens 0.5 --repair": (
-        "--repair: this model's heads share stored numbers, or their keys are rebuilt before RoPE, "
-        "so that no head can change its own rows: leave --repair out, or take recipe 'fast', "
+    "kvfold eval joint --evict kvzip --keep-tokens 0.5 --set repair": (
+        "--set repair: this model's heads share stored numbers, or their keys are rebuilt before "
+        "RoPE, "
+        "so that no head can change its own rows: leave --set repair out, or take recipe 'fast', "
         "'zack', 'zdc' or 'kvquant-z', or the model as it is"
     ),
     "kvfold eval sliding --evict snapkv --keep-tokens 0.5": (
@@ -691,26 +709,26 @@ MEASURING = {
     "kvfold eval reference:gqa --ctx 5000": (
         "--ctx: 5000 tokens exceed the model's 4096 positions; use 4096 or less"
     ),
-    "kvfold eval reference:gqa --chunk 0": "--chunk must be at least 1, got 0",
-    "kvfold eval reference:gqa --batch 0": "--batch must be at least 1, got 0",
+    "kvfold eval reference:gqa --set chunk=0": "--set chunk must be at least 1, got 0",
+    "kvfold eval reference:gqa --set batch=0": "--set batch must be at least 1, got 0",
     "kvfold eval reference:gqa --max-tokens -5": "--max-tokens must be at least 1, got -5",
     "kvfold eval reference:gqa --max-tokens 64": (
         "packaged: --max-tokens: 64 is less than one window of --ctx 1024 tokens; take more, "
         "or a smaller --ctx"
     ),
-    "kvfold eval reference:gqa --see-question": (
-        "--see-question is about hidden facts: give --needle too"
+    "kvfold eval reference:gqa --set see-question": (
+        "--set see-question is about hidden facts: give --needle too"
     ),
-    "kvfold eval reference:gqa --needle-contexts 5": (
-        "--needle-contexts is about hidden facts: give --needle too"
+    "kvfold eval reference:gqa --set needle-contexts=5": (
+        "--set needle-contexts is about hidden facts: give --needle too"
     ),
     "kvfold eval sliding --needle": (
         "--needle: the model has 256 positions, the shortest context takes 512; leave --needle out"
     ),
-    "kvfold bench attention --rounds 0": "--rounds must be at least 1, got 0",
+    "kvfold bench attention --set rounds=0": "--set rounds must be at least 1, got 0",
     "kvfold bench decode --steps 1": "--steps must be at least 2, got 1",
     "kvfold bench replay --keep 1.5": "--keep must be in (0, 1], got 1.5",
-    "kvfold bench compress --keep 1.5": "--keep: '1.5' has numbers that are not in (0, 1]",
+    "kvfold bench compress --set keep=1.5": "--set keep: '1.5' has numbers that are not in (0, 1]",
     "kvfold eval reference:gqa --evict snapkv --keep-tokens 0.5 --ctx 2": (
         "--ctx must be at least 3 where tokens are evicted, since half of a window is only "
         "read; got 2"
@@ -722,29 +740,29 @@ MEASURING = {
         "--rate is needed: this traffic has no times of its own"
     ),
     "kvfold bench serve http://127.0.0.1:1 --rate 1,0": "--rate must be above 0; got '1,0'",
-    "kvfold bench serve http://127.0.0.1:1 --rate 1 --max-input 9": (
-        "--max-input cuts what a --trace holds: give one, or leave it out"
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --set max-input=9": (
+        "--set max-input cuts what a --set trace holds: give one, or leave it out"
     ),
-    "kvfold bench serve http://127.0.0.1:1 --rate 1 --trace keys.jsonl": (
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --set trace=keys.jsonl": (
         "keys.jsonl, line 1: a trace has fields TIMESTAMP, ContextTokens, GeneratedTokens; "
         "timestamp, input_length, output_length; num_prefill_tokens, num_decode_tokens; got nothing"
         " of these"
     ),
-    "kvfold bench serve http://127.0.0.1:1 --rate 1 --beside keys.jsonl": (
-        "--beside: keys.jsonl is no result of kvfold bench serve; make it with --json"
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --set beside=keys.jsonl": (
+        "--set beside: keys.jsonl is no result of kvfold bench serve; make it with --json"
     ),
-    "kvfold bench serve http://127.0.0.1:1 --rate 1 --plot a.txt": (
-        "--plot: a.txt must end with .svg, .png or .pdf"
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --set plot=a.txt": (
+        "--set plot: a.txt must end with .svg, .png or .pdf"
     ),
     "kvfold bench throughput random:large": (
         "MODEL: 'large' is none of llama-3.1-8b, llama-3.1-70b, llama-2-7b, qwen2.5-1.5b, tiny"
     ),
-    "kvfold bench throughput random:tiny --rates .5": "--rates must be at least 1, got 0.5",
+    "kvfold bench throughput random:tiny --set rates=.5": "--set rates must be at least 1, got 0.5",
     "kvfold capacity reference:gqa --gpu h1000": (
         "--gpu must be one of t4, l4, a10g, rtx-4090, a100-40, l40s, a100-80, h100, h200, b200; "
-        "got 'h1000'; or --gpu-bytes"
+        "got 'h1000'; or --set gpu-bytes"
     ),
-    "kvfold capacity reference:gqa --share 2": "--share must be in (0, 1], got 2.0",
+    "kvfold capacity reference:gqa --set share=2": "--set share must be in (0, 1], got 2.0",
     "kvfold capacity reference:gqa --context 0": "--context must be at least 1, got 0",
     "kvfold capacity reference:gqa --evict auto --keep-tokens 0.5": (
         "--evict auto is measured on a model's answers, and this reads its config alone: "
@@ -759,8 +777,8 @@ MEASURING = {
     "kvfold route http://a --pick best": (
         'Invalid value "best" for --pick. Choose from: "shortest", "round-robin".'
     ),
-    "kvfold route http://a --max-body 9": "--max-body must be at least 1024, got 9",
-    "kvfold route http://a --check-seconds 0": "--check-seconds must be above 0, got 0.0",
+    "kvfold route http://a --set max-body=9": "--set max-body must be at least 1024, got 9",
+    "kvfold route http://a --set check-seconds=0": "--set check-seconds must be above 0, got 0.0",
     "kvfold bench attention --batch 1.5": (
         "--batch: '1.5' is not a comma-separated list of numbers such as 1,8"
     ),
@@ -781,29 +799,30 @@ GENERATING = {
     "kvfold generate reference:gqa --prompt a --temperature 0": (
         "--temperature must be above 0, got 0.0; leave it out for greedy"
     ),
-    "kvfold generate reference:gqa --prompt a --temperature 1 --top-p 2": (
-        "--top-p must be in (0, 1], got 2.0"
+    "kvfold generate reference:gqa --prompt a --temperature 1 --set top-p=2": (
+        "--set top-p must be in (0, 1], got 2.0"
     ),
-    "kvfold generate reference:gqa --prompt a --temperature 1 --top-k 0": (
-        "--top-k must be at least 1, got 0"
+    "kvfold generate reference:gqa --prompt a --temperature 1 --set top-k=0": (
+        "--set top-k must be at least 1, got 0"
     ),
-    "kvfold generate reference:gqa --prompt a --top-k 5": (
-        "--top-k and --top-p choose what is sampled; give --temperature too"
+    "kvfold generate reference:gqa --prompt a --set top-k=5": (
+        "--set top-k and --set top-p choose what is sampled; give --temperature too"
     ),
-    "kvfold generate reference:gqa --prompt a --seed -1": (
-        "--seed must be at least 0 and below 9.22337e+18, got -1"
+    "kvfold generate reference:gqa --prompt a --set seed=-1": (
+        "--set seed must be at least 0 and below 9.22337e+18, got -1"
     ),
     "kvfold generate reference:gqa --prompt-file long.txt": (
         "the prompt has more tokens than the model's 4096 positions; shorten it"
     ),
-    "kvfold generate reference:gqa --prompt a --context none.kvf": (
+    "kvfold generate reference:gqa --prompt a --set context=none.kvf": (
         "packed context none.kvf: no such file; `kvfold pack` makes one"
     ),
-    "kvfold generate reference:gqa --prompt a --context none.kvf --bits 4": (
-        "--context says how the cache stores tokens: beside it give --kv-bytes alone"
+    "kvfold generate reference:gqa --prompt a --set context=none.kvf --bits 4": (
+        "--set context says how the cache stores tokens: beside it give --set kv-bytes alone"
     ),
-    "kvfold generate reference:gqa --prompt a --context none.kvf --chat": (
-        "--chat begins a conversation, and --context has begun already: write the template's "
+    "kvfold generate reference:gqa --prompt a --set context=none.kvf --chat": (
+        "--chat begins a conversation, and --set context has begun already: write the "
+        "template's "
         "marks into the prompt"
     ),
     "kvfold pack reference:gqa --context none.txt --output book.kvf": (
@@ -816,8 +835,8 @@ GENERATING = {
     "kvfold pack reference:gqa --context text.txt --output nowhere/book.kvf": (
         "cannot write nowhere/book.kvf: folder nowhere does not exist; create it first"
     ),
-    "kvfold pack reference:gqa --context text.txt --output book.kvf --factor 0.5": (
-        "--factor must be at least 1, got 0.5"
+    "kvfold pack reference:gqa --context text.txt --output book.kvf --set factor=0.5": (
+        "--set factor must be at least 1, got 0.5"
     ),
     "kvfold pack sliding --context text.txt --output book.kvf": (
         "--evict kvzip: this model's sliding window already drops old tokens, and eviction would "
@@ -825,22 +844,22 @@ GENERATING = {
     ),
 }
 POOLS = {
-    "kvfold generate reference:gqa --prompt a --kv-bytes 1000": (
-        "--kv-bytes must be at least 458752 to hold a page of each of 14 groups (458752 B, "
+    "kvfold generate reference:gqa --prompt a --set kv-bytes=1000": (
+        "--set kv-bytes must be at least 458752 to hold a page of each of 14 groups (458752 B, "
         "in slabs of one page size each); got 1000: give the pool more memory, or take "
         "smaller pages"
     ),
-    "kvfold eval reference:gqa --bits 4 --ctx 1024 --max-tokens 1024 --kv-bytes 300000": (
-        "--kv-bytes: a pool of 299968 bytes has no room for 512 tokens; uncompressed it "
+    "kvfold eval reference:gqa --bits 4 --ctx 1024 --max-tokens 1024 --set kv-bytes=300000": (
+        "--set kv-bytes: a pool of 299968 bytes has no room for 512 tokens; uncompressed it "
         "holds 160: 3159731 bytes would do, or shorter contexts"
     ),
-    "kvfold eval reference:gqa --kv-bytes 99999999999999": (
-        "--kv-bytes must be at most 137438953472, since tables hold int32 offsets in units "
+    "kvfold eval reference:gqa --set kv-bytes=99999999999999": (
+        "--set kv-bytes must be at most 137438953472, since tables hold int32 offsets in units "
         "of 64 B; got 99999999999999"
     ),
-    "kvfold eval reference:gqa --page 99999999": (
-        "--page 99999999: pages of so many rows take more than half of the free memory; take "
-        "fewer, or set --kv-bytes"
+    "kvfold eval reference:gqa --set page=99999999": (
+        "--set page=99999999: pages of so many rows take more than half of the free memory; take "
+        "fewer, or set --set kv-bytes"
     ),
 }
 MAPS = {
@@ -864,8 +883,8 @@ MAPS = {
         "--maps were made for someone/other, whose hidden_size is 512; this model's is 256: "
         "take the maps of this model"
     ),
-    "kvfold generate reference:gqa --prompt a --maps maps --context book.kvf": (
-        "--maps and --context exclude each other: with maps beside the weights nothing is "
+    "kvfold generate reference:gqa --prompt a --maps maps --set context=book.kvf": (
+        "--maps and --set context exclude each other: with maps beside the weights nothing is "
         "evicted, as in a packed context: leave one out"
     ),
     "kvfold eval compressed --maps maps": (
@@ -874,10 +893,10 @@ MAPS = {
     ),
     "kvfold eval reference:gqa --maps maps --evict random --keep-tokens .5": (
         "--maps: with maps beside the weights nothing is evicted, and numbers are packed as "
-        "'integers': leave --evict, --repair and --format out"
+        "'integers': leave --evict, --set repair and --set format out"
     ),
-    "kvfold serve reference:gqa --maps maps --context book=book.kvf": (
-        "--maps and --context exclude each other: with maps beside the weights nothing is "
+    "kvfold serve reference:gqa --maps maps --set context=book=book.kvf": (
+        "--maps and --set context exclude each other: with maps beside the weights nothing is "
         "evicted, as in a packed context: leave one out"
     ),
     "kvfold serve reference:gqa --maps other-maps --engine vllm": (
@@ -892,7 +911,7 @@ MAPS = {
     "kvfold inspect --maps maps --recipe zack": (
         "--maps show what is stored, and --recipe plans something else: leave one out"
     ),
-    "kvfold compress reference:gqa --windows --output folder": (
+    "kvfold compress reference:gqa --set windows --output folder": (
         "output folder exists and is not an empty directory; name another one"
     ),
     "kvfold push maps": 'Command "push" parameter NAME requires an argument.',
@@ -1072,13 +1091,14 @@ FULL_DISK = {
 NO_MEMORY = {
     "kvfold eval reference:gqa": (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 "
-        "GiB of which 1.50 GiB is free: lower --batch, --ctx or --chunk, and --kv-bytes of "
+        "GiB of which 1.50 GiB is free: lower --set batch, --ctx or --set chunk, and "
+        "--set kv-bytes of "
         "pages"
     ),
-    "kvfold generate reference:gqa --prompt a --kv-bytes 2147483648": (
+    "kvfold generate reference:gqa --prompt a --set kv-bytes=2147483648": (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 "
         "GiB of which 1.50 GiB is free: shorten the prompt, or lower --max-new-tokens, or "
-        "--kv-bytes of pages"
+        "--set kv-bytes of pages"
     ),
     "kvfold compress reference:gqa --output new": (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 "

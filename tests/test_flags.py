@@ -17,9 +17,11 @@ import pytest
 from cyclopts import App
 
 import kvfold.server.run
+from commands import refused, without_progress
 from kvfold import api, recovery
 from kvfold.cli import bench_serve
 from kvfold.cli.main import app, main
+from kvfold.cli.settings import FLAGS, Command, expanded
 from kvfold.engine.api import llm
 from kvfold.hub import loading
 
@@ -123,7 +125,7 @@ def wrong(words: list[str], monkeypatch) -> str | None:
         return f"{type(error).__name__}: {error}"
     finally:
         signal.alarm(0)
-    text = said.getvalue()
+    text = "\n".join(without_progress(said.getvalue())) + "\n"  # beside hints at old flags
     whole = text.startswith("kvfold: error: ") and text.count("\n") == 1 and len(text) < 3000
     return None if code == 0 or (code == 2 and whole) else f"{code}: {text[:300]}"
 
@@ -140,3 +142,64 @@ def test_nonsense_in_any_flag_is_told_in_one_line(tried, place, monkeypatch) -> 
     assert not found, "\n".join(f"{x}\n    {y}" for x, y in found.items())
     half = [x.name for x in place.rglob(".*")]
     assert not half, half
+
+
+def shown(command: App) -> set[str]:
+    """The flags that a command's help shows; one argument's first name counts."""
+    arguments = command.assemble_argument_collection()
+    names = [[n for n in x.names if n.startswith("--")] for x in arguments if x.show]
+    return {x[0] for x in names if x} | {"--set"}
+
+
+def test_there_are_few_flags(monkeypatch) -> None:
+    monkeypatch.setattr(Command, "listing", False)
+    flags = {" ".join(path): shown(command) for path, command in commands(app)}
+    for name in ("compress", "generate", "serve"):
+        assert len(flags[name]) <= 12, (name, flags[name])
+    assert len(set().union(*flags.values())) <= 60
+
+
+def test_every_flag_of_the_table_exists() -> None:
+    for path, command in commands(app):
+        if listed := FLAGS.get(command.default_command.__module__.rpartition(".")[2]):
+            assert {f"--{x}" for x in listed.split()} <= {
+                name for x in App.assemble_argument_collection(command) for name in x.names
+            }, path
+
+
+def test_a_setting_is_the_flag_that_it_replaces(capsys) -> None:
+    words = ["generate", "m", "--set", "page=16", "--set", "max_cache_tokens=9", "--set=repair"]
+    expected = ["generate", "m", "--page=16", "--max-cache-tokens=9", "--repair"]
+    assert expanded(app, words) == expected
+    assert expanded(app, ["bench", "decode", "--set", "prefill=no"]) == ["bench", "decode"]
+    assert expanded(app, ["generate", "m", "--", "--set"]) == ["generate", "m", "--", "--set"]
+    assert capsys.readouterr().err == ""
+    old = ["generate", "m", "--page", "16", "--bits", "4", "--page=8", "--repair"]
+    assert expanded(app, old) == old
+    assert capsys.readouterr().err == (
+        "kvfold: --page is now written --set page=VALUE\n"
+        "kvfold: --repair is now written --set repair\n"
+    )
+
+
+def test_help_of_settings_lists_those_without_a_flag(capsys) -> None:
+    assert main(["generate", "--set", "help"]) == 0
+    listed = capsys.readouterr().out
+    assert "--page" in listed and "--residual" in listed and "--prompt" not in listed
+    assert main(["generate", "--help"]) == 0
+    listed = capsys.readouterr().out
+    assert "--page" not in listed and "--prompt" in listed and "--set NAME=VALUE" in listed
+
+
+@pytest.mark.parametrize(
+    ("setting", "answer"),
+    [
+        ("pages=4", "got 'pages=4'; did you mean page?"),
+        ("page", "--set page needs a value, as in --set page=VALUE"),
+        ("repair=perhaps", "--set repair is true or false; got 'perhaps'"),
+        ("page=x", 'Invalid value for --set page: unable to convert "x" into int.'),
+        ("", "--set takes NAME=VALUE"),
+    ],
+)
+def test_what_is_no_setting_is_refused(setting, answer, capsys) -> None:
+    assert answer in refused(capsys, "generate", "m", "--prompt", "hi", "--set", setting)

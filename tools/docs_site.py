@@ -12,9 +12,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from cyclopts import App
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from kvfold.cli.main import app
+from kvfold.cli.settings import hidden_settings
 
 ROOT = Path(__file__).parent.parent
 ROOT_PAGES = {  # of the repository, by their name on the site
@@ -77,12 +81,24 @@ def site_path(path: str) -> str | None:
 
 def commands() -> str:
     """The page of the command line, from the commands' own help."""
-    from kvfold.cli.main import app
-
     text = app.generate_docs(output_format="markdown")
     contents = re.compile(r"^## Table of Contents\n.*?(?=^\*\*Commands)", re.MULTILINE | re.DOTALL)
     text = text.replace("(#kvfold-install-completion)", "(#kvfold---install-completion)")
-    return contents.sub("", text).replace("# kvfold\n", "# Command line\n", 1)
+    text = contents.sub("", text).replace("# kvfold\n", "# Command line\n", 1)
+    return f"{text}\n## Settings\n\n{unflagged(app)}"
+
+
+def unflagged(app: App, path: tuple[str, ...] = ()) -> str:
+    """Markdown lists of what `--set NAME=VALUE` takes, a command each."""
+    lists = []
+    for name in (x for x in app if not x.startswith("-")):
+        if app[name].default_command is None:
+            lists.append(unflagged(app[name], (*path, name)))
+        elif hidden := hidden_settings(app[name], parse_docstring=True):
+            words = {x.names[0][2:]: x for x in hidden.values()}
+            lines = [f"- `{setting}`: {x.parameter.help}" for setting, x in words.items()]
+            lists.append(f"### kvfold {' '.join((*path, name))} --set\n\n" + "\n".join(lines))
+    return "\n\n".join(lists)
 
 
 def settings(module: str, name: str) -> str:

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-from cyclopts import App
-
 from kvfold.cli.bench_attention import attention
 from kvfold.cli.bench_compress import compress
 from kvfold.cli.bench_decode import decode
@@ -11,6 +9,7 @@ from kvfold.cli.bench_prefill import prefill
 from kvfold.cli.bench_replay import replay
 from kvfold.cli.bench_serve import serve
 from kvfold.cli.bench_throughput import throughput
+from kvfold.cli.settings import NOTE, Command
 
 BENCHMARKS: dict[str, Callable[..., None]] = {
     "attention": attention,
@@ -22,9 +21,9 @@ BENCHMARKS: dict[str, Callable[..., None]] = {
     "throughput": throughput,
 }
 
-bench = App(
+bench = Command(
     name="bench",
     help="Measure kernels beside the fastest known baselines, and servers under load.",
 )
 for place, (name, command) in enumerate(BENCHMARKS.items()):
-    bench.command(command, name=name, sort_key=place)
+    bench.command(command, name=name, sort_key=place, help_epilogue=NOTE)

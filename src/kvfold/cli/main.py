@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import CycloptsError, Parameter, UnusedCliTokensError
 
 from kvfold.cli.bench import bench
 from kvfold.cli.capacity import capacity
@@ -27,12 +27,13 @@ from kvfold.cli.push import push
 from kvfold.cli.recover import recover
 from kvfold.cli.route import route
 from kvfold.cli.serve import serve
+from kvfold.cli.settings import NOTE, Command, expanded, with_settings
 from kvfold.cli.version import version
 from kvfold.utils.errors import SettingError
 from kvfold.utils.files import check_here
 from kvfold.utils.versions import check_transformers
 
-app = App(
+app = Command(
     name="kvfold",
     help="Shrink a language model's KV cache and measure what it costs.\n\n"
     "MODEL is a directory, a GGUF file, a hub id, or a reference: reference:gqa and reference:mha "
@@ -71,7 +72,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "push": push,
 }
 for place, (name, command) in enumerate(COMMANDS.items()):
-    app.command(command, name=name, sort_key=place)
+    app.command(command, name=name, sort_key=place, help_epilogue=NOTE)
 app.command(bench)
 app.register_install_completion_command(
     help="Let this shell (bash, zsh or fish) complete commands and flags."
@@ -91,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_transformers()
         check_here()
         with _terminable():
-            command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+            words = expanded(app, arguments)
+            command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
             check_paths(bound)
             command(*bound.args, **bound.kwargs)
             print(end="", flush=True)  # here, where it is known what a full disk is
@@ -102,11 +104,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (CycloptsError, ValueError, OSError) as error:
-        return refuse(in_words(error))
+        return refuse(with_settings(in_words(error), app, arguments))
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        return refuse(f"{first_sentences(error)}: {LESS.get(arguments[0], LESS_MODEL)}")
+        less = LESS.get(arguments[0], LESS_MODEL)
+        return refuse(with_settings(f"{first_sentences(error)}: {less}", app, arguments))
     except Terminated:
         print("kvfold: terminated", file=sys.stderr)
         return 143
