@@ -233,7 +233,7 @@ def test_bodies_that_are_being_sent_have_a_bound() -> None:
                 answers.append(b"")
             client.close()
         assert sorted(answers) == [b"", b"HTTP/1.1 503"]
-        body = json.dumps({"prompt": "a" * 50, "max_tokens": 2, "x": "y" * 18_000}).encode()
+        body = json.dumps({"prompt": "a" * 50, "max_tokens": 2, "user": "y" * 18_000}).encode()
         for _ in range(5):  # nothing is counted that has gone
             assert posted(served, COMPLETIONS, body).status_code == 200
             assert posted(served, "/nowhere", body).status_code == 404

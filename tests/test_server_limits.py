@@ -103,7 +103,7 @@ HALF = "a\ud800"  # JSON can hold half a character, which no tokenizer reads
         (CHAT, {"messages": ASKED, "chat_template_kwargs": {"x": HALF}}),
         (CHAT, {"messages": ASKED, "chat_template_kwargs": {HALF: 1}}),
         (CHAT, {"messages": ASKED, "chat_template_kwargs": {"x": [{"y": HALF}]}}),
-        (CHAT, {"messages": ASKED, "unknown": HALF}),
+        (CHAT, {"messages": ASKED, "user": HALF}),
     ],
 )
 def test_half_a_character_is_refused(small: Served, path, body) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from email.message import Message
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import Depends, FastAPI, Request
@@ -20,18 +20,20 @@ from kvfold.server.guard import Guard, HeadAsGet, unless_gone
 from kvfold.server.limits import Limits
 from kvfold.server.page import add_page
 from kvfold.server.protocol import (
+    B,
+    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
     decode,
+    whole,
 )
 from kvfold.server.replies import ChatReply, CompletionReply, Reply
 from kvfold.server.request_log import note_reply
 from kvfold.server.service import Choices, Echo, Service
 
 NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-T = TypeVar("T")
 
 
 def create_app(
@@ -77,11 +79,11 @@ async def _refused(_: Request, error: Exception) -> JSONResponse:
     return from_value_error(error).response
 
 
-def _body(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
+def _body(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
     """Reads a body of a kind. No other content type than JSON's is taken: a web page may send
     those anywhere without asking."""
 
-    async def read(request: Request) -> T:
+    async def read(request: Request) -> B:
         header = Message()
         header["content-type"] = request.headers.get("content-type", "")
         subtype = header.get_content_subtype()
@@ -95,9 +97,9 @@ def _body(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
     return read
 
 
-def _described(kind: type) -> dict[str, Any]:
+def _described(kind: type[Body]) -> dict[str, Any]:
     """A body for /docs."""
-    (schema,), parts = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
+    (schema,), parts = msgspec.json.schema_components([whole(kind)], ref_template="#/$defs/{name}")
     name = schema["$ref"].rpartition("/")[2]
     content = {"schema": _inlined(parts[name], parts)}
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
@@ -173,6 +175,12 @@ def _add_rest(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise APIError(400, "give one of prompt and messages", param="prompt")
+        if body.messages is not None and body.add_special_tokens:
+            raise APIError(
+                400,
+                "add_special_tokens is of a prompt: a chat template writes its special tokens",
+                param="add_special_tokens",
+            )
         content = await unless_gone(request, service.tokenize(body))
         return Response(content, media_type="application/json")
 

@@ -66,7 +66,10 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, answer)
 
 
+# Of a body itself, and not of an object in it.
+UNKNOWN = re.compile(r"Object contains unknown field `((?:(?!` - at `\$).)*)`", re.DOTALL)
 _FIELD = re.compile(r"`\$\.(\w+)|required field `(\w+)`")
+_OF_MESSAGE = re.compile(r"`\$\.messages\[[^]]*\]\.(\w+)`$")
 
 
 def invalid(error: Exception, param: str | None = None) -> APIError:
@@ -76,6 +79,10 @@ def invalid(error: Exception, param: str | None = None) -> APIError:
         return APIError(400, "the body is nested too deeply", param=param, code=NO_JSON)
     if not isinstance(error, msgspec.ValidationError):
         return APIError(400, f"the body is not JSON in UTF-8: {text}", param=param, code=NO_JSON)
+    inside = _OF_MESSAGE.search(str(error))
+    if inside and inside[1] not in READ_OF_MESSAGES:
+        text = f"messages: {inside[1]} is not supported by this server; leave it out"
+        return APIError(400, text, param="messages")
     named = _FIELD.search(str(error))
     where = param or (named and (named[1] or named[2]))
     if where is None:
@@ -88,8 +95,10 @@ LEGAL = {  # where a type says too little
     "prompt": "send a text, token ids, or a list of either",
     "messages": 'send [{"role": "user", "content": text}]',
     "response_format": 'its type is "text", "json_object" or "json_schema"',
+    "stream_options": 'send {"include_usage": true}',
     "structured_outputs": 'send {"regex": "[0-9]{3}"}, or response_format for JSON',
 }
+READ_OF_MESSAGES = ("role", "content", "name")
 NO_JSON = "invalid_json"
 
 

@@ -1,13 +1,24 @@
 """Bodies of requests, and what they ask of the engine."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta, Raw, Struct, field
 
 from kvfold.engine.requests.request import CacheParams, SamplingParams
-from kvfold.server.errors import APIError, invalid
+from kvfold.server.errors import UNKNOWN, APIError, invalid
+from kvfold.server.fields import (
+    EMPTY,
+    UNSUPPORTED_CHAT,
+    UNSUPPORTED_COMPLETION,
+    UNSUPPORTED_TOKENIZE,
+    Values,
+    drop_extras,
+    unknown,
+    with_extras,
+)
 from kvfold.server.limits import Limits
 from kvfold.utils.errors import renamed
 
@@ -23,10 +34,9 @@ MOST_VARIABLES = 2**16  # bytes of variables of a chat template
 MOST_SCHEMA, MOST_PATTERN, MOST_DEPTH = 2**16, 1024, 64  # bytes, characters, levels
 ANY_OBJECT = {"type": "object"}
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
-EMPTY = Raw()
-NEUTRAL = (b"", b"null", b"false", b"0", b"[]", b"{}", b'""')  # as if a field was left out
+MOST_NAME = 256  # characters of who speaks in a message
 
-T = TypeVar("T")
+B = TypeVar("B", bound="Body")
 Ids = list[int]
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
@@ -34,13 +44,23 @@ Pattern = Annotated[str, Meta(max_length=MOST_PATTERN)]
 Salt = Annotated[str, Meta(min_length=1, max_length=MOST_SALT)]
 
 
-def decode(kind: type[T], content: bytes) -> T:
+def decode(kind: type[B], content: bytes) -> B:
     """A body of a kind. Reads no further than the first error, and makes objects of nothing that
     the kind does not name. Raises APIError."""
     try:
-        return msgspec.json.decode(content, type=kind)
+        body = msgspec.json.decode(content, type=whole(kind))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        if name := UNKNOWN.fullmatch(str(error)):
+            raise unknown(name[1], kind.__struct_fields__) from None
         raise invalid(error) from None
+    drop_extras(body, kind.unsupported)
+    return body
+
+
+@cache
+def whole(kind: type[B]) -> type[B]:
+    """A kind of body with the fields that clients send and nobody reads."""
+    return cast(type[B], with_extras(kind, kind.unsupported))
 
 
 def decode_field(name: str, kind: Any, content: Raw) -> Any:
@@ -51,22 +71,33 @@ def decode_field(name: str, kind: Any, content: Raw) -> Any:
         raise invalid(error, param=name) from None
 
 
-class Body(Struct, kw_only=True):
-    """Fields that are not known are ignored, null is as if left out, and "1" is no number."""
+class Body(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Unknown fields are refused, null is as if left out, and "1" is no number. unsupported: fields
+    of other servers that change answers, and the values of them that do not."""
+
+    unsupported: ClassVar[Mapping[str, Values]] = {}
 
     model: str | None = None
 
 
-class StreamOptions(Struct):
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """include_obfuscation: OpenAI's padding against readers of a connection; not done."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
-class JsonSchema(Struct):
+class JsonSchema(Struct, forbid_unknown_fields=True):
+    """name, description and strict change nothing: every schema is kept to."""
+
     definition: Raw = field(name="schema")
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
 
-class ResponseFormat(Struct):
+class ResponseFormat(Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -104,6 +135,7 @@ class Sampled(Body, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None  # OpenAI's newer name, which goes first
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
@@ -111,7 +143,6 @@ class Sampled(Body, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
-    user: str | None = None
 
     top_k: Annotated[int, Meta(ge=-1)] | None = None  # -1 and 0: no limit
     min_p: float | None = None
@@ -133,20 +164,6 @@ class Sampled(Body, kw_only=True):
     cache_salt: Salt | None = None
 
     response_format: ResponseFormat | None = None
-    # Known, and refused: to leave them out would change what the client gets.
-    suffix: Raw = field(default_factory=Raw)
-    tools: Raw = field(default_factory=Raw)
-    functions: Raw = field(default_factory=Raw)
-    use_beam_search: Raw = field(default_factory=Raw)
-    guided_json: Raw = field(default_factory=Raw)
-    guided_regex: Raw = field(default_factory=Raw)
-    guided_choice: Raw = field(default_factory=Raw)
-    guided_grammar: Raw = field(default_factory=Raw)
-    guided_decoding: Raw = field(default_factory=Raw)
-    truncate_prompt_tokens: Raw = field(default_factory=Raw)
-    include_stop_str_in_output: Raw = field(default_factory=Raw)
-    prompt_embeds: Raw = field(default_factory=Raw)
-    logits_processors: Raw = field(default_factory=Raw)
 
     @property
     def choices(self) -> int:
@@ -154,7 +171,7 @@ class Sampled(Body, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        return self.max_tokens
+        return self.max_completion_tokens or self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
@@ -196,15 +213,8 @@ class Sampled(Body, kw_only=True):
     def release(self) -> None:
         """Let go of what held the body's bytes and texts, once they were read."""
         self.response_format = self.bad_words = self.logit_bias = self.allowed_token_ids = None
-        for name in REFUSED:
-            setattr(self, name, EMPTY)
 
     def _check(self, limits: Limits) -> None:
-        for name in REFUSED:
-            if bytes(getattr(self, name)) not in NEUTRAL:
-                raise APIError(
-                    400, f"{name} is not supported by this server; leave it out", param=name
-                )
         if self.best_of not in (None, self.choices):
             raise APIError(
                 400,
@@ -236,11 +246,6 @@ OURS = {  # fields that a client knows by another name
     "json_schema": "response_format",
     "regex": "structured_outputs",
 }
-REFUSED = (
-    *("suffix", "tools", "functions", "use_beam_search"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"),
-    *("truncate_prompt_tokens", "include_stop_str_in_output", "prompt_embeds", "logits_processors"),
-)
 
 
 def _at_most(name: str, value: float, most: int, unit: str = "") -> None:
@@ -261,6 +266,8 @@ def _check_schema(item: Any, depth: int = 0) -> None:
 
 
 class CompletionBody(Sampled, kw_only=True):
+    unsupported = UNSUPPORTED_COMPLETION
+
     prompt: Raw  # a text, token ids, or a list of either
     prompt_logprobs: Count | None = None
     context: str | None = None  # a packed one's name
@@ -269,7 +276,7 @@ class CompletionBody(Sampled, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        return DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+        return super().most_tokens or DEFAULT_TOKENS
 
     @property
     def num_logprobs(self) -> int | None:
@@ -322,9 +329,30 @@ class Part(Struct, gc=False):
     text: str | None = None
 
 
-class Message(Struct, gc=False):
+Nothing = Annotated[list[Raw], Meta(max_length=0)] | None
+
+
+class Message(Struct, gc=False, forbid_unknown_fields=True):
+    """Fields that are Nothing come back with an answer of OpenAI's client; kvfold's are empty."""
+
     role: str
     content: str | list[Part] | None = None
+    name: Annotated[str, Meta(max_length=MOST_NAME)] | None = None
+    tool_calls: Nothing = None
+    tool_call_id: Nothing = None
+    function_call: Nothing = None
+    refusal: Nothing = None
+    annotations: Nothing = None
+    audio: Nothing = None
+    reasoning: Nothing = None
+    reasoning_content: Nothing = None
+
+    @property
+    def turn(self) -> dict[str, str]:
+        """As chat templates take it, which know no developer. Raises APIError."""
+        role = "system" if self.role == "developer" else self.role
+        name = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": self.text} | name
 
     @property
     def text(self) -> str:
@@ -355,15 +383,12 @@ class Conversation:
 
     @property
     def turns(self) -> list[dict[str, str]]:
-        """As chat templates take them, which know no developer. Raises APIError."""
+        """Raises APIError."""
         messages = self.messages or ()
         if not messages:
             raise APIError(400, "messages must hold at least 1; got none", param="messages")
         _at_most("messages", len(messages), MOST_MESSAGES, "messages")
-        return [
-            {"role": "system" if x.role == "developer" else x.role, "content": x.text}
-            for x in messages
-        ]
+        return [x.turn for x in messages]
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -387,11 +412,12 @@ NULL = Raw(b"null")
 
 
 class ChatBody(Sampled, Conversation, kw_only=True):
+    unsupported = UNSUPPORTED_CHAT
+
     messages: list[Message]
     chat_template_kwargs: Raw = field(default_factory=Raw)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     prompt_logprobs: Raw = field(default_factory=Raw)
@@ -400,7 +426,7 @@ class ChatBody(Sampled, Conversation, kw_only=True):
     @property
     def most_tokens(self) -> int:
         """By default as many as there are positions: an engine ends there."""
-        return self.max_completion_tokens or self.max_tokens or 2**31
+        return super().most_tokens or 2**31
 
     @property
     def num_logprobs(self) -> int | None:
@@ -432,12 +458,16 @@ NOTHING = (b"", b"null")
 
 
 class TokenizeBody(Body, Conversation, kw_only=True):
+    """add_special_tokens: of a prompt; a chat template writes its own."""
+
+    unsupported = UNSUPPORTED_TOKENIZE
+
     messages: list[Message] | None = None
     chat_template_kwargs: Raw = field(default_factory=Raw)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     prompt: str | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 

@@ -115,7 +115,7 @@ class Service:
             ids = await self.encode_chat(body.turns, body.variables)
         else:
             text = body.prompt or ""
-            how = encode_prompt if body.add_special_tokens else encode
+            how = encode if body.add_special_tokens is False else encode_prompt
             with renamed(text="prompt"):
                 ids = await self._read(len(text), self._encode, how, text)
         told: bytes = await self._read(len(ids), self._told, ids, body.return_token_strs)
