@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import urllib.error
@@ -359,6 +360,19 @@ def test_an_interrupt_while_modules_load_is_one_line(monkeypatch, capsys):
     code = run()
     monkeypatch.undo()
     assert code == 130 and capsys.readouterr().err == "kvfold: interrupted\n"
+
+
+def test_a_process_ends_without_a_last_look_at_every_object():
+    """It takes a second of a core with torch, of two that a user waits after Ctrl-C."""
+    code = (
+        "import atexit, gc, sys; sys.argv = ['kvfold', '--version']\n"
+        "from kvfold.__main__ import run\n"
+        "atexit.register(lambda: print('frozen', gc.get_freeze_count()))\n"
+        "run(); gc.collect(); assert not gc.get_freeze_count()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split("frozen ")[1]) > 10_000
 
 
 @pytest.mark.parametrize(

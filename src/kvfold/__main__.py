@@ -1,10 +1,14 @@
 """python -m kvfold: the command line."""
 
+import atexit
+import gc
 import sys
 
 
 def run() -> int:
     """As `kvfold.cli.main.main`, while whose modules load an interrupt is one line, too."""
+    # At the end, or Python's last collection goes through all of torch: a second of a core.
+    atexit.register(gc.freeze)
     try:
         from kvfold.cli.main import main
     except KeyboardInterrupt:
