@@ -166,6 +166,16 @@ def test_who_speaks_reaches_the_template(small: Served, monkeypatch: pytest.Monk
     assert error["param"] == "messages"
 
 
+def test_variables_make_no_template_large(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        small.llm.tokenizer, "chat_template", "{{ ' ' * pad }}{{ messages[0].role }}"
+    )
+    for pad, status in ((3 * 10**9, 400), (2, 200)):
+        answer = small.post(CHAT, messages=ASKED, chat_template_kwargs={"pad": pad}, **GREEDY)
+        assert answer.status_code == status, answer.text
+        assert status == 200 or "more than 268435456 characters" in answer.text
+
+
 def test_messages_with_more_than_text_are_refused_by_field(small: Served) -> None:
     for name, value in {
         "tool_calls": [{"id": "a"}],

@@ -28,6 +28,8 @@ CHARACTERS_PER_TOKEN = 6  # first guess of how much text fills a number of token
 MOST_TEXT = 2**30  # bytes of a text file, unpacked
 MOST_JSON = 2**26  # bytes of a JSON object, which takes up to some twenty times as much in memory
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30  # that writing a conversation may take
+# Before a chat template, so that it is none of those that transformers has compiled for others.
+COMMENT = "{# kvfold +#}"
 _CHUNK = 2**20
 _OPEN: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
 _NOT_JSON = {  # what is wrong with a JSON text, by what reading it raises
@@ -229,8 +231,17 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], **how:
     """What a tokenizer's chat template writes. Raises ValueError for whatever it raises, which of a
     template with a mistake in it is any class of error, and for one that does not end."""
     try:
-        write = partial(tokenizer.apply_chat_template, messages, tokenize=False, **how)
-        return str(bounded(TEMPLATE_SECONDS, TEMPLATE_BYTES, write))
+        from transformers.utils import chat_template_utils  # with jinja2, which texts do without
+
+        from kvfold.utils.template_sandbox import bounded_templates
+
+        def write() -> str:
+            with bounded_templates(chat_template_utils):
+                template = COMMENT + tokenizer.get_chat_template()
+                settings = {"chat_template": template, "tokenize": False} | how
+                return str(tokenizer.apply_chat_template(messages, **settings))
+
+        return bounded(TEMPLATE_SECONDS, TEMPLATE_BYTES, write)
     except Exception as error:
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"messages: the model's chat template refuses them: {why}") from error
