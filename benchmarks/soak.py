@@ -9,7 +9,6 @@ descriptors, log bytes and pages of every process are recorded. The exit code is
 was different, an error was not to be expected, something was left open or a process grew.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from soak_command import run_command
 from tiny import save_tiny
 
 CLIENTS = {"whole": 24, "stream": 24, "leave": 18, "bad": 12, "header": 6, "half_head": 5}
@@ -118,7 +118,7 @@ class Process:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        call = [sys.executable, __file__, "child", *self.words, "--port", str(self.port), *LIMITS]
+        call = [sys.executable, __file__, "child", *self.words, "--port", str(self.port)]
         env = os.environ | {"OMP_NUM_THREADS": "1", "KVFOLD_COMPILE": "off"}
         self.lives, self.ready = self.lives + 1, False
         with open("/dev/full" if self.full else self.log, "ab") as log:
@@ -179,13 +179,15 @@ def free_ports(count: int) -> list[int]:
 # Requests ----------------------------------------------------------------------------------------
 
 
+Choices = tuple[tuple[str, str], ...]  # a text and a finish reason each
+
+
 @dataclass(frozen=True)
 class Question:
-    """A request whose answer is known: `wanted` of a quiet server, a (text, finish reason) for
-    every choice."""
+    """A request whose answer is known: `wanted` of a quiet server."""
 
     body: dict[str, Any]
-    wanted: tuple[tuple[str, str], ...] = ()
+    wanted: Choices = ()
 
 
 def questions(short: bool) -> list[Question]:
@@ -210,7 +212,7 @@ def questions(short: bool) -> list[Question]:
     return [*plain, echoed]
 
 
-def choices_of(content: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+def choices_of(content: dict[str, Any]) -> Choices:
     return tuple((x["text"], x["finish_reason"]) for x in content["choices"])
 
 
@@ -238,11 +240,8 @@ class Joined:
             self.texts[choice["index"]] += choice["text"]
             self.reasons[choice["index"]] = choice["finish_reason"]
 
-    def begins(self, wanted: tuple[tuple[str, str], ...]) -> bool:
-        return all(w.startswith(x) for x, (w, _) in zip(self.texts, wanted, strict=True))
-
     @property
-    def choices(self) -> tuple[tuple[str, str], ...]:
+    def choices(self) -> Choices:
         return tuple(zip(self.texts, self.reasons, strict=True))
 
 
@@ -253,23 +252,18 @@ class Soak:
     """All that happens, and what it was. outcomes: how events ended, by (kind, name); wrong: what
     must not be, in words."""
 
+    client_kinds, fault_kinds = CLIENTS, FAULTS
+    fault_seconds, most_growth, limits = FAULT_SECONDS, MOST_GROWTH, LIMITS
+
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
-        ports, model, sizes = free_ports(3), plan.model, (256, 8)
-        if model == TINY:
-            save_tiny(folder / TINY)
-            model, sizes = str(folder / TINY), (512, 32)  # its tokens are bytes
-        longest, slots = map(str, sizes)
+        ports = free_ports(3)
+        words = (*self.serve_words(), *self.limits)
         servers = [
-            Process(
-                name,
-                ("serve", model, "--max-tokens", longest, "--max-sequences", slots, *SERVE),
-                port,
-                folder / f"{name}.log",
-            )
+            Process(name, words, port, folder / f"{name}.log")
             for name, port in zip(("first", "second"), ports, strict=False)
         ]
-        words = ("route", *(x.url for x in servers), "--check-seconds", "0.2")
+        words = ("route", *(x.url for x in servers), "--check-seconds", "0.2", *self.limits)
         self.servers, self.router = servers, Process("router", words, ports[2], folder / "r.log")
         self.processes = [*servers, self.router]
         self.outcomes: Counter[tuple[str, str]] = Counter()
@@ -280,6 +274,14 @@ class Soak:
         self.questions: list[Question] = []
         self.open, self.router_changes = 0, 0
         self.gate, self.over = asyncio.Event(), False
+
+    def serve_words(self) -> tuple[str, ...]:
+        """`kvfold serve` of the model, but for its port and limits."""
+        model, longest, slots = self.plan.model, "256", "8"
+        if model == TINY:
+            save_tiny(self.folder / TINY)
+            model, longest, slots = str(self.folder / TINY), "512", "32"  # its tokens are bytes
+        return ("serve", model, "--max-tokens", longest, "--max-sequences", slots, *SERVE)
 
     async def run(self) -> dict[str, Any]:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -302,9 +304,18 @@ class Soak:
     async def _ask_quietly(self) -> None:
         """The answers of a server that does nothing else."""
         for asked in questions(short=self.plan.model == TINY):
-            async with self.session.post(self.servers[0].url + PATH, json=asked.body) as got:
-                content = await got.json()
+            content = await self._ask_first(asked.body)
             self.questions.append(Question(asked.body, choices_of(content)))
+
+    async def _ask_first(self, body: dict[str, Any]) -> dict[str, Any]:
+        async with self.session.post(self.servers[0].url + PATH, json=body) as answer:
+            return await answer.json()
+
+    def agrees(self, asked: Question, choices: Choices, *, whole: bool) -> bool:
+        """Whether choices are a quiet server's; not whole: whether they begin as those do."""
+        if whole:
+            return choices == asked.wanted
+        return all(w.startswith(x) for (x, _), (w, _) in zip(choices, asked.wanted, strict=True))
 
     async def _events(self) -> None:
         self.began = time.monotonic()
@@ -335,7 +346,7 @@ class Soak:
     async def _client(self, rng: random.Random) -> None:
         while not self.over:
             await self.gate.wait()
-            (kind,) = rng.choices(list(CLIENTS), list(CLIENTS.values()))
+            (kind,) = rng.choices(list(self.client_kinds), list(self.client_kinds.values()))
             self.open += 1
             changes = self.router_changes
             try:
@@ -365,7 +376,8 @@ class Soak:
             if answer.status != 200:
                 return self._named(answer.status, content["error"]["code"])
         got = choices_of(content)
-        assert got == asked.wanted, f"{asked.body}: {got} for {asked.wanted}"
+        agree = self.agrees(asked, got, whole=True)
+        assert agree, f"{asked.body}: {got} for {asked.wanted}"
         return "equal"
 
     async def _stream(self, rng: random.Random, leave: float = 0.0) -> str:
@@ -383,7 +395,8 @@ class Soak:
                     first = False
                 joined.add(line.decode())
                 if rng.random() < leave:
-                    assert joined.error or joined.begins(asked.wanted), f"{asked.body}: {joined}"
+                    agree = joined.error or self.agrees(asked, joined.choices, whole=False)
+                    assert agree, f"{asked.body}: {joined.choices}"
                     return "left"
         return self._ended(asked, joined)
 
@@ -392,11 +405,9 @@ class Soak:
 
     def _ended(self, asked: Question, joined: Joined) -> str:
         assert joined.done, "a stream without its last event"
-        assert joined.begins(asked.wanted), f"{asked.body}: {joined.texts} for {asked.wanted}"
-        if joined.error is not None:
-            return self._named(200, joined.error)
-        assert joined.choices == asked.wanted, f"{asked.body}: {joined.choices}"
-        return "equal"
+        agree = self.agrees(asked, joined.choices, whole=joined.error is None)
+        assert agree, f"{asked.body}: {joined.choices} for {asked.wanted}"
+        return "equal" if joined.error is None else self._named(200, joined.error)
 
     def _named(self, status: int, code: str | None) -> str:
         """An error that may be. Raises AssertionError for another."""
@@ -491,10 +502,10 @@ class Soak:
     async def _faults(self, rng: random.Random) -> None:
         """One after another, until the gate closes. A server that ended is back before the next."""
         while not self.over and self.gate.is_set():
-            await asyncio.sleep(rng.uniform(*FAULT_SECONDS))
+            await asyncio.sleep(rng.uniform(*self.fault_seconds))
             if self.over or not self.gate.is_set():
                 return
-            (kind,) = rng.choices(list(FAULTS), list(FAULTS.values()))
+            (kind,) = rng.choices(list(self.fault_kinds), list(self.fault_kinds.values()))
             server = rng.choice(self.servers)
             await FAULT[kind](self, server, rng)
             self.faults[kind] += 1
@@ -586,9 +597,9 @@ class Soak:
                 lives.setdefault(sample[process.name]["life"], []).append(sample[process.name])
             found[process.name] = {
                 what: max((x[-1][what] - x[0][what] for x in lives.values()), default=0)
-                for what in MOST_GROWTH
+                for what in self.most_growth
             }
-            for what, most in MOST_GROWTH.items():
+            for what, most in self.most_growth.items():
                 if found[process.name][what] > most:
                     self.wrong.append(f"{process.name} grew by {found[process.name][what]} {what}")
         return found
@@ -660,35 +671,20 @@ def unchunked(data: bytes) -> bytes:
         content, data = content + data[:length], data[length + 2 :]
 
 
-def main() -> int:
-    if sys.argv[1:2] == ["child"]:
-        return child(sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, value in asdict(Plan()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    parser.add_argument("--json", type=Path)
-    words = vars(parser.parse_args())
-    path = words.pop("json")
-    report = soak(Plan(**words))
-    text = json.dumps(report, indent=1)
-    if path:
-        path.write_text(text + "\n", encoding="utf-8")
-    print(json.dumps({k: v for k, v in report.items() if k != "samples"}, indent=1))
-    return 1 if report["wrong"] else 0
-
-
-def soak(plan: Plan) -> dict[str, Any]:
+def soak(plan: Plan, kind: type[Soak] = Soak) -> dict[str, Any]:
     """What happened. Its logs are kept where something was wrong."""
     folder = Path(tempfile.mkdtemp(prefix="kvfold-soak-"))
-    report = asyncio.run(_soak(plan, folder))
+    report = asyncio.run(_soak(plan, kind, folder))
     if not report["wrong"]:
         shutil.rmtree(folder)
     return report | {"logs": str(folder) if report["wrong"] else None}
 
 
-async def _soak(plan: Plan, folder: Path) -> dict[str, Any]:
-    return await Soak(plan, folder).run()
+async def _soak(plan: Plan, kind: type[Soak], folder: Path) -> dict[str, Any]:
+    return await kind(plan, folder).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["child"]:
+        sys.exit(child(sys.argv[2:]))
+    sys.exit(run_command(__doc__.splitlines()[0], Plan, soak))

@@ -13,7 +13,6 @@ Sums of floats round differently in another batch. Requests whose answers a chan
 1e-5 of their size would change are left out, since nobody can say which answer is right.
 """
 
-import argparse
 import gc
 import json
 import logging
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from soak_command import run_command
 from tiny import disturbed, tiny_model, tiny_tokenizer
 
 import kvfold
@@ -624,22 +624,12 @@ class Soak:
         }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, value in asdict(Plan()).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value)
-    parser.add_argument("--json", type=Path)
-    words = vars(parser.parse_args())
-    path = words.pop("json")
+def soak(plan: Plan) -> dict[str, Any]:
     logging.getLogger("kvfold").setLevel(logging.CRITICAL)  # faults are meant
     grammar.REFUSED_SECONDS = 1.0  # of one whose process was killed
     torch.set_num_threads(1)
-    report = Soak(Plan(**words)).run()
-    if path:
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({k: v for k, v in report.items() if k != "samples"}, indent=1))
-    return 1 if report["wrong"] else 0
+    return Soak(plan).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(__doc__.splitlines()[0], Plan, soak))

@@ -187,3 +187,48 @@ def test_the_soak_tells_a_different_answer_from_a_cut_one(serving_soak) -> None:
     for wrong in ("ata: {}", 'data: {"choi'):
         with pytest.raises((AssertionError, ValueError)):
             streamed(wrong)
+
+
+@pytest.fixture(scope="module")
+def real_soak(serving_soak):
+    return importlib.import_module("soak_real")
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+def test_a_real_models_servers_under_faults(real_soak) -> None:
+    """Two minutes of what `python benchmarks/soak_real.py` does for longer."""
+    report = real_soak.soak_real(real_soak.RealPlan(minutes=2, clients=8, seed=1))
+    assert not report["wrong"], (report["wrong"][:5], report["logs"])
+    assert report["outcomes"]["equal"] > 5 and report["parted"]["count"] < 200
+
+
+def test_answers_may_part_at_ties_alone(real_soak, serving_soak) -> None:
+    plan = real_soak.RealPlan(tie=0.5, maps="maps", device="cuda", dtype="bfloat16")
+    soak = real_soak.RealSoak(plan, SOAK.parent)
+    words = " ".join(soak.servers[0].words)
+    assert "--maps maps" in words and "--device cuda --dtype bfloat16" in words
+    assert "--maps" not in real_soak.RealSoak(real_soak.RealPlan(), SOAK.parent).servers[0].words
+    logprobs = {
+        "tokens": ["The", " old", " house", " by the sea and the", " ship"],
+        "top_logprobs": [
+            {"The": -0.1, "A": -3.0},
+            {" old": -0.9, " new": -1.1},
+            {" house": -0.1, " ship": -3.0},
+            {" by the sea and the": -0.1},
+            {" ship": -0.1, " man": -5.0},
+        ],
+    }
+    soak.gaps, soak.parted = {"a": real_soak.gaps_of(logprobs)}, []
+    wanted = "".join(logprobs["tokens"])
+    asked = serving_soak.Question({"prompt": "a"}, ((wanted, "length"),))
+
+    def agrees(text: str, reason: str | None = "length", whole: bool = True) -> bool:
+        return soak.agrees(asked, ((text, reason),), whole=whole)
+
+    assert agrees(wanted) and agrees(wanted[:9], None, whole=False) and not soak.parted
+    assert agrees("The new ship") and agrees("The new", None, whole=False)
+    assert soak.parted == [pytest.approx(0.2)] * 2
+    assert not agrees(wanted[:-4] + "man") and not agrees(wanted, "eos")
+    soak.parted.clear()
+    assert not agrees(wanted + " went") and not agrees(wanted[:-3]) and not soak.parted
