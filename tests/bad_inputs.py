@@ -3,8 +3,27 @@ and docs/errors.md shows them.
 
 A call is a command line, perhaps with a variable before it, or Python. To add one: write it into a
 group, run the test, and put in what it says; a group is a line of GROUPS. The files that calls name
-are made by `files`.
+are made by `files`. Names of a registry come from it, through `names`.
 """
+
+from collections.abc import Iterable
+
+from kvfold.cache.eviction.policies import POLICIES
+from kvfold.cli.methods import PUBLISHED
+from kvfold.config import AUTO, CacheConfig, settings_of
+from kvfold.evaluation import suites
+from kvfold.recipes import RECIPES
+
+LISTS: dict[str, str] = {}  # what a message lists, and how the page abbreviates it
+
+
+def names(registry: Iterable[str], few: int = 4) -> str:
+    """All names as a message lists them; the page shows the first and the last of more than few."""
+    known = [*registry]
+    listed = ", ".join(known)
+    LISTS[listed] = f"{known[0]}, ..., {known[-1]}" if len(known) > few else listed
+    return listed
+
 
 COMMANDS = {
     "kvfold eval": 'Command "eval" parameter MODEL requires an argument.',
@@ -303,9 +322,7 @@ SIZES = {
         "output text.txt exists and is not an empty directory; name another one"
     ),
     "kvfold compress reference:gqa --recipe tiny --output new": (
-        "unknown recipe 'tiny'; recipes: zack, zdc, kvquant, kvquant-z, lorc, palu-m, palu-g, "
-        "palu-j, fast, "
-        "swift, lean, small"
+        f"unknown recipe 'tiny'; recipes: {names(RECIPES)}"
     ),
     "kvfold compress reference:gqa --calib-tokens -5 --output new": (
         "--calib-tokens must be at least 1, got -5"
@@ -326,9 +343,7 @@ SIZES = {
         "--keep: '0.5,half' is not a comma-separated list of numbers such as .5,.25"
     ),
     "kvfold compare reference:gqa --recipes small,big": (
-        "unknown recipe 'big'; recipes: zack, zdc, kvquant, kvquant-z, lorc, palu-m, palu-g, "
-        "palu-j, fast, "
-        "swift, lean, small"
+        f"unknown recipe 'big'; recipes: {names(RECIPES)}"
     ),
     "kvfold compare reference:gqa --methods ';'": (
         "--methods: ';' has none; separate them by semicolons"
@@ -347,10 +362,7 @@ SIZES = {
     ),
     "kvfold compare reference:gqa --methods 'KIVI 3.5 bits'": (
         "--methods: 'KIVI 3.5 bits': no recipe, size and options, nor one of ours, published, "
-        "papers, int8, int4, KIVI 4 bits, KIVI 2 bits, KVQuant 4 bits, KVQuant 3 bits, KVQuant 2 "
-        "bits, GEAR 4 bits, GEAR 2 bits, GEAR 2 bits, pages of 256, Keyformer, H2O, KV-Compress, "
-        "ZACK, Keyformer-Z, KVQuant-Z 4 bits, KVQuant-Z 3 bits, KVQuant-Z 2 bits, ZDC, H2O-ZDC, "
-        "GEAR-ZDC 4 bits, GEAR-ZDC 2 bits"
+        f"papers, {names(PUBLISHED)}"
     ),
     "kvfold compare reference:gqa --methods 'swift 4x' --bits 4": (
         "--methods says what is folded and how tokens are stored: leave --bits out, or write it "
@@ -527,7 +539,7 @@ FILES = {
 }
 SUITES = {
     "kvfold eval reference:gqa --suite poetry=gsm8k.jsonl": (
-        "--suite: unknown suite 'poetry'; suites: code, math"
+        f"--suite: unknown suite 'poetry'; suites: {names(suites.SUITES)}"
     ),
     "kvfold eval reference:gqa --suite code,math": (
         "--suite: code has no file: write code=FILE, or give --suite-data, the folder of "
@@ -663,11 +675,7 @@ CACHE = {
         "their order, so they cannot move to other pages. Leave one of them out"
     ),
     "kvfold eval reference:gqa --evict best --keep-tokens 0.5": (
-        "--evict must be one of kv-compress, kv-compress-full, kvc-w8, kvc-w32, kvc-w32-l1, "
-        "kvc-full, snapkv, snapkv-w8, h2o, h2o-r32, keyformer, pyramidkv, "
-        "ada-snapkv, ada-snapkv-w8, "
-        "keydiff, keydiff-all, knorm, leverage, compactor, kvzip, kvzip-past, kvzip+, "
-        "kvgrad, kvzip-keys, learned, expected-attention, streaming, random, auto; got 'best'"
+        f"--evict must be one of {names([*POLICIES, AUTO])}; got 'best'"
     ),
     "kvfold eval reference:gqa --evict snapkv": (
         "--evict snapkv evicts down to a budget: give --keep-tokens, such as 0.5, or "
@@ -969,8 +977,7 @@ PYTHON = {
         "packed context none.kvf: no such file; `kvfold pack` makes one"
     ),
     'kvfold.LLM("reference:gqa", bit=4)': (
-        "unknown settings: bit; of the cache: kv_bytes, page, bits, zeros, sub_group, rotate, "
-        "format, residual, evict, keep_tokens, max_cache_tokens, repair"
+        f"unknown settings: bit; of the cache: {names(settings_of(CacheConfig), few=99)}"
     ),
     'kvfold.LLM("nowhere")': (
         "cannot load a model from 'nowhere': there is no such directory, the hub cannot be "
@@ -1002,9 +1009,7 @@ PYTHON = {
     ),
     'kvfold.compress("reference:gqa", recipe=5)': "recipe must be a string or a Recipe; got 5",
     'kvfold.compress("reference:gqa", "tiny")': (
-        "unknown recipe 'tiny'; recipes: zack, zdc, kvquant, kvquant-z, lorc, palu-m, palu-g, "
-        "palu-j, fast, "
-        "swift, lean, small"
+        f"unknown recipe 'tiny'; recipes: {names(RECIPES)}"
     ),
     'kvfold.compress("reference:gqa", align="8")': "align must be a whole number; got '8'",
     'kvfold.compress("reference:gqa", max_tokens=2.5)': (
