@@ -14,7 +14,7 @@ from kvfold.cache.eviction import select as evict
 from kvfold.cache.eviction.attention import AttentionPolicy, attention_mass, observing
 from kvfold.cache.eviction.base import Policy, RowsView
 from kvfold.cache.eviction.budget import Budget
-from kvfold.cache.eviction.compact import capped
+from kvfold.cache.eviction.compact import sequences_within
 from kvfold.cache.eviction.policies import POLICIES, get
 from kvfold.layout.pages import UNIT
 
@@ -668,9 +668,9 @@ def test_names(name: str) -> None:
     assert get(name).name == name
 
 
-def test_capped() -> None:
+def test_sequences_within() -> None:
     order = [("a", 40), ("b", 50), ("c", 20), ("d", 5)]
-    assert capped(order, 1000) == ["a", "b", "c", "d"]
-    assert capped(order, 90) == ["a", "b"]
-    assert capped(order, 95) == ["a", "b"]  # c is the first that does not fit, d waits with it
-    assert capped(order, 39) == []
+    assert sequences_within(order, 1000) == ["a", "b", "c", "d"]
+    assert sequences_within(order, 90) == ["a", "b"]
+    assert sequences_within(order, 95) == ["a", "b"]  # c is the first that does not fit, d waits with it
+    assert sequences_within(order, 39) == []

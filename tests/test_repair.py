@@ -7,7 +7,7 @@ from transformers import AttentionInterface
 
 from kvfold import LLM, CacheParams, SamplingParams
 from kvfold.cache.eviction import repair as fits
-from kvfold.cache.eviction.repair import KEYS, MOST, VALUES, WEIGHTS, nearest, repaired
+from kvfold.cache.eviction.repair import KEYS, MOST, VALUES, WEIGHTS, fit_to_attention, ridge_solve
 from kvfold.config import CacheConfig
 from kvfold.engine.runner import repair
 from kvfold.engine.runner.build import build_runner
@@ -71,7 +71,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, stays: Tensor, softcap: float | None)
 def test_a_fit_is_that_of_each_head_alone(asked: int, softcap: float | None) -> None:
     (q, k, v), stays = rows(asked=asked), some(12, 5, 20)
     valid = torch.ones_like(stays)
-    found = repaired(q, k, v, valid, stays, 20, softcap)
+    found = fit_to_attention(q, k, v, valid, stays, 20, softcap)
     for head in range(len(q)):
         inside = found.inside[head]
         assert found.places[head, inside].tolist() == stays[head].nonzero()[:, 0].tolist()
@@ -84,9 +84,9 @@ def test_rows_that_are_not_there_do_not_count() -> None:
     (q, k, v), stays = rows(), some(12, 5, 0)
     valid = stays | some(20, 20, 20)
     valid[2] = False
-    found = repaired(q, k, v, valid, stays, 12)
+    found = fit_to_attention(q, k, v, valid, stays, 12)
     k[~valid], v[~valid] = 1e3, -1e3
-    again = repaired(q, k, v, valid, stays, 12)
+    again = fit_to_attention(q, k, v, valid, stays, 12)
     for x, y in zip(found, again, strict=True):
         torch.testing.assert_close(x[found.inside], y[found.inside])
 
@@ -94,7 +94,7 @@ def test_rows_that_are_not_there_do_not_count() -> None:
 def test_nothing_changes_where_all_rows_stay() -> None:
     q, k, v = rows()
     every = torch.ones(3, 24, dtype=torch.bool)
-    found = repaired(q, k, v, every, every, 24)
+    found = fit_to_attention(q, k, v, every, every, 24)
     torch.testing.assert_close(found.keys, k, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.values, v, atol=1e-5, rtol=0)
 
@@ -108,7 +108,7 @@ def test_a_fit_is_nearer_to_what_attention_gave() -> None:
         output = (scores.softmax(-1) @ v - wanted).square().sum()
         return float(output), float(((scores.logsumexp(-1) - mass).exp() - 1).square().sum())
 
-    found = repaired(q, k, v, torch.ones_like(stays), stays, 12)
+    found = fit_to_attention(q, k, v, torch.ones_like(stays), stays, 12)
     before = errors(*(x.take_along_dim(found.places[..., None], 1) for x in (k, v)))
     after = errors(found.keys, found.values)
     assert after[0] < before[0] / 2 and after[1] < before[1]
@@ -117,9 +117,9 @@ def test_a_fit_is_nearer_to_what_attention_gave() -> None:
 @pytest.mark.parametrize("shape", [(40, 12), (12, 40)])
 def test_a_ridge_has_one_least_square(shape: tuple[int, int]) -> None:
     a, b = torch.randn(*shape).double(), torch.randn(shape[0], 3).double()
-    torch.testing.assert_close(nearest(a, b, 0.1), solved(a, b, 0.1))
+    torch.testing.assert_close(ridge_solve(a, b, 0.1), solved(a, b, 0.1))
     wider = torch.nn.functional.pad(a, (0, 5))
-    torch.testing.assert_close(nearest(wider, b, 0.1)[: shape[1]], solved(a, b, 0.1))
+    torch.testing.assert_close(ridge_solve(wider, b, 0.1)[: shape[1]], solved(a, b, 0.1))
 
 
 def runner_of(model, evict: str = "kvzip-keys", keep: float = 0.5, slots: int = 4, **settings):

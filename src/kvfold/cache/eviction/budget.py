@@ -33,7 +33,7 @@ class Budget:
 
     @classmethod
     def max_cache_tokens(cls, tokens: int, page: int, num_groups: int) -> "Budget":
-        """A budget of `tokens` rows per group on average (C of KV-Compress §3.3), rounded up to
+        """A budget of `tokens` entries per group on average (C of KV-Compress §3.3), rounded up to
         whole pages."""
         if tokens < 1:
             raise ValueError(
@@ -43,8 +43,8 @@ class Budget:
 
     @classmethod
     def keep_tokens(cls, fraction: float, lengths: Tensor | Sequence[int], page: int) -> "Budget":
-        """A budget of `fraction` of the present rows, `lengths` [G], rounded up to whole pages in
-        each group.
+        """A budget of `fraction` of the present entries, `lengths` [G], rounded up to whole pages
+        in each group.
 
         Pass the pool's `host_lengths`: lengths on a device cost a synchronisation.
         """

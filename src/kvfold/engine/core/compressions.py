@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakMethod
 
-from kvfold.cache.eviction.compact import capped
+from kvfold.cache.eviction.compact import sequences_within
 from kvfold.cache.pool import Pool, PoolFull
 from kvfold.engine.core.prefixes import Prefixes
 from kvfold.engine.requests.request import Request, Runner, Status
@@ -196,4 +196,4 @@ class Compressions:
         if limit is None:
             return order
         rows = self._rows(order).sum(1)
-        return capped(list(zip(order, rows.tolist(), strict=True)), limit) or order[:1]
+        return sequences_within(list(zip(order, rows.tolist(), strict=True)), limit) or order[:1]

@@ -18,7 +18,7 @@ from kvfold.attention.base import LayerMaps
 from kvfold.attention.metadata import PoolView
 from kvfold.attention.paged import Watch
 from kvfold.attention.rows import gather_rows
-from kvfold.cache.eviction.repair import Repaired, repaired
+from kvfold.cache.eviction.repair import FittedEntries, fit_to_attention
 from kvfold.engine.requests.request import Batch, Request, ScheduledChunk
 from kvfold.layout import CacheSpec, Geometry
 from kvfold.ops.store import rewrite
@@ -79,7 +79,7 @@ class _Prompt:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """What is fitted of one layer: q, k, v, valid and stays as `repaired` takes them; most: S."""
+    """What is fitted of one layer: q, k, v, valid, stays and most (S) of `fit_to_attention`."""
 
     index: int
     tensors: tuple[Tensor, ...]
@@ -175,12 +175,13 @@ class Repair:
             return
         softcap = self.view.layout.spec.geometry.softcap
         q, k, v, valid, stays = map(torch.cat, zip(*(x.tensors for x in layers), strict=True))
-        found = repaired(q, k, v, valid, stays, max(x.most for x in layers), softcap)
+        most = max(x.most for x in layers)
+        found = fit_to_attention(q, k, v, valid, stays, most, softcap)
         for layer, *own in zip(layers, *(x.chunk(len(layers)) for x in found), strict=True):
             *_, valid, stays = layer.tensors
-            yield self._fitted(layer.index, slot, Repaired(*own), (valid & ~stays).any(-1))
+            yield self._fitted(layer.index, slot, FittedEntries(*own), (valid & ~stays).any(-1))
 
-    def _fitted(self, index: int, slot: int, found: Repaired, lost: Tensor) -> Fitted:
+    def _fitted(self, index: int, slot: int, found: FittedEntries, lost: Tensor) -> Fitted:
         """lost: bool [Hk], heads of which rows go."""
         maps: LayerMaps = self.modules[index].maps
         places, inside, k, v = found
