@@ -135,7 +135,7 @@ class Bench(quality.Bench):
         longest = max([*self.arguments.lengths, *(ids.shape[1] for ids in self.texts.values())])
         policy = policies.get(case.cache.evict) if case.cache.evict else None
         if case.edit:
-            policy = dataclasses.replace(policy, **case.edit)
+            policy = policy.changed(**case.edit)
         runner = runner_for(self._model(case), case.cache, longest, policy=policy)
         found: dict[str, Any] = {"name": case.name, "cache": dataclasses.asdict(case.cache)}
         found["texts"], sessions = {}, partial(PagedSession, runner)

@@ -19,6 +19,7 @@ LAYERS: dict[str, set[str]] = {
     "config": {"utils", "layout", "cache"},
     "recipes": {"config"},
     "models": {"utils", "layout", "ops", "attention"},
+    "experimental": {"utils", "ops", "cache", "models"},
     "hub": {"utils", "layout", "models", "config"},
     "calibration": {"utils", "layout", "ops", "models"},
     "compression": {"utils", "layout", "ops", "attention", "models", "config", "recipes", "hub"}

@@ -27,12 +27,12 @@ def test_a_second_reading_beside_the_first(tmp_path, repair):
 
 def test_operations_of_a_reading():
     """A piece that is everything: each query sees all rows, and half of the reading."""
-    policy = replace(get("kvzip"), chunk=6)
-    first, again = replay.operations("tiny", 6, policy)
+    scorer = replace(get("kvzip").scorer, chunk=6)
+    first, again = replay.operations("tiny", 6, scorer)
     pair = 2 * 2 * 4 * 16 * 2  # products with a key and a value, of 4 heads of 16, in 2 layers
     assert again - first == pair * (6 * 6 + 6 * 6 / 2)  # all that are seen, and scores once more
-    more = replay.operations("tiny", 12, policy)[1]
-    less = replay.operations("tiny", 12, replace(policy, whole=False))[1]
+    more = replay.operations("tiny", 12, scorer)[1]
+    less = replay.operations("tiny", 12, replace(scorer, sees_suffix=False))[1]
     assert more - less == pair * 6 * 6
 
 

@@ -1,16 +1,16 @@
 """Attention of a prompt's tokens close by, and the policy that looks at it."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvfold.cache.eviction.attention import mean_pool
-from kvfold.cache.eviction.base import RowsView
-from kvfold.cache.eviction.local import LocalPolicy, local_attention
+from kvfold.cache.eviction.base import EntriesView
 from kvfold.cache.eviction.policies import get
-from kvfold.cache.eviction.policies.compactor import standard
+from kvfold.cache.eviction.policy import Policy
+from kvfold.cache.eviction.scorers.attention import mean_pool
+from kvfold.cache.eviction.scorers.compactor import Local, local_attention, standard
 from kvfold.evaluation.paged import PagedSession
 from models import tokens
 from test_eviction_view import folded, runner_of
@@ -19,18 +19,18 @@ PROMPT, CHUNK = 45, 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curious(LocalPolicy):
+class Curious(Local):
     """Keeps what it saw, and likes all rows alike."""
 
     needs = frozenset({"local", "keys", "queries"})
-    seen: list[tuple[RowsView, list[tuple[Tensor, ...]]]] = field(default_factory=list)
+    seen: list[tuple[EntriesView, list[tuple[Tensor, ...]]]] = field(default_factory=list)
 
-    def score(self, view: RowsView) -> Tensor:
+    def score(self, view: EntriesView) -> Tensor:
         layers = range(len(view.layers))
         self.seen.append((view, [(view.keys(i), view.queries(i)[0]) for i in layers]))
         return torch.zeros_like(view.metrics)
 
-    def protected_recent(self, tokens: int) -> int:
+    def num_too_young(self, window: int | None) -> int:
         return 0
 
 
@@ -49,12 +49,13 @@ def test_a_token_sees_its_own_chunk_alone_and_all_of_it() -> None:
     [("llama-gqa", None), ("opt", None), ("llama3-scaling", "zack"), ("opt", "lean")],
 )
 def test_metrics_are_of_the_keys_and_queries_that_the_model_computed(name, recipe) -> None:
-    policy = Curious(name="curious", chunk=CHUNK, window=PROMPT)
+    scorer = Curious(chunk=CHUNK)
+    policy = Policy(scorer=scorer, window=PROMPT)
     runner = runner_of(folded(name, recipe, 0.5), policy)
     session = PagedSession(runner).__enter__()
     session.read(tokens(1, PROMPT)[0].tolist(), prompt=PROMPT)
     session.compress()
-    ((view, seen),) = policy.seen
+    ((view, seen),) = scorer.seen
     groups = [(i, heads) for i, each in enumerate(view.layers) for heads in each]
     for g, (layer, heads) in enumerate(groups):
         k, q = seen[layer]
@@ -63,7 +64,7 @@ def test_metrics_are_of_the_keys_and_queries_that_the_model_computed(name, recip
 
 
 def test_what_was_generated_stays() -> None:
-    policy = replace(get("compactor"), sinks=0, recent_share=0.0)
+    policy = get("compactor").changed(sinks=0, recent_share=0.0)
     runner = runner_of(folded("llama-gqa", None, 0.5), policy)
     session = PagedSession(runner).__enter__()
     session.read(tokens(1, PROMPT)[0].tolist(), prompt=PROMPT)
@@ -99,4 +100,4 @@ def test_standard_scores_are_of_the_scored_rows() -> None:
 
 def test_a_chunk_has_tokens() -> None:
     with pytest.raises(ValueError, match="chunk must be at least 1 token, got 0"):
-        replace(get("compactor"), chunk=0)
+        get("compactor").changed(chunk=0)

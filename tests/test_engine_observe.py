@@ -105,7 +105,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> tuple[Observer, list[dict[int, list
     for slot in range(runner.pool.num_slots):
         runner.pool.open()
         runner.pool.extend([slot], [1])
-    return Observer(runner.attention.view, runner.policy, {0: module.maps}), calls
+    return Observer(runner.attention.view, runner.policy.scorer, {0: module.maps}), calls
 
 
 def decode(on: Observer, *sequences: Request) -> None:
@@ -205,10 +205,10 @@ def test_nothing_is_observed_where_no_request_evicts(
     evict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever has a budget is, and evicts what it does alone."""
-    calls, compute = [], cpu_paged.attention_mass
+    calls, compute = [], cpu_paged.attention_scores
     for module in (cpu_paged, fallback):
         counted = lambda *x: calls.append(x) or compute(*x)  # noqa: E731
-        monkeypatch.setattr(module, "attention_mass", counted)
+        monkeypatch.setattr(module, "attention_scores", counted)
     monkeypatch.setenv("KVFOLD_BACKEND", "reference")
     use_triton.cache_clear()
     how = {"kv_bytes": 2**22, "page": 4, "max_sequences": 3, "max_tokens": 128}

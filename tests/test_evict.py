@@ -1,6 +1,7 @@
 """Eviction: metrics, budgets and moves, for every policy, against plain loops."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import get_args
 
 import pytest
 import torch
@@ -11,16 +12,18 @@ from torch.nn import functional as F
 
 from kvfold.cache.eviction import compact
 from kvfold.cache.eviction import select as evict
-from kvfold.cache.eviction.attention import AttentionPolicy, attention_mass, observing
-from kvfold.cache.eviction.base import Policy, RowsView
+from kvfold.cache.eviction.base import EntriesView, Scorer
 from kvfold.cache.eviction.budget import Budget
 from kvfold.cache.eviction.compact import sequences_within
 from kvfold.cache.eviction.policies import POLICIES, get
+from kvfold.cache.eviction.policy import Policy, Scope
+from kvfold.cache.eviction.scorers.attention import Attention, as_observation
+from kvfold.cache.eviction.scorers.attention import attention_scores as scores_of
 from kvfold.layout.pages import UNIT
 
 INF = float("inf")
-ALL = AttentionPolicy(name="all", scope="all")
-PLAIN = AttentionPolicy(name="plain")
+ALL = Policy(scorer=Attention(), name="all", scope="all")
+PLAIN = Policy(scorer=Attention(), name="plain")
 
 
 def rows(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,17 +73,18 @@ def view_of(
     sizes: list[int],
     generator: torch.Generator | None = None,
     in_order: bool = False,
-) -> RowsView:
-    return RowsView(
+) -> EntriesView:
+    return EntriesView(
         positions=positions,
         valid=valid,
-        mass=metrics,
+        raw_metrics=metrics,
         sizes=sizes,
         in_order=in_order,
         layers=[tuple((head,) for head in range(metrics.shape[1]))],
-        needs=policy.needs,
+        needs=policy.scorer.needs,
         source=Stored(metrics, valid, policy.window or 1),
         generator=generator,
+        sinks=policy.sinks,
     )
 
 
@@ -267,7 +271,7 @@ def test_sequences_are_compressed_as_if_alone(name: str) -> None:
     held = torch.tensor(lengths)
     valid = torch.arange(most) < held[..., None]
     each, generators = [], [torch.Generator().manual_seed(0) for _ in range(2)]
-    policies = [replace(policy, recent=x) for x in recents]
+    policies = [policy.changed(recent=x) for x in recents]
     sizes = [len(x[0][0]) for x in alone]
     view = view_of(policy, metrics, positions, valid, sizes, generators[0])
     recent = torch.tensor([x.protected_recent(0) for x in policies])
@@ -295,10 +299,10 @@ def test_budgets_are_of_one_kind() -> None:
         evict.select(*about, ALL, [Budget(pages=1), Budget(bytes=64)])
 
 
-@pytest.mark.parametrize("scope", ["group", "layer", "pyramid", "all"])
+@pytest.mark.parametrize("scope", get_args(Scope))
 def test_smaller_budget_evicts_a_superset(scope: str) -> None:
     metrics, positions, valid, held = rows([33, 64, 5, 40, 0, 12])
-    policy = replace(PLAIN, scope=scope, recent=3)
+    policy = PLAIN.changed(scope=scope, recent=3)
     metric = scores(metrics, positions, valid, policy)
     before = torch.zeros_like(valid)
     for pages in reversed(range(24)):
@@ -310,8 +314,8 @@ def test_smaller_budget_evicts_a_superset(scope: str) -> None:
 def test_what_is_padded_does_not_matter() -> None:
     metrics, _, _, held = rows([33, 64, 5])
     wider = torch.cat([metrics, torch.zeros(3, 50)], 1)
-    for scope in ("group", "layer", "pyramid", "all"):
-        policy = replace(PLAIN, scope=scope)
+    for scope in get_args(Scope):
+        policy = PLAIN.changed(scope=scope)
         evicted, _ = run(metrics, held, 8, Budget(pages=7), policy, layers=3)
         padded, _ = run(wider, held, 8, Budget(pages=7), policy, layers=3)
         assert torch.equal(padded[:, : metrics.shape[1]], evicted)
@@ -328,13 +332,13 @@ def test_scopes_share_the_budget() -> None:
     held = torch.full((4,), 64)
     kept = {
         scope: kept_pages(
-            run(metric, held, 4, Budget(pages=32), replace(PLAIN, scope=scope), layers=2)[0],
+            run(metric, held, 4, Budget(pages=32), PLAIN.changed(scope=scope), layers=2)[0],
             held,
             4,
         )
-        for scope in ("group", "layer", "pyramid", "all")
+        for scope in get_args(Scope)
     }
-    assert kept["group"] == [8, 8, 8, 8]
+    assert kept["head"] == [8, 8, 8, 8]
     assert sum(kept["layer"][:2]) == sum(kept["layer"][2:]) == 16
     assert kept["layer"][0] > kept["layer"][1]
     assert kept["layer"][2] > kept["layer"][3]
@@ -342,7 +346,7 @@ def test_scopes_share_the_budget() -> None:
     assert kept["all"][0] > kept["all"][2] > kept["all"][3] > kept["all"][1]
 
 
-def test_group_scope_keeps_what_short_groups_have() -> None:
+def test_head_scope_keeps_what_short_groups_have() -> None:
     held = torch.tensor([20, 3, 20], dtype=torch.int32)
     metric = torch.rand(3, 20, generator=torch.Generator().manual_seed(0))
     evicted, kept = run(metric, held, 4, Budget(pages=9), PLAIN)
@@ -355,14 +359,14 @@ def test_layers_count_by_their_groups() -> None:
     held = torch.full((4,), 32)
     metric = torch.rand(4, 32, generator=torch.Generator().manual_seed(0))
     layers = torch.tensor([2, 7, 7, 7])
-    policy = replace(PLAIN, scope="layer")
+    policy = PLAIN.changed(scope="layer")
     evicted, _ = select(metric, held, 4, plain_units(4), layers, policy, Budget(pages=16))
     assert kept_pages(evicted, held, 4)[0] == 4
 
 
 def test_protected_rows_can_make_a_budget_impossible() -> None:
     metrics, positions, valid, held = rows([40, 40])
-    policy = replace(ALL, sinks=10**6)
+    policy = ALL.changed(sinks=10**6)
     metric = scores(metrics, positions, valid, policy)
     evicted, kept = run(metric, held, 8, Budget(pages=1), policy)
     assert kept == 10
@@ -378,14 +382,14 @@ def test_protected_rows_can_make_a_budget_impossible() -> None:
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=3, max_size=3),
     keep=st.floats(0, 1.1),
-    scope=st.sampled_from(["group", "layer", "pyramid", "all"]),
+    scope=st.sampled_from(get_args(Scope)),
     seed=st.integers(0, 1000),
 )
 def test_byte_budgets(lengths: list[int], keep: float, scope: str, seed: int) -> None:
     """Kept bytes are within the budget, and by less than one page."""
     metrics, _, _, held = rows(lengths, seed)
     units = torch.tensor([1, 3, 8], dtype=torch.int32)
-    policy = replace(PLAIN, scope=scope)
+    policy = PLAIN.changed(scope=scope)
     present = sum(-(-n // 4) * u * UNIT for n, u in zip(lengths, (1, 3, 8), strict=True))
     budget = Budget(bytes=int(keep * present))
     evicted, kept = select(metrics, held, 4, units, torch.tensor([0, 1, 1]), policy, budget)
@@ -412,6 +416,10 @@ def test_cost_is_per_page_or_byte_as_the_budget_counts() -> None:
         assert evicted.any(1).nonzero().tolist()[0] == [first]
 
 
+def attention_scores(weights: Tensor, *positions: Tensor, policy: Policy, groups: list) -> Tensor:
+    return scores_of(weights, *positions, as_observation(policy), groups)
+
+
 def naive_mass(
     weights: Tensor, keys: Tensor, queries: Tensor, prompts: Tensor, policy: Policy, groups: list
 ) -> Tensor:
@@ -422,12 +430,12 @@ def naive_mass(
         for i in range(num_queries):
             q, prompt = int(queries[b, i]), int(prompts[b])
             first = 0 if policy.window is None else prompt - policy.window
-            if q < 0 or q < first or (q >= prompt and not policy.continual):
+            if q < 0 or q < first or (q >= prompt and not policy.scorer.continual):
                 continue
             for g, heads in enumerate(groups):
                 for h in (h for head in heads for h in range(head * per_kv, (head + 1) * per_kv)):
-                    far = q - keys[b, h // per_kv] >= policy.exclude
-                    mass[b, g] += weights[b, h, i] ** policy.power * far
+                    far = q - keys[b, h // per_kv] >= policy.scorer.exclude
+                    mass[b, g] += weights[b, h, i] ** policy.scorer.power * far
     return mass
 
 
@@ -436,10 +444,10 @@ def naive_mass(
 @pytest.mark.parametrize(
     "window, exclude, power", [(None, 0, 1), (None, 3, 2), (4, 0, 2), (99, 0, 1)]
 )
-def test_attention_mass(groups, continual, window, exclude, power) -> None:
+def test_attention_scores_equal_loops(groups, continual, window, exclude, power) -> None:
     """Against loops; rows are not in order, the second sequence's queries are partly padding."""
     generator = torch.Generator().manual_seed(0)
-    policy = replace(PLAIN, window=window, exclude=exclude, power=power, continual=continual)
+    policy = PLAIN.changed(window=window, exclude=exclude, power=power, continual=continual)
     weights = torch.rand(2, 8, 9, 12, generator=generator)
     keys = torch.stack([torch.randperm(12, generator=generator) for _ in range(8)]).view(2, 4, 12)
     queries = torch.stack([torch.arange(3, 12), torch.arange(-2, 7)])
@@ -447,38 +455,40 @@ def test_attention_mass(groups, continual, window, exclude, power) -> None:
     causal = queries[:, None, :, None] >= keys[:, :, None]
     weights = weights * causal.repeat_interleave(2, 1)
     weights[1, :, :2] = float("nan")
-    mass = attention_mass(weights, keys.int(), queries, prompts, policy, groups)
+    mass = attention_scores(weights, keys.int(), queries, prompts, policy=policy, groups=groups)
     expected = naive_mass(weights, keys, queries, prompts, policy, groups)
     assert mass.dtype == torch.float32
     torch.testing.assert_close(mass, expected)
     for b in range(2):
         one = slice(b, b + 1)
-        alone = attention_mass(weights[one], keys[one], queries[one], prompts[one], policy, groups)
+        inputs = (x[one] for x in (weights, keys, queries, prompts))
+        alone = attention_scores(*inputs, policy=policy, groups=groups)
         assert torch.equal(alone[0], mass[b])
 
 
 def test_excluded_window() -> None:
     """Eq. 19 with v = 2: a key's own query and the next do not count, the one after does."""
-    policy = replace(PLAIN, exclude=2)
+    policy = PLAIN.changed(exclude=2)
     keys, queries = torch.arange(4).view(1, 1, 4), torch.arange(4)[None]
     weights = torch.full((1, 1, 4, 4), 0.5).tril()
-    mass = attention_mass(weights, keys, queries, torch.tensor([4]), policy, [(0,)])
+    mass = attention_scores(weights, keys, queries, torch.tensor([4]), policy=policy, groups=[(0,)])
     assert mass.tolist() == [[[1.0, 0.5, 0.0, 0.0]]]
 
 
 def test_squares_prefer_a_single_strong_query() -> None:
     weights = torch.tensor([[0.4, 0.1], [0.4, 0.7]]).view(1, 1, 2, 2)
     where = torch.zeros(1, 1, 2), torch.tensor([[0, 1]]), torch.tensor([2])
-    even, peaked = attention_mass(weights, *where, PLAIN, [(0,)])[0, 0]
+    even, peaked = attention_scores(weights, *where, policy=PLAIN, groups=[(0,)])[0, 0]
     torch.testing.assert_close(even, peaked)
-    even, peaked = attention_mass(weights, *where, replace(PLAIN, power=2), [(0,)])[0, 0]
+    squares = PLAIN.changed(power=2)
+    even, peaked = attention_scores(weights, *where, policy=squares, groups=[(0,)])[0, 0]
     torch.testing.assert_close(torch.stack([even, peaked]), torch.tensor([0.32, 0.50]))
 
 
 def test_half_precision_is_summed_in_fp32() -> None:
     weights = torch.full((1, 1, 4096, 1), 1e-4, dtype=torch.float16)
     where = torch.zeros(1, 1, 1), torch.arange(4096)[None], torch.tensor([4096])
-    mass = attention_mass(weights, *where, replace(PLAIN, power=2), [(0,)])
+    mass = attention_scores(weights, *where, policy=PLAIN.changed(power=2), groups=[(0,)])
     torch.testing.assert_close(mass.item(), 4096 * float(weights[0, 0, 0, 0]) ** 2)
 
 
@@ -487,7 +497,7 @@ def test_pool_follows_positions() -> None:
     positions = torch.tensor([[7, 0, 30, 2, 9]], dtype=torch.int32)
     metrics = torch.tensor([[1.0, 0.0, 5.0, 9.0, 99.0]])
     valid = torch.tensor([[True, True, True, True, False]])
-    pooled = scores(metrics, positions, valid, replace(PLAIN, pool=3))
+    pooled = scores(metrics, positions, valid, PLAIN.changed(pool=3))
     assert pooled.tolist() == [[9.0, 9.0, 5.0, 9.0, INF]]
     assert metrics.tolist() == [[1.0, 0.0, 5.0, 9.0, 99.0]]
 
@@ -495,7 +505,7 @@ def test_pool_follows_positions() -> None:
 def test_rows_in_order_need_no_sorting(monkeypatch: pytest.MonkeyPatch) -> None:
     positions = torch.arange(9, dtype=torch.int32).repeat(2, 1)
     valid = positions < torch.tensor([[9], [6]])
-    about = torch.rand(2, 9), positions, valid, replace(PLAIN, pool=3)
+    about = torch.rand(2, 9), positions, valid, PLAIN.changed(pool=3)
     wanted = scores(*about)
     monkeypatch.setattr(torch.Tensor, "argsort", None, raising=False)
     assert torch.equal(scores(*about, in_order=True), wanted)
@@ -505,10 +515,10 @@ def test_rows_in_order_need_no_sorting(monkeypatch: pytest.MonkeyPatch) -> None:
     "policy, stays",
     [
         (PLAIN, []),
-        (replace(PLAIN, sinks=2), [0, 1]),
-        (replace(PLAIN, recent=3), [7, 8, 9]),
-        (replace(PLAIN, window=2, recent=1), [8, 9]),
-        (replace(PLAIN, exclude=1), [9]),
+        (PLAIN.changed(sinks=2), [0, 1]),
+        (PLAIN.changed(recent=3), [7, 8, 9]),
+        (PLAIN.changed(window=2, recent=1), [8, 9]),
+        (PLAIN.changed(exclude=1), [9]),
         (get("streaming"), [0, 1, 2, 3]),
     ],
 )
@@ -545,10 +555,10 @@ def test_a_floor_is_an_even_share(lengths: list[int]) -> None:
     goes to those that are furthest below their share, in whatever layer."""
     metric = torch.rand(4, 64, generator=torch.Generator().manual_seed(0))
     metric = metric * torch.tensor([[8.0], [1e-6], [8.0], [1e-6]])
-    held, policy = torch.tensor(lengths), replace(PLAIN, scope="layer")
+    held, policy = torch.tensor(lengths), PLAIN.changed(scope="layer")
     kept = {
         floor: kept_pages(
-            run(metric, held, 4, Budget(pages=32), replace(policy, floor=floor), layers=2)[0],
+            run(metric, held, 4, Budget(pages=32), policy.changed(floor=floor), layers=2)[0],
             held,
             4,
         )
@@ -563,17 +573,17 @@ def test_a_floor_is_an_even_share(lengths: list[int]) -> None:
 def test_published_settings() -> None:
     """Windows, pools, powers and pages of the papers and their released scripts."""
     found = {
-        name: (x.window, x.pool, x.power, x.scope, x.page, x.protected_recent(128), x.floor)
-        for name, x in ((name, get(name)) for name in POLICIES)
-        if isinstance(x, AttentionPolicy)
+        x.name: (x.window, y.pool, y.power, x.scope, x.page, x.protected_recent(128), x.floor)
+        for x in map(get, POLICIES)
+        if isinstance(y := x.scorer, Attention)
     }
     assert found["kvc-w8"] == (8, 7, 2, "all", 16, 8, 0)
     assert found["kvc-w32"] == (32, 7, 2, "all", 16, 32, 0)
     assert found["kvc-w32-l1"] == (32, 7, 1, "all", 16, 32, 0)
     assert found["kvc-full"] == (None, 1, 2, "all", 16, 32, 0)
-    assert found["snapkv"] == (32, 7, 1, "group", None, 32, 0)
+    assert found["snapkv"] == (32, 7, 1, "head", None, 32, 0)
     assert found["ada-snapkv"] == (32, 7, 1, "layer", None, 32, 0.2)
-    assert found["h2o"] == (None, 1, 1, "group", None, 64, 0)
+    assert found["h2o"] == (None, 1, 1, "head", None, 64, 0)
     assert found["kv-compress"] == (8, 7, 2, "all", None, 8, 0)
 
 
@@ -599,56 +609,56 @@ def test_user_facing_budgets() -> None:
     assert Budget.keep_tokens(0.07, [3200], 32) == Budget(pages=7)
 
 
-class Blind(Policy):
-    """Reads what it did not declare."""
+class Undeclared(Scorer):
+    """Reads metrics, which it did not declare."""
 
-    def score(self, view: RowsView) -> Tensor:
-        return getattr(view, self.name)
-
-    needs = frozenset()
+    def score(self, view: EntriesView) -> Tensor:
+        return view.metrics
 
 
-class Norms(Blind):
+class Norms(Undeclared):
     needs = frozenset({"norm"})
 
 
-class Queries(Blind):
+class Queries(Undeclared):
     needs = frozenset({"queries"})
 
 
-class Claimed(Blind):
+class Claimed(Undeclared):
     needs = frozenset({"attention"})
 
 
 def test_what_is_not_declared_is_not_there() -> None:
     metrics, positions, valid, _ = rows([4])
-    view = view_of(Claimed(name="claimed"), metrics, positions, valid, [4])
+    view = view_of(Policy(scorer=Claimed()), metrics, positions, valid, [4])
     assert view.metrics is metrics
     for read in (view.keys, view.values, view.queries):
         with pytest.raises(AssertionError, match=r"reads \w+, but its needs are {'attention'}"):
             read(0)
     with pytest.raises(AssertionError, match="reads attention, but its needs are"):
-        scores(metrics, positions, valid, Blind(name="metrics"))
+        scores(metrics, positions, valid, Policy(scorer=Undeclared()))
 
 
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: replace(PLAIN, window=0), "window .* got 0"),
-        (lambda: replace(PLAIN, power=3), "power .* got 3"),
-        (lambda: replace(PLAIN, pool=4), "pool must be odd .* got 4"),
-        (lambda: replace(PLAIN, scope="head"), "group, layer, pyramid, all; got 'head'"),
+        (lambda: PLAIN.changed(window=0), "window .* got 0"),
+        (lambda: PLAIN.changed(power=3), "power .* got 3"),
+        (lambda: PLAIN.changed(pool=4), "pool must be odd .* got 4"),
+        (lambda: PLAIN.changed(scope="uniform"), "head, layer, pyramid, all; got 'uniform'"),
         (
-            lambda: Norms(name="norms"),
-            "attention, keys, learned, local, queries, replay, values; got 'norm'",
+            lambda: Norms(),
+            "attention, keys, learned, local, queries, rescoring, values; got 'norm'",
         ),
-        (lambda: Queries(name="queries"), "'queries' needs queries, so window .* got None"),
-        (lambda: observing(Claimed(name="mass")), "'mass' needs attention.* a Claimed: derive"),
-        (lambda: replace(PLAIN, exclude=-1), "exclude .* got -1"),
-        (lambda: replace(PLAIN, sinks=-1), "sinks .* got -1"),
-        (lambda: replace(PLAIN, recent=-1), "recent .* got -1"),
-        (lambda: replace(PLAIN, recent_share=1.0), "recent_share .* got 1.0"),
-        (lambda: replace(PLAIN, floor=1.1), "floor .* got 1.1"),
+        (lambda: Policy(scorer=Queries()), "'custom' needs queries, so window .* got None"),
+        (lambda: Policy(scorer="keys"), r"must be a Scorer, such as Attention\(\) .*got 'keys'"),
+        (lambda: as_observation(Policy(scorer=Claimed())), "needs attention.* a Claimed: derive"),
+        (lambda: PLAIN.changed(chunk=8), "'plain' has no field 'chunk'; its fields are continual"),
+        (lambda: PLAIN.changed(exclude=-1), "exclude .* got -1"),
+        (lambda: PLAIN.changed(sinks=-1), "sinks .* got -1"),
+        (lambda: PLAIN.changed(recent=-1), "recent .* got -1"),
+        (lambda: PLAIN.changed(recent_share=1.0), "recent_share .* got 1.0"),
+        (lambda: PLAIN.changed(floor=1.1), "floor .* got 1.1"),
         (lambda: get("snap"), "'snap'; policies: kv-compress, .*random"),
         (lambda: Budget(), "pages=None and bytes=None"),
         (lambda: Budget(pages=1, bytes=64), "pages=1 and bytes=64"),
@@ -672,5 +682,8 @@ def test_sequences_within() -> None:
     order = [("a", 40), ("b", 50), ("c", 20), ("d", 5)]
     assert sequences_within(order, 1000) == ["a", "b", "c", "d"]
     assert sequences_within(order, 90) == ["a", "b"]
-    assert sequences_within(order, 95) == ["a", "b"]  # c is the first that does not fit, d waits with it
+    assert sequences_within(order, 95) == [
+        "a",
+        "b",
+    ]  # c does not fit, and d waits with it
     assert sequences_within(order, 39) == []

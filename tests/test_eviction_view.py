@@ -8,10 +8,11 @@ from torch import Tensor
 
 from kvfold import compress, recipes
 from kvfold.cache.eviction import policies
-from kvfold.cache.eviction.attention import AttentionPolicy
-from kvfold.cache.eviction.base import Policy, RowsView
+from kvfold.cache.eviction.base import EntriesView
 from kvfold.cache.eviction.budget import Budget
-from kvfold.cache.eviction.policies.expected import expected
+from kvfold.cache.eviction.policy import Policy
+from kvfold.cache.eviction.scorers.attention import Attention
+from kvfold.cache.eviction.scorers.expected import expected
 from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
@@ -35,14 +36,14 @@ CASES = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curious(AttentionPolicy):
+class Curious(Attention):
     """Looks at everything, and scores as its base does."""
 
     needs = frozenset({"attention", "keys", "values", "queries"})
-    views: list[RowsView] = field(default_factory=list)
+    views: list[EntriesView] = field(default_factory=list)
     seen: list[list[tuple[Tensor, ...]]] = field(default_factory=list)  # by round and layer
 
-    def score(self, view: RowsView) -> Tensor:
+    def score(self, view: EntriesView) -> Tensor:
         layers = range(len(view.layers))
         self.views.append(view)
         self.seen.append([(view.keys(i), view.values(i), *view.queries(i)) for i in layers])
@@ -67,8 +68,8 @@ def runner_of(model, policy: Policy) -> ModelRunner:
 
 
 def curious(model, **settings) -> tuple[ModelRunner, Curious]:
-    policy = Curious(name="curious", window=WINDOW, continual=True, **settings)
-    return runner_of(model, policy), policy
+    scorer = Curious(continual=True)
+    return runner_of(model, Policy(scorer=scorer, window=WINDOW, **settings)), scorer
 
 
 def fed(runner: ModelRunner, prompts: list[int]) -> list[PagedSession]:
@@ -82,9 +83,9 @@ def fed(runner: ModelRunner, prompts: list[int]) -> list[PagedSession]:
 @pytest.mark.parametrize("name, recipe", CASES)
 def test_queries_and_keys_make_the_metrics(name: str, recipe: str | None) -> None:
     """Attention of the window's queries to the keys, in whatever space they are stored."""
-    runner, policy = curious(folded(name, recipe, 0.5))
+    runner, scorer = curious(folded(name, recipe, 0.5))
     runner.compress([x.sequence for x in fed(runner, [PROMPT, PROMPT - 8])])
-    (view,), (seen,) = policy.views, policy.seen
+    (view,), (seen,) = scorer.views, scorer.seen
     group_of = [(i, heads) for i, groups in enumerate(view.layers) for heads in groups]
     for g, (layer, heads) in enumerate(group_of):
         k, _, q, where = seen[layer]
@@ -106,9 +107,9 @@ def test_values_are_the_model_s(name: str, recipe: str | None) -> None:
     ids = tokens(1, PROMPT, seed=0)
     with torch.no_grad():
         wanted = tiny(name)(ids, use_cache=True)[CACHE].layers
-    runner, policy = curious(folded(name, recipe, 1.0))
+    runner, scorer = curious(folded(name, recipe, 1.0))
     runner.compress([x.sequence for x in fed(runner, [PROMPT])])
-    for layer, (k, v, *_) in enumerate(policy.seen[0]):
+    for layer, (k, v, *_) in enumerate(scorer.seen[0]):
         spec = runner.attention.layers[layer].spec
         if spec.values != "fused":
             off = wanted[layer].values - v
@@ -121,10 +122,10 @@ def test_values_are_the_model_s(name: str, recipe: str | None) -> None:
 @pytest.mark.parametrize("recipe", ["zack", "fast"])
 def test_nothing_lies_beyond_a_head_s_rank(recipe: str) -> None:
     """Where heads differ in rank, others' numbers fill up what is gathered."""
-    runner, policy = curious(folded("llama3-scaling", recipe, 0.5))
+    runner, scorer = curious(folded("llama3-scaling", recipe, 0.5))
     runner.compress([x.sequence for x in fed(runner, [PROMPT])])
     ragged = False
-    for layer, (k, v, *_) in enumerate(policy.seen[0]):
+    for layer, (k, v, *_) in enumerate(scorer.seen[0]):
         maps = runner.attention.layers[layer]
         stored = [(v, maps.value_columns)] if maps.spec.values == "fused" else []
         stored += [(k, maps.key_columns)] if maps.spec.keys != "pre_rope" else []
@@ -139,12 +140,12 @@ def test_nothing_lies_beyond_a_head_s_rank(recipe: str) -> None:
 def test_rows_that_moved_are_the_same_rows(recipe: str | None) -> None:
     """A second round sees the survivors' keys and values at their positions, zeros where no row
     is, and the queries since."""
-    runner, policy = curious(folded("llama3-scaling", recipe, 0.5), scope="all")
+    runner, scorer = curious(folded("llama3-scaling", recipe, 0.5), scope="all")
     (session,) = fed(runner, [PROMPT])
     session.compress()
     logits_of(session, [5, 6, 7])
     session.compress()
-    (first, second), (before, after) = policy.views, policy.seen
+    (first, second), (before, after) = scorer.views, scorer.seen
     g = 0
     for layer, groups in enumerate(second.layers):
         assert after[layer][3].tolist() == [list(range(PROMPT - 4, PROMPT + 3))]
@@ -160,30 +161,30 @@ def test_rows_that_moved_are_the_same_rows(recipe: str | None) -> None:
 
 def test_a_sequence_that_went_back_has_fewer_queries() -> None:
     """Later queries lie in the rows of the earliest, which are gone."""
-    runner, policy = curious(tiny("llama-gqa"))
+    runner, scorer = curious(tiny("llama-gqa"))
     (session,) = fed(runner, [PROMPT])
     mark = session.mark()
     logits_of(session, [5, 6])
     session.rewind(mark)
     session.compress()
-    q, where = policy.seen[0][0][2:]
+    q, where = scorer.seen[0][0][2:]
     assert where.tolist() == [[-1, -1, *range(PROMPT - WINDOW + 2, PROMPT)]]
     assert not q[:, :, :2].any() and q[:, :, 2:].all()
 
 
 def test_queries_of_who_had_the_slot_before_are_gone() -> None:
-    runner, policy = curious(tiny("llama-gqa"))
+    runner, scorer = curious(tiny("llama-gqa"))
     for q in runner.attention.recent.queries.values():
         q.fill_(float("nan"))
     (session,) = fed(runner, [WINDOW - 2])
     runner.compress([session.sequence])
-    q, where = policy.seen[0][0][2:]
+    q, where = scorer.seen[0][0][2:]
     assert where.tolist() == [[-1, -1, *range(WINDOW - 2)]]
     assert not q[:, :, :2].any() and q.isfinite().all()
 
 
 def test_nobody_keeps_queries_that_nobody_needs() -> None:
-    policy = AttentionPolicy(name="plain", window=WINDOW)
+    policy = Policy(scorer=Attention(), window=WINDOW)
     assert runner_of(tiny("llama-gqa"), policy).attention.recent is None
 
 
@@ -210,7 +211,7 @@ def test_expected_attention_reads_a_pool(recipe: str | None) -> None:
     (session,) = fed(runner, [PROMPT])
     held = Held(session.sequence.open_slot, PROMPT, Budget(pages=1), None)
     view = runner.eviction._view([held], policy)
-    found = policy.score(view)
+    found = policy.scorer.score(view)
     group = 0
     for layer, groups in enumerate(view.layers):
         k, v, (q, _) = view.keys(layer), view.values(layer), view.queries(layer)
@@ -220,6 +221,6 @@ def test_expected_attention_reads_a_pool(recipe: str | None) -> None:
             for head in heads:
                 s = q[0, 2 * head : 2 * head + 2] @ k[0, head, 4:].T / 16**0.5
                 worth = (s.mean(1) + s.var(1, correction=0) / 2).softmax(-1).mean(0)
-                wanted[4:] += (worth + policy.epsilon) * v[0, head, 4:].norm(dim=-1)
+                wanted[4:] += (worth + policy.scorer.epsilon) * v[0, head, 4:].norm(dim=-1)
             torch.testing.assert_close(found[0, group, 4:], wanted[4:], rtol=1e-3, atol=1e-6)
             group += 1

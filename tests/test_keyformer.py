@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvfold.attention.fallback import Fallback
 from kvfold.attention.selector import DECODE, PREFILL, Selected
-from kvfold.cache.eviction.attention import attention_mass
 from kvfold.cache.eviction.policies import get
+from kvfold.cache.eviction.scorers.attention import as_observation, attention_scores
 from kvfold.config import CacheConfig
 from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.paged import PagedSession
@@ -34,7 +34,8 @@ def scored(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 def mass(scores: Tensor, keys: Tensor, queries: Tensor, layer: int = LAYER) -> Tensor:
     weights, prompts = scores.softmax(-1), torch.full((len(scores),), PROMPT)
-    return attention_mass(weights, keys, queries, prompts, POLICY.of_layer(layer), [(0,), (1,)])
+    where = keys, queries, prompts
+    return attention_scores(weights, *where, as_observation(POLICY), [(0,), (1,)], layer)
 
 
 def test_metrics_are_the_published_sums() -> None:
@@ -66,7 +67,7 @@ def test_noise_is_standard_gumbel() -> None:
     """Of variance pi^2 / 6 over the keys of a query, and other everywhere."""
     flat = torch.zeros(1, 8, 64, 512)
     where = torch.arange(512).expand(1, 8, -1), torch.arange(512, 576)[None]
-    found = POLICY.worth(flat.softmax(-1), *where, torch.zeros(1, 64)).log()
+    found = POLICY.scorer.contribution(flat.softmax(-1), *where, torch.zeros(1, 64), 0).log()
     assert abs(float(found.var(-1).mean()) - torch.pi**2 / 6) < 0.02
     assert len(found.unique()) > 0.95 * found.numel()
 
@@ -74,7 +75,7 @@ def test_noise_is_standard_gumbel() -> None:
 def test_the_budget_s_last_tokens_stay() -> None:
     assert POLICY.protected_recent(100) == 30
     with pytest.raises(ValueError, match="heat must be at least 0, got -1"):
-        replace(POLICY, heat=-1)
+        POLICY.changed(heat=-1)
 
 
 def runner_of(**settings):
@@ -97,7 +98,13 @@ def test_chunks_of_a_prompt_do_not_matter() -> None:
 
 def test_layers_draw_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, seen = runner_of(), set()
-    monkeypatch.setattr(type(POLICY), "of_layer", lambda self, layer: seen.add(layer) or self)
+    compute = type(POLICY.scorer).contribution
+
+    def recorded(self, *inputs):
+        seen.add(inputs[-1])
+        return compute(self, *inputs)
+
+    monkeypatch.setattr(type(POLICY.scorer), "contribution", recorded)
     with PagedSession(runner) as session:
         logits_of(session, tokens(1, 9)[0].tolist(), prompt=9)
     assert seen == set(range(len(runner.attention.layers)))
@@ -110,7 +117,7 @@ def test_plain_pytorch_serves_it_and_says_so() -> None:
         assert set(chosen) == {Fallback}
     view = replace(attention.view)
     on_gpu = type("OnGpu", (), {**{x: getattr(view, x) for x in ("layout", "dtype", "pool")}})
-    on_gpu.device, on_gpu.observing = torch.device("cuda"), POLICY
+    on_gpu.device, on_gpu.observing = torch.device("cuda"), as_observation(POLICY)
     on_gpu.observes_decodes = True
     with pytest.warns(UserWarning, match="no kernel writes.*kv-compress, has kernels") as caught:
         Selected.of(attention.layers, on_gpu)
@@ -121,5 +128,5 @@ def test_plain_pytorch_serves_it_and_says_so() -> None:
 
 
 def test_others_keep_their_kernels() -> None:
-    assert not get("h2o").reweighs
+    assert not get("h2o").scorer.needs_weights
     assert {x.weighs for x in (*DECODE, *PREFILL)} == {False, True}

@@ -18,7 +18,11 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from hopper import need_compiler, run_alone  # noqa: E402
-from kvfold.cache.eviction.attention import AttentionPolicy, attention_mass  # noqa: E402
+from kvfold.cache.eviction.scorers.attention import (  # noqa: E402
+    Attention,
+    Observation,
+    attention_scores,
+)
 from kvfold.layout.pages import CacheLayout  # noqa: E402
 from kvfold.ops import backend  # noqa: E402
 from kvfold.ops.backend import use_triton  # noqa: E402
@@ -201,11 +205,12 @@ def test_any_number_of_programs(kept: int, monkeypatch) -> None:
 def test_agrees_with_explicit_weights(power: int, exclude: int) -> None:
     case = Case.of(per_head(RAGGED, page=32, tracked=True), LENGTHS, 2, 5)
     observe_triton.observe(*case.args, power=power, exclude=exclude)
-    policy = AttentionPolicy(name="all", power=power, exclude=exclude, continual=True)
+    observation = Observation(Attention(power=power, exclude=exclude, continual=True))
     where = case.where.expand(-1, len(RAGGED), -1)
     lengths = torch.full((len(LENGTHS),), 9)
     heads = [group.heads for group in case.args[3].groups]
-    mass = attention_mass(case.weights, where, case.args[2].cpu(), lengths, policy, heads)
+    queries = case.args[2].cpu()
+    mass = attention_scores(case.weights, where, queries, lengths, observation, heads)
     torch.testing.assert_close(case.metrics(), (1 + mass) * case.valid, rtol=2e-3, atol=1e-6)
 
 

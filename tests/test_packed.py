@@ -3,7 +3,6 @@ context compressed in place."""
 
 import random
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -150,7 +149,7 @@ def test_without_eviction_a_context_is_whole() -> None:
 
 def test_chunks_behind_a_context_begin_with_it_whatever_else_is_served(monkeypatch) -> None:
     """A policy that looks at 32 tokens together sees the same ones alone and beside others."""
-    policy = replace(policies.get("compactor"), chunk=32)
+    policy = policies.get("compactor").changed(chunk=32)
     monkeypatch.setattr(policies, "get", {"compactor": policy}.__getitem__)
     questions, limits = (
         [tokens(1, 50, seed=n)[0].tolist() for n in range(2)],

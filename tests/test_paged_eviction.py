@@ -147,10 +147,11 @@ def test_how_many_go_at_once_does_not_matter(evict: str, monkeypatch: pytest.Mon
 
 
 def test_an_edited_policy_observes_and_evicts() -> None:
-    edited = replace(policies.get("kvc-full"), power=1)
+    edited = policies.get("kvc-full").changed(power=1)
     config, model = CacheConfig(evict="kv-compress", keep_tokens=0.5), tiny("llama-gqa")
     runner = build_runner(model, config, num_slots=1, max_tokens=64, policy=edited)
-    assert runner.policy is runner.eviction.policy is runner.attention.view.observing is edited
+    assert runner.policy is runner.eviction.policy is edited
+    assert runner.attention.view.observing.scorer is edited.scorer
 
 
 def test_nothing_to_compress() -> None:

@@ -1,6 +1,5 @@
 """Real models over shared prefixes: whatever the cache stores and evicts, tokens are the same."""
 
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -70,7 +69,7 @@ def test_evicted_tokens_are_the_same(policy: str) -> None:
 
 def test_what_was_read_again_is_not_read_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Full pieces, by readings that see nothing that follows: scores are the prefix's own."""
-    policy = replace(get("kvzip-past"), chunk=16)
+    policy = get("kvzip-past").changed(chunk=16)
     monkeypatch.setattr(policies, "get", {"kvzip-past": policy}.__getitem__)
     llm, read = llm_of(("llama-gqa", None), evict="kvzip-past", keep_tokens=0.4), []
     run = llm.runner.replay._read
@@ -95,7 +94,7 @@ def test_what_was_read_again_is_not_read_once_more(monkeypatch: pytest.MonkeyPat
 def test_a_piece_read_with_other_tokens_behind_is_read_again(monkeypatch) -> None:
     """The second prompt parts from the first within a piece, the third from the second behind it,
     the last from all in the same place as the second did."""
-    policy = replace(get("kvzip-past"), chunk=16)
+    policy = get("kvzip-past").changed(chunk=16)
     monkeypatch.setattr(policies, "get", {"kvzip-past": policy}.__getitem__)
     llm = llm_of(("llama-gqa", None), evict="kvzip-past", keep_tokens=0.4)
     ids = [tokens(1, 90, seed=i)[0].tolist() for i in range(4)]

@@ -1,16 +1,13 @@
 """A context read once more, and what it says of its rows."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from kvfold import LLM
 from kvfold.cache.eviction.budget import Budget
 from kvfold.cache.eviction.policies import get
-from kvfold.cache.eviction.policies.keys import leverage_of, unlike_others
-from kvfold.cache.eviction.policies.replay import rank_of
-from kvfold.cache.eviction.replay import LEAST, reconstruction
+from kvfold.cache.eviction.scorers.keys import key_difference, leverage
+from kvfold.cache.eviction.scorers.rescoring import LEAST, max_attention, rank
 from kvfold.config import CacheConfig
 from kvfold.engine.requests.request import CacheParams, SamplingParams
 from kvfold.engine.runner.build import build_runner
@@ -28,7 +25,7 @@ def test_weights_are_the_largest_of_a_softmax_over_what_is_seen() -> None:
     q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 9, 8)
     seen = torch.rand(1, 1, 3, 9) < 0.6
     seen[..., 0] = True
-    found = reconstruction(q, k, seen, 0.5)
+    found = max_attention(q, k, seen, 0.5)
     for head in range(2):
         most = torch.zeros(9)
         for own in (2 * head, 2 * head + 1):
@@ -41,7 +38,7 @@ def test_weights_are_the_largest_of_a_softmax_over_what_is_seen() -> None:
 def test_scores_are_capped_where_the_model_s_are() -> None:
     q, k = 3 * torch.randn(1, 2, 3, 8), torch.randn(1, 1, 9, 8)
     seen = torch.ones(1, 1, 3, 9, dtype=torch.bool)
-    found = reconstruction(q, k, seen, 0.5, softcap=0.7)
+    found = max_attention(q, k, seen, 0.5, softcap=0.7)
     wanted = (0.7 * torch.tanh(q @ k.mT * 0.5 / 0.7)).softmax(-1).amax((1, 2))
     torch.testing.assert_close(found[0, 0], wanted[0])
 
@@ -53,7 +50,7 @@ def session_of(runner, ids: list[int]) -> PagedSession:
 
 
 def metrics_of(runner, ids: list[int], **fields: int):
-    policy = replace(get("kvzip"), **fields)
+    policy = get("kvzip").changed(**fields)
     runner.policy = runner.replay.policy = policy
     session = session_of(runner, ids)
     session.sequence.cache = CacheParams(keep_tokens=1.0)
@@ -250,9 +247,9 @@ def test_a_reading_without_what_follows_is_one_where_nothing_did(runner) -> None
     """And one that sees everything is another."""
     ids = tokens(1, PROMPT)[0].tolist()
     for whole in (False, True):
-        session, metrics, _ = metrics_of(runner, ids, chunk=16, whole=whole)
+        session, metrics, _ = metrics_of(runner, ids, chunk=16, sees_suffix=whole)
         session.__exit__()
-        short, wanted, _ = metrics_of(runner, ids[:32], chunk=16, whole=whole)
+        short, wanted, _ = metrics_of(runner, ids[:32], chunk=16, sees_suffix=whole)
         short.__exit__()
         assert torch.allclose(metrics[..., :32], wanted, rtol=1e-4) is not whole
         assert (metrics[..., :PROMPT] > 0).all()
@@ -262,12 +259,12 @@ def test_what_came_later_is_not_seen_where_rows_lie_in_no_order(runner) -> None:
     ids = tokens(1, PROMPT)[0].tolist()
     found = []
     for more in (0, 20):
-        session, _, _ = metrics_of(runner, ids, chunk=64, whole=False)
+        session, _, _ = metrics_of(runner, ids, chunk=64, sees_suffix=False)
         session.sequence.cache = CacheParams(max_cache_tokens=24)
         session.compress()
         session.read(tokens(1, more, seed=3)[0].tolist()) if more else None
         start = by_position(runner, session)
-        runner.replay.policy = replace(runner.policy, chunk=PROMPT)
+        runner.replay.policy = runner.policy.changed(chunk=PROMPT)
         with torch.inference_mode():
             runner.replay._read(session.sequence, range(PROMPT))
         both = zip(start, by_position(runner, session), strict=True)
@@ -288,11 +285,11 @@ def test_words_come_before_every_piece(runner) -> None:
     replay = runner.replay
     replay.tokenizer, replay.reply = Letters(), reply_words(Letters())
     session = session_of(runner, tokens(1, PROMPT)[0].tolist())
-    policy, ids = replay.policy, session.sequence.token_ids
+    scorer, ids = replay.scorer, session.sequence.token_ids
     first, second = (replay._words(session.sequence, range(x, 40)) for x in (0, 20))
-    assert len(first) == len(policy.prompt) + 1
-    assert len(second) == len(policy.follow) + policy.lead + 1
-    assert second[len(policy.follow) : -1] == ids[20 - policy.lead : 20]
+    assert len(first) == len(scorer.prompt) + 1
+    assert len(second) == len(scorer.follow) + scorer.lead + 1
+    assert second[len(scorer.follow) : -1] == ids[20 - scorer.lead : 20]
 
 
 def test_what_a_template_says_before_a_reply() -> None:
@@ -312,19 +309,19 @@ def test_key_measures_tell_the_odd_one_out() -> None:
     k = torch.randn(1, 1, 1, 8) + 0.05 * torch.randn(1, 2, 40, 8)
     k[0, 0, 7] = -k[0, 0, 7]
     k[:, :, 30:] = 0  # no row
-    for measure in (unlike_others, leverage_of):
+    for measure in (key_difference, leverage):
         assert measure(k)[0, 0, :30].argmax() == 7
 
 
 def test_a_piece_has_tokens() -> None:
     with pytest.raises(ValueError, match="chunk must be at least 1 token, got 0"):
-        replace(get("kvzip"), chunk=0)
+        get("kvzip").changed(chunk=0)
 
 
 def test_ranks_are_shares_of_the_scored_rows() -> None:
     x = torch.tensor([[[3.0, 1.0, torch.nan], [2.0, 1.0, 9.0]]])
     scored = torch.tensor([[[True, True, False], [True, True, True]]])
-    assert rank_of(x, scored)[scored].tolist() == pytest.approx([0.6, 0, 0.4, 0.2, 0.8])
+    assert rank(x, scored)[scored].tolist() == pytest.approx([0.6, 0, 0.4, 0.2, 0.8])
 
 
 def test_rows_stay_for_their_reading_or_for_their_key() -> None:
@@ -334,14 +331,14 @@ def test_rows_stay_for_their_reading_or_for_their_key() -> None:
     runner.replay.score(session.sequence)
     held = [Held(session.sequence.open_slot, PROMPT, Budget(pages=1), None)]
     view = runner.eviction._view(held, runner.policy)
-    found = runner.policy.score(view)
-    apart = view.by_layer(lambda layer: unlike_others(view.keys(layer)))
-    alone = replace(runner.policy, behind=1.0).score(view)
+    found = runner.policy.scorer.score(view)
+    apart = view.by_layer(lambda layer: key_difference(view.keys(layer)))
+    alone = runner.policy.changed(key_rank_penalty=1.0).scorer.score(view)
     by_key = found > alone
     assert by_key.any() and not by_key.all()
     for mine, of in ((~by_key, view.metrics), (by_key, apart)):
         order = of[mine].argsort()
         assert (found[mine][order].diff() >= 0).all()
     assert float(apart[by_key].mean()) > float(apart[~by_key].mean())
-    with pytest.raises(ValueError, match=r"behind must be in \[0, 1\], got 2"):
-        replace(runner.policy, behind=2)
+    with pytest.raises(ValueError, match=r"key_rank_penalty must be in \[0, 1\], got 2"):
+        runner.policy.changed(key_rank_penalty=2)

@@ -136,7 +136,7 @@ def backend(monkeypatch: pytest.MonkeyPatch):
 def scored(recipe: Recipe | None, evict: str, settings: dict) -> list[Tensor]:
     """Metrics of a prompt in two pieces; of what is left of it and comes after; and last logits."""
     runner = runner_of(folded(recipe, layers=2), evict=evict, keep_tokens=0.5, **settings)
-    runner.replay.policy = runner.policy = replace(runner.policy, chunk=24)
+    runner.replay.policy = runner.policy = runner.policy.changed(chunk=24)
     (one,) = sequences_of(runner, 37)
     step(runner, (one, 37))
     found = []

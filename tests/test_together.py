@@ -6,6 +6,7 @@ import torch
 
 from kvfold import LLM, SamplingParams
 from kvfold.cache.eviction import policies
+from kvfold.cache.eviction.policy import Policy
 from kvfold.engine.runner import metadata
 from kvfold.engine.runner.metadata import metadata_of
 from models import tokens
@@ -79,11 +80,12 @@ def test_last_queries_are_kept_of_all(monkeypatch) -> None:
     """Those of short pieces too, whose first queries are there more than once."""
     seen = []
     for types in (frozenset(), {"cpu"}):
-        policy = Curious(name="curious", window=8, continual=True)
+        scorer = Curious(continual=True)
+        policy = Policy(scorer=scorer, window=8)
         monkeypatch.setattr(metadata, "TOGETHER", types)
         monkeypatch.setattr(policies, "get", {"snapkv": policy}.__getitem__)
         served(evict="snapkv", max_cache_tokens=16)
-        seen.append([torch.cat([x.flatten() for x in layer[2:]]) for layer in policy.seen[0]])
+        seen.append([torch.cat([x.flatten() for x in layer[2:]]) for layer in scorer.seen[0]])
     for alone, together in zip(*seen, strict=True):
         torch.testing.assert_close(alone, together)
 

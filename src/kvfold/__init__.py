@@ -8,6 +8,7 @@ from kvfold.hub.registration import register
 if TYPE_CHECKING:
     from kvfold import recipes as recipes
     from kvfold.api import compress as compress
+    from kvfold.cache.eviction.policy import Policy as Policy
     from kvfold.config import Ratios as Ratios
     from kvfold.engine.api.async_llm import AsyncLLM as AsyncLLM
     from kvfold.engine.api.llm import LLM as LLM
@@ -28,6 +29,7 @@ _HOMES = {
     "AsyncLLM": "engine.api.async_llm",
     "CacheParams": "engine.requests.request",
     "Ratios": "config",
+    "Policy": "cache.eviction.policy",
     "PackedContext": "engine.requests.packed",
     "SamplingParams": "engine.requests.request",
     "attach": "maps.attach",

@@ -11,6 +11,7 @@ from numbers import Real
 from typing import Any, Literal, get_type_hints
 
 from kvfold.cache.eviction.policies import POLICIES
+from kvfold.cache.eviction.policy import Policy
 from kvfold.layout.formats import FORMATS, format_of
 from kvfold.utils.errors import SettingError
 from kvfold.utils.kinds import fits, spelt
@@ -25,6 +26,7 @@ Prefer = Literal["speed", "balanced", "size"]  # what plans of dimensions and bi
 LEVELS = (8, 4, 2)  # bits of planned numbers where none are named: those that kernels read
 ALL_LEVELS = BITS[1:]
 AUTO = "auto"  # the policy that evaluation.auto finds
+EXPERIMENTAL = [name for name, preset in POLICIES.items() if preset.experimental]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Setting:
     """What a field is for and may hold: `page: int = setting(32, "Rows.", least=1)`.
 
     least, most: bounds, of `unit`; above, below: those that are not legal themselves. choices:
-    legal values. hint: the way out of an error. off: the flag that turns a default of True off, and
+    legal values. objects: a type whose instances are legal beside `choices`, in Python only. hint:
+    the way out of an error. off: the flag that turns a default of True off, and
     its help. None is legal where the field's type says so, and NaN and infinity nowhere.
     """
 
@@ -43,6 +46,7 @@ class Setting:
     below: float = inf
     unit: str = ""
     choices: Iterable[Any] = ()
+    objects: type | None = None
     hint: str = ""
     off: tuple[str, str] | None = None
 
@@ -67,6 +71,8 @@ class Setting:
         return f"{self.help} {legal[0].upper()}{legal[1:]}." if legal else self.help
 
     def allows(self, value: Any) -> bool:
+        if self.objects is not None and isinstance(value, self.objects):
+            return True
         if self.choices:
             return value in self.choices
         if not isinstance(value, Real):
@@ -282,10 +288,12 @@ class CacheConfig:
         "The last 1 to so many tokens wait in 16 bits, until all are packed at once; whole"
         " pages, 128 with kivi, 64 with gear.",
     )
-    evict: str | None = setting(
+    evict: str | Policy | None = setting(
         None,
-        f"A policy; {AUTO}: the one that keeps most of a few, measured on the model first.",
+        f"A policy; {AUTO}: the one that keeps most of a few, measured on the model first;"
+        f" experimental: {', '.join(EXPERIMENTAL)}.",
         choices=(*POLICIES, AUTO),
+        objects=Policy,
     )
     keep_tokens: float | None = setting(
         None,
@@ -330,8 +338,8 @@ class CacheConfig:
             per_channel = format_of(self.format).per_channel
             what = f"`format={self.format!r}`" if per_channel else f"`residual={self.residual}`"
             raise SettingError(
-                f"{what} and `evict={self.evict!r}` exclude each other: tokens are packed together "
-                "in their order, so they cannot move to other pages. Leave one of them out"
+                f"{what} and `evict={str(self.evict)!r}` exclude each other: tokens are packed "
+                "together in their order, so they cannot move to other pages. Leave one of them out"
             )
 
     def _check_packing(self) -> None:

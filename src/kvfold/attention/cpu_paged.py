@@ -15,7 +15,7 @@ from kvfold.attention.base import LayerMaps, LayerShape
 from kvfold.attention.buckets import by_length
 from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.observer import Observer
-from kvfold.cache.eviction.attention import attention_mass
+from kvfold.cache.eviction.scorers.attention import attention_scores
 from kvfold.layout.pages import Group
 from kvfold.ops.backend import use_triton
 from kvfold.ops.common.attention import attention_in_place
@@ -101,10 +101,10 @@ class CpuPaged(AttentionBackend):
         self, part: AttentionMetadata, weights: Tensor, data: Tensor, pages: cpu.PageList
     ) -> None:
         """Add weights [n, G, P] to the metrics; each page counts as a sequence with one KV head."""
-        policy = self.view.observing
-        assert policy is not None and part.prompt_lengths is not None
+        observation = self.view.observing
+        assert observation is not None and part.prompt_lengths is not None
         sequence = pages.item % len(part.slots)
         queries = part.positions[sequence], part.prompt_lengths[sequence]
         positions = cpu.positions_of(data, pages)[:, None]
-        mass = attention_mass(weights[:, :, None], positions, *queries, policy, [(0,)])
-        cpu.add_metrics(self.view.pool.arena, data, pages, mass[:, 0])
+        added = attention_scores(weights[:, :, None], positions, *queries, observation, [(0,)])
+        cpu.add_metrics(self.view.pool.arena, data, pages, added[:, 0])

@@ -15,7 +15,7 @@ from kvfold.attention.base import LayerMaps, LayerShape
 from kvfold.attention.buckets import by_length
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.rows import gather_rows, member_of, rope_of
-from kvfold.cache.eviction.attention import attention_mass
+from kvfold.cache.eviction.scorers.attention import attention_scores
 from kvfold.layout.pages import Group
 from kvfold.ops.store import add_metrics
 
@@ -48,12 +48,12 @@ class Fallback(AttentionBackend):
             mask &= positions[:, :, None] > queries - layer.window
         if mask.shape[1] > 1:  # one mask per KV head; repeat it for each query head
             mask = mask.repeat_interleave(layer.geometry.queries_per_kv, dim=1)
-        policy, lengths = self.view.observing, part.prompt_lengths
+        observation, lengths = self.view.observing, part.prompt_lengths
         out, weights = layer.attend(q, stored.rows, rope, mask, lengths is not None)
-        if policy is not None and lengths is not None and weights is not None:
+        if observation is not None and lengths is not None and weights is not None:
             heads = [group.heads for group in pages.groups]
             head_positions = positions.expand(-1, layer.geometry.num_kv_heads, -1)
-            policy = policy.of_layer(layer.index)
-            mass = attention_mass(weights, head_positions, part.positions, lengths, policy, heads)
-            add_metrics(pages, part.slots, mass, stored.valid)
+            observed = part.positions, lengths, observation
+            added = attention_scores(weights, head_positions, *observed, heads, layer.index)
+            add_metrics(pages, part.slots, added, stored.valid)
         return out

@@ -1,4 +1,4 @@
-"""Attention of prompt tokens to each other within short chunks, for policies that need it.
+"""Attention of prompt tokens to each other within short chunks, for scorers that need it.
 
 Shapes: B sequences of one attention call (a part of the step), T tokens per sequence; N tokens of a
 step, R numbers of a row, G groups of a layer, S row slots.
@@ -10,16 +10,16 @@ from torch import Tensor
 from kvfold.attention.base import LayerMaps
 from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.cache.eviction.base import by_group
-from kvfold.cache.eviction.local import LocalPolicy, local_attention
-from kvfold.cache.eviction.replay import LEAST
+from kvfold.cache.eviction.scorers.compactor import Local, local_attention
+from kvfold.cache.eviction.scorers.rescoring import LEAST
 from kvfold.ops.store import add_metrics
 
 
 class LocalAttention:
     """Computes local attention as prompts are stored, and adds it to the metrics of their rows."""
 
-    def __init__(self, view: CacheView, policy: LocalPolicy) -> None:
-        self.view, self.policy = view, policy
+    def __init__(self, view: CacheView, scorer: Local) -> None:
+        self.view, self.scorer = view, scorer
 
     def add(
         self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, rows: Tensor, index: Tensor
@@ -30,7 +30,7 @@ class LocalAttention:
         rope, part_rows = None, part.of(rows[:, None])[:, 0]
         if layer.rope is not None:
             rope = layer.rope.tables(part_rows, part.positions[:, None].long(), part.stop)
-        scores = local_attention(part.of(q), layer.score_keys(part_rows, rope), self.policy.chunk)
+        scores = local_attention(part.of(q), layer.score_keys(part_rows, rope), self.scorer.chunk)
         scores = by_group(scores, [group.heads for group in pages.groups]).clamp(min=LEAST)
         indices = part.of(index[None, None])[:, 0].mT  # [B, G, T]
         values = scores.new_zeros(*indices.shape[:2], part.size(layer.index)).scatter_(

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvfold.cache.eviction.attention import AttentionPolicy, observing
-from kvfold.cache.eviction.base import Policy
+from kvfold.cache.eviction.policy import Policy
+from kvfold.cache.eviction.scorers.attention import Observation, as_observation
 from kvfold.cache.pool import NarrowPool, Pool
 from kvfold.layout.pages import CacheLayout
 from kvfold.ops import store
@@ -28,7 +28,7 @@ class CacheView(Protocol):
 
     dtype: of queries and rows.
     max_tokens: of a sequence.
-    observing: the policy that needs attention, or None.
+    observing: the attention that the policy observes, or None.
     """
 
     @property
@@ -40,7 +40,7 @@ class CacheView(Protocol):
     @property
     def max_tokens(self) -> int: ...
     @property
-    def observing(self) -> AttentionPolicy | None: ...
+    def observing(self) -> Observation | None: ...
     @property
     def pages(self) -> Mapping[int, LayerPages]:
         """Pages by layer."""
@@ -95,13 +95,13 @@ class PoolView:
         return store.spans(self.pool.layout, self.pool.device.type)
 
     @property
-    def observing(self) -> AttentionPolicy | None:
+    def observing(self) -> Observation | None:
         """The policy if it needs attention, else None."""
-        return observing(self.policy)
+        return as_observation(self.policy)
 
     @property
     def observes_decodes(self) -> bool:
-        return self.observing is not None and self.observing.continual
+        return self.observing is not None and self.observing.scorer.continual
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from kvfold.attention.base import LayerMaps, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
 from kvfold.attention.triton_decode import limits_of
-from kvfold.cache.eviction.attention import observed
+from kvfold.cache.eviction.scorers.attention import observed
 from kvfold.layout.pages import Group
 from kvfold.ops.backend import no_numba
 from kvfold.ops.common.parts import Parts, plan_parts, unread
@@ -58,12 +58,13 @@ class NumbaDecode(AttentionBackend):
         """q [B, Hq, 1, .] -> [B, 1, W]."""
         from kvfold.ops.decode import numba
 
-        policy, watch = self.view.observing, None
+        observation, watch = self.view.observing, None
         if part.prompt_lengths is not None:
-            assert policy is not None
-            is_observed = observed(part.positions, part.prompt_lengths, policy)[:, 0]
-            last = torch.where(is_observed, part.positions[:, 0] - policy.exclude, -1)
-            watch = numba.Watch(policy.power, last)
+            assert observation is not None
+            is_observed = observed(part.positions, part.prompt_lengths, observation)[:, 0]
+            scorer = observation.scorer
+            last = torch.where(is_observed, part.positions[:, 0] - scorer.exclude, -1)
+            watch = numba.Watch(scorer.power, last)
         pages, plan = self.view.pages[layer.index], self.plans[layer.index]
         inputs, limits = (pages, part.slots, layer.scale, plan, watch), limits_of(layer, part)
         out = numba.decode(q[:, :, 0].detach(), *inputs, layer.sinks, limits)

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvfold.attention.base import LayerMaps
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.attention.queries import QueryRing
-from kvfold.cache.eviction.attention import AttentionPolicy
+from kvfold.cache.eviction.scorers.attention import Attention
 from kvfold.ops.common.launch import upload
 from kvfold.ops.observe import observe
 
@@ -49,11 +49,9 @@ class Observer(QueryRing):
     Which buffer entries are valid is known on the host alone; `around` must enclose each step.
     """
 
-    def __init__(
-        self, view: PoolView, policy: AttentionPolicy, layers: Mapping[int, LayerMaps]
-    ) -> None:
+    def __init__(self, view: PoolView, scorer: Attention, layers: Mapping[int, LayerMaps]) -> None:
         super().__init__(WINDOW, view, layers)
-        self.view, self.policy = view, policy
+        self.view, self.scorer = view, scorer
         self.pending: dict[int, _Pending] = {}  # by slot
         self.lse = {
             layer: torch.zeros(q.shape[:2], device=self.device) for layer, q in self.queries.items()
@@ -119,8 +117,8 @@ class Observer(QueryRing):
                 buffer[index].unflatten(0, (-1, self.width))[slots].transpose(1, 2).contiguous()
                 for buffer in (self.queries, self.lse)
             )
-            inputs, policy = (self.view.pages[index], slots, layer.scale), self.policy
-            observe(q, lse, positions, *inputs, power=policy.power, exclude=policy.exclude)
+            inputs, scorer = (self.view.pages[index], slots, layer.scale), self.scorer
+            observe(q, lse, positions, *inputs, power=scorer.power, exclude=scorer.exclude)
 
     def _positions(self, ranges: list[range]) -> Tensor:
         """Positions of the buffer entries of sequences, int32 [B, W]; -1 for empty ones."""

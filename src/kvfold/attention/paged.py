@@ -17,8 +17,8 @@ from kvfold.attention.observer import Observer
 from kvfold.attention.queries import RecentQueries
 from kvfold.attention.rows import PoolRows
 from kvfold.attention.selector import Selected
-from kvfold.cache.eviction.base import Policy
-from kvfold.cache.eviction.local import LocalPolicy
+from kvfold.cache.eviction.policy import Policy
+from kvfold.cache.eviction.scorers.compactor import Local
 from kvfold.cache.pool import Pool
 from kvfold.ops import store
 
@@ -49,12 +49,13 @@ class PagedAttention:
             x.index: x for x, backend in pairs if backend.keeps(groups(x.index), device_type)
         }
         if observing is not None and observed:
-            self.observer = Observer(self.view, observing, observed)
-        if policy is not None and "queries" in policy.needs:
+            self.observer = Observer(self.view, observing.scorer, observed)
+        if policy is not None and "queries" in policy.scorer.needs:
             assert policy.window is not None
             self.recent = RecentQueries(policy.window, self.view, dict(enumerate(layers)))
-        self.local = LocalAttention(self.view, policy) if isinstance(policy, LocalPolicy) else None
-        reads_map = policy is not None and "learned" in policy.needs
+        scorer = None if policy is None else policy.scorer
+        self.local = LocalAttention(self.view, scorer) if isinstance(scorer, Local) else None
+        reads_map = scorer is not None and "learned" in scorer.needs
         self.learned = LearnedScores(self.view) if reads_map else None
         self.makers: dict[type[AttentionBackend], Callable[[CacheView], AttentionBackend]] = {}
         for backend in {*chosen.decode, *chosen.prefill, *chosen.observed}:

@@ -18,7 +18,7 @@ from kvfold.attention.metadata import PoolView
 from kvfold.attention.rows import member_of, rope_of
 from kvfold.attention.selector import select
 from kvfold.attention.triton_prefill import TritonPrefill, views_of
-from kvfold.cache.eviction.replay import LEAST, ReplayPolicy, reconstruction
+from kvfold.cache.eviction.scorers.rescoring import LEAST, Rescoring, max_attention
 from kvfold.layout.pages import Group
 from kvfold.ops.common.attention import Tables
 from kvfold.ops.common.pages import owner_of
@@ -35,8 +35,9 @@ class ReplayContext(AttentionContext):
     slot: of the sequence.
     computed: tokens of the sequence that are stored.
     num_tokens: n.
-    policy: its first tokens (`sinks`) are in the softmax of each score. If `whole` is False, the
-        tokens of the pass take the positions after the segment, as if nothing followed it.
+    scorer: if `sees_suffix` is False, the tokens of the pass take the positions after the segment,
+        as if nothing followed it.
+    sinks: how many of the first tokens are in the softmax of each score.
     gradients: fp32 [1, n] per layer, if attention is weighted by them.
     """
 
@@ -49,12 +50,14 @@ class ReplayContext(AttentionContext):
         computed: int,
         num_tokens: int,
         piece: range,
-        policy: ReplayPolicy,
+        scorer: Rescoring,
+        sinks: int,
         gradients: Sequence[Tensor] | None = None,
     ) -> None:
-        self.view, self.piece, self.policy, self.gradients = view, piece, policy, gradients
+        self.view, self.piece, self.gradients = view, piece, gradients
+        self.scorer, self.sinks = scorer, sinks
         self.slot = torch.tensor([slot], device=view.pool.device)
-        self.start = computed if policy.whole else piece.stop
+        self.start = computed if scorer.sees_suffix else piece.stop
         self.stop = self.start + num_tokens
         self.positions = torch.arange(self.start, self.stop, device=view.pool.device)
         lengths = view.pool.host_lengths[slot]
@@ -65,7 +68,7 @@ class ReplayContext(AttentionContext):
     def enter(self, layer: LayerMaps, x: Tensor) -> None:
         if self.gradients is not None:
             self.query_factors = self.gradients[layer.index]
-        elif self.policy.by_output:
+        elif self.scorer.output_weighted:
             self.query_factors = 1 / torch.linalg.vector_norm(x.float(), dim=-1).clamp(min=LEAST)
 
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
@@ -86,7 +89,7 @@ class ReplayContext(AttentionContext):
             gather(pages, self.slot, lengths, self.view.dtype, size), rows
         )
         counted = all_rows.valid & self._in_segment(all_rows.positions)
-        is_sink = all_rows.valid & (all_rows.positions < self.policy.sinks)
+        is_sink = all_rows.valid & (all_rows.positions < self.sinks)
         return _Inputs(
             layer=layer,
             groups=groups,
@@ -188,7 +191,7 @@ def _in_pytorch(x: _Inputs) -> tuple[Tensor, Tensor]:
     layer, rows, visible = x.layer, x.stored, _visible(x)
     scored = visible & x.among[:, member_of(x.groups, x.q.device), None]
     k, factors = layer.score_keys(rows.rows, x.rope), (x.of_rows, x.of_queries)
-    worth = reconstruction(x.q, k, scored, layer.scale, *factors, layer.softcap)
+    worth = max_attention(x.q, k, scored, layer.scale, *factors, layer.softcap)
     return _attend(x, visible), worth
 
 

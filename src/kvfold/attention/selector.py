@@ -88,7 +88,7 @@ class Selected:
         """Choose a backend for each layer of a model, and log it."""
         groups, device = _groups(view.layout), view.device.type
         backends = []
-        reweighs = view.observing is not None and view.observing.reweighs
+        reweighs = view.observing is not None and view.observing.scorer.needs_weights
         for decode, observed in ((True, view.observes_decodes), (False, False), (False, True)):
             reweighed = observed and reweighs
             task = Task(

@@ -198,13 +198,13 @@ def _add_metrics(
     view: CacheView, layer: int, part: AttentionMetadata, lse: Tensor, plan: Any
 ) -> None:
     """Add the attention weights of a two-pass decode to the metrics, if it is observed: then all
-    queries of decoding sequences are (see `eviction.attention.observed`). lse fp32 [B, Hq]."""
-    policy = view.observing
-    if policy is None or part.prompt_lengths is None:
+    queries of decoding sequences are (see `scorers.attention.observed`). lse fp32 [B, Hq]."""
+    observation = view.observing
+    if observation is None or part.prompt_lengths is None:
         return
     observe.observe_weights(
         plan, lse, part.positions[:, 0], view.pages[layer], part.slots,
-        power=policy.power, exclude=policy.exclude,
+        power=observation.scorer.power, exclude=observation.scorer.exclude,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from kvfold.attention.backend import AttentionBackend, Task
 from kvfold.attention.base import Columns, LayerMaps, LayerShape
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.rows import rope_of
-from kvfold.cache.eviction.attention import observed
+from kvfold.cache.eviction.scorers.attention import observed
 from kvfold.layout.pages import Group
 from kvfold.ops import observe
 from kvfold.ops.common.attention import Tables
@@ -61,13 +61,14 @@ class TritonPrefill(AttentionBackend):
 
     def _observe(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, lse: Tensor) -> None:
         """Add the attention of q [B, Hq, T, .] to the metrics. lse fp32 [B, Hq, T]."""
-        policy = self.view.observing
-        if policy is None or part.prompt_lengths is None:
+        observation = self.view.observing
+        if observation is None or part.prompt_lengths is None:
             return
-        counted = observed(part.positions, part.prompt_lengths, policy)
+        counted = observed(part.positions, part.prompt_lengths, observation)
         positions = part.positions.masked_fill(~counted, -1)
         inputs = self.view.pages[layer.index], part.slots, layer.scale
-        observe.observe(q, lse, positions, *inputs, power=policy.power, exclude=policy.exclude)
+        scorer = observation.scorer
+        observe.observe(q, lse, positions, *inputs, power=scorer.power, exclude=scorer.exclude)
 
 
 def views_of(

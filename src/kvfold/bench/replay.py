@@ -17,7 +17,8 @@ import torch
 from kvfold.bench import synthetic_engine as served
 from kvfold.bench.decode import unfit
 from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
-from kvfold.cache.eviction.replay import ReplayPolicy
+from kvfold.cache.eviction.policy import Policy
+from kvfold.cache.eviction.scorers.rescoring import Rescoring
 from kvfold.engine.core.engine import default_chunk
 from kvfold.engine.requests.request import Batch, CacheParams, Request
 from kvfold.engine.runner.repair import QUERIES
@@ -53,7 +54,7 @@ class Row:
 def measure(
     shape: str,
     name: str,
-    policies: list[ReplayPolicy],
+    policies: list[Policy],
     tokens: int,
     keep: float,
     device: torch.device,
@@ -73,12 +74,13 @@ def measure(
         runner = served.runner_of(engine)
         assert runner.replay is not None
         runner.policy = runner.eviction.policy = runner.replay.policy = policy
-        first, found = operations(shape, tokens, policy)
+        scorer = runner.replay.scorer
+        first, found = operations(shape, tokens, scorer)
         yield Row(
             shape=shape,
             variant=name,
             policy=policy.name,
-            whole=policy.whole,
+            whole=scorer.sees_suffix,
             tokens=tokens,
             keep=keep,
             repair=repair,
@@ -138,7 +140,7 @@ def _cost(run: Callable[[], object], device: torch.device) -> tuple[float, int |
     return ms, torch.cuda.max_memory_allocated() - before if on_cuda else None
 
 
-def operations(shape: str, tokens: int, policy: ReplayPolicy) -> tuple[float, float]:
+def operations(shape: str, tokens: int, scorer: Rescoring) -> tuple[float, float]:
     """Floating-point operations to prefill T tokens, and to read them again with scores: products
     with weights, of queries with keys, of weights with values, and of a piece's queries with its
     keys once more for scores. Without the words that ask for a piece, or the output layer."""
@@ -147,10 +149,10 @@ def operations(shape: str, tokens: int, policy: ReplayPolicy) -> tuple[float, fl
     width, mlp, _ = served.WIDTHS[shape]
     weights = width * d * 2 * (heads + kv_heads) + 3 * width * mlp
     pairs = scored = 0.0
-    for start in range(0, tokens, policy.chunk):
-        stop = min(start + policy.chunk, tokens)
+    for start in range(0, tokens, scorer.chunk):
+        stop = min(start + scorer.chunk, tokens)
         n = stop - start
-        pairs += n * ((tokens if policy.whole else stop) + (n + 1) / 2)
+        pairs += n * ((tokens if scorer.sees_suffix else stop) + (n + 1) / 2)
         scored += n * n
     own, again = 2 * weights * tokens, 2 * heads * d
     prefill = layers * (own + 2 * again * tokens * (tokens + 1) / 2)

@@ -34,8 +34,6 @@ def replay(
         Repair rows that stay, as a part of the eviction.
     """
     common.check_outputs(json=json)
-    from dataclasses import replace
-
     import torch
 
     from kvfold.bench import replay as benchmark
@@ -44,7 +42,7 @@ def replay(
     from kvfold.bench.common import reason
     from kvfold.bench.decode import release
     from kvfold.cache.eviction.policies import POLICIES, get
-    from kvfold.cache.eviction.replay import ReplayPolicy
+    from kvfold.cache.eviction.scorers.rescoring import as_rescoring
     from kvfold.hub.loading import default_device
 
     names, asked = parse_list(variants, "--variants", str), parse_list(policies, "--policies", str)
@@ -52,7 +50,9 @@ def replay(
     check_names("--shape", [shape], served.WIDTHS)
     every = {name: get(name) for name in POLICIES}
     readers = {  # of one forward pass
-        name: x for name, x in every.items() if isinstance(x, ReplayPolicy) and not x.by_gradient
+        name: x
+        for name, x in every.items()
+        if (scorer := as_rescoring(x)) is not None and not scorer.gradient_weighted
     }
     check_names("--policies", asked, readers)
     if tokens < 2:
@@ -64,7 +64,7 @@ def replay(
     settings |= {"policies": asked, "repair": repair}
     kinds = ("rows", "skipped")
     results = Results(json, "replay", settings, versions(device), kinds)
-    each = [replace(readers[x], whole=whole) for x in asked for whole in (True, False)]
+    each = [readers[x].changed(sees_suffix=seen) for x in asked for seen in (True, False)]
     for name in names:
         release(device)
         try:

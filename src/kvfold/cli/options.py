@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args
 
 from cyclopts import Parameter, Token, convert
 
@@ -76,6 +76,8 @@ def flags_of(config: type) -> Callable[[type[T]], type[T]]:
             default, text = getattr(config, name), own.text
             if own.off is not None:
                 (name, text), default = own.off, not default
+            if own.objects is not None:
+                kind = Union[tuple(x for x in get_args(kind) if x is not own.objects)]  # noqa: UP007
             options.__annotations__[name] = Flag if kind is bool else kind
             setattr(options, name, setting(default, text))
         return options

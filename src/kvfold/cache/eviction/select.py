@@ -1,9 +1,9 @@
-"""Choose the rows to evict from their scores, so that whole pages become free.
+"""Choose the entries to evict from their scores, so that whole pages become free.
 
-Pure functions of tensors. Shapes: B sequences, G groups of one sequence (all layers), T row slots,
-padded to the longest group of all sequences, P rows of a page, E = ceil(T / P) blocks of a group, N
-= G * E. Rows of a group fill slots 0..length-1 in any order of positions. A *block* here is the set
-of rows whose eviction frees one more page of a group.
+Pure functions of tensors. Shapes: B sequences, G groups of one sequence (all layers), T entry
+slots, padded to the longest group of all sequences, P entries of a page, E = ceil(T / P) blocks of
+a group, N = G * E. Entries of a group fill slots 0..length-1 in any order of positions. A *block*
+here is the set of entries whose eviction frees one more page of a group.
 
 The order of eviction does not depend on the budget, so a smaller budget evicts the same blocks and
 more; a policy with a `floor` is the exception, since the guaranteed share is part of the budget.
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvfold.cache.eviction.base import Policy, RowsView
+from kvfold.cache.eviction.base import EntriesView
 from kvfold.cache.eviction.budget import Budget
+from kvfold.cache.eviction.policy import Policy
 from kvfold.layout.pages import UNIT
 from kvfold.ops.common.launch import upload
 
@@ -27,19 +28,19 @@ PYRAMID = 20  # beta of PyramidKV: the last layer keeps 1 / beta of the average
 INF = float("inf")
 
 
-def scores(policy: Policy, view: RowsView, recent: Tensor) -> Tensor:
-    """The policy's scores fp32 [B, G, T], with +inf for protected rows and empty slots.
+def scores(policy: Policy, view: EntriesView, recent: Tensor) -> Tensor:
+    """The policy's scores fp32 [B, G, T], with +inf for protected entries and empty slots.
 
     recent int [B]: number of last tokens of each sequence that are protected (`protected_recent`).
     The window moves on while tokens are generated. Sinks are protected too.
     """
-    worth, valid, positions = policy.score(view), view.valid, view.positions
-    assert worth.shape == valid.shape, f"{policy.name}: {worth.shape} scores, {valid.shape} rows"
+    raw, valid, positions = policy.scorer.score(view), view.valid, view.positions
+    assert raw.shape == valid.shape, f"{policy.name}: {raw.shape} scores, {valid.shape} entries"
     last = positions.where(valid, -1).amax((1, 2))
     may_go = valid & (positions <= (last - recent)[:, None, None])
     if policy.sinks:
         may_go &= positions >= policy.sinks
-    return worth.where(may_go, INF)
+    return raw.where(may_go, INF)
 
 
 def select(
@@ -51,20 +52,20 @@ def select(
     policy: Policy,
     budgets: Sequence[Budget],
 ) -> tuple[Tensor, list[int]]:
-    """Rows to evict, bool [B, G, T], and the number of pages that each sequence keeps.
+    """Entries to evict, bool [B, G, T], and the number of pages that each sequence keeps.
 
-    scores fp32 [B, G, T], +inf (or NaN) for protected rows; lengths int [B, G]; page_units int [G];
-    layer_of_group int [G], ascending; budgets: B of one kind.
+    scores fp32 [B, G, T], +inf (or NaN) for protected entries; lengths int [B, G]; page_units int
+    [G]; layer_of_group int [G], ascending; budgets: B of one kind.
 
-    KV-Compress §4.2.2: rows are evicted in order of score, the first slot first if scores are
-    equal. A group's first block is the partial last page (or a full one), later blocks are P rows.
-    The cost of a block is its largest score (eq. 17). Blocks are evicted by cost per page freed, or
-    per byte if the budget counts bytes, in the order that `policy.scope` gives, until the budget is
-    met: exactly `pages`, or at most `bytes` by less than one page.
+    KV-Compress §4.2.2: entries are evicted in order of score, the first slot first if scores are
+    equal. A group's first block is the partial last page (or a full one), later blocks are P
+    entries. The cost of a block is its largest score (eq. 17). Blocks are evicted by cost per page
+    freed, or per byte if the budget counts bytes, in the order that `policy.scope` gives, until the
+    budget is met: exactly `pages`, or at most `bytes` by less than one page.
 
     Cost per byte supposes scores that add up; ranks and angles do not, and groups with large pages
-    would lose everything. If the protected rows need more than the budget, only they are kept, so
-    compare the returned numbers. A group without protected rows may lose all its pages.
+    would lose everything. If the protected entries need more than the budget, only they are kept,
+    so compare the returned numbers. A group without protected entries may lose all its pages.
     """
     by_bytes = budgets[0].bytes is not None
     assert all((x.bytes is not None) == by_bytes for x in budgets), f"of two kinds: {budgets}"
@@ -84,8 +85,8 @@ def select(
         groups = torch.arange(len(competitors), device=competitors.device)
         share = _safeguarded(pages - num_blocks, competitors, policy.floor)
         num_blocks = _first_blocks(_in_turn(by_cost, pages, groups, share), *remaining)
-    num_rows = (num_blocks * page - (-lengths % page)).clamp(min=0)
-    evicted = lowest(known, ascending, num_rows)
+    num_entries = (num_blocks * page - (-lengths % page)).clamp(min=0)
+    evicted = lowest(known, ascending, num_entries)
     kept_pages = _num_pages(lengths - evicted.sum(2), page)
     return evicted, _checked(pages, kept_pages, num_blocks, costs.isfinite().sum((1, 2)), budgets)
 
@@ -116,8 +117,8 @@ def _num_pages(lengths: Tensor, page: int) -> Tensor:
 def _block_costs(ascending: Tensor, lengths: Tensor, page: int) -> Tensor:
     """Largest score of each block [B, G, E], ascending within a group; inf where there is no block.
 
-    Empty slots of the last page count as the cheapest rows, so block e ends at rank (e + 1) P -
-    empty - 1 of the sorted rows.
+    Empty slots of the last page count as the cheapest entries, so block e ends at rank (e + 1) P -
+    empty - 1 of the sorted entries.
     """
     num_blocks = -(-ascending.shape[2] // page)
     ends = torch.arange(1, num_blocks + 1, device=lengths.device) * page
@@ -170,7 +171,7 @@ def _safeguarded(pages: Tensor, unit: Tensor, floor: float) -> Tensor:
 
 
 def _rank_within(labels: Tensor) -> Tensor:
-    """For each element of labels [B, N], how many earlier elements of its row are equal: int64
+    """For each element of labels [B, N], how many earlier elements [b] are equal: int64
     [B, N]."""
     ascending = labels.sort(dim=1, stable=True)
     first = torch.searchsorted(ascending.values, ascending.values)

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvfold.cache.eviction.policy import Policy
 from kvfold.config import CacheConfig, Setting, check_types, settings_of
 from kvfold.engine.api.detokenizer import Decode, StopStrings, decoder_of
 from kvfold.engine.api.grammar import Grammars, Guide
@@ -91,7 +92,8 @@ class LLM:
     changes no tokens; True: refuse a cache where it would). maps: beside the weights of a model of
     any type, or their folder or hub id (see `kvfold.attach`).
     settings: fields of `CacheConfig`: kv_bytes, bits, evict, keep_tokens, page and so on. With
-    `evict` every request needs a budget, these settings' or its own; keep_tokens=1 evicts nothing.
+    `evict`, a policy's name or a `kvfold.Policy`, every request needs a budget, these settings' or
+    its own; keep_tokens=1 evicts nothing.
     Raises ValueError for what cannot work.
     """
 
@@ -195,6 +197,11 @@ class LLM:
         Setting(least=1).check("factor", factor, float | int)
         with renamed(prompt="text"):
             ids = self._encode(text, encode_start)
+        if isinstance(self.cache.evict, Policy):
+            raise SettingError(
+                "`evict`: a packed context stores its policy by name, and this one is an object: "
+                "give a name, such as 'kvzip'"
+            )
         with self.engine.turn.take():
             packer = Packer(self.runner, self.tokenizer, self.engine.scheduler.chunk, progress)
             rows, pages, report = packer.pack(ids, factor, measure)
@@ -445,8 +452,8 @@ class LLM:
         budgets = (mine.keep_tokens, mine.max_cache_tokens, own.keep_tokens, own.max_cache_tokens)
         if evict is not None and not any(budgets):
             raise ValueError(
-                f"evict={evict!r} needs a budget: set keep_tokens or max_cache_tokens of the LLM "
-                "or of the request; keep_tokens=1 evicts nothing"
+                f"evict={str(evict)!r} needs a budget: set keep_tokens or max_cache_tokens of the "
+                "LLM or of the request; keep_tokens=1 evicts nothing"
             )
 
     def summary(self) -> list[tuple[str, str]]:

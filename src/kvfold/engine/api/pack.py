@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from kvfold.cache.eviction.policies import get
-from kvfold.cache.eviction.replay import ReplayPolicy
+from kvfold.cache.eviction.scorers.rescoring import as_rescoring
 from kvfold.cache.pool import PoolFull
 from kvfold.engine.requests.request import Batch, CacheParams, Request
 from kvfold.engine.runner.replay import Replay
@@ -51,8 +51,9 @@ class Packer:
     ) -> None:
         self.runner, self.pool, self.chunk = runner, runner.pool, chunk
         self.say = progress or (lambda name, done, total: None)
-        policy = runner.policy if isinstance(runner.policy, ReplayPolicy) else get("kvzip")
-        assert isinstance(policy, ReplayPolicy)
+        policy = runner.policy
+        if policy is None or as_rescoring(policy) is None:
+            policy = get("kvzip")
         # What asks for a piece is the same whatever evicts.
         self.asking = Replay(runner.attention.view, policy, tokenizer, runner._forward)
 
@@ -87,7 +88,7 @@ class Packer:
     ) -> tuple[Ints, list[Tensor], dict[str, float | None]]:
         """Of a context of which a share `keep` stays."""
         policy = self.runner.policy
-        watched = policy is not None and policy.needs & {"attention", "queries"}
+        watched = policy is not None and policy.scorer.needs & {"attention", "queries"}
         losses: dict[str, float | None] = {"loss": None, "full_loss": None}
         if measure and watched:  # a sample's queries would count for what is evicted
             with self._read(ids, keep) as whole:

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kvfold.cache.eviction.base import Policy
-from kvfold.cache.eviction.replay import ReplayPolicy
+from kvfold.cache.eviction.policy import Policy
+from kvfold.cache.eviction.scorers.rescoring import as_rescoring
 from kvfold.cache.pool import Pool
 from kvfold.cache.prefix import Names, PrefixIndex
 from kvfold.cache.sharing import SharedPages, SharingPool
@@ -22,8 +22,8 @@ from kvfold.layout.pages import Ints
 
 Chain = list[SharedPages]
 KNOWN = frozenset(
-    {"attention", "keys", "learned", "queries", "replay", "values"}
-)  # needs of policies
+    {"attention", "keys", "learned", "queries", "rescoring", "values"}
+)  # needs of scorers
 
 
 def refusal(
@@ -41,9 +41,9 @@ def refusal(
         return "rows are repaired for queries of all tokens, those that would be skipped too"
     if policy is None:
         return None
-    if other := policy.needs - KNOWN:
+    if other := policy.scorer.needs - KNOWN:
         return f"{policy.name!r} reads {', '.join(sorted(other))} of tokens that would be skipped"
-    if policy.window is None and policy.needs & {"attention", "queries"}:
+    if policy.window is None and policy.scorer.needs & {"attention", "queries"}:
         return f"{policy.name!r} scores rows by all queries, those that would be skipped too"
     return None
 
@@ -117,13 +117,14 @@ class PrefixCache(Prefixes):
         self.blocks = blocks
         self._contexts: WeakKeyDictionary[PackedContext, SharedPages] = WeakKeyDictionary()
         # Then metrics of all rows change while a sequence reads them.
-        self._watched = policy is not None and "attention" in policy.needs
+        self._watched = policy is not None and "attention" in policy.scorer.needs
         self.pool, self.page, self.index = pool, pool.layout.page, PrefixIndex(pool)
         self.copies = pool.layout.tracked
         # Scores come from a prompt's last queries, which have to be computed.
         self.computed_anew = max(1, (policy.window if policy else None) or 1)
         # Tokens that are read again together, and whose scores depend on nothing that follows.
-        self._piece = policy.chunk if isinstance(policy, ReplayPolicy) and not policy.whole else 0
+        scorer = as_rescoring(policy)
+        self._piece = scorer.chunk if scorer is not None and not scorer.sees_suffix else 0
         self._piece *= self._piece % self.page == 0
         self._coming: dict[bytes, int] = {}  # blocks that a running request will compute: its id
 

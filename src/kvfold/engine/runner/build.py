@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from kvfold.cache.eviction import policies
-from kvfold.cache.eviction.base import Policy
-from kvfold.cache.eviction.replay import ReplayPolicy
+from kvfold.cache.eviction.policy import Policy
+from kvfold.cache.eviction.scorers.rescoring import as_rescoring
 from kvfold.cache.sharing import SharingPool
 from kvfold.config import AUTO, PAGE, CacheConfig
 from kvfold.engine.requests.request import CacheParams
@@ -159,7 +159,8 @@ def _pool(
 
 def _twin(served: Any, policy: Policy | None) -> Any:
     """Another copy where gradients are asked for, which merged and compiled products have not."""
-    if not (isinstance(policy, ReplayPolicy) and policy.by_gradient):
+    scorer = as_rescoring(policy)
+    if scorer is None or not scorer.gradient_weighted:
         return None
     twin = shared_copy(served).eval()
     twin.config._attn_implementation = PAGED
@@ -215,7 +216,7 @@ def check_served(
 
 def check_scores(model: Any, policy: Policy | None) -> None:
     """Raises SettingError for a policy that reads scores which the model has not learned."""
-    if policy is not None and "learned" in policy.needs and not has_scores(model):
+    if policy is not None and "learned" in policy.scorer.needs and not has_scores(model):
         raise SettingError(
             f"`evict={policy.name!r}`: this model has no learned scores; compress it with "
             "`learn_scores=True`, or take another policy, such as 'kvzip'"

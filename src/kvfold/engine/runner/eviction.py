@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.paged import PagedAttention
-from kvfold.cache.eviction.base import Policy, RowsView
+from kvfold.cache.eviction.base import EntriesView
 from kvfold.cache.eviction.budget import Budget
 from kvfold.cache.eviction.compact import compaction
+from kvfold.cache.eviction.policy import Policy
 from kvfold.cache.eviction.select import scores, select
 from kvfold.engine.requests.request import CacheParams, Request
 from kvfold.engine.runner.repair import Fitted, Repair
@@ -133,24 +134,25 @@ class Eviction:
                 fitted += self.repair.fit(x.slot, x.computed, own[:, :size])
         return self.close_holes(slots, evicted, fitted)
 
-    def _view(self, chunk: list[Held], policy: Policy) -> RowsView:
+    def _view(self, chunk: list[Held], policy: Policy) -> EntriesView:
         """The rows of sequences, for the policy to score."""
         slots = [x.slot for x in chunk]
         metrics, positions, valid = self.tracked(*slots)
         lengths, computed = self.pool.host_lengths[slots], [x.computed for x in chunk]
         index = upload(np.array(slots), self.device)
-        return RowsView(
+        return EntriesView(
             positions=positions,
             valid=valid,
-            mass=metrics,
+            raw_metrics=metrics,
             sizes=lengths.max(1).tolist(),
             # Rows leave their order where others go, never before.
             in_order=bool((lengths == np.array(computed)[:, None]).all()),
             layers=self.heads,
-            needs=policy.needs,
+            needs=policy.scorer.needs,
             source=self.attention.rows(index, valid.shape[2], computed),
             generator=self.generator,
             scale=self.pool.layout.spec.geometry.scaling,
+            sinks=policy.sinks,
         )
 
     def tracked(self, *slots: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from kvfold.attention.metadata import AttentionMetadata, PoolView
-from kvfold.cache.eviction.local import LocalPolicy
+from kvfold.cache.eviction.scorers.compactor import Local
 from kvfold.engine.requests.request import Batch, Request, ScheduledChunk
 from kvfold.ops.common.launch import upload
 
@@ -95,7 +95,8 @@ def _unobserved(view: PoolView, chunk: ScheduledChunk) -> int:
 def _together(view: PoolView, pieces: list[_Piece]) -> list[list[_Piece]]:
     """Pieces that attend in one call: of at least half the length of the longest, and equally long
     where queries count, which must not do so twice."""
-    if view.device.type not in TOGETHER or isinstance(view.policy, LocalPolicy):
+    scorer = None if view.policy is None else view.policy.scorer
+    if view.device.type not in TOGETHER or isinstance(scorer, Local):
         return [[piece] for piece in pieces]
     found: list[list[_Piece]] = []
     for piece in sorted(pieces, key=lambda x: (x.observed, -x.count, x.stop)):

@@ -9,9 +9,9 @@ from torch import Tensor
 from kvfold.attention.base import AttentionContext
 from kvfold.attention.metadata import PoolView
 from kvfold.attention.replay import ReplayContext, ReplayWithGradients
-from kvfold.cache.eviction.replay import ReplayPolicy
+from kvfold.cache.eviction.policy import Policy
+from kvfold.cache.eviction.scorers.rescoring import Rescoring, as_rescoring
 from kvfold.engine.requests.request import Request
-from kvfold.engine.runner.gradient import gradient_norms
 from kvfold.utils.text import encode, reply_words
 
 Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
@@ -26,7 +26,7 @@ class Replay:
     def __init__(
         self,
         view: PoolView,
-        policy: ReplayPolicy,
+        policy: Policy,
         tokenizer: Any,
         forward: Forward,
         twin: Any = None,
@@ -35,6 +35,13 @@ class Replay:
         self.view, self.policy, self.forward, self.twin = view, policy, forward, twin
         self.learned = learned
         self.tokenizer, self.reply = tokenizer, reply_words(tokenizer) if tokenizer else ""
+
+    @property
+    def scorer(self) -> Rescoring:
+        """The policy's scorer."""
+        scorer = as_rescoring(self.policy)
+        assert scorer is not None, f"{self.policy} needs no re-scoring pass"
+        return scorer
 
     def score(self, request: Request) -> None:
         """Give rows a metric that have none yet."""
@@ -45,19 +52,21 @@ class Replay:
     def read(self, request: Request) -> None:
         """The same of one more piece."""
         start = request.num_scored
-        piece = range(start, min(start + self.policy.chunk, request.num_computed))
+        piece = range(start, min(start + self.scorer.chunk, request.num_computed))
         self._read(request, piece)
         request.num_scored = piece.stop
 
     def _read(self, request: Request, piece: range) -> None:
+        scorer = self.scorer
         tokens = [*self._words(request, piece), *request.token_ids[piece.start : piece.stop]]
         device, start = self.view.pool.device, request.num_computed
-        how = self.view, request.open_slot, start, len(tokens), piece, self.policy
+        how = self.view, request.open_slot, start, len(tokens), piece, scorer, self.policy.sinks
         ids = torch.tensor(tokens, dtype=torch.int64, device=device)
         gradients = None
-        if self.policy.by_gradient:
+        if scorer.gradient_weighted:
             plain = ReplayWithGradients(*how)
-            gradients = gradient_norms(self.twin, ids, self._known(plain.positions), plain)
+            positions = self._known(plain.positions)
+            gradients = scorer.gradient_norms(self.twin, ids, positions, plain)
         context = ReplayContext(*how, gradients)
         self.forward(ids, self._known(context.positions), context)
 
@@ -72,7 +81,7 @@ class Replay:
         """What asks for a piece: its beginning, or where the one before it ended."""
         if self.tokenizer is None:
             return []
-        policy, start = self.policy, piece.start
-        ask = encode(self.tokenizer, policy.follow if start else policy.prompt)
-        led = request.token_ids[max(start - policy.lead, 0) : start]
+        scorer, start = self.scorer, piece.start
+        ask = encode(self.tokenizer, scorer.follow if start else scorer.prompt)
+        led = request.token_ids[max(start - scorer.lead, 0) : start]
         return [*ask, *led, *encode(self.tokenizer, self.reply)]

@@ -14,8 +14,8 @@ from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.observer import Turn
 from kvfold.attention.paged import PagedAttention, PagedContext
 from kvfold.attention.selector import PLAIN
-from kvfold.cache.eviction.base import Policy
-from kvfold.cache.eviction.replay import ReplayPolicy
+from kvfold.cache.eviction.policy import Policy
+from kvfold.cache.eviction.scorers.rescoring import as_rescoring
 from kvfold.cache.sharing import SharingPool
 from kvfold.engine.requests.request import Batch, CacheParams, Request
 from kvfold.engine.runner import few
@@ -81,7 +81,7 @@ class ModelRunner:
         self.eviction = Eviction(self.attention, *how)
         self.demotion = None if pool.narrow is None else Demotion(self.eviction)
         self.replay = None
-        if isinstance(policy, ReplayPolicy):
+        if policy is not None and as_rescoring(policy):
             rope = pool.layout.spec.geometry.rope
             learned = None if rope else model.config.get_text_config().max_position_embeddings
             view = self.attention.view
@@ -140,7 +140,7 @@ class ModelRunner:
     @property
     def unit(self) -> int:
         """As of `Runner`."""
-        return 1 if self.policy is None else self.policy.unit
+        return 1 if self.policy is None else self.policy.scorer.prefill_multiple
 
     @torch.inference_mode()
     def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:

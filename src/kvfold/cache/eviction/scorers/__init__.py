@@ -1,0 +1,1 @@
+"""The scorers of eviction policies. `policies.POLICIES` names them as "file.Class"."""
