@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvfold.hub.registration import register
+from kvfold.utils.versions import probe_transformers
 
 if TYPE_CHECKING:
     from kvfold import recipes as recipes
@@ -50,6 +51,7 @@ def __getattr__(name: str) -> Any:
         return import_module("kvfold.recipes")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvfold' has no attribute {name!r}")
+    probe_transformers()
     found = getattr(import_module(f"kvfold.{_HOMES[name]}"), name)
     globals()[name] = found
     return found

@@ -31,7 +31,7 @@ from kvfold.cli.settings import NOTE, Command, expanded, with_settings
 from kvfold.cli.version import version
 from kvfold.utils.errors import SettingError
 from kvfold.utils.files import check_here
-from kvfold.utils.versions import check_transformers
+from kvfold.utils.versions import check_transformers, probe_transformers
 
 app = Command(
     name="kvfold",
@@ -90,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no result is lost for an é
     try:
         check_transformers()
+        probe_transformers()
         check_here()
         with _terminable():
             words = expanded(app, arguments)

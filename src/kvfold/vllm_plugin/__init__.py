@@ -16,7 +16,11 @@ ARCHITECTURES = {
 
 def register() -> None:
     """Tell vLLM of the checkpoints' format, their models and their attention, which are imported
-    when somebody serves one. May be called again."""
+    when somebody serves one. May be called again. Raises ValueError, which says which versions work,
+    if this vLLM lacks what the plugin uses."""
+    from kvfold.utils.versions import check_vllm
+
+    check_vllm()
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.model_executor.models import ModelRegistry
     from vllm.v1.attention.backends.registry import register_backend
