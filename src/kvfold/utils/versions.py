@@ -68,8 +68,8 @@ def check_names(
     ]
     if missing:
         raise ValueError(
-            f"{package} {_installed(package)} has no {', '.join(missing)}, which kvfold uses; kvfold"
-            f" is tested with {tested[0]} to {tested[1]}, run: {_install(package, tested)}"
+            f"{package} {_installed(package)} has no {', '.join(missing)}, which kvfold uses;"
+            f" kvfold is tested with {tested[0]} to {tested[1]}, run: {_install(package, tested)}"
         )
 
 

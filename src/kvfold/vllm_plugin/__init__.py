@@ -16,8 +16,9 @@ ARCHITECTURES = {
 
 def register() -> None:
     """Tell vLLM of the checkpoints' format, their models and their attention, which are imported
-    when somebody serves one. May be called again. Raises ValueError, which says which versions work,
-    if this vLLM lacks what the plugin uses."""
+    when somebody serves one. May be called again.
+
+    Raises ValueError, which says which versions work, if this vLLM lacks what the plugin uses."""
     from kvfold.utils.versions import check_vllm
 
     check_vllm()
