@@ -1,5 +1,5 @@
 """The blocks of code in README and docs/: commands are parsed by the real parsers, Python compiles
-and imports what exists, and pages are run where that is cheap.
+and imports what exists, and some pages run.
 
 Pages name real models, which are not here: while a page runs, `NAMED` puts the reference model in
 their place, with a chat template. `NOT_RUN` lists what is parsed only, with the reason.
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvfold.cli.main import app
+from kvfold.cli.settings import expanded
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -30,8 +31,8 @@ SHELL = {"", "sh", "console"}
 LANGUAGES = {*SHELL, "python", "json", "yaml", "text"}
 
 # Pages whose blocks run, in order within the page; with what has to be there first.
-RUN = {"README.md": "maps", "docs/start.md": "maps"}
-RUN_SLOW = {"docs/eviction.md": "", "docs/evaluation.md": "", "docs/tasks.md": "folded"}
+RUN = {"docs/start.md": "maps"}
+RUN_SLOW = {"docs/eviction.md": ""}
 
 # What a block of a page that runs may hold and is not run for, and the reason.
 NOT_RUN = [
@@ -122,7 +123,7 @@ def test_a_block_is_of_a_known_language(block: Block) -> None:
 
 @pytest.mark.parametrize("words", named("kvfold "))
 def test_a_command_is_legal(words: list[str]) -> None:
-    app.parse_args(words[1:], exit_on_error=False, print_error=False)
+    app.parse_args(expanded(app, words[1:]), exit_on_error=False, print_error=False)
 
 
 class Parsed(BaseException):
@@ -226,18 +227,6 @@ def _pages() -> list[Any]:
 @pytest.mark.parametrize(("page", "needs"), _pages())
 def test_a_page_runs(page: str, needs: str, request, tmp_path, monkeypatch) -> None:
     folder = request.getfixturevalue("prepared") if needs == "maps" else tmp_path
-    if needs == "folded":
-        import kvfold
-
-        kvfold.compress(
-            "reference:gqa",
-            "small",
-            fold=True,
-            keep=0.5,
-            max_tokens=4096,
-            check=False,
-            output=str(folder / "folded"),
-        )
     monkeypatch.chdir(folder)
     with contextlib.redirect_stdout(None):
         run_page(page, folder)
