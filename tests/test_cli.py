@@ -35,7 +35,7 @@ from kvfold.evaluation.tasks import TASKS
 from kvfold.hub import download
 from kvfold.hub.loading import load, load_tokenizer
 from kvfold.layout.formats import FORMATS, format_of
-from kvfold.recipes import RECIPES
+from kvfold.recipes import NAMES
 from kvfold.utils import versions
 from kvfold.utils.files import new_directory
 from kvfold.utils.text import encode_chat
@@ -95,7 +95,7 @@ def spoiled(plain, tmp_path):
         (["--keep", "1.5"], r"keep must be in (0, 1]"),
         (["--keep", "nan"], r"keep must be in (0, 1]"),
         (["--keep", "half"], "half"),
-        (["--recipe", "tiny"], "unknown recipe 'tiny'; recipes: zack"),
+        (["--recipe", "tiny"], "unknown recipe 'tiny'; recipes: swift"),
         (["--align", "0"], "align must be at least 1"),
         (["--recover", "-1"], "recover must be at least 0 steps, got -1"),
         (["--budget", "1%"], "'ppl<=1.01'"),
@@ -781,7 +781,7 @@ def test_flags_become_the_config():
 
 def test_names_of_recipes_and_rows_are_listed(capsys):
     for command in ("compress", "compare", "frontier"):
-        assert f"{', '.join(RECIPES)}." in helped(capsys, command)
+        assert f"{NAMES}." in helped(capsys, command)
     for command in ("eval", "compare"):
         assert all(kind.legal in helped(capsys, command) for kind in TASKS.values())
 

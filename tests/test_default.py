@@ -99,7 +99,7 @@ def test_a_named_recipe_is_taken_and_gets_its_size() -> None:
     assert by_name == by_recipe == (mine, Target(keep=DEFAULT_KEEP, prefer="balanced"), None)
     _, ours, _ = chosen("lean", LLAMA_8B, Target())
     assert ours == Target(factor=FACTOR, prefer="balanced")
-    with pytest.raises(ValueError, match="unknown recipe 'big'; recipes: zack"):
+    with pytest.raises(ValueError, match="unknown recipe 'big'; recipes: swift"):
         chosen("big", LLAMA_8B, Target())
     with pytest.raises(ValueError, match="levels are the bits of planned numbers"):
         chosen("zack", LLAMA_8B, Target(levels=(8,)))

@@ -7,6 +7,7 @@ from kvfold.hub.registration import register
 from kvfold.utils.versions import probe_transformers
 
 if TYPE_CHECKING:
+    from kvfold import published as published
     from kvfold import recipes as recipes
     from kvfold.api import compress as compress
     from kvfold.cache.eviction.policy import Policy as Policy
@@ -41,14 +42,14 @@ _HOMES = {
     "recover": "recovery",
     "reference": "hub.loading",
 }
-__all__ = ["__version__", "recipes", *_HOMES]
+__all__ = ["__version__", "published", "recipes", *_HOMES]
 
 register()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "recipes":
-        return import_module("kvfold.recipes")
+    if name in ("published", "recipes"):
+        return import_module(f"kvfold.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvfold' has no attribute {name!r}")
     probe_transformers()

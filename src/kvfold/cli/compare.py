@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
+from kvfold import recipes as known
 from kvfold.cli import common
 from kvfold.cli.options import (
     PLACE,
@@ -21,7 +22,6 @@ from kvfold.cli.options import (
     TaskFiles,
     Windows,
 )
-from kvfold.recipes import RECIPES
 from kvfold.utils.errors import SettingError, renamed
 from kvfold.utils.files import write_json
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvfold.evaluation.compare import Row
     from kvfold.evaluation.comparison import Method
 
-NAMES = f"Separated by commas, of {', '.join(RECIPES)}."
+NAMES = f"Separated by commas, of {known.NAMES}."
 DEFAULT_RECIPES, DEFAULT_KEEPS = "zack,palu-j,fast,lean,small", "0.5,0.35,0.25"
 
 

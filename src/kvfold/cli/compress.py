@@ -23,6 +23,7 @@ from kvfold.cli.options import (
     RecipeName,
     Size,
 )
+from kvfold.recipes import GOALS
 from kvfold.utils.errors import SettingError, renamed
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def compress(
         print(f'use them by --maps {output}, or kvfold.attach(model, "{output}")')
 
 
-def recipe_of(goal: str | None, recipe: str | None) -> str | None:
+def recipe_of(goal: Goal, recipe: str | None) -> str | None:
     """The recipe that is named, or serves a goal; None for the default, which serves speed."""
     if goal is None:
         return recipe
@@ -136,7 +137,7 @@ def recipe_of(goal: str | None, recipe: str | None) -> str | None:
         raise SettingError(
             f"`goal={goal}` chooses a recipe, and so does `recipe={recipe}`: leave one out"
         )
-    return {"speed": None, "balanced": "lean", "memory": "small"}[goal]
+    return GOALS[goal]
 
 
 def fold_fastest(

@@ -19,7 +19,8 @@ from kvfold.config import (
     settings_of,
 )
 from kvfold.evaluation.tasks import LEGAL_ROWS
-from kvfold.recipes import RECIPES
+from kvfold.recipes import NAMES
+from kvfold.recipes import Goal as GoalName
 from kvfold.utils.errors import SettingError, renamed
 
 if TYPE_CHECKING:
@@ -43,14 +44,14 @@ TaskFiles = Annotated[Files, Parameter(help=f"Files of {LEGAL_ROWS} rows (.jsonl
 RecipeName = Annotated[
     str | None,
     Parameter(
-        help=f"One of {', '.join(RECIPES)}. By default swift; with --fold and --keep or --budget"
+        help=f"One of {NAMES}. By default swift; with --fold and --keep or --budget"
         " the one of small, lean and swift that loses least and is predicted to be no slower than"
         " the model.",
         show_default=False,
     ),
 ]
 Goal = Annotated[
-    Literal["speed", "balanced", "memory"] | None,
+    GoalName | None,
     Parameter(
         help="Instead of --recipe, what matters most: speed (swift, the default), memory (small:"
         " the smallest cache at a quality, and much slower steps), or balanced (lean).",
