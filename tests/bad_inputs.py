@@ -6,6 +6,7 @@ group, run the test, and put in what it says; a group is a line of GROUPS. The f
 are made by `files`. Names of a registry come from it, through `names`.
 """
 
+<<<<<<< HEAD
 from collections.abc import Iterable
 
 from kvfold.cache.eviction.policies import POLICIES
@@ -24,6 +25,12 @@ def names(registry: Iterable[str], few: int = 4) -> str:
     LISTS[listed] = f"{known[0]}, ..., {known[-1]}" if len(known) > few else listed
     return listed
 
+=======
+from kvfold.compression.bases import recipes_where
+from kvfold.recipes import NAMES
+
+LOSS_WEIGHTED = recipes_where(lambda basis: basis.predicts_loss)
+>>>>>>> 76eac6e (Name bases by how keys are stored)
 
 COMMANDS = {
     "kvfold eval": 'Command "eval" parameter MODEL requires an argument.',
@@ -179,7 +186,7 @@ SIZES = {
         'Command "compress" parameter --output requires an argument.'
     ),
     "kvfold compress reference:gqa --fold --recipe zack --factor 4 --output new": (
-        "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean or small"
+        f"recipe 'zack' predicts no losses to weigh bits by; use {LOSS_WEIGHTED}"
     ),
     "kvfold compress reference:gqa --set hybrid=ppl<=1.1 --output new": (
         "--set hybrid is of a model that is folded, not of maps beside its weights: add --fold"
@@ -191,8 +198,8 @@ SIZES = {
         "--set fastest is of a model that is folded, not of maps beside its weights: add --fold"
     ),
     "kvfold compress reference:gqa --recipe palu-m --output new": (
-        "--recipe palu-m reads more of a model than what its attention is asked: add --fold, which "
-        "folds it into the weights, or use 'swift', 'fast', 'lean' or 'small'"
+        "--recipe palu-m makes no maps beside the weights: add --fold, which folds it into them, "
+        f"or use {LOSS_WEIGHTED}"
     ),
     "kvfold compress reference:gqa --set windows --fold --output new": (
         "--set windows says which layers get maps: leave --set windows or --fold out"
@@ -322,7 +329,11 @@ SIZES = {
         "output text.txt exists and is not an empty directory; name another one"
     ),
     "kvfold compress reference:gqa --recipe tiny --output new": (
+<<<<<<< HEAD
         f"unknown recipe 'tiny'; recipes: {names(RECIPES)}"
+=======
+        f"unknown recipe 'tiny'; recipes: {NAMES}"
+>>>>>>> 76eac6e (Name bases by how keys are stored)
     ),
     "kvfold compress reference:gqa --calib-tokens -5 --output new": (
         "--calib-tokens must be at least 1, got -5"
@@ -342,9 +353,13 @@ SIZES = {
     "kvfold compare reference:gqa --keep 0.5,half": (
         "--keep: '0.5,half' is not a comma-separated list of numbers such as .5,.25"
     ),
+<<<<<<< HEAD
     "kvfold compare reference:gqa --recipes small,big": (
         f"unknown recipe 'big'; recipes: {names(RECIPES)}"
     ),
+=======
+    "kvfold compare reference:gqa --recipes small,big": (f"unknown recipe 'big'; recipes: {NAMES}"),
+>>>>>>> 76eac6e (Name bases by how keys are stored)
     "kvfold compare reference:gqa --methods ';'": (
         "--methods: ';' has none; separate them by semicolons"
     ),
@@ -352,7 +367,7 @@ SIZES = {
         "--methods: 'zack half': a size is 4x or .25, for example, not 'half'"
     ),
     "kvfold compare reference:gqa --methods 'zack 4x'": (
-        "recipe 'zack' predicts no losses to weigh bits by; use fast, swift, lean or small"
+        f"recipe 'zack' predicts no losses to weigh bits by; use {LOSS_WEIGHTED}"
     ),
     "kvfold compare reference:gqa --methods 'zack .5 --evct h2o'": (
         "--methods: 'zack .5 --evct h2o': Unknown option: --evct. Did you mean --evict?"
@@ -954,8 +969,8 @@ PYTHON = {
         "USER/NAME; nowhere has no kvfold.json and no kvfold.safetensors"
     ),
     'kvfold.compress("reference:gqa", "lorc", max_tokens=4096)': (
-        "recipe='lorc' reads more of a model than what its attention is asked: add fold=True, "
-        "which folds it into the weights, or use 'swift', 'fast', 'lean' or 'small'"
+        "recipe='lorc' makes no maps beside the weights: add fold=True, which folds it into them, "
+        f"or use {LOSS_WEIGHTED}"
     ),
     'kvfold.compress("reference:gqa", learn_scores=True)': (
         "learn_scores is of a model that is folded, not of maps beside its weights: add fold=True"
@@ -1008,9 +1023,13 @@ PYTHON = {
         "keep=0.5 and factor=4 exclude each other: each decides the size alone"
     ),
     'kvfold.compress("reference:gqa", recipe=5)': "recipe must be a string or a Recipe; got 5",
+<<<<<<< HEAD
     'kvfold.compress("reference:gqa", "tiny")': (
         f"unknown recipe 'tiny'; recipes: {names(RECIPES)}"
     ),
+=======
+    'kvfold.compress("reference:gqa", "tiny")': (f"unknown recipe 'tiny'; recipes: {NAMES}"),
+>>>>>>> 76eac6e (Name bases by how keys are stored)
     'kvfold.compress("reference:gqa", align="8")': "align must be a whole number; got '8'",
     'kvfold.compress("reference:gqa", max_tokens=2.5)': (
         "max_tokens must be a whole number; got 2.5"
@@ -1025,13 +1044,13 @@ PYTHON = {
         "output folder exists and is not an empty directory; name another one"
     ),
     "kvfold.compress(5)": "model must be a name or a loaded causal LM; got 5",
-    'Recipe(name="mine", basis="latent", group_size=True)': (
+    'Recipe(name="mine", basis="pre_rope", group_size=True)': (
         "group_size must be a whole number, at least 1; got True"
     ),
-    'Recipe(name="mine", basis="latent", keys="heads")': (
+    'Recipe(name="mine", basis="pre_rope", keys="heads")': (
         "keys must be one of head, group, joint, kv; got 'heads'"
     ),
-    'Recipe(name="mine", basis="latent", keys="kv")': (
+    'Recipe(name="mine", basis="pre_rope", keys="kv")': (
         "keys='kv' and values='kv' go together: one latent serves both"
     ),
     'CacheConfig(bits="4")': "bits must be one of 16, 8, 6, 4, 3, 2, 1; got '4'",

@@ -8,7 +8,7 @@ import torch
 import kvfold
 from kvfold import recipes
 from kvfold.cli.main import main
-from kvfold.compression.bases import BASES
+from kvfold.compression.bases import BASES, builder_of
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.ranks import METHODS
 from kvfold.config import Recipe
@@ -63,7 +63,7 @@ def test_python_and_command_line_plan_the_same(plain, model, tmp_path, capsys, f
         ({"budget": "1 %"}, r"'ppl<=1\.01'"),
         ({"bytes_per_token": 129}, "bytes_per_token must be at most 128"),
         ({"bytes_per_token": 0}, "bytes_per_token must be above 0, got 0"),
-        ({"bytes_per_token": 20, "recipe": "zack"}, "use fast, swift, lean or small"),
+        ({"bytes_per_token": 20, "recipe": "zack"}, "use swift, lean, small or fast"),
         ({"factor": 900}, "factor=900 leaves 1 bits a token, and each of 2 layers takes at least"),
         ({"keep": 0.01, "align": 8}, "keep=0.01 leaves 0 numbers a token, and each of 2 layers"),
         ({"keep": 0.5, "budget": "ppl<=1.1"}, "keep=0.5 and budget='ppl<=1.1' exclude each other"),
@@ -96,7 +96,7 @@ def test_recovery_without_text_fails_before_the_model_changes(model) -> None:
     [
         ({"basis": "zak"}, f"unknown basis 'zak'; bases: {', '.join(BASES)}"),
         ({"basis": "lorc", "ranks": "best"}, f"unknown ranks 'best'; .*: {', '.join(METHODS)}"),
-        ({"basis": "palu", "keys": "kv", "values": "kv"}, "leave it out, or use basis 'latent'"),
+        ({"basis": "palu", "keys": "kv", "values": "kv"}, "leave it out, or use basis 'pre_rope'"),
         ({"basis": "palu", "equal_ranks": True}, "equal_ranks needs ranks='fisher'"),
         ({"basis": "palu", "skip_threshold": 3.0}, "skip_threshold needs ranks='condition'"),
     ],
@@ -106,6 +106,13 @@ def test_a_recipe_that_no_method_can_follow_is_refused(settings: dict, message: 
         Compressor(tiny("llama-gqa"), Recipe(name="mine", **settings))
 
 
+@pytest.mark.parametrize(("old", "new"), [("post", "post_rope"), ("latent", "pre_rope")])
+def test_earlier_names_of_bases_still_work(old: str, new: str) -> None:
+    with pytest.warns(FutureWarning, match=f"called '{new}' now"):
+        builder = builder_of(Recipe(name="mine", basis=old))
+    assert type(builder) is BASES[new]
+
+
 def test_recipes_that_would_do_are_named() -> None:
-    with pytest.raises(ValueError, match=r"use zack, zdc, fast, swift, lean or small$"):
+    with pytest.raises(ValueError, match=r"use swift, lean, small, fast, zack or zdc$"):
         Compressor(tiny("qwen3"), recipes.get("palu-g"))

@@ -14,7 +14,7 @@ from kvfold.calibration.statistics import Moment
 from kvfold.calibration.statistics.quantities import Sampled
 from kvfold.compression import codebooks
 from kvfold.compression.bases.base import Source
-from kvfold.compression.bases.channels import Channels, sheared
+from kvfold.compression.bases.sorted_channels import SortedChannels, sheared
 from kvfold.compression.codebooks import Samples, in_range, k_means
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.config import CacheConfig
@@ -192,7 +192,7 @@ def test_axes_are_sheared_by_a_head_s_own_first_key() -> None:
         geometry=SimpleNamespace(head_dim=d, head_width=lambda side: d),
         statistics={(0, name): moment for name, moment in made.items()},
     )
-    builder = Channels(recipes.get("kvquant"))
+    builder = SortedChannels(recipes.get("kvquant"))
     for head in range(2):
         where = slice(head * d, (head + 1) * d)
         found = builder.build(source, "k", (head,))

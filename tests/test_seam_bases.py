@@ -195,7 +195,7 @@ def test_statistics_that_are_not_finite_are_refused(tmp_path) -> None:
 
 
 def test_recipes_that_read_weights_are_refused() -> None:
-    with pytest.raises(SettingError, match="reads more of a model"):
+    with pytest.raises(SettingError, match="makes no maps beside the weights"):
         kvfold.compress("reference:gqa", "zack", keep=0.5)
 
 

@@ -374,7 +374,7 @@ def test_another_format_is_refused(made, tmp_path) -> None:
 
 
 def test_recipes_that_need_the_family_are_refused() -> None:
-    with pytest.raises(SettingError, match="reads more of a model"):
+    with pytest.raises(SettingError, match="makes no maps beside the weights"):
         kvfold.compress("reference:gqa", "palu-g", keep=0.5, max_tokens=4096)
 
 

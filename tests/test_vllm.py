@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import kvfold
+from kvfold import recipes
 from kvfold.hub.loading import load_config, load_tokenizer, resolve
 from kvfold.utils.text import packaged
 from models import greedy
@@ -26,12 +27,7 @@ from forks import forked
 pytestmark = pytest.mark.vllm
 NEW = 16  # tokens
 TIE = 1e-3  # of logits
-# All but zdc, which stores what zack stores, and kvquant, whose format vLLM does not have.
-RECIPES = [
-    name
-    for name, recipe in kvfold.recipes.RECIPES.items()
-    if not (recipe().codebooks or recipe().reduce)
-]
+RECIPES = [x for x, make in recipes.RECIPES.items() if not (make().codebooks or make().reduce)]
 SMALL = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 64, "enforce_eager": True}
 
 

@@ -201,10 +201,7 @@ def test_blocks_that_do_not_follow_one_another() -> None:
         arena_of(buffer.view(3, 2, 128)[:, :, :64])
 
 
-# All but zdc, which stores what zack stores, and kvquant, whose format vLLM does not have.
-RECIPES = [
-    name for name, recipe in recipes.RECIPES.items() if not (recipe().codebooks or recipe().reduce)
-]
+RECIPES = [x for x, make in recipes.RECIPES.items() if not (make().codebooks or make().reduce)]
 
 
 def shares(config, size: int) -> list[StoredCache]:

@@ -10,8 +10,7 @@ from typing import Any
 
 from kvfold import recipes
 from kvfold.calibration.statistics import NoGradients, Statistics
-from kvfold.compression.bases import builder_of
-from kvfold.compression.bases.pre_rope import PreRope
+from kvfold.compression.bases import builder_of, recipes_where
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.compression.planning.default import chosen_beside
 from kvfold.compression.planning.target import Target
@@ -38,12 +37,10 @@ def recipe_of(given: str | Recipe | None) -> Recipe:
     """The recipe of that name (None: RECIPE). Raises SettingError for one that maps beside the
     weights cannot be made by."""
     recipe = given if isinstance(given, Recipe) else recipes.get(given or RECIPE)
-    basis = builder_of(recipe)
-    if basis.reads_weights or not (basis.after_rope or isinstance(basis, PreRope)):
+    if not builder_of(recipe).makes_maps:
         raise SettingError(
-            f"`recipe={recipe.name!r}` reads more of a model than what its attention is asked: add"
-            f" `fold=True`, which folds it into the weights, or use {RECIPE!r}, 'fast', 'lean' or"
-            " 'small'"
+            f"`recipe={recipe.name!r}` makes no maps beside the weights: add `fold=True`, which"
+            " folds it into them, or use " + recipes_where(lambda basis: basis.makes_maps)
         )
     return recipe
 

@@ -1,6 +1,8 @@
-"""A basis builder: from a layer's weights and statistics to directions of its keys and values.
+"""The base class of basis builders, and the layer data that they read.
 
-Shapes: Hk KV heads, d head dim, K = Hk * d, D width; n numbers a latent stands for.
+A builder takes a layer's weights and calibration statistics, and returns directions of its keys or
+values. Shapes: Hk KV heads, d head dim, K = Hk * d, D model width; n numbers that a latent stands
+for.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +23,7 @@ from kvfold.models.adapter import Family, Projections
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Everything a basis of one layer may read."""
+    """What a basis may read of one layer: its weights and its statistics."""
 
     layer: int
     family: type[Family]
@@ -31,10 +33,12 @@ class Source:
 
     @cached_property
     def weights(self) -> Projections:
+        """The layer's projections in fp64."""
         return self.family.projections(self.attention, self.geometry)
 
     @cached_property
     def subspace(self) -> Subspace | None:
+        """The subspace that the layer's keys and values lie in; None where it is all of 2 K."""
         return subspace(self.family, self.attention, self.geometry)
 
     def __getitem__(self, name: str) -> Moment:
@@ -42,7 +46,7 @@ class Source:
         return self.statistics[self.layer, name]
 
     def span(self, heads: tuple[int, ...], side: Side = "k") -> slice:
-        """Where adjacent heads' keys, or values, are among those of all heads."""
+        """Columns of adjacent heads' keys, or values, among those of all heads."""
         d = self.geometry.head_width(side)
         return slice(heads[0] * d, (heads[-1] + 1) * d)
 
@@ -54,40 +58,45 @@ class Source:
 
 
 class BasisBuilder(ABC):
-    """A way to choose directions, for one recipe.
+    """Builds the basis of each latent, as one recipe asks for. Subclasses set:
 
-    key_shares, value_shares: what a Recipe may say of keys and values. after_rope: keys are
-    rotated, then mapped. factors_weights: W_K's outputs are what is factored, so no norm may
-    follow. reads_weights: of the projections around attention. predicts_loss: singular^2 / 2 is the
-    predicted loss (nats a token), so that bits can be planned. whole: nothing is to be dropped.
+    key_shares, value_shares: how many heads may share a latent, as `Recipe.keys` and `.values`.
+    after_rope: keys are stored as they are after RoPE, so decode need not reconstruct them.
+    makes_maps: `build` reads statistics of attention alone, not `Source.weights`, so the basis also
+    serves as maps beside the weights of any model. Recipes of other bases need `fold=True`.
+    factors_weights: `build` factors the outputs of W_K, so no norm may follow W_K.
+    predicts_loss: a direction's singular^2 / 2 is the predicted increase in cross-entropy
+    (nats/token) of dropping it, so that bits can be planned.
+    drops_nothing: the basis is meant for keep = 1 only.
     """
 
     key_shares: ClassVar[tuple[Share, ...]] = ("head", "group", "joint")
     value_shares: ClassVar[tuple[Share, ...]] = ("head", "group", "joint")
     after_rope: ClassVar[bool] = False
+    makes_maps: ClassVar[bool] = False
     factors_weights: ClassVar[bool] = False
-    reads_weights: ClassVar[bool] = False
     predicts_loss: ClassVar[bool] = False
-    whole: ClassVar[bool] = False
+    drops_nothing: ClassVar[bool] = False
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
     @abstractmethod
     def needs(self) -> set[str]:
-        """Names of the statistics (QUANTITIES) that `build` reads."""
+        """Names of the statistics (keys of QUANTITIES) that `build` reads."""
 
     @abstractmethod
     def build(self, source: Source, side: Side, heads: tuple[int, ...]) -> Basis:
-        """The basis of one latent of a layer, at full width."""
+        """The basis of one latent of a layer, with all its directions, best first."""
 
     def key_kind(self, geometry: Geometry) -> KeyKind:
+        """How keys are stored: "absorbed" in models without RoPE, else after or before RoPE."""
         if not geometry.rope:
             return "absorbed"
         return "post_rope" if self.after_rope else "pre_rope"
 
     def head_sets(self, geometry: Geometry) -> list[tuple[Side, tuple[int, ...]]]:
-        """Sets of heads that share a latent: key latents first, then value latents."""
+        """Side and heads of every latent of a layer: key latents first, then value latents."""
         recipe, heads = self.recipe, tuple(range(geometry.num_kv_heads))
         if recipe.keys == "kv":
             return [("kv", heads)]

@@ -1,4 +1,4 @@
-"""LoRC: truncated SVD of the projections themselves."""
+"""Basis `lorc`: truncated SVD of the projection weights (LoRC §4.1)."""
 
 from kvfold.compression.bases.base import BasisBuilder, Source
 from kvfold.compression.basis import Basis, weight_svd
@@ -6,7 +6,7 @@ from kvfold.layout import Side
 
 
 class LoRC(BasisBuilder):
-    """LoRC §4.1; reads no statistics."""
+    """Left singular vectors of W_K and W_V. Reads no statistics."""
 
     factors_weights = True
 

@@ -1,4 +1,4 @@
-"""Ours: errors of keys and values weighted by what they cost the loss, to second order.
+"""Bases `post_rope` and `pre_rope` share this: errors weighted by their second-order loss.
 
 Shapes: Hk KV heads, d head dim, K = Hk * d.
 """
@@ -12,24 +12,32 @@ from kvfold.compression.basis import Basis, weighted
 
 
 class LossWeighted(BasisBuilder):
-    """Values per head or shared, and what bases of keys before and after RoPE have in common."""
+    """Builds the basis of values, and provides what the bases of keys share.
+
+    With `Recipe.gradients` errors are weighted by gradients of the loss; without, by what queries
+    and W_O make of them.
+    """
 
     predicts_loss = True
+    makes_maps = True
 
     def value_needs(self) -> set[str]:
-        """Statistics that `values` reads."""
+        """Names of the statistics that `values` reads."""
         if self.recipe.values == "head":
             return {"value"} | self.either({"out_head_felt", "grad_out"}, {"out_head"})
         return {"value"} | self.either({"value_felt", "grad_value"}, {"out"})
 
     def either(self, gradients: set[str], plain: set[str]) -> set[str]:
-        """Statistics that are read with gradients, or without."""
+        """The names to use with `Recipe.gradients`, or those to use without."""
         return gradients | {"first"} if self.recipe.gradients else plain
 
     def values(self, source: Source, heads: tuple[int, ...]) -> Basis:
-        """Of one head: errors are seen through attention, C = Cov(p V), G at its outputs; so are
-        those of several without gradients. Else C and G at the values themselves. Weights of
-        attention sum to less than one where it has sinks: then the mean is kept with the rest."""
+        """The basis of the values of `heads`, from a covariance C and a gradient moment G.
+
+        One head: C and G are taken at the attention outputs, C = Cov(p V). Several heads: at the
+        values with gradients, at the attention outputs without. In models with sinks, attention
+        weights sum to less than one, so the mean is stored like the rest.
+        """
         where, gradients = source.span(heads, "v"), self.recipe.gradients
         if self.recipe.values == "head":
             out = self.grad_weighted(source, "out_head")
@@ -39,8 +47,8 @@ class LossWeighted(BasisBuilder):
                 torch.block_diag(*source["grad_out"].raw()) if gradients else source.output_gram()
             )
         else:
-            seen = self.grad_weighted(source, "value") if gradients else source["out"]
-            covariance, mean = self._moments(source, seen)
+            moment = self.grad_weighted(source, "value") if gradients else source["out"]
+            covariance, mean = self._moments(source, moment)
             covariance, mean = covariance[where, where], mean[where]
             gradient = source["grad_value"].raw() if gradients else source.output_gram()
         first = self.first(source)
@@ -54,23 +62,26 @@ class LossWeighted(BasisBuilder):
         stored = self._moments(source, source["value"])[0]
         return basis.measured(stored[where, where])
 
-    def _moments(self, source: Source, seen: Moment) -> tuple[Tensor, Tensor]:
-        """Second moments of values, and what they are taken about."""
+    def _moments(self, source: Source, moment: Moment) -> tuple[Tensor, Tensor]:
+        """Second moments of values, and the centre of these moments: zero in models with sinks,
+        else the mean."""
         if source.family.sinks:
-            return seen.raw(), torch.zeros_like(seen.mean())
-        return seen.covariance(), seen.mean()
+            return moment.raw(), torch.zeros_like(moment.mean())
+        return moment.covariance(), moment.mean()
 
     def grad_weighted(self, source: Source, name: str) -> Moment:
-        """A moment in which tokens of larger gradients weigh more, where gradients are used.
+        """The statistic `name`, with tokens weighted by the norm of their gradient where the recipe
+        uses gradients.
 
-        The loss of an error is E[(g . e)^2]; taking g and e as independent ignores that a few
-        tokens carry most of the gradient. Weighing tokens by |g| is one step towards the nearest
-        Kronecker product of E[g g^T x c c^T], and it measured 10-15 % less loss.
+        The loss of an error e is E[(g . e)^2]. Treating g and e as independent ignores that a few
+        tokens carry most of the gradient. Weighting tokens by |g| is one step towards the nearest
+        Kronecker product of E[g g^T x c c^T]; it lost 10-15 % less when measured.
         """
         return source[f"{name}_felt" if self.recipe.gradients else name]
 
     def first(self, source: Source) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Keys before RoPE, values and keys after RoPE of a first token [K], with gradients."""
+        """The first token's keys before RoPE, values, and keys after RoPE, [K] each. None without
+        gradients, whose statistics do not leave the first token out."""
         if not self.recipe.gradients:
             return None
         g = source.geometry

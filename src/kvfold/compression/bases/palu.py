@@ -1,4 +1,4 @@
-"""Palu: SVD of the projections, whitened by what they read."""
+"""Basis `palu`: SVD of the projections, whitened by the second moments of their outputs."""
 
 from kvfold.compression.bases.base import BasisBuilder, Source
 from kvfold.compression.basis import Basis, whitened_svd
@@ -6,7 +6,7 @@ from kvfold.layout import Side
 
 
 class Palu(BasisBuilder):
-    """Palu §3.2, per head, per group or joint."""
+    """Palu §3.2: one latent per head, per group of heads, or for all heads."""
 
     factors_weights = True
 

@@ -1,4 +1,4 @@
-"""Ours after RoPE: nothing is rebuilt in decode."""
+"""Basis `post_rope`: keys are stored after RoPE, so decode reconstructs nothing."""
 
 from kvfold.compression.bases.base import Source
 from kvfold.compression.bases.loss_weighted import LossWeighted
@@ -7,8 +7,11 @@ from kvfold.layout import Side
 
 
 class PostRope(LossWeighted):
-    """Keys per head; the constant mean of rotated keys drops out of the softmax, unless scores are
-    capped before it, or a sink stands beside them: then it is kept with the rest."""
+    """One latent of rotated keys per head.
+
+    The mean of a head's rotated keys adds the same to all scores of a query, so the softmax cancels
+    it and it is not stored. With capped scores or sinks it does not cancel, and is stored.
+    """
 
     key_shares = ("head",)
     after_rope = True
@@ -30,7 +33,7 @@ class PostRope(LossWeighted):
             weight.raw()[head],
             keys.mean()[head] * (not capped),
             first and first[2][source.span(heads)],
-            fixed=capped or source.geometry.rope,  # turned keys are in no clusters: measured worse
+            fixed=capped or source.geometry.rope,  # rotated keys form no clusters: measured worse
         )
         stored = source["key_post"]
         return basis.measured((stored.raw() if capped else stored.covariance())[head])

@@ -1,4 +1,4 @@
-"""Ours before RoPE: keys of some heads, values of some heads, or both of all heads.
+"""Basis `pre_rope`: keys are stored before RoPE; decode reconstructs and rotates them.
 
 Shapes: Hk KV heads, d head dim, K = Hk * d, D width.
 """
@@ -14,7 +14,7 @@ from kvfold.layout import Side
 
 
 class PreRope(LossWeighted):
-    """Keys are rebuilt, and then rotated, for every score."""
+    """Latents per head, per group or per layer, or one latent of both keys and values per layer."""
 
     key_shares = ("head", "group", "joint", "kv")
     value_shares = ("head", "group", "joint", "kv")
@@ -41,48 +41,49 @@ class PreRope(LossWeighted):
         return basis.measured(source["key_pre"].covariance()[where, where])
 
     def _key_gradient(self, source: Source) -> Tensor:
-        """How errors of keys before RoPE cost loss [K, K]; without gradients, through the scores of
-        queries turned back to the key's position, one block per head."""
+        """Second moments [K, K] by which errors of keys before RoPE are weighted.
+
+        They are those of the keys' gradients; without gradients, those of queries rotated back by
+        the key's position, one block per head.
+        """
         if self.recipe.gradients:
             return source["grad_key_pre"].raw()
         return torch.block_diag(*source["query_back"].raw())
 
     def _shared(self, source: Source) -> Basis:
-        """One latent for all keys and values of the layer, within what W_K and W_V can produce.
-
-        Without gradients the two sides' weights have no common unit; each is scaled to the same
-        total weighted energy.
-        """
+        """One latent for all keys and values of the layer, in what W_K and W_V span."""
         where, moment = source.subspace, self.grad_weighted(source, "kv")
-        covariance, mean = self._about(source, moment)
+        covariance, mean = self._centred(source, moment)
         gradient = (
             source["grad_kv"].raw() if self.recipe.gradients else self._balanced(source, covariance)
         )
-        first = torch.cat(found[:2]) if (found := self.first(source)) else None
+        parts = self.first(source)
+        first = torch.cat(parts[:2]) if parts else None
         if first is not None and where:
             first = where.coordinates(first[None])[0]
         basis = weighted(covariance, gradient, mean, first, fixed=source.family.sinks)
-        basis = basis.measured(self._about(source, source["kv"])[0])
+        basis = basis.measured(self._centred(source, source["kv"])[0])
         return basis.lifted(where.axes, where.origin) if where else basis
 
-    def _about(self, source: Source, moment: Moment) -> tuple[Tensor, Tensor]:
-        """Second moments of keys and values, and what they are taken about: their mean, and for
-        values zero where attention has sinks, whose weights sum to less than one."""
+    def _centred(self, source: Source, moment: Moment) -> tuple[Tensor, Tensor]:
+        """Second moments of keys and values, and the centre of these moments: the mean, but zero
+        for values in models with sinks, whose attention weights sum to less than one."""
         covariance, mean = moment.covariance(), moment.mean()
         if not source.family.sinks:
             return covariance, mean
-        assert source.subspace is None, "keys and values are numbers of their own"
-        off = mean.clone()
-        off[: source.geometry.kv_width] = 0
-        return covariance + torch.outer(off, off), mean - off
+        assert source.subspace is None, "models with sinks have no subspace"
+        value_mean = mean.clone()
+        value_mean[: source.geometry.kv_width] = 0
+        return covariance + torch.outer(value_mean, value_mean), mean - value_mean
 
     def _balanced(self, source: Source, covariance: Tensor) -> Tensor:
-        """Key and value weights without gradients, each scaled to weighted energy one."""
-        where, parts = source.subspace, source.geometry.kv_width
+        """Error weights of keys and of values without gradients. The two have no common unit, so
+        each is scaled to a total weighted energy of 1."""
+        where, width = source.subspace, source.geometry.kv_width
         lifted = where.axes @ covariance @ where.axes.mT if where else covariance
         blocks = []
         for i, block in enumerate((self._key_gradient(source), source.output_gram())):
-            span = slice(i * parts, (i + 1) * parts)
+            span = slice(i * width, (i + 1) * width)
             blocks.append(block / (block * lifted[span, span]).sum().clamp(min=1e-30))
         gradient = torch.block_diag(*blocks)
         return where.axes.mT @ gradient @ where.axes if where else gradient

@@ -1,4 +1,4 @@
-"""ZACK and ZDC: principal directions of rows that meet in a product."""
+"""Basis `zack`: joint principal directions of the two factors of a product (ZACK, ZDC)."""
 
 import torch
 
@@ -8,12 +8,12 @@ from kvfold.layout import Side
 
 
 class Zack(BasisBuilder):
-    """ZACK §4.3: rows [Q; K] after RoPE, or [V; W_O^h of the group's query heads]."""
+    """ZACK §4.3: of queries and keys after RoPE, [Q; K], and of values and the output projections
+    of their query heads, [V; W_O^h]."""
 
     key_shares = ("head",)
     value_shares = ("head",)
     after_rope = True
-    reads_weights = True
 
     def needs(self) -> set[str]:
         rows = "rows_reduced" if self.recipe.reduce else "query"

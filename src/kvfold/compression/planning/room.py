@@ -36,7 +36,7 @@ def factor_of(
         factor = full / target.bytes_per_token
     if target.hybrid is not None:
         check_recipe(recipe, geometry)
-    if builder_of(recipe).whole and (factor or target.limit or target.keep != 1):
+    if builder_of(recipe).drops_nothing and (factor or target.limit or target.keep != 1):
         name, value = target.size
         raise SettingError(
             f"recipe {recipe.name!r} drops nothing, got `{name}={value}`: set `keep=1`, and serve "

@@ -1,4 +1,5 @@
-"""Keys before RoPE and values as they are: for methods that cut bits alone.
+"""Basis `channels`: keys before RoPE and values without a change of basis, for methods that only
+reduce bits (KVQuant).
 
 Shapes: n numbers of a head, N sampled tokens.
 """
@@ -14,18 +15,18 @@ from kvfold.layout.formats.kvquant import num_outliers
 FAR = 3.0  # standard deviations: about where the range of a channel ends
 
 
-class Channels(BasisBuilder):
-    """Numbers of a head in the order of their energy. What is not kept is dropped, which costs
-    more than any other basis: it is for keep = 1.
+class SortedChannels(BasisBuilder):
+    """The channels of a head, by falling energy. Meant for keep = 1: dropping channels loses more
+    than any other basis does.
 
-    Attention sinks at the first token, whose keys lie beyond the ranges of many channels: KVQuant
-    keeps it in 16 bits (its §3.5). Here keys are sheared, so that it differs from the mean in one
-    number, which is a row's outlier and stored in 16 bits.
+    The first token is an attention sink: its key lies beyond the ranges of many channels. KVQuant
+    stores it in 16 bits (its §3.5). Here keys are sheared so that it differs from the mean key in
+    one number, which is stored in 16 bits as an outlier.
     """
 
     key_shares = ("head",)
     value_shares = ("head",)
-    whole = True
+    drops_nothing = True
 
     def needs(self) -> set[str]:
         return {"key_pre", "value", "first", "samples"}
@@ -48,15 +49,15 @@ class Channels(BasisBuilder):
 
 
 def sheared(keys: Tensor, first: Tensor) -> Tensor:
-    """Axes [n, n] by which a first token's key `first` [n] differs from the mean of others' keys
-    [N, n] in one number; those of the channels where it is not far from them.
+    """Axes [n, n] in which the first token's key `first` [n] differs from the mean of other keys
+    [N, n] in one number. The identity where few of its channels are FAR from the mean.
 
-    That number is the channel's in which it is furthest out, by standard deviations: so no other
-    channel takes more of its spread than it has itself.
+    That number is the channel with the largest distance in standard deviations. With it, no other
+    channel's spread grows beyond its present one.
     """
     axes = torch.eye(len(first), dtype=keys.dtype, device=keys.device)
     delta, spread = first - keys.mean(0), keys.std(0).clamp(min=1e-12)
-    out = delta.abs() / spread
-    if int((out > FAR).sum()) > num_outliers(len(first)):
-        axes[:, out.argmax()] = delta / delta[out.argmax()]
+    distance = delta.abs() / spread
+    if int((distance > FAR).sum()) > num_outliers(len(first)):
+        axes[:, distance.argmax()] = delta / delta[distance.argmax()]
     return axes
