@@ -33,6 +33,7 @@ from unittest import mock
 import numpy as np
 import quality
 import torch
+from kvfold.compression.hybrid import agreement, with_leaders
 from torch import Tensor
 
 from kvfold import recipes
@@ -42,7 +43,6 @@ from kvfold.cache.pool import Pool
 from kvfold.calibration.calibrate import calibrate
 from kvfold.cli.common import versions
 from kvfold.compression.compressor import Compressor, Prepared
-from kvfold.compression.hybrid import agreement, with_leaders
 from kvfold.config import CacheConfig, Ratios
 from kvfold.evaluation.importance import LENGTH, TEXTS, orders
 from kvfold.evaluation.measure import runner_for

@@ -6,31 +6,10 @@ group, run the test, and put in what it says; a group is a line of GROUPS. The f
 are made by `files`. Names of a registry come from it, through `names`.
 """
 
-<<<<<<< HEAD
-from collections.abc import Iterable
-
-from kvfold.cache.eviction.policies import POLICIES
-from kvfold.cli.methods import PUBLISHED
-from kvfold.config import AUTO, CacheConfig, settings_of
-from kvfold.evaluation import suites
-from kvfold.recipes import RECIPES
-
-LISTS: dict[str, str] = {}  # what a message lists, and how the page abbreviates it
-
-
-def names(registry: Iterable[str], few: int = 4) -> str:
-    """All names as a message lists them; the page shows the first and the last of more than few."""
-    known = [*registry]
-    listed = ", ".join(known)
-    LISTS[listed] = f"{known[0]}, ..., {known[-1]}" if len(known) > few else listed
-    return listed
-
-=======
 from kvfold.compression.bases import recipes_where
 from kvfold.recipes import NAMES
 
 LOSS_WEIGHTED = recipes_where(lambda basis: basis.predicts_loss)
->>>>>>> 76eac6e (Name bases by how keys are stored)
 
 COMMANDS = {
     "kvfold eval": 'Command "eval" parameter MODEL requires an argument.',
@@ -188,14 +167,14 @@ SIZES = {
     "kvfold compress reference:gqa --fold --recipe zack --factor 4 --output new": (
         f"recipe 'zack' predicts no losses to weigh bits by; use {LOSS_WEIGHTED}"
     ),
-    "kvfold compress reference:gqa --set hybrid=ppl<=1.1 --output new": (
-        "--set hybrid is of a model that is folded, not of maps beside its weights: add --fold"
+    "kvfold compress reference:gqa --hybrid ppl<=1.1 --output new": (
+        "--hybrid needs a folded model: add --fold"
     ),
-    "kvfold compress reference:gqa --set recover=2 --output new": (
-        "--set recover is of a model that is folded, not of maps beside its weights: add --fold"
+    "kvfold compress reference:gqa --recover 2 --output new": (
+        "--recover needs a folded model: add --fold"
     ),
-    "kvfold compress reference:gqa --budget ppl<=1.1 --set fastest --output new": (
-        "--set fastest is of a model that is folded, not of maps beside its weights: add --fold"
+    "kvfold compress reference:gqa --budget ppl<=1.1 --fastest --output new": (
+        "--fastest needs a folded model: add --fold"
     ),
     "kvfold compress reference:gqa --recipe palu-m --output new": (
         "--recipe palu-m makes no maps beside the weights: add --fold, which folds it into them, "
@@ -243,10 +222,9 @@ SIZES = {
     "kvfold compress reference:gqa --set hybrid=important=2 --output new": (
         "--set hybrid: important must be in [0, 1], got 2.0"
     ),
-    "kvfold compress reference:gqa --fold --recipe palu-m --set hybrid=keys=0.25 --output new": (
-        "--set hybrid: recipe 'palu-m' stores pre_rope keys, and a narrow row is the first "
-        "numbers of "
-        "keys and values per head in score space: take recipe zdc, zack or fast"
+    "kvfold compress reference:gqa --fold --recipe palu-m --hybrid keys=0.25 --output new": (
+        "--hybrid: recipe 'palu-m' stores pre_rope keys, but a low-rank entry is the first numbers "
+        "of each head's keys and values, as they are scored: take recipe zdc, zack or fast"
     ),
     "kvfold compress reference:gqa --set keep=0.5 --budget 'ppl<=1.01' --output new": (
         "--set keep=0.5 and --budget ppl<=1.01 exclude each other: each decides the size alone"
@@ -329,11 +307,7 @@ SIZES = {
         "output text.txt exists and is not an empty directory; name another one"
     ),
     "kvfold compress reference:gqa --recipe tiny --output new": (
-<<<<<<< HEAD
-        f"unknown recipe 'tiny'; recipes: {names(RECIPES)}"
-=======
         f"unknown recipe 'tiny'; recipes: {NAMES}"
->>>>>>> 76eac6e (Name bases by how keys are stored)
     ),
     "kvfold compress reference:gqa --calib-tokens -5 --output new": (
         "--calib-tokens must be at least 1, got -5"
@@ -353,13 +327,7 @@ SIZES = {
     "kvfold compare reference:gqa --keep 0.5,half": (
         "--keep: '0.5,half' is not a comma-separated list of numbers such as .5,.25"
     ),
-<<<<<<< HEAD
-    "kvfold compare reference:gqa --recipes small,big": (
-        f"unknown recipe 'big'; recipes: {names(RECIPES)}"
-    ),
-=======
     "kvfold compare reference:gqa --recipes small,big": (f"unknown recipe 'big'; recipes: {NAMES}"),
->>>>>>> 76eac6e (Name bases by how keys are stored)
     "kvfold compare reference:gqa --methods ';'": (
         "--methods: ';' has none; separate them by semicolons"
     ),
@@ -973,7 +941,7 @@ PYTHON = {
         f"or use {LOSS_WEIGHTED}"
     ),
     'kvfold.compress("reference:gqa", learn_scores=True)': (
-        "learn_scores is of a model that is folded, not of maps beside its weights: add fold=True"
+        "learn_scores needs a folded model: add fold=True"
     ),
     "kvfold.LLM(None)": "model must be a name or a loaded causal LM; got None",
     'kvfold.LLM("reference:gqa", max_sequences="4")': (
@@ -1023,13 +991,7 @@ PYTHON = {
         "keep=0.5 and factor=4 exclude each other: each decides the size alone"
     ),
     'kvfold.compress("reference:gqa", recipe=5)': "recipe must be a string or a Recipe; got 5",
-<<<<<<< HEAD
-    'kvfold.compress("reference:gqa", "tiny")': (
-        f"unknown recipe 'tiny'; recipes: {names(RECIPES)}"
-    ),
-=======
     'kvfold.compress("reference:gqa", "tiny")': (f"unknown recipe 'tiny'; recipes: {NAMES}"),
->>>>>>> 76eac6e (Name bases by how keys are stored)
     'kvfold.compress("reference:gqa", align="8")': "align must be a whole number; got '8'",
     'kvfold.compress("reference:gqa", max_tokens=2.5)': (
         "max_tokens must be a whole number; got 2.5"

@@ -17,6 +17,7 @@ LAYERS: dict[str, set[str]] = {
     "cache": {"utils", "layout", "ops"},
     "attention": {"layout", "ops", "cache"},
     "config": {"utils", "layout", "cache"},
+    "experimental": {"utils", "layout", "config"},
     "published": {"config"},
     "recipes": {"config", "published"},
     "models": {"utils", "layout", "ops", "attention"},
@@ -24,7 +25,7 @@ LAYERS: dict[str, set[str]] = {
     "hub": {"utils", "layout", "models", "config"},
     "calibration": {"utils", "layout", "ops", "models"},
     "compression": {"utils", "layout", "ops", "attention", "models", "config", "recipes", "hub"}
-    | {"calibration"},
+    | {"calibration", "experimental"},
     "parallel": {"utils", "layout", "ops", "attention", "models", "hub"},
     "maps": {"utils", "layout", "ops", "attention", "models", "config", "recipes", "hub"}
     | {"calibration", "compression"},
@@ -32,7 +33,7 @@ LAYERS: dict[str, set[str]] = {
     "server": {"utils", "cache", "config", "engine"},
     "bench": {"utils", "layout", "ops", "cache", "models", "config", "hub", "engine"},
     "evaluation": {"utils", "layout", "ops", "cache", "models", "config", "recipes", "hub"}
-    | {"calibration", "compression", "maps", "engine"},
+    | {"calibration", "compression", "experimental", "maps", "engine"},
     "api": {"utils", "layout", "models", "config", "recipes", "hub", "calibration"}
     | {"compression", "maps", "evaluation"},
     "recovery": {"utils", "layout", "models", "config", "hub", "calibration", "compression", "api"},

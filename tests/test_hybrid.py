@@ -22,7 +22,6 @@ from kvfold.attention.selector import kernels
 from kvfold.cache.pool import Pool, PoolFull
 from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
-from kvfold.compression.hybrid import check_recipe, with_leaders
 from kvfold.config import CacheConfig, Ratios
 from kvfold.engine.api.llm import LLM
 from kvfold.engine.requests.request import SamplingParams
@@ -35,6 +34,7 @@ from kvfold.evaluation.importance import orders
 from kvfold.evaluation.measure import Measurement, measure
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import window_perplexity
+from kvfold.experimental.hybrid import check_recipe, with_leaders
 from kvfold.hub.checkpoint import mark, spec_of
 from kvfold.hub.loading import load_tokenizer
 from kvfold.layout import CacheSpec
@@ -506,7 +506,7 @@ def test_an_engine_refuses_a_saved_spec_of_theirs(name: str) -> None:
 def test_recipes_are_refused_before_they_are_calibrated(recipe: str, said: str) -> None:
     wrong = replace(recipes.get(recipe), values="joint")
     with pytest.raises(SettingError, match=said):
-        check_recipe(wrong, spec_of(folded("llama-gqa")).geometry)
+        check_recipe(wrong, "post_rope" if recipe == "fast" else "pre_rope")
 
 
 def test_spec_survives_json() -> None:

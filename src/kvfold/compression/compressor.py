@@ -22,7 +22,6 @@ from kvfold.calibration.text import (
 )
 from kvfold.compression.bases import Source, builder_of, recipes_where
 from kvfold.compression.codebooks import with_codebooks
-from kvfold.compression.hybrid import rank_of, with_narrow
 from kvfold.compression.planning.plan import (
     Size,
     by_layer,
@@ -37,6 +36,7 @@ from kvfold.compression.ranks import LatentCandidate, allocate, method_of
 from kvfold.compression.training.recover import BATCH, check_steps, warn_of_passes
 from kvfold.compression.training.recover import recover as distil
 from kvfold.config import SEEDS, Prefer, Ratios, Recipe, Setting, check_types
+from kvfold.experimental.hybrid import rank_of, with_low_rank
 from kvfold.hub.checkpoint import mark, saved_spec
 from kvfold.layout import CacheSpec, Geometry
 from kvfold.models.adapter import Family
@@ -203,6 +203,17 @@ class Prepared:
         """Candidates of every layer."""
         return by_layer(self.candidates)
 
+    def plan_target(self, target: Target, align: int | None = None) -> CacheSpec:
+        """The plan of a size that names a share, a factor, bytes or hybrid ratios."""
+        factor = self.compressor.factor_of(target, align)
+        if isinstance(target.hybrid, Ratios):
+            return self.plan_hybrid(target.hybrid, align)
+        if factor is not None:
+            assert target.levels is not None
+            return self.plan_factor(factor, target.levels, target.plans_for)
+        assert target.keep is not None, "a budget is a search, which finds a share"
+        return self.plan(target.keep, align)
+
     def plan(self, keep: float, align: int | None = None) -> CacheSpec:
         """The ranks that spend `keep` of the cache."""
         check_keep(keep)
@@ -222,7 +233,7 @@ class Prepared:
         removed = {"k": ratios.keys, "v": ratios.values, "kv": 0.0}
         each = ((x, rank_of(removed[x.side], x.numbers, step)) for x in self.candidates)
         spec = self._spec([(min(rank, x.width), None) for x, rank in each])
-        return with_narrow(spec, ratios, step)
+        return with_low_rank(spec, ratios, step)
 
     def plan_factor(
         self,

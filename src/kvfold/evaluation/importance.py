@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.compression.hybrid import with_leaders
 from kvfold.config import CacheConfig
 from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.paged import PagedSession
+from kvfold.experimental.hybrid import with_leaders
 from kvfold.hub.checkpoint import mark, provenance_of, spec_of
 from kvfold.layout import CacheSpec
 from kvfold.layout.pages import Ints

@@ -1,2 +1,1 @@
-"""What kvfold implements and does not recommend: registries load it by name, and nothing else
-imports it."""
+"""Not recommended: kept for comparison, may change or go."""

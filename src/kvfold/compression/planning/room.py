@@ -1,10 +1,10 @@
 """The sizes that a recipe can have on a model, before anything is calibrated."""
 
 from kvfold.compression.bases import builder_of, recipes_where
-from kvfold.compression.hybrid import check_recipe
 from kvfold.compression.planning.preference import check_speed, rule_of
 from kvfold.compression.planning.target import Target, check_align
 from kvfold.config import Recipe
+from kvfold.experimental.hybrid import check_recipe
 from kvfold.layout import Geometry
 from kvfold.utils.errors import SettingError
 
@@ -35,7 +35,7 @@ def factor_of(
             )
         factor = full / target.bytes_per_token
     if target.hybrid is not None:
-        check_recipe(recipe, geometry)
+        check_recipe(recipe, builder_of(recipe).key_kind(geometry))
     if builder_of(recipe).drops_nothing and (factor or target.limit or target.keep != 1):
         name, value = target.size
         raise SettingError(
