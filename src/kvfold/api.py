@@ -1,20 +1,19 @@
-"""compress: from a model and a recipe to maps of its keys and values, or a folded model."""
+"""`kvfold.compress`: makes projections of a model's keys and values, or folds them into it."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvfold.calibration.documents import is_self
-from kvfold.calibration.saved_pass import saved_beside
+from kvfold.calibration.saved_pass import SavedPass, saved_beside
 from kvfold.calibration.statistics import Statistics
 from kvfold.calibration.statistics.artifact import check_place
 from kvfold.calibration.text import check_tokens
-from kvfold.compression.compressor import Compressor, check_config
+from kvfold.compression.compressor import Compressor, Prepared, check_config
 from kvfold.compression.planning.default import chosen, chosen_beside
 from kvfold.compression.planning.target import Target
 from kvfold.compression.training.recover import check_steps
@@ -29,9 +28,9 @@ from kvfold.evaluation.ratios import search_ratios
 from kvfold.hub import card
 from kvfold.hub.checkpoint import provenance_of, spec_of
 from kvfold.hub.loading import check_loaded, load, load_config, load_tokenizer
-from kvfold.layout import CacheSpec
 from kvfold.maps.compress import make_maps, recipe_of
 from kvfold.maps.layers import unwrapped
+from kvfold.maps.sidecar import Sidecar
 from kvfold.models.families import family_of, has_family
 from kvfold.models.plain import check_weights
 from kvfold.models.weights import rounded, write
@@ -70,50 +69,72 @@ def compress(
     progress: Progress | None = None,
     say: Callable[[str], object] | None = None,
 ) -> Any:
-    """Make a model's KV cache keep `keep` of its numbers, or be `factor` times smaller.
+    """Compress a model's KV cache to a size: calibrate, plan, and return projections for it.
 
-    Returns maps of keys and values, a `Sidecar`, for `kvfold.attach(model, maps)` and
-    `kvfold.LLM(model, maps=maps)`; the model stays as it is. It may be of any type whose layers
-    call transformers' attention interface. fold: fold the maps into the weights instead, in place,
-    and return the model. That takes a model of the families in `models.families`, and all recipes.
+    Returns maps (projections of keys and values) as a `Sidecar`, for `kvfold.attach(model, maps)`
+    and `kvfold.LLM(model, maps=maps)`; the model stays as it is. The model may be of any type whose
+    layers call transformers' attention interface. With fold=True the maps are folded into the
+    weights in place, and the model is returned. That needs a model of the families in
+    `models.families`, and serves all recipes.
 
-    model: a name (directory, GGUF file, hub id, `reference:gqa`) or a loaded causal LM. recipe: a
-    name from `kvfold.recipes`, a `Recipe`, or None: see `compression.default`; maps are made by
-    swift and fast, and by lean and small, which take keys before RoPE, where that rotates pairs.
-    keep: in (0, 1]. factor: dimensions and bits planned together (see `Prepared.plan_factor`); the
-    planned bits take effect on the paged cache. Without a size it is 4, or for a recipe that plans
-    no bits, keep is 0.5. bytes_per_token: the same, as bytes, of the layers that get maps. levels:
-    bits that planned numbers may have, of 8, 6, 4, 3, 2, 1 (default (8, 4, 2), those that kernels
-    read). prefer: what such a plan is for: `speed`, rows that a Hopper GPU reads in one pass, of
-    recipes swift and lean; `size`, the least loss at a size, in all levels; `balanced` (see
-    `compression.preference`). None: balanced, or without a recipe speed where a GPU can use it.
-    windows: also plan layers with a sliding window where other layers hold most of a long context
-    (a folded model has them anyway). align: ranks whose bits are not planned are multiples of it
-    (default 16, 8 for head_dim <= 64). calib: text files instead of the packaged text, or ["self"]:
-    text that the model writes itself. tokenizer: needed with a loaded model. device, dtype: as of
-    `load`, for a model by its name. statistics: an artifact file, reused if it exists and fits,
-    written if not. output: a directory to save to, written whole or not at all; weights in the
-    checkpoint's own dtype unless another is asked for. check: before it is saved, measure what maps
-    lose (see `evaluation.maps`), or compare the folded model's answer to a short prompt, through an
-    engine's cache, with the original's (see `evaluation.answers`). max_tokens: of calibration text,
-    which decide the time; None: 32768 where the model is on a GPU, 12288 on a CPU. say: is told
-    what the work will take before it starts, and where it goes on.
+    What to compress:
 
-    With `output`, statistics are saved beside it as they are measured, and the same call goes on
-    from there after it was stopped; the file is removed at the end. A disk that has no room for the
-    output is refused before the work.
+    - model: a name (directory, GGUF file, hub id, `reference:gqa`) or a loaded causal LM.
+    - tokenizer: needed with a loaded model. device, dtype: as in `load`, for a named model.
+    - recipe: a name from `kvfold.recipes`, a `Recipe`, or None for the one that `planning.default`
+      chooses. Maps are made by swift, fast, lean and small; lean and small store keys before RoPE,
+      for which RoPE must rotate pairs of numbers.
+    - windows: also make maps for layers with a sliding window where other layers hold most of a
+      long context. Folding always includes them.
 
-    budget: "ppl<=1.01", the smallest keep within that ratio of the original's perplexity on
-    calibration text that calibration does not read.
+    The size: at most one of these; none is factor=4, or keep=0.5 for recipes that plan no bits:
 
-    With fold=True alone: hybrid: two widths, the narrow one for tokens that are not important (ZDC
-    §5.2, see `Ratios`), or "ppl<=1.1": the smallest within that ratio (Q_d <= 0.1) of those that
-    are tried; of recipe zdc where none is named. recover: steps in which the maps learn from the
-    original on the calibration text (see `compression.recover`; for a GPU). learn_scores: learn
-    what rows are worth, too, for `evict="learned"` (see `evaluation.scores`).
+    - keep: share of the numbers that stay, in (0, 1].
+    - factor: how many times smaller, in dimensions and bits planned together (see
+      `Prepared.plan_factor`). The planned bits take effect in kvfold's paged cache and in vLLM.
+    - bytes_per_token: the same in bytes, of the layers that get maps.
+    - budget: "ppl<=1.01", the smallest keep whose perplexity is within that ratio of the
+      original's, on calibration text that calibration does not read.
+    - hybrid (fold=True): two ranks, the low one for unimportant tokens (ZDC §5.2, see `Ratios`), or
+      "ppl<=1.1": the smallest ratios tried that are within that ratio (Q_d <= 0.1). The recipe is
+      zdc unless named.
 
-    Raises ValueError for settings or inputs that cannot work, and then leaves the model as it was,
-    unless it is recovery that diverges, or the check of a folded model that fails.
+    How the size is planned:
+
+    - levels: bits that planned numbers may have, of 8, 6, 4, 3, 2, 1. Default (8, 4, 2), which
+      kernels read.
+    - prefer: `speed` plans entries that a Hopper GPU reads in one pass (swift and lean); `size`
+      plans the least loss at a size, in all levels; `balanced` is between (see
+      `planning.preference`). None: balanced, or without a recipe speed where a GPU can use it.
+    - align: ranks are multiples of it where no bits are planned (default 16, or 8 for head_dim <=
+      64).
+
+    Calibration:
+
+    - calib: text files to read instead of the packaged text, or ["self"] for text that the model
+      writes itself. max_tokens: tokens of it, which decide the time; None: 32768 where the model is
+      on a GPU, 12288 on a CPU. seed: of what is sampled.
+    - statistics: an artifact file, reused if it exists and fits, written if not.
+
+    Training, with fold=True:
+
+    - recover: steps in which the maps learn from the original on the calibration text (see
+      `training.recover`; for a GPU).
+    - learn_scores: also learn the scores of `evict="learned"` (see `evaluation.scores`).
+
+    The result:
+
+    - output: a directory to save to, written complete or not at all, with weights in the
+      checkpoint's own dtype unless `dtype` names another. The calibration pass is saved beside it
+      as it runs, and the same call continues a stopped one; the file is removed at the end.
+    - check: before saving, measure what maps lose (see `evaluation.maps`), or compare the folded
+      model's answer to a short prompt with the original's (see `evaluation.answers`).
+    - say: is called with a line on what the work will take before it starts, and on where it
+      continues. progress: is called as work proceeds.
+
+    Raises ValueError for settings or inputs that cannot work, and for a disk without space for the
+    output. The model is then unchanged, unless recovery diverged or the check of a folded model
+    failed.
     """
     check_types(compress, locals())
     target = Target(
@@ -125,67 +146,243 @@ def compress(
         levels=levels,
         prefer=prefer,
     )
-    target.check_align(align)
-    check_steps(recover)
+    work = _Work(
+        fold=fold,
+        target=target,
+        windows=windows,
+        align=align,
+        text={"calib": calib, "max_tokens": max_tokens, "seed": seed},
+        statistics=statistics,
+        output=output,
+        recover=recover,
+        learn_scores=learn_scores,
+        check=check,
+        progress=progress,
+        say=say,
+    )
+    work.check_settings()
     check_tokenizer(tokenizer)
-    check_fold(fold, windows, hybrid=hybrid, recover=recover, learn_scores=learn_scores)
-    check_files(calib, statistics, output)
-    name = str(model) if isinstance(model, str | Path) else None
-    if name is None:
+    if not isinstance(model, str | Path):
         model = model if fold else unwrapped(model)
         check_loaded(model, device, dtype)
-    saved = None if output is None else saved_beside(Path(output), say)
-    with saved or nullcontext(), _new_directory(output) as folder:
-        config = model.config if name is None else load_config(name)
-        why = None
-        if fold:
-            recipe, target, why = chosen(recipe, config, target)
-            check_config(config, recipe, max_tokens, target, align)
-        else:
-            check_mappable(config, recipe, max_tokens, target, align)
-        if learn_scores:
-            scores.check_learnable(config, target)
-        stored = stored_dtype(config, dtype) if name is not None else None
-        if name is not None:
-            tokenizer = tokenizer or load_tokenizer(name)
-            if say is not None:
-                say(f"loading {name}")
-            model = load(name, dtype=dtype, device=device)
-        source = name or str(model.config.name_or_path) or type(model).__name__
-        text: dict[str, Any] = {"calib": calib, "max_tokens": max_tokens, "seed": seed}
-        text["saved"] = saved
-        size: dict[str, Any] = {"align": align, "statistics": statistics, "progress": progress}
-        told: dict[str, Any] = {"output": output, "say": say}
-        if not fold:
-            about = {"source": source, "search": search_keep, "windows": windows, **text, **size}
-            about["begun"] = partial(announce, fold=False, statistics=statistics, **told)
-            compressor, maps = make_maps(model, tokenizer, recipe, target, **about)
-            if check and output is not None:
-                maps = measured(compressor, maps)
-            if folder is not None and output is not None:
-                maps.write(folder, Path(output))
-            return maps
-        assert isinstance(recipe, Recipe)
-        check_weights(model, family_of(config))
-        compressor = Compressor(model, recipe, tokenizer, **text)
-        announce(compressor, fold=True, stored=stored, statistics=statistics, **told)
-        answer = Answer.of(model, tokenizer, stored) if check and output is not None else None
-        folded = fold_to(compressor, target, source=source, why=why, recover=recover, **size)
-        finish(
-            compressor,
-            folded.predicted,
-            answer,
-            learn_scores=learn_scores,
-            folder=folder,
-            output=output,
-            stored=stored,
-            progress=progress,
+    with output_files(output, say) as files:
+        source = _Source.of(model, tokenizer, dtype)
+        choice = _choose(recipe, source.config, work)
+        source = source.loaded(device, dtype, say)
+        return _fold(source, choice, work, files) if fold else _map(source, choice, work, files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What `compress` is asked to do with a model. text: calib, max_tokens and seed; the other
+    fields are its arguments."""
+
+    fold: bool
+    target: Target
+    windows: bool
+    align: int | None
+    text: dict[str, Any]
+    statistics: Path | str | Statistics | None
+    output: Path | str | None
+    recover: int
+    learn_scores: bool
+    check: bool
+    progress: Progress | None
+    say: Callable[[str], object] | None
+
+    def check_settings(self) -> None:
+        """Raises ValueError for settings and files that cannot work, whatever the model is."""
+        self.target.check_align(self.align)
+        check_steps(self.recover)
+        check_fold(
+            self.fold,
+            self.windows,
+            hybrid=self.target.hybrid,
+            recover=self.recover,
+            learn_scores=self.learn_scores,
         )
+        check_files(self.text["calib"], self.statistics, self.output)
+
+    def announce(self, compressor: Compressor, stored: torch.dtype | None = None) -> None:
+        """Say what the work will take. stored: as in `announce`."""
+        announce(
+            compressor,
+            fold=self.fold,
+            output=self.output,
+            stored=stored,
+            statistics=self.statistics,
+            say=self.say,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """The model to compress, and where it is from. model: None until it is loaded by its name.
+    stored: dtype to save weights in; None: the dtype that they have."""
+
+    name: str | None
+    config: Any
+    model: Any
+    tokenizer: Any
+    stored: torch.dtype | None
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, dtype: str | torch.dtype) -> "_Source":
+        """From the arguments of `compress`; of a model that is named, its config alone."""
+        if not isinstance(model, str | Path):
+            return cls(
+                name=None, config=model.config, model=model, tokenizer=tokenizer, stored=None
+            )
+        config = load_config(str(model))
+        stored = stored_dtype(config, dtype)
+        return cls(name=str(model), config=config, model=None, tokenizer=tokenizer, stored=stored)
+
+    def loaded(
+        self,
+        device: str | None,
+        dtype: str | torch.dtype,
+        say: Callable[[str], object] | None,
+    ) -> "_Source":
+        """With the model and the tokenizer that are named."""
+        if self.name is None:
+            return self
+        tokenizer = self.tokenizer or load_tokenizer(self.name)
+        if say is not None:
+            say(f"loading {self.name}")
+        model = load(self.name, dtype=dtype, device=device)
+        return replace(self, model=model, tokenizer=tokenizer)
+
+    @property
+    def words(self) -> str:
+        """What provenance calls the original model."""
+        return self.name or str(self.config.name_or_path) or type(self.model).__name__
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """The recipe, the size, and why this recipe, where none was named. With maps beside the weights
+    these are the arguments of `compress`: `make_maps` decides, once it knows the layers."""
+
+    recipe: str | Recipe | None
+    target: Target
+    reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputFiles:
+    """Where a compression writes while it works. folder: becomes the output when it ends without an
+    error; saved: the calibration pass, so that a stopped one goes on. None without an output."""
+
+    folder: Path | None = None
+    saved: SavedPass | None = None
+
+
+@contextmanager
+def output_files(
+    output: Path | str | None, say: Callable[[str], object] | None = None
+) -> Iterator[OutputFiles]:
+    """The files of a compression that writes to `output`, complete or not at all. Raises ValueError
+    for an output that is in use."""
+    if output is None:
+        yield OutputFiles()
+        return
+    path = Path(output)
+    with saved_beside(path, say) as saved, new_directory(path) as folder:
+        yield OutputFiles(folder=folder, saved=saved)
+
+
+def _choose(recipe: str | Recipe | None, config: Any, work: _Work) -> _Choice:
+    """The recipe and size for a model of this config. Raises ValueError where they do not fit the
+    model, before it is loaded."""
+    target, max_tokens = work.target, work.text["max_tokens"]
+    if not work.fold:
+        check_mappable(config, recipe, max_tokens, target, work.align)
+        return _Choice(recipe=recipe, target=target)
+    chosen_recipe, target, reason = chosen(recipe, config, target)
+    check_config(config, chosen_recipe, max_tokens, target, work.align)
+    if work.learn_scores:
+        scores.check_learnable(config, target)
+    return _Choice(recipe=chosen_recipe, target=target, reason=reason)
+
+
+def _map(source: _Source, choice: _Choice, work: _Work, files: OutputFiles) -> Sidecar:
+    """Calibrate, plan, and save maps beside the weights."""
+    compressor, maps = make_maps(
+        source.model,
+        source.tokenizer,
+        choice.recipe,
+        choice.target,
+        source=source.words,
+        search=search_keep,
+        windows=work.windows,
+        align=work.align,
+        statistics=work.statistics,
+        progress=work.progress,
+        begun=work.announce,
+        saved=files.saved,
+        **work.text,
+    )
+    if work.check and work.output is not None:
+        maps = measured(compressor, maps)
+    if files.folder is not None and work.output is not None:
+        maps.write(files.folder, Path(work.output))
+    return maps
+
+
+def _fold(source: _Source, choice: _Choice, work: _Work, files: OutputFiles) -> Any:
+    """Calibrate, plan, fold the model in place, and save it."""
+    model, tokenizer, recipe = source.model, source.tokenizer, choice.recipe
+    assert isinstance(recipe, Recipe)
+    check_weights(model, family_of(source.config))
+    compressor = Compressor(model, recipe, tokenizer, saved=files.saved, **work.text)
+    work.announce(compressor, source.stored)
+    answer = None
+    if work.check and work.output is not None:
+        answer = Answer.of(model, tokenizer, source.stored)
+    predicted = _fold_to_size(compressor, choice, work, source.words)
+    finish(
+        compressor,
+        predicted,
+        answer,
+        learn_scores=work.learn_scores,
+        folder=files.folder,
+        output=work.output,
+        stored=source.stored,
+        progress=work.progress,
+    )
     return model
 
 
-def _new_directory(output: Path | str | None) -> AbstractContextManager[Path | None]:
-    return nullcontext() if output is None else new_directory(Path(output))
+def _fold_to_size(
+    compressor: Compressor, choice: _Choice, work: _Work, source: str
+) -> float | None:
+    """Fold a compressor's model in place to a size. Returns the predicted increase in cross-entropy
+    (nats/token), None where nothing predicts it."""
+    limit = choice.target.hybrid if isinstance(choice.target.hybrid, str) else choice.target.budget
+    prepared = compressor.prepare(work.statistics, work.progress)
+    target, ratio = _searched(prepared, choice.target, work)
+    spec = prepared.plan_target(target, work.align)
+    settings = asdict(target) | {"align": work.align, "budget": limit}
+    provenance = {"model": source, **settings, "ratio": ratio}
+    if choice.reason is not None:
+        provenance["chosen"] = choice.reason
+    prepared.fold(spec, provenance, recover=work.recover, progress=work.progress)
+    if spec.hybrid is not None:
+        spec = find_leaders(compressor.model, compressor.windows())
+    return prepared.predicted_loss(spec)
+
+
+def _searched(prepared: Prepared, target: Target, work: _Work) -> tuple[Target, float | None]:
+    """A size found by search for a target that is a ratio of perplexities, and the ratio that it
+    reaches. Other targets as they are."""
+    search: dict[str, Any] = {"align": work.align, "progress": work.progress}
+    if target.limit is not None:
+        keep, ratio = search_keep(prepared, target.limit, **search)
+        return replace(target, keep=keep, budget=None), ratio
+    if isinstance(target.hybrid, str):
+        hybrid, ratio = search_ratios(prepared, parse_budget(target.hybrid), **search)
+        return replace(target, hybrid=hybrid), ratio
+    return target, None
 
 
 def announce(
@@ -197,8 +394,11 @@ def announce(
     statistics: Path | str | Statistics | None = None,
     say: Callable[[str], object] | None = None,
 ) -> None:
-    """Say what the work will take, where statistics are to be measured. Raises SettingError where
-    the output's disk has no room. stored: of weights, as in `fill`."""
+    """Say what the work will take, if statistics are still to be measured.
+
+    stored: dtype that weights are saved in, as in `fill`. Raises SettingError where the output's
+    disk has too little space.
+    """
     if output is None and say is None:
         return
     work = work_of(compressor, fold, stored)
@@ -222,9 +422,10 @@ def finish(
     stored: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """What follows folding: learn scores, check the answer, where there is one, and save.
+    """Finish a folded model: learn scores, check its answer if one is given, and save it.
 
-    predicted: as of `Folded`; folder: to fill, that becomes `output`; stored: dtype of its weights.
+    predicted: increase in cross-entropy that the plan predicts (nats/token). folder: is filled, and
+    becomes `output`. stored: dtype of the saved weights.
     """
     model, tokenizer = compressor.model, compressor.tokenizer
     if learn_scores:
@@ -237,15 +438,14 @@ def finish(
 
 
 def check_fold(fold: bool, windows: bool, **only_folded: object) -> None:
-    """Raises SettingError for settings that only folding has, by name, where nothing is folded, and
-    the other way round."""
+    """Raises SettingError for settings that need `fold` without it, or exclude it.
+
+    only_folded: settings that need it, by name.
+    """
     if fold and windows:
         raise SettingError("`windows` says which layers get maps: leave `windows` or `fold` out")
     if not fold and (wrong := [name for name, value in only_folded.items() if value]):
-        raise SettingError(
-            f"`{wrong[0]}` is of a model that is folded, not of maps beside its weights: add"
-            " `fold=True`"
-        )
+        raise SettingError(f"`{wrong[0]}` needs a folded model: add `fold=True`")
 
 
 def check_mappable(
@@ -255,72 +455,22 @@ def check_mappable(
     target: Target,
     align: int | None,
 ) -> None:
-    """Raises ValueError for what a model's config says cannot work for maps beside its weights."""
-    found = recipe_of(recipe)
+    """Raises ValueError where maps beside the weights cannot work, as far as the config tells.
+
+    The layers of a model of no family are known only once it is loaded: `make_maps` checks those.
+    """
+    recipe_of(recipe)
     if has_family(config):
-        found, target, _ = chosen_beside(recipe, family_of(config), config, target)
-        check_config(config, found, max_tokens, target, align)
+        chosen_recipe, target, _ = chosen_beside(recipe, family_of(config), config, target)
+        check_config(config, chosen_recipe, max_tokens, target, align)
     if max_tokens is not None:
         check_tokens(config, max_tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Folded:
-    """What a model was folded to, and the loss that its plan predicts, in nats a token; None where
-    nothing predicts it."""
-
-    spec: CacheSpec
-    predicted: float | None
-
-
-def fold_to(
-    compressor: Compressor,
-    target: Target,
-    *,
-    source: str,
-    why: str | None = None,
-    align: int | None = None,
-    statistics: Path | str | Statistics | None = None,
-    recover: int = 0,
-    progress: Progress | None = None,
-) -> Folded:
-    """Fold a compressor's model in place to a size; the last step, after all that can fail.
-
-    source: the name of the original, why: the reason for a recipe that was not named, both for
-    provenance; the rest as in `compress`.
-    """
-    factor = compressor.factor_of(target, align)
-    prepared = compressor.prepare(statistics, progress)
-    keep, ratio = target.keep, None
-    if target.limit is not None:
-        keep, ratio = search_keep(prepared, target.limit, align=align, progress=progress)
-    hybrid, allowed = target.hybrid, target.budget
-    if isinstance(hybrid, str):
-        allowed, within = hybrid, parse_budget(hybrid)
-        hybrid, ratio = search_ratios(prepared, within, align=align, progress=progress)
-    if hybrid is not None:
-        spec = prepared.plan_hybrid(hybrid, align)
-    elif factor is not None:
-        assert target.levels is not None
-        spec = prepared.plan_factor(factor, target.levels, target.plans_for)
-    else:
-        assert keep is not None
-        spec = prepared.plan(keep, align)
-    own = None if hybrid is None else asdict(hybrid)
-    asked = asdict(target) | {"keep": keep, "align": align, "hybrid": own, "budget": allowed}
-    provenance = {"model": source, **asked, "ratio": ratio}
-    if why is not None:
-        provenance["chosen"] = why
-    prepared.fold(spec, provenance, recover=recover, progress=progress)
-    if spec.hybrid is not None:
-        spec = find_leaders(compressor.model, compressor.windows())
-    return Folded(spec=spec, predicted=prepared.predicted_loss(spec))
-
-
 def stored_dtype(config: Any, dtype: str | torch.dtype) -> torch.dtype | None:
-    """What to save a model in that was loaded with `dtype`; None: in the dtype that it has."""
-    found: torch.dtype | None = config.dtype if dtype == "auto" else None
-    return found
+    """The dtype to save a model in that was loaded with `dtype`; None: the dtype that it has."""
+    checkpoint_dtype: torch.dtype = config.dtype
+    return checkpoint_dtype if dtype == "auto" else None
 
 
 def check_files(
@@ -328,7 +478,7 @@ def check_files(
     statistics: Path | str | Statistics | None,
     output: Path | str | None,
 ) -> None:
-    """Raises ValueError for files that cannot be read, or written after the work is done."""
+    """Raises ValueError for files that cannot be read, or could not be written after the work."""
     if calib and not is_self(calib):
         read_texts(calib)
     if isinstance(statistics, str | Path):
@@ -338,13 +488,16 @@ def check_files(
 
 
 def save(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype | None = None) -> None:
-    """Save a checkpoint whole or not at all; dtype: of its weights, which stay as they are here."""
+    """Save a checkpoint completely or not at all.
+
+    dtype: of the saved weights; the model's own stay as they are.
+    """
     with new_directory(path) as folder, writing(path):
         fill(folder, model, tokenizer, dtype)
 
 
 def fill(folder: Path, model: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> None:
-    """Write a checkpoint, as `save`, with a README of what was done to it."""
+    """Write a checkpoint into an existing folder, with a README of how it was made."""
     with rounded(model, dtype):
         write(model, tokenizer, folder)
     spec = spec_of(model)
