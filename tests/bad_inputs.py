@@ -264,9 +264,9 @@ SIZES = {
         "--set levels and --set prefer size exclude each other: each decides which bits "
         "numbers may have"
     ),
-    "kvfold compress reference:gqa --factor 4 --set prefer=speed --recipe small --output new": (
-        "--set prefer speed plans keys of each head and values of all heads; "
-        "recipe 'small' stores others: use swift or lean, or leave --set prefer out"
+    "kvfold compress reference:gqa --factor 4 --prefer speed --recipe small --output new": (
+        "--prefer speed plans a latent of keys per head and one of all heads' values, and "
+        "recipe 'small' has others: use swift or lean, or leave --prefer out"
     ),
     "kvfold compress reference:gqa --factor 300 --set prefer=speed --output new": (
         "--factor 300 leaves 191 bits a token, and each of 7 layers takes at least 216: ask for a "
@@ -984,8 +984,8 @@ PYTHON = {
         "prefer must be one of speed, balanced, size; got 'quick'"
     ),
     'kvfold.compress("reference:gqa", "small", factor=4, prefer="speed")': (
-        "prefer='speed' plans keys of each head and values of all heads; "
-        "recipe 'small' stores others: use swift or lean, or leave prefer out"
+        "prefer='speed' plans a latent of keys per head and one of all heads' values, and "
+        "recipe 'small' has others: use swift or lean, or leave prefer out"
     ),
     'kvfold.compress("reference:gqa", keep=0.5, factor=4)': (
         "keep=0.5 and factor=4 exclude each other: each decides the size alone"

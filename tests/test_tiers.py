@@ -106,7 +106,7 @@ def test_plans_for_speed_are_runs_that_one_pass_reads(found: list[Tensor], width
     planned = plan_tiers(every, budget, rules)
     spent = sum(map(cost, planned))
     assert spent <= budget
-    if budget >= sum(rule.least for rule in rules):
+    if budget >= sum(rule.min_bits for rule in rules):
         assert all(planned)
     for side, s, tiers in zip(sides, every, planned, strict=True):
         rows = [Integers(bits=bits).row_bytes(numbers) for numbers, bits in tiers]
@@ -347,7 +347,7 @@ def test_keys_have_two_bits_where_plans_without_lose_much_more(
         return {bits for _, tiers in sizes[:4] for _, bits in tiers}
 
     assert levels() == wanted
-    monkeypatch.setattr(plan_of, "LITTLE", 10.0)
+    monkeypatch.setattr(plan_of, "MAX_EXTRA_LOSS", 10.0)
     assert levels() == {8, 4}
 
 

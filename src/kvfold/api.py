@@ -14,7 +14,7 @@ from kvfold.calibration.statistics import Statistics
 from kvfold.calibration.statistics.artifact import check_place
 from kvfold.calibration.text import check_tokens
 from kvfold.compression.compressor import Compressor, Prepared, check_config
-from kvfold.compression.planning.default import chosen, chosen_beside
+from kvfold.compression.planning.default import choose_for_maps, choose_recipe
 from kvfold.compression.planning.target import Target
 from kvfold.compression.training.recover import check_steps
 from kvfold.compression.work import check_disk, work_of
@@ -146,7 +146,7 @@ def compress(
         levels=levels,
         prefer=prefer,
     )
-    work = _Work(
+    settings = _Settings(
         fold=fold,
         target=target,
         windows=windows,
@@ -160,20 +160,21 @@ def compress(
         progress=progress,
         say=say,
     )
-    work.check_settings()
+    settings.verify()
     check_tokenizer(tokenizer)
     if not isinstance(model, str | Path):
         model = model if fold else unwrapped(model)
         check_loaded(model, device, dtype)
     with output_files(output, say) as files:
         source = _Source.of(model, tokenizer, dtype)
-        choice = _choose(recipe, source.config, work)
+        choice = _choose(recipe, source.config, settings)
         source = source.loaded(device, dtype, say)
-        return _fold(source, choice, work, files) if fold else _map(source, choice, work, files)
+        run = _fold if fold else _map
+        return run(source, choice, settings, files)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Work:
+class _Settings:
     """What `compress` is asked to do with a model. text: calib, max_tokens and seed; the other
     fields are its arguments."""
 
@@ -190,7 +191,7 @@ class _Work:
     progress: Progress | None
     say: Callable[[str], object] | None
 
-    def check_settings(self) -> None:
+    def verify(self) -> None:
         """Raises ValueError for settings and files that cannot work, whatever the model is."""
         self.target.check_align(self.align)
         check_steps(self.recover)
@@ -291,21 +292,21 @@ def output_files(
         yield OutputFiles(folder=folder, saved=saved)
 
 
-def _choose(recipe: str | Recipe | None, config: Any, work: _Work) -> _Choice:
+def _choose(recipe: str | Recipe | None, config: Any, settings: _Settings) -> _Choice:
     """The recipe and size for a model of this config. Raises ValueError where they do not fit the
     model, before it is loaded."""
-    target, max_tokens = work.target, work.text["max_tokens"]
-    if not work.fold:
-        check_mappable(config, recipe, max_tokens, target, work.align)
+    target, max_tokens = settings.target, settings.text["max_tokens"]
+    if not settings.fold:
+        check_mappable(config, recipe, max_tokens, target, settings.align)
         return _Choice(recipe=recipe, target=target)
-    chosen_recipe, target, reason = chosen(recipe, config, target)
-    check_config(config, chosen_recipe, max_tokens, target, work.align)
-    if work.learn_scores:
+    chosen_recipe, target, reason = choose_recipe(recipe, config, target)
+    check_config(config, chosen_recipe, max_tokens, target, settings.align)
+    if settings.learn_scores:
         scores.check_learnable(config, target)
     return _Choice(recipe=chosen_recipe, target=target, reason=reason)
 
 
-def _map(source: _Source, choice: _Choice, work: _Work, files: OutputFiles) -> Sidecar:
+def _map(source: _Source, choice: _Choice, settings: _Settings, files: OutputFiles) -> Sidecar:
     """Calibrate, plan, and save maps beside the weights."""
     compressor, maps = make_maps(
         source.model,
@@ -314,68 +315,70 @@ def _map(source: _Source, choice: _Choice, work: _Work, files: OutputFiles) -> S
         choice.target,
         source=source.words,
         search=search_keep,
-        windows=work.windows,
-        align=work.align,
-        statistics=work.statistics,
-        progress=work.progress,
-        begun=work.announce,
+        windows=settings.windows,
+        align=settings.align,
+        statistics=settings.statistics,
+        progress=settings.progress,
+        begun=settings.announce,
         saved=files.saved,
-        **work.text,
+        **settings.text,
     )
-    if work.check and work.output is not None:
+    if settings.check and settings.output is not None:
         maps = measured(compressor, maps)
-    if files.folder is not None and work.output is not None:
-        maps.write(files.folder, Path(work.output))
+    if files.folder is not None and settings.output is not None:
+        maps.write(files.folder, Path(settings.output))
     return maps
 
 
-def _fold(source: _Source, choice: _Choice, work: _Work, files: OutputFiles) -> Any:
+def _fold(source: _Source, choice: _Choice, settings: _Settings, files: OutputFiles) -> Any:
     """Calibrate, plan, fold the model in place, and save it."""
     model, tokenizer, recipe = source.model, source.tokenizer, choice.recipe
     assert isinstance(recipe, Recipe)
     check_weights(model, family_of(source.config))
-    compressor = Compressor(model, recipe, tokenizer, saved=files.saved, **work.text)
-    work.announce(compressor, source.stored)
+    compressor = Compressor(model, recipe, tokenizer, saved=files.saved, **settings.text)
+    settings.announce(compressor, source.stored)
     answer = None
-    if work.check and work.output is not None:
+    if settings.check and settings.output is not None:
         answer = Answer.of(model, tokenizer, source.stored)
-    predicted = _fold_to_size(compressor, choice, work, source.words)
+    predicted = _fold_to_size(compressor, choice, settings, source.words)
     finish(
         compressor,
         predicted,
         answer,
-        learn_scores=work.learn_scores,
+        learn_scores=settings.learn_scores,
         folder=files.folder,
-        output=work.output,
+        output=settings.output,
         stored=source.stored,
-        progress=work.progress,
+        progress=settings.progress,
     )
     return model
 
 
 def _fold_to_size(
-    compressor: Compressor, choice: _Choice, work: _Work, source: str
+    compressor: Compressor, choice: _Choice, settings: _Settings, source: str
 ) -> float | None:
     """Fold a compressor's model in place to a size. Returns the predicted increase in cross-entropy
     (nats/token), None where nothing predicts it."""
     limit = choice.target.hybrid if isinstance(choice.target.hybrid, str) else choice.target.budget
-    prepared = compressor.prepare(work.statistics, work.progress)
-    target, ratio = _searched(prepared, choice.target, work)
-    spec = prepared.plan_target(target, work.align)
-    settings = asdict(target) | {"align": work.align, "budget": limit}
-    provenance = {"model": source, **settings, "ratio": ratio}
+    prepared = compressor.prepare(settings.statistics, settings.progress)
+    target, ratio = _searched(prepared, choice.target, settings)
+    spec = prepared.plan_target(target, settings.align)
+    size = asdict(target) | {"align": settings.align, "budget": limit}
+    provenance = {"model": source, **size, "ratio": ratio}
     if choice.reason is not None:
         provenance["chosen"] = choice.reason
-    prepared.fold(spec, provenance, recover=work.recover, progress=work.progress)
+    prepared.fold(spec, provenance, recover=settings.recover, progress=settings.progress)
     if spec.hybrid is not None:
         spec = find_leaders(compressor.model, compressor.windows())
     return prepared.predicted_loss(spec)
 
 
-def _searched(prepared: Prepared, target: Target, work: _Work) -> tuple[Target, float | None]:
+def _searched(
+    prepared: Prepared, target: Target, settings: _Settings
+) -> tuple[Target, float | None]:
     """A size found by search for a target that is a ratio of perplexities, and the ratio that it
     reaches. Other targets as they are."""
-    search: dict[str, Any] = {"align": work.align, "progress": work.progress}
+    search: dict[str, Any] = {"align": settings.align, "progress": settings.progress}
     if target.limit is not None:
         keep, ratio = search_keep(prepared, target.limit, **search)
         return replace(target, keep=keep, budget=None), ratio
@@ -461,7 +464,7 @@ def check_mappable(
     """
     recipe_of(recipe)
     if has_family(config):
-        chosen_recipe, target, _ = chosen_beside(recipe, family_of(config), config, target)
+        chosen_recipe, target, _ = choose_for_maps(recipe, family_of(config), config, target)
         check_config(config, chosen_recipe, max_tokens, target, align)
     if max_tokens is not None:
         check_tokens(config, max_tokens)

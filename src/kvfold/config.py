@@ -1,6 +1,6 @@
-"""Recipes and run settings as frozen dataclasses, each field with its help and what it may hold.
+"""Recipes and settings, as frozen dataclasses whose fields have a help text and legal values.
 
-The command line makes its flags of them. Importing this imports no torch.
+The command line makes its flags from them. Importing this module does not import torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,26 +17,26 @@ from kvfold.utils.errors import SettingError
 from kvfold.utils.kinds import fits, spelt
 
 BITS = (16, 8, 6, 4, 3, 2, 1)  # of all formats; a test compares
-Share = Literal["head", "group", "joint", "kv"]
+Share = Literal["head", "group", "joint", "kv"]  # heads of a latent: one, some, all; or K and V too
 
-PAGE = 32  # rows, where neither the configuration nor a policy says
+PAGE = 32  # default tokens of a page
 SEEDS: dict[str, Any] = {"least": 0, "below": 2**63}  # what every generator takes
-DEFAULT_KEEP = 0.5  # share of the cache that stays where no size is asked for
+DEFAULT_KEEP = 0.5  # default share of the cache that stays, for recipes that plan no bits
 Prefer = Literal["speed", "balanced", "size"]  # what plans of dimensions and bits are for
-LEVELS = (8, 4, 2)  # bits of planned numbers where none are named: those that kernels read
+LEVELS = (8, 4, 2)  # default bits of planned numbers: those that kernels read
 ALL_LEVELS = BITS[1:]
-AUTO = "auto"  # the policy that evaluation.auto finds
+AUTO = "auto"  # the policy that evaluation.auto chooses
 EXPERIMENTAL = [name for name, preset in POLICIES.items() if preset.experimental]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a field is for and may hold: `page: int = setting(32, "Rows.", least=1)`.
+    """The help text and legal values of a field: `page: int = setting(32, "Rows.", least=1)`.
 
-    least, most: bounds, of `unit`; above, below: those that are not legal themselves. choices:
-    legal values. objects: a type whose instances are legal beside `choices`, in Python only. hint:
-    the way out of an error. off: the flag that turns a default of True off, and
-    its help. None is legal where the field's type says so, and NaN and infinity nowhere.
+    least, most: inclusive bounds, in `unit`; above, below: exclusive bounds. choices: the legal
+    values. objects: a type whose instances are legal beside `choices`, in Python only. hint: advice
+    at the end of an error. off: the flag that turns a default of True off, and its help. None is
+    legal where the field's type allows it. NaN and infinity never are.
     """
 
     help: str = ""
@@ -52,7 +52,7 @@ class Setting:
 
     @property
     def legal(self) -> str:
-        """The legal values in words; nothing if all are."""
+        """The legal values in words; empty if all values are legal."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         if self.above > -inf:
@@ -66,11 +66,12 @@ class Setting:
 
     @property
     def text(self) -> str:
-        """Help with the legal values."""
+        """The help text, with the legal values."""
         legal = self.legal
         return f"{self.help} {legal[0].upper()}{legal[1:]}." if legal else self.help
 
     def allows(self, value: Any) -> bool:
+        """Whether a value of the right type is legal."""
         if self.objects is not None and isinstance(value, self.objects):
             return True
         if self.choices:
@@ -84,7 +85,8 @@ class Setting:
         return self.above < number < self.below and self.least <= number <= self.most
 
     def check(self, name: str, value: Any, kind: Any) -> None:
-        """Raises SettingError for a value of the setting `name` that is not legal, or no `kind`."""
+        """Raises SettingError for a value of the setting `name` that is not of type `kind`, or not
+        legal."""
         typed = fits(value, kind)
         if typed and (value is None or self.allows(value)):
             return
@@ -95,55 +97,55 @@ class Setting:
 
 
 def setting(default: Any, help: str, **rules: Any) -> Any:
-    """A field of a config class, with its `Setting`, and the help that the command line shows."""
-    found = Setting(help, **rules)
-    return field(default=default, metadata={"setting": found, "help": found.text})
+    """A dataclass field with a `Setting`. rules: the fields of `Setting`."""
+    rule = Setting(help, **rules)
+    return field(default=default, metadata={"setting": rule, "help": rule.text})
 
 
 @lru_cache
 def settings_of(config: type) -> dict[str, tuple[Any, Setting]]:
-    """Type and setting of every field of a config class that has one."""
-    own = {x.name for x in fields(config) if "setting" in x.metadata}
-    return {name: found for name, found in _fields_of(config).items() if name in own}
+    """Type and setting of the fields of a config class that have a setting."""
+    named = {x.name for x in fields(config) if "setting" in x.metadata}
+    return {name: rule for name, rule in _fields_of(config).items() if name in named}
 
 
 @lru_cache
 def _fields_of(config: type) -> dict[str, tuple[Any, Setting]]:
-    """Type and setting of every field, an empty one where it has none."""
+    """Type and setting of all fields; the default Setting, which allows all, for those without."""
     types = get_type_hints(config)
     return {x.name: (types[x.name], x.metadata.get("setting", Setting())) for x in fields(config)}
 
 
 def check(config: Any) -> None:
-    """Raises SettingError for a field of another type than its own, or that holds what its setting
-    does not allow."""
+    """Raises SettingError for a field whose value has the wrong type, or is not legal."""
     defaults, unset = config.__class__, object()
     for name, (kind, setting) in _fields_of(defaults).items():
         value = getattr(config, name)
-        if value is not getattr(defaults, name, unset):  # defaults are legal, and most are left
+        if value is not getattr(defaults, name, unset):  # defaults are legal
             setting.check(name, value, kind)
 
 
-def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raises SettingError for an argument that is not of its annotation's type."""
+def check_types(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Raises SettingError for an argument whose type is not that of its annotation."""
     for name, kind in get_type_hints(function).items():
-        if name in given and not fits(given[name], kind):
-            Setting().check(name, given[name], kind)
+        if name in arguments and not fits(arguments[name], kind):
+            Setting().check(name, arguments[name], kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a cache is compressed along its dimensions.
+    """How a cache is compressed: its directions, and how many of them each latent keeps.
 
-    basis: which directions (see compression.bases). keys, values: how many heads share a latent:
-    one (`head`), `group_size` (`group`), all (`joint`), or all heads' keys and values together
-    (`kv`, set on both). ranks: how the budget is spent (see compression.ranks). equal_ranks: all
-    latents of W_K in a layer, and all of W_V, get one rank (ranks 'fisher', Palu §4.1). gradients:
-    weigh errors by the loss's gradient. reduce: prune and cluster rows before the SVD (ZDC §5.1).
-    codebooks: levels for few bits are calibrated (format kvquant).
-    centroids: of its k-means, for each of q, k and v (None: see statistics.reduce). skip_layers:
-    layers that stay whole, counted from 0. skip_threshold: so do those whose cumulative condition
-    number has a log10 above it (ranks 'condition', LoRC §6.2).
+    basis: the directions (a name of compression.bases). keys, values: how many heads share a
+    latent: one (`head`), `group_size` (`group`), all (`joint`), or all heads' keys and values
+    together (`kv`, set on both). ranks: how the budget is spent (a name of compression.ranks).
+    equal_ranks: all latents of W_K in a layer, and all of W_V, get one rank (ranks 'fisher', Palu
+    §4.1). gradients: weight errors by the loss's gradient. reduce: prune and cluster calibration
+    vectors before the SVD (ZDC §5.1). codebooks: calibrate uneven quantisation levels (format
+    kvquant). centroids: of the k-means of `reduce`, for each of q, k and v (None: see
+    statistics.reduce). skip_layers: layers that stay uncompressed, counted from 0. skip_threshold:
+    layers whose cumulative condition number has a log10 above it stay uncompressed too (ranks
+    'condition', LoRC §6.2).
     """
 
     name: str
@@ -165,7 +167,9 @@ class Recipe:
         if (self.keys == "kv") != (self.values == "kv"):
             raise SettingError("`keys='kv'` and `values='kv'` go together: one latent serves both")
         if self.codebooks and self.keys == "kv":
-            raise SettingError("`codebooks` are of keys or of values, and `keys='kv'` is of both")
+            raise SettingError(
+                "`codebooks` serve keys or values, and with `keys='kv'` a latent holds both"
+            )
         if self.centroids is not None and (not self.reduce or self.centroids < 1):
             raise SettingError(
                 f"`centroids` must be at least 1 and needs `reduce=True`, got {self.centroids} and "
@@ -178,13 +182,14 @@ REMOVED: dict[str, Any] = {"least": 0, "below": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Ratios:
-    """ZDC's hybrid ratios (§5.2): what tokens lose by their importance, and how many are important.
+    """Ratios of ZDC's two ranks (§5.2): what important and unimportant tokens lose, and how many
+    tokens are important.
 
-    keys, values: shares of a head's numbers that are removed of all tokens (p_QK and p_VW of
-    important ones, p^i). narrow_keys, narrow_values: the same of unimportant ones (p^u).
-    important, important_last: shares of tokens that are important in the first and in the last
-    layer, between them evenly more (g). by: what ranks tokens, their own softmax denominators, or
-    the attention that they get. Raises SettingError.
+    keys, values: shares of a head's numbers removed from important tokens (p_QK, p_VW; p^i).
+    narrow_keys, narrow_values: the same for unimportant tokens (p^u). important, important_last:
+    shares of tokens that are important in the first and in the last layer, interpolated linearly
+    between (g). by: what ranks tokens: their own softmax denominators, or the attention that they
+    receive. Raises SettingError for ratios that are not legal.
     """
 
     keys: float = setting(0.0, "Removed.", **REMOVED)
@@ -207,8 +212,8 @@ class Ratios:
 
     @classmethod
     def parse(cls, text: str) -> "Ratios":
-        """From "narrow_keys=0.5,important=0.2". Raises SettingError."""
-        given: dict[str, Any] = {}
+        """Parse text such as "narrow_keys=0.5,important=0.2". Raises SettingError."""
+        values: dict[str, Any] = {}
         for part in filter(None, text.split(",")):
             name, _, value = (x.strip() for x in part.partition("="))
             known = [x.name for x in fields(cls)]
@@ -216,30 +221,30 @@ class Ratios:
                 legal = ", ".join(known)
                 raise SettingError(f"`hybrid` has no {name!r}: give some of {legal}, as name=value")
             try:
-                given[name] = value if name == "by" else float(value)
+                values[name] = value if name == "by" else float(value)
             except ValueError:
                 raise SettingError(f"`hybrid`: {name} must be a number; got {value!r}") from None
-        if not given:
+        if not values:
             legal = ", ".join(x.name for x in fields(cls))
             raise SettingError(f"`hybrid` is empty: give some of {legal}, as name=value")
         try:
-            return cls(**given)
+            return cls(**values)
         except SettingError as error:
             raise SettingError(f"`hybrid`: {str(error).replace('`', '')}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """How low-rank additions to a compressed model's weights learn; defaults as in Palu App. E."""
+    """Settings of LoRA on a compressed model; the defaults are those of Palu App. E."""
 
     steps: int = setting(100, "Steps of the optimiser.", least=1)
     batch: int = setting(4, "Windows of text a step, one at a time.", least=1)
-    rank: int = setting(32, "Of what is added to a weight; alpha is the same.", least=1)
+    rank: int = setting(32, "Rank of an adapter; alpha is the same.", least=1)
     learning_rate: float = setting(
         2e-4, "Reached after a tenth of the steps; then it falls to zero by a cosine.", above=0
     )
-    maps: bool = setting(False, "Add to the maps that make rows, too.")
-    seed: int = setting(0, "Of what is added, and of the order of the text.", **SEEDS)
+    maps: bool = setting(False, "Add adapters to the maps that compute cache entries, too.")
+    seed: int = setting(0, "Seed of the adapters, and of the order of the text.", **SEEDS)
 
     def __post_init__(self) -> None:
         check(self)
@@ -247,51 +252,52 @@ class LoRA:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """How a running engine stores tokens: bits, pages, and what it evicts.
+    """How an engine stores tokens: their bits, pages and eviction.
 
-    Raises ValueError for what a field may not hold, and for fields that exclude each other.
+    Raises SettingError for values that are not legal, and for fields that exclude each other.
     """
 
     kv_bytes: int | None = setting(
-        None, "Bytes of the page pool; by default a share of what is free.", least=1
+        None, "Bytes of the page pool; by default a share of the free memory.", least=1
     )
     page: int | None = setting(
         None,
-        f"Rows a page; by default {PAGE}, or what the policy or format was published with.",
+        f"Tokens of a page; by default {PAGE}, or as the policy or format was published with.",
         least=1,
         unit="row",
     )
     bits: int | None = setting(
-        None, "Of every number; by default what a checkpoint plans, or 16.", choices=BITS
+        None, "Bits of every number; by default the planned ones, or 16.", choices=BITS
     )
-    zeros: bool = setting(False, "Store a zero beside every scale.")
+    zeros: bool = setting(False, "Store a zero point with every scale.")
     sub_group: int | None = setting(
         None,
-        "Most numbers that share a scale; by default a whole latent, 32 with kivi, 64 with gear.",
+        "Most numbers that share a scale; by default a latent, 32 with kivi, 64 with gear.",
         least=8,
         unit="numbers",
     )
     rotate: bool = setting(
         True,
-        "Turn numbers that share a scale first, so that they are alike.",
-        off=("no_rotation", "Quantise numbers as they are."),
+        "Rotate numbers that share a scale before they are quantised, so that they are alike.",
+        off=("no_rotation", "Quantise numbers without a rotation."),
     )
     format: str = setting(
         "integers",
         "How numbers are packed; kivi: keys per channel of a page, values per token, with "
-        "zeros, not turned; kvquant: at calibrated levels, with outliers, of a model compressed "
-        "by recipe kvquant or kvquant-z; gear: kivi, outliers and a low-rank part of the rest.",
+        "zero points, not rotated; kvquant: at calibrated levels, with outliers, of a model "
+        "compressed by recipe kvquant or kvquant-z; gear: kivi, outliers and a low-rank part of "
+        "the rest.",
         choices=FORMATS,
     )
     residual: int | None = setting(
         None,
-        "The last 1 to so many tokens wait in 16 bits, until all are packed at once; whole"
-        " pages, 128 with kivi, 64 with gear.",
+        "Up to so many last tokens stay in 16 bits, until all of them are packed at once; a"
+        " multiple of the page, 128 with kivi, 64 with gear.",
     )
     evict: str | Policy | None = setting(
         None,
-        f"A policy; {AUTO}: the one that keeps most of a few, measured on the model first;"
-        f" experimental: {', '.join(EXPERIMENTAL)}.",
+        f"A policy; {AUTO}: measures a few on the model first, and takes the best; experimental:"
+        f" {', '.join(EXPERIMENTAL)}.",
         choices=(*POLICIES, AUTO),
         objects=Policy,
     )
@@ -308,7 +314,7 @@ class CacheConfig:
     )
     repair: bool = setting(
         False,
-        "Fit keys and values that stay after an eviction, so that they attend as all rows did.",
+        "Refit the remaining keys and values after an eviction to the attention outputs before it.",
     )
 
     def __post_init__(self) -> None:
@@ -331,7 +337,7 @@ class CacheConfig:
             )
         if self.repair and self.evict is None:
             raise SettingError(
-                "`repair=True` is of rows that stay after an eviction: set `evict` too, such as "
+                "`repair=True` refits what stays after an eviction: set `evict` too, such as "
                 "`evict='kvzip-keys'`, or leave it out"
             )
         if self.evict is not None and self.packs_pages:
@@ -361,5 +367,6 @@ class CacheConfig:
 
     @property
     def packs_pages(self) -> bool:
-        """Whether tokens are packed together, whole pages at once, and stay in their order."""
+        """Whether tokens are packed together, a page at a time, and so cannot move to other
+        pages."""
         return self.residual is not None or format_of(self.format).per_channel

@@ -1,4 +1,4 @@
-"""recover: low-rank additions to a compressed checkpoint's weights learn, and are merged."""
+"""`kvfold.recover`: trains LoRA adapters on a compressed checkpoint, and merges them."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -29,14 +29,15 @@ def recover(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Any:
-    """Make a compressed model better at what compression left alone: `compression.lora`.
+    """Train the weights of a compressed checkpoint that compression left as they were, by LoRA.
 
-    name: a compressed checkpoint, output: a new directory, written whole or not at all. text: files
-    instead of the packaged calibration text. original: the model it was compressed from, whose
-    next-token distribution is learnt then instead of the text (Palu App. E learns the text).
-    settings: those of `LoRA`. Needs PEFT (`kvfold[recover]`). Returns the model. Raises ValueError
-    for a model that is not compressed, an original of another shape, an output that is in use, text
-    of fewer than 4 windows, and a loss that diverges.
+    name: a compressed checkpoint. output: a new directory, written completely or not at all. text:
+    files to learn instead of the packaged calibration text. original: the model that the checkpoint
+    was compressed from; its next-token distribution is learnt instead of the text (Palu App. E
+    learns the text). settings: those of `LoRA`. Needs PEFT (`kvfold[recover]`). Returns the model.
+
+    Raises ValueError for a model that is not compressed, an original of another shape, an output
+    that is in use, text of fewer than 4 windows, and a loss that diverges.
     """
     check_types(recover, {"name": name, "output": output, "text": text, "original": original})
     lora = _settings(settings)
@@ -68,26 +69,28 @@ def recover(
             dtype=stored,
             progress=stage(progress, "recover"),
         )
-        found = {"tokens": windows.numel(), "original": original, "before": before, "after": after}
-        mark(model, spec, {**provenance_of(model), "lora": {**asdict(lora), **found}})
+        result = {"tokens": windows.numel(), "original": original, "before": before, "after": after}
+        mark(model, spec, {**provenance_of(model), "lora": {**asdict(lora), **result}})
         with writing(Path(output)):
             fill(folder, model, tokenizer, stored)
     return model
 
 
-def _settings(given: dict[str, Any]) -> LoRA:
-    if unknown := given.keys() - settings_of(LoRA).keys():
+def _settings(settings: dict[str, Any]) -> LoRA:
+    if unknown := settings.keys() - settings_of(LoRA).keys():
         legal = ", ".join(settings_of(LoRA))
         raise ValueError(f"unknown settings: {', '.join(sorted(unknown))}; legal: {legal}")
-    return LoRA(**given)
+    return LoRA(**settings)
 
 
 def _check_original(original: str, config: Any) -> None:
-    """Raises SettingError where that is not what a model of this config was compressed from."""
-    found = load_config(original)
-    if saved_spec(found) is not None:
+    """Raises SettingError where `original` cannot be what a model of this config was compressed
+    from."""
+    original_config = load_config(original)
+    if saved_spec(original_config) is not None:
         raise SettingError(f"{original} is compressed, too: `original` is what it was made from")
     family = family_of(config)
-    same = found.model_type == config.model_type and found.vocab_size == config.vocab_size
-    if not same or family.geometry(found) != family.geometry(config):
+    same_type = original_config.model_type == config.model_type
+    same = same_type and original_config.vocab_size == config.vocab_size
+    if not same or family.geometry(original_config) != family.geometry(config):
         raise SettingError(f"{original} has another shape: `original` is what it was made from")

@@ -1,1 +1,1 @@
-"""What is measured of a model before it is compressed: texts, statistics of its attention."""
+"""Text to calibrate on, and the statistics that are measured on it."""

@@ -189,7 +189,7 @@ def check_method(
     recipe, target = method.recipe, method.target
     if recipe is not None:
         common.check_recipe(config, recipe, calib_tokens, target, method.align)
-    cache = common.cache_config(config, storage, place, planned=target.planned)
+    cache = common.cache_config(config, storage, place, planned=target.plans_bits)
     if cache is not None and not (recipe and recipe.codebooks):
         layout_of(config, common.saved_spec(config), cache, None, itemsize=4)
     return replace(method, cache=cache)

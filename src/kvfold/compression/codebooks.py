@@ -1,8 +1,8 @@
-"""Codebooks: levels for few bits that are not even, by what errors of the numbers cost.
+"""Calibrates codebooks: quantisation levels that are not evenly spaced (KVQuant §3.1-3.4).
 
-KVQuant §3.1-3.4: keys are quantised in ranges of their channels that are known beforehand, values
-in the range of each row; both at levels that k-means finds, weighted by the Fisher information.
-Shapes: N sampled tokens, n numbers a latent stands for, r that it stores, L levels.
+Keys are quantised in fixed ranges of their channels, values in the range of each token's vector.
+The levels of both come from k-means, weighted by the Fisher information. Shapes: N sampled tokens,
+n numbers that a latent stands for, r numbers that it stores, L levels.
 """
 
 from collections.abc import Sequence
@@ -31,56 +31,61 @@ BITS = format_of("kvquant").widths
 
 
 class Samples(NamedTuple):
-    """Of some tokens, what a latent stands for, and the loss's gradient there, fp64 [N, n]."""
+    """Numbers that a latent stands for, of some tokens, and their gradients, fp64 [N, n]."""
 
     numbers: Tensor
     gradients: Tensor
 
     def stored(self, maps: LatentMaps) -> "Samples":
-        """The same of what is stored [N, r]."""
+        """The stored numbers of these samples, and their gradients [N, r]."""
         return Samples((self.numbers - maps.mean) @ maps.down, self.gradients @ maps.up)
 
 
 def with_codebooks(
     spec: CacheSpec, maps: Sequence[list[LatentMaps]], statistics: Statistics
 ) -> list[tuple[LayerSpec, list[LatentMaps]]]:
-    """As `calibrated`, layer by layer; one without maps as it is."""
+    """Every layer with `calibrated` codebooks, and its maps. Layers without maps stay as they
+    are."""
     return [
-        calibrated(layer, own, statistics[index, "samples"], spec.geometry) if own else (layer, own)
-        for index, (layer, own) in enumerate(zip(spec.layers, maps, strict=True))
+        calibrated(layer, layer_maps, statistics[index, "samples"], spec.geometry)
+        if layer_maps
+        else (layer, layer_maps)
+        for index, (layer, layer_maps) in enumerate(zip(spec.layers, maps, strict=True))
     ]
 
 
 def calibrated(
     layer: LayerSpec, maps: Sequence[LatentMaps], sampled: Moment, geometry: Geometry
 ) -> tuple[LayerSpec, list[LatentMaps]]:
-    """A layer with codebooks in its latents, and their maps, those of keys with ranges in them.
-    sampled: the statistic `samples` of the layer."""
-    each = zip(layer.latents, maps, strict=True)
-    found = [_calibrated(layer, latent, own, sampled, geometry) for latent, own in each]
-    books = {side: codebooks(side, [x for y, _, x in found if y.side == side]) for side in SIDES}
+    """A layer with codebooks in its latents, and its maps; maps of keys scale them to their ranges.
+
+    sampled: the statistic `samples` of the layer.
+    """
+    pairs = zip(layer.latents, maps, strict=True)
+    ready = [_calibrated(layer, latent, x, sampled, geometry) for latent, x in pairs]
+    books = {side: codebooks(side, [x for y, _, x in ready if y.side == side]) for side in SIDES}
     latents = tuple(replace(x, codebooks=books[x.side]) for x in layer.latents)
-    return replace(layer, latents=latents), [own for _, own, _ in found]
+    return replace(layer, latents=latents), [scaled_maps for _, scaled_maps, _ in ready]
 
 
 def _calibrated(
     layer: LayerSpec, latent: Latent, maps: LatentMaps, sampled: Moment, geometry: Geometry
 ) -> tuple[Latent, LatentMaps, Samples]:
-    """A latent, its maps, and samples of what is stored by them."""
+    """A latent, its maps, and samples of the numbers that they store."""
     d, rotated = geometry.head_dim, layer.keys == "post_rope"
     where = slice(latent.heads[0] * d, (latent.heads[-1] + 1) * d)
     of = 1 if latent.side == "v" else 2 if rotated else 0
     parts = sampled.second.to(maps.down).chunk(6, -1)
     samples = Samples(parts[of][:, where], parts[3 + of][:, where])
     if latent.side == "k":
-        # Of rotated keys no middle comes back, since softmax drops it, but not a cap of scores.
+        # Decode adds no mean to rotated keys, since softmax cancels it. Capped scores do not.
         maps = in_range(maps, samples, around_zero=rotated and geometry.softcap is not None)
     return latent, maps, samples.stored(maps)
 
 
 def in_range(maps: LatentMaps, samples: Samples, around_zero: bool = False) -> LatentMaps:
-    """The maps with INSIDE of every stored number in -1 .. 1, half of the others on either side;
-    around_zero: without another mean, and so with fewer others."""
+    """The maps scaled so that a share INSIDE of each stored number's values is in -1 .. 1, with as
+    many outliers on either side. around_zero: keep the mean; then fewer are outliers."""
     low, high = _quantiles(samples.stored(maps).numbers)
     if around_zero:
         high = torch.maximum(high, -low)
@@ -91,8 +96,10 @@ def in_range(maps: LatentMaps, samples: Samples, around_zero: bool = False) -> L
 
 
 def codebooks(side: Side, stored: Sequence[Samples]) -> Codebooks:
-    """Levels for the latents of one side of a layer, for each of BITS: of keys, which are in range,
-    or values, each row of which is put into its own; less outliers."""
+    """Levels for the latents of one side of a layer, for each of BITS, without outliers.
+
+    Samples of keys are in range already; each token's values are scaled to their own range here.
+    """
     pairs = [_inliers(side, x) for x in stored if x.numbers.shape[1]]
     if not pairs:
         return ()
@@ -103,7 +110,7 @@ def codebooks(side: Side, stored: Sequence[Samples]) -> Codebooks:
 
 
 def _inliers(side: Side, stored: Samples) -> tuple[Tensor, Tensor]:
-    """Numbers in -1 .. 1 and the squared gradients there, 0 of outliers."""
+    """Numbers in -1 .. 1, and their squared gradients; outliers have 0."""
     ranged = side == "v"
     where, half, middle = split(stored.numbers.float(), ranged)
     scale = half.double()[:, None]
@@ -120,9 +127,11 @@ def _quantiles(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def k_means(numbers: Tensor, weights: Tensor, count: int) -> Tensor:
-    """Ascending levels [L] of least weighted squared error near those it starts from: as many
-    quantiles of the weights' cube roots, which are dense where that error is made (Panter and Dite
-    1951). numbers ascending, and weights, fp64 [M]."""
+    """Ascending levels [L] with a locally least weighted squared error.
+
+    It starts from quantiles of the cube roots of the weights, as the best levels are dense by that
+    measure (Panter and Dite 1951). numbers, ascending, and weights: fp64 [M].
+    """
     mass = weights.pow(1 / 3).cumsum(0)
     ends = (torch.arange(count, device=mass.device) + 0.5) / count * mass[-1]
     levels = numbers[torch.searchsorted(mass, ends).clamp(max=len(numbers) - 1)]

@@ -1,4 +1,4 @@
-"""The compressor: statistics -> bases -> a plan -> a folded model."""
+"""`Compressor`: measures statistics, builds bases, plans sizes, and folds models."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,14 +23,14 @@ from kvfold.calibration.text import (
 from kvfold.compression.bases import Source, builder_of, recipes_where
 from kvfold.compression.codebooks import with_codebooks
 from kvfold.compression.planning.plan import (
-    Size,
+    LatentSize,
     by_layer,
     plan_bits,
     planned_spec,
     predicted_loss,
 )
 from kvfold.compression.planning.preference import key_limits
-from kvfold.compression.planning.room import aligned, bits_of, factor_of, numbers
+from kvfold.compression.planning.sizes import aligned, bits_of, factor_of, numbers
 from kvfold.compression.planning.target import Target, check_keep
 from kvfold.compression.ranks import LatentCandidate, allocate, method_of
 from kvfold.compression.training.recover import BATCH, check_steps, warn_of_passes
@@ -52,12 +52,12 @@ from kvfold.utils.progress import Progress, stage
 
 
 class Compressor:
-    """A model and a recipe that fit each other, and the text they are calibrated on. family: what
-    is known of the model (default: by its type). max_tokens: of text (None: `default_tokens`).
-    saved: where a calibration pass is saved as it goes, and goes on from.
+    """A model and a recipe that fit each other, and the text to calibrate on.
 
-    Raises ValueError where they do not fit. `prepare` measures and builds; the model stays as it
-    is until a `Prepared` folds it.
+    `prepare` measures and builds bases; the model stays as it is until a `Prepared` folds it.
+    family: how to read the model (default: by its type). calib, max_tokens, seed: of the text, as
+    in `kvfold.compress` (max_tokens=None: `default_tokens`). saved: file of the calibration pass,
+    so that a stopped one continues. Raises ValueError where model and recipe do not fit.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Compressor:
         family: type[Family] | None = None,
         saved: SavedPass | None = None,
     ) -> None:
-        given = {"recipe": recipe, "calib": calib, "max_tokens": max_tokens}
-        check_types(type(self).__init__, given)
+        arguments = {"recipe": recipe, "calib": calib, "max_tokens": max_tokens}
+        check_types(type(self).__init__, arguments)
         Setting(**SEEDS).check("seed", seed, int)
         check_model(model)
         check_original(model.config)
@@ -94,30 +94,34 @@ class Compressor:
         return needs(self.recipe)
 
     def factor_of(self, target: Target, align: int | None = None) -> float | None:
-        """As the function."""
+        """How many times smaller a plan of bits is to make a token (see `sizes.factor_of`)."""
         return factor_of(self.recipe, self.geometry, target, align)
 
-    def align(self, given: int | None) -> int:
-        """As `aligned`."""
-        return aligned(self.geometry, given)
+    def align(self, align: int | None) -> int:
+        """The number that ranks are multiples of (None: the default)."""
+        return aligned(self.geometry, align)
 
     def windows(self, max_tokens: int | None = None, progress: Progress | None = None) -> Tensor:
-        """Windows [n, T] of the calibration text. What the model writes itself is kept, as it is
-        another model once it is folded."""
-        most = self.max_tokens if max_tokens is None else max_tokens
+        """Windows [n, T] of the calibration text.
+
+        Text that the model writes itself is cached here, since a folded model would write other
+        text.
+        """
+        count = self.max_tokens if max_tokens is None else max_tokens
         if not is_self(self.calib):
-            return calibration_windows(self.tokenizer, self.model.config, self.calib, most)
-        if most not in self._written:
+            return calibration_windows(self.tokenizer, self.model.config, self.calib, count)
+        if count not in self._written:
             report = stage(progress, "write text")
-            self._written[most] = self_windows(self.model, self.tokenizer, most, self.seed, report)
-        return self._written[most]
+            windows = self_windows(self.model, self.tokenizer, count, self.seed, report)
+            self._written[count] = windows
+        return self._written[count]
 
     def prepare(
         self,
         statistics: Path | str | Statistics | None = None,
         progress: Progress | None = None,
     ) -> "Prepared":
-        """Calibrate (or reuse statistics) and build every layer's bases at full width.
+        """Calibrate (or reuse statistics) and build every layer's bases, with all directions.
 
         statistics: an artifact file, reused if it exists and fits, written if not.
         """
@@ -140,7 +144,7 @@ class Compressor:
         return Prepared(compressor=self, statistics=measured, candidates=scored)
 
     def _sources(self, statistics: Statistics) -> Iterator[Source]:
-        """One a layer; its weights in fp64 live as long as it does."""
+        """What bases read of each layer. Weights in fp64 live as long as the layer's Source."""
         for index, attention in enumerate(self.family.attentions(self.model)):
             yield Source(
                 layer=index,
@@ -151,30 +155,29 @@ class Compressor:
             )
 
     def _statistics(
-        self, given: Path | str | Statistics | None, needs: set[str], progress: Progress | None
+        self, source: Path | str | Statistics | None, needs: set[str], progress: Progress | None
     ) -> Statistics:
-        if isinstance(given, Statistics):
-            return given
-        if given is None or not needs:
+        if isinstance(source, Statistics):
+            return source
+        if source is None or not needs:
             return self.measure(needs, progress)
-        path = Path(given)
+        path = Path(source)
         if path.exists():
-            text = self._self_text()
-            about = self.recipe.centroids, self.family.part
-            key = artifact_key(self.model, text or self.windows(), *about)
-            found = Statistics.load(path, key)
-            if found.has(needs):
-                return found.to(self.model.device)
-        made = self.measure(needs, progress)
-        made.save(path)
-        return made
+            text = self._self_text() or self.windows()
+            key = artifact_key(self.model, text, self.recipe.centroids, self.family.part)
+            stored = Statistics.load(path, key)
+            if stored.has(needs):
+                return stored.to(self.model.device)
+        measured = self.measure(needs, progress)
+        measured.save(path)
+        return measured
 
     def _self_text(self) -> str | None:
-        """What the model's own text is written from, where it is calibrated on that."""
+        """What the model's own text is written from; None for text from files."""
         return describe(self.max_tokens, self.seed) if is_self(self.calib) else None
 
     def measure(self, needs: set[str], progress: Progress | None = None) -> Statistics:
-        """The statistics named in `needs`, from one pass over the calibration text."""
+        """Measure the statistics named in `needs` in one pass over the calibration text."""
         if not needs:
             return Statistics({})
         return calibrate(
@@ -192,7 +195,7 @@ class Compressor:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A compressor with the bases of every layer: any number of sizes planned, and folded."""
+    """A compressor with the bases of every layer. It plans any number of sizes, and folds them."""
 
     compressor: Compressor
     statistics: Statistics
@@ -200,7 +203,7 @@ class Prepared:
 
     @property
     def layers(self) -> list[list[LatentCandidate]]:
-        """Candidates of every layer."""
+        """The candidates of each layer."""
         return by_layer(self.candidates)
 
     def plan_target(self, target: Target, align: int | None = None) -> CacheSpec:
@@ -210,20 +213,20 @@ class Prepared:
             return self.plan_hybrid(target.hybrid, align)
         if factor is not None:
             assert target.levels is not None
-            return self.plan_factor(factor, target.levels, target.plans_for)
+            return self.plan_factor(factor, target.levels, target.preference)
         assert target.keep is not None, "a budget is a search, which finds a share"
         return self.plan(target.keep, align)
 
     def plan(self, keep: float, align: int | None = None) -> CacheSpec:
-        """The ranks that spend `keep` of the cache."""
+        """The plan that keeps a share `keep` of the cache, in ranks alone."""
         check_keep(keep)
         c = self.compressor
         ranks = allocate(self.candidates, c.ranks, numbers(keep, c.geometry), c.align(align))
         return self._spec([(rank, None) for rank in ranks])
 
     def plan_hybrid(self, ratios: Ratios, align: int | None = None) -> CacheSpec:
-        """The same ranks everywhere, of important and of unimportant tokens (ZDC §5.2). Raises
-        SettingError for a recipe whose rows have no narrow form."""
+        """The plan of two ranks, for important and unimportant tokens, the same in all layers (ZDC
+        §5.2). Raises SettingError for a recipe or a model whose entries have no low-rank form."""
         c, step = self.compressor, self.compressor.align(align)
         if any(attention_windows(c.model.config)) or c.geometry.softcap is not None:
             raise SettingError(
@@ -231,8 +234,8 @@ class Prepared:
                 "has, reads rows of two widths: give `keep`"
             )
         removed = {"k": ratios.keys, "v": ratios.values, "kv": 0.0}
-        each = ((x, rank_of(removed[x.side], x.numbers, step)) for x in self.candidates)
-        spec = self._spec([(min(rank, x.width), None) for x, rank in each])
+        ranks = [min(rank_of(removed[x.side], x.numbers, step), x.width) for x in self.candidates]
+        spec = self._spec([(rank, None) for rank in ranks])
         return with_low_rank(spec, ratios, step)
 
     def plan_factor(
@@ -241,15 +244,16 @@ class Prepared:
         levels: Sequence[int] | None = None,
         prefer: Prefer = "balanced",
     ) -> CacheSpec:
-        """Ranks and bits that make a token `factor` times smaller than at 16 bits. levels: bits
-        that numbers may have (None: as `prefer` has them); prefer: see `preference`.
+        """The plan of ranks and bits that makes a token `factor` times smaller than at 16 bits.
 
-        Needs a basis that predicts losses.
+        levels: bits that numbers may have (None: those of `prefer`). prefer: see `preference`. The
+        basis must predict losses.
         """
         c = self.compressor
-        given = None if levels is None else tuple(levels)
-        target = Target(factor=factor, levels=given, prefer=prefer)
-        c.factor_of(target)
+        target = Target(
+            factor=factor, levels=None if levels is None else tuple(levels), prefer=prefer
+        )
+        c.factor_of(target)  # raises for a recipe that cannot be planned so
         bits, levels = bits_of(factor, c.geometry), target.levels
         assert levels is not None
         limits = key_limits(prefer, c.basis.key_kind(c.geometry))
@@ -262,19 +266,18 @@ class Prepared:
         return next((x for x in plans if fits(x) is not None), first)
 
     def predicted_loss(self, spec: CacheSpec) -> float | None:
-        """Nats a token that a plan is predicted to lose, of dimensions and bits. None where the
-        basis predicts none, or tokens differ in width."""
+        """Predicted increase in cross-entropy (nats/token) of a plan, of dimensions and bits. None
+        where the basis predicts none, and for plans of two ranks."""
         if not self.compressor.basis.predicts_loss or spec.hybrid is not None:
             return None
-        each = zip(spec.layers, self.layers, strict=True)
         return sum(
             predicted_loss(c.basis, latent)
-            for layer, own in each
+            for layer, candidates in zip(spec.layers, self.layers, strict=True)
             if layer.keys != "plain"
-            for latent, c in zip(layer.latents, own, strict=True)
+            for latent, c in zip(layer.latents, candidates, strict=True)
         )
 
-    def _spec(self, sizes: Sequence[Size]) -> CacheSpec:
+    def _spec(self, sizes: Sequence[LatentSize]) -> CacheSpec:
         c = self.compressor
         spec = planned_spec(self.candidates, sizes, c.geometry, c.basis.key_kind(c.geometry))
         if c.recipe.codebooks:
@@ -291,9 +294,9 @@ class Prepared:
         recover: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        """Fold the model in place; `recover` steps of distillation follow.
+        """Fold the model in place, and train its maps for `recover` steps.
 
-        model: a copy of the compressor's that is folded instead of it.
+        provenance: is stored in the model's config. model: a copy to fold instead.
         """
         c = self.compressor
         model = c.model if model is None else model
@@ -321,7 +324,7 @@ class Prepared:
             mark(model, spec, {**provenance, "recovery": {"steps": recover, **learnt}})
 
     def folded_copy(self, spec: CacheSpec) -> Any:
-        """A folded model that shares all weights but the attentions' with the original."""
+        """A folded copy of the model. It shares all weights except the attentions'."""
         copy = shared_copy(self.compressor.model)
         self.fold(spec, {}, model=copy)
         return copy
@@ -329,23 +332,23 @@ class Prepared:
     def _fold(self, model: Any, spec: CacheSpec) -> None:
         maps = self.maps(spec)
         if self.compressor.recipe.codebooks:
-            maps = [own for _, own in with_codebooks(spec, maps, self.statistics)]
-        plain: list[list[LatentMaps | None]] = [
-            list(own) if own else [None] * len(layer.latents)
-            for layer, own in zip(spec.layers, maps, strict=True)
+            maps = [scaled for _, scaled in with_codebooks(spec, maps, self.statistics)]
+        all_maps: list[list[LatentMaps | None]] = [
+            list(layer_maps) if layer_maps else [None] * len(layer.latents)
+            for layer, layer_maps in zip(spec.layers, maps, strict=True)
         ]
-        fold_model(model, self.compressor.family, spec, plain)
+        fold_model(model, self.compressor.family, spec, all_maps)
 
     def maps(self, spec: CacheSpec) -> list[list[LatentMaps]]:
-        """Of every layer's latents; none of a plain one's."""
+        """The maps of every layer's latents; an empty list for uncompressed layers."""
         return [
             []
             if layer.keys == "plain"
             else [
                 LatentMaps(*c.basis.truncated(latent.rank), c.basis.mean)
-                for latent, c in zip(layer.latents, own, strict=True)
+                for latent, c in zip(layer.latents, candidates, strict=True)
             ]
-            for layer, own in zip(spec.layers, self.layers, strict=True)
+            for layer, candidates in zip(spec.layers, self.layers, strict=True)
         ]
 
 
@@ -354,16 +357,16 @@ def shared_statistics(
     progress: Progress | None = None,
     path: Path | None = None,
 ) -> Statistics:
-    """The statistics that any of `compressors` (of one model and text) reads, from one pass.
+    """The statistics that all `compressors` read, from one pass. They have one model and text.
 
-    path: an artifact file, reused if it exists and holds them, written if not.
+    path: an artifact file, reused if it exists and has them, written if not.
     """
-    needed = set().union(*(one.needs for one in compressors))
+    needed = set().union(*(compressor.needs for compressor in compressors))
     return compressors[0]._statistics(path, needed, progress)
 
 
 def needs(recipe: Recipe) -> set[str]:
-    """Names of the statistics that a recipe reads."""
+    """Names of the statistics (keys of QUANTITIES) that a recipe reads."""
     more = {"samples"} if recipe.codebooks else set()
     return builder_of(recipe).needs() | method_of(recipe).needs() | more
 
@@ -386,7 +389,7 @@ def check_config(
     config: Any, recipe: Recipe, max_tokens: int | None, target: Target, align: int | None
 ) -> None:
     """Raises ValueError where a model of this transformers config cannot be folded by a recipe to
-    such a size, or not calibrated on so many tokens; before one is loaded."""
+    this size, or calibrated on so many tokens. Needs no loaded model."""
     check_original(config)
     geometry = family_of(config).geometry(config)
     check(recipe, geometry, config.model_type)

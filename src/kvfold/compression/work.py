@@ -1,4 +1,4 @@
-"""What calibrating a model and saving the result will take: seconds, memory and disk."""
+"""Estimates the time, memory and disk that compressing a model will take."""
 
 import shutil
 import time
@@ -16,10 +16,10 @@ from kvfold.compression.compressor import Compressor
 from kvfold.models.placed import input_device, is_offloaded
 from kvfold.utils.errors import SettingError
 
-# Of a pass's time over that of its matrix products alone: attention, its statistics in fp64 and the
-# sampled labels. Measured on SmolLM2-135M (`swift`) on one CPU core.
+# Time of a calibration pass over that of its matrix products: it adds attention, statistics in fp64
+# and sampled labels. Measured on SmolLM2-135M (`swift`) on one CPU core.
 OVERHEAD = 1.8
-AFTER = 2  # windows whose time building bases and the check of the result take, about
+AFTER = 2  # bases and the check of the result take about the time of so many windows
 SMALL_FILES = 5e6  # bytes of a tokenizer, a plan and a card
 LIBRARIES = 700e6  # bytes of Python, torch and transformers in a process
 CHUNK = 512  # positions whose logits exist at once
@@ -28,9 +28,9 @@ PROBE_SECONDS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Estimates. tokens: of calibration text; products: multiply-adds of all but loading the model.
-    Bytes at most: memory of the device that the model is on, disk of the output, and saved, of the
-    pass that is beside it until it is written."""
+    """An estimate of the work. tokens: of calibration text. products: multiply-adds, without
+    loading the model. In bytes, at most: memory of the model's device, disk of the output, and
+    saved, of the calibration pass that is stored beside the output until that is written."""
 
     model: Any
     tokens: int
@@ -41,12 +41,12 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """Times the model's device for PROBE_SECONDS."""
+        """Estimated seconds; runs products on the model's device for PROBE_SECONDS."""
         return self.products / products_a_second(self.model)
 
     @property
     def words(self) -> str:
-        """One line; tokens decide the time."""
+        """A line for users."""
         return (
             f"calibrating on {self.tokens} tokens: about {_in_time(self.seconds)},"
             f" {_in_bytes(self.memory)} of memory, {_in_bytes(self.disk)} of disk and"
@@ -55,8 +55,11 @@ class Work:
 
 
 def work_of(compressor: Compressor, fold: bool, stored: torch.dtype | None = None) -> Work:
-    """The work of a compressor whose model is folded, or gets maps beside its weights. stored: of
-    the weights that are saved (None: the dtype that they have)."""
+    """Estimate the work of a compressor.
+
+    fold: whether weights are saved, not only maps. stored: their dtype when saved (None: as they
+    are).
+    """
     model = compressor.model
     length = window_length(model.config)
     num_windows = compressor.max_tokens // length
@@ -75,7 +78,7 @@ def work_of(compressor: Compressor, fold: bool, stored: torch.dtype | None = Non
 
 
 def check_disk(output: Path, work: Work) -> None:
-    """Raises SettingError where the disk of `output` has less room than the work takes."""
+    """Raises SettingError where the disk of `output` has less free space than the work takes."""
     folder = next(x for x in output.absolute().parents if x.exists())
     free = shutil.disk_usage(folder).free
     if free < work.disk:
@@ -86,7 +89,8 @@ def check_disk(output: Path, work: Work) -> None:
 
 
 def window_products(compressor: Compressor, length: int) -> float:
-    """Multiply-adds of one window of `length` tokens, backward where gradients are read."""
+    """Multiply-adds of one window of `length` tokens, with the backward pass if gradients are
+    read."""
     model = compressor.model
     g, config = compressor.geometry, model.config.get_text_config(decoder=True)
     table = model.get_input_embeddings().weight.numel()
@@ -101,7 +105,7 @@ def window_products(compressor: Compressor, length: int) -> float:
 
 
 def products_a_second(model: Any) -> float:
-    """Multiply-adds a second of a matrix product as the model's are, timed for a moment."""
+    """Multiply-adds per second of a matrix product of the model's size, timed for a moment."""
     device = input_device(model)
     width = model.get_input_embeddings().embedding_dim
     dtype = model.dtype if model.dtype.itemsize > 1 else torch.bfloat16
@@ -122,15 +126,15 @@ def _timed(x: torch.Tensor, weight: torch.Tensor) -> float:
 
 
 def statistics_bytes(compressor: Compressor) -> float:
-    """Of all moments in fp64, at most."""
+    """Bytes of all moments in fp64, at most."""
     g = compressor.geometry
     numbers = max(g.num_layers * g.kv_width**2, full_rank_numbers(compressor))
     return 8.0 * len(compressor.needs) * numbers
 
 
 def activation_bytes(compressor: Compressor, length: int) -> float:
-    """Of one window's activations that a backward pass reads, with the logits of a chunk and one
-    layer's scores."""
+    """Bytes of one window's activations that a backward pass reads, with the logits of a chunk and
+    the scores of one layer."""
     model = compressor.model
     config = model.config.get_text_config(decoder=True)
     width = model.get_input_embeddings().embedding_dim
@@ -146,17 +150,17 @@ def activation_bytes(compressor: Compressor, length: int) -> float:
 
 
 def reads_gradients(compressor: Compressor) -> bool:
-    """Whether a pass runs backward."""
+    """Whether calibration runs a backward pass."""
     return any(QUANTITIES[name].view is not Attended for name in compressor.needs)
 
 
 def recomputes(model: Any) -> bool:
-    """As `record.Recorder` does."""
+    """Whether `record.Recorder` recomputes layers in the backward pass."""
     return sum(p.numel() for p in model.parameters()) > RECOMPUTE_ABOVE or is_offloaded(model)
 
 
 def full_rank_numbers(compressor: Compressor) -> int:
-    """Of one square map of every latent of all layers."""
+    """Numbers of one square map for every latent of all layers."""
     g = compressor.geometry
     sets = compressor.basis.head_sets(g)
     return g.num_layers * sum((len(heads) * g.head_width(side)) ** 2 for side, heads in sets)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvfold.compression.bases import builder_of
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
-from kvfold.compression.planning.preference import in_one_pass
+from kvfold.compression.planning.preference import plans_for_speed
 from kvfold.compression.planning.step_time import Load, predict
 from kvfold.config import LEVELS, CacheConfig, Prefer
 from kvfold.evaluation.compare import Row
@@ -83,7 +83,7 @@ def plans(
             yield "balanced", prepared.plan(1 / factor, 1)
             return
         yield "balanced", prepared.plan_factor(factor, levels)
-        if levels in (None, LEVELS) and in_one_pass(compressor.basis, compressor.geometry):
+        if levels in (None, LEVELS) and plans_for_speed(compressor.basis, compressor.geometry):
             spec = prepared.plan_factor(factor, prefer="speed")
             if fastest_layout(compressor.model.config, spec) is not None:
                 yield "speed", spec

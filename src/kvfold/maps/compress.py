@@ -12,7 +12,7 @@ from kvfold import recipes
 from kvfold.calibration.statistics import NoGradients, Statistics
 from kvfold.compression.bases import builder_of, recipes_where
 from kvfold.compression.compressor import Compressor, Prepared
-from kvfold.compression.planning.default import chosen_beside
+from kvfold.compression.planning.default import choose_for_maps
 from kvfold.compression.planning.target import Target
 from kvfold.config import Recipe
 from kvfold.layout import CacheSpec, LayerSpec
@@ -85,7 +85,7 @@ def make_maps(
             f"`recipe` {found.name!r} stores keys and values together, and those of {first.name}"
             f" differ in width, {first.head_dim} and {first.value_dim}: use {RECIPE!r} or 'lean'"
         )
-    found, target, why = chosen_beside(recipe, family, model.config, target)
+    found, target, why = choose_for_maps(recipe, family, model.config, target)
     compressor = Compressor(model, found, tokenizer, family=family, **calibration)
     size = compressor.factor_of(target, align)
     if begun is not None:
@@ -189,7 +189,7 @@ def _plan(prepared: Prepared, target: Target, factor: float | None, align: int |
     """Bits and dimensions together for a factor, else dimensions alone."""
     if factor is not None:
         assert target.levels is not None
-        return prepared.plan_factor(factor, target.levels, target.plans_for)
+        return prepared.plan_factor(factor, target.levels, target.preference)
     assert target.keep is not None
     return prepared.plan(target.keep, align)
 

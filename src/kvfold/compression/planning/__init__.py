@@ -1,1 +1,1 @@
-"""How many dimensions and bits every layer and head gets."""
+"""Plans how many dimensions and bits every layer and head gets."""

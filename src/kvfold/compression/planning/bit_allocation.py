@@ -1,10 +1,10 @@
-"""Spend one budget of bits on dimensions and on their precision: reverse water-filling.
+"""Spends one budget of bits on dimensions and on their precision (reverse water-filling).
 
-Dropping a dimension of singular value s costs s^2 / 2 nats, and so few bits of a number leave a
-share of that. At the optimum bits are spent as long as they save more than a common price per bit;
-they fall with s, so a latent is a few runs of equal bits, its tiers. Latents of a set are planned
-as one and get the same tiers. Shapes: N sets of latents of one width w and rule; E places where a
-tier may begin or end.
+Dropping a dimension with singular value s costs s^2 / 2 nats; quantising it to b bits costs
+DISTORTION[b] of that. In the optimum, bits are spent as long as they save more than a common price
+per bit. They fall with s, so a latent is a few segments of equal bits, its tiers. Latents of a set
+get the same tiers. Shapes: N sets of latents of one width w and one rule; E positions in a latent
+where a tier may begin or end.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,52 +16,53 @@ from torch import Tensor
 from kvfold.layout import Tiers
 from kvfold.layout.formats.integers import PLANES
 
-# Squared error that `formats.integers.quantize` leaves of a unit Gaussian, 128 numbers to a scale,
-# which rotated numbers resemble.
+# Squared error of `formats.integers.quantize` on a unit Gaussian, 128 numbers to a scale. Rotated
+# numbers are close to Gaussian.
 DISTORTION = {1: 0.361, 2: 0.117, 3: 0.0359, 4: 0.0102, 6: 0.00073, 8: 0.000042}
 SCALE_BITS = 8  # one fp8 scale a token and tier
-WIDE = 256  # numbers of a latent whose rows are read 16 bytes at a time, others 4
-FALLS, FALL = 16, 0.8  # how often, and to what share, the price falls to spend what is left
-CHEAPEST = 1e-20  # price of a bit, of the largest s^2: below what doubles tell apart
-WORD = 16  # bits: what a tier is a multiple of, whatever the latent's width
-LOAD = 16  # numbers of a load, which takes 16 bytes of 8 bits, or a part of 16 bytes of fewer
+WIDE = 256  # latents of so many numbers are read 16 bytes at a time, narrower ones 4
+MAX_REFINE_STEPS, PRICE_DECAY = 16, 0.8  # price cuts, by this factor each, to spend what is left
+LOWEST_PRICE = 1e-20  # of a bit, over the largest s^2: smaller ones are lost in fp64 rounding
+WORD = 16  # bits: every tier is a multiple of them
+LOAD = 16  # numbers of one vector load: 16 bytes at 8 bits, fewer bytes at fewer bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierRule:
-    """What tiers a latent of `width` numbers may have.
+    """The tiers that a latent of `width` numbers may have.
 
-    units: (bits, numbers), from the most bits on: a tier of these bits is whole multiples of so
-    many numbers. most: numbers of all tiers. loose: the last tier may end where the latent does, in
-    whole words. needed: there is at least one tier. odd: of an odd number of units each. loads: the
-    most LOADs of 16 bytes that tiers take, each in whole ones (0: any number).
+    units: (bits, numbers) from the most bits to the fewest; a tier of these bits is a multiple of
+    so many numbers. max_rank: most numbers of all tiers together. partial_last: the last tier may
+    end where the latent does, in multiples of WORD. require_tier: there must be a tier. odd_units:
+    each tier has an odd number of units. max_loads: most vector loads (see LOAD) of all tiers
+    together (0: no limit).
     """
 
     width: int
     units: tuple[tuple[int, int], ...]
-    most: int
-    loose: bool = False
-    needed: bool = False
-    odd: bool = False
-    loads: int = 0
+    max_rank: int
+    partial_last: bool = False
+    require_tier: bool = False
+    odd_units: bool = False
+    max_loads: int = 0
 
     @property
-    def ends(self) -> list[int]:
-        """Where tiers may begin or end."""
-        top, step = min(self.width, self.most), min(numbers for _, numbers in self.units)
-        return sorted({*range(0, top + 1, step), *([self.width] if self.loose else [])})
+    def boundaries(self) -> list[int]:
+        """Positions where tiers may begin or end."""
+        top, step = min(self.width, self.max_rank), min(numbers for _, numbers in self.units)
+        return sorted({*range(0, top + 1, step), *([self.width] if self.partial_last else [])})
 
     @property
-    def least(self) -> int:
-        """Bits a token of the smallest tier."""
+    def min_bits(self) -> int:
+        """Bits of the smallest tier, per token."""
         sizes = (min(self.width, numbers) * bits for bits, numbers in self.units)
         return min(sizes) + SCALE_BITS
 
 
 def any_tiers(width: int, levels: Sequence[int]) -> TierRule:
-    """Tiers of any of `levels`, in whole units, but for the last one where the width is not."""
+    """Tiers of any of `levels`, in whole units; the last one may be shorter."""
     units = tuple((bits, unit(width, bits)) for bits in sorted({*levels}, reverse=True))
-    return TierRule(width=width, units=units, most=width, loose=True)
+    return TierRule(width=width, units=units, max_rank=width, partial_last=True)
 
 
 def plan_tiers(
@@ -70,54 +71,58 @@ def plan_tiers(
     rules: Sequence[TierRule],
     sets: Sequence[Hashable] | None = None,
 ) -> list[Tiers]:
-    """Tiers of every latent, together at most `budget` bits a token, scales included.
+    """Tiers of every latent, with the least predicted loss in `budget` bits per token, scales
+    included.
 
-    spectra: singular values [w] of each latent, descending; rules: what tiers each may have. sets:
-    of every latent, the name of those that are to have the same tiers (None: each has its own); of
-    one width and rule each. The price is found by bisection; as it falls further, single sets take
-    what is left.
+    spectra: singular values [w] of each latent, descending. rules: the tiers that each may have.
+    sets: for every latent a name; latents of one name get the same tiers, and have one width and
+    one rule (None: every latent by itself). The price of a bit is found by bisection; then it is
+    lowered in steps, and single sets spend what is left of the budget.
     """
     names = range(len(spectra)) if sets is None else sets
     members: dict[Hashable, list[Tensor]] = {}
     for name, s in zip(names, spectra, strict=True):
         members.setdefault(name, []).append(s.double())
     rule_of = dict(zip(names, rules, strict=True))
-    own = [rule_of[name] for name in members]
-    found = dict(zip(members, _plan_sets([*members.values()], own, budget), strict=True))
-    return [found[name] for name in names]
+    set_rules = [rule_of[name] for name in members]
+    planned = _plan_sets([*members.values()], set_rules, budget)
+    tiers_of = dict(zip(members, planned, strict=True))
+    return [tiers_of[name] for name in names]
 
 
 def _plan_sets(
     sets: Sequence[Sequence[Tensor]], rules: Sequence[TierRule], budget: int
 ) -> list[Tiers]:
-    """Tiers of every set, whose members' singular values these are."""
-    sizes = [len(own) for own in sets]
-    kinds = dict.fromkeys(rule for rule in rules if rule.width)
-    menus = [_menu(sets, [i for i, x in enumerate(rules) if x == kind], kind) for kind in kinds]
+    """Tiers of every set. sets: the singular values of each set's members."""
+    sizes = [len(members) for members in sets]
+    distinct = dict.fromkeys(rule for rule in rules if rule.width)
+    options = [
+        _options(sets, [i for i, x in enumerate(rules) if x == rule], rule) for rule in distinct
+    ]
 
     def plan(price: float) -> list[Tiers]:
-        found: list[Tiers] = [()] * len(sets)
-        for menu in menus:
-            for index, tiers in zip(menu.sets, menu.choose(price), strict=True):
-                found[index] = tiers
-        return found
+        planned: list[Tiers] = [()] * len(sets)
+        for option in options:
+            for index, tiers in zip(option.sets, option.choose(price), strict=True):
+                planned[index] = tiers
+        return planned
 
     def spent(planned: Sequence[Tiers]) -> int:
         return sum(size * cost(tiers) for size, tiers in zip(sizes, planned, strict=True))
 
-    most = max((float(s[0] ** 2) for own in sets for s in own if len(s)), default=0.0)
-    low, high = most * CHEAPEST, most  # at `high` nothing is worth a bit
+    largest = max((float(s[0] ** 2) for members in sets for s in members if len(s)), default=0.0)
+    low, high = largest * LOWEST_PRICE, largest  # at `high` nothing is worth a bit
     best: list[Tiers] = [() for _ in sets]
-    for _ in range(48 if most else 0):
+    for _ in range(48 if largest else 0):
         price = (low * high) ** 0.5
-        found = plan(price)
-        if spent(found) <= budget:
-            best, high = found, price
+        candidate = plan(price)
+        if spent(candidate) <= budget:
+            best, high = candidate, price
         else:
             low = price
     left = budget - spent(best)
-    for fall in range(FALLS if left and most else 0):
-        for index, tiers in enumerate(plan(high * FALL**fall)):
+    for step in range(MAX_REFINE_STEPS if left and largest else 0):
+        for index, tiers in enumerate(plan(high * PRICE_DECAY**step)):
             more = sizes[index] * (cost(tiers) - cost(best[index]))
             if more <= left:
                 best[index], left = tiers, left - more
@@ -125,26 +130,29 @@ def _plan_sets(
 
 
 def unit(width: int, bits: int) -> int:
-    """Numbers of a latent of `width` whose codes fill what a kernel reads at once: 16 bytes where
-    it is WIDE or wider, else 4, in each of their planes."""
+    """Fewest numbers of a tier: in each of their bit planes, their codes fill one read of a kernel,
+    16 bytes for latents of WIDE numbers or more, else 4."""
     return 8 * (16 if width >= WIDE else 4) // min(PLANES[bits])
 
 
 def even_tiers(width: int, levels: Sequence[int]) -> Tiers:
-    """At most `width` numbers in tiers of every level, about as many in each."""
+    """At most `width` numbers in one tier of every level, about equally wide."""
     share = width // len(levels)
-    found = [(share - share % unit(width, bits), bits) for bits in sorted(levels, reverse=True)]
-    return tuple((numbers, bits) for numbers, bits in found if numbers)
+    tiers = [(share - share % unit(width, bits), bits) for bits in sorted(levels, reverse=True)]
+    return tuple((numbers, bits) for numbers, bits in tiers if numbers)
 
 
 def cost(tiers: Tiers) -> int:
-    """Bits a token."""
+    """Bits per token, scales included."""
     return sum(width * bits + SCALE_BITS for width, bits in tiers)
 
 
 def predicted_loss(spectrum: Tensor, tiers: Tiers) -> float:
-    """Nats a token of a latent with these singular values [w]: a tier's rotation spreads its error
-    evenly over its numbers, and what is dropped costs all that it holds."""
+    """Predicted increase in cross-entropy (nats/token) of a latent with these singular values [w].
+
+    A tier's rotation spreads its quantisation error evenly over its numbers. Dropped numbers cost
+    s^2 / 2 each.
+    """
     lost, start = 0.0, 0
     for width, bits in tiers:
         total = float(spectrum[start : start + width].double().sum())
@@ -153,63 +161,73 @@ def predicted_loss(spectrum: Tensor, tiers: Tiers) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Menu:
-    """What sets of latents of one width may become. sets: their numbers; ends: the places E; by
-    bits from the most on: nats lost [N, E, E] in a tier from one place to another, infinite where
-    there may be none, its bits a token [N, E, E], and what it loads int64 [E, E], at most `most` of
-    all tiers; dropped [N, E]: nats lost behind a place."""
+class _TierOptions:
+    """The tiers that sets of latents of one width and rule may have, with their costs.
+
+    sets: indices of the sets. boundaries: the positions [E] where a tier may begin or end. By
+    level, from the most bits to the fewest: lost [N, E, E], nats lost in a tier from one position
+    to another (infinite: not allowed); bits [N, E, E], its bits per token; loads int64 [E, E], its
+    vector loads. max_loads: of all tiers together. dropped [N, E]: nats lost after a position.
+    """
 
     sets: list[int]
-    ends: Tensor
+    boundaries: Tensor
     levels: list[int]
     lost: list[Tensor]
     bits: list[Tensor]
     loads: list[Tensor]
-    most: int
+    max_loads: int
     dropped: Tensor
 
     def choose(self, price: float) -> list[Tiers]:
-        """Tiers of each set that cost least at `price` nats a bit, by dynamic programming: the
-        best way to each place, having loaded so much, in tiers of so many bits or more."""
-        best = torch.full_like(self.dropped, torch.inf)[:, None].repeat(1, self.most + 1, 1)
+        """Each set's tiers of least cost, where a bit costs `price` nats.
+
+        Dynamic programming over levels: the least cost of reaching each position with each number
+        of loads, in tiers of the levels so far.
+        """
+        best = torch.full_like(self.dropped, torch.inf)[:, None].repeat(1, self.max_loads + 1, 1)
         best[:, 0, 0] = 0
         origins = []
         for lost, bits, loads in zip(self.lost, self.bits, self.loads, strict=True):
             best, origin = _extended(best, lost + price * bits, loads)
             origins.append(origin.tolist())
         last = (best + self.dropped[:, None]).flatten(1).argmin(1).tolist()
-        return [self._trace([x[i] for x in origins], at) for i, at in enumerate(last)]
+        return [self._trace([x[i] for x in origins], end) for i, end in enumerate(last)]
 
     def _trace(self, origins: list[list[list[int]]], last: int) -> Tiers:
-        """The tiers that end at a place: of every level, where the one that ends there began."""
+        """The tiers on the way to state `last` (loads, position), by each level's back-pointers."""
         tiers: list[tuple[int, int]] = []
-        load, end = divmod(last, len(self.ends))
+        load, end = divmod(last, len(self.boundaries))
         levels = zip(origins, self.levels, self.loads, strict=True)
         for origin, bits, loads in reversed([*levels]):
             if (start := origin[load][end]) >= 0:
-                tiers.append((int(self.ends[end] - self.ends[start]), bits))
+                tiers.append((int(self.boundaries[end] - self.boundaries[start]), bits))
                 load, end = load - int(loads[start, end]), start
         return tuple(reversed(tiers))
 
 
 def _extended(best: Tensor, cost: Tensor, loads: Tensor) -> tuple[Tensor, Tensor]:
-    """What is best [N, loaded, E], with a tier [N, E, E] more where that is better, and the place
-    where this began, else -1."""
-    found, origin = best.clone(), torch.full_like(best, -1, dtype=torch.int64)
+    """One step of dynamic programming: add a tier of one level where that lowers the cost.
+
+    best [N, loads, E]: the least cost of each state. cost [N, E, E], loads int64 [E, E]: of a tier
+    from one position to another. Returns the new costs, and the positions where the added tiers
+    begin (-1: none was added).
+    """
+    extended, origin = best.clone(), torch.full_like(best, -1, dtype=torch.int64)
     for load in set(loads.flatten().tolist()) & set(range(best.shape[1])):
-        own = cost.masked_fill(loads != load, torch.inf)[:, None]
-        least, start = (best[:, : best.shape[1] - load, :, None] + own).min(2)
-        better = least < found[:, load:]
-        found[:, load:] = torch.where(better, least, found[:, load:])
+        tier_cost = cost.masked_fill(loads != load, torch.inf)[:, None]
+        least, start = (best[:, : best.shape[1] - load, :, None] + tier_cost).min(2)
+        better = least < extended[:, load:]
+        extended[:, load:] = torch.where(better, least, extended[:, load:])
         origin[:, load:] = torch.where(better, start, origin[:, load:])
-    return found, origin
+    return extended, origin
 
 
-def _menu(sets: Sequence[Sequence[Tensor]], own: list[int], rule: TierRule) -> _Menu:
-    """Of the sets whose numbers are `own`."""
-    s = torch.stack([member for i in own for member in sets[i]])
-    sizes = torch.tensor([len(sets[i]) for i in own])
-    ends = torch.tensor(rule.ends)
+def _options(sets: Sequence[Sequence[Tensor]], indices: list[int], rule: TierRule) -> _TierOptions:
+    """The options of the sets of these indices, which have one rule."""
+    s = torch.stack([member for i in indices for member in sets[i]])
+    sizes = torch.tensor([len(sets[i]) for i in indices])
+    ends = torch.tensor(rule.boundaries)
     total, squares = ((s**power).cumsum(1) for power in (1, 2))
     total, squares = (torch.cat((torch.zeros_like(x[:, :1]), x), 1) for x in (total, squares))
     total, dropped = total[:, ends], (squares[:, -1:] - squares[:, ends]) / 2
@@ -217,13 +235,14 @@ def _menu(sets: Sequence[Sequence[Tensor]], own: list[int], rule: TierRule) -> _
     # A tier's rotation spreads its error evenly over its numbers.
     spread = (total[:, None, :] - total[:, :, None]).square() / (2 * numbers.clamp(min=1))
     spread, dropped = (
-        torch.stack([each.sum(0) for each in x.split(sizes.tolist())]) for x in (spread, dropped)
+        torch.stack([members.sum(0) for members in x.split(sizes.tolist())])
+        for x in (spread, dropped)
     )
-    if rule.needed:
+    if rule.require_tier:
         dropped[:, 0] = torch.inf
-    return _Menu(
-        sets=own,
-        ends=ends,
+    return _TierOptions(
+        sets=indices,
+        boundaries=ends,
         levels=[bits for bits, _ in rule.units],
         lost=[
             (DISTORTION[bits] * spread).masked_fill(~_allowed(ends, rule, bits, step), torch.inf)
@@ -232,22 +251,22 @@ def _menu(sets: Sequence[Sequence[Tensor]], own: list[int], rule: TierRule) -> _
         bits=[
             sizes[:, None, None] * (numbers * bits + SCALE_BITS).double() for bits, _ in rule.units
         ],
-        loads=[_loads(numbers, bits) * (rule.loads > 0) for bits, _ in rule.units],
-        most=rule.loads,
+        loads=[_loads(numbers, bits) * (rule.max_loads > 0) for bits, _ in rule.units],
+        max_loads=rule.max_loads,
         dropped=dropped,
     )
 
 
 def _loads(numbers: Tensor, bits: int) -> Tensor:
-    """What tiers of so many numbers load."""
+    """Vector loads of tiers of so many numbers (see LOAD)."""
     return -(-numbers.clamp(min=0) * bits // (8 * LOAD)) * (8 // bits)
 
 
 def _allowed(ends: Tensor, rule: TierRule, bits: int, step: int) -> Tensor:
-    """Whether a tier of these bits, in whole `step` numbers, may go from one place to another
+    """Whether a tier of these bits, in units of `step` numbers, may go from one position to another
     [E, E]."""
     numbers = ends[None, :] - ends[:, None]
     words = numbers * min(PLANES[bits]) % WORD == 0
-    forced = (ends == rule.width) & words & (rule.width % step != 0) & rule.loose
-    whole = numbers % (2 * step) == step if rule.odd else numbers % step == 0
-    return (numbers > 0) & (whole | forced)
+    partial = (ends == rule.width) & words & (rule.width % step != 0) & rule.partial_last
+    in_units = numbers % (2 * step) == step if rule.odd_units else numbers % step == 0
+    return (numbers > 0) & (in_units | partial)

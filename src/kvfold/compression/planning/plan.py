@@ -1,4 +1,4 @@
-"""A plan: how many dimensions every latent keeps, and with how many bits, as a CacheSpec."""
+"""Makes a plan, a `CacheSpec`: how many dimensions every latent keeps, and in how many bits."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -6,7 +6,7 @@ from itertools import groupby
 from kvfold.compression.basis import Basis
 from kvfold.compression.planning import bit_allocation
 from kvfold.compression.planning.bit_allocation import any_tiers, plan_tiers
-from kvfold.compression.planning.preference import KEY_LEVELS, LITTLE, one_pass_tiers
+from kvfold.compression.planning.preference import KEY_LEVELS, MAX_EXTRA_LOSS, one_pass_tiers
 from kvfold.compression.ranks import Candidates, LatentCandidate
 from kvfold.config import Prefer
 from kvfold.layout import (
@@ -21,12 +21,12 @@ from kvfold.layout import (
 )
 from kvfold.utils.errors import SettingError
 
-Size = tuple[int, Tiers | None]  # a latent's rank, and its tiers where bits are planned
+LatentSize = tuple[int, Tiers | None]  # a latent's rank, and its tiers where bits are planned
 
 
 def by_layer(candidates: Candidates) -> list[list[LatentCandidate]]:
-    """Candidates, which come in the order of their layers, layer by layer."""
-    return [list(own) for _, own in groupby(candidates, key=lambda c: c.layer)]
+    """Groups candidates by layer. They come in the order of their layers."""
+    return [list(layer) for _, layer in groupby(candidates, key=lambda c: c.layer)]
 
 
 def plan_bits(
@@ -35,24 +35,24 @@ def plan_bits(
     levels: Sequence[int],
     prefer: Prefer = "balanced",
     loads: int = 0,
-) -> list[Size]:
-    """Ranks and tiers of `levels` that spend `bits` a token, scales included, for the least
-    predicted loss; prefer, loads: see `preference`.
+) -> list[LatentSize]:
+    """Ranks and tiers with the least predicted loss in `bits` per token, scales included.
 
-    Raises ValueError where skipped layers do not fit, or a layer would store nothing.
+    levels: the bits that tiers may have. prefer, loads: see `preference`. Raises SettingError where
+    skipped layers alone take more bits, or a layer would store nothing.
     """
     free = [c for c in candidates if not c.skip]
-    whole = 16 * sum(c.numbers for c in candidates if c.skip)
-    if whole > bits:
+    skipped_bits = 16 * sum(c.numbers for c in candidates if c.skip)
+    if skipped_bits > bits:
         raise SettingError(
-            f"skipped layers, at 16 bits a number, take {whole} bits a token of the {bits} that"
-            " this factor allows; ask for a smaller `factor`, or skip fewer layers"
+            f"skipped layers, at 16 bits a number, take {skipped_bits} bits a token of the {bits}"
+            " that this factor allows; ask for a smaller `factor`, or skip fewer layers"
         )
-    room = bits - whole
+    budget = bits - skipped_bits
     if prefer == "speed":
-        tiers_of = _for_speed(free, room, levels, loads)
+        tiers_of = _for_speed(free, budget, levels, loads)
     else:
-        tiers_of = _planned(free, room, levels)
+        tiers_of = _one_by_one(free, budget, levels)
     planned = dict(zip(free, tiers_of, strict=True))
     if empty := {c.layer for c in free} - {c.layer for c, tiers in planned.items() if tiers}:
         raise SettingError(
@@ -65,46 +65,51 @@ def plan_bits(
     ]
 
 
-def _planned(free: Candidates, room: int, levels: Sequence[int]) -> list[Tiers]:
-    """Tiers of every candidate by itself, in so many bits a token."""
+def _one_by_one(free: Candidates, budget: int, levels: Sequence[int]) -> list[Tiers]:
+    """Tiers of every candidate by itself, in `budget` bits per token together."""
     rules = [any_tiers(c.width, levels) for c in free]
-    return plan_tiers([c.singular for c in free], room, rules)
+    return plan_tiers([c.singular for c in free], budget, rules)
 
 
-def _for_speed(free: Candidates, room: int, levels: Sequence[int], loads: int) -> list[Tiers]:
-    """Tiers that the heads of a layer share; keys that are not rebuilt in KEY_LEVELS, where that
-    loses LITTLE more."""
+def _for_speed(free: Candidates, budget: int, levels: Sequence[int], loads: int) -> list[Tiers]:
+    """Tiers that the heads of a layer share.
+
+    Keys that are scored as they are stored take KEY_LEVELS, unless that loses MAX_EXTRA_LOSS more.
+    """
     spectra, sets = [c.singular for c in free], [(c.layer, c.side, c.width) for c in free]
-    found = []
-    for keys in (levels,) if loads else (KEY_LEVELS, levels):
-        each = ((c, keys if c.side == "k" else levels) for c in free)
-        rules = [one_pass_tiers(c.side, c.width, own, loads) for c, own in each]
-        tiers = plan_tiers(spectra, room, rules, sets)
-        found.append((sum(map(bit_allocation.predicted_loss, spectra, tiers)), tiers))
-    (few, without), (least, every) = found[0], found[-1]
-    return without if few <= (1 + LITTLE) * least else every
+    plans = []
+    for key_levels in (levels,) if loads else (KEY_LEVELS, levels):
+        rules = [
+            one_pass_tiers(c.side, c.width, key_levels if c.side == "k" else levels, loads)
+            for c in free
+        ]
+        tiers = plan_tiers(spectra, budget, rules, sets)
+        plans.append((sum(map(bit_allocation.predicted_loss, spectra, tiers)), tiers))
+    (fast_loss, fast), (least_loss, least) = plans[0], plans[-1]
+    return fast if fast_loss <= (1 + MAX_EXTRA_LOSS) * least_loss else least
 
 
 def predicted_loss(basis: Basis, latent: Latent) -> float:
-    """Nats a token that storing a latent is predicted to lose, by a basis that predicts losses."""
+    """Predicted increase in cross-entropy (nats/token) of storing a latent, for a basis that
+    predicts losses."""
     if latent.tiers is None:
         return float(basis.loss[latent.rank :].sum())
     return bit_allocation.predicted_loss(basis.singular, latent.tiers)
 
 
 def planned_spec(
-    candidates: Candidates, sizes: Sequence[Size], geometry: Geometry, keys: KeyKind
+    candidates: Candidates, sizes: Sequence[LatentSize], geometry: Geometry, keys: KeyKind
 ) -> CacheSpec:
-    """Sizes of all latents as a spec; a layer of skipped ones is plain."""
+    """The plan of these latent sizes. A layer of skipped latents stays uncompressed."""
     size_of = dict(zip(candidates, sizes, strict=True))
     specs = []
-    for own in by_layer(candidates):
-        if all(c.skip for c in own):
+    for layer in by_layer(candidates):
+        if all(c.skip for c in layer):
             specs.append(plain_layer(geometry))
             continue
         latents = tuple(
             Latent(side=c.side, heads=c.heads, rank=rank, tiers=tiers)
-            for c in own
+            for c in layer
             for rank, tiers in (size_of[c],)
         )
         values = value_kind(geometry, [x for x in latents if "v" in x.side])

@@ -1,11 +1,10 @@
-"""Predicted time of a decode step: bytes, products and launches, times what each was measured to
-take.
+"""Predicts the time of a decode step: its bytes, products and launches, times what each took when
+it was measured.
 
-Shapes: B sequences of T tokens each, a row a token; Hk KV heads, d head dim, r rank of a key
-latent.
-data/step_time.json has a device's coefficients; tools/fit_step_time.py makes it of what `kvfold
-bench` measured, and says how far off it is. A step is every layer's `attention_work`, weights read
-at the device's rate, and what it takes to launch layers and to choose tokens.
+A step is every layer's `attention_work`, the reading of all weights, and a time per layer and per
+sequence. data/step_time.json has the coefficients of each device; tools/fit_step_time.py fits them
+to measurements by `kvfold bench`, and reports the errors of the fit. Shapes: B sequences of T
+tokens each, one cache entry per token; Hk KV heads, d head dim, r rank of a key latent.
 """
 
 import json
@@ -29,20 +28,18 @@ from kvfold.ops.latent_decode import LATENT_DECODE
 from kvfold.utils.errors import SettingError
 from kvfold.utils.text import packaged
 
-DEFAULT = "NVIDIA H200"  # whose coefficients serve where a device has none
-BATCH, CONTEXT = 64, 8192  # of a step, where none are stated
-PIECE = 64  # most 16-bit words of a row that kernels read at a time, where they do by pieces
-ONE_PASS = 4096  # rows from which on Hopper reads them in one pass: `ops.one_pass.ROWS`
-TIMED_HEADS = (
-    8  # KV heads of all layers that were timed in two passes; with 2 they took twice as long
-)
-BYTES = "bytes"  # of `attention_work`: no work that adds up, but the least that it takes
-ON_CHIP = 256  # numbers of a key latent whose maps kernels hold on chip
+DEFAULT = "NVIDIA H200"  # its coefficients serve devices that have none
+BATCH, CONTEXT = 64, 8192  # of the predicted step by default
+TILE_WORDS = 64  # most 16-bit words of an entry that kernels read at once, if they read in tiles
+ONE_PASS = 4096  # fewest entries that a Hopper GPU reads in one pass: `ops.one_pass.ROWS`
+TIMED_HEADS = 8  # KV heads of the layers timed in two passes; layers of 2 took twice as long
+BYTES = "bytes"  # a name of `attention_work` that is a lower bound, not a term of the sum
+ON_CHIP = 256  # largest rank of a key latent whose maps kernels hold on chip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The step that is asked about: sequences, and tokens that each has stored."""
+    """The decode step whose time is predicted: sequences, and tokens that each has stored."""
 
     batch: int = setting(BATCH, "Sequences.", least=1)
     context: int = setting(CONTEXT, "Tokens.", least=1)
@@ -52,6 +49,7 @@ class Load:
 
     @property
     def rows(self) -> int:
+        """Cache entries of all sequences."""
         return self.batch * self.context
 
     def __str__(self) -> str:
@@ -60,8 +58,11 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A step's milliseconds. device: whose coefficients; estimated: whether rows are read by
-    kernels that were not timed for the table, or not with as many KV heads."""
+    """The predicted time of a step in milliseconds.
+
+    device: the one whose coefficients were used. estimated: whether the kernels were not timed, or
+    not with as many KV heads.
+    """
 
     ms: float
     device: str
@@ -70,9 +71,12 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """What work takes on a device. read: TB/s that a pure read reaches; attention: microseconds by
-    the names of `attention_work`, estimated: those of them that rest on kernels since changed or
-    on single figures; layer, sequence: microseconds a step beside attention and reading weights."""
+    """What work costs on a device.
+
+    read: bandwidth of a pure read in TB/s. attention: microseconds per unit, by the names of
+    `attention_work`; estimated: those that were measured once, or before the kernel changed.
+    layer, sequence: microseconds per step for each, apart from attention and reading weights.
+    """
 
     read: float
     attention: Mapping[str, float]
@@ -81,12 +85,12 @@ class Coefficients:
     sequence: float
 
     def attention_us(self, work: Mapping[str, float]) -> float:
-        """Of a layer, and no less than reading its bytes takes."""
-        own = sum(self.attention[name] * us for name, us in work.items() if name != BYTES)
-        return max(own, work.get(BYTES, 0.0))
+        """Microseconds of a layer's attention; at least the time to read its bytes."""
+        total = sum(self.attention[name] * count for name, count in work.items() if name != BYTES)
+        return max(total, work.get(BYTES, 0.0))
 
     def step_us(self, weights: int, attention_us: float, layers: int, batch: int) -> float:
-        """weights: bytes; attention_us: of all layers."""
+        """Microseconds of a step. weights: bytes; attention_us: of all layers."""
         return (
             weights / self.read / 1e6 + attention_us + self.layer * layers + self.sequence * batch
         )
@@ -94,13 +98,13 @@ class Coefficients:
 
 @lru_cache
 def tables() -> dict[str, Coefficients]:
-    """By device."""
+    """The coefficients of every device."""
     return {name: Coefficients(**x) for name, x in json.loads(packaged("step_time.json")).items()}
 
 
 def load_of(config: Any, batch: int | None = None, context: int | None = None) -> Load:
-    """The step that is stated, or BATCH x CONTEXT, of fewer tokens where the model has positions
-    for fewer. Raises SettingError for more tokens than that."""
+    """The decode step to predict; by default BATCH sequences of CONTEXT tokens, or of fewer if the
+    model has fewer positions. Raises SettingError for more tokens than positions."""
     longest = position_limit(config)
     if context is None:
         context = min(CONTEXT, longest or CONTEXT)
@@ -114,14 +118,14 @@ def load_of(config: Any, batch: int | None = None, context: int | None = None) -
 def predict(
     config: Any, spec: CacheSpec, load: Load, *, bits: int | None = None, device: str = DEFAULT
 ) -> Prediction | None:
-    """The time of a decode step of a model that stores what `spec` says, in 16-bit numbers, or the
-    bits that it plans, or `bits`; None where kernels do not serve all of its layers, or were not
-    timed: with caps of scores.
+    """Predict the time of a decode step of a model with this plan.
 
-    Every layer is taken to read all tokens. device: as CUDA calls it; DEFAULT serves for others.
+    bits: of all numbers; None: the planned ones, or 16. device: CUDA's name of it; DEFAULT stands
+    in for devices without coefficients. Every layer is assumed to read all tokens. Returns None
+    where kernels do not serve all layers, or were not timed (capped scores).
     """
     shapes = layer_shapes(config, spec)
-    whole = fastest_layout(config, spec, bits) if load.rows >= ONE_PASS else None
+    one_pass_layout = fastest_layout(config, spec, bits) if load.rows >= ONE_PASS else None
     tracked = [shape.window is not None for shape in shapes]
     layout = cache_layout(spec, itemsize=DTYPE.itemsize, bits=bits, tracked=tracked)
     capped = any(shape.softcap is not None for shape in shapes)
@@ -129,33 +133,33 @@ def predict(
         return None
     name = device if device in tables() else DEFAULT
     table = tables()[name]
-    layout, one_pass = whole or layout, whole is not None
+    layout, one_pass = one_pass_layout or layout, one_pass_layout is not None
     work = [
         attention_work(layer, layout.of_layer(i), spec.geometry, load.rows, table.read, one_pass)
         for i, layer in enumerate(spec.layers)
     ]
     attention = sum(map(table.attention_us, work))
     us = table.step_us(step_bytes(config, spec), attention, len(work), load.batch)
-    unlike = not one_pass and spec.geometry.num_kv_heads != TIMED_HEADS
-    estimated = unlike or any(each.get(x) for each in work for x in table.estimated)
+    other_heads = not one_pass and spec.geometry.num_kv_heads != TIMED_HEADS
+    estimated = other_heads or any(layer.get(x) for layer in work for x in table.estimated)
     return Prediction(ms=us / 1e3, device=name, estimated=estimated)
 
 
 def rebuilt_keys(name: str, config: Any, spec: CacheSpec) -> str | None:
-    """What a recipe's reconstructed keys cost at every decode step, for users; None where keys are
-    scored as they are stored."""
+    """A sentence for users on what reconstructing keys costs in every decode step; None for plans
+    whose keys are scored as they are stored."""
     if all(layer.keys != "pre_rope" for layer in spec.layers):
         return None
     load, coded = load_of(config), any(x.codebooks for y in spec.layers for x in y.latents)
-    own = None if coded else predict(config, spec, load)
-    whole = predict(config, plain_spec(spec.geometry), load)
-    if own is None or whole is None:
+    compressed = None if coded else predict(config, spec, load)
+    original = predict(config, plain_spec(spec.geometry), load)
+    if compressed is None or original is None:
         return f"{name} trades time for memory: every decode step reconstructs all cached keys"
-    times = own.ms / whole.ms
+    times = compressed.ms / original.ms
     trade = "trades time for memory" if times > 1 else "reconstructs all cached keys"
     return (
         f"{name} {trade}: a decode step takes about {times:.{1 if times < 10 else 0}f} times the"
-        f" original's (predicted for {load} on an {own.device})"
+        f" original's (predicted for {load} on an {compressed.device})"
     )
 
 
@@ -167,19 +171,25 @@ def attention_work(
     read: float,
     one_pass: bool = False,
 ) -> dict[str, float]:
-    """What a layer's decode attention over so many rows does. one_pass: by `ops.one_pass`.
+    """The work of a layer's decode attention over `rows` cache entries, by kind.
 
-    launch: 1. stored, rebuilt: microseconds that its bytes take at `read` TB/s, of kernels that
-    score what is stored and of those that rebuild keys. codes: millions of numbers that are
-    unpacked. products: billions of multiplications and additions, 2 d r a row and KV head, that
-    rebuild keys, wide: those of the numbers beyond ON_CHIP, where all come at once. Millions of
-    runs of equal bits that are read by themselves, of every KV head's keys and of values: runs, or
-    rebuilt_runs by kernels that rebuild keys, with _16 where none has fewer bits; unpacked, by
-    those that rebuild keys of rows they read at once. In one pass nothing counts but launch, whole:
-    millions of rows (weighed by `_row_work`), by their runs of a head's keys and of values:
-    whole_runs, even_runs: of values with an even number of 16 bytes, whole_rebuilt: of every KV
-    head whose keys are rebuilt, beside: 1, for what a step has beside that pass, and BYTES:
-    microseconds that its bytes take at `read` TB/s.
+    The names are those of data/step_time.json. A tier that a kernel reads by itself is a run there.
+
+    - launch: 1.
+    - stored, rebuilt: microseconds to read the bytes at `read` TB/s, for kernels that score keys as
+      they are stored, and for those that reconstruct keys.
+    - codes: millions of numbers to unpack.
+    - products: billions of multiply-adds to reconstruct keys, 2 d r per entry and KV head. wide:
+      the part of them beyond rank ON_CHIP, for kernels that take all numbers at once.
+    - runs, rebuilt_runs: millions of tiles of tiers, of every KV head's keys and of values, for
+      the two kinds of kernels; with _16 where all tiers have 16 bits. unpacked: the same for
+      kernels that reconstruct keys and read an entry at once.
+
+    With `one_pass`, that is by `ops.one_pass`, the names are instead: launch; whole: millions of
+    entries, weighted by `_entry_work`; whole_runs: times the tiers of a head's keys and of values;
+    even_runs: times the value tiers of an even number of 16 bytes; whole_rebuilt: times the KV
+    heads whose keys are reconstructed; beside: 1, for the rest of the step; BYTES: microseconds to
+    read the bytes at `read` TB/s.
     """
     rebuilds, groups = layer.keys == "pre_rope", tuple(groups)
     if one_pass:
@@ -193,47 +203,50 @@ def attention_work(
         "rebuilt" if rebuilds else "stored": us,
         "codes": rows * sum(x.width for x in segments if x.quantized) / 1e6,
     }
-    in_pieces = kernel != "triton"
+    in_tiles = kernel != "triton"
     if rebuilds:
         ranks = [x.rank for x in layer.key_latents for _ in x.heads]
-        each = 2 * geometry.head_dim * rows / 1e9
-        work["products"] = each * sum(ranks)
-        work["wide"] = each * sum(max(0, rank - ON_CHIP) for rank in ranks) * (not in_pieces)
-    alone = [x for x in segments if in_pieces or (rebuilds and x.quantized)]
-    work[_kind(rebuilds, in_pieces, alone)] = rows / 1e6 * sum(_pieces(x) for x in alone)
+        per_rank = 2 * geometry.head_dim * rows / 1e9
+        work["products"] = per_rank * sum(ranks)
+        work["wide"] = per_rank * sum(max(0, rank - ON_CHIP) for rank in ranks) * (not in_tiles)
+    separate = [x for x in segments if in_tiles or (rebuilds and x.quantized)]
+    work[_kind(rebuilds, in_tiles, separate)] = rows / 1e6 * sum(_num_tiles(x) for x in separate)
     return work
 
 
 def _bytes_us(groups: Sequence[Group], rows: int, read: float) -> float:
-    each = (
+    """Microseconds to read the bytes of so many entries at `read` TB/s."""
+    entry_bytes = (
         sum(x.row_bytes for x in layout.segments) + layout.scale * layout.scales_per_row
         for layout in (group.layout for group in groups)
     )
-    return rows * sum(each) / read / 1e6
+    return rows * sum(entry_bytes) / read / 1e6
 
 
 def _in_one_pass(
     groups: Sequence[Group], rows: int, queries: int, rebuilds: bool, read: float
 ) -> dict[str, float]:
+    """`attention_work` of the one-pass kernel. queries: query heads per KV head."""
     runs = even = 0
     for group in groups:
         (values,) = latents_of(group, "v")
         runs += len(latents_of(group, "k")[0]) + len(values)
         even += sum(run.row_bytes % 32 == 0 for run in values)
-    millions = rows / 1e6 * _row_work(groups[0], queries, rebuilds)
-    own = {"whole": millions * len(groups), "whole_runs": millions * runs}
+    millions = rows / 1e6 * _entry_work(groups[0], queries, rebuilds)
+    counts = {"whole": millions * len(groups), "whole_runs": millions * runs}
     if rebuilds:
-        own["whole_rebuilt"] = millions * sum(len(group.heads) for group in groups)
-    own["even_runs"] = millions * even
-    return {"launch": 1.0, **own, "beside": 1.0, BYTES: _bytes_us(groups, rows, read)}
+        counts["whole_rebuilt"] = millions * sum(len(group.heads) for group in groups)
+    counts["even_runs"] = millions * even
+    return {"launch": 1.0, **counts, "beside": 1.0, BYTES: _bytes_us(groups, rows, read)}
 
 
-def _row_work(group: Group, queries: int, rebuilds: bool) -> float:
-    """What a row takes in one pass, of what it takes where 8 KV heads have 4 query heads each.
+def _entry_work(group: Group, queries: int, rebuilds: bool) -> float:
+    """The work of an entry in one pass, relative to 8 KV heads of 4 query heads each, which was
+    timed.
 
-    Counted from the kernel's instructions, as no other shape was timed: a warp scores 8 query heads
-    (padding included), for which it unpacks the keys of so many KV heads, one or two; a warp that
-    weighs values multiplies them for every 16 query heads; the other half is the same for all.
+    Counted from the kernel's instructions. A warp scores 8 query heads (padding included), for
+    which it unpacks the keys of one or two KV heads; a warp that accumulates values multiplies them
+    for every 16 query heads; the other half of the work is the same for all shapes.
     """
     if rebuilds:
         return 1.0  # 32 query heads, always
@@ -244,15 +257,15 @@ def _row_work(group: Group, queries: int, rebuilds: bool) -> float:
     return (2 + unpacked + columns / 16) / 6
 
 
-def _kind(rebuilds: bool, in_pieces: bool, alone: Sequence[Segment]) -> str:
-    """What runs that are read by themselves are called in `attention_work`."""
-    if rebuilds and not in_pieces:
+def _kind(rebuilds: bool, in_tiles: bool, separate: Sequence[Segment]) -> str:
+    """The name in `attention_work` of tiers that are read separately."""
+    if rebuilds and not in_tiles:
         return "unpacked"
-    packed = not alone or any(x.quantized for x in alone)
+    packed = not separate or any(x.quantized for x in separate)
     return "rebuilt_" * rebuilds + "runs" + "_16" * (not packed)
 
 
-def _pieces(run: Segment) -> int:
-    """Of a run, those that each KV head's keys take and those that values take."""
-    readers = len(run.heads) * ("k" in run.side) + ("v" in run.side)
-    return -(-run.row_bytes // (2 * PIECE)) * readers
+def _num_tiles(tier: Segment) -> int:
+    """Tiles of a tier that kernels read: once per KV head for keys, once for values."""
+    readers = len(tier.heads) * ("k" in tier.side) + ("v" in tier.side)
+    return -(-tier.row_bytes // (2 * TILE_WORDS)) * readers

@@ -1,4 +1,4 @@
-"""How small a cache is to be."""
+"""`Target`: how small a cache is to be, and how its bits are planned."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +14,15 @@ SHARE: dict[str, Any] = {"above": 0, "most": 1, "hint": "it is the share of the 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One way to say how small, or none: `default.chosen` then decides by the recipe. Raises
-    ValueError for another value.
+    """The size of a compressed cache, by at most one field. Without any, `default.choose_recipe`
+    decides by the recipe. Raises SettingError for values that are not legal.
 
-    keep: share of the numbers, in (0, 1]. factor: so many times smaller, in dimensions and bits
-    planned together. bytes_per_token: the same as bytes. budget: "ppl<=RATIO", the smallest keep
-    whose perplexity on held-out text is within that ratio of the original's. levels: the bits that
-    planned numbers may have, from the most on; where bits are planned and none are given, those of
-    prefer: what the plan is for (see `preference`; None: `default.chosen` decides). hybrid: two
-    widths, by tokens' importance: in these ratios, or the smallest that are tried within such a
-    ratio of perplexities.
+    keep: share of the numbers, in (0, 1]. factor: how many times smaller, in dimensions and bits
+    planned together. bytes_per_token: the same in bytes. budget: "ppl<=RATIO", the smallest keep
+    whose perplexity on held-out text is within that ratio of the original's. hybrid: two ranks, by
+    the importance of tokens: in these ratios, or "ppl<=RATIO", the smallest ratios tried that are
+    within it. levels: the bits that planned numbers may have, descending (None: those of `prefer`).
+    prefer: what the plan is for (see `preference`; None: `default.choose_recipe` decides).
     """
 
     keep: float | None = setting(None, "Share.", **SHARE)
@@ -36,9 +35,9 @@ class Target:
 
     def __post_init__(self) -> None:
         check(self)
-        given = {x: value for x in SIZES if (value := getattr(self, x)) is not None}
-        if len(given) > 1:
-            named = " and ".join(f"`{name}={value!r}`" for name, value in given.items())
+        sizes = {x: value for x in SIZES if (value := getattr(self, x)) is not None}
+        if len(sizes) > 1:
+            named = " and ".join(f"`{name}={value!r}`" for name, value in sizes.items())
             raise SettingError(f"{named} exclude each other: each decides the size alone")
         if self.budget is not None:
             parse_budget(self.budget)
@@ -48,16 +47,16 @@ class Target:
         object.__setattr__(self, "levels", self._levels())
 
     def _levels(self) -> tuple[int, ...] | None:
-        own = default_levels(self.plans_for)
-        may_plan = self.planned or not self.sized
-        if self.plans_for != "balanced" and not may_plan:
+        default = default_levels(self.preference)
+        may_plan = self.plans_bits or not self.has_size
+        if self.preference != "balanced" and not may_plan:
             raise SettingError(
                 f"`prefer={self.prefer!r}` is how bits are planned, and none are: say the size as"
                 " `factor` or `bytes_per_token`"
             )
         if self.levels is None:
-            return own if self.planned else None
-        if self.plans_for != "balanced" and tuple(self.levels) != own:
+            return default if self.plans_bits else None
+        if self.preference != "balanced" and tuple(self.levels) != default:
             raise SettingError(
                 f"`levels` and `prefer={self.prefer!r}` exclude each other: each decides which bits"
                 " numbers may have"
@@ -73,29 +72,29 @@ class Target:
         return tuple(sorted({*self.levels}, reverse=True))
 
     @property
-    def sized(self) -> bool:
-        """Whether it says how small."""
+    def has_size(self) -> bool:
+        """Whether it names a size."""
         return any(getattr(self, x) is not None for x in SIZES)
 
     @property
-    def plans_for(self) -> Prefer:
-        """`prefer`, where it is given."""
+    def preference(self) -> Prefer:
+        """What the plan is for: `prefer`, or "balanced"."""
         return self.prefer or "balanced"
 
     @property
-    def size(self) -> tuple[str, Any]:
-        """Name and value of the one that decides it."""
+    def named_size(self) -> tuple[str, Any]:
+        """Name and value of the field that decides the size."""
         return next((x, value) for x in SIZES if (value := getattr(self, x)) is not None)
 
     @property
-    def planned(self) -> bool:
-        """Whether bits are planned, not dimensions alone."""
+    def plans_bits(self) -> bool:
+        """Whether bits are planned, not only dimensions."""
         return self.factor is not None or self.bytes_per_token is not None
 
     def check_align(self, align: int | None) -> None:
-        """Raises SettingError for what no rank can be a multiple of, or where tiers are planned."""
+        """Raises SettingError for an `align` that is not legal, or any where bits are planned."""
         check_align(align)
-        if self.planned and align is not None:
+        if self.plans_bits and align is not None:
             raise SettingError(
                 "`align` is of ranks whose bits are not planned; tiers are whole units of what"
                 " kernels read: leave it out, or say the size as `keep`"
@@ -108,10 +107,10 @@ class Target:
 
 
 def check_keep(keep: float) -> None:
-    """Raises SettingError for a share that is none."""
+    """Raises SettingError for a `keep` that is not in (0, 1]."""
     Setting(**SHARE).check("keep", keep, float)
 
 
 def check_align(align: int | None) -> None:
-    """Raises SettingError for what no rank can be a multiple of."""
+    """Raises SettingError for an `align` that is not legal."""
     Setting(least=1, below=10**6).check("align", align, int | None)

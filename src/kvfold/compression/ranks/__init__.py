@@ -1,4 +1,4 @@
-"""Rank methods: a class each, and a line here."""
+"""All rank methods by name. A rank method says how many dimensions each latent keeps."""
 
 from kvfold.compression.ranks.allocate import allocate
 from kvfold.compression.ranks.base import Candidates, LatentCandidate, RankMethod
@@ -19,7 +19,8 @@ METHODS: dict[str, type[RankMethod]] = {
 
 
 def method_of(recipe: Recipe) -> RankMethod:
-    """The method a recipe names. Raises ValueError for an unknown one, or settings of another."""
+    """The rank method that a recipe names. Raises ValueError for an unknown method, and for
+    settings that it does not read."""
     if recipe.ranks not in METHODS:
         raise ValueError(f"unknown ranks {recipe.ranks!r}; rank methods: {', '.join(METHODS)}")
     for name, method in METHODS.items():

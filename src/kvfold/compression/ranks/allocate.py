@@ -1,7 +1,7 @@
-"""Spending a budget of numbers by the priority of every dimension. Pure functions of spectra.
+"""Spends a budget of numbers by the priority of every dimension. Pure functions.
 
-One `_fill` spends the budget on the highest priorities, in steps of `align`, and keeps its rule:
-never more than the target, and short of it by less than one step of one latent.
+`_fill` spends it on the highest priorities, in steps of `align`: never more than the budget, and
+less than it by less than one step of one latent.
 """
 
 from itertools import combinations
@@ -11,28 +11,29 @@ from torch import Tensor
 from kvfold.compression.ranks.base import Candidates, LatentCandidate, RankMethod
 from kvfold.utils.errors import SettingError
 
-MAX_CLASSES = 4  # (key rank, value rank) pairs a layer: the kernels compile one body for each
+MAX_CLASSES = 4  # (key rank, value rank) pairs per layer: kernels compile one body for each
 Step = tuple[float, int]  # (priority, numbers it costs)
-Steps = list[list[Step]]  # of every candidate, best first
-Heads = list[list[int]]  # of every head of a layer, its candidates
-_BULK_CLASSES = 3  # the fourth class is left to spend the last steps of the budget
+Steps = list[list[Step]]  # the steps of every candidate, best first
+Heads = list[list[int]]  # for every head of a layer, the indices of its candidates
+_BULK_CLASSES = 3  # the fourth class remains for the last steps of the budget
 
 
 def allocate(candidates: Candidates, method: RankMethod, budget: int, align: int) -> list[int]:
-    """Ranks for every candidate: at most `budget` numbers a token in all, multiples of `align`.
+    """The rank of every candidate: multiples of `align`, together at most `budget` numbers per
+    token.
 
-    A last step narrower than `align` completes a latent whose width is no multiple of it. Every
-    layer keeps at least one step. Raises ValueError where the budget cannot pay for that.
+    A latent whose width is no multiple of `align` has a shorter last step. Every layer keeps at
+    least one step; raises SettingError where the budget is too small for that.
     """
     priorities = method.priorities(candidates, budget)
     steps = [_steps(c, p, method, align) for c, p in zip(candidates, priorities, strict=True)]
     layers = _layers(candidates)
-    members = [sorted({i for own in heads for i in own}) for heads in layers]
-    for own in members:  # one that stores nothing would have no rows to count
-        best = max(own, key=lambda i: steps[i][0][0])
+    members = [sorted({i for indices in heads for i in indices}) for heads in layers]
+    for indices in members:  # a layer that stores nothing would have no entries to count
+        best = max(indices, key=lambda i: steps[i][0][0])
         steps[best][0] = (float("inf"), steps[best][0][1])
     ranks = _fill(steps, budget)
-    if sum(ranks) > budget or not all(any(ranks[i] for i in own) for own in members):
+    if sum(ranks) > budget or not all(any(ranks[i] for i in x) for x in members):
         needed = sum(s[0][1] for s in steps)
         raise SettingError(
             f"the budget of {budget} numbers a token leaves some layer with nothing; raise `keep`,"
@@ -44,7 +45,7 @@ def allocate(candidates: Candidates, method: RankMethod, budget: int, align: int
 def _steps(
     candidate: LatentCandidate, priority: Tensor, method: RankMethod, align: int
 ) -> list[Step]:
-    """The candidate's dimensions in blocks of `align`, best first."""
+    """The candidate's dimensions in steps of `align`, best first."""
     if candidate.skip:
         return [(float("inf"), candidate.numbers)]
     blocks = priority.split(align)
@@ -52,7 +53,7 @@ def _steps(
 
 
 def _layers(candidates: Candidates) -> list[Heads]:
-    """Layers in order."""
+    """For every layer in order, the candidates of each of its heads."""
     layers: dict[int, dict[int, list[int]]] = {}
     for i, c in enumerate(candidates):
         for head in c.heads:
@@ -61,11 +62,11 @@ def _layers(candidates: Candidates) -> list[Heads]:
 
 
 def _fill(steps: Steps, budget: int) -> list[int]:
-    """Take steps by priority (within a candidate in order) while the budget lasts."""
+    """Ranks from taking steps by priority, within a candidate in order, while the budget lasts."""
     ordered = sorted(
         (-priority, position, index, cost)
-        for index, own in enumerate(steps)
-        for position, (priority, cost) in enumerate(own)
+        for index, candidate_steps in enumerate(steps)
+        for position, (priority, cost) in enumerate(candidate_steps)
     )
     ranks, taken = [0] * len(steps), [0] * len(steps)
     for _, position, index, cost in ordered:
@@ -79,7 +80,8 @@ def _fill(steps: Steps, budget: int) -> list[int]:
 def _limit_classes(
     layers: list[Heads], steps: Steps, ranks: list[int], budget: int, align: int
 ) -> list[int]:
-    """At most MAX_CLASSES width classes a layer, at the least predicted cost, budget kept."""
+    """Ranks with at most MAX_CLASSES rank pairs per layer, at the least loss of priority, within
+    the budget."""
     if all(len(_classes(heads, ranks)) <= MAX_CLASSES for heads in layers):
         return ranks
     for heads in layers:
@@ -94,12 +96,12 @@ def _limit_classes(
 
 
 def _classes(heads: Heads, ranks: list[int]) -> list[tuple[int, ...]]:
-    """Different ranks that a layer's heads have."""
-    return sorted({tuple(ranks[i] for i in own) for own in heads})
+    """The different rank pairs of a layer's heads."""
+    return sorted({tuple(ranks[i] for i in indices) for indices in heads})
 
 
 def _merge(heads: Heads, steps: Steps, ranks: list[int]) -> None:
-    """Lower two classes to their common floor where that drops the least priority, until a layer
+    """Lower two classes to the minimum of both, where that loses the least priority, until a layer
     has _BULK_CLASSES."""
     while len(classes := _classes(heads, ranks)) > _BULK_CLASSES:
         best: tuple[float, dict[int, int]] | None = None
@@ -107,9 +109,9 @@ def _merge(heads: Heads, steps: Steps, ranks: list[int]) -> None:
             floor = [min(x, y) for x, y in zip(first, second, strict=True)]
             change = {
                 i: floor[side]
-                for own in heads
-                if tuple(ranks[i] for i in own) in (first, second)
-                for side, i in enumerate(own)
+                for indices in heads
+                if tuple(ranks[i] for i in indices) in (first, second)
+                for side, i in enumerate(indices)
             }
             cost = sum(_dropped(steps[i], new, ranks[i]) for i, new in change.items())
             if best is None or cost < best[0]:
@@ -120,7 +122,7 @@ def _merge(heads: Heads, steps: Steps, ranks: list[int]) -> None:
 
 
 def _dropped(steps: list[Step], low: int, high: int) -> float:
-    """Priority times width of the steps between two ranks."""
+    """The sum of priority times width of the steps between two ranks."""
     total, end = 0.0, 0
     for priority, cost in steps:
         end += cost
@@ -130,9 +132,9 @@ def _dropped(steps: list[Step], low: int, high: int) -> float:
 
 
 def _spend(layers: list[Heads], steps: Steps, ranks: list[int], left: int) -> int:
-    """Give freed numbers to the best steps that keep every layer within MAX_CLASSES; what is left
-    when no single step does."""
-    layer_of = {i: heads for heads in layers for own in heads for i in own}
+    """Spend `left` numbers on the best steps that keep every layer within MAX_CLASSES. Returns what
+    is left when no single step does."""
+    layer_of = {i: heads for heads in layers for indices in heads for i in indices}
     while True:
         options = sorted(
             ((step, i) for i in range(len(ranks)) if (step := _next(steps[i], ranks[i]))),
@@ -151,17 +153,22 @@ def _spend(layers: list[Heads], steps: Steps, ranks: list[int], left: int) -> in
 
 
 def _top_up(heads: Heads, steps: Steps, ranks: list[int], left: int) -> int:
-    """Spend `left` in one layer of at most _BULK_CLASSES: raise one class's heads one by one, so
-    that a single transitional class exists at any time. Stops short of one step, or at the top."""
+    """Spend `left` numbers in one layer of at most _BULK_CLASSES. Returns what is left.
+
+    The heads of a class are raised one by one, so that there is one additional class at any time.
+    Stops when less than a step is left, or all ranks are full.
+    """
     while True:
         moves: dict[tuple[tuple[int, ...], int], set[int]] = {}
-        for own in heads:
-            for side, i in enumerate(own):
+        for indices in heads:
+            for side, i in enumerate(indices):
                 if _next(steps[i], ranks[i]):
-                    moves.setdefault((tuple(ranks[j] for j in own), side), set()).add(i)
+                    moves.setdefault((tuple(ranks[j] for j in indices), side), set()).add(i)
         if not moves:
             return left
-        best = max(moves.values(), key=lambda own: max(_priority(steps[i], ranks[i]) for i in own))
+        best = max(
+            moves.values(), key=lambda move: max(_priority(steps[i], ranks[i]) for i in move)
+        )
         for i in sorted(best, key=lambda i: -_priority(steps[i], ranks[i])):
             step = _next(steps[i], ranks[i])
             if step is None or step[1] > left:
@@ -176,6 +183,7 @@ def _priority(steps: list[Step], rank: int) -> float:
 
 
 def _next(steps: list[Step], rank: int) -> Step | None:
+    """The step that begins at `rank`; None at the full width."""
     end = 0
     for step in steps:
         if end == rank:

@@ -1,7 +1,8 @@
-"""A rank method: how many dimensions each latent keeps.
+"""The base class of rank methods, which say how many dimensions each latent keeps.
 
-Every method is a *priority* for each dimension of each latent, falling within a latent; `allocate`
-spends the budget on the highest.
+A method gives every dimension of every latent a priority, falling within a latent. `allocate`
+spends the budget on the highest priorities. Plans of bits (`planning.bit_allocation`) use the
+method's `scores` and `stays_whole` alone.
 """
 
 from abc import ABC, abstractmethod
@@ -19,10 +20,9 @@ from kvfold.layout import Side
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LatentCandidate:
-    """One latent of a layer that can keep 0..width dimensions of its basis.
+    """One latent of a layer, which can keep 0 to `width` dimensions of its basis.
 
-    score: the rank method's own of this latent, 1 where it has none. skip: never compressed, all
-    its `numbers` stay.
+    score: what the rank method measured of it, else 1. skip: it stays uncompressed.
     """
 
     layer: int
@@ -38,17 +38,17 @@ class LatentCandidate:
 
     @property
     def numbers(self) -> int:
-        """Numbers it stands for."""
+        """Numbers of a token that it stands for, n."""
         return len(self.basis.mean)
 
     @property
     def singular(self) -> Tensor:
-        """The basis's spectrum [width], descending."""
+        """Singular values of the basis [width], descending, on the CPU."""
         return self.basis.singular.cpu()
 
     @property
     def loss(self) -> Tensor:
-        """Predicted cost of dropping each dimension [width]."""
+        """Predicted loss of dropping each dimension [width], on the CPU."""
         return self.basis.loss.cpu()
 
 
@@ -56,9 +56,9 @@ Candidates = Sequence[LatentCandidate]
 
 
 class RankMethod(ABC):
-    """A way to spend a budget, for one recipe.
+    """A way to spend a budget of numbers, for one recipe.
 
-    settings: fields of a Recipe that this method alone reads.
+    settings: fields of `Recipe` that only this method reads; other methods refuse them.
     """
 
     settings: ClassVar[frozenset[str]] = frozenset()
@@ -67,21 +67,25 @@ class RankMethod(ABC):
         self.recipe = recipe
 
     def needs(self) -> set[str]:
-        """Names of the statistics (QUANTITIES) that `scores` reads."""
+        """Names of the statistics (keys of QUANTITIES) that `scores` reads."""
         return set()
 
     def scores(self, candidates: Candidates, sources: Iterable[Source]) -> list[float]:
-        """Of every candidate, from its layer's weights and statistics; sources: layers in order."""
+        """A score of every candidate, from the weights and statistics of its layer.
+
+        sources: one per layer, in order.
+        """
         return [candidate.score for candidate in candidates]
 
     def stays_whole(self, layer: int, score: float) -> bool:
-        """Whether a layer's latent with this score is skipped."""
+        """Whether a layer's latent with this score stays uncompressed."""
         return layer in self.recipe.skip_layers
 
     @abstractmethod
     def priorities(self, candidates: Candidates, budget: int) -> list[Tensor]:
-        """Of every dimension of every candidate [width]; budget: numbers a token, all layers."""
+        """Priorities [width] of every candidate's dimensions. budget: numbers per token, of all
+        layers together."""
 
     def of_block(self, priorities: Tensor) -> Tensor:
-        """Of adjacent dimensions that are kept or dropped together."""
+        """The priority of adjacent dimensions that are kept or dropped together."""
         return priorities.mean()

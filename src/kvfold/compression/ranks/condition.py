@@ -1,4 +1,4 @@
-"""LoRC's ranks."""
+"""Rank method `condition`: by the condition numbers of W_K and W_V (LoRC)."""
 
 import math
 from collections.abc import Iterable
@@ -12,10 +12,11 @@ from kvfold.models.adapter import Projections
 
 
 class Condition(RankMethod):
-    """LoRC eq. 13: d_l = d_max (1 - u_l (1 - d_min / d_max)); d_min falls until the target is met.
+    """LoRC eq. 13: d_l = d_max (1 - u_l (1 - d_min / d_max)), with d_min lowered until the budget
+    is met.
 
     u_l in [0, 1] is how far the layer's log cumulative condition number (eq. 12) lies below the
-    largest one, so dimension j of layer l goes when d_max - d_min exceeds (d_max - j) / u_l.
+    largest one. So dimension j of layer l is dropped when d_max - d_min exceeds (d_max - j) / u_l.
     """
 
     settings = frozenset({"skip_threshold"})
@@ -25,8 +26,11 @@ class Condition(RankMethod):
         return [logs[c.layer] for c in candidates]
 
     def stays_whole(self, layer: int, score: float) -> bool:
-        """LoRC §6.2 sets thresholds of 30 and 90 on a product over tens of layers and names no
-        unit: log10 is the one that fits its Table 2 (docs/methods.md)."""
+        """Whether the log10 of the layer's cumulative condition number exceeds `skip_threshold`.
+
+        LoRC §6.2 sets thresholds of 30 and 90 on a product over tens of layers, without a unit;
+        log10 is the one that fits its Table 2 (docs/methods.md).
+        """
         threshold = self.recipe.skip_threshold
         above = threshold is not None and score / math.log(10) > threshold
         return above or super().stays_whole(layer, score)
@@ -42,10 +46,11 @@ class Condition(RankMethod):
 
 
 def log_conditions(layers: Iterable[Projections]) -> list[float]:
-    """LoRC eq. 12: log of the product of condition numbers of W_K and W_V from a layer upwards."""
-    own = [[_log_condition(w) for w in (weights.k, weights.v)] for weights in layers]
+    """LoRC eq. 12: for every layer the log of the product of the condition numbers of W_K and W_V
+    of this layer and all later ones."""
+    conditions = [[_log_condition(w) for w in (weights.k, weights.v)] for weights in layers]
     total, logs = 0.0, []
-    for keys, values in reversed(own):
+    for keys, values in reversed(conditions):
         total = total + keys + values
         logs.append(total)
     return logs[::-1]

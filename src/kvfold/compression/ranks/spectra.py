@@ -1,4 +1,4 @@
-"""Ranks by the spectra of bases alone."""
+"""Rank methods that read the singular values of bases alone."""
 
 import torch
 from torch import Tensor
@@ -7,15 +7,16 @@ from kvfold.compression.ranks.base import Candidates, RankMethod
 
 
 class Uniform(RankMethod):
-    """The same share of every latent."""
+    """Every latent keeps the same share of its dimensions."""
 
     def priorities(self, candidates: Candidates, budget: int) -> list[Tensor]:
         return [-torch.arange(c.width).double() / c.width for c in candidates]
 
 
 class Energy(RankMethod):
-    """ZACK eq. 6: one rate r for all heads; a dimension goes when the tail from it is <= r of the
-    sum of singular values. Filling by that tail share is F_p, the bisection of r to a target."""
+    """ZACK eq. 6: one removal rate r for all heads. A dimension is dropped when the singular values
+    from it on sum to at most r of all. Spending the budget by that tail share equals ZACK's F_p,
+    the bisection of r to a target."""
 
     def priorities(self, candidates: Candidates, budget: int) -> list[Tensor]:
         return [
@@ -24,13 +25,14 @@ class Energy(RankMethod):
         ]
 
     def of_block(self, priorities: Tensor) -> Tensor:
-        """The tail from where it begins, so that no head loses a first direction that holds nearly
-        all, in a block with others that hold nothing."""
+        """The first priority of the block, so that a head whose first direction holds nearly all
+        its energy does not lose it for the empty ones in the same block."""
         return priorities[0]
 
 
 class Greedy(RankMethod):
-    """The largest predicted losses of all layers, heads, keys and values."""
+    """The dimensions with the largest predicted losses stay, over all layers, heads, keys and
+    values."""
 
     def priorities(self, candidates: Candidates, budget: int) -> list[Tensor]:
         return [c.loss for c in candidates]

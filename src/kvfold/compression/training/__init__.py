@@ -1,1 +1,1 @@
-"""Training of a compressed model towards its original."""
+"""Trains a folded model towards its original."""

@@ -1,7 +1,7 @@
-"""LoRA on a folded model: low-rank additions learn on plain text, and are merged (Palu App. E).
+"""LoRA on a folded model: adapters learn on plain text, and are merged (Palu App. E).
 
-They stand beside the linear layers of a block that are not compressed, W_Q, W_O and the MLP's, and
-W_K where whole keys are computed. So rows, their maps and what a token costs stay as they are.
+They are added to the linear layers of a block that are not compressed: W_Q, W_O, those of the MLP,
+and W_K where it computes full keys. So the cache, its maps and its size stay as they are.
 """
 
 import math
@@ -20,12 +20,12 @@ from kvfold.models.adapter import Family, HFAttention
 from kvfold.utils.errors import SettingError
 from kvfold.utils.progress import Report
 
-HELD = 8  # most windows that nothing learns from
+HELD = 8  # most windows that are held out of training
 LOWER = ": take a lower `learning_rate`"
 
 
 def check_installed() -> None:
-    """Raises ValueError where PEFT, an extra, is missing."""
+    """Raises ValueError where the optional package PEFT is not installed."""
     try:
         import peft  # noqa: F401
     except ImportError as error:
@@ -46,16 +46,16 @@ def finetune(
 ) -> tuple[float, float]:
     """Train adapters on `model`, folded to `spec`, and merge them into it, in place.
 
-    windows [n, T] token ids, n at least 4, of which a fourth, HELD at most, is not learnt. teacher:
-    the original, whose distribution is learnt instead of the text. dtype: that the model will be
-    saved in, to which what is merged is rounded. Returns the loss on the windows that are not
-    learnt before, and after that, in nats a token. What Palu leaves to SliceGPT (AdamW's settings,
-    dropout, a step every four windows) is as in that one's release. Raises SettingError
-    where it diverges, and the model is as it was.
+    windows [n, T]: token ids, n at least 4; a quarter of them, HELD at most, is held out. teacher:
+    the original model, whose distribution is learnt instead of the text. dtype: of the checkpoint
+    to be saved, to which merged weights are rounded. What Palu leaves open (AdamW's settings,
+    dropout, a step every four windows) is as in SliceGPT's release. Returns the loss (nats/token)
+    on the held-out windows before and after. Raises SettingError where training diverges; the model
+    is then unchanged.
     """
-    held = torch.arange(len(windows)) % max(4, -(-len(windows) // HELD)) == 0
-    steps, learnt = settings.steps, windows[~held]
-    before = mean_loss(model, teacher, spec, windows[held])
+    held_out = torch.arange(len(windows)) % max(4, -(-len(windows) // HELD)) == 0
+    steps, learnt = settings.steps, windows[~held_out]
+    before = mean_loss(model, teacher, spec, windows[held_out])
     with _adapters(model, family, settings) as adapters:
         parameters = [x for x in model.parameters() if x.requires_grad]
         optimiser = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.01)
@@ -76,29 +76,30 @@ def finetune(
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-        if not math.isfinite(mean_loss(model.eval(), teacher, spec, windows[held])):
+        if not math.isfinite(mean_loss(model.eval(), teacher, spec, windows[held_out])):
             raise SettingError(f"recovery diverged at its last step{LOWER}")
         adapters.merge_adapter()
         _round(model, dtype)
-        after = mean_loss(model, teacher, spec, windows[held])
+        after = mean_loss(model, teacher, spec, windows[held_out])
     return before, after
 
 
 @torch.no_grad()
 def _round(model: Any, dtype: torch.dtype | None) -> None:
-    """Weights to what a dtype has of them, in their own."""
+    """Round weights to the precision of `dtype`, in place, without changing their dtype."""
     for x in model.parameters() if dtype is not None else ():
         x.copy_(x.to(dtype))
 
 
 def adapted(model: Any, family: type[Family], maps: bool) -> list[str]:
-    """Names of the linear layers that get adapters; maps: those that make rows, too."""
-    makes_rows = {
+    """Names of the linear layers that get adapters. maps: include those that compute cache
+    entries."""
+    makes_entries = {
         id(x.down_proj)
         for x in family.attentions(model)
         if isinstance(x, HFAttention) and x.linear_width and x.spec.keys != "plain"
     }
-    left_out = set() if maps else makes_rows
+    left_out = set() if maps else makes_entries
     in_blocks = {id(x) for layer in family.layers(model) for x in layer.modules()} - left_out
     return [
         name
@@ -109,14 +110,14 @@ def adapted(model: Any, family: type[Family], maps: bool) -> list[str]:
 
 @contextmanager
 def _adapters(model: Any, family: type[Family], settings: LoRA) -> Iterator[Any]:
-    """PEFT's adapters in a model that trains, where nothing else takes gradients; taken out at the
-    end, when only what was merged is left."""
+    """Within it, the model is in training mode and PEFT's adapters alone take gradients. At the end
+    the adapters are removed; what was merged stays."""
     from peft import LoraConfig, get_peft_model
 
     training = model.training
     flags = [(x, x.requires_grad) for x in model.parameters()]
     names = adapted(model, family, settings.maps)
-    own = [(name, model.get_submodule(name)) for name in names]
+    layers = [(name, model.get_submodule(name)) for name in names]
     config = LoraConfig(
         r=settings.rank, lora_alpha=settings.rank, lora_dropout=0.1, target_modules=names
     )
@@ -124,12 +125,14 @@ def _adapters(model: Any, family: type[Family], settings: LoRA) -> Iterator[Any]
         torch.manual_seed(settings.seed)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # transformers' of what PEFT asks it
+                warnings.simplefilter(
+                    "ignore", FutureWarning
+                )  # transformers warns about PEFT's use
                 adapters = get_peft_model(model, config)
             model.train()
             yield adapters
-        finally:  # PEFT's `unload` needs what failed halfway
-            for name, layer in own:
+        finally:  # not PEFT's `unload`, which fails after an incomplete start
+            for name, layer in layers:
                 model.set_submodule(name, layer)
             vars(model).pop("peft_config", None)
             model.train(training)

@@ -1,8 +1,8 @@
-"""Recovery: a folded model's maps learn from the model they were folded from, on plain text.
+"""Recovery: trains a folded model's maps to match the original model's next-token distribution.
 
-What the closed form of a basis leaves out, many layers' errors together and far from second order,
-a few hundred steps of distillation see. Rows are quantised as pages will hold them. Only maps move:
-weights that a checkpoint of the original has stay as they are.
+A basis minimises a second-order loss layer by layer. Distillation also sees the errors of all
+layers together, and large ones. Cache entries are quantised as pages will store them. Only maps are
+trained: weights that a checkpoint of the original has stay as they are.
 """
 
 import math
@@ -20,12 +20,12 @@ from kvfold.layout import CacheSpec
 from kvfold.models.adapter import Family, HFAttention
 from kvfold.utils.progress import Report
 
-BATCH = 16  # windows a step
-PASSES = 4  # over the text, beyond which a warning says so
-RATE = 0.012  # of a map's own size a step, times the root of the first step's loss
+BATCH = 16  # windows per step
+PASSES = 4  # over the text; more of them give a warning
+RATE = 0.012  # learning rate, relative to a map's rms, times the root of the first step's loss
 _STACKS = {"key_up": "key_latents", "key_down": "key_latents", "value_up": "value_latents"}
 
-Map = tuple[torch.nn.Parameter, Tensor | None]  # and where a padded stack is used
+Map = tuple[torch.nn.Parameter, Tensor | None]  # a map, and the mask of its columns in use
 
 
 def recover(
@@ -41,11 +41,11 @@ def recover(
 ) -> tuple[float, float]:
     """Train the maps of `model`, folded to `spec`, in place, for `steps` batches of `windows`.
 
-    windows [n, T] token ids, drawn without repetition until all were seen; the loss is the KL
+    windows [n, T]: token ids, drawn without repetition until all were seen. The loss is the KL
     divergence of the model's next-token distribution from the teacher's. Maps are trained in fp32
-    (bf16 matrix products on a GPU and in a 16-bit model) and returned in their own dtype. Returns
-    the loss in nats a token of the first and over the last tenth of the steps. Raises ValueError
-    where it diverges.
+    (bf16 matrix products on a GPU and in a 16-bit model) and converted back to their dtype. Returns
+    the loss (nats/token) of the first step, and the mean over the last tenth of the steps. Raises
+    ValueError where the loss diverges.
     """
     folded = [x for x in family.attentions(model) if isinstance(x, HFAttention)]
     attentions = [x for x in folded if x.spec.keys != "plain"]  # a skipped layer has no maps
@@ -79,14 +79,16 @@ def recover(
 
 
 def check_steps(steps: int) -> None:
-    """Raises SettingError for a number of steps that cannot be done."""
+    """Raises SettingError for a number of steps that is not legal."""
     legal = Setting(least=0, unit="steps", hint="0 leaves the maps alone")
     legal.check("recover", steps, int)
 
 
 def warn_of_passes(steps: int, windows: int) -> None:
-    """Warn where so many steps read so few windows again and again: maps then fit that text, and
-    others worse (Qwen2.5-Coder-1.5B, 14 times: .0170 nats lost on Wikipedia, .0135 unrecovered)."""
+    """Warn where the steps read the windows too often: maps then overfit that text.
+
+    Qwen2.5-Coder-1.5B after 14 passes lost .0170 nats/token on Wikipedia, without recovery .0135.
+    """
     passes = steps * BATCH / windows
     if passes > PASSES:
         warnings.warn(
@@ -98,7 +100,8 @@ def warn_of_passes(steps: int, windows: int) -> None:
 
 @contextmanager
 def _learning(model: Any, teacher: Any, attentions: Sequence[HFAttention]) -> Iterator[list[Map]]:
-    """Maps in fp32, which alone take gradients, of models in eval mode; put back at the end."""
+    """Within it, maps are in fp32 and only they take gradients, and models are in eval mode. All of
+    that is restored at the end."""
     dtype, training = model.dtype, (model.training, teacher.training)
     for attention in attentions:
         attention.float()
@@ -120,16 +123,17 @@ def _learning(model: Any, teacher: Any, attentions: Sequence[HFAttention]) -> It
 
 
 def _maps(attention: HFAttention) -> Iterator[Map]:
-    """Parameters that hold maps, and where stacks are padded, which of their columns are used."""
+    """The parameters that hold maps; for padded stacks, with the mask of their columns in use."""
     names = ["down_proj.weight", "down_proj.bias", "key_shift", "key_mean", "o_proj.bias"]
     names += ["o_proj.weight"] if attention.spec.values == "fused" else []
     names += ["q_proj.weight", "q_proj.bias"] if attention.query_folded else []
-    own = dict(attention.named_parameters())
+    parameters = dict(attention.named_parameters())
     for name in names:
-        if name in own and own[name].numel():
-            yield own[name], None
+        if name in parameters and parameters[name].numel():
+            yield parameters[name], None
     for name, latents in _STACKS.items():
-        if name in own and own[name].numel():
+        if name in parameters and parameters[name].numel():
+            stack = parameters[name]
             ranks = torch.tensor([x.rank for x in getattr(attention.spec, latents)])
-            used = torch.arange(own[name].shape[-1]) < ranks[:, None]
-            yield own[name], used[:, None].to(own[name].device)
+            used = torch.arange(stack.shape[-1]) < ranks[:, None]
+            yield stack, used[:, None].to(stack.device)

@@ -1,8 +1,8 @@
-"""Rows as pages hold them, without pages: of a folded model that transformers runs.
+"""transformers caches that round entries to the bits that pages will store, for training.
 
-Each is quantised by itself, so that a whole window passes at once, and so does its gradient, as if
-the quantiser were not there (straight-through, Bengio et al. 2013). Shapes: B windows, T tokens, R
-numbers of a row.
+Every entry is quantised by itself, so a whole window passes at once. Gradients pass the quantiser
+unchanged (straight-through, Bengio et al. 2013). Shapes: B windows, T tokens, R numbers of an entry
+(one token in one layer).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from kvfold.ops.common.rotation import rotation
 
 
 class StoredRows(DynamicCache):
-    """A cache that keeps rows as pages would hold them, for all that transformers does with one."""
+    """A cache that stores entries rounded as pages would store them."""
 
     def __init__(self, layers: Sequence[LayerSpec]) -> None:
         super().__init__()
@@ -28,13 +28,13 @@ class StoredRows(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *rest: Any, **named: Any
     ) -> tuple[Tensor, Tensor]:
-        """Rows [B, 1, T, R] travel as keys."""
+        """Store entries [B, 1, T, R], which a folded model passes as keys."""
         rows = through_bits(key_states, self.specs[layer_idx])
         return super().update(rows, value_states, layer_idx, *rest, **named)
 
 
 class QuantisedRows(StoredRows):
-    """One that keeps nothing and gives back what it would have stored."""
+    """A cache that stores nothing, and returns the rounded entries."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -43,7 +43,8 @@ class QuantisedRows(StoredRows):
 
 
 def through_bits(rows: Tensor, spec: LayerSpec) -> Tensor:
-    """rows [.., R] as planned tiers give them back; latents without a plan as they are."""
+    """Entries [.., R] after quantisation to their planned tiers. Latents without planned bits stay
+    as they are."""
     planned = [(latent.rank, latent.tiers) for latent in spec.latents]
     if not any(tiers for _, tiers in planned):
         return rows
@@ -53,19 +54,20 @@ def through_bits(rows: Tensor, spec: LayerSpec) -> Tensor:
 
 
 def _coded(x: Tensor, tiers: Tiers) -> Tensor:
-    """One latent's numbers [.., r]; each tier is turned, as the engine does at load."""
+    """One latent's numbers [.., r] after quantisation. Each tier is rotated first, as the engine's
+    maps do."""
     if not tiers:
         return x
     parts = x.float().split([width for width, _ in tiers], -1)
-    found = [_tier(part, bits) for part, (_, bits) in zip(parts, tiers, strict=True)]
-    return torch.cat(found, -1).to(x.dtype)
+    rounded = [_tier(part, bits) for part, (_, bits) in zip(parts, tiers, strict=True)]
+    return torch.cat(rounded, -1).to(x.dtype)
 
 
 def _tier(x: Tensor, bits: int) -> Tensor:
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        turn = _rotation(x.shape[-1], x.device)
-        codes, scale, zero = quantize(x @ turn, bits, False, SCALES_IN[1])
-        error = dequantize(codes, scale_of(scale, bits), zero, bits) @ turn.mT - x
+        hadamard = _rotation(x.shape[-1], x.device)
+        codes, scale, zero = quantize(x @ hadamard, bits, False, SCALES_IN[1])
+        error = dequantize(codes, scale_of(scale, bits), zero, bits) @ hadamard.mT - x
     return x + error
 
 

@@ -1,8 +1,8 @@
-"""Gradients of a folded model on plain text, for whatever of it learns.
+"""The training loop of folded models: losses and gradients on plain text.
 
-Rows are quantised as pages will hold them (`rows`). The loss is that of the text's next tokens, or
-the divergence from a teacher's distribution of them. Shapes: n windows, B windows of a batch, T
-tokens, N positions, D width, V vocabulary.
+Cache entries are quantised as pages will store them (`rows`). The loss is the cross-entropy of the
+text, or the KL divergence from a teacher's next-token distribution. Shapes: n windows, B windows of
+a batch, T tokens, N positions, D width, V vocabulary.
 """
 
 import math
@@ -23,7 +23,7 @@ from kvfold.utils.errors import SettingError
 from kvfold.utils.progress import Report
 from kvfold.utils.versions import given
 
-WARMUP = 0.1  # of all steps; then half a cosine to zero
+WARMUP = 0.1  # share of all steps
 _CHUNK = 2048  # positions whose logits exist at a time
 
 
@@ -39,19 +39,20 @@ def gradients(
     way_out: str,
     progress: Report | None = None,
 ) -> Iterator[float]:
-    """The loss of each of `steps` batches of windows [B, T], in nats a token, while its gradient is
-    in what requires one; whoever reads it changes that and clears the gradient.
+    """Yield the loss (nats/token) of each of `steps` batches of windows [B, T].
 
-    teacher: None for the loss of the text itself. at_once: windows of a batch that run together.
-    Raises SettingError, with the way out, where the loss is no number.
+    At each yield, parameters that require gradients have them; the caller updates the parameters
+    and clears the gradients. teacher: None for the cross-entropy of the text. at_once: windows of a
+    batch that run together. Raises SettingError, which ends with `way_out`, for a loss that is not
+    finite.
     """
-    turned = any(layer.keys == "post_rope" for layer in spec.layers)
+    after_rope = any(layer.keys == "post_rope" for layer in spec.layers)
     models = [x for x in (model, teacher) if x is not None]
     with shifting(family, *models) as shift:
         for step, ids in enumerate(batches):
             loss = 0.0
             for part in ids.to(model.device).split(at_once):
-                if turned:  # other keys are rotated after the maps, and by tables that are kept
+                if after_rope:  # keys before RoPE are rotated after the maps, by fixed tables
                     shift.draw(ids.shape[1])
                 loss += _backward(model, teacher, spec, part, len(part) / len(ids))
             if not math.isfinite(loss):
@@ -62,7 +63,7 @@ def gradients(
 
 
 def batches_of(windows: Tensor, size: int, steps: int, seed: int) -> Iterator[Tensor]:
-    """`steps` batches [B, T] of windows [n, T], without repetition until all were seen."""
+    """Yield `steps` batches [B, T] of windows [n, T], without repetition until all were seen."""
     generator, order = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.int64)
     size = min(size, len(windows))
     for _ in range(steps):
@@ -73,14 +74,15 @@ def batches_of(windows: Tensor, size: int, steps: int, seed: int) -> Iterator[Te
 
 
 def schedule(step: int, steps: int) -> float:
-    """Share of the rate: rises over the first WARMUP of the steps, then falls to zero."""
+    """The factor of the learning rate: it rises over the first WARMUP of the steps, then falls to
+    zero by half a cosine."""
     rise = min(1.0, (step + 1) / max(1.0, WARMUP * steps))
     return rise * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 @torch.no_grad()
 def mean_loss(model: Any, teacher: Any | None, spec: CacheSpec, windows: Tensor) -> float:
-    """Nats a token of windows [n, T], in the sense of `gradients`."""
+    """The loss of `gradients` (nats/token), averaged over windows [n, T]."""
     total = 0.0
     for ids in windows.to(model.device).split(1):
         with _mixed(model):
@@ -89,7 +91,7 @@ def mean_loss(model: Any, teacher: Any | None, spec: CacheSpec, windows: Tensor)
 
 
 def _backward(model: Any, teacher: Any | None, spec: CacheSpec, ids: Tensor, share: float) -> float:
-    """Back-propagate a share of the loss on ids [B, T], and return that."""
+    """Back-propagate `share` times the loss on ids [B, T]. Returns that product."""
     with _mixed(model):
         hidden, goal = _compared(model, teacher, spec, ids)
         gradient = torch.empty_like(hidden)
@@ -99,20 +101,21 @@ def _backward(model: Any, teacher: Any | None, spec: CacheSpec, ids: Tensor, sha
 
 
 def _mixed(model: Any) -> torch.autocast:
-    """bf16 matrix products on a GPU and in a 16-bit model."""
+    """Within it, matrix products are in bf16 on a GPU and in a 16-bit model."""
     mixed = model.device.type == "cuda" or model.dtype != torch.float32
     return torch.autocast(model.device.type, torch.bfloat16, enabled=mixed)
 
 
 def _head(model: Any) -> Any:
+    """The function from hidden states to logits."""
     return partial(family_of(model.config).logits, model)
 
 
 def _compared(
     model: Any, teacher: Any | None, spec: CacheSpec, ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Last hidden states [N, D] of ids [B, T], and what logits of them are compared with: the
-    teacher's [N, D], or without one the next tokens [N]."""
+    """Last hidden states [N, D] of ids [B, T], and the target: the teacher's hidden states [N, D],
+    or without a teacher the next tokens [N]."""
     cache = QuantisedRows(spec.layers)
     hidden = model.base_model(input_ids=ids, **given(cache), use_cache=True)[0]
     if teacher is None:
@@ -123,8 +126,8 @@ def _compared(
 
 
 def _loss(hidden: Tensor, goal: Tensor, head: Any, gradient: Tensor | None = None) -> float:
-    """Mean nats of positions as `_compared` has them; the gradient at hidden [N, D] is written to
-    `gradient`. Logits exist for a few positions at a time: V is large."""
+    """Mean loss (nats) of the positions of `_compared`. The gradient at hidden [N, D] is written to
+    `gradient`. Logits exist for _CHUNK positions at a time, since V is large."""
     total, count = hidden.new_zeros((), dtype=torch.float32), len(hidden)
     for begin in range(0, count, _CHUNK):
         place = slice(begin, begin + _CHUNK)
@@ -137,9 +140,10 @@ def _loss(hidden: Tensor, goal: Tensor, head: Any, gradient: Tensor | None = Non
 
 
 def _nats(hidden: Tensor, goal: Tensor, head: Any) -> Tensor:
-    """Summed over positions: cross entropy of tokens, or KL from a teacher's hidden states."""
-    found = head(hidden).float()
+    """Sum over positions of the cross-entropy of tokens, or of the KL divergence from the logits of
+    a teacher's hidden states."""
+    logits = head(hidden).float()
     if not goal.is_floating_point():
-        return cross_entropy(found, goal, reduction="sum")
-    wanted, found = head(goal).detach().float().log_softmax(-1), found.log_softmax(-1)
-    return (wanted.exp() * (wanted - found)).sum()
+        return cross_entropy(logits, goal, reduction="sum")
+    expected, predicted = head(goal).detach().float().log_softmax(-1), logits.log_softmax(-1)
+    return (expected.exp() * (expected - predicted)).sum()
