@@ -137,7 +137,7 @@ def test_ranges_hold_what_they_should() -> None:
 
 
 def test_samples_are_spread_over_all_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfold.calibration.statistics.quantities.MOST", 50)
+    monkeypatch.setattr("kvfold.calibration.statistics.quantities.MIN_SAMPLES", 50)
     found = Sampled(torch.zeros(40, 1))
     for i in range(1, 40):
         found += Sampled(torch.full((40, 1), float(i)))

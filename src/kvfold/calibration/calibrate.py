@@ -1,7 +1,7 @@
-"""One streaming pass over calibration text: the statistics that bases and ranks are made from.
+"""Runs one pass over calibration text, and collects the statistics that bases and ranks read.
 
-The model runs as it is; a registered attention function sees queries, keys and values of every
-layer, records their moments, and taps the gradients of the loss where a recipe asks for them.
+The model itself is unchanged: a registered attention function sees the queries, keys and values of
+every layer, and records their moments and, where a recipe needs them, the gradients of the loss.
 Shapes: B windows, T tokens, Hq / Hk query / KV heads, G = Hq / Hk, d head dim, D width.
 """
 
@@ -37,25 +37,25 @@ def calibrate(
     progress: Report | None = None,
     saved: SavedPass | None = None,
 ) -> Statistics:
-    """Collect the moments named in `needs` (see QUANTITIES).
+    """Collect the moments named in `needs` (keys of QUANTITIES). The model is left unchanged.
 
-    windows [n, T] token ids, no padding. For `rows_reduced`: topics [n] of the windows where they
-    are known (None: by `reduce.window_topics`), and the number of k-means centroids. text: a name
-    for the windows in the artifact's key, instead of their tokens. saved: where the pass is saved
-    as it goes, and goes on from what a stopped one left.
+    windows [n, T]: token ids without padding. topics [n]: of the windows, and centroids: of
+    k-means, both for `rows_reduced` (None: by `reduce.window_topics`, and by its default). text: a
+    name for the windows in the artifact's key, instead of their tokens. saved: the file that the
+    pass is saved to as it runs; a stopped pass continues from it.
 
-    Gradients are those of the summed loss with labels sampled from the model, in the model's own
-    dtype, accumulated in fp64 (squares of `fisher` in fp32); layers of a large model are recomputed
-    in the backward pass one at a time, of an offloaded one too. Leaves the model as it was.
+    Gradients are those of the summed loss with labels sampled from the model. They are computed in
+    the model's dtype and accumulated in fp64 (the squares of `fisher` in fp32). Layers of large and
+    of offloaded models are recomputed in the backward pass, one at a time.
 
-    Raises NoGradients where a quantised model's kernels end the gradients, ValueError for gradients
-    that are not finite.
+    Raises NoGradients where gradients end in a quantised model's kernels, and ValueError for
+    statistics that are not finite.
     """
     recorder = Recorder(model, family, family.geometry(model.config), needs)
     device = input_device(model)
     generator = torch.Generator(device=device).manual_seed(seed)
     pruned = any(QUANTITIES[name].pruned for name in needs)
-    kept = _kept(model, windows, topics, seed) if pruned else []
+    kept_windows = _pruned_windows(model, windows, topics, seed) if pruned else []
     key = artifact_key(model, windows if text is None else text, centroids, family.part)
     pass_key = {} if saved is None else _pass_key(model, windows, needs, seed, key)
     with recorder.installed(), shifting(family, model) as shift:
@@ -68,8 +68,8 @@ def calibrate(
         for done, window in enumerate(windows[start:], start):
             ids = window[None].to(device)
             shift.draw(ids.shape[1])
-            places = shift.moved(torch.arange(ids.shape[1], device=ids.device))[None]
-            recorder.run(ids, generator, kept=done in kept, places=places)
+            positions = shift.moved(torch.arange(ids.shape[1], device=ids.device))[None]
+            recorder.run(ids, generator, unpruned=done in kept_windows, positions=positions)
             if saved is not None:
                 state_now = partial(_state, done + 1, recorder, generator, shift)
                 saved.keep(pass_key, len(windows), state_now)
@@ -83,7 +83,7 @@ def calibrate(
 def _pass_key(
     model: Any, windows: Tensor, needs: set[str], seed: int, key: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a saved pass must have been over: its artifact's key and all else that changes sums."""
+    """The key of a saved pass: the artifact's key, and everything else that changes the sums."""
     devices = sorted({str(x.device) for x in model.parameters()})
     return {
         **key,
@@ -97,6 +97,7 @@ def _pass_key(
 
 
 def _state(done: int, recorder: Recorder, generator: torch.Generator, shift: Shift) -> State:
+    """The state of a pass after `done` windows."""
     return State(
         done=done,
         totals=recorder.totals,
@@ -106,8 +107,8 @@ def _state(done: int, recorder: Recorder, generator: torch.Generator, shift: Shi
 
 
 def _check(model: Any, moments: dict[int, dict[str, Moment]], needs: set[str]) -> None:
-    """Raises NoGradients where gradients reached no key of a layer, ValueError where statistics are
-    not finite."""
+    """Raises NoGradients where a layer's keys received no gradients, and ValueError for statistics
+    that are not finite."""
     for index, stored in moments.items():
         if missing := sorted(needs - stored.keys()):
             raise NoGradients(f"{', '.join(missing)} of layer {index} were not seen")
@@ -125,8 +126,10 @@ def artifact_key(
     centroids: int | None = None,
     part: tuple[str, ...] | None = None,
 ) -> dict[str, Any]:
-    """The key of a reusable statistics artifact: same model, text (as windows, or by a name for
-    them), ZDC's centroids, and the names of the layers where others are left out (`Family.part`).
+    """The key of a statistics artifact, by which it may be reused.
+
+    It has the model's fingerprint, the text (the windows' tokens, or a name for them), ZDC's
+    centroids, and the names of the layers where only a part is measured (`Family.part`).
     """
     key: dict[str, Any] = {"model": fingerprint(model)}
     if isinstance(text, str):
@@ -142,8 +145,8 @@ def _digest(windows: Tensor) -> str:
     return hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()[:32]
 
 
-def _kept(model: Any, windows: Tensor, topics: Tensor | None, seed: int) -> list[int]:
-    """Windows [n, T] that stay after ZDC's topic pruning."""
+def _pruned_windows(model: Any, windows: Tensor, topics: Tensor | None, seed: int) -> list[int]:
+    """Indices of the windows [n, T] that remain after ZDC's topic pruning."""
     if topics is None:
         with torch.no_grad():
             embed = model.get_input_embeddings()

@@ -1,4 +1,4 @@
-"""Documents to calibrate on: the packaged ones, of several kinds, or those of text files."""
+"""The documents to calibrate on: packaged ones of several kinds, or those of text files."""
 
 import json
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ from kvfold.utils.text import (
     read_texts,
 )
 
-LEAST = 256  # tokens of a document, where it has them
+MIN_TOKENS = 256  # of a document that is used, if it is as long
 PACKAGED = {  # files of packaged text by kind
     "prose": ("calibration.txt",),
     "code": ("calibration/code.txt",),
     "other": ("calibration/chat.jsonl", "calibration/data.txt", "calibration/languages.txt"),
 }
-PARTS = {"prose": 2, "code": 2, "other": 1}  # that a kind gives of all tokens
+PARTS = {"prose": 2, "code": 2, "other": 1}  # proportions of the kinds in all tokens
 
 
 def is_self(calib: Sequence[str | Path] | None) -> bool:
-    """Whether to calibrate on text that the model writes itself. Raises SettingError where files
-    are named beside it."""
+    """Whether `calib` asks for text that the model writes itself. Raises SettingError where it also
+    names files."""
     names = [str(x) for x in calib or ()]
     if SELF in names and len(names) > 1:
         raise SettingError(
@@ -39,30 +39,31 @@ def is_self(calib: Sequence[str | Path] | None) -> bool:
 
 
 def files_of(calib: list[str | Path] | None) -> list[str | Path] | None:
-    """Files to read, or None for the packaged text, where the model writes its own, too."""
+    """The files of `calib`; None for the packaged text, also where the model writes its own."""
     return None if is_self(calib) else calib
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and what kind of text it is; templated: with the special tokens of a chat template,
-    to which the tokenizer is to add none."""
+    """A text and its kind. templated: it has the special tokens of a chat template, so the
+    tokenizer must not add any."""
 
     kind: str
     text: str
     templated: bool = False
 
     def encode(self, tokenizer: Any) -> list[int]:
-        """Token ids, as the start of a prompt has them."""
+        """Token ids of the text at the start of a prompt."""
         return (encode if self.templated else encode_start)(tokenizer, self.text)
 
 
 def calibration_documents(
     calib: Sequence[str | Path] | None, tokenizer: Any = None
 ) -> list[Document]:
-    """The documents of text files, of one kind, or the packaged ones with their kinds mixed.
+    """The documents of text files, all of one kind, or the packaged ones with their kinds mixed.
 
-    tokenizer: whose chat template packaged conversations are written in. Raises as `read_text`.
+    tokenizer: packaged conversations are written in its chat template. Raises ValueError for files
+    that cannot be read.
     """
     if calib:
         return [Document("given", text) for text in documents(read_texts(calib))]
@@ -71,21 +72,21 @@ def calibration_documents(
     )
 
 
-def shares(found: Sequence[Document], sizes: Sequence[int], total: int) -> list[int]:
-    """How many tokens each document gives: its beginning, where all of them hold more than `total`.
+def shares(documents: Sequence[Document], sizes: Sequence[int], total: int) -> list[int]:
+    """How many tokens of each document are used, from its beginning on: `total` in all, or all
+    there are.
 
-    sizes: tokens of each document. Kinds give tokens by their PARTS, and the documents of a kind
-    equally many; what short ones leave goes to longer ones. Where that would be less than LEAST
-    tokens of each document, some give more and the others nothing: statistics are of text that runs
-    on.
+    sizes: tokens of each document. Kinds are used in the proportions of PARTS, and the documents of
+    a kind equally; what short ones lack is taken from longer ones. If that were less than
+    MIN_TOKENS of each document, fewer documents are used, since statistics need running text.
     """
     members: dict[str, list[int]] = {}
-    for i, document in enumerate(found):
+    for i, document in enumerate(documents):
         members.setdefault(document.kind, []).append(i)
-    whole = [sum(sizes[i] for i in x) for x in members.values()]
-    of_kinds = split(whole, total, [PARTS.get(kind, 1) for kind in members])
+    kind_sizes = [sum(sizes[i] for i in x) for x in members.values()]
+    kind_shares = split(kind_sizes, total, [PARTS.get(kind, 1) for kind in members])
     result = [0] * len(sizes)
-    for indices, share in zip(members.values(), of_kinds, strict=True):
+    for indices, share in zip(members.values(), kind_shares, strict=True):
         chosen = _chosen(indices, sizes, share)
         for i, size in zip(chosen, split([sizes[i] for i in chosen], share), strict=True):
             result[i] = size
@@ -93,9 +94,9 @@ def shares(found: Sequence[Document], sizes: Sequence[int], total: int) -> list[
 
 
 def _chosen(indices: list[int], sizes: Sequence[int], total: int) -> list[int]:
-    """Of documents, as many as can give LEAST of `total` tokens each, spread evenly; more, where
-    those are too short to fill it."""
-    for count in range(max(1, total // LEAST), len(indices)):
+    """The documents to take `total` tokens from, spread evenly: as many as give MIN_TOKENS each, or
+    more where those are too short together."""
+    for count in range(max(1, total // MIN_TOKENS), len(indices)):
         chosen = [indices[i * len(indices) // count] for i in range(count)]
         if sum(sizes[i] for i in chosen) >= total:
             return chosen
@@ -103,8 +104,8 @@ def _chosen(indices: list[int], sizes: Sequence[int], total: int) -> list[int]:
 
 
 def split(sizes: Sequence[int], total: int, parts: Sequence[int] | None = None) -> list[int]:
-    """Split `total` over things of `sizes`, evenly or by parts of it; what small ones leave goes to
-    larger ones."""
+    """Split `total` over items of these sizes, evenly or in the proportions `parts`. What small
+    items lack goes to larger ones."""
     parts = [1] * len(sizes) if parts is None else parts
     result, left, parts_left = [0] * len(sizes), total, sum(parts)
     for i in sorted(range(len(sizes)), key=lambda i: sizes[i] / parts[i]):
@@ -115,7 +116,7 @@ def split(sizes: Sequence[int], total: int, parts: Sequence[int] | None = None) 
 
 
 def _read(kind: str, file: str, tokenizer: Any) -> list[Document]:
-    """The documents of a packaged file."""
+    """Read the documents of a packaged file."""
     text = packaged(file)
     if not file.endswith(".jsonl"):
         return [Document(kind, x) for x in documents(text)]
@@ -125,18 +126,18 @@ def _read(kind: str, file: str, tokenizer: Any) -> list[Document]:
 
 
 def conversation(messages: Sequence[dict[str, str]], tokenizer: Any) -> str:
-    """A conversation as the tokenizer's chat template writes it, without a system prompt that the
-    template refuses; as paragraphs that name who speaks where there is no template."""
+    """A conversation as text: by the tokenizer's chat template, without a system prompt if the
+    template refuses it; without a template, in paragraphs that begin with the speaker."""
     if not getattr(tokenizer, "chat_template", None):
         return "\n\n".join(f"{x['role'].capitalize()}: {x['content']}" for x in messages)
     try:
         return apply_template(tokenizer, messages)
     except ValueError:
-        asked = [x for x in messages if x["role"] != "system"]
-        return apply_template(tokenizer, asked)
+        without_system = [x for x in messages if x["role"] != "system"]
+        return apply_template(tokenizer, without_system)
 
 
 def _mixed(groups: Sequence[Sequence[Any]]) -> list[Any]:
-    """The members of all groups in one order, in which every group is spread evenly."""
+    """The members of all groups in one list, over which every group is spread evenly."""
     placed = [((i + 0.5) / len(group), x) for group in groups for i, x in enumerate(group)]
     return [x for _, x in sorted(placed, key=lambda pair: pair[0])]

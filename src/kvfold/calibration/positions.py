@@ -1,9 +1,9 @@
-"""Windows of text at all positions that a model takes, not only at the first ones.
+"""Moves windows of text to later positions, so that all positions of a model are calibrated on.
 
-Keys after RoPE depend on where they stand: a basis made of positions below 1024 loses five times as
-much at 2048 (SmolLM2, `swift`, docs/quality.md). Attention sees distances alone, so a window may
-begin anywhere, and its keys and their gradients turn with it. Its first token, an attention sink,
-stays at position 0 as in every sequence.
+Keys after RoPE depend on their position: a basis from positions below 1024 loses five times as much
+at 2048 (SmolLM2, `swift`, docs/quality.md). Attention depends on distances alone, so a window may
+begin at any position; its keys and their gradients are rotated with it. Its first token, an
+attention sink, stays at position 0, as in every sequence.
 """
 
 from collections.abc import Iterator
@@ -19,15 +19,20 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 class Shift:
-    """A hook before RoPE's tables: all positions but 0 stand `by` further on."""
+    """A forward pre-hook of RoPE modules that adds `by` to all positions but 0.
+
+    place: state of `draw`, in [0, 1).
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit, self.by, self.place = limit, 0, 0.0
 
     def draw(self, tokens: int) -> None:
-        """Where the next window of `tokens` tokens ends: log-uniform from `tokens` to the limit.
+        """Choose the end of the next window of `tokens` tokens, log-uniform from `tokens` to the
+        limit.
 
-        By the golden ratio, not at random: the first few windows are far apart already.
+        The sequence follows the golden ratio, not random numbers, so that the first few windows are
+        far apart already.
         """
         self.by = int(tokens * max(1.0, self.limit / tokens) ** self.place) - tokens
         self.place = (self.place + _GOLDEN) % 1
@@ -39,14 +44,16 @@ class Shift:
         return (x, self.moved(positions), *more), kwargs
 
     def moved(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where tokens at these positions stand now."""
+        """The positions after the shift."""
         return positions + self.by * (positions > 0)
 
 
 @contextmanager
 def shifting(family: type[Family], *models: Any) -> Iterator[Shift]:
-    """Models of one config whose windows can be moved; without RoPE, or where its tables depend on
-    the longest sequence of a batch, they stay where they are."""
+    """Within it, the positions of models of one config are shifted.
+
+    Models without RoPE, or whose tables depend on the longest sequence of a batch, are not shifted.
+    """
     config = models[0].config
     rotaries = {id(x): x for model in models for x in family.rotaries(model)}
     fixed = not rotaries or rope_type(config) in LONG_ROPE

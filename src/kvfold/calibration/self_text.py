@@ -1,4 +1,4 @@
-"""Calibration text that a model writes itself: replies to packaged prompts, sampled as they come.
+"""Lets a model write its own calibration text: sampled replies to packaged prompts.
 
 Shapes: B texts written at once, T tokens, prompts padded on the left.
 """
@@ -20,8 +20,8 @@ _PROMPTS = "calibration/prompts.txt"
 
 
 def describe(max_tokens: int, seed: int) -> str:
-    """What a text is written from, beside the model: the key of statistics that are measured on it,
-    as the same text written on another device differs in its bits."""
+    """What the text is written from, except the model. It is a part of the statistics' key, in
+    place of the tokens, which may differ between devices."""
     prompts = hashlib.sha256(packaged(_PROMPTS).encode()).hexdigest()[:16]
     return f"{SELF}: {max_tokens} tokens, seed {seed}, prompts {prompts}"
 
@@ -35,12 +35,11 @@ def write(
     seed: int = 0,
     progress: Report | None = None,
 ) -> list[list[int]]:
-    """Token ids of texts of at most `length` tokens, their prompts included, that hold at least
-    `max_tokens` together.
+    """Write texts that have at least `max_tokens` tokens together. Returns their token ids.
 
-    Sampled at temperature 1 from all tokens, from user prompts in the tokenizer's chat template, or
-    from BOS alone where it has none (from the token that ends a text, or a token at random, where
-    there is no BOS). Leaves the state of random numbers as it was.
+    Every text has at most `length` tokens, its prompt included. It is sampled at temperature 1 from
+    all tokens. It continues a user prompt in the tokenizer's chat template; without a template, the
+    BOS token; without BOS, the EOS token, else a random token. torch's random state is restored.
     """
     device = model.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -56,10 +55,10 @@ def write(
 
 
 def _prompts(model: Any, tokenizer: Any, length: int) -> list[list[int]]:
-    """Token ids of the prompts, with room for as many tokens of a reply."""
+    """Token ids of the prompts, each at most half of a text's `length`."""
     if getattr(tokenizer, "chat_template", None):
-        asked = (encode_chat(tokenizer, line) for line in packaged(_PROMPTS).splitlines())
-        return [ids[-(length // 2) :] for ids in asked]
+        prompts = (encode_chat(tokenizer, line) for line in packaged(_PROMPTS).splitlines())
+        return [ids[-(length // 2) :] for ids in prompts]
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if first is not None:
         return [[first]]
@@ -71,17 +70,17 @@ def _prompts(model: Any, tokenizer: Any, length: int) -> list[list[int]]:
 def _sampled(
     model: Any, prompts: list[list[int]], length: int, counter: "_Counter"
 ) -> list[list[int]]:
-    """A text for each prompt, as token ids: the prompt, then tokens up to one that ends a text."""
+    """The text of each prompt as token ids: the prompt, then tokens up to one that ends a text."""
     width = max(map(len, prompts))
     ends = model.generation_config.eos_token_id
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
     padding = ends[0] if ends else 0
     ids = torch.tensor([[padding] * (width - len(x)) + x for x in prompts])
-    there = torch.tensor([[0] * (width - len(x)) + [1] * len(x) for x in prompts])
+    mask = torch.tensor([[0] * (width - len(x)) + [1] * len(x) for x in prompts])
     counter.begin(prompts, width, ends)
-    found = model.generate(
+    generated = model.generate(
         ids.to(model.device),
-        attention_mask=there.to(model.device),
+        attention_mask=mask.to(model.device),
         max_length=length,
         do_sample=True,
         temperature=1.0,
@@ -93,18 +92,18 @@ def _sampled(
     )
     return [
         prompt + _until(row[width:], ends)
-        for prompt, row in zip(prompts, found.tolist(), strict=True)
+        for prompt, row in zip(prompts, generated.tolist(), strict=True)
     ]
 
 
 def _until(tokens: list[int], ends: list[int]) -> list[int]:
-    """Tokens up to the first of `ends`, which is included."""
+    """The tokens up to and including the first of `ends`."""
     stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: stop + 1]
 
 
 class _Counter(StoppingCriteria):
-    """Says how many tokens there are, and stops when they are enough."""
+    """A stopping criterion of generation: it reports progress, and stops at `total` tokens."""
 
     def __init__(self, done: int, total: int, report: Report | None) -> None:
         self.done, self.total, self.report = done, total, report
@@ -116,7 +115,7 @@ class _Counter(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         end = torch.isin(input_ids[:, self.width :], self.ends.to(input_ids.device))
-        written = end.cumsum(1) - end.long() == 0  # up to the first end, which is included
+        written = end.cumsum(1) - end.long() == 0  # up to and including the first end
         now = self.done + int(written.sum())
         if self.report is not None:
             self.report(min(now, self.total), self.total)

@@ -1,4 +1,4 @@
-"""The span that a layer's keys and values can lie in.
+"""The subspace that a layer's keys and values lie in.
 
 Shapes: K = Hk * d numbers of keys (or values) of a token in a layer, D model width, N tokens.
 """
@@ -15,20 +15,21 @@ from kvfold.models.adapter import Family
 
 @dataclass(frozen=True)
 class Subspace:
-    """Where (keys before RoPE, values) of a layer live: origin [2K] + span(axes [2K, D])."""
+    """The affine subspace of a layer's (keys before RoPE, values): origin [2K] + span(axes [2K,
+    D])."""
 
     axes: Tensor
     origin: Tensor
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """[N, 2K] -> [N, D], fp64."""
+        """Coordinates [N, D] of vectors [N, 2K], fp64."""
         return (x.double() - self.origin) @ self.axes
 
 
 def subspace(family: type[Family], attention: Any, geometry: Geometry) -> Subspace | None:
-    """The numbers that W_K and W_V can produce, where that is less than 2K dimensions.
+    """The subspace that W_K and W_V can produce, of at most D dimensions.
 
-    None where keys and values can be anything: 2K <= D, or a norm acts on the keys.
+    None where it is all of 2K dimensions: for 2K <= D, or where a norm acts on the keys.
     """
     if 2 * geometry.kv_width <= geometry.hidden_size or geometry.key_norm:
         return None

@@ -1,4 +1,4 @@
-"""Calibration text as windows of tokens. Shapes: n windows, T tokens of a window."""
+"""Cuts calibration text into windows of tokens. Shapes: n windows, T tokens of a window."""
 
 from pathlib import Path
 from typing import Any
@@ -20,38 +20,39 @@ from kvfold.utils.text import (
     windows,
 )
 
-GPU_TOKENS, CPU_TOKENS = 32768, 12288  # calibrated on by default: see `default_tokens`
+GPU_TOKENS, CPU_TOKENS = 32768, 12288  # default calibration text: see `default_tokens`
 CALIBRATION_WINDOW = 1024
 MIN_WINDOWS = 4
 
 
 def calibration_text(calib: list[str | Path] | None, tokenizer: Any) -> str:
-    """Running text of the documents of text files, or of the packaged ones."""
+    """The documents of text files, or the packaged ones, as one text."""
     return "\n\n".join(document.text for document in calibration_documents(calib, tokenizer))
 
 
 def calibration_windows(
     tokenizer: Any, config: Any, calib: list[str | Path] | None, max_tokens: int
 ) -> Tensor:
-    """Token windows [n, T].
+    """Token windows [n, T] of text files, or of the packaged text.
 
-    Documents follow each other, each behind the tokenizer's `leading_tokens`, as do windows. Where
-    they hold more than `max_tokens`, every document gives its beginning, as `documents.shares`
-    says.
+    Documents are concatenated. Each of them, and each window, begins with the tokenizer's
+    `leading_tokens`. If they have more than `max_tokens`, the beginnings of documents are used (see
+    `documents.shares`).
     """
     if tokenizer is None:
         raise ValueError("a tokenizer is needed to read calibration text; pass tokenizer=")
     check_tokens(config, max_tokens)
-    found = calibration_documents(calib, tokenizer)
-    encoded = [document.encode(tokenizer) for document in found]
-    pairs = zip(encoded, shares(found, [len(ids) for ids in encoded], max_tokens), strict=True)
-    return _windows(tokenizer, config, [ids[:share] for ids, share in pairs])
+    documents = calibration_documents(calib, tokenizer)
+    encoded = [document.encode(tokenizer) for document in documents]
+    counts = shares(documents, [len(ids) for ids in encoded], max_tokens)
+    used = [ids[:count] for ids, count in zip(encoded, counts, strict=True)]
+    return _windows(tokenizer, config, used)
 
 
 def self_windows(
     model: Any, tokenizer: Any, max_tokens: int, seed: int = 0, progress: Report | None = None
 ) -> Tensor:
-    """Token windows [n, T] of text that the model writes, as `self_text.write`."""
+    """Token windows [n, T] of text that the model writes (see `self_text.write`)."""
     if tokenizer is None:
         raise ValueError("a tokenizer is needed to write calibration text; pass tokenizer=")
     check_tokens(model.config, max_tokens)
@@ -61,8 +62,8 @@ def self_windows(
 
 
 def _windows(tokenizer: Any, config: Any, texts: list[list[int]]) -> Tensor:
-    """Texts of token ids, one after the other, as windows [n, T] that begin with its
-    `leading_tokens`."""
+    """Concatenate texts of token ids, and cut them into windows [n, T] that begin with the
+    tokenizer's `leading_tokens`."""
     leading = leading_tokens(tokenizer)
     stream = [token for ids in texts for token in ids]
     length = window_length(config)
@@ -81,10 +82,10 @@ def _windows(tokenizer: Any, config: Any, texts: list[list[int]]) -> Tensor:
 def training_windows(
     tokenizer: Any, config: Any, files: list[str | Path] | None, count: int
 ) -> Tensor:
-    """Windows [n, T] of running text, `count` at most, spread evenly over all of it.
+    """At most `count` windows [n, T], spread evenly over the text of files, or of the packaged
+    text.
 
-    Of the packaged calibration text where no files are given. Raises SettingError for text of fewer
-    than MIN_WINDOWS.
+    Raises SettingError for text of fewer than MIN_WINDOWS windows.
     """
     text = calibration_text(files, tokenizer)
     length, part = window_length(config), len(text) // count
@@ -94,19 +95,19 @@ def training_windows(
             "or leave it out for the packaged one"
         )
     if part < 2 * CHARACTERS_PER_TOKEN * length:
-        found = list(windows(tokenizer, text, length))
-        picked = min(count, len(found))
-        found = [found[i * len(found) // picked] for i in range(picked)]
+        all_windows = list(windows(tokenizer, text, length))
+        picked = min(count, len(all_windows))
+        chosen = [all_windows[i * len(all_windows) // picked] for i in range(picked)]
     else:
         parts = (text[i * part : (i + 1) * part] for i in range(count))
-        found = [windows(tokenizer, x, length, length)[0] for x in parts]
-    rows = torch.stack(found)
+        chosen = [windows(tokenizer, x, length, length)[0] for x in parts]
+    rows = torch.stack(chosen)
     check_ids(rows.flatten().tolist(), config.get_text_config(decoder=True).vocab_size)
     return rows
 
 
 def check_tokens(config: Any, max_tokens: int) -> None:
-    """Raises SettingError where so many tokens fill too few windows of a model of this config."""
+    """Raises SettingError for fewer tokens than MIN_WINDOWS windows of a model of this config."""
     least = MIN_WINDOWS * window_length(config)
     if max_tokens < least:
         raise SettingError(
@@ -116,11 +117,13 @@ def check_tokens(config: Any, max_tokens: int) -> None:
 
 
 def default_tokens(model: Any) -> int:
-    """How many tokens a loaded model is calibrated on where nobody says. Tokens decide the time: on
-    a CPU fewer, which take SmolLM2-135M under three minutes on two cores."""
+    """The default number of calibration tokens of a loaded model.
+
+    Tokens decide the time: CPU_TOKENS take under three minutes for SmolLM2-135M on two cores.
+    """
     return CPU_TOKENS if input_device(model).type == "cpu" else GPU_TOKENS
 
 
 def window_length(config: Any) -> int:
-    """Tokens of a window for a model of this config."""
+    """The number of tokens in a window for a model of this config."""
     return min(CALIBRATION_WINDOW, position_limit(config) or CALIBRATION_WINDOW)

@@ -22,9 +22,10 @@ SCHEMA = 7
 
 @dataclass
 class Statistics:
-    """Moments of every layer by name, with the key that says what they were measured on.
-    through_weights: modules whose gradients went through their dequantised weights, where the pass
-    has just run."""
+    """Moments of every layer by name. key: says what they were measured on. through_weights:
+    modules whose gradients were computed from their dequantised weights; empty for statistics from
+    a file.
+    """
 
     key: dict[str, Any]
     layers: dict[int, dict[str, Moment]] = field(default_factory=dict)
@@ -42,6 +43,7 @@ class Statistics:
             ) from None
 
     def has(self, names: set[str]) -> bool:
+        """Whether every layer has these statistics."""
         return bool(self.layers) and all(names <= stored.keys() for stored in self.layers.values())
 
     def to(self, device: torch.device | str) -> "Statistics":
@@ -53,6 +55,7 @@ class Statistics:
         return self
 
     def save(self, path: Path) -> None:
+        """Write the artifact file."""
         tensors = {
             f"{layer}.{name}.{part}": getattr(moment, part).contiguous().cpu()
             for layer, stored in self.layers.items()
@@ -66,23 +69,23 @@ class Statistics:
 
     @classmethod
     def load(cls, path: Path, key: dict[str, Any]) -> "Statistics":
-        """Read an artifact. Raises ValueError if it is not about `key`'s model and text, or a bit
-        of it has changed."""
+        """Read an artifact file. Raises ValueError if its key is another, or its content is
+        damaged."""
         if not path.is_file():  # a pipe would be waited for
             raise ValueError(f"{path} is not a file; name another one")
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
             about = metadata.get("kvfold")
-            found = json_object(about or "{}")
+            stored_key = json_object(about or "{}")
             tensors = load_file(path)
         except (OSError, ValueError, SafetensorError) as error:
             raise ValueError(f"{path} is not a readable calibration artifact: {error}") from error
         wanted = {**key, "schema": SCHEMA}
         if about is None:
             raise ValueError(f"{path} is not a calibration artifact; name another file")
-        if found != wanted:
-            differs = [k for k in wanted | found if found.get(k) != wanted.get(k)]
+        if stored_key != wanted:
+            differs = [k for k in wanted | stored_key if stored_key.get(k) != wanted.get(k)]
             raise ValueError(
                 f"{path} was measured on something else: {', '.join(differs)} differ; delete it or "
                 "name another file, and calibrate again"
@@ -105,6 +108,6 @@ def _digest(about: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def check_place(path: Path) -> None:
-    """Raises ValueError where statistics could be neither read nor written."""
+    """Raises ValueError for a path where statistics can be neither read nor written."""
     if not path.is_file():
         check_writable(path)

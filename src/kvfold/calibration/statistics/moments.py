@@ -1,4 +1,4 @@
-"""Second moments: weighted fp64 sums over samples, and the means and covariances they stand for.
+"""`Moment`: weighted fp64 sums over samples, with their means, second moments and covariances.
 
 Shapes: N samples of n numbers each; leading dimensions are separate moments.
 """
@@ -30,7 +30,7 @@ class Moment:
 
     @classmethod
     def once(cls, second: Tensor, first: Tensor) -> "Moment":
-        """Sums that count as one sample."""
+        """A moment whose sums count as one sample."""
         return cls(second, first, torch.ones((), dtype=first.dtype, device=first.device))
 
     def __iadd__(self, other: "Moment") -> "Moment":
@@ -40,6 +40,7 @@ class Moment:
         return self
 
     def mean(self) -> Tensor:
+        """E[c]."""
         return self.first / self._weight(1)
 
     def raw(self) -> Tensor:
@@ -47,6 +48,7 @@ class Moment:
         return self.second / self._weight(2)
 
     def covariance(self) -> Tensor:
+        """E[c c^T] - E[c] E[c]^T."""
         mean = self.mean()
         return self.raw() - mean[..., :, None] * mean[..., None, :]
 

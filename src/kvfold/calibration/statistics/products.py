@@ -1,11 +1,11 @@
-"""Gradients through a quantised model's products, also where its library computes none.
+"""Computes gradients through the linear layers of a quantised model, whatever its kernels support.
 
 Kernels for packed weights or rounded activations are often written for inference: their backward
-pass is missing, or gives zeros without an error. Each product of a quantised layer is checked on a
-few vectors. Where the check fails, gradients go through the layer's dequantised weight, which is
-read by giving the layer the rows of an identity matrix: no format has to be known.
+pass is missing, or returns zeros without an error. So each quantised linear layer is checked on a
+few vectors. If the check fails, its gradients are computed from the dequantised weight. That is
+read by passing the rows of an identity matrix through the layer, which works for any format.
 
-Shapes: T tokens; D, O numbers that a layer takes and gives.
+Shapes: T tokens; D, O input and output numbers of a layer.
 """
 
 import warnings
@@ -24,11 +24,11 @@ from kvfold.utils.errors import SettingError
 ROWS = 1024  # of the identity matrix at a time
 UNKNOWN = ".*autograd kernel was not registered.*"  # torch's warning of gradients that may be zeros
 _CHECKED = 8  # random vectors
-_APART = 0.2  # rounded activations differ by a few hundredths, a missing gradient by one
+_TOLERANCE = 0.2  # rounded activations differ by a few hundredths, a missing gradient by 1
 
 
 class NoGradients(SettingError):
-    """Gradients of the loss end in a quantised model's kernels. reason: where."""
+    """Raised where gradients of the loss end in a quantised model's kernels. reason: where."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -40,12 +40,11 @@ class NoGradients(SettingError):
 
 @contextmanager
 def differentiable(model: nn.Module, like: Tensor) -> Iterator[list[str]]:
-    """A model whose products pass gradients on, until the block ends. like: a tensor of its
-    activations' dtype and device. Yields the names of layers whose gradients go through their
-    dequantised weights.
+    """Within it, all linear layers of a model pass gradients on.
 
-    The block raises NoGradients where another part of quantised numbers ends them, such as a kernel
-    for a mixture of experts.
+    like: a tensor of the activations' dtype and device. Yields the names of layers whose gradients
+    are computed from their dequantised weights. Raises NoGradients where another quantised module
+    ends the gradients, such as a kernel for a mixture of experts.
     """
     broken = [(name, x) for name, x in _products(model) if not _passes(x, like)]
     packed = [(name, x) for name, x in model.named_modules() if _is_packed(x)]
@@ -65,7 +64,7 @@ def differentiable(model: nn.Module, like: Tensor) -> Iterator[list[str]]:
 
 
 def _products(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Linear layers of a model, by name, that are not torch's own with a plain weight."""
+    """Linear layers of a model, by name, except torch's Linear with an ordinary weight."""
     for name, module in model.named_modules():
         sizes = hasattr(module, "in_features") and hasattr(module, "out_features")
         if sizes and not any(module.children()) and not _is_plain(module):
@@ -73,7 +72,8 @@ def _products(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether a layer is torch's Linear. accelerate's hooks around it change no number."""
+    """Whether a layer is torch's Linear with an ordinary weight, perhaps under accelerate's
+    hooks."""
     forward = module.__dict__.get("_old_forward", module.forward)
     weight = getattr(module, "weight", None)
     is_own = getattr(forward, "__func__", None) is nn.Linear.forward
@@ -81,12 +81,12 @@ def _is_plain(module: Any) -> bool:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    each = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(is_packed(x) for x in each)
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(is_packed(x) for x in tensors)
 
 
 def _check_passed(name: str, _: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-    """Raises NoGradients where a module's outputs have no gradient and its inputs have one."""
+    """Raises NoGradients where a module's inputs require gradients and its outputs do not."""
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in _floats(args)):
         return
     if not all(x.requires_grad for x in _floats(out)):
@@ -94,14 +94,14 @@ def _check_passed(name: str, _: nn.Module, args: tuple[Any, ...], out: Any) -> N
 
 
 def _floats(x: Any) -> list[Tensor]:
-    """Tensors of floats among a module's arguments or outputs."""
+    """Floating-point tensors among a module's arguments or outputs."""
     if isinstance(x, Tensor):
         return [x] if x.is_floating_point() else []
     return [y for one in x for y in _floats(one)] if isinstance(x, tuple | list) else []
 
 
 def _passes(module: Any, like: Tensor) -> bool:
-    """Whether a layer's gradient is that of its product: for y = W x / |W x|, y . W x = |W x|."""
+    """Whether a layer's gradient is right: for y = W x / |W x| it must give y . W x = |W x|."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_CHECKED, module.in_features, generator=generator).to(like)
     with torch.no_grad():
@@ -121,20 +121,20 @@ def _passes(module: Any, like: Tensor) -> bool:
             return False
     if gradient is None:
         return False
-    found = (gradient.float() * x.detach().float()).sum(-1)
-    return bool(((found - norms).abs() <= _APART * norms).all())
+    measured = (gradient.float() * x.detach().float()).sum(-1)
+    return bool(((measured - norms).abs() <= _TOLERANCE * norms).all())
 
 
 def _product(forward: Callable[[Tensor], Tensor], width: int, x: Tensor) -> Tensor:
-    """A layer's outputs [.., O] of x [.., D]; their gradient goes through the layer's weight."""
+    """A layer's outputs [.., O] for x [.., D], whose gradient is computed from its weight."""
     out: Tensor = _Product.apply(forward, width, x)
     return out
 
 
 class _Product(torch.autograd.Function):
-    """forward(x) = x W^T + b, whose gradient at x is computed with what `forward` makes of the rows
-    of an identity matrix. They are as large as x: layers that round their inputs round them well.
-    """
+    """forward(x) = x W^T + b. Its gradient is computed from the outputs of `forward` for the rows
+    of an identity matrix, scaled to the size of x, as layers that round their inputs expect such
+    numbers."""
 
     @staticmethod
     def forward(ctx: Any, forward: Callable[[Tensor], Tensor], width: int, x: Tensor) -> Tensor:
@@ -148,10 +148,10 @@ class _Product(torch.autograd.Function):
         (size,) = ctx.saved_tensors
         eye = torch.eye(1, ctx.width, dtype=size.dtype, device=size.device) * size
         bias = (ctx.forward(eye) + ctx.forward(-eye)) / 2
-        found = []
+        parts = []
         for start in range(0, ctx.width, ROWS):
             rows = torch.zeros(min(ROWS, ctx.width - start), ctx.width).to(size)
             rows.diagonal(start).fill_(size)
             weight = ((ctx.forward(rows) - bias) / size).to(gradient)  # [rows, O]
-            found.append(gradient @ weight.mT)
-        return None, None, torch.cat(found, -1).to(size)
+            parts.append(gradient @ weight.mT)
+        return None, None, torch.cat(parts, -1).to(size)

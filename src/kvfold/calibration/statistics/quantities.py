@@ -1,4 +1,4 @@
-"""Quantities that a calibration pass can measure: one entry of QUANTITIES each.
+"""The statistics that a calibration pass can measure: one entry of QUANTITIES each.
 
 Shapes: T tokens of a window, Hk KV heads, G query heads per KV head, d head dim, K = Hk * d, D
 model width, n a moment's width.
@@ -17,19 +17,20 @@ from kvfold.calibration.statistics.reduce import reduced_rows
 from kvfold.calibration.subspace import Subspace
 from kvfold.ops.common.attention import Tables, capped, rotate
 
-# Tokens of a window whose keys and values `_felt` and `grad_` leave out: see `basis.weighted`.
-# Moments at attention outputs (`out_head_felt`, `grad_out`) have all.
+# First tokens of a window that statistics `_felt` (weighted by gradients) and `grad_` omit: see
+# `basis.weighted`. Moments at attention outputs (`out_head_felt`, `grad_out`) have all tokens.
 FIRST = 1
 _OUT_STRIDE = 4  # every 4th query position is enough for `out`, whose values are Hk times wider
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """RoPE of one window: tables of its positions (None: no RoPE) and the square of its scaling.
+    """What all layers' views of one window share.
 
-    order: int64 [d], the order of a key's numbers in which tables rotate pairs (i, i + w / 2), and
-    which all statistics have; None: their own. generator: of what is drawn. kept: whether ZDC's
-    topic pruning keeps the window.
+    scaling, softcap: of the model's scores. tables: RoPE tables of the window's positions (None: no
+    RoPE); rope_scale: the square of RoPE's own scaling. order: int64 [d], the order of a key's
+    numbers in which the tables rotate pairs (i, i + w / 2), which all statistics use (None: the
+    model's order). generator: for random draws. unpruned: ZDC's topic pruning keeps the window.
     """
 
     scaling: float
@@ -37,7 +38,7 @@ class Window:
     tables: Tables | None
     rope_scale: float
     generator: torch.Generator
-    kept: bool
+    unpruned: bool
     order: Tensor | None = None
 
     def ordered(self, x: Tensor) -> Tensor:
@@ -45,21 +46,22 @@ class Window:
         return x if self.order is None else x[..., self.order]
 
     def rotate_back(self, x: Tensor) -> Tensor:
-        """The transposed RoPE of x [.., T, d]: what a gradient goes through."""
+        """The transpose of RoPE applied to x [.., T, d], as gradients pass it."""
         if self.tables is None:
             return x
         cos, sin = self.tables
         return rotate(x.float(), cos[0], sin[0], sign=-1)
 
     def unrotate(self, x: Tensor) -> Tensor:
-        """The inverse RoPE of x [.., T, d]; differs from the transpose by RoPE's own scaling."""
+        """The inverse of RoPE applied to x [.., T, d]. It differs from the transpose by RoPE's
+        scaling."""
         return self.rotate_back(x) / self.rope_scale
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """Keys after RoPE and values [Hk, T, d] of one layer, which may differ in d; subspace: what
-    gives the layer's."""
+    """Keys after RoPE and values [Hk, T, d] of one layer, which may differ in d. subspace: returns
+    the layer's subspace."""
 
     window: Window
     subspace: Callable[[], Subspace | None]
@@ -77,14 +79,15 @@ class Stored:
         return torch.cat((self.keys, _flat(self.v)), -1)
 
     def coordinates(self, rows: Tensor) -> Tensor:
-        """rows [.., 2K] in the layer's subspace, where it has one."""
+        """Vectors [.., 2K] as coordinates in the layer's subspace, if it has one."""
         where = self.subspace()
         return where.coordinates(rows) if where else rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attended(Stored):
-    """One layer's attention, forward: q, out [Hk, G, T, d], mask [1, 1, T, T] or None."""
+    """One layer's attention in the forward pass: q, out [Hk, G, T, d], mask [1, 1, T, T] or
+    None."""
 
     q: Tensor
     mask: Tensor | None
@@ -100,8 +103,8 @@ class Attended(Stored):
 
 @dataclass(frozen=True, kw_only=True)
 class KeyValueGradients(Stored):
-    """Gradients of the summed loss at a layer's keys after RoPE and values [Hk, T, d], and what the
-    attention read, hidden [1, T, D] (None where nothing asks)."""
+    """Gradients of the summed loss at a layer's keys after RoPE and values [Hk, T, d]. hidden:
+    input of the attention module [1, T, D] (None where no statistic reads it)."""
 
     hidden: Tensor | None
     grad_key: Tensor
@@ -109,16 +112,17 @@ class KeyValueGradients(Stored):
 
     @cached_property
     def grad_before(self) -> Tensor:
-        """At keys before RoPE [Hk, T, d]."""
+        """Gradients at keys before RoPE [Hk, T, d]."""
         return self.window.rotate_back(self.grad_key)
 
     @cached_property
     def grads(self) -> Tensor:
-        """At `rows` [T, 2K]."""
+        """Gradients at `rows` [T, 2K]."""
         return torch.cat((_flat(self.grad_before), _flat(self.grad_value)), -1)
 
     def side(self, i: int) -> tuple[Tensor, Tensor]:
-        """Keys before RoPE (0) or values (1) [T - 1, K] but the first, and gradients there."""
+        """Keys before RoPE (i = 0) or values (1), without the first token, and their gradients
+        [T - 1, K]."""
         widths = [x.shape[0] * x.shape[2] for x in (self.k, self.v)]
         return self.rows[FIRST:].split(widths, -1)[i], self.grads[FIRST:].split(widths, -1)[i]
 
@@ -131,30 +135,32 @@ class OutputGradients:
     gradient: Tensor
 
 
-MOST = 4096  # tokens that `samples` keeps, or up to twice as many
+MIN_SAMPLES = 4096  # tokens that `samples` keeps at least; at most twice as many
 
 
 class Sampled:
-    """Every so many-th token of all windows, at least MOST where there are as many: rows [N, n]."""
+    """Every `stride`-th token of all windows: rows [N, n]. The stride doubles as tokens are added,
+    so that N stays between MIN_SAMPLES and twice that."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows, self.stride = rows.cpu(), 1
 
     def __iadd__(self, other: "Sampled") -> "Sampled":
         self.rows = torch.cat((self.rows, other.rows[:: self.stride]))
-        while len(self.rows) > 2 * MOST:
+        while len(self.rows) > 2 * MIN_SAMPLES:
             self.rows, self.stride = self.rows[::2], 2 * self.stride
         return self
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A statistic: what it is, with the shape of its second moment, and how it is measured.
+    """A statistic and how it is measured. meaning: a description, with the shape of its second
+    moment.
 
-    view: what `read` is given of every window and layer; all but Attended take a backward pass.
-    What it returns is added up with +=; `finish(total, centroids, seed)` makes a Moment of the sum.
-    reads_hidden: reads what the attention's projections read; pruned: of the windows that ZDC keeps
-    alone.
+    view: the class of the argument of `read`, which is called for every window and layer; all but
+    Attended need a backward pass. The results of `read` are summed with +=, and
+    `finish(total, centroids, seed)` turns the sum into a Moment. reads_hidden: it reads the input
+    of the attention module. pruned: only windows that ZDC's pruning keeps are counted.
     """
 
     meaning: str
@@ -166,12 +172,12 @@ class Quantity:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """[Hk, T, d] -> [T, K]."""
+    """Concatenate heads: [Hk, T, d] -> [T, K]."""
     return x.transpose(0, 1).flatten(1)
 
 
-def _turned_back(x: Attended) -> Moment:
-    """R_{-j} q for one key position j drawn from every attention row: [Hk, G * T, d]."""
+def _rotated_back(x: Attended) -> Moment:
+    """The moment of R_{-j} q, with a key position j drawn from each query's attention weights."""
     drawn = torch.multinomial(x.weights.flatten(0, 2), 1, generator=x.window.generator)[:, 0]
     q = x.q.flatten(1, 2)
     if x.window.tables is None:
@@ -190,7 +196,7 @@ def _kept_rows(x: Attended) -> list[Any]:
 
 
 def _grad_weighted(rows: Tensor, grads: Tensor) -> Moment:
-    """Each token weighted by the norm of its gradient."""
+    """The moment of vectors [N, n], each weighted by the norm of its gradient."""
     return Moment.of(rows, grads.norm(dim=-1))
 
 
@@ -205,12 +211,12 @@ def _first(x: KeyValueGradients) -> Moment:
 
 
 def _samples(x: KeyValueGradients) -> Sampled:
-    each = x.rows, _flat(x.k), x.grads, _flat(x.grad_key)
-    return Sampled(torch.cat(each, -1)[FIRST:].float())
+    parts = x.rows, _flat(x.k), x.grads, _flat(x.grad_key)
+    return Sampled(torch.cat(parts, -1)[FIRST:].float())
 
 
-def _as_moment(found: Sampled, *_: Any) -> Moment:
-    return Moment.once(found.rows, found.rows.sum(0))
+def _as_moment(sampled: Sampled, *_: Any) -> Moment:
+    return Moment.once(sampled.rows, sampled.rows.sum(0))
 
 
 def _grad_out(x: OutputGradients) -> Moment:
@@ -223,7 +229,7 @@ def _grad_out(x: OutputGradients) -> Moment:
 def _fisher_squares(x: KeyValueGradients) -> Moment:
     """Squares of this window's gradients of W_K and W_V, element by element [2, Hk, d, D].
 
-    fp32: a term is a square, and the root of the mean is taken over a few hundred of them.
+    fp32 is enough, since the mean is taken over a few hundred squares.
     """
     assert x.hidden is not None
     hidden, sides = x.hidden[0].float(), (x.grad_before, x.grad_value)
@@ -232,13 +238,13 @@ def _fisher_squares(x: KeyValueGradients) -> Moment:
 
 
 def _fisher_score(squares: Moment, *_: Any) -> Moment:
-    """Palu's release: the root of the mean square of every element, then their mean a head."""
+    """As Palu's release: the root of the mean square of every element, averaged over each head."""
     windows = int(squares.weight)
     score = (squares.second.double() / windows).sqrt().mean((2, 3)).mT.contiguous()
     return Moment.once(score, score.sum(-1))
 
 
-# Names are those of saved statistics, and what a basis or a rank method `needs`.
+# The names are those in statistics files, and those that bases and rank methods list in `needs`.
 QUANTITIES: dict[str, Quantity] = {
     "key_pre": Quantity("keys before RoPE, all heads [K, K]", lambda x: Moment.of(x.keys)),
     "value": Quantity("values, all heads [K, K]", lambda x: Moment.of(_flat(x.v))),
@@ -256,7 +262,7 @@ QUANTITIES: dict[str, Quantity] = {
         lambda x: Moment.of(x.q.flatten(1, 2)),
     ),
     "query_back": Quantity(
-        "queries turned back by an attended key's position [Hk, d, d]", _turned_back
+        "queries rotated back by an attended key's position [Hk, d, d]", _rotated_back
     ),
     "out": Quantity(
         "attention outputs over all heads' values, all query heads pooled [K, K]",

@@ -1,4 +1,4 @@
-"""A calibration pass: the model runs with this module's attention function, which is seen.
+"""Records statistics while a model runs: its attention function is replaced by this module's.
 
 Shapes: T tokens of the window, Hq / Hk query / KV heads, G = Hq / Hk, d head dim, D width.
 """
@@ -31,7 +31,7 @@ from kvfold.models.placed import input_device, is_offloaded, replaced_forward
 from kvfold.ops.common.attention import attention
 
 _ATTENTION = "kvfold_calibration"
-RECOMPUTE_ABOVE = 10**9  # parameters; below, a window's activations fit and a third of it is saved
+RECOMPUTE_ABOVE = 10**9  # parameters; the activations of smaller models fit, which saves a third
 
 
 def _attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -43,10 +43,10 @@ AttentionMaskInterface.register(_ATTENTION, eager_mask)
 
 
 class Recorder:
-    """The attention function of a calibration pass and what it writes down."""
+    """The attention function of a calibration pass, and the sums that it records."""
 
-    window: Window  # the one that runs, without RoPE
-    windows: list[Window]  # the same, of every layer
+    window: Window  # the current window, without RoPE
+    windows: list[Window]  # the current window of every layer, with its RoPE
 
     def __init__(
         self, model: Any, family: type[Family], geometry: Geometry, needs: set[str]
@@ -65,7 +65,8 @@ class Recorder:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """The model with this recorder as its attention; everything is put back at the end."""
+        """Within it, the model's attention calls this recorder. The model is restored at the
+        end."""
         model, before = self.model, self.model.config._attn_implementation
         was_training, frozen = model.training, [p.requires_grad for p in model.parameters()]
         attentions = [*self.family.attentions(model), *self.family.bystanders(model)]
@@ -89,14 +90,14 @@ class Recorder:
             self.hidden.clear()
 
     def _prepare_layers(self, stack: ExitStack) -> None:
-        """Let gradients through, recompute a large or offloaded model's layers in backward, which
-        so keeps no weight, and see each attention's input."""
+        """Make all layers differentiable, recompute the layers of a large or offloaded model in the
+        backward pass (so that no weight is kept), and record each attention's input."""
         model = self.model
         like = torch.empty(0, dtype=model.dtype, device=input_device(model))
         self.through_weights = stack.enter_context(differentiable(model, like))
         large = sum(p.numel() for p in model.parameters()) > RECOMPUTE_ABOVE
         if recomputes := large or is_offloaded(model):
-            # Else a layer's last module would not run to its end, which gives back its weights.
+            # Else a layer's last module stops early, and accelerate does not free its weights.
             stack.enter_context(torch.utils.checkpoint.set_checkpoint_early_stop(False))
         for index, layer in enumerate(self.family.layers(model)):
             if recomputes:
@@ -113,10 +114,17 @@ class Recorder:
         self.hidden[index] = (args[0] if args else kwargs["hidden_states"]).detach()
 
     def run(
-        self, ids: Tensor, generator: torch.Generator, kept: bool, places: Tensor | None = None
+        self,
+        ids: Tensor,
+        generator: torch.Generator,
+        unpruned: bool,
+        positions: Tensor | None = None,
     ) -> None:
-        """One window of token ids [1, T], forward and, where gradients are read, backward; kept:
-        by ZDC's topic pruning; places int64 [1, T]: positions that RoPE has (None: from 0 on)."""
+        """Run one window of token ids [1, T], forward and, if gradients are read, backward.
+
+        unpruned: whether ZDC's topic pruning keeps it. positions int64 [1, T]: of the tokens (None:
+        from 0 on).
+        """
         self.recomputing = False
         self.window = Window(
             scaling=self.geometry.scaling,
@@ -124,14 +132,14 @@ class Recorder:
             tables=None,
             rope_scale=1.0,
             generator=generator,
-            kept=kept,
+            unpruned=unpruned,
         )
-        if places is None:
-            places = torch.arange(ids.shape[1], device=ids.device)[None]
-        turns = self.family.layer_turns(self.model, places, len(self.totals))
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        rotations = self.family.layer_turns(self.model, positions, len(self.totals))
         self.windows = [
             replace(self.window, tables=tables, rope_scale=scale, order=order)
-            for tables, scale, order in turns
+            for tables, scale, order in rotations
         ]
         if self.needs_backward:
             self._backward_from_sampled_labels(ids)
@@ -140,9 +148,9 @@ class Recorder:
                 decoder_of(self.model)(input_ids=ids, use_cache=False)
 
     def _backward_from_sampled_labels(self, ids: Tensor, chunk: int = 512) -> None:
-        """Back-propagate the summed loss of labels drawn from the model's own predictions.
+        """Back-propagate the summed loss of labels drawn from the model's predictions.
 
-        The logits exist for `chunk` positions at a time: 128K of vocabulary would not fit else.
+        Logits exist for `chunk` positions at a time, since those of a 128K vocabulary are large.
         """
         model = self.model
         embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
@@ -162,8 +170,6 @@ class Recorder:
         self.recomputing = True
         hidden.backward(gradient)
 
-    # -- the attention function ---------------------------------------------------------------
-
     def attention(
         self,
         module: Any,
@@ -176,8 +182,11 @@ class Recorder:
         softcap: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """q [1, Hq, T, d], k, v [1, Hk, T, d] after RoPE -> output [1, T, Hq, d]. s_aux [Hq]:
-        sinks, where the model has them. Of a bystander nothing is written down."""
+        """Compute and record attention: q [1, Hq, T, d], k, v [1, Hk, T, d] after RoPE -> output
+        [1, T, Hq, d].
+
+        s_aux [Hq]: sinks, if the model has them. Layers that are not calibrated record nothing.
+        """
         g, index = self.geometry, self.index.get(module)
         if index is None:
             scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -188,9 +197,9 @@ class Recorder:
         scaling = g.scaling if scaling is None else scaling
         query = query * (scaling / g.scaling)  # OPT scales queries itself: undo that
         window = self.windows[index]
-        own: dict[str, Any] = {"window": window, "subspace": self.subspaces[index]}
+        shared: dict[str, Any] = {"window": window, "subspace": self.subspaces[index]}
         if key.requires_grad and value.requires_grad and self._reads(KeyValueGradients):
-            self._watch_gradients(index, own, key, value)
+            self._watch_gradients(index, shared, key, value)
         query, key = window.ordered(query), window.ordered(key)
         q = query.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
         out = attention(
@@ -199,17 +208,19 @@ class Recorder:
         out = out.unflatten(1, q.shape[1:3])
         if not self.recomputing:
             with torch.no_grad():
-                held = {"q": q[0], "k": key[0], "v": value[0], "out": out[0]}
-                self._record(index, Attended(**own, **held, mask=attention_mask))
+                tensors = {"q": q[0], "k": key[0], "v": value[0], "out": out[0]}
+                self._record(index, Attended(**shared, **tensors, mask=attention_mask))
         if out.requires_grad and self._reads(OutputGradients) and not self.recomputing:
             out.register_hook(partial(self._saw_output_gradient, index, out.detach()[0]))
         return out.flatten(1, 2).transpose(1, 2).contiguous(), None
 
-    def _watch_gradients(self, index: int, own: dict[str, Any], key: Tensor, value: Tensor) -> None:
-        """See the gradients of keys and values once those of all who read them are summed: a
-        layer's own attention, and other layers' that share them."""
-        ordered = own["window"].ordered
-        seen = {**own, "k": ordered(key.detach()[0]), "v": value.detach()[0]}
+    def _watch_gradients(
+        self, index: int, shared: dict[str, Any], key: Tensor, value: Tensor
+    ) -> None:
+        """Record the gradients of keys and values once they are summed over all attentions that
+        read them: the layer's, and those of layers that share its keys and values."""
+        ordered = shared["window"].ordered
+        seen = {**shared, "k": ordered(key.detach()[0]), "v": value.detach()[0]}
 
         def saw(gradients: Sequence[Tensor | None]) -> None:
             grad_key, grad_value = gradients
@@ -222,7 +233,7 @@ class Recorder:
     def _saw_gradients(
         self, index: int, seen: dict[str, Any], grad_key: Tensor, grad_value: Tensor
     ) -> None:
-        """Gradients [1, Hk, T, d] with respect to keys after RoPE and values."""
+        """Record gradients [1, Hk, T, d] with respect to keys after RoPE and values."""
         seen = {**seen, "grad_key": grad_key[0], "grad_value": grad_value[0]}
         self._record(index, KeyValueGradients(**seen, hidden=self.hidden.get(index)))
 
@@ -233,19 +244,21 @@ class Recorder:
         return any(x.view is view for x in self.quantities.values())
 
     def _record(self, index: int, view: Attended | KeyValueGradients | OutputGradients) -> None:
-        """Add what quantities read of a view of layer `index` to their totals."""
+        """Add what the statistics read from a view of layer `index` to their totals."""
         totals = self.totals[index]
         for name, quantity in self.quantities.items():
-            if not isinstance(view, quantity.view) or (quantity.pruned and not self.window.kept):
+            if not isinstance(view, quantity.view) or (
+                quantity.pruned and not self.window.unpruned
+            ):
                 continue
-            found = quantity.read(view)
+            term = quantity.read(view)
             if name in totals:
-                totals[name] += found
+                totals[name] += term
             else:
-                totals[name] = found
+                totals[name] = term
 
     def moments(self, centroids: int | None, seed: int) -> dict[int, dict[str, Moment]]:
-        """Every layer's moments by name; centroids and seed are those of ZDC's k-means."""
+        """Every layer's moments by name. centroids, seed: of ZDC's k-means."""
         return {
             index: {
                 name: self.quantities[name].finish(total, centroids, seed)

@@ -1,4 +1,4 @@
-"""ZDC's reduction of calibration rows before the SVD (ZDC §5.1): topic pruning, then k-means.
+"""ZDC's reduction of calibration vectors before the SVD (ZDC §5.1): topic pruning, then k-means.
 
 Shapes: n windows, T tokens of a window, Hk KV heads, G query heads per KV head, d head dim,
 D model width.
@@ -15,7 +15,7 @@ from kvfold.calibration.statistics.moments import Moment
 KEEP_OF_TOPIC = 0.5  # ZDC §6.1: half of the sequences of every topic
 TOPICS = 22  # of The Pile, which ZDC prunes
 MAX_CENTROIDS = 1_000_000  # ZDC §6.1
-FAST_CENTROIDS = 512  # what 32K tokens of a small model are clustered to in seconds, not minutes
+FAST_CENTROIDS = 512  # 32K tokens of a small model are clustered to so many in seconds
 _PASSES = 2
 
 Rows = tuple[Tensor, Tensor, Tensor]  # q [Hk, G T, d], k [Hk, T, d], v [Hk, T, d]
@@ -24,8 +24,8 @@ Rows = tuple[Tensor, Tensor, Tensor]  # q [Hk, G T, d], k [Hk, T, d], v [Hk, T, 
 def window_topics(embedded: Tensor, seed: int) -> Tensor:
     """Topics of windows [n] by k-means over their mean token embeddings; embedded [n, D].
 
-    ZDC's text, The Pile, has its topics written beside it, and other text has not. At most TOPICS,
-    of four windows on average at least, so that half of one can be dropped.
+    ZDC's text, The Pile, names its topics; other text does not. There are at most TOPICS, with at
+    least four windows on average, so that half of a topic can be dropped.
     """
     from sklearn.cluster import KMeans  # takes a second to import, and few need it
 
@@ -35,23 +35,22 @@ def window_topics(embedded: Tensor, seed: int) -> Tensor:
 
 
 def prune(topics: Tensor, seed: int) -> list[int]:
-    """Indices of the windows that stay: a random half of every topic [n], at least one."""
+    """Indices of the windows that remain: a random half of every topic [n], at least one."""
     random = np.random.default_rng(seed)
     labels = topics.numpy()
-    kept: list[int] = []
+    remaining: list[int] = []
     for topic in np.unique(labels):
         members = random.permutation(np.flatnonzero(labels == topic))
-        kept += members[: max(1, round(len(members) * KEEP_OF_TOPIC))].tolist()
-    return sorted(kept)
+        remaining += members[: max(1, round(len(members) * KEEP_OF_TOPIC))].tolist()
+    return sorted(remaining)
 
 
 def reduced_rows(rows: Sequence[Rows], centroids: int | None, seed: int) -> Moment:
-    """Second moments of k-means centroids of [Q; K] and of V, per KV head.
+    """Second moments of k-means centroids of [Q; K] and of V, per KV head: [Hk, 2, d, d].
 
-    rows: one per window, queries of all of a KV head's query heads. centroids: of q, of k and of v
-    each, no more than half of their N rows (ZDC takes 1M). None: min(1M, N / 2), but no more than
-    FAST_CENTROIDS, which bounds the default's time; two passes of mini-batches either way. Returns
-    second [Hk, 2, d, d], sums over centroids.
+    rows: one per window; q holds the queries of all query heads of a KV head. centroids: for each
+    of q, k and v, at most half of their N vectors (ZDC takes 1M). None: FAST_CENTROIDS, which
+    bounds the time. k-means takes two passes of mini-batches.
     """
     most = min(MAX_CENTROIDS, FAST_CENTROIDS) if centroids is None else centroids
     q, k, v = (
@@ -66,8 +65,8 @@ def reduced_rows(rows: Sequence[Rows], centroids: int | None, seed: int) -> Mome
 
 
 def _centroids(points: Tensor, count: int, seed: int) -> Tensor:
-    """points [N, d] -> [count, d], fp64. Starts from random points: k-means++ takes longer than
-    everything else."""
+    """Centroids [count, d] of points [N, d], fp64. Starts from random points, as k-means++ takes
+    longer than everything else."""
     from sklearn.cluster import MiniBatchKMeans
 
     kmeans = MiniBatchKMeans(
