@@ -10,6 +10,7 @@ from kvfold.compression.bases import recipes_where
 from kvfold.recipes import NAMES
 
 LOSS_WEIGHTED = recipes_where(lambda basis: basis.predicts_loss)
+MAKES_MAPS = recipes_where(lambda basis: basis.makes_maps)
 
 COMMANDS = {
     "kvfold eval": 'Command "eval" parameter MODEL requires an argument.',
@@ -178,7 +179,7 @@ SIZES = {
     ),
     "kvfold compress reference:gqa --recipe palu-m --output new": (
         "--recipe palu-m makes no maps beside the weights: add --fold, which folds it into them, "
-        f"or use {LOSS_WEIGHTED}"
+        f"or use {MAKES_MAPS}"
     ),
     "kvfold compress reference:gqa --set windows --fold --output new": (
         "--set windows says which layers get maps: leave --set windows or --fold out"
@@ -677,8 +678,8 @@ CACHE = {
         "--keep-tokens and --set max-cache-tokens need a policy that says what goes: set "
         "--evict, such as --evict kv-compress"
     ),
-    "kvfold eval reference:gqa --set repair": (
-        "--set repair is of rows that stay after an eviction: set --evict too, such as --evict "
+    "kvfold eval reference:gqa --repair": (
+        "--repair refits what stays after an eviction: set --evict too, such as --evict "
         "kvzip-keys, or leave it out"
     ),
     "kvfold eval joint --evict kvzip --keep-tokens 0.5 --set repair": (
@@ -938,7 +939,7 @@ PYTHON = {
     ),
     'kvfold.compress("reference:gqa", "lorc", max_tokens=4096)': (
         "recipe='lorc' makes no maps beside the weights: add fold=True, which folds it into them, "
-        f"or use {LOSS_WEIGHTED}"
+        f"or use {MAKES_MAPS}"
     ),
     'kvfold.compress("reference:gqa", learn_scores=True)': (
         "learn_scores needs a folded model: add fold=True"

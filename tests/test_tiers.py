@@ -15,6 +15,7 @@ import kvfold
 from kvfold import recipes
 from kvfold.calibration.calibrate import calibrate
 from kvfold.cli.main import main
+from kvfold.compression.bases import recipes_where
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.planning import bit_allocation
 from kvfold.compression.planning import plan as plan_of
@@ -42,6 +43,7 @@ from kvfold.layout.pages import cache_layout
 from models import tiny, tokens
 
 SETS = st.lists(st.sampled_from(ALL_LEVELS), min_size=1, unique=True)
+LOSS_WEIGHTED = recipes_where(lambda basis: basis.predicts_loss)
 
 
 @st.composite
@@ -442,7 +444,10 @@ def test_artifacts_with_earlier_names_of_keys_still_load():
         ({"factor": 4, "keep": 0.5}, "keep=0.5 and factor=4 exclude each other"),
         ({"factor": 0.5}, "factor must be at least 1 and below 1000, got 0.5"),
         ({"factor": float("nan")}, "factor must be at least 1"),
-        ({"factor": 4, "recipe": "zack"}, "use swift, lean, small or fast"),
+        (
+            {"factor": 4, "recipe": "zack"},
+            f"use {LOSS_WEIGHTED}",
+        ),
         ({"factor": 4, "align": 0}, "align must be at least 1"),
         ({"factor": 4, "align": 8}, "align is of ranks whose bits are not planned"),
         ({"factor": 900}, "ask for a larger cache"),
