@@ -49,6 +49,7 @@ from kvfold.evaluation.measure import runner_for
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import mean_and_se, window_perplexity
 from kvfold.evaluation.ratios import RISING, STEPS, removals
+from kvfold.experimental.hybrid import agreement, with_leaders
 from kvfold.hub.checkpoint import mark
 from kvfold.layout import Geometry
 from kvfold.utils.files import write_json
