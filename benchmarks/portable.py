@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvfold import recipes
 from kvfold.compression.compressor import Compressor, shared_statistics
-from kvfold.compression.training.rows import through_bits
+from kvfold.compression.training.rounded_cache import round_to_bits
 from kvfold.config import Recipe
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.perplexity import (
@@ -111,7 +111,7 @@ def in_bits(layer: LayerSpec) -> Code:
         stored = torch.zeros_like(x)
         for index, latent in enumerate(latents):
             one = dataclasses.replace(layer, latents=(latent,))
-            stored[:, index, :, : latent.rank] = through_bits(x[:, index, :, : latent.rank], one)
+            stored[:, index, :, : latent.rank] = round_to_bits(x[:, index, :, : latent.rank], one)
         return stored
 
     return lambda k, v: (rounded(k, layer.key_latents), rounded(v, layer.value_latents))

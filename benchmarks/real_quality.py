@@ -22,7 +22,7 @@ import quality
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvfold.compression.training.rows import QuantisedRows, StoredRows
+from kvfold.compression.training.rounded_cache import RoundedCache, RoundOnlyCache
 from kvfold.config import ALL_LEVELS, LEVELS, CacheConfig, Prefer
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.measure import runner_for
@@ -110,7 +110,7 @@ class Bench(quality.Bench):
             found["kept_fraction"] = cache_layout(spec).kept_fraction
             for name, ids in self.texts.items():
                 found["texts"][name] = dataclasses.asdict(rows_perplexity(model, spec, ids))
-            found["tasks"] = self._tasks(model, lambda: StoredRows(spec.layers))
+            found["tasks"] = self._tasks(model, lambda: RoundedCache(spec.layers))
             return found
         if case.recipe is None and case.cache == CacheConfig():
             found["tasks"] = self._tasks(model, None)
@@ -145,7 +145,7 @@ def rows_perplexity(model: Any, spec: CacheSpec, ids: Tensor) -> PerplexityResul
     """Loss on windows ids [n, T] where every token sees rows as pages would give them back."""
 
     def session() -> DenseSession:
-        return DenseSession(model, ids.shape[1], lambda: QuantisedRows(spec.layers))
+        return DenseSession(model, ids.shape[1], lambda: RoundOnlyCache(spec.layers))
 
     with inference(model):
         return window_perplexity(session, ids)[0]

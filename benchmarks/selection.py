@@ -24,7 +24,7 @@ from torch import Tensor
 from kvfold import recipes
 from kvfold.attention.base import AttentionContext, LayerMaps
 from kvfold.compression.compressor import Compressor
-from kvfold.compression.training.rows import through_bits
+from kvfold.compression.training.rounded_cache import round_to_bits
 from kvfold.evaluation.dense import DenseSession
 from kvfold.evaluation.perplexity import window_perplexity
 from kvfold.evaluation.session import Footprint, Session, Sessions
@@ -141,7 +141,7 @@ class SelectedRows(AttentionContext):
         self.kept, self.rule, self.prompt, self.found = dict(prefix), rule, prompt, found
 
     def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
-        rows = through_bits(rows, layer.spec)
+        rows = round_to_bits(rows, layer.spec)
         past = self.kept.get(layer.index)
         before = past[0].shape[1] if past else 0
         count = before + rows.shape[1]

@@ -18,7 +18,7 @@ from kvfold.calibration.calibrate import calibrate
 from kvfold.cli.main import main
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.training import lora, training
-from kvfold.compression.training.rows import QuantisedRows
+from kvfold.compression.training.rounded_cache import RoundOnlyCache
 from kvfold.config import LoRA
 from kvfold.hub.checkpoint import provenance_of, spec_of
 from kvfold.hub.loading import load_config, load_tokenizer
@@ -118,7 +118,7 @@ def test_the_loss_falls_on_text_that_is_kept_back(text, size) -> None:
     first, last = learnt(model, text)
     assert last < 0.95 * first
     with torch.no_grad():
-        logits = model(kept, **given(QuantisedRows(spec_of(model).layers))).logits
+        logits = model(kept, **given(RoundOnlyCache(spec_of(model).layers))).logits
     nats = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), kept[:, 1:].flatten())
     assert last == pytest.approx(float(nats), abs=1e-4)
 

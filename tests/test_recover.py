@@ -17,7 +17,7 @@ from kvfold.compression import compressor
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.compression.training import recover as recovery
 from kvfold.compression.training import training
-from kvfold.compression.training.rows import QuantisedRows, StoredRows, through_bits
+from kvfold.compression.training.rounded_cache import RoundedCache, RoundOnlyCache, round_to_bits
 from kvfold.compression.training.training import batches_of
 from kvfold.config import CacheConfig
 from kvfold.engine.runner.build import build_runner
@@ -63,7 +63,7 @@ def test_rows_come_back_as_from_pages(name: str, recipe: str) -> None:
     bases = prepared(model, recipe, tokens(8, 64))
     bases.fold(bases.plan_factor(6.0), {})
     whole = losses_of(model, rows)
-    ours = losses_of(model, rows, **given(QuantisedRows(spec_of(model).layers)))
+    ours = losses_of(model, rows, **given(RoundOnlyCache(spec_of(model).layers)))
     config = CacheConfig(kv_bytes=2**21, page=8)
     runner = build_runner(model, config, num_slots=1, max_tokens=64)
     paged, _ = window_perplexity(partial(PagedSession, runner), rows)
@@ -81,7 +81,7 @@ def test_planned_tasks_weigh_the_same_on_pages() -> None:
     runner = build_runner(
         copy.deepcopy(model), CacheConfig(kv_bytes=2**21, page=8), num_slots=1, max_tokens=64
     )
-    stored = partial(dense, new_cache=partial(StoredRows, layers))
+    stored = partial(dense, new_cache=partial(RoundedCache, layers))
     for sessions in (partial(PagedSession, runner, 16), stored, dense):
         reader = Reader(sessions)
         reader.prefill(context)
@@ -96,10 +96,10 @@ def test_kept_rows_serve_chunks() -> None:
     bases = prepared(model, "small", tokens(8, 64))
     bases.fold(bases.plan_factor(6.0), {})
     layers = spec_of(model).layers
-    cache = StoredRows(layers)
+    cache = RoundedCache(layers)
     with torch.no_grad():
         parts = [model(x, **given(cache)).logits for x in rows.split(7, 1)]
-        whole = model(rows, **given(QuantisedRows(layers))).logits
+        whole = model(rows, **given(RoundOnlyCache(layers))).logits
     assert (torch.cat(parts, 1) - whole).abs().max() < 1e-4
     assert cache.get_seq_length() == 40
 
@@ -116,7 +116,7 @@ def planned_row(*tiers: tuple[tuple[int, int], ...] | None) -> LayerSpec:
 def test_the_gradient_passes_the_quantiser() -> None:
     layer = planned_row(((16, 4), (8, 1)), ((12, 3),))
     rows = torch.randn(3, 5, 36, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    found = through_bits(rows, layer)
+    found = round_to_bits(rows, layer)
     assert 0.05 < (found - rows).norm() / rows.norm() < 0.6
     upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     found.backward(upstream)
@@ -125,8 +125,8 @@ def test_the_gradient_passes_the_quantiser() -> None:
 
 def test_numbers_without_a_plan_pass_unchanged() -> None:
     rows = torch.randn(2, 24, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(through_bits(rows[:, :16], planned_row(None, None)), rows[:, :16])
-    found = through_bits(rows, planned_row(None, ((16, 2),)))
+    assert torch.equal(round_to_bits(rows[:, :16], planned_row(None, None)), rows[:, :16])
+    found = round_to_bits(rows, planned_row(None, ((16, 2),)))
     assert torch.equal(found[:, :8], rows[:, :8])
     assert not torch.allclose(found[:, 8:], rows[:, 8:], atol=1e-3)
 
@@ -196,7 +196,7 @@ def test_maps_learn_and_nothing_else(jobs, batch, recipe: str, size: dict) -> No
 
 def test_the_loss_is_the_divergence_of_what_pages_give(jobs, batch, monkeypatch) -> None:
     job, teacher, spec = folded(jobs, "lean", factor=12)
-    cache = QuantisedRows(spec.layers)
+    cache = RoundOnlyCache(spec.layers)
     with torch.no_grad():
         wanted = teacher(batch).logits.log_softmax(-1)
         found = job.model(batch, **given(cache)).logits.log_softmax(-1)

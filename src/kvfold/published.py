@@ -16,7 +16,7 @@ def zack() -> Recipe:
 
 
 def zdc() -> Recipe:
-    """ZDC: ZACK's basis from pruned, clustered rows, the same ranks everywhere (§4.3, §5.1)."""
+    """ZDC: ZACK's basis from pruned, clustered vectors, the same ranks everywhere (§4.3, §5.1)."""
     return Recipe(name="zdc", basis="zack", ranks="uniform", reduce=True)
 
 

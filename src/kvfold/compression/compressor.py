@@ -231,7 +231,7 @@ class Prepared:
         if any(attention_windows(c.model.config)) or c.geometry.softcap is not None:
             raise SettingError(
                 "`hybrid`: no attention with a sliding window or capped scores, which this model "
-                "has, reads rows of two widths: give `keep`"
+                "has, reads entries of two ranks: give `keep`"
             )
         removed = {"k": ratios.keys, "v": ratios.values, "kv": 0.0}
         ranks = [min(rank_of(removed[x.side], x.numbers, step), x.width) for x in self.candidates]
@@ -257,7 +257,10 @@ class Prepared:
         bits, levels = bits_of(factor, c.geometry), target.levels
         assert levels is not None
         limits = key_limits(prefer, c.basis.key_kind(c.geometry))
-        plans = (self._spec(plan_bits(self.candidates, bits, levels, prefer, x)) for x in limits)
+        plans = (
+            self._spec(plan_bits(self.candidates, bits, levels, prefer, loads=limit))
+            for limit in limits
+        )
         first = next(plans)
         config = c.model.config
         fits = partial(fastest_layout, config, windows=c.family.windows(config))

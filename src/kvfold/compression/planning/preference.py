@@ -18,7 +18,7 @@ from kvfold.utils.errors import SettingError
 KEY_LEVELS = (8, 4)  # faster than 2 bits for keys, which the kernel unpacks number by number
 MAX_EXTRA_LOSS = 0.1  # relative extra predicted loss accepted for keys without 2-bit tiers
 VALUES_PER_WARP, VALUE_WARPS = 64, 12  # values that a warp accumulates (2-bit ones take two warps)
-WIDE = 512  # value latents of so many numbers lose little by tiers of odd numbers of units
+WIDE_VALUES = 512  # value latents of so many numbers lose little by tiers of odd numbers of units
 SEGMENT_BITS = {"k": 32, "v": 128}  # tiers are multiples of so many bits
 RECONSTRUCTED_LOADS = (6, 5, 4, 3, 2, 1)  # limits of a reconstructed key's vector loads, to try
 
@@ -50,9 +50,9 @@ def one_pass_tiers(
     LEVELS.
 
     Values have at most the numbers that VALUE_WARPS accumulate, partly filled warps counted in
-    full. In WIDE value latents each tier is an odd multiple of 16 bytes, to avoid shared-memory
-    bank conflicts. loads: the most vector loads of a reconstructed key, as each takes shared memory
-    for its map (0: keys are scored as they are stored).
+    full. In WIDE_VALUES value latents each tier is an odd multiple of 16 bytes, to avoid
+    shared-memory bank conflicts. loads: the most vector loads of a reconstructed key, as each takes
+    shared memory for its map (0: keys are scored as they are stored).
     """
     units = {bits: SEGMENT_BITS[side] // bits for bits in levels}
     max_rank = width
@@ -64,7 +64,7 @@ def one_pass_tiers(
         units=tuple(units.items()),
         max_rank=max_rank,
         require_tier=True,
-        odd_units=side == "v" and width >= WIDE,
+        odd_units=side == "v" and width >= WIDE_VALUES,
         max_loads=loads if side == "k" else 0,
     )
 

@@ -1,8 +1,8 @@
 """The training loop of folded models: losses and gradients on plain text.
 
-Cache entries are quantised as pages will store them (`rows`). The loss is the cross-entropy of the
-text, or the KL divergence from a teacher's next-token distribution. Shapes: n windows, B windows of
-a batch, T tokens, N positions, D width, V vocabulary.
+Cache entries are quantised as pages will store them (`rounded_cache`). The loss is the
+cross-entropy of the text, or the KL divergence from a teacher's next-token distribution. Shapes: n
+windows, B windows of a batch, T tokens, N positions, D width, V vocabulary.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from kvfold.calibration.positions import shifting
-from kvfold.compression.training.rows import QuantisedRows
+from kvfold.compression.training.rounded_cache import RoundOnlyCache
 from kvfold.layout import CacheSpec
 from kvfold.models.adapter import Family
 from kvfold.models.families import family_of
@@ -116,7 +116,7 @@ def _compared(
 ) -> tuple[Tensor, Tensor]:
     """Last hidden states [N, D] of ids [B, T], and the target: the teacher's hidden states [N, D],
     or without a teacher the next tokens [N]."""
-    cache = QuantisedRows(spec.layers)
+    cache = RoundOnlyCache(spec.layers)
     hidden = model.base_model(input_ids=ids, **given(cache), use_cache=True)[0]
     if teacher is None:
         return hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()

@@ -18,7 +18,7 @@ from kvfold.layout.formats.integers import SCALES_IN, dequantize, quantize, scal
 from kvfold.ops.common.rotation import rotation
 
 
-class StoredRows(DynamicCache):
+class RoundedCache(DynamicCache):
     """A cache that stores entries rounded as pages would store them."""
 
     def __init__(self, layers: Sequence[LayerSpec]) -> None:
@@ -29,20 +29,20 @@ class StoredRows(DynamicCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *rest: Any, **named: Any
     ) -> tuple[Tensor, Tensor]:
         """Store entries [B, 1, T, R], which a folded model passes as keys."""
-        rows = through_bits(key_states, self.specs[layer_idx])
+        rows = round_to_bits(key_states, self.specs[layer_idx])
         return super().update(rows, value_states, layer_idx, *rest, **named)
 
 
-class QuantisedRows(StoredRows):
+class RoundOnlyCache(RoundedCache):
     """A cache that stores nothing, and returns the rounded entries."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        return through_bits(key_states, self.specs[layer_idx]), value_states
+        return round_to_bits(key_states, self.specs[layer_idx]), value_states
 
 
-def through_bits(rows: Tensor, spec: LayerSpec) -> Tensor:
+def round_to_bits(rows: Tensor, spec: LayerSpec) -> Tensor:
     """Entries [.., R] after quantisation to their planned tiers. Latents without planned bits stay
     as they are."""
     planned = [(latent.rank, latent.tiers) for latent in spec.latents]
