@@ -178,7 +178,7 @@ def test_more_bits_predict_less_loss(found: list[Tensor], budget: int, levels: l
 def test_what_one_price_leaves_is_spent_where_it_fits(monkeypatch):
     found, budget = [falling(128, 0.5 + i / 8) for i in range(6)], 900
     spent = plan(found, budget, LEVELS)
-    monkeypatch.setattr(bit_allocation, "FALLS", 0)
+    monkeypatch.setattr(bit_allocation, "MAX_REFINE_STEPS", 0)
     before = plan(found, budget, LEVELS)
     assert sum(map(cost, before)) < sum(map(cost, spent)) <= budget
     assert total_loss(found, spent) < total_loss(found, before)
