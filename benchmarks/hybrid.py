@@ -33,7 +33,6 @@ from unittest import mock
 import numpy as np
 import quality
 import torch
-from kvfold.compression.hybrid import agreement, with_leaders
 from torch import Tensor
 
 from kvfold import recipes

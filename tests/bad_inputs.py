@@ -6,11 +6,23 @@ group, run the test, and put in what it says; a group is a line of GROUPS. The f
 are made by `files`. Names of a registry come from it, through `names`.
 """
 
-from kvfold.compression.bases import recipes_where
-from kvfold.recipes import NAMES
+from collections.abc import Iterable
 
-LOSS_WEIGHTED = recipes_where(lambda basis: basis.predicts_loss)
-MAKES_MAPS = recipes_where(lambda basis: basis.makes_maps)
+from kvfold.cache.eviction.policies import POLICIES
+from kvfold.cli.methods import PUBLISHED
+from kvfold.config import AUTO, CacheConfig, settings_of
+from kvfold.evaluation import suites
+
+LISTS: dict[str, str] = {}  # what a message lists, and how the page abbreviates it
+
+
+def names(registry: Iterable[str], few: int = 4) -> str:
+    """All names as a message lists them; the page shows the first and the last of more than few."""
+    known = [*registry]
+    listed = ", ".join(known)
+    LISTS[listed] = f"{known[0]}, ..., {known[-1]}" if len(known) > few else listed
+    return listed
+
 
 COMMANDS = {
     "kvfold eval": 'Command "eval" parameter MODEL requires an argument.',
@@ -166,20 +178,20 @@ SIZES = {
         'Command "compress" parameter --output requires an argument.'
     ),
     "kvfold compress reference:gqa --fold --recipe zack --factor 4 --output new": (
-        f"recipe 'zack' predicts no losses to weigh bits by; use {LOSS_WEIGHTED}"
+        "recipe 'zack' predicts no losses to weigh bits by; use swift, lean, small or fast"
     ),
-    "kvfold compress reference:gqa --hybrid ppl<=1.1 --output new": (
-        "--hybrid needs a folded model: add --fold"
+    "kvfold compress reference:gqa --set hybrid=ppl<=1.1 --output new": (
+        "--set hybrid needs a folded model: add --fold"
     ),
-    "kvfold compress reference:gqa --recover 2 --output new": (
-        "--recover needs a folded model: add --fold"
+    "kvfold compress reference:gqa --set recover=2 --output new": (
+        "--set recover needs a folded model: add --fold"
     ),
-    "kvfold compress reference:gqa --budget ppl<=1.1 --fastest --output new": (
-        "--fastest needs a folded model: add --fold"
+    "kvfold compress reference:gqa --budget ppl<=1.1 --set fastest --output new": (
+        "--set fastest needs a folded model: add --fold"
     ),
     "kvfold compress reference:gqa --recipe palu-m --output new": (
-        "--recipe palu-m makes no maps beside the weights: add --fold, which folds it into them, "
-        f"or use {MAKES_MAPS}"
+        "--recipe palu-m makes no maps beside the weights: add --fold, which folds it into "
+        "them, or use swift, lean, small or fast"
     ),
     "kvfold compress reference:gqa --set windows --fold --output new": (
         "--set windows says which layers get maps: leave --set windows or --fold out"
@@ -223,9 +235,10 @@ SIZES = {
     "kvfold compress reference:gqa --set hybrid=important=2 --output new": (
         "--set hybrid: important must be in [0, 1], got 2.0"
     ),
-    "kvfold compress reference:gqa --fold --recipe palu-m --hybrid keys=0.25 --output new": (
-        "--hybrid: recipe 'palu-m' stores pre_rope keys, but a low-rank entry is the first numbers "
-        "of each head's keys and values, as they are scored: take recipe zdc, zack or fast"
+    "kvfold compress reference:gqa --fold --recipe palu-m --set hybrid=keys=0.25 --output new": (
+        "--set hybrid: recipe 'palu-m' stores pre_rope keys, but a low-rank entry is the "
+        "first numbers of each head's keys and values, as they are scored: take recipe zdc, "
+        "zack or fast"
     ),
     "kvfold compress reference:gqa --set keep=0.5 --budget 'ppl<=1.01' --output new": (
         "--set keep=0.5 and --budget ppl<=1.01 exclude each other: each decides the size alone"
@@ -265,9 +278,9 @@ SIZES = {
         "--set levels and --set prefer size exclude each other: each decides which bits "
         "numbers may have"
     ),
-    "kvfold compress reference:gqa --factor 4 --prefer speed --recipe small --output new": (
-        "--prefer speed plans a latent of keys per head and one of all heads' values, and "
-        "recipe 'small' has others: use swift or lean, or leave --prefer out"
+    "kvfold compress reference:gqa --factor 4 --set prefer=speed --recipe small --output new": (
+        "--set prefer speed plans a latent of keys per head and one of all heads' values, "
+        "and recipe 'small' has others: use swift or lean, or leave --set prefer out"
     ),
     "kvfold compress reference:gqa --factor 300 --set prefer=speed --output new": (
         "--factor 300 leaves 191 bits a token, and each of 7 layers takes at least 216: ask for a "
@@ -308,7 +321,8 @@ SIZES = {
         "output text.txt exists and is not an empty directory; name another one"
     ),
     "kvfold compress reference:gqa --recipe tiny --output new": (
-        f"unknown recipe 'tiny'; recipes: {NAMES}"
+        "unknown recipe 'tiny'; recipes: swift, lean, small, fast; of papers: zack, zdc, "
+        "kvquant, kvquant-z, lorc, palu-m, palu-g, palu-j"
     ),
     "kvfold compress reference:gqa --calib-tokens -5 --output new": (
         "--calib-tokens must be at least 1, got -5"
@@ -328,7 +342,10 @@ SIZES = {
     "kvfold compare reference:gqa --keep 0.5,half": (
         "--keep: '0.5,half' is not a comma-separated list of numbers such as .5,.25"
     ),
-    "kvfold compare reference:gqa --recipes small,big": (f"unknown recipe 'big'; recipes: {NAMES}"),
+    "kvfold compare reference:gqa --recipes small,big": (
+        "unknown recipe 'big'; recipes: swift, lean, small, fast; of papers: zack, zdc, "
+        "kvquant, kvquant-z, lorc, palu-m, palu-g, palu-j"
+    ),
     "kvfold compare reference:gqa --methods ';'": (
         "--methods: ';' has none; separate them by semicolons"
     ),
@@ -336,7 +353,7 @@ SIZES = {
         "--methods: 'zack half': a size is 4x or .25, for example, not 'half'"
     ),
     "kvfold compare reference:gqa --methods 'zack 4x'": (
-        f"recipe 'zack' predicts no losses to weigh bits by; use {LOSS_WEIGHTED}"
+        "recipe 'zack' predicts no losses to weigh bits by; use swift, lean, small or fast"
     ),
     "kvfold compare reference:gqa --methods 'zack .5 --evct h2o'": (
         "--methods: 'zack .5 --evct h2o': Unknown option: --evct. Did you mean --evict?"
@@ -678,8 +695,8 @@ CACHE = {
         "--keep-tokens and --set max-cache-tokens need a policy that says what goes: set "
         "--evict, such as --evict kv-compress"
     ),
-    "kvfold eval reference:gqa --repair": (
-        "--repair refits what stays after an eviction: set --evict too, such as --evict "
+    "kvfold eval reference:gqa --set repair": (
+        "--set repair refits what stays after an eviction: set --evict too, such as --evict "
         "kvzip-keys, or leave it out"
     ),
     "kvfold eval joint --evict kvzip --keep-tokens 0.5 --set repair": (
@@ -938,8 +955,8 @@ PYTHON = {
         "USER/NAME; nowhere has no kvfold.json and no kvfold.safetensors"
     ),
     'kvfold.compress("reference:gqa", "lorc", max_tokens=4096)': (
-        "recipe='lorc' makes no maps beside the weights: add fold=True, which folds it into them, "
-        f"or use {MAKES_MAPS}"
+        "recipe='lorc' makes no maps beside the weights: add fold=True, which folds it into "
+        "them, or use swift, lean, small or fast"
     ),
     'kvfold.compress("reference:gqa", learn_scores=True)': (
         "learn_scores needs a folded model: add fold=True"
@@ -992,7 +1009,10 @@ PYTHON = {
         "keep=0.5 and factor=4 exclude each other: each decides the size alone"
     ),
     'kvfold.compress("reference:gqa", recipe=5)': "recipe must be a string or a Recipe; got 5",
-    'kvfold.compress("reference:gqa", "tiny")': (f"unknown recipe 'tiny'; recipes: {NAMES}"),
+    'kvfold.compress("reference:gqa", "tiny")': (
+        "unknown recipe 'tiny'; recipes: swift, lean, small, fast; of papers: zack, zdc, "
+        "kvquant, kvquant-z, lorc, palu-m, palu-g, palu-j"
+    ),
     'kvfold.compress("reference:gqa", align="8")': "align must be a whole number; got '8'",
     'kvfold.compress("reference:gqa", max_tokens=2.5)': (
         "max_tokens must be a whole number; got 2.5"
@@ -1007,13 +1027,13 @@ PYTHON = {
         "output folder exists and is not an empty directory; name another one"
     ),
     "kvfold.compress(5)": "model must be a name or a loaded causal LM; got 5",
-    'Recipe(name="mine", basis="pre_rope", group_size=True)': (
+    'Recipe(name="mine", basis="latent", group_size=True)': (
         "group_size must be a whole number, at least 1; got True"
     ),
-    'Recipe(name="mine", basis="pre_rope", keys="heads")': (
+    'Recipe(name="mine", basis="latent", keys="heads")': (
         "keys must be one of head, group, joint, kv; got 'heads'"
     ),
-    'Recipe(name="mine", basis="pre_rope", keys="kv")': (
+    'Recipe(name="mine", basis="latent", keys="kv")': (
         "keys='kv' and values='kv' go together: one latent serves both"
     ),
     'CacheConfig(bits="4")': "bits must be one of 16, 8, 6, 4, 3, 2, 1; got '4'",

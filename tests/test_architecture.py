@@ -17,11 +17,10 @@ LAYERS: dict[str, set[str]] = {
     "cache": {"utils", "layout", "ops"},
     "attention": {"layout", "ops", "cache"},
     "config": {"utils", "layout", "cache"},
-    "experimental": {"utils", "layout", "config"},
     "published": {"config"},
     "recipes": {"config", "published"},
     "models": {"utils", "layout", "ops", "attention"},
-    "experimental": {"utils", "ops", "cache", "models"},
+    "experimental": {"utils", "layout", "ops", "cache", "models", "config"},
     "hub": {"utils", "layout", "models", "config"},
     "calibration": {"utils", "layout", "ops", "models"},
     "compression": {"utils", "layout", "ops", "attention", "models", "config", "recipes", "hub"}
