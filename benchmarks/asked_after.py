@@ -24,7 +24,6 @@ from unittest.mock import patch
 
 import quality
 import together
-
 from kvfold import recipes
 from kvfold.compression.compressor import Compressor
 from kvfold.config import AUTO, CacheConfig

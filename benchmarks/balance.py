@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from kvfold.bench.chunk import KEPT
 from kvfold.bench.synthetic_cache import draw_lengths
 from kvfold.bench.variants import DTYPE, SHAPES, VARIANTS, variant_layout
 from kvfold.layout import CacheSpec
@@ -34,6 +33,7 @@ from kvfold.ops.decode.triton import OVERHEAD, SMALLEST, costs_of
 from kvfold.ops.decode.tuning import tuning_for
 from kvfold.ops.prefill.plan import widths_of
 from kvfold.utils.files import write_json
+from lab.chunk import KEPT
 
 SMS, REGISTERS, SHARED, WARPS = 132, 1 << 16, 228 << 10, 64  # of a Hopper device, of one of them
 HEADS = "bf16-half", "bf16-half-ragged", "bf16-half-uneven"

@@ -20,7 +20,6 @@ from typing import Any
 
 import quality
 import together
-
 from kvfold.cache.eviction import policies
 from kvfold.cli.methods import read
 from kvfold.config import CacheConfig, Prefer

@@ -2,11 +2,12 @@
 # Measurements of docs/performance.md on a GPU, one JSON file each:
 #     benchmarks/gpu.sh [attention|rebuilt|once|ablations|engine|prefill|compress|replay]...   (default: all)
 #     benchmarks/gpu.sh uneven      of the ablations, ZACK's KE on unequal heads and Palu's shared latents
-# RESULTS: folder of the files (benchmarks/results); KVFOLD: the command (kvfold).
+# RESULTS: folder of the files (benchmarks/results); KVFOLD: the command (kvfold); PYTHON: of the scripts (python).
 # `pip install flashinfer-python` adds that baseline. Then: python tools/performance_page.py
 set -e
 results=${RESULTS:-benchmarks/results}
 bench="${KVFOLD:-kvfold} bench"
+python="${PYTHON:-python}"
 
 attention() {
     $bench attention --batch 64 --tokens 8192 --rounds 10 --json "$results/attention-8b-64x8192.json" \
@@ -49,7 +50,7 @@ uneven() {
     $bench attention --batch 1,16,64 --tokens 8192 --rounds 5 --json "$results/ablations-uneven-8b.json" \
         --variants $heads,$heads-longest,$heads-whole,$heads-pareto,$heads-pareto-longest,$heads-pareto-whole \
         --baselines sdpa-cudnn
-    $bench prefill --batch 1 --tokens 1024,8192 --rounds 10 --json "$results/ablations-prefill-8b.json" \
+    $python benchmarks/bench_prefill.py --batch 1 --tokens 1024,8192 --rounds 10 --json "$results/ablations-prefill-8b.json" \
         --variants half-uneven,half-uneven@zack,half-uneven@64x64w4s3,quarter,quarter@128x64w8s3 --baselines sdpa-cudnn
     $bench decode --batch 1 --tokens 8192 --steps 4 --json "$results/ablations-first-8b.json" --prefill \
         --variants $heads,$heads-zack,$heads-fixed
@@ -69,16 +70,16 @@ engine() {
 }
 
 prefill() {
-    $bench prefill --batch 1 --tokens 8192,32768 --rounds 10 --json "$results/prefill-8b.json" \
+    $python benchmarks/bench_prefill.py --batch 1 --tokens 8192,32768 --rounds 10 --json "$results/prefill-8b.json" \
         --variants full,half,half-ragged,quarter
 }
 
 compress() {
-    $bench compress --batch 64 --tokens 8192 --steps 8 --json "$results/compress-8b-64x8192.json" --variants int4-half
+    $python benchmarks/bench_compress.py --batch 64 --tokens 8192 --steps 8 --json "$results/compress-8b-64x8192.json" --variants int4-half
 }
 
 replay() {
-    $bench replay --tokens 8192 --policies kvzip --variants bf16-full,int4-half --json "$results/replay-8b.json"
+    $python benchmarks/bench_replay.py --tokens 8192 --policies kvzip --variants bf16-full,int4-half --json "$results/replay-8b.json"
 }
 
 for section in "${@:-attention rebuilt once ablations engine prefill compress replay}"; do

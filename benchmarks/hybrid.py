@@ -31,10 +31,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import quality
 import torch
 from torch import Tensor
 
+import quality
 from kvfold import recipes
 from kvfold.attention import hybrid as attention
 from kvfold.attention.hybrid import denominators

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hybrid import nearest
 from sklearn.linear_model import Ridge
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import PolynomialFeatures, StandardScaler
 
+from hybrid import nearest
 from kvfold.utils.files import finite, write_json
 
 LIMITS = tuple(float(x) for x in np.geomspace(0.01, 0.3, 12))

@@ -15,7 +15,6 @@ from typing import Any
 
 import quality
 import real_quality
-
 from kvfold.calibration.text import training_windows
 from kvfold.cli.common import progress
 from kvfold.compression.training.lora import HELD, finetune

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import quality
 import torch
 from torch import Tensor
 
+import quality
 from kvfold import recipes
 from kvfold.compression.compressor import Compressor, shared_statistics
 from kvfold.compression.training.rounded_cache import round_to_bits

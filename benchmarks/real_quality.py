@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import quality
 from torch import Tensor
 from transformers import DynamicCache
 
+import quality
 from kvfold.compression.training.rounded_cache import RoundedCache, RoundOnlyCache
 from kvfold.config import ALL_LEVELS, LEVELS, CacheConfig, Prefer
 from kvfold.evaluation.dense import DenseSession, inference

@@ -17,10 +17,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
-import quality
 import torch
 from torch import Tensor
 
+import quality
 from kvfold import recipes
 from kvfold.attention.base import AttentionContext, LayerMaps
 from kvfold.compression.compressor import Compressor

@@ -1,5 +1,5 @@
 """What a smaller cache gains where memory is short: engines on random weights, in a pool that is
-what a 24 GB card leaves beside Llama-3.1-8B (kvfold bench throughput's figure for an L4).
+what a 24 GB card leaves beside Llama-3.1-8B (as benchmarks/bench_throughput.py has it).
 
     python benchmarks/serving_speed.py --json serving-8b.json
 
@@ -138,7 +138,7 @@ class Worker:
         }
 
     def _warm(self, tokens: int, count: int, outputs: int, keep: int | None) -> None:
-        from kvfold.bench import serve_engine as load
+        from lab import serve_engine as load
 
         jobs = [self._job(tokens, f"warm {tokens} {i}", outputs, keep) for i in range(count)]
         for i, job in enumerate(jobs):
@@ -146,8 +146,8 @@ class Worker:
         load.drive(self.llm.engine, jobs)
 
     def _job(self, tokens: int, seed: str, outputs: int, keep: int | None, due: float = 0) -> Any:
-        from kvfold.bench import serve_engine as load
         from kvfold.engine.requests.request import CacheParams
+        from lab import serve_engine as load
 
         (prompt,) = load.random_prompts(1, tokens, self.llm.model.config.vocab_size, seed)
         all_of_it = 1.0 if self.name == EVICT and keep is None else None
@@ -158,8 +158,8 @@ class Worker:
         self, tokens: int, rate: float, requests: int, limit: float, every: int | None
     ) -> dict[str, Any]:
         """So many prompts at once."""
-        from kvfold.bench import serve_engine as load
-        from kvfold.bench.serve_throughput import kept
+        from lab import serve_engine as load
+        from lab.serve_throughput import kept
 
         keep, outputs = kept(tokens, rate), self.asked.outputs
         jobs = [self._job(tokens, f"{tokens} {i}", outputs, keep) for i in range(requests)]
@@ -187,7 +187,7 @@ class Worker:
 
     def latency(self, rate: float, span: float) -> dict[str, Any]:
         """A Poisson process for some seconds. Sustained: all served, within the bound."""
-        from kvfold.bench import serve_engine as load
+        from lab import serve_engine as load
 
         asked, count = self.asked, max(8, round(rate * span))
         times, tokens = load.poisson(count, rate, 0), 500 // asked.shrink
@@ -222,8 +222,8 @@ class Worker:
     def first(self, tokens: int) -> dict[str, Any]:
         """Prompts that share nine tenths with one before, one at a time; and the same, not
         shared."""
-        from kvfold.bench import serve_engine as load
         from kvfold.engine.requests.request import CacheParams
+        from lab import serve_engine as load
 
         vocabulary = self.llm.model.config.vocab_size
         (prefix,) = load.random_prompts(1, tokens * 9 // 10, vocabulary, "prefix")
@@ -249,7 +249,7 @@ class Timed:
     """Seconds of a function, the device's work with it."""
 
     def __init__(self, work: Any) -> None:
-        from kvfold.bench.serve_engine import Steps
+        from lab.serve_engine import Steps
 
         self.work, self.steps = work, Steps()
 

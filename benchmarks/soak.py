@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+
 from soak_command import run_command
 from tiny import save_tiny
 

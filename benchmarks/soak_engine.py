@@ -30,8 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from soak_command import run_command
-from tiny import disturbed, tiny_model, tiny_tokenizer
 
 import kvfold
 from kvfold import LLM, CacheParams, SamplingParams
@@ -41,6 +39,8 @@ from kvfold.engine.api.stream import Stream
 from kvfold.engine.core.engine import Hooks
 from kvfold.engine.requests.request import Request, StepOutput
 from kvfold.utils.errors import SettingError
+from soak_command import run_command
+from tiny import disturbed, tiny_model, tiny_tokenizer
 
 SLOTS, MAX_TOKENS = 64, 160
 PAGES = {"max_sequences": SLOTS, "max_tokens": MAX_TOKENS}

@@ -1,15 +1,11 @@
 """The picture of benchmarks/asked_after.py."""
 
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
-from kvfold.evaluation.perplexity import PerplexityResult
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import asked_after
+from kvfold.evaluation.perplexity import PerplexityResult
 
 
 def row(evict: str | None, keep: float | None, right: int, nll: float, repair=False) -> dict:

@@ -1,14 +1,13 @@
 """benchmarks/together.py measures what one sequence at a time does."""
 
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import together
 from kvfold.config import CacheConfig
 from kvfold.evaluation import ruler
 from kvfold.evaluation.dense import inference
@@ -19,9 +18,6 @@ from kvfold.evaluation.tasks.run import run_tasks
 from kvfold.hub.loading import load, load_tokenizer
 from matrix import slow
 from tolerance import model_terms, rounding
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import together
 
 LENGTH = 160  # of contexts, and of windows before their rest is scored
 

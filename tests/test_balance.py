@@ -1,13 +1,8 @@
 """benchmarks/balance.py counts what the plans cut."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-
 import balance
 
 

@@ -6,21 +6,30 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvfold.bench import ablations, compression, contenders, decode
+from bench_compress import compress
+from kvfold.bench import ablations, contenders, decode
 from kvfold.bench import synthetic_engine as served
 from kvfold.bench.baselines import Unavailable
 from kvfold.bench.variants import SHAPES, VARIANTS
 from kvfold.cli.main import main
 from kvfold.engine.requests.request import CacheParams
+from lab import compression
+from lab.command import run as run_script
 
 CPU = torch.device("cpu")
+
+
+def call(name, *options):
+    """Exit code of `kvfold bench decode`, or of the script beside it."""
+    words = list(options)
+    return run_script(compress, words) if name == "compress" else main(["bench", name, *words])
 
 
 def run(tmp_path, *options):
     target = tmp_path / "decode.json"
     few = ["--shape", "tiny", "--steps", "2", "--json", str(target)]
     few += [] if "--tokens" in options else ["--tokens", "40"]
-    assert main(["bench", *options[:1], *few, *options[1:]]) == 0
+    assert call(options[0], *few, *options[1:]) == 0
     return json.loads(target.read_text())
 
 
@@ -124,7 +133,7 @@ def test_rows_are_numbered_where_they_are_tracked():
     ],
 )
 def test_bad_settings_are_one_line(capsys, options, message):
-    assert main(["bench", *options]) == 2
+    assert call(*options) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and message in lines[0]
 

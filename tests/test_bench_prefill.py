@@ -1,4 +1,4 @@
-"""kvfold bench prefill times what is right, counts what is not masked, and says what it skipped."""
+"""The prefill benchmark checks results, counts unmasked operations and names what it skips."""
 
 import json
 import os
@@ -9,11 +9,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kvfold.bench import prefill as bench
+from bench_prefill import prefill
 from kvfold.bench.variants import SHAPES
-from kvfold.cli.main import main
 from kvfold.ops.backend import use_triton
 from kvfold.ops.prefill.reference import prefill as prefill_reference
+from lab import prefill as bench
+from lab.command import run
 
 pytestmark = pytest.mark.gpu
 
@@ -126,7 +127,7 @@ def test_kernels_can_be_cut_otherwise(monkeypatch):
     ],
 )
 def test_bad_settings_are_one_line(capsys, options, message):
-    assert main(["bench", "prefill", *options]) == 2
+    assert run(prefill, [*options]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and message in lines[0]
 
@@ -135,7 +136,7 @@ def test_bench_prefill_prints_and_writes(tmp_path, capsys):
     target = tmp_path / "prefill.json"
     few = ["--layers", "1", "--rounds", "2", "--variants", "full,quarter", "--json", str(target)]
     sizes = ["--batch", "1,2", "--tokens", "32", "--chunk", "8,32"]
-    assert main(["bench", "prefill", "--shape", "tiny", *sizes, *few]) == 0
+    assert run(prefill, ["--shape", "tiny", *sizes, *few]) == 0
     out = capsys.readouterr().out
     assert "tiny, 2 x the last 8 of 32 tokens" in out and "sdpa-flash *" in out
     assert "sdpa-cudnn at 2 x 8 of 32 not timed: " in out

@@ -1,13 +1,13 @@
-"""kvfold bench throughput: rates of compression beside none, in a pool that is short."""
+"""The throughput benchmark: rates of compression beside none, in a pool that is short."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from commands import refused
-from kvfold.bench.serve_throughput import kept
-from kvfold.cli.main import main
+from bench_throughput import throughput
+from lab.command import run
+from lab.serve_throughput import kept
 
 
 def test_tokens_that_are_kept() -> None:
@@ -19,8 +19,8 @@ def test_more_decode_together_where_less_is_kept(tmp_path: Path, capsys) -> None
     pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
     path, figure = tmp_path / "found.json", tmp_path / "figure.png"
     how = "--tokens 400,9000 --rates 1,4 --requests 6 --outputs 8 --kv-bytes 500000 --device cpu"
-    call = ["bench", "throughput", "random:tiny", *how.split()]
-    assert main([*call, "--json", str(path), "--plot", str(figure)]) == 0
+    call = ["random:tiny", *how.split()]
+    assert run(throughput, [*call, "--json", str(path), "--plot", str(figure)]) == 0
     found = json.loads(path.read_text())
     whole, less = found["rows"]
     assert (whole["kept"], less["kept"]) == (None, 128)
@@ -36,12 +36,16 @@ def test_more_decode_together_where_less_is_kept(tmp_path: Path, capsys) -> None
     assert figure.stat().st_size > 10_000
 
 
-def test_what_cannot_be_measured(capsys) -> None:
-    call = ("bench", "throughput", "random:tiny", "--device", "cpu")
-    assert "--requests must be at least 1, got 0" in refused(capsys, *call, "--requests", 0)
-    assert "--evict must be one of" in refused(capsys, *call, "--evict", "luck")
-    words = refused(capsys, "bench", "throughput", "random:large")
-    assert (
-        "MODEL: 'large' is none of llama-3.1-8b, llama-3.1-70b, llama-2-7b, qwen2.5-1.5b, tiny"
-        in words
-    )
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("random:tiny --requests 0", "--requests must be at least 1, got 0"),
+        ("random:tiny --rates .5", "--rates must be at least 1, got 0.5"),
+        ("random:tiny --evict luck", "--evict must be one of"),
+        ("random:large", "MODEL: 'large' is none of llama-3.1-8b, llama-3.1-70b, llama-2-7b, "),
+    ],
+)
+def test_bad_settings_are_one_line(capsys, options: str, message: str) -> None:
+    assert run(throughput, [*options.split(), "--device", "cpu"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and message in lines[0]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from kvfold import LLM
-from kvfold.bench.serve_throughput import measure
 from kvfold.bench.synthetic_engine import config_of, random_model
 from kvfold.cli.main import main
 from kvfold.config import CacheConfig
 from kvfold.evaluation.capacity import GIB, WORK, Capacity
+from lab.serve_throughput import measure
 
 CACHES = {
     "16 bits": CacheConfig(),

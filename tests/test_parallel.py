@@ -5,12 +5,10 @@ Shapes: T tokens, Hq query heads.
 
 import argparse
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import combinations_with_replacement, pairwise
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -38,10 +36,8 @@ from kvfold.utils.versions import given
 from matrix import matrix
 from models import CONFIGS, tiny, tokens
 from ranks import Ranks
-from test_fold import close, prepared
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from sequence_parallel import Bench, folded
+from test_fold import close, prepared
 
 SIZES = (1, 2, 3, 5)
 LENGTH = 47  # a multiple of none of them

@@ -1,28 +1,12 @@
 """docs/performance.md is made from results alone, and says what was lost and what was left out."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
 
-TOOLS = Path(__file__).parents[1] / "tools"
-
-
-@pytest.fixture(scope="module")
-def page_tool():
-    sys.path.insert(0, str(TOOLS))
-    try:
-        place = TOOLS / "performance_page.py"
-        spec = importlib.util.spec_from_file_location("performance_page", place)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(TOOLS))
+import performance_page as page_tool
 
 
 def row(variant, batch, tokens, us, kind="variant", bar=10.0):
@@ -103,7 +87,7 @@ def step(variant, batch, tokens, ms):
     return {**case, **times, "cache_bytes": 1e9, "peak_bytes": 3e9, "predicted_bytes": 2e9}
 
 
-def write_page(page_tool, tmp_path, *found):
+def write_page(tmp_path, *found):
     results = tmp_path / "results"
     results.mkdir(exist_ok=True)
     for number, each in enumerate(found):
@@ -113,8 +97,8 @@ def write_page(page_tool, tmp_path, *found):
     return (tmp_path / "performance.md").read_text()
 
 
-def test_the_page_says_what_where_and_which_lost(page_tool, tmp_path):
-    text = write_page(page_tool, tmp_path, report(ROWS))
+def test_the_page_says_what_where_and_which_lost(tmp_path):
+    text = write_page(tmp_path, report(ROWS))
     assert "## Decode attention, llama-3.1-8b, NVIDIA H200" in text and "`abcdef0123`" in text
     assert "kvfold bench attention --batch 1,64 --tokens 1024,8192 --shape llama-3.1-8b" in text
     assert "|  | 1 x 1024 | 64 x 8192 |" in text and "| `sdpa-cudnn` | 10.0 * | 10.0 * |" in text
@@ -126,48 +110,48 @@ def test_the_page_says_what_where_and_which_lost(page_tool, tmp_path):
         assert f"]({picture})" in text and "bf16-half" in (tmp_path / picture).read_text()
 
 
-def test_files_of_a_shape_are_one_section(page_tool, tmp_path):
-    text = write_page(page_tool, tmp_path, report(ROWS[:3]), report(ROWS[3:]))
+def test_files_of_a_shape_are_one_section(tmp_path):
+    text = write_page(tmp_path, report(ROWS[:3]), report(ROWS[3:]))
     assert text.count("## Decode attention") == 1
     assert "| `int4-half` | 5.0 **2.00×** | 2.5 **4.00×** |" in text
 
 
-def test_the_page_is_the_same_every_time(page_tool, tmp_path):
+def test_the_page_is_the_same_every_time(tmp_path):
     found = []
     for _ in range(2):
-        text = write_page(page_tool, tmp_path, report(ROWS))
+        text = write_page(tmp_path, report(ROWS))
         plots = sorted((tmp_path / "performance").iterdir())
         found.append([text, *(plot.read_text() for plot in plots)])
     assert found[0] == found[1]
 
 
-def test_a_variant_that_always_loses_is_said_to(page_tool):
+def test_a_variant_that_always_loses_is_said_to():
     rows = [row("bf16-full", 1, 1024, 11.0), row("bf16-full", 2, 1024, 12.0)]
     assert page_tool.losses(rows) == "Slower than the fastest baseline: `bf16-full` everywhere."
     won = [row("int4-half", 1, 1024, 5.0)]
     assert page_tool.losses(won) == "Slower than the fastest baseline: none."
 
 
-def test_the_page_does_without_baselines(page_tool, tmp_path):
+def test_the_page_does_without_baselines(tmp_path):
     rows = [row("bf16-half", 1, 1024, 5.0, bar=None)]
-    text = write_page(page_tool, tmp_path, report(rows))
+    text = write_page(tmp_path, report(rows))
     assert "Nothing was compared" in text and "| `bf16-half` | 5.0 |" in text
 
 
-def test_ablations_and_rates(page_tool, tmp_path):
+def test_ablations_and_rates(tmp_path):
     rows = [row("bf16-half", 1, 1024, 5.0), row("bf16-half-whole", 1, 1024, 8.0)]
     rows += [
         row(name, 1, 1024, 9.0) | {"rank": r, "tflops": 321.0}
         for name, r in (("small-10", 192), ("small-25", 512))
     ]
-    text = write_page(page_tool, tmp_path, report(rows))
+    text = write_page(tmp_path, report(rows))
     assert "| KE: whole heads, a program each | 1 | 1024 | 8 | 5 | 60 % |" in text
     assert "| OE" not in text
     picture = tmp_path / "performance" / "attention-llama-3.1-8b-nvidia-h200-rank.svg"
     assert "small-10, 321 TFLOP/s" in picture.read_text() and "| 321 |" in text
 
 
-def test_steps_and_first_tokens(page_tool, tmp_path):
+def test_steps_and_first_tokens(tmp_path):
     rows = [step("bf16-half", b, t, 5.0 * b) for b in (1, 8) for t in (4096, 8192)]
     rows += [step("transformers", 1, 4096, 20.0)]
     first = {"shape": "s", "variant": "bf16-half", "tokens": 4096, "chunk": 512, "ms": 300.4}
@@ -177,7 +161,7 @@ def test_steps_and_first_tokens(page_tool, tmp_path):
     slower = {"variant": "bf16-half-online", "ms": 330.44}
     both = [first, first | slower]
     found = made("decode", settings, rows, first_tokens=both) | {"skipped": left}
-    text = write_page(page_tool, tmp_path, found)
+    text = write_page(tmp_path, found)
     assert "|  | 1 x 4096 | 1 x 8192 | 8 x 4096 | 8 x 8192 |" in text
     assert "| `transformers` | 20.00 | – | – | – |" in text
     assert "| `bf16-half` | 300 |" in text and "- `bf16-full` at 8 x 8192: its cache" in text
@@ -188,7 +172,7 @@ def test_steps_and_first_tokens(page_tool, tmp_path):
     assert "--batch 1 --tokens 4096 --variants bf16-half" in page_tool.command(old)
 
 
-def test_prefill_and_compression(page_tool, tmp_path):
+def test_prefill_and_compression(tmp_path):
     rows = [row("half", 1, 8192, 5.0) | {"chunk": 512, "tflops": 400.0}]
     rows += [row("sdpa-cudnn", 1, 8192, 10.0, kind="baseline") | {"chunk": 512, "tflops": 200.0}]
     prefill = made("prefill", {"cases": [[1, 8192, 512], [1, 8192, 8192]]}, rows)
@@ -198,14 +182,14 @@ def test_prefill_and_compression(page_tool, tmp_path):
     evicted = case | times | {"keep": 0.5, "bytes_before": 9e9, "bytes_after": 4.5e9}
     shares = case | {"step_ms": 13.5, "kernel_ms": 12.25, "shares": {"plan": 0.02, "other": 0.98}}
     compress = made("compress", {"batch": 64, "keep": [0.5]}, [evicted], shares=[shares])
-    text = write_page(page_tool, tmp_path, prefill, compress)
-    assert "kvfold bench prefill --batch 1 --tokens 8192 --chunk 512,8192" in text
+    text = write_page(tmp_path, prefill, compress)
+    assert "python benchmarks/bench_prefill.py --batch 1 --tokens 8192 --chunk 512,8192" in text
     assert "|  | 1 x 8192, chunk 512 |" in text and "| `half` | 5.0 **2.00×** |" in text
     assert "| kv-compress | 0.5 | 90 (89–95) | 13.50 | 9.0 → 4.5 |" in text
     assert "| kv-compress | 12.25 | 2.0 % | 98.0 % |" in text
 
 
-def test_without_results_there_is_no_page(page_tool, tmp_path, capsys):
+def test_without_results_there_is_no_page(tmp_path, capsys):
     with pytest.raises(SystemExit):
         page_tool.main(["--results", str(tmp_path), "--output", str(tmp_path / "page.md")])
     assert "holds no file" in capsys.readouterr().err and not list(tmp_path.iterdir())

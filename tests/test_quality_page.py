@@ -1,19 +1,16 @@
 """docs/quality.md shows what its report says."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+import hybrid
+from cache_quality_table import beside
+from cache_quality_table import table as cache_table
+from real_quality_table import levels_table, table
+
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]
-
-import hybrid  # noqa: E402
-
-from cache_quality_table import beside  # noqa: E402
-from cache_quality_table import table as cache_table  # noqa: E402
-from real_quality_table import levels_table, table  # noqa: E402
 
 
 def test_every_row_of_the_report_is_on_the_page() -> None:

@@ -1,13 +1,12 @@
 """The benchmark of decoding with few rebuilt keys, against pages and against all keys."""
 
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import selection
 from kvfold import recipes
 from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
@@ -20,10 +19,6 @@ from kvfold.models.adapter import PAGED
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
 from models import tiny, tokens
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-
-import selection
 
 pytestmark = pytest.mark.usefixtures("still")
 

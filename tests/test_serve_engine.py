@@ -1,6 +1,5 @@
 """Load on an engine in this process: times of its own clock, and a limit that ends all."""
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -10,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvfold.bench import serve_engine as load
+import serving_speed as script
 from kvfold.bench.synthetic_engine import random_model
 from kvfold.engine.api.llm import LLM
 from kvfold.engine.requests.request import CacheParams
-
-FILE = Path(__file__).parents[1] / "benchmarks" / "serving_speed.py"
+from lab import serve_engine as load
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +67,7 @@ def test_arrivals() -> None:
     assert times[-1] == pytest.approx(500, rel=0.1)
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("serving_speed", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_rates_close_in_on_what_is_sustained(script) -> None:
+def test_rates_close_in_on_what_is_sustained() -> None:
     rates = script.Rates(6.0)
     for sustained, wanted in ((True, 7.8), (True, 10.14), (False, 8.893), (True, 9.496)):
         rates.learn(rates.next, sustained)
@@ -92,7 +82,9 @@ def test_the_script_writes_what_engines_of_their_own_found(tmp_path: Path) -> No
     path = tmp_path / "found.json"
     words = f"--json {path} --shape tiny --device cpu --kv-bytes 600000 --engines kv-compress,none"
     words += " --outputs 8 --shrink 16 --seconds 100 --start 60 --only throughput"
-    run = subprocess.run([sys.executable, FILE, *words.split()], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, script.__file__, *words.split()], capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     found = json.loads(path.read_text())
     (engine,), (none,) = found["engines"], found["failed"]

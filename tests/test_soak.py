@@ -1,10 +1,8 @@
 """Random events at length: threads on a stub model, and a router with two servers."""
 
 import gc
-import importlib.util
 import json
 import random
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -138,12 +136,9 @@ def serving_soak():
     """The harness, which needs `kvfold[server]`."""
     for package in ("fastapi", "uvicorn", "aiohttp"):
         pytest.importorskip(package, reason='needs pip install "kvfold[server]"')
-    sys.path.insert(0, str(SOAK.parent))
-    spec = importlib.util.spec_from_file_location("soak", SOAK)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["soak"] = module  # where its dataclasses look
-    spec.loader.exec_module(module)
-    return module
+    import soak
+
+    return soak
 
 
 @pytest.mark.soak

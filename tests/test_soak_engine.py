@@ -1,19 +1,15 @@
 """benchmarks/soak_engine.py in short, and what it found."""
 
 import logging
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+import soak_engine
 from kvfold import LLM, SamplingParams
 from kvfold.engine.core import flight
 from kvfold.engine.runner import sampler
 from models import tiny
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import soak_engine
 
 PLAN = soak_engine.Plan(events=900, turn=450, questions=24, open=60)
 

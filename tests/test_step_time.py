@@ -1,10 +1,8 @@
 """Predicted step times: near what was measured, honest about what was not, None without kernels."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
+from fit_step_time import coefficients
 from kvfold import recipes
 from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
 from kvfold.compression.planning.default import even_spec
@@ -21,9 +19,6 @@ from kvfold.config import LEVELS
 from kvfold.layout.pages import plain_spec
 from kvfold.models.families import family_of
 from models import CONFIGS, llama_8b
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-from fit_step_time import coefficients
 
 LLAMA = llama_8b(vocab_size=128256, max_position_embeddings=131072)
 GEOMETRY = family_of(LLAMA).geometry(LLAMA)

@@ -1,15 +1,14 @@
 """The tool that makes the tuning table: what it sweeps can be launched, what it writes is read."""
 
-import importlib.util
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import tune_decode
 from kvfold.bench import timing
 from kvfold.bench.variants import SHAPES, Variant
 from kvfold.ops.common.tuning import Tuning
@@ -17,7 +16,6 @@ from kvfold.ops.decode import tuning as tuning_table
 from kvfold.ops.decode.tuning import Shape, table
 from test_store import DEVICE
 
-TOOL = Path(__file__).parents[1] / "tools" / "tune_decode.py"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
@@ -26,11 +24,8 @@ pytestmark = [
 
 @pytest.fixture
 def tool(monkeypatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tune_decode", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     monkeypatch.setattr(timing, "WARM_UP", 0)
-    return module
+    return tune_decode
 
 
 def test_the_table_can_be_made_again(tool: ModuleType, monkeypatch, tmp_path) -> None:

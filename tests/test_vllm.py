@@ -17,12 +17,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import kvfold
 from kvfold import recipes
+from forks import forked
 from kvfold.hub.loading import load_config, load_tokenizer, resolve
 from kvfold.utils.text import packaged
 from models import greedy
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from forks import forked
 
 pytestmark = pytest.mark.vllm
 NEW = 16  # tokens

@@ -5,7 +5,6 @@ Its own environment (`make test-vllm`). Tiny random models; each engine in a pro
 """
 
 import os
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import kvfold
+from forks import forked
 from kvfold.layout import CacheSpec, Geometry, Latent, LayerSpec
 from kvfold.maps.layer_maps import Maps
 from kvfold.maps.layers import seam_layers
@@ -23,9 +23,6 @@ from kvfold.maps.sidecar import Sidecar, probes_of
 from test_seam_rope import maps_of
 from vllm_quantised import KINDS, quantised
 from vllm_types import REFUSED, TYPES, build
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from forks import forked
 
 pytestmark = pytest.mark.vllm
 NEW, RANKS = 16, (16, 12, 20, 16)  # tokens; numbers a head of keys and of values, by layer

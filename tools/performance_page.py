@@ -33,6 +33,7 @@ from performance_tables import (
 )
 
 ROOT = Path(__file__).parents[1]
+SCRIPTS = ("prefill", "compress", "replay", "throughput")  # of benchmarks/; others are commands
 HEAD = """# Performance
 
 Measured by `benchmarks/gpu.sh`, made from `benchmarks/results/` by
@@ -188,7 +189,8 @@ def command(report: Report) -> str:
         names = ("batch", "tokens", "chunk")[: len(cases[0])]
         each = zip(names, zip(*cases, strict=True), strict=True)
         settings = {name: listed(values, ",") for name, values in each} | settings
-    parts = [f"kvfold bench {report['benchmark']}"]
+    name = report["benchmark"]
+    parts = [f"python benchmarks/bench_{name}.py" if name in SCRIPTS else f"kvfold bench {name}"]
     for name, value in settings.items():
         if isinstance(value, list | tuple):
             value = listed(value, ",")

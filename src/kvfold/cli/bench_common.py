@@ -23,6 +23,13 @@ Shape = Annotated[
 ServedShape = Annotated[
     str, Parameter(help="llama-3.1-8b, llama-3.1-70b, llama-2-7b, qwen2.5-1.5b or tiny.")
 ]
+RANDOM = "random:"  # before the name of a shape, in place of a model
+Served = Annotated[
+    str,
+    Parameter(
+        help="A model as elsewhere, or random: before a shape of bench decode, such as random:tiny."
+    ),
+]
 Batches = Annotated[str, Parameter(help="Numbers of sequences, separated by commas.")]
 Lengths = Annotated[
     str,

@@ -8,8 +8,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from kvfold.cli import common
-from kvfold.cli.bench_common import empty_table
-from kvfold.cli.bench_throughput import RANDOM, Served
+from kvfold.cli.bench_common import RANDOM, Served, empty_table
 from kvfold.cli.options import STORAGE, Storage, parse_list
 from kvfold.config import CacheConfig
 from kvfold.utils.errors import SettingError

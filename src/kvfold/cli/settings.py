@@ -32,10 +32,6 @@ FLAGS: dict[str, str] = {
     "pack": f"context output bits evict {DEVICE}",
     "bench_attention": "shape batch tokens variants json",
     "bench_decode": "shape batch tokens variants steps json",
-    "bench_prefill": "shape batch tokens variants json",
-    "bench_compress": "shape batch tokens variants steps json",
-    "bench_replay": "shape tokens keep json",
-    "bench_throughput": "requests tokens bits json device dtype",
     "bench_serve": "endpoint rate concurrency requests input-tokens output-tokens json api-key",
 }
 NOTE = "--set NAME=VALUE   Any other setting of this command; --set help lists them."

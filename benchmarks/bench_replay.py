@@ -1,10 +1,15 @@
-"""kvfold bench replay: what a second reading of a prompt costs beside the first, as JSON."""
+"""Times the re-scoring pass over a prompt beside its prefill; JSON.
 
+Run as `python benchmarks/bench_replay.py --help`.
+"""
+
+import sys
 from typing import Any
 
 from kvfold.cli import common
 from kvfold.cli.bench_common import Output, Results, ServedShape, check_names, say, versions
 from kvfold.cli.options import Flag, parse_list
+from lab.command import run
 
 
 def replay(
@@ -36,7 +41,6 @@ def replay(
     common.check_outputs(json=json)
     import torch
 
-    from kvfold.bench import replay as benchmark
     from kvfold.bench import synthetic_engine as served
     from kvfold.bench import variants as known
     from kvfold.bench.common import reason
@@ -44,6 +48,7 @@ def replay(
     from kvfold.cache.eviction.policies import POLICIES, get
     from kvfold.cache.eviction.scorers.rescoring import as_rescoring
     from kvfold.hub.loading import default_device
+    from lab import replay as benchmark
 
     names, asked = parse_list(variants, "--variants", str), parse_list(policies, "--policies", str)
     check_names("--variants", names, [name for name, x in known.VARIANTS.items() if x.served])
@@ -88,3 +93,7 @@ def line(x: Any) -> str:
         f" {x.score_ms:.1f} ms ({x.score_tflop / x.prefill_tflop:.2f} of its operations), eviction"
         f" {x.evict_ms:.1f} ms"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(run(replay))

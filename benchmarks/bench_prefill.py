@@ -1,5 +1,9 @@
-"""kvfold bench prefill: attention of a prompt's chunk, ours and others', in a table and as JSON."""
+"""Times attention of a prompt's chunk, kvfold's and others'; a table and JSON.
 
+Run as `python benchmarks/bench_prefill.py --help`.
+"""
+
+import sys
 from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING
@@ -10,9 +14,10 @@ from rich.table import Table
 from kvfold.cli import bench_common as shared
 from kvfold.cli import common
 from kvfold.cli.options import parse_list
+from lab.command import run
 
 if TYPE_CHECKING:
-    from kvfold.bench.prefill import Row, Skipped
+    from lab.prefill import Row, Skipped
 
 
 def prefill(
@@ -47,8 +52,8 @@ def prefill(
     common.check_outputs(json=json)
     import torch
 
-    from kvfold.bench import prefill as bench
     from kvfold.hub.loading import default_device
+    from lab import prefill as bench
 
     batches, sizes = parse_list(batch, "--batch", int), parse_list(tokens, "--tokens", int)
     chunks = None if chunk is None else parse_list(chunk, "--chunk", int)
@@ -98,3 +103,7 @@ def table(rows: "Sequence[Row]") -> Table:
             "–" if speedup is None else f"{speedup:.2f}",
         )
     return found
+
+
+if __name__ == "__main__":
+    sys.exit(run(prefill))

@@ -1,10 +1,15 @@
-"""kvfold bench compress: what eviction costs, and what a decode step is made of, as JSON."""
+"""Times an eviction of all sequences, and what a decode step consists of; JSON.
 
+Run as `python benchmarks/bench_compress.py --help`.
+"""
+
+import sys
 from typing import Any
 
 from kvfold.cli import common
 from kvfold.cli.bench_common import Output, Results, ServedShape, check_names, say, versions
 from kvfold.cli.options import parse_list
+from lab.command import run
 
 
 def compress(
@@ -35,12 +40,12 @@ def compress(
     common.check_outputs(json=json)
     import torch
 
-    from kvfold.bench import compression
     from kvfold.bench import synthetic_engine as served
     from kvfold.bench import variants as known
     from kvfold.bench.common import reason
     from kvfold.bench.decode import release
     from kvfold.hub.loading import default_device
+    from lab import compression
 
     names, keeps = parse_list(variants, "--variants", str), parse_list(keep, "--keep", float)
     check_names("--variants", names, [name for name, x in known.VARIANTS.items() if x.served])
@@ -87,3 +92,7 @@ def line(found: Any) -> str:
     parts = ", ".join(f"{kind} {100 * part:.1f} %" for kind, part in found.shares.items() if part)
     with_ = found.policy or "no policy"
     return f"{found.variant}, {with_}: {found.kernel_ms:.2f} of {found.step_ms:.2f} ms; {parts}"
+
+
+if __name__ == "__main__":
+    sys.exit(run(compress))

@@ -9,10 +9,10 @@ import torch
 
 from kvfold.bench import common
 from kvfold.bench.baselines import Unavailable
-from kvfold.bench.chunk import BASELINES, CUT, KEPT, Work, build_work, variant_step
 from kvfold.bench.common import Candidate, Found, check_names, measure, reason
 from kvfold.bench.timing import record
 from kvfold.bench.variants import SHAPES
+from lab.chunk import BASELINES, CUT, KEPT, Work, build_work, variant_step
 
 SIZES = ("batch", "tokens", "chunk")  # of a case
 

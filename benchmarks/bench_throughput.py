@@ -1,35 +1,40 @@
-"""kvfold bench throughput: what eviction gains where memory is short, as JSON and plots."""
+"""Measures what eviction gains in throughput where memory is short; JSON and plots.
+
+Run as `python benchmarks/bench_throughput.py --help`.
+"""
 
 import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
 from kvfold.cli import common
-from kvfold.cli.bench_common import Output, Results, check_names, empty_table, say, versions
+from kvfold.cli.bench_common import (
+    RANDOM,
+    Output,
+    Results,
+    Served,
+    check_names,
+    empty_table,
+    say,
+    versions,
+)
 from kvfold.cli.bench_serve import check_outputs
 from kvfold.cli.options import PLACE, Place, parse_list
 from kvfold.config import CacheConfig
 from kvfold.utils.errors import SettingError
 from kvfold.utils.files import new_file, writing
+from lab.command import run
 
 if TYPE_CHECKING:
-    from kvfold.bench.serve_throughput import Row
+    from lab.serve_throughput import Row
 
 LENGTHS = "500,1000,2000,4000,6000,8000,10000,12000"
 RATES = "1,2,4,8,16,32,64"
-RANDOM = "random:"
-Served = Annotated[
-    str,
-    Parameter(
-        help="A model as elsewhere, or random: before a shape of bench decode, such as random:tiny."
-    ),
-]
 
 
 def throughput(
@@ -98,7 +103,7 @@ def throughput(
     finally:
         show(results.found)
     if plot is not None:
-        from kvfold.bench.serve_plots import write_throughput
+        from lab.throughput_plot import write_throughput
 
         with writing(plot), new_file(plot) as scratch:
             write_throughput(scratch, results.found["rows"])
@@ -120,9 +125,9 @@ def load(model: str, place: Place) -> Any:
 
 def measure(results: Results, model: Any, rate: float) -> None:
     """All lengths at one rate, each with an engine that is built and warmed up for it."""
-    from kvfold.bench import serve_throughput as bench
     from kvfold.bench.common import reason
     from kvfold.bench.decode import release
+    from lab import serve_throughput as bench
 
     asked = results.about["settings"]
     own = {name: asked[name] for name in ("bits", "page", "kv_bytes")}
@@ -182,3 +187,7 @@ def table(rows: "Sequence[Row]") -> Table:
             str(row.preemptions),
         )
     return found
+
+
+if __name__ == "__main__":
+    sys.exit(run(throughput))

@@ -1,0 +1,1 @@
+"""What the benchmark scripts measure: modules without a command line."""
