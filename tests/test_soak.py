@@ -186,7 +186,9 @@ def test_the_soak_tells_a_different_answer_from_a_cut_one(serving_soak) -> None:
 
 @pytest.fixture(scope="module")
 def real_soak(serving_soak):
-    return importlib.import_module("soak_real")
+    import soak_real
+
+    return soak_real
 
 
 @pytest.mark.soak
