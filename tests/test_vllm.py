@@ -16,8 +16,8 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import kvfold
-from kvfold import recipes
 from forks import forked
+from kvfold import recipes
 from kvfold.hub.loading import load_config, load_tokenizer, resolve
 from kvfold.utils.text import packaged
 from models import greedy
