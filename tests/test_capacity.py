@@ -86,7 +86,7 @@ def test_the_command(tmp_path: Path, capsys) -> None:
     assert first["requests"] == found["pool_bytes"] // first["request_bytes"] > 40
     assert last["requests"] == 0 and last["step_ms"] is None
     out = capsys.readouterr().out
-    assert f"--kv-bytes {found['pool_bytes']}" in out
+    assert f"--set kv-bytes={found['pool_bytes']}" in out
     beside = found["beside"]
     assert [*beside] == ["original", "original, --bits 8"]
     few = [rows[0]["requests"] for rows in (*beside.values(), found["rows"])]

@@ -216,7 +216,7 @@ def test_the_command_says_how_to_save_it_all_the_same(tmp_path, monkeypatch, cap
         str(tmp_path / "new"),
     ]
     line = refused(capsys, *command)
-    assert line.endswith("another recipe or another dtype; --no-check saves it all the same")
+    assert line.endswith("another recipe or another dtype; --set no-check saves it all the same")
     assert not list(tmp_path.iterdir())
     assert kvfold.cli.main.main([*command, "--no-check"]) == 0
     assert (tmp_path / "new" / "config.json").exists()

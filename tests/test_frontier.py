@@ -68,20 +68,20 @@ def test_the_knee_is_where_size_and_loss_cost_least_together() -> None:
         (
             "small",
             1 / 6,
-            "kvfold compress --fold 'my model' --recipe small --factor 6 --levels 8,4 --seed 1 "
+            "kvfold compress --fold 'my model' --recipe small --factor 6 --set levels=8,4 --seed 1 "
             "--output small-6x",
         ),
         (
             "swift for speed",
             1 / 4,
-            "kvfold compress --fold 'my model' --recipe swift --factor 4 --prefer speed --seed 1 "
-            "--output swift-speed-4x",
+            "kvfold compress --fold 'my model' --recipe swift --factor 4 --set prefer=speed"
+            " --seed 1 --output swift-speed-4x",
         ),
         (
             "zack",
             1 / 3,
-            "kvfold compress --fold 'my model' --recipe zack --keep 0.333333 --align 1 --seed 1 "
-            "--output zack-3x",
+            "kvfold compress --fold 'my model' --recipe zack --set keep=0.333333 --set align=1"
+            " --seed 1 --output zack-3x",
         ),
     ],
 )

@@ -167,7 +167,7 @@ def test_steps_and_first_tokens(tmp_path):
     assert "| `bf16-half` | 300 |" in text and "- `bf16-full` at 8 x 8192: its cache" in text
     assert "| OE: values mapped back beside W_O | 1 | 4096 | 330.4 | 300.4 | 10 % |" in text
     assert "| `bf16-half-online` | 330 |" not in text
-    assert "--batch 1,8 --tokens 4096,8192" in text and "--steps 12 --prefill" in text
+    assert "--batch 1,8 --tokens 4096,8192" in text and "--steps 12 --set prefill" in text
     old = made("decode", {"steps": 12}, rows[:1])
     assert "--batch 1 --tokens 4096 --variants bf16-half" in page_tool.command(old)
 

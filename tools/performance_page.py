@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvfold.cli.settings import FLAGS
 from performance_plots import FIGURES, Row, save
 from performance_tables import (
     FIRST,
@@ -191,11 +192,14 @@ def command(report: Report) -> str:
         settings = {name: listed(values, ",") for name, values in each} | settings
     name = report["benchmark"]
     parts = [f"python benchmarks/bench_{name}.py" if name in SCRIPTS else f"kvfold bench {name}"]
+    shown = FLAGS.get(f"bench_{name}", "").split()
     for name, value in settings.items():
         if isinstance(value, list | tuple):
             value = listed(value, ",")
         if value not in (None, False):
-            parts.append(f"--{name}" if value is True else f"--{name} {value}")
+            short = report["benchmark"] in SCRIPTS or name in shown
+            word = f"--{name}" if short else f"--set {name}"
+            parts.append(word if value is True else f"{word}{' ' if short else '='}{value}")
     return " ".join(parts)
 
 

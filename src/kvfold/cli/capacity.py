@@ -118,11 +118,11 @@ def show(found: "Capacity", rooms: "list[Room]", others: "dict[str, list[Room]]"
     token = layout.page_bytes / layout.page
     print(f"memory: {found.gpu_bytes / GIB:.1f} GiB, of which {100 * found.share:.0f} % are used")
     print(f"weights: {found.weights / GIB:.2f} GiB in 16 bits; work space: {WORK / GIB:.0f} GiB")
-    print(f"pages: {found.pool / GIB:.2f} GiB, as in --kv-bytes {found.pool}")
+    print(f"pages: {found.pool / GIB:.2f} GiB, as in --set kv-bytes={found.pool}")
     if most := max(found.beside_pages(room.context) for room in rooms):
         print(
             f"repair: {most / 2**20:.1f} MiB of hidden states a request, beside its pages; take"
-            " those of all requests off --kv-bytes"
+            " those of all requests off kv-bytes"
         )
     print(f"a token: {token:.0f} B in pages, {full / token:.2f}x smaller than {full} B at 16 bits")
     table = empty_table("cache", "context", "kept", "MiB each", "requests", "step ms", "tokens/s")

@@ -157,9 +157,10 @@ def check_files(calib: Sequence[Path], bits: Sequence[int]) -> None:
 def flags_of(calibration: Calibration) -> list[str]:
     """What a command must say to calibrate as here."""
     found = [f"--calib {shlex.join(map(str, calibration.calib))}"] if calibration.calib else []
-    for name, written in (("max_tokens", "calib_tokens"), ("seed", "seed")):
-        if (value := getattr(calibration, name)) != getattr(CALIBRATION, name):
-            found.append(flag(written, str(value)))
+    if calibration.max_tokens != CALIBRATION.max_tokens:
+        found.append(flag("calib_tokens", str(calibration.max_tokens)))
+    if calibration.seed != CALIBRATION.seed:
+        found.append(f"--set seed={calibration.seed}")
     return found
 
 
@@ -200,11 +201,11 @@ def command(model: str, row: "Row", flags: Sequence[str], levels: str | None) ->
     if name not in recipes.RECIPES:  # the original, or its numbers in fewer bits
         bits = [f"--bits {name.removeprefix('int')}"] if name.startswith("int") else []
         return " ".join(["kvfold generate", shlex.quote(model), *bits])
-    size = [f"--keep {row.keep:.6g}", "--align 1"]
+    size = [f"--set keep={row.keep:.6g}", "--set align=1"]
     if predicts(recipes.get(name)):
-        size = [f"--factor {factor}", *([f"--levels {levels}"] if levels else [])]
+        size = [f"--factor {factor}", *([f"--set levels={levels}"] if levels else [])]
     if prefer:
-        size = [f"--factor {factor}", f"--prefer {prefer}"]
+        size = [f"--factor {factor}", f"--set prefer={prefer}"]
     made = ["kvfold compress --fold", shlex.quote(model), f"--recipe {name}", *size, *flags]
     return " ".join([*made, f"--output {row.recipe.replace(' for ', '-')}-{factor}x"])
 
