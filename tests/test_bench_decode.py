@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bench_compress import compress
+from commands import without_progress
 from kvfold.bench import ablations, contenders, decode
 from kvfold.bench import synthetic_engine as served
 from kvfold.bench.baselines import Unavailable
@@ -134,7 +135,7 @@ def test_rows_are_numbered_where_they_are_tracked():
 )
 def test_bad_settings_are_one_line(capsys, options, message):
     assert call(*options) == 2
-    lines = capsys.readouterr().err.splitlines()
+    lines = without_progress(capsys.readouterr().err)
     assert len(lines) == 1 and message in lines[0]
 
 

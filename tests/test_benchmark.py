@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from commands import without_progress
 from kvfold.bench import attention, baselines, common, timing, variants, workload
 from kvfold.bench import synthetic_cache as filling
 from kvfold.bench.ceiling import Ceiling, measure_ceiling
@@ -527,7 +528,7 @@ def run(*options):
 )
 def test_bad_settings_are_one_line(capsys, options, message):
     assert main(["bench", "attention", *options]) == 2
-    lines = capsys.readouterr().err.splitlines()
+    lines = without_progress(capsys.readouterr().err)
     assert len(lines) == 1 and message in lines[0]
 
 

@@ -162,7 +162,7 @@ def test_a_disk_that_fills_does_not_end_the_pass(tmp_path, monkeypatch, often, c
     assert not list(tmp_path.iterdir())
 
 
-COMMAND = ["--calib-tokens", "1024", "--fold", "--no-check", "--output"]
+COMMAND = ["--calib-tokens", "1024", "--fold", "--set", "no-check", "--output"]
 
 
 def test_the_command_goes_on_and_leaves_nothing(plain, tmp_path, monkeypatch, capsys, often):  # noqa: F811
