@@ -214,7 +214,7 @@ def test_a_grammar_keeps_to_the_limit_of_memory_that_a_server_has() -> None:
     pytest.importorskip("xgrammar", reason='needs pip install "kvfold[structured]"')
     code = f"""
 import resource
-from kvfold.engine import grammar, grammar_process
+from kvfold.engine.api import grammar, grammar_process
 most = {2**40}
 resource.setrlimit(resource.RLIMIT_AS, (most, most))
 grammar_process.MEMORY = 2**41
