@@ -163,4 +163,4 @@ def test_what_cannot_be_measured(tmp_path: Path, capsys) -> None:
     assert "http://127.0.0.1:1/v1/models cannot be reached" in words
     with stub() as server:
         words = refused(capsys, "bench", "serve", server.url, "--rate", "1", "--model", "large")
-        assert "has models stub; name one of them with --model" in words
+        assert "has models stub; name one of them with --set model" in words

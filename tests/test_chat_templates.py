@@ -165,7 +165,10 @@ def test_a_template_ends_within_its_bounds(name, tokenizer, monkeypatch) -> None
     tokenizer.chat_template, begin = ENDLESS[name], time.monotonic()
     with (
         Peak() as peak,
-        pytest.raises(ValueError, match=r"it takes more than (1 second|\d+ bytes)"),
+        pytest.raises(
+            ValueError,
+            match=r"it takes more than (1 second|\d+ bytes)|a text or list of more than",
+        ),
     ):
         render_chat(tokenizer, HELLO)
     assert time.monotonic() - begin < 20 and peak.bytes < 2**30

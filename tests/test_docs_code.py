@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cyclopts
 import pytest
 
 from kvfold.cli.main import app
@@ -138,9 +139,16 @@ def test_a_benchmark_has_its_flags(words: list[str], monkeypatch) -> None:
         parse(self, *arguments)
         raise Parsed
 
+    read = cyclopts.App.parse_args
+
+    def stop_command(self: cyclopts.App, *arguments: Any, **more: Any) -> None:
+        read(self, *arguments, **more)
+        raise Parsed
+
     if "vllm" in words[1]:
         pytest.importorskip("vllm")
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(cyclopts.App, "parse_args", stop_command)
     monkeypatch.setattr(sys, "argv", words[1:])
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     with contextlib.suppress(Parsed):  # a program that ends well without a parser is fine, too

@@ -71,11 +71,11 @@ def test_sizes_beyond_one_that_loses_too_much_are_not_measured(
     ("arguments", "message"),
     [
         (["--fastest"], "give --budget too"),
-        (["--batch", "2"], "give --fastest too"),
+        (["--batch", "2"], "give --set fastest too"),
         (["--fastest", "--budget", "ppl<=1.1", "--recipe", "lean"], "leave --recipe out"),
-        (["--fastest", "--budget", "ppl<=1.1", "--align", "8"], "leave --align out"),
+        (["--fastest", "--budget", "ppl<=1.1", "--align", "8"], "leave --set align out"),
         (["--fastest", "--budget", "ppl<=1.1", "--stats", "s.pt"], "leave --stats out"),
-        (["--fastest", "--budget", "ppl<=1.1", "--prefer", "speed"], "leave --prefer out"),
+        (["--fastest", "--budget", "ppl<=1.1", "--prefer", "speed"], "leave --set prefer out"),
     ],
 )
 def test_what_it_needs_and_excludes(plain, tmp_path, capsys, arguments, message):  # noqa: F811

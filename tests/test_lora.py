@@ -271,7 +271,7 @@ def test_in_python_with_progress_and_an_original(checkpoint, short, tmp_path) ->
 def test_nothing_is_written_where_it_diverges(checkpoint, short, tmp_path, capsys) -> None:
     where = ["--output", tmp_path / "new", "--device", "cpu"]
     line = refused(capsys, "recover", checkpoint, *where, "--learning-rate", "1e30", "--steps", 4)
-    assert "take a lower --learning-rate" in line
+    assert "take a lower --set learning-rate" in line
     assert not list(tmp_path.iterdir())
 
 

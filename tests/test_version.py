@@ -38,7 +38,7 @@ def test_bash_completes_commands_and_flags(tmp_path, monkeypatch, capsys) -> Non
     ask = f"source {script}; COMP_WORDS=(kvfold compress --rec); COMP_CWORD=2; _kvfold"
     call = ["bash", "-c", f'{ask}; echo "${{COMPREPLY[@]}}"']
     answer = subprocess.run(call, capture_output=True, text=True, check=True).stdout.split()
-    assert answer == ["--recipe", "--recover"]
+    assert answer == ["--recipe"]
 
 
 @pytest.mark.parametrize("shell", ["tcsh"])
