@@ -1,6 +1,7 @@
 """Chat templates with mistakes in them, or that do not end, are refused in one line."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +157,19 @@ def test_templates_of_others_are_compiled_as_before(tokenizer, monkeypatch) -> N
         assert len(tokenizer.apply_chat_template(HELLO, tokenize=False)) == 1001
     tokenizer.chat_template = "{{ 'a' * 1000 }}"
     assert len(render_chat(tokenizer, HELLO)) == 1000
+
+
+def test_a_slow_template_holds_no_other_back(tokenizer) -> None:
+    from transformers.utils import chat_template_utils
+
+    before = chat_template_utils.ImmutableSandboxedEnvironment
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    bounded_by_another = template_sandbox.bounded_templates(chat_template_utils)  # for long
+    with ThreadPoolExecutor(1) as pool, bounded_by_another:
+        quick = pool.submit(render_chat, tokenizer, HELLO)
+        assert quick.result(60) == HELLO[0]["content"]
+        assert chat_template_utils.ImmutableSandboxedEnvironment is not before
+    assert chat_template_utils.ImmutableSandboxedEnvironment is before
 
 
 @pytest.mark.parametrize("name", ENDLESS)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from threading import RLock
+from threading import Lock
 from typing import Any
 
 from jinja2 import nodes
@@ -24,19 +24,24 @@ WIDENING |= {"slice", "tojson", "translate", "urlize"}
 WRITING = {"join", "string", "pprint", "urlencode", "xmlattr", "sum", "escape", "e", "forceescape"}
 _DIGITS = re.compile(r"\d+")
 _WIDTH_GIVEN = re.compile(r"\{[^{}]*:[^{}]*\{|%[^%a-zA-Z]*\*")  # as {:{}} and %*d have it
-_swapping = RLock()
+_swapping = Lock()
+_inside: list[Any] = []  # what the module's class was, for every thread that is inside
 
 
 @contextmanager
 def bounded_templates(module: Any) -> Iterator[None]:
-    """Within, `module` makes a BoundedSandbox where it makes a sandbox of Jinja."""
+    """Within, `module` makes a BoundedSandbox where it makes a sandbox of Jinja. Several threads
+    may be inside: the last to leave puts Jinja's back."""
     with _swapping:
-        before = module.ImmutableSandboxedEnvironment
+        _inside.append(_inside[0] if _inside else module.ImmutableSandboxedEnvironment)
         module.ImmutableSandboxedEnvironment = BoundedSandbox
-        try:
-            yield
-        finally:
-            module.ImmutableSandboxedEnvironment = before
+    try:
+        yield
+    finally:
+        with _swapping:
+            before = _inside.pop()
+            if not _inside:
+                module.ImmutableSandboxedEnvironment = before
 
 
 class TooLarge(ValueError):
@@ -63,12 +68,12 @@ def size_of(value: Any, known: dict[int, int] | None = None) -> int:
         size = seen
     else:
         known[id(value)] = NUMBER  # where it is in itself
-        size = known[id(value)] = NUMBER + sum(size_of(x, known) for x in _inside(value))
+        size = known[id(value)] = NUMBER + sum(size_of(x, known) for x in _items(value))
     check_size(size)
     return size
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _items(value: Any) -> Iterable[Any]:
     if isinstance(value, Namespace):
         value = value._Namespace__attrs
     if isinstance(value, dict):

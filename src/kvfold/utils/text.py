@@ -236,12 +236,12 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], **how:
         from kvfold.utils.template_sandbox import bounded_templates
 
         def write() -> str:
-            with bounded_templates(chat_template_utils):
-                template = COMMENT + tokenizer.get_chat_template()
-                settings = {"chat_template": template, "tokenize": False} | how
-                return str(tokenizer.apply_chat_template(messages, **settings))
+            template = COMMENT + tokenizer.get_chat_template()
+            settings = {"chat_template": template, "tokenize": False} | how
+            return str(tokenizer.apply_chat_template(messages, **settings))
 
-        return bounded(TEMPLATE_SECONDS, TEMPLATE_BYTES, write)
+        with bounded_templates(chat_template_utils):  # outside of what may end at any step
+            return bounded(TEMPLATE_SECONDS, TEMPLATE_BYTES, write)
     except Exception as error:
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"messages: the model's chat template refuses them: {why}") from error
