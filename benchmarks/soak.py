@@ -42,9 +42,8 @@ MOST_GROWTH = {"resident": 48 * 2**20, "descriptors": 16}  # of a process, from 
 PATH = "/v1/completions"
 DONE = "data: [DONE]"
 TINY = "tiny"  # the random model of tiny.py, whose steps take milliseconds
-SERVE = ("--device", "cpu")
-SERVE += ("--kv-bytes", str(2**22), "--max-queue", "40")
-LIMITS = ("--drain-seconds", "1", "--body-seconds", "2", "--send-seconds", "2")
+SERVE = ("--set=device=cpu", f"--set=kv-bytes={2**22}", "--set=max-queue=40")
+LIMITS = ("--set=drain-seconds=1", "--set=body-seconds=2", "--set=send-seconds=2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +263,7 @@ class Soak:
             Process(name, words, port, folder / f"{name}.log")
             for name, port in zip(("first", "second"), ports, strict=False)
         ]
-        words = ("route", *(x.url for x in servers), "--check-seconds", "0.2", *self.limits)
+        words = ("route", *(x.url for x in servers), "--set=check-seconds=0.2", *self.limits)
         self.servers, self.router = servers, Process("router", words, ports[2], folder / "r.log")
         self.processes = [*servers, self.router]
         self.outcomes: Counter[tuple[str, str]] = Counter()

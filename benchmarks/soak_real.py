@@ -73,7 +73,7 @@ class RealSoak(soak.Soak):
 
     client_kinds, fault_kinds, most_growth = CLIENTS, FAULTS, MOST_GROWTH
     fault_seconds = (4.0, 15.0)  # as a server takes half a minute to come back
-    limits = ("--drain-seconds", "20", "--body-seconds", "2", "--send-seconds", "5")
+    limits = ("--set=drain-seconds=20", "--set=body-seconds=2", "--set=send-seconds=5")
     plan: RealPlan
 
     def serve_words(self) -> tuple[str, ...]:

@@ -124,7 +124,8 @@ def test_a_block_is_of_a_known_language(block: Block) -> None:
 
 @pytest.mark.parametrize("words", named("kvfold "))
 def test_a_command_is_legal(words: list[str]) -> None:
-    app.parse_args(expanded(app, words[1:]), exit_on_error=False, print_error=False)
+    reader, line = expanded(app, words[1:])
+    reader.parse_args(line, exit_on_error=False, print_error=False)
 
 
 class Parsed(BaseException):

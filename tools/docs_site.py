@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from kvfold.cli.main import app
-from kvfold.cli.settings import hidden_settings
+from kvfold.cli.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 ROOT_PAGES = {  # of the repository, by their name on the site
@@ -94,10 +94,12 @@ def unflagged(app: App, path: tuple[str, ...] = ()) -> str:
     for name in (x for x in app if not x.startswith("-")):
         if app[name].default_command is None:
             lists.append(unflagged(app[name], (*path, name)))
-        elif hidden := hidden_settings(app[name], parse_docstring=True):
+            continue
+        line = " ".join((*path, name))
+        if hidden := Settings.of(app[name], line, parse_docstring=True).hidden:
             words = {x.names[0][2:]: x for x in hidden.values()}
             lines = [f"- `{setting}`: {x.parameter.help}" for setting, x in words.items()]
-            lists.append(f"### kvfold {' '.join((*path, name))} --set\n\n" + "\n".join(lines))
+            lists.append(f"### kvfold {line} --set\n\n" + "\n".join(lines))
     return "\n\n".join(lists)
 
 

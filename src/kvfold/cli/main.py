@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any
 
-from cyclopts import CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from kvfold.cli.bench import bench
 from kvfold.cli.capacity import capacity
@@ -80,12 +80,16 @@ app.register_install_completion_command(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line (default: the process's own); returns the exit code.
+    """Run one command line of kvfold (default: the process's own); returns the exit code."""
+    return run(app, sys.argv[1:] if arguments is None else list(arguments))
+
+
+def run(program: App, arguments: list[str]) -> int:
+    """Run a command line of a program; returns the exit code.
 
     A user's mistake is one line on stderr and code 2, an interrupt 130, SIGTERM 143; 141 where the
     output's reader left.
     """
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no result is lost for an é
     try:
@@ -93,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         probe_transformers()
         check_here()
         with _terminable():
-            words = expanded(app, arguments)
-            command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
+            reader, words = expanded(program, arguments)
+            command, bound, _ = reader.parse_args(words, exit_on_error=False, print_error=False)
             check_paths(bound)
             command(*bound.args, **bound.kwargs)
             print(end="", flush=True)  # here, where it is known what a full disk is
@@ -105,12 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (CycloptsError, ValueError, OSError) as error:
-        return refuse(with_settings(in_words(error), app, arguments))
+        return refuse(with_settings(in_words(error), program, arguments))
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        less = LESS.get(arguments[0], LESS_MODEL)
-        return refuse(with_settings(f"{first_sentences(error)}: {less}", app, arguments))
+        less = LESS.get("".join(arguments[:1]), LESS_MODEL)
+        return refuse(with_settings(f"{first_sentences(error)}: {less}", program, arguments))
     except Terminated:
         print("kvfold: terminated", file=sys.stderr)
         return 143

@@ -6,7 +6,8 @@ A command shows the flags that most users need. A setting that few users change 
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
@@ -38,115 +39,141 @@ NOTE = "--set NAME=VALUE   Any other setting of this command; --set help lists t
 
 
 class Command(App):
-    """A command whose help shows its flags, or with `listing` its other settings."""
+    """A command whose help shows its flags, and none of its other settings."""
 
-    listing: ClassVar[bool] = False
+    shows_flags: ClassVar[bool] = True
 
     def assemble_argument_collection(self, **options: Any) -> ArgumentCollection:
         arguments = super().assemble_argument_collection(**options)
         for argument in arguments:
-            if argument.show and _hidden(self, argument) != self.listing:
+            if argument.show and _has_flag(self, argument) != self.shows_flags:
                 argument.parameter = Parameter.combine(argument.parameter, Parameter(show=False))
         return arguments
 
 
-def _hidden(command: App, argument: Argument) -> bool:
-    """Whether an argument of a command has no flag in its help."""
+class Listing(Command):
+    """A command whose help shows its other settings, and none of its flags."""
+
+    shows_flags = False
+
+
+def _has_flag(command: App, argument: Argument) -> bool:
+    """Whether the help of a command shows an argument, as its flag or its place."""
     function: Any = command.default_command
     flags = FLAGS.get(function.__module__.rpartition(".")[2])
-    names = [x[2:] for x in argument.names if x.startswith("--")]
-    return flags is not None and bool(names) and set(names).isdisjoint(flags.split())
+    names = _names(argument)
+    return flags is None or not names or not set(names).isdisjoint(flags.split())
 
 
-def hidden_settings(command: App, **options: Any) -> dict[str, Argument]:
-    """The arguments without a shown flag, by every name without dashes, such as "page". options:
-    of `App.assemble_argument_collection`."""
-    arguments = App.assemble_argument_collection(command, **options)
-    hidden = [x for x in arguments if not x.children and _hidden(command, x)]
-    return {name[2:]: x for x in hidden for name in x.names if name.startswith("--")}
+def _names(argument: Argument) -> list[str]:
+    """The names of an argument's flags without dashes, such as "page"."""
+    return [x[2:] for x in argument.names if x.startswith("--")]
 
 
-def command_of(app: App, words: Sequence[str]) -> tuple[App, list[str]]:
-    """The command that a command line begins with, and its path, such as ["bench", "serve"]."""
+@dataclass(frozen=True)
+class Settings:
+    """What a command takes. line: how it is called, such as "bench serve"; arguments: by every name
+    without dashes; hidden: those without a flag in the help."""
+
+    command: App
+    line: str
+    arguments: dict[str, Argument]
+    hidden: dict[str, Argument]
+
+    @classmethod
+    def of(cls, command: App, line: str, **options: Any) -> "Settings":
+        """options: of `App.assemble_argument_collection`."""
+        arguments = [
+            (name, argument)
+            for argument in App.assemble_argument_collection(command, **options)
+            if not argument.children
+            for name in _names(argument)
+        ]
+        hidden = {name: x for name, x in arguments if not _has_flag(command, x)}
+        return cls(command, line, dict(arguments), hidden)
+
+    def flag(self, text: str) -> list[str]:
+        """The flag of NAME=VALUE, or of NAME for what is on or off; none for what is off. Raises
+        ValueError for what is no setting."""
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("_", "-")
+        if name not in self.arguments:
+            near = get_close_matches(name, self.arguments, 1)
+            advice = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(
+                f"--set takes NAME=VALUE, of the settings that `kvfold {self.line} --set help`"
+                f" lists; got {text!r}{advice}"
+            )
+        if self.arguments[name].hint is not bool:
+            if not equals:
+                raise ValueError(f"--set {name} needs a value, as in --set {name}=VALUE")
+            return [f"--{name}={value}"]
+        if value.lower() in ("", "true", "yes", "1"):
+            return [f"--{name}"]
+        if value.lower() not in ("false", "no", "0"):
+            raise ValueError(f"--set {name} is true or false; got {value!r}")
+        return []
+
+    def spelled(self, name: str, value: str | None) -> str:
+        """How a hidden setting is written: page, 16 -> --set page=16; paged -> --set paged."""
+        switch = value is None or self.hidden[name].hint is bool
+        return f"--set {name}" if switch else f"--set {name}={value}"
+
+
+def settings_for(app: App, words: Sequence[str]) -> tuple[Settings | None, list[str]]:
+    """The settings of the command that a command line begins with, None where it has none, and the
+    words behind the command."""
     path: list[str] = []
     for word in words:
         if word.startswith("-") or word not in list(app):
             break
         app, path = app[word], [*path, word]
-    return app, path
+    rest = list(words[len(path) :])
+    if not path or app.default_command is None:
+        return None, rest
+    return Settings.of(app, " ".join(path)), rest
 
 
-def expanded(app: App, words: Sequence[str]) -> list[str]:
-    """A command line in which every `--set NAME=VALUE` is the flag that it stands for. Says on
-    stderr how an old flag is written now. Raises ValueError for what is no setting."""
-    Command.listing = False
-    command, path = command_of(app, words)
-    if command.default_command is None or not path:
-        return list(words)
-    hidden, rest = hidden_settings(command), iter(words[len(path) :])
-    out, said = list(path), set()
-    for word in rest:
+def expanded(app: App, words: Sequence[str]) -> tuple[App, list[str]]:
+    """A command line in which every `--set NAME=VALUE` is the flag that it stands for, and the app
+    that reads it, which for `--set help` lists settings. Says on stderr how an old flag is written
+    now. Raises ValueError for what is no setting."""
+    settings, rest = settings_for(app, words)
+    if settings is None:
+        return app, list(words)
+    out, said, left = settings.line.split(), set(), iter(rest)
+    for word in left:
         if word == "--":
-            return [*out, word, *rest]
-        name, _, _ = word.partition("=")
-        if name == "--set":
-            text = word[len("--set=") :] if "=" in word else next(rest, "")
+            return app, [*out, word, *left]
+        flag, equals, value = word.partition("=")
+        if flag == "--set":
+            text = value if equals else next(left, "")
             if text == "help":
-                Command.listing = True
-                return [*path, "--help"]
-            out += _flag(path, text, command)
+                function = settings.command.default_command
+                listing = Listing(name=f"kvfold {settings.line}", help_format="plaintext")
+                listing.default(function)
+                return listing, ["--help"]
+            out += settings.flag(text)
             continue
-        if name[2:] in hidden and name.startswith("--") and name not in said:
+        name = flag.removeprefix("--")
+        if name != flag and name in settings.hidden and name not in said:
             said.add(name)
-            print(
-                f"kvfold: {name} is now written {spelled(name[2:], hidden, 'VALUE')}",
-                file=sys.stderr,
-            )
+            now = settings.spelled(name, "VALUE")
+            print(f"kvfold: {flag} is now written {now}", file=sys.stderr)
         out.append(word)
-    return out
-
-
-def _flag(path: list[str], text: str, command: App) -> Iterator[str]:
-    """The flag of NAME=VALUE, or of NAME for what is on or off."""
-    name, equals, value = text.partition("=")
-    name, line = name.strip().replace("_", "-"), " ".join(path)
-    arguments = App.assemble_argument_collection(command)
-    known = {x[2:]: a for a in arguments if not a.children for x in a.names if x[:2] == "--"}
-    if name not in known:
-        near = get_close_matches(name, known, 1)
-        advice = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(
-            f"--set takes NAME=VALUE, of the settings that `kvfold {line} --set help` lists; got"
-            f" {text!r}{advice}"
-        )
-    if known[name].hint is not bool:
-        if not equals:
-            raise ValueError(f"--set {name} needs a value, as in --set {name}=VALUE")
-        yield f"--{name}={value}"
-    elif value.lower() in ("", "true", "yes", "1"):
-        yield f"--{name}"
-    elif value.lower() not in ("false", "no", "0"):
-        raise ValueError(f"--set {name} is true or false; got {value!r}")
-
-
-def spelled(name: str, hidden: dict[str, Argument], value: str | None) -> str:
-    """How a hidden setting is written: page, 16 -> --set page=16; paged -> --set paged."""
-    return (
-        f"--set {name}" if value is None or hidden[name].hint is bool else f"--set {name}={value}"
-    )
+    return app, out
 
 
 def with_settings(message: str, app: App, words: Sequence[str]) -> str:
     """A message in which hidden flags are written as the settings that they are."""
-    command, path = command_of(app, words)
-    if command.default_command is None or not path:
+    settings, _ = settings_for(app, words)
+    if settings is None:
         return message
-    hidden = hidden_settings(command)
 
     def replace(flag: re.Match[str]) -> str:
-        if flag[1] not in hidden:
+        if flag[1] not in settings.hidden:
             return flag[0]
-        is_switch = hidden[flag[1]].hint is bool
-        return spelled(flag[1], hidden, flag[3]) + (flag[2] or "" if is_switch else "")
+        is_switch = settings.hidden[flag[1]].hint is bool
+        return settings.spelled(flag[1], flag[3]) + (flag[2] or "" if is_switch else "")
 
     return re.sub(r"--([a-z][a-z0-9-]*)( (-?\.?\d[\w.]*)(?=\W|$))?", replace, message)
