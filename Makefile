@@ -34,7 +34,7 @@ gpu-test: $(STAMP)
 test-oldest: $(STAMP) .venv/oldest
 	PYTHONPATH=.venv/oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto \
 		tests/test_fold.py tests/test_artifact.py tests/test_checkpoint.py tests/test_calibrate.py tests/test_evaluate.py tests/test_gguf.py \
-		tests/test_seam.py tests/test_sidecar.py tests/test_seam_engine.py tests/test_seam_users.py
+		tests/test_maps.py tests/test_sidecar.py tests/test_maps_engine.py tests/test_maps_users.py
 
 # vLLM on a CPU, in an environment of its own, which takes 4 GB and two minutes to make.
 VLLM := .venv/vllm

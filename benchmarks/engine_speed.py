@@ -36,7 +36,7 @@ from kvfold.hub.loading import load, load_tokenizer
 from kvfold.models.copies import shared_copy
 from kvfold.utils.files import write_json
 from kvfold.utils.text import packaged, running, windows
-from kvfold.utils.versions import given
+from kvfold.utils.versions import cache_argument
 
 BASELINES = ("dynamic", "static", "static compiled")
 RECIPES = ("small", "fast", "lean", "swift")
@@ -78,7 +78,7 @@ class Transformers(Variant):
 
     def _next(self, ids: Tensor) -> Tensor:
         with torch.inference_mode():
-            out = self.forward(ids, **given(self.cache), use_cache=True, logits_to_keep=1)
+            out = self.forward(ids, **cache_argument(self.cache), use_cache=True, logits_to_keep=1)
             return out.logits[:, -1:].argmax(-1)
 
     def step(self) -> None:

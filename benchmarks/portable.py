@@ -31,13 +31,13 @@ from kvfold.evaluation.perplexity import (
 )
 from kvfold.layout import Latent, LayerSpec
 from kvfold.layout.pages import cache_layout
-from kvfold.maps.attach import bind, detach
-from kvfold.maps.choice import choose
+from kvfold.maps.attach import attach_maps, detach
 from kvfold.maps.compress import layer_maps
-from kvfold.maps.family import seam_family
+from kvfold.maps.family import attention_family
 from kvfold.maps.layer_maps import Maps
-from kvfold.maps.layers import seam_layers
+from kvfold.maps.layers import attention_layers
 from kvfold.maps.plain import measured_means, plain_maps
+from kvfold.maps.selection import select_layers
 
 PORTABLE = Recipe(name="portable", basis="post", ranks="uniform", gradients=True)
 SHARES = {"bf16": (0.5,), "fp8": (0.75, 0.625, 0.5)}  # of a head's numbers
@@ -122,10 +122,10 @@ class Bench(quality.Bench):
 
     def calibrate(self) -> None:
         """The bases of both recipes, from one pass of calibration."""
-        self.layers = seam_layers(self.model)
-        chosen = choose(self.model.config, self.layers)
+        self.layers = attention_layers(self.model)
+        chosen = select_layers(self.model.config, self.layers)
         self.names = [layer.name for layer in chosen.layers]
-        family = seam_family(chosen.layers, {}, chosen.left)
+        family = attention_family(chosen.layers, {}, chosen.uncompressed)
         given = self.arguments
         how = {"calib": given.calib or None, "max_tokens": given.calib_tokens, "family": family}
         made = [
@@ -189,7 +189,7 @@ class Bench(quality.Bench):
         """Loss on windows [n, ctx] with these maps and this rounding; without both as it is."""
         rounded = [Rounded.of_maps(x, code) for x, code in zip(maps, codes, strict=True)]
         if rounded:
-            bind(self.model, self.layers, dict(zip(self.names, rounded, strict=True)))
+            attach_maps(self.model, self.layers, dict(zip(self.names, rounded, strict=True)))
         try:
             with inference(self.model):
                 return window_perplexity(partial(DenseSession, self.model), ids)[0]

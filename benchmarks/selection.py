@@ -22,7 +22,7 @@ from torch import Tensor
 
 import quality
 from kvfold import recipes
-from kvfold.attention.base import AttentionContext, LayerMaps
+from kvfold.attention.base import AttentionContext, LayerAttention
 from kvfold.compression.compressor import Compressor
 from kvfold.compression.training.rounded_cache import round_to_bits
 from kvfold.evaluation.dense import DenseSession
@@ -30,7 +30,7 @@ from kvfold.evaluation.perplexity import window_perplexity
 from kvfold.evaluation.session import Footprint, Session, Sessions
 from kvfold.models.adapter import PAGED
 from kvfold.ops.common.attention import Tables, attention, rotate
-from kvfold.utils.versions import given
+from kvfold.utils.versions import cache_argument
 
 FIRST = 4  # rows that every token sees
 Prefix = dict[int, tuple[Tensor, Tensor, Tensor]]  # rows, keys and values of every layer
@@ -56,7 +56,7 @@ class Rule:
     whole: int = 0
 
     def scores(
-        self, layer: LayerMaps, q: Tensor, keys: Tensor, rows: Tensor, turned: Tables
+        self, layer: LayerAttention, q: Tensor, keys: Tensor, rows: Tensor, turned: Tables
     ) -> Tensor:
         """Estimates [H, G, T, S] of the scaled scores of q [H, G, T, d], rotated by turned."""
         if self.estimate == "latent":
@@ -140,7 +140,7 @@ class SelectedRows(AttentionContext):
     def __init__(self, prefix: Prefix, rule: Rule | None, prompt: int, found: list[float]) -> None:
         self.kept, self.rule, self.prompt, self.found = dict(prefix), rule, prompt, found
 
-    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
+    def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
         rows = round_to_bits(rows, layer.spec)
         past = self.kept.get(layer.index)
         before = past[0].shape[1] if past else 0
@@ -148,7 +148,7 @@ class SelectedRows(AttentionContext):
         assert layer.rope is not None, "keys before RoPE are rebuilt"
         turned = layer.rope.tables(q, torch.arange(before, count), count)
         mapped = layer.value_up is not None
-        z = layer.mapped_values(rows) if mapped else layer.value_columns.gather(rows)
+        z = layer.full_values(rows) if mapped else layer.value_columns.gather(rows)
         new = rows, layer.score_keys(rows, turned), z.transpose(1, 2)
         if past:
             pairs = zip(past, new, (1, 2, 2), strict=True)
@@ -159,10 +159,10 @@ class SelectedRows(AttentionContext):
             out, _ = attention(q, new[1], new[2], seen[None, None], layer.scale)
         else:
             out = self._chosen(self.rule, layer, q, seen, turned)
-        return layer.joined(out, mapped=mapped)
+        return layer.merge_heads(out, mapped=mapped)
 
     def _chosen(
-        self, rule: Rule, layer: LayerMaps, q: Tensor, seen: Tensor, turned: Tables
+        self, rule: Rule, layer: LayerAttention, q: Tensor, seen: Tensor, turned: Tables
     ) -> Tensor:
         """Attention [1, Hq, T, .] of q [1, Hq, T, d] to the rows of a rule."""
         rows, keys, values = self.kept[layer.index]
@@ -212,7 +212,7 @@ class SelectedSession(Session):
         context = SelectedRows(self.kept, rule, self.prompt, self.found)
         positions = torch.arange(len(self.tokens), len(self.tokens) + ids.shape[1])
         hidden = self.model.base_model(
-            input_ids=ids, position_ids=positions[None], **given(context), use_cache=False
+            input_ids=ids, position_ids=positions[None], **cache_argument(context), use_cache=False
         ).last_hidden_state
         self.kept, self.tokens = context.kept, [*self.tokens, *ids[0].tolist()]
         self.logits = self.model.get_output_embeddings()(hidden[:, -1:] if last else hidden)

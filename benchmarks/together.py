@@ -89,7 +89,7 @@ class Pages:
 
     def _next(self, request: Request, tokens: Sequence[int]) -> Sequence[int]:
         start = request.num_computed
-        return tokens[start : start + min(CHUNK, self.runner.pool.layout.most_at(start))]
+        return tokens[start : start + min(CHUNK, self.runner.pool.layout.max_tokens_in_step(start))]
 
     @torch.inference_mode()
     def feed(self, requests: list[Request], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -143,7 +143,7 @@ class Pages:
         held, logits = self.footprint(requests[-1]), self.logits[:, None]
         losses = [token_nll(logits, ids[:, start : start + 1])]
         while start < ids.shape[1] - 1:
-            step = min(AFTER, self.runner.pool.layout.most_at(start))
+            step = min(AFTER, self.runner.pool.layout.max_tokens_in_step(start))
             part = ids[:, start : min(start + step, ids.shape[1] - 1)]
             with torch.inference_mode():
                 hidden, _ = self._hidden(requests, part.tolist())

@@ -101,7 +101,7 @@ def step_of(kind: str, decodes: int, chunks: int) -> Callable[[], None]:
     view = BlockView(layout, torch.bfloat16, torch.device("cpu"), LONGEST)
     attention = BlockAttention(layers, view)
     assert Fallback not in {*attention.decode.values(), *attention.prefill.values()}
-    sizes = [sum(x.layout.page_bytes for x in layout.of_layer(i)) for i in range(LAYERS)]
+    sizes = [sum(x.layout.page_bytes for x in layout.groups_of_layer(i)) for i in range(LAYERS)]
     caches = [torch.zeros(BLOCKS, size, dtype=torch.int8) for size in sizes]
     lengths, count = [STORED] * decodes + [ROWS] * chunks, decodes + chunks * ROWS
     pages = LONGEST // layout.page

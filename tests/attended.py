@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attention.base import Columns, LayerMaps
+from kvfold.attention.base import Columns, LayerAttention
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.paged import PagedAttention, PagedContext
 from kvfold.cache.pool import Pool
@@ -63,14 +63,14 @@ class Shape:
         layer = LayerSpec(keys="post_rope", values="rebuilt", latents=tuple(latents))
         return CacheSpec(geometry=geometry, layers=(layer,))
 
-    def layer(self) -> LayerMaps:
+    def layer(self) -> LayerAttention:
         """The layer with random value maps and sinks."""
         spec = self.spec
         own, values = spec.layers[0], spec.layers[0].value_latents
         shape = len(values), self.kv_heads * self.head_dim // len(values), values[0].rank
         up = torch.randn(shape, device=DEVICE) * values[0].rank ** -0.5
         sinks = torch.randn(spec.geometry.num_query_heads, device=DEVICE) + 1
-        return LayerMaps(
+        return LayerAttention(
             index=0,
             spec=own,
             geometry=spec.geometry,
@@ -125,7 +125,7 @@ class Attended:
         together = [slots] if decode else [[slot] for slot in slots]
         for own in together:
             tokens = sum(n for s, n in zip(slots, counts, strict=True) if s in own)
-            part = AttentionMetadata.of_step(
+            part = AttentionMetadata.for_step(
                 self.attention.view,
                 own,
                 joined[begin : begin + tokens],
@@ -166,7 +166,7 @@ class Attended:
         k = layer.score_keys(rows, None)[0].repeat_interleave(g.queries_per_kv, 0)
         assert layer.value_up is not None
         exact = replace(layer, value_up=layer.value_up.double())
-        v = exact.mapped_values(rows)[0].transpose(0, 1).repeat_interleave(g.queries_per_kv, 0)
+        v = exact.full_values(rows)[0].transpose(0, 1).repeat_interleave(g.queries_per_kv, 0)
         scores = capped(q.double() @ k.mT * g.scaling, self.shape.softcap)
         weights = scores.masked_fill(~seen, -torch.inf).exp()
         total = weights.sum(-1, keepdim=True)

@@ -14,9 +14,9 @@ import kvfold
 from kvfold.hub.checkpoint import mark
 from kvfold.layout import CacheSpec, Latent, LayerSpec
 from kvfold.layout.latents import plain_layer
-from kvfold.maps.family import seam_family
+from kvfold.maps.family import attention_family
 from kvfold.maps.layer_maps import Maps
-from kvfold.maps.layers import seam_layers
+from kvfold.maps.layers import attention_layers
 from kvfold.maps.rope_maps import RopeMaps
 from kvfold.maps.rotation import find_rotations
 from kvfold.maps.sidecar import Sidecar, probes_of
@@ -283,7 +283,7 @@ class SubjectCase:
 
     def sidecar(self, model: hf.PreTrainedModel) -> Sidecar:
         """The maps of a plain model, in kvfold's form."""
-        layers = seam_layers(model)
+        layers = attention_layers(model)
         rotations = {}
         if any(x.spec.keys == "pre_rope" for x in self.plans):
             names = [
@@ -291,7 +291,7 @@ class SubjectCase:
             ]
             rotations = find_rotations(model, layers, names)
         mapped = [(x.name, y) for x, y in zip(layers, self.plans, strict=True) if y.latents]
-        geometry = seam_family(layers).geometry(model.config)
+        geometry = attention_family(layers).geometry(model.config)
         spec = CacheSpec(geometry=geometry, layers=tuple(x.spec for _, x in mapped))
         maps = {name: maps_of(plan, rotations.get(name)) for name, plan in mapped}
         return Sidecar(maps=maps, spec=spec, base=probes_of(layers), provenance={})
@@ -301,8 +301,8 @@ def geometry_of(case: ModelCase) -> Any:
     """Of a type that has no family, as far as plain layers need it."""
     if case.kind in FOLDED:
         return family_of(case.config).geometry(case.config)
-    layers = seam_layers(case.model)
-    return seam_family(layers).geometry(case.config)
+    layers = attention_layers(case.model)
+    return attention_family(layers).geometry(case.config)
 
 
 def maps_of(plan: LayerPlan, rotation: Any) -> Maps:

@@ -46,7 +46,7 @@ class FakePool:
         self.is_open = [False] * num_slots
         self.num_bytes = num_pages  # of one byte each
         self.layout = SimpleNamespace(
-            most_at=lambda row: max_tokens,  # no tails
+            max_tokens_in_step=lambda row: max_tokens,  # no tails
             groups=(0, 1),
             bytes_for=lambda slots, tokens: 2 * slots * -(-tokens // PAGE),
         )

@@ -16,8 +16,8 @@ from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.evaluation.dense import cache_bytes
 from kvfold.hub.checkpoint import provenance_of, spec_of
-from kvfold.models.places import DIGITS
-from kvfold.utils.versions import given
+from kvfold.models.positions import DIGITS
+from kvfold.utils.versions import cache_argument
 from models import tiny, tokens
 
 
@@ -75,7 +75,7 @@ def test_a_loaded_model_saves_again(saved, tmp_path) -> None:
 def test_the_cache_holds_only_stored_numbers(recipe: str) -> None:
     model = fold("llama-gqa", recipe, 0.5)
     cache = DynamicCache(config=model.config)
-    logits(model, tokens(2, 20), **given(cache))
+    logits(model, tokens(2, 20), **cache_argument(cache))
     spec = spec_of(model)
     beside = DIGITS * sum(layer.keys == "pre_rope" for layer in spec.layers)  # positions
     assert cache_bytes(cache) == 2 * 20 * (spec.stored_numbers + beside) * 4

@@ -9,7 +9,7 @@ from kvfold.maps.plain import measured_means
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
 from kvfold.models.fold import fold_plain
-from kvfold.models.rotate import turned
+from kvfold.models.rotate import with_full_rank_latents
 from models import ROTARY, tiny, tokens
 
 BIASED = ["qwen2", "llama3-scaling", "opt", "gpt-neox"]
@@ -17,7 +17,7 @@ BIASED = ["qwen2", "llama3-scaling", "opt", "gpt-neox"]
 
 def folded(model):
     """A copy that stores rotated keys and values, in floating point."""
-    spec = turned(plain_spec(family_of(model.config).geometry(model.config)))
+    spec = with_full_rank_latents(plain_spec(family_of(model.config).geometry(model.config)))
     copy = shared_copy(model)
     fold_plain(copy, spec, measured_means(model))
     return copy

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvfold import recipes
 from kvfold.attention import buckets, cpu_paged, fallback
-from kvfold.attention.buckets import WORTH, cut
+from kvfold.attention.buckets import WORTH, length_buckets
 from kvfold.config import CacheConfig
 from kvfold.engine.requests.request import CacheParams
 from kvfold.engine.runner.build import build_runner
@@ -28,7 +28,7 @@ def backend(monkeypatch: pytest.MonkeyPatch):
 
 @given(st.lists(st.one_of(st.integers(0, 60), st.integers(0, 9000)), min_size=1, max_size=80))
 def test_buckets_read_few_rows_in_vain(lengths: list[int]) -> None:
-    found = cut(lengths)
+    found = length_buckets(lengths)
     assert sorted(i for bucket in found for i in bucket) == list(range(len(lengths)))
     padded = [[lengths[i] for i in bucket] for bucket in found]
     assert sum(max(x) * len(x) for x in padded) <= 2 * sum(lengths) + WORTH
@@ -46,7 +46,7 @@ def test_buckets_read_few_rows_in_vain(lengths: list[int]) -> None:
     ],
 )
 def test_as_many_buckets_as_are_worth_it(lengths: list[int], wanted: int) -> None:
-    assert len(cut(lengths)) == wanted
+    assert len(length_buckets(lengths)) == wanted
 
 
 def model_of(name: str):

@@ -11,7 +11,7 @@ import kvfold
 from kvfold import LLM, attach, compress, detach
 from models import tiny, tokens
 from test_fuzz import model_of
-from test_seam_users import full_rank
+from test_maps_users import full_rank
 
 SIZE = {"page": 8, "kv_bytes": 2**22, "max_sequences": 2, "max_tokens": 256}
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from kvfold import LLM, SamplingParams, compress
 from kvfold.hub.loading import load
 from kvfold.maps.attach import attach, detach
-from kvfold.models.places import QUANTIZED, fit_static
+from kvfold.models.positions import QUANTIZED, fit_static
 from kvfold.utils.errors import SettingError
-from kvfold.utils.versions import given
+from kvfold.utils.versions import cache_argument
 from models import tiny
 from models import tokens as ids_of
 from test_fold import close, prepared
-from test_seam_rope import sidecar
+from test_maps_rope import sidecar
 
 LONG = 40
 RECIPES = ["lean", "small"]  # a latent of keys for each head, and one of keys and values
@@ -105,7 +105,7 @@ POSITIONS = {
 
 def split(model, ids: Tensor, places: Tensor, cache, sizes=(LONG - 5, 4, 1)) -> Tensor:
     """Logits of chunks through one cache."""
-    stored = given(cache(model))
+    stored = cache_argument(cache(model))
     parts = zip(ids.split(sizes, 1), places.split(sizes, 1), strict=True)
     return torch.cat([logits(model, x, position_ids=y, **stored) for x, y in parts], 1)
 

@@ -39,7 +39,7 @@ def test_bytes_are_those_of_an_engine(tiny, name: str) -> None:
     llm = LLM(tiny, **vars(CACHES[name]) | {"kv_bytes": 2**20}, max_tokens=256)
     layout = llm.runner.pool.layout
     assert layout.page_bytes == found.layout.page_bytes
-    assert layout.tail_bytes == found.layout.tail_bytes
+    assert layout.residual_bytes == found.layout.residual_bytes
     assert found.pool == 2**20
     loaded = sum(x.numel() * x.element_size() for x in tiny.parameters())
     assert loaded <= found.weights <= 1.03 * loaded  # maps that turn numbers are weights, too

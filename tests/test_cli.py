@@ -737,13 +737,15 @@ def test_the_hub_is_asked_once_and_only_for_what_is_not_here(tmp_path, monkeypat
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
     download._answers.cache_clear()
-    assert download.where(str(tmp_path)) == {} and not asked
-    assert [download.where("someone/model") for _ in range(2)] == [{"local_files_only": True}] * 2
+    assert download.hub_options(str(tmp_path)) == {} and not asked
+    assert [download.hub_options("someone/model") for _ in range(2)] == [
+        {"local_files_only": True}
+    ] * 2
     assert len(asked) == 1
     download._answers.cache_clear()
     answer = urllib.error.HTTPError("", 404, "", None, None)
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: raised(answer))
-    assert download.where("someone/model") == {}
+    assert download.hub_options("someone/model") == {}
     download._answers.cache_clear()
 
 

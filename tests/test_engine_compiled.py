@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-import seam_types
+import model_types
 from kvfold.config import CacheConfig
 from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.compiled import TOKENS, Compiled, wanted
 from kvfold.engine.runner.runner import ModelRunner
-from kvfold.models import pieces
-from kvfold.models.pieces import Pieces
+from kvfold.models import pointwise
+from kvfold.models.pointwise import PointwiseOps
 from models import tiny
 from steps import sequences_of, step
 from tolerance import assert_same_logits
@@ -60,7 +60,7 @@ def conversation(runner: ModelRunner) -> Tensor:
 
 
 def is_clean(model: torch.nn.Module) -> bool:
-    return not any({"forward", "pieces"} & vars(x).keys() for x in model.modules())
+    return not any({"forward", "pointwise"} & vars(x).keys() for x in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_same_logits_and_nothing_compiled_later(name, settings, modules, graphs)
 @pytest.mark.parametrize("name", ["smollm3", "gemma3_text", "cohere2"])
 def test_layers_beside_maps_are_compiled_once_for_all(name: str) -> None:
     """Attention, whose maps differ from layer to layer, is one operation of theirs."""
-    model = seam_types.tiny(name)
+    model = model_types.tiny(name)
     runner = build_runner(model, CacheConfig(page=16), num_slots=5, max_tokens=64)
     plain = conversation(runner)
     compiled = compile_pieces(runner)
@@ -113,12 +113,14 @@ def test_pieces_are_what_runs() -> None:
     runner = runner_of("llama-gqa", bits=8)
     plain = conversation(runner)
     runner.compiled = Compiled(runner.model, runner.family, "eager")
-    wrong = Pieces(rows=lambda k, tables, shift, rest: pieces.rows(k, tables, shift, -rest))
+    wrong = PointwiseOps(
+        rows=lambda k, tables, shift, rest: pointwise.rows(k, tables, shift, -rest)
+    )
 
     def spoiled(x: Tensor | tuple[Tensor, Tensor], **_) -> Tensor:
         return torch.zeros_like(x[0] if isinstance(x, tuple) else x)
 
-    found = {"forward": spoiled, "pieces": wrong}
+    found = {"forward": spoiled, "pointwise": wrong}
     swaps = runner.compiled.swaps
     for kind in found:
         runner.compiled.remove()
@@ -131,7 +133,7 @@ def test_ranks_are_no_constants() -> None:
     """Layers that keep different numbers share code, parameters or not."""
     runner = runner_of("llama-gqa", bits=8)
     compile_pieces(runner)
-    found = next(x for _, name, x in runner.compiled.swaps if name == "pieces")
+    found = next(x for _, name, x in runner.compiled.swaps if name == "pointwise")
     before = counters["stats"]["unique_graphs"]
     with torch.inference_mode():
         for width in (6, 5, 7, 9, 16):
@@ -140,7 +142,7 @@ def test_ranks_are_no_constants() -> None:
             torch.testing.assert_close(found.rows(k, None, shift, rest)[..., :width], k + shift)
             q, up = torch.randn(1, TOKENS, 4, 12), torch.randn(2, 12, width)
             torch.testing.assert_close(
-                found.queries(q, None, up), pieces.queries(q, None, up), rtol=1e-5, atol=1e-5
+                found.queries(q, None, up), pointwise.queries(q, None, up), rtol=1e-5, atol=1e-5
             )
     assert counters["stats"]["unique_graphs"] <= before + 4
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvfold import LLM
 from kvfold.attention import cpu_paged, fallback, observer
-from kvfold.attention.observer import WINDOW, Observer, Turn
+from kvfold.attention.observer import WINDOW, Observer, StepPart
 from kvfold.config import Recipe
 from kvfold.engine.requests.request import CacheParams, Request, SamplingParams
 from kvfold.engine.runner.runner import ModelRunner
@@ -110,12 +110,12 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> tuple[Observer, list[dict[int, list
 
 def decode(on: Observer, *sequences: Request) -> None:
     """A step whose queries are their own positions."""
-    with on.around([Turn(x.open_slot, x, x.num_computed) for x in sequences], len(sequences)):
+    with on.step([StepPart(x.open_slot, x, x.num_computed) for x in sequences], len(sequences)):
         device = on.queries[0].device
         slots = torch.tensor([x.open_slot for x in sequences], device=device)
         positions = torch.tensor([x.num_computed for x in sequences], device=device)
         q = on.queries[0].new_ones(len(slots), *on.queries[0].shape[1:]) * positions[:, None, None]
-        on.keep(0, slots * WINDOW + positions % WINDOW, q, q[..., 0].float())
+        on.buffer(0, slots * WINDOW + positions % WINDOW, q, q[..., 0].float())
     for x in sequences:
         x.num_computed += 1
 
@@ -148,7 +148,9 @@ def test_what_belongs_to_others_is_dropped(kept) -> None:
     decode(on, ended, replaced, restarted)
     on.view.pool.close(ended.open_slot)
     restarted.num_computed = 0
-    with on.around([Turn(x.open_slot, x, x.num_computed) for x in (sequence(1, 10), restarted)], 0):
+    with on.step(
+        [StepPart(x.open_slot, x, x.num_computed) for x in (sequence(1, 10), restarted)], 0
+    ):
         pass
     on.flush()
     assert not calls
@@ -173,8 +175,8 @@ def test_what_fails_on_the_way_is_neither_added_later_nor_twice(
     on, calls = kept
     one, other = sequence(0, 20), sequence(2, 30)
     decode(on, one, other)
-    turns = [Turn(x.open_slot, x, x.num_computed) for x in (one, other)]
-    with pytest.raises(MemoryError), on.around(turns, 2):
+    turns = [StepPart(x.open_slot, x, x.num_computed) for x in (one, other)]
+    with pytest.raises(MemoryError), on.step(turns, 2):
         raise MemoryError
     decode(on, one, other)  # the same step once more
     with monkeypatch.context() as patch:
@@ -189,13 +191,13 @@ def test_what_fails_on_the_way_is_neither_added_later_nor_twice(
 def test_queries_of_who_evicts_nothing_are_not_kept(kept) -> None:
     on, calls = kept
     one, other = sequence(0, 13), sequence(2, 30)
-    turns = [Turn(0, one, 13, counts=False), Turn(2, other, 30)]
-    with on.around(turns, 2):
+    turns = [StepPart(0, one, 13, counts=False), StepPart(2, other, 30)]
+    with on.step(turns, 2):
         for layer in on.queries:
             at = torch.tensor([30.0], device=on.queries[layer].device)
             row = torch.tensor([2 * WINDOW + 30 % WINDOW], device=at.device)
             q = on.queries[layer].new_ones(1, *on.queries[layer].shape[1:]) * 30
-            on.keep(layer, row, q, q[..., 0].float())
+            on.buffer(layer, row, q, q[..., 0].float())
     on.flush()
     assert calls == [{2: [30]}]
 

@@ -22,7 +22,7 @@ from safetensors.torch import load, save
 
 import faults
 import ggufs
-import seam_types
+import model_types
 from faults import Fault, Findings, Peak
 from kvfold import LLM, PackedContext
 from kvfold.api import save as save_model
@@ -36,7 +36,7 @@ from kvfold.evaluation.suites import read_suite
 from kvfold.evaluation.suites.run import changes
 from kvfold.evaluation.tasks import read_tasks
 from kvfold.hub import loading
-from kvfold.maps.layers import seam_layers
+from kvfold.maps.layers import attention_layers
 from kvfold.maps.plain import Means, full_spec, plain_maps
 from kvfold.maps.sidecar import PLAN, TENSORS, Sidecar, probes_of
 from kvfold.models.families import family_of
@@ -162,8 +162,8 @@ def maps_tensors(folder: Path) -> Format:
 
 
 def maps(folder: Path, name: str) -> Format:
-    model = seam_types.tiny("llama")
-    layers = seam_layers(model)
+    model = model_types.tiny("llama")
+    layers = attention_layers(model)
     geometry = family_of(model.config).geometry(model.config)
     made = {}
     for layer in layers:

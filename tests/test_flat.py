@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.layout.formats.integers import PLANES, places, unpack
+from kvfold.layout.formats.integers import PLANES, codes_by_position, unpack
 from kvfold.layout.pages import Latent
 from kvfold.ops.common.pages import PageClass, locate, plan_pages
 from kvfold.ops.decode import cpu as flat
@@ -125,7 +125,7 @@ def test_places_add_up_to_the_codes(bits: int, n: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     packed = torch.randint(0, 256, (3, size), generator=generator, dtype=torch.uint8)
     codes = torch.zeros(3, n, dtype=torch.uint8)
-    for where, factor, part in places(packed, n, bits):
+    for where, factor, part in codes_by_position(packed, n, bits):
         codes[:, where] += factor * part
     assert torch.equal(codes, unpack(packed, n, bits))
 

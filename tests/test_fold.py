@@ -12,7 +12,7 @@ from kvfold.compression.bases.base import Source
 from kvfold.compression.bases.loss_weighted import LossWeighted
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.ops.common.attention import attention, rotate
-from kvfold.utils.versions import given
+from kvfold.utils.versions import cache_argument
 from matrix import matrix
 from models import CONFIGS, tiny, tokens
 
@@ -45,7 +45,7 @@ def chunked(model, ids: Tensor, chunk: int, mask: Tensor | None = None) -> Tenso
         if model.config.model_type == "opt":
             extra.pop("position_ids", None)
         with torch.no_grad():
-            out = model(ids[:, start:stop], **given(cache), **extra)
+            out = model(ids[:, start:stop], **cache_argument(cache), **extra)
         outputs.append(out.logits)
     return torch.cat(outputs, 1)
 

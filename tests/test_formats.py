@@ -12,7 +12,7 @@ from kvfold.config import CacheConfig
 from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.layout.formats import FORMATS, format_of
-from kvfold.layout.formats.base import Asked, Format
+from kvfold.layout.formats.base import Format, FormatRequest
 from kvfold.layout.formats.unquantized import Unquantized
 from kvfold.recipes import get
 from models import tiny, tokens
@@ -22,7 +22,7 @@ from test_store import numbers
 PAGE, GROUPS, PAGES, WIDTH = 8, 3, 2, 20
 BOOKS = tuple(tuple(torch.linspace(-1, 1, 2**bits).tolist()) for bits in (4, 3, 2))
 CASES = [Unquantized(itemsize=2)] + [
-    format_of(name).of(Asked(side=side, bits=bits, page=PAGE, codebooks=BOOKS))
+    format_of(name).for_request(FormatRequest(side=side, bits=bits, page=PAGE, codebooks=BOOKS))
     for name in FORMATS
     for side in ("k", "v")
     for bits in format_of(name).widths

@@ -9,7 +9,7 @@ from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.layout import CacheSpec, Latent, LayerSpec
 from kvfold.layout.formats import format_of
-from kvfold.layout.formats.base import Asked
+from kvfold.layout.formats.base import FormatRequest
 from kvfold.layout.formats.gear import MOST, Gear, low_rank, num_outliers
 from kvfold.layout.formats.kivi import Kivi
 from kvfold.layout.pages import cache_layout
@@ -19,7 +19,7 @@ from test_selector import GEOMETRY
 
 
 def form_of(side: str, bits: int = 2, page: int = 64) -> Gear:
-    found = format_of("gear").of(Asked(side=side, bits=bits, page=page))
+    found = format_of("gear").for_request(FormatRequest(side=side, bits=bits, page=page))
     assert isinstance(found, Gear)
     return found
 
@@ -113,7 +113,9 @@ def test_defaults_are_the_published_ones() -> None:
     assert runner.pool.layout.page == runner.pool.layout.residual == 64
     ranks = [form_of("k", page=page).rank for page in (32, 64, 128, MOST)]
     assert ranks == [2, 2, 4, 4]
-    assert form_of("v").cut(130, 64) == [43, 43, 44] and form_of("k").cut(130, 64) == [130]
+    assert form_of("v").segment_widths(130, 64) == [43, 43, 44] and form_of("k").segment_widths(
+        130, 64
+    ) == [130]
 
 
 @pytest.mark.parametrize("chunk", [7, 96])

@@ -106,7 +106,7 @@ def truncate(session: PagedSession, wide: list[set[int]], narrow: CacheSpec) -> 
 def test_computes_what_truncated_rows_give(name: str, count: int, given: Ratios) -> None:
     """Through prefill, and demotions as a sequence goes on, in decode steps and in chunks."""
     model, plain = folded(name, given), folded(name, given, hybrid=False)
-    narrow = spec_of(model).narrow
+    narrow = spec_of(model).low_rank
     ids = tokens(1, 120)[0].tolist()
     with session_of(model) as found, session_of(plain) as wanted:
         prompt = {"prompt": PROMPT}
@@ -191,7 +191,7 @@ def test_bytes_are_those_of_pages() -> None:
         logits_of(session, tokens(1, PROMPT)[0].tolist(), prompt=PROMPT)
         whole = pool.used_bytes
         session.compress()
-        layouts = pool.layout, pool.layout.narrow
+        layouts = pool.layout, pool.layout.low_rank
         rows = pool.host_lengths[slot], pool.narrow.host_lengths[slot]
         size = sum(
             -(-int(count) // PAGE) * group.layout.page_bytes
@@ -285,7 +285,7 @@ def test_kernels_compute_what_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> N
     pytest.importorskip("triton", reason="Triton is not installed")
     found = []
     for use in backends(monkeypatch):
-        for name, taken in (("reference", "HybridAttention"), ("triton", "HybridKernels")):
+        for name, taken in (("reference", "MixedRankAttention"), ("triton", "MixedRankKernels")):
             use(name)
             model = folded("llama3-scaling", dtype=torch.float16).to(DEVICE)
             config = CacheConfig(kv_bytes=2**21, page=16)
@@ -396,7 +396,7 @@ def test_layers_of_one_leader_need_room_together() -> None:
     apart, spec = layout.spare_page_bytes, layout.spec
     mark(model, replace(spec, hybrid=replace(spec.hybrid, leaders=(0, 0))), {})
     layout, tokens_each = session_of(model).runner.pool.layout, 240
-    assert layout.spare_page_bytes == layout.narrow.page_bytes == 2 * apart
+    assert layout.spare_page_bytes == layout.low_rank.page_bytes == 2 * apart
     enough = layout.bytes_for(2, tokens_each) - 2**20
     for size in (enough, enough - layout.spare_page_bytes * tokens_each // PAGE):
         config = CacheConfig(kv_bytes=size, page=PAGE)
@@ -514,7 +514,7 @@ def test_spec_survives_json() -> None:
     assert CacheSpec.from_dict(spec.to_dict()) == spec and spec.hybrid is not None
     plain = replace(spec, hybrid=None)
     assert "hybrid" not in plain.to_dict() and CacheSpec.from_dict(plain.to_dict()) == plain
-    assert spec.narrow.kept_fraction < spec.kept_fraction < plain.kept_fraction
+    assert spec.low_rank.kept_fraction < spec.kept_fraction < plain.kept_fraction
 
 
 @pytest.mark.parametrize(
@@ -582,9 +582,9 @@ def test_says_what_kernels_do_not_read() -> None:
     odd = cache_layout(spec, tracked=True, bits=3)
     found = kernels(shapes, odd, torch.bfloat16)
     assert found.decode == 0 and found.prefill == 2 and "8, 4 and 2 bits" in str(found)
-    less = odd.narrow
+    less = odd.low_rank
     assert less is not None
-    mixed = replace(cache_layout(spec, tracked=True), narrow=less)
+    mixed = replace(cache_layout(spec, tracked=True), low_rank=less)
     assert kernels(shapes, mixed, torch.bfloat16).decode == 0
 
 

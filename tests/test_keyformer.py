@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.fallback import Fallback
-from kvfold.attention.selector import DECODE, PREFILL, Selected
+from kvfold.attention.selector import DECODE, PREFILL, SelectedBackends
 from kvfold.cache.eviction.policies import get
 from kvfold.cache.eviction.scorers.attention import as_observation, attention_scores
 from kvfold.config import CacheConfig
@@ -120,7 +120,7 @@ def test_plain_pytorch_serves_it_and_says_so() -> None:
     on_gpu.device, on_gpu.observing = torch.device("cuda"), as_observation(POLICY)
     on_gpu.observes_decodes = True
     with pytest.warns(UserWarning, match="no kernel writes.*kv-compress, has kernels") as caught:
-        Selected.of(attention.layers, on_gpu)
+        SelectedBackends.select_all(attention.layers, on_gpu)
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -129,4 +129,4 @@ def test_plain_pytorch_serves_it_and_says_so() -> None:
 
 def test_others_keep_their_kernels() -> None:
     assert not get("h2o").scorer.needs_weights
-    assert {x.weighs for x in (*DECODE, *PREFILL)} == {False, True}
+    assert {x.returns_weights for x in (*DECODE, *PREFILL)} == {False, True}

@@ -57,7 +57,7 @@ def kivi_layouts(draw) -> CacheLayout:
 
 def pool_of(layout: CacheLayout, slots: int = 3, rows: int = 40) -> Pool:
     """Workspace for `slots` sequences, in memory full of NaN."""
-    pages = layout.page_bytes * (rows // layout.page) + layout.tail_bytes
+    pages = layout.page_bytes * (rows // layout.page) + layout.residual_bytes
     pool = Pool(layout, 3 * slots * pages + 2**14, num_slots=slots, max_tokens=rows, device=DEVICE)
     pool.arena.fill_(255)
     return pool
@@ -67,7 +67,9 @@ def feed(pool: Pool, slots: list[int], counts: list[int], rows: list[Tensor]) ->
     """The next counts[i] rows of slots[i], from rows[i] [T, R], as many at once as tails allow."""
     starts = pool.host_lengths[slots, 0].tolist()
     rest = counts
-    counts = [min(n, pool.layout.most_at(a)) for a, n in zip(starts, counts, strict=True)]
+    counts = [
+        min(n, pool.layout.max_tokens_in_step(a)) for a, n in zip(starts, counts, strict=True)
+    ]
     pool.extend(slots, counts)
     slot = [s for s, n in zip(slots, counts, strict=True) for _ in range(n)]
     index = [a + i for a, n in zip(starts, counts, strict=True) for i in range(n)]
@@ -134,7 +136,7 @@ def full_pages(pool: Pool, slot: int) -> list[bytes]:
     data, found = pool.arena.cpu().numpy().tobytes(), []
     for g, group in enumerate(pool.layout.groups):
         form = group.layout
-        for i in range(int(pool.layout.packed(pool.host_lengths[slot, g])) // form.page):
+        for i in range(int(pool.layout.num_quantized(pool.host_lengths[slot, g])) // form.page):
             page = int(pool.tables[slot, g, i]) * 64
             for offset, size in (*form.blocks.codes, *form.blocks[1:]):
                 found.append(data[page + offset : page + offset + size])
@@ -165,7 +167,7 @@ def test_bytes_are_where_the_layout_says() -> None:
     places = (*form.blocks.codes, *form.blocks[1:])
     assert tuple(x.size for x in places) == (4 * 4, 4 * 8, 2 * 2 * 8, 4 * 2 * 2, 0, 0)
     assert form.row_bits == 24 * 4 + 2 * 16 + 8 * 2 * 16 / 4
-    assert form.tail is not None and form.tail.page_bytes == 8 * 24 * 2
+    assert form.residual_block is not None and form.residual_block.page_bytes == 8 * 24 * 2
     pool, rows = pool_of(layout), numbers(0, torch.float16, 9, 24)
     feed(pool, [pool.open()], [9], [rows])
     page = pool.arena.cpu()[int(pool.tables[0, 0, 0]) * 64 :]
@@ -194,7 +196,7 @@ def test_pages_and_tails_have_one_owner(seed: int) -> None:
         pool.check_integrity()
         rows = pool.host_lengths[:, 0]
         pages = 2 * ((rows - 1).clip(0) // 16).sum()
-        held = pages * layout.page_bytes + (rows > 0).sum() * layout.tail_bytes
+        held = pages * layout.page_bytes + (rows > 0).sum() * layout.residual_bytes
         assert pool.used_bytes == held == sum(pool.stats().sequence_bytes.values())
     for slot in live:
         pool.close(slot)
@@ -335,7 +337,7 @@ def test_reported_bytes_are_held_bytes() -> None:
         logits_of(session, tokens(1, 61)[0].tolist())
         held = session.footprint()
         assert held.cache_bytes == runner.pool.used_bytes
-        assert held.cache_bytes == 6 * layout.page_bytes + layout.tail_bytes
+        assert held.cache_bytes == 6 * layout.page_bytes + layout.residual_bytes
         full = 48 / 61 * layout.kept_fraction + 13 / 61  # 13 rows wait in 16-bit tails
         assert held.kept_fraction == pytest.approx(full)
         assert held.kept_fraction < held.pool_fraction
@@ -400,7 +402,7 @@ def test_requests_together_get_what_they_get_alone(settings: dict, monkeypatch) 
     # One after another, in as few chunks as may be.
     wanted, stored, _ = serve(config, prompts, range(0, 250, 50), chunk=512)
     layout = build_runner(tiny("llama-gqa"), config, num_slots=1, max_tokens=140).pool.layout
-    small = replace(config, kv_bytes=12 * layout.page_bytes + 3 * layout.tail_bytes)
+    small = replace(config, kv_bytes=12 * layout.page_bytes + 3 * layout.residual_bytes)
     for limited, arrivals, how in (
         (config, [0] * 5, {"chunk": 7}),
         (config, (0, 3, 4, 9, 33), {"chunk": 11, "max_batch_tokens": 9}),

@@ -23,7 +23,6 @@ from kvfold.config import LoRA
 from kvfold.hub.checkpoint import provenance_of, spec_of
 from kvfold.hub.loading import load_config, load_tokenizer
 from kvfold.models.families import family_of
-from kvfold.utils.versions import given
 from models import tiny, tokens
 
 pytestmark = pytest.mark.usefixtures("still")
@@ -118,7 +117,7 @@ def test_the_loss_falls_on_text_that_is_kept_back(text, size) -> None:
     first, last = learnt(model, text)
     assert last < 0.95 * first
     with torch.no_grad():
-        logits = model(kept, **given(RoundOnlyCache(spec_of(model).layers))).logits
+        logits = model(kept, **cache_argument(RoundOnlyCache(spec_of(model).layers))).logits
     nats = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), kept[:, 1:].flatten())
     assert last == pytest.approx(float(nats), abs=1e-4)
 

@@ -18,7 +18,7 @@ from kvfold.cli import serve_vllm
 from kvfold.cli.main import main
 from kvfold.engine.api.llm import LLM
 from kvfold.maps.sidecar import CARD, FILES, PLAN, Sidecar
-from seam_types import tiny
+from model_types import tiny
 from test_sidecar import bytes_tokenizer
 
 KIND = "qwen3_moe"

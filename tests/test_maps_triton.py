@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvfold.ops.maps import EntryMaps, OutputMaps, outputs, reference, triton
-from seam_types import tiny
+from model_types import tiny
 from steps import backends
 from test_sinks import STEPS, expected, far, logits_of, maps_of
 

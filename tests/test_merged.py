@@ -12,7 +12,7 @@ from kvfold.engine.runner import build
 from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.runner import ModelRunner
 from kvfold.models.folded import FoldedAttention
-from kvfold.models.merged import GatedMLP, Merged
+from kvfold.models.merged import GatedMLP, MergedLinear
 from models import CONFIGS, tiny
 from steps import sequences_of, step, stored_rows
 from test_llm import compressed
@@ -61,7 +61,7 @@ class Counted(nn.Module):
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         super().__init__()
-        self.product, self.calls = Merged.of(linears), 0
+        self.product, self.calls = MergedLinear.of(linears), 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -172,9 +172,9 @@ def test_what_lies_in_order_is_not_moved() -> None:
     linears = [nn.Linear(5, rows, bias=False) for rows in (4, 3)]
     for linear, own in zip(linears, whole.split([4, 3]), strict=True):
         linear.weight.data = own
-    assert Merged.of(linears).weight.data_ptr() == whole.data_ptr()
+    assert MergedLinear.of(linears).weight.data_ptr() == whole.data_ptr()
     with torch.inference_mode():
-        turned = Merged.of(linears[::-1]).weight
+        turned = MergedLinear.of(linears[::-1]).weight
     assert not turned.is_inference() and turned.data_ptr() != whole.data_ptr()
     assert torch.equal(turned, torch.cat((whole[4:], whole[:4])))
     assert linears[0].weight.data_ptr() == turned[3:].data_ptr()

@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import seam_types
+import model_types
 import vllm_types
-from test_seam import EXPANDED
-from test_seam_engine import UNSERVED
-from test_seam_rope import REFUSED as AFTER_ROPE_ONLY
+from test_maps import EXPANDED
+from test_maps_engine import UNSERVED
+from test_maps_rope import REFUSED as AFTER_ROPE_ONLY
 
 PAGE = Path(__file__).parents[1] / "docs" / "model-types.md"
 HEAD = """# Model types
@@ -49,9 +49,9 @@ WHY = {
 
 
 def rows() -> Iterator[str]:
-    types = sorted({*seam_types.ALL, *vllm_types.TYPES} - {*EXPANDED})
+    types = sorted({*model_types.ALL, *vllm_types.TYPES} - {*EXPANDED})
     for name in types:
-        attached = "yes" if name in seam_types.ALL else ""
+        attached = "yes" if name in model_types.ALL else ""
         engine = WHY[UNSERVED[name]] if name in UNSERVED else attached
         served = "yes" if name in vllm_types.TYPES else ""
         rope = "no" if name in AFTER_ROPE_ONLY else attached
@@ -59,8 +59,8 @@ def rows() -> Iterator[str]:
 
 
 def refused() -> Iterator[str]:
-    for name, why in sorted({**seam_types.ALL_REFUSED, **seam_types.ALL_INDIRECT}.items()):
-        if name in EXPANDED or name in seam_types.ALL_REFUSED:
+    for name, why in sorted({**model_types.ALL_REFUSED, **model_types.ALL_INDIRECT}.items()):
+        if name in EXPANDED or name in model_types.ALL_REFUSED:
             yield f"| `{name}` | {why} |\n"
 
 

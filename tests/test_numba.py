@@ -17,7 +17,7 @@ from kvfold.engine.runner import few
 from kvfold.engine.runner.build import build_runner
 from kvfold.layout.formats.integers import PLANES, _stored
 from kvfold.layout.pages import CacheLayout, Latent
-from kvfold.models import pieces
+from kvfold.models import pointwise as reference_pointwise
 from kvfold.models.families import family_of
 from kvfold.ops.backend import no_numba
 from kvfold.ops.common import threads
@@ -297,8 +297,8 @@ def test_queries_and_keys_are_the_formulas(rotary: int | None, latents: int) -> 
     up, down = torch.randn(4, dim, rank), torch.randn(latents, 4 * dim // latents, rank)
     turned = 1.0 if tables is None else 2 * max(float(x.abs().max()) for x in tables)
     for numba, formula, x, maps in (
-        (pointwise.queries, pieces.queries, q, up),
-        (pointwise.keys, pieces.keys, k, down),
+        (pointwise.queries, reference_pointwise.queries, q, up),
+        (pointwise.keys, reference_pointwise.keys, k, down),
     ):
         # Turning adds two products; the sum over a map's rows is at most both norms' product.
         size = turned * float(x.flatten(2).norm(dim=-1).max() * maps.norm(dim=1).max())

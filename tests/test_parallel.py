@@ -29,10 +29,10 @@ from kvfold.models.fold import fold_plain
 from kvfold.ops.backend import use_triton
 from kvfold.parallel import SequenceParallel, wire_bytes
 from kvfold.parallel.attend import attend
-from kvfold.parallel.shares import SLACK, runs, shares_of
+from kvfold.parallel.shares import SLACK, run_ends, shares_of
 from kvfold.utils.errors import SettingError
 from kvfold.utils.text import packaged, running, windows
-from kvfold.utils.versions import given
+from kvfold.utils.versions import cache_argument
 from matrix import matrix
 from models import CONFIGS, tiny, tokens
 from ranks import Ranks
@@ -81,7 +81,7 @@ def read(group: dist.ProcessGroup, model: Any) -> tuple[Tensor, Tensor, int]:
     with patch.object(dist, "all_to_all_single", counted):
         found = parallel.prefill(IDS[:LENGTH], keep_rows=True)
     with torch.no_grad():
-        out = model(torch.tensor([IDS[LENGTH:]]), **given(parallel.cache(found)))
+        out = model(torch.tensor([IDS[LENGTH:]]), **cache_argument(parallel.cache(found)))
     return found.logits, out.logits[0, -1], sent
 
 
@@ -150,7 +150,7 @@ def test_runs_are_the_best_of_all() -> None:
             load = max(sum(work[a:b]) for a, b in cuts)
             every.append((load, sum(prices[a][b] for a, b in cuts if a < b), [*inner, size]))
         most = min(load for load, *_ in every) * (1 + SLACK)
-        found = runs(work, parts, lambda a, b, prices=prices: prices[a][b])
+        found = run_ends(work, parts, lambda a, b, prices=prices: prices[a][b])
         load, price = next(x[:2] for x in every if x[2] == found)
         assert load <= most and price == min(price for load, price, _ in every if load <= most)
 

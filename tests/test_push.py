@@ -26,7 +26,7 @@ from kvfold.maps.sidecar import (
     Sidecar,
 )
 from kvfold.utils.errors import SettingError
-from seam_types import tiny
+from model_types import tiny
 from test_sidecar import bytes_tokenizer
 
 NAME = "someone/small-cache"

@@ -30,7 +30,7 @@ from kvfold.hub.loading import load, load_tokenizer
 from kvfold.layout import Latent, LayerSpec
 from kvfold.models.copies import shared_copy
 from kvfold.utils.text import packaged, running, windows
-from kvfold.utils.versions import given
+from kvfold.utils.versions import cache_argument
 from matrix import slow
 from models import tiny, tokens
 
@@ -63,7 +63,7 @@ def test_rows_come_back_as_from_pages(name: str, recipe: str) -> None:
     bases = prepared(model, recipe, tokens(8, 64))
     bases.fold(bases.plan_factor(6.0), {})
     whole = losses_of(model, rows)
-    ours = losses_of(model, rows, **given(RoundOnlyCache(spec_of(model).layers)))
+    ours = losses_of(model, rows, **cache_argument(RoundOnlyCache(spec_of(model).layers)))
     config = CacheConfig(kv_bytes=2**21, page=8)
     runner = build_runner(model, config, num_slots=1, max_tokens=64)
     paged, _ = window_perplexity(partial(PagedSession, runner), rows)
@@ -98,8 +98,8 @@ def test_kept_rows_serve_chunks() -> None:
     layers = spec_of(model).layers
     cache = RoundedCache(layers)
     with torch.no_grad():
-        parts = [model(x, **given(cache)).logits for x in rows.split(7, 1)]
-        whole = model(rows, **given(RoundOnlyCache(layers))).logits
+        parts = [model(x, **cache_argument(cache)).logits for x in rows.split(7, 1)]
+        whole = model(rows, **cache_argument(RoundOnlyCache(layers))).logits
     assert (torch.cat(parts, 1) - whole).abs().max() < 1e-4
     assert cache.get_seq_length() == 40
 
@@ -199,7 +199,7 @@ def test_the_loss_is_the_divergence_of_what_pages_give(jobs, batch, monkeypatch)
     cache = RoundOnlyCache(spec.layers)
     with torch.no_grad():
         wanted = teacher(batch).logits.log_softmax(-1)
-        found = job.model(batch, **given(cache)).logits.log_softmax(-1)
+        found = job.model(batch, **cache_argument(cache)).logits.log_softmax(-1)
     divergence = (wanted.exp() * (wanted - found)).sum(-1).mean()
     monkeypatch.setattr(training, "_CHUNK", 50)  # of 128 positions
     first, _ = recovered(job, teacher, spec, batch, 1)

@@ -173,7 +173,7 @@ def test_output_norms_are_of_what_each_head_alone_adds(name: str, recipe: str | 
     for head in range(4):
         out = torch.zeros(1, 4, *v.shape[2:])
         out[:, head] = v[:, head // maps.geometry.queries_per_kv]
-        added = maps.joined(out) @ layer.o_proj.weight.T
+        added = maps.merge_heads(out) @ layer.o_proj.weight.T
         torch.testing.assert_close(found[:, head], added.norm(dim=-1), rtol=1e-3, atol=1e-5)
 
 

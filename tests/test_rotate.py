@@ -7,9 +7,9 @@ from transformers import DynamicCache
 from kvfold import recipes
 from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
-from kvfold.models.rotate import rotate_rows
+from kvfold.models.rotate import rotate_latents
 from kvfold.ops.common.rotation import rotation
-from kvfold.utils.versions import given
+from kvfold.utils.versions import cache_argument
 from models import tiny, tokens
 
 
@@ -27,10 +27,10 @@ def test_rotation_is_absorbed(name: str, recipe: str) -> None:
     prepared.fold(prepared.plan(0.6, 1), {})
     ids, before, after = tokens(2, 20, seed=9), DynamicCache(), DynamicCache()
     with torch.no_grad():
-        wanted = model(ids, **given(before)).logits
+        wanted = model(ids, **cache_argument(before)).logits
         for layer in family.attentions(model):
             turns = {x: rotation(x.rank, seed=x.rank) for x in layer.spec.latents if x.rank}
-            rotate_rows(layer, turns)
-        found = model(ids, **given(after)).logits
+            rotate_latents(layer, turns)
+        found = model(ids, **cache_argument(after)).logits
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(before.layers[0].keys, after.layers[0].keys, atol=1e-3)

@@ -13,8 +13,8 @@ import transformers as hf
 
 from kvfold import LLM, recipes
 from kvfold.attention.backend import Task
-from kvfold.attention.base import Columns, LayerMaps
-from kvfold.attention.selector import DECODE, PREFILL, Choice, select, warn_of_fallback
+from kvfold.attention.base import Columns, LayerAttention
+from kvfold.attention.selector import DECODE, PREFILL, BackendChoice, select, warn_of_fallback
 from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
 from kvfold.calibration.statistics import Statistics
 from kvfold.compression.bases import builder_of
@@ -35,7 +35,7 @@ from kvfold.layout import (
 from kvfold.layout.pages import Group, cache_layout
 from kvfold.models.families import family_of
 from kvfold.models.folded import layer_shapes
-from kvfold.models.kernels import fastest_layout, in_one_pass, kernels_of
+from kvfold.models.kernels import fastest_layout, kernels_of, one_pass_summary
 from kvfold.ops.backend import GPU
 from matrix import matrix
 from models import CONFIGS, llama_8b, tiny
@@ -55,7 +55,7 @@ GEOMETRY = Geometry(
     key_norm=False,
     scaling=0.25,
 )
-Layer = tuple[LayerMaps, tuple[Group, ...]]
+Layer = tuple[LayerAttention, tuple[Group, ...]]
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def layer_of(
     found = cache_layout(CacheSpec(geometry=geometry, layers=(spec,)), **layout)
     up = torch.zeros(len(heads), 16 * len(heads[0]), 16)
     rope = SimpleNamespace(inv_freq=torch.ones(8), scaling=1.0)
-    maps = LayerMaps(
+    maps = LayerAttention(
         index=0,
         spec=spec,
         geometry=geometry,
@@ -116,7 +116,7 @@ def task_of(device: str = "cuda", *, decode: bool = True, observed: bool = False
     )
 
 
-def warned(layer: Layer, choice: Choice, task: Task) -> str:
+def warned(layer: Layer, choice: BackendChoice, task: Task) -> str:
     """The one warning of a layer that decodes in plain PyTorch."""
     maps, groups = layer
     with pytest.warns(UserWarning, match="decode in plain PyTorch") as caught:
@@ -148,7 +148,7 @@ def warned(layer: Layer, choice: Choice, task: Task) -> str:
 def test_kernels_decode_on_a_gpu(layer: Layer, observed: bool, wanted: str) -> None:
     task = task_of(observed=observed)
     choice = select(*layer, task)
-    assert choice.backend.__name__ == wanted and choice.backend.captures
+    assert choice.backend.__name__ == wanted and choice.backend.supports_graphs
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_fallback([layer[0]], [layer[1]], [choice], task)
@@ -187,7 +187,7 @@ def test_a_fallback_on_a_gpu_says_why_and_what_to_set(
 ) -> None:
     task = task_of(observed=observed)
     choice = select(*layer, task)
-    assert choice.backend is DECODE[-1] and not choice.backend.captures
+    assert choice.backend is DECODE[-1] and not choice.backend.supports_graphs
     message = warned(layer, choice, task)
     assert message.startswith("3 of 3 layers") and reason in message
     assert message.endswith(setting) or setting in message
@@ -205,7 +205,7 @@ def test_a_fallback_on_a_gpu_says_why_and_what_to_set(
 )
 def test_queries_are_kept_where_decoding_leaves_no_weights(layer: Layer, wanted: bool) -> None:
     task = task_of(GPU, observed=True)
-    assert select(*layer, task).backend.keeps(layer[1], GPU) is wanted
+    assert select(*layer, task).backend.needs_observer(layer[1], GPU) is wanted
 
 
 @pytest.mark.parametrize(
@@ -316,9 +316,9 @@ def test_plans_for_speed_are_decoded_in_one_pass(config, factor: int) -> None:
     spec = planned(config, "swift", factor, "speed")
     layout = fastest_layout(config, spec)
     assert layout is not None and layout.page == 64 and layout.kept_fraction <= 1 / factor
-    assert in_one_pass(config, spec) == "yes, pages of 64 rows"
+    assert one_pass_summary(config, spec) == "yes, pages of 64 rows"
     assert kernels_of(config, spec).complete
-    assert in_one_pass(config, planned(config, "swift", factor)).startswith("no: ")
+    assert one_pass_summary(config, planned(config, "swift", factor)).startswith("no: ")
 
 
 LESS_QUERIES = llama_8b(num_key_value_heads=4, num_attention_heads=32, num_hidden_layers=4)
@@ -333,7 +333,7 @@ def test_so_are_those_whose_keys_are_rebuilt(config, factor: int) -> None:
     assert all(layer.keys == "pre_rope" for layer in spec.layers)
     assert all(len({x.tiers for x in layer.key_latents}) == 1 for layer in spec.layers)
     assert kernels_of(config, spec).complete
-    assert in_one_pass(config, planned(config, "lean", factor)).startswith("no: ")
+    assert one_pass_summary(config, planned(config, "lean", factor)).startswith("no: ")
 
 
 def test_rebuilt_keys_have_as_many_numbers_as_memory_is_left_for() -> None:
@@ -361,8 +361,10 @@ def test_rows_of_a_plan_for_speed_suit_the_pass_whatever_the_queries() -> None:
     config = load_config("reference:gqa")
     spec = planned(config, "swift", 5, "speed")
     layout = cache_layout(spec, page=64)
-    assert all(one_pass.unread(layout.of_layer(i), 8) is None for i in range(len(spec.layers)))
-    assert in_one_pass(config, spec) == "no: 2 KV heads of 2 query heads each"
+    assert all(
+        one_pass.unread(layout.groups_of_layer(i), 8) is None for i in range(len(spec.layers))
+    )
+    assert one_pass_summary(config, spec) == "no: 2 KV heads of 2 query heads each"
 
 
 def test_large_pages_are_smaller_where_two_do_not_fit() -> None:
@@ -375,10 +377,12 @@ def test_rebuilt_keys_are_decoded_in_one_pass_where_their_maps_fit() -> None:
     config = llama_8b(num_hidden_layers=4)
     spec = planned(config, "swift", 4, "speed")
     layers = tuple(replace(layer, keys="pre_rope") for layer in spec.layers)
-    found = in_one_pass(config, replace(spec, layers=layers))
+    found = one_pass_summary(config, replace(spec, layers=layers))
     assert found == "no: pages larger than half of a multiprocessor's memory"
     shape, variant = SHAPES["llama-3.1-8b"], VARIANTS["lean-6x"]
-    assert in_one_pass(config, variant_layout(shape, variant, 4).spec) == "yes, pages of 64 rows"
+    assert (
+        one_pass_summary(config, variant_layout(shape, variant, 4).spec) == "yes, pages of 64 rows"
+    )
 
 
 @pytest.mark.parametrize(
@@ -439,7 +443,7 @@ def test_shapes_without_weights_are_those_of_the_model(name: str, recipe: str) -
         maps, dim = module.maps, spec.geometry.head_dim
         for field in ("index", "spec", "geometry", "window", "fixed_rope"):
             assert getattr(shape, field) == getattr(maps, field), field
-        assert shape.rebuilds_keys is (maps.key_up is not None)
+        assert shape.reconstructs_keys is (maps.key_up is not None)
         assert shape.key_width == (dim if maps.key_up is not None else maps.key_columns.widest)
         mapped = maps.value_up is not None
         assert shape.value_width == (dim if mapped else maps.value_columns.widest)
@@ -449,7 +453,7 @@ def test_shapes_without_weights_are_those_of_the_model(name: str, recipe: str) -
 
 def test_angles_that_depend_on_lengths_have_no_kernel() -> None:
     choice = select(*layer_of("pre_rope", fixed=False), task_of())
-    assert choice.backend is DECODE[-1] and "length" in choice.passed["LatentDecode"]
+    assert choice.backend is DECODE[-1] and "length" in choice.rejected["LatentDecode"]
 
 
 def test_every_choice_is_logged(

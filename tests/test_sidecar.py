@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import kvfold
 from kvfold.hub.loading import load, load_tokenizer
 from kvfold.maps.layer_maps import NAMES, rounded
-from kvfold.maps.layers import seam_layers
+from kvfold.maps.layers import attention_layers
 from kvfold.maps.sidecar import (
     NEAR,
     PLAN,
@@ -21,8 +21,8 @@ from kvfold.maps.sidecar import (
 )
 from kvfold.models.fold import LatentMaps
 from kvfold.utils.errors import SettingError
-from seam_types import TYPES, tiny
-from test_seam import ROUNDED
+from model_types import TYPES, tiny
+from test_maps import ROUNDED
 
 TEXT = "The tide came in over the flats, and the boats that had lain on their sides stood up. " * 40
 
@@ -379,6 +379,6 @@ def test_recipes_that_need_the_family_are_refused() -> None:
 
 
 def test_probes_tell_models_apart() -> None:
-    one, other = (seam_layers(load(x)) for x in ("reference:gqa", "reference:mha"))
+    one, other = (attention_layers(load(x)) for x in ("reference:gqa", "reference:mha"))
     a, b = (probes(x[1].keys, x[1].values) for x in (one, other))
     assert (a - b).norm() > 2 * NEAR * a.norm()

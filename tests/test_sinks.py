@@ -29,8 +29,8 @@ from kvfold.ops.sinks import triton as kernel
 from kvfold.ops.store import gather
 from kvfold.ops.store.reference import read_metrics
 from matrix import matrix
+from model_types import TYPES, config, tiny
 from pages import Case, error, per_head
-from seam_types import TYPES, config, tiny
 from steps import backends
 from test_sidecar import bytes_tokenizer
 from test_store import DEVICE
@@ -133,7 +133,7 @@ def test_outputs_beside_sinks_are_those_of_a_score_more(how) -> None:
     mask = valid[:, :, None].repeat_interleave(3, 1)
     wanted, weights = attention(q[:, :, None], k, v, mask, 0.5, need_weights=True, sinks=sinks)
     place = [x.to(DEVICE) for x in (out[:, :, None], lse[..., None], sinks)]
-    found, total = (x.cpu() for x in how.beside_sinks(*place))
+    found, total = (x.cpu() for x in how.with_sinks(*place))
     assert not found[2].any() and not place[0].cpu()[2].any()
     atol = rounding(torch.float32, 64)
     torch.testing.assert_close(found[:2], wanted[:2], rtol=atol, atol=atol)
@@ -149,9 +149,9 @@ def test_chunks_in_16_bits_and_other_strides(dtype: torch.dtype) -> None:
         pytest.skip("Triton's interpreter rounds bf16 another way")
     whole = torch.randn(2, 5, 6, 24, device=DEVICE).to(dtype)
     lse, sinks = torch.randn(2, 6, 5, device=DEVICE), torch.randn(6, device=DEVICE)
-    wanted, _ = reference.beside_sinks(whole.float()[..., :20].transpose(1, 2), lse, sinks)
+    wanted, _ = reference.with_sinks(whole.float()[..., :20].transpose(1, 2), lse, sinks)
     behind = whole[..., 20:].clone()
-    kernel.beside_sinks(whole[..., :20].transpose(1, 2), lse, sinks)
+    kernel.with_sinks(whole[..., :20].transpose(1, 2), lse, sinks)
     assert torch.equal(whole[..., :20].transpose(1, 2), wanted.to(dtype))
     assert torch.equal(whole[..., 20:], behind)
 
@@ -167,7 +167,7 @@ def test_numba_adds_to_metrics_what_is_left_beside_sinks() -> None:
     before = read_metrics(pages, slots, valid)
     watch = numba.Watch(1, torch.full((2,), 2**30))
     found = numba.decode(q, pages, slots, scale, plan, watch, sinks)
-    wanted, total = reference.beside_sinks(
+    wanted, total = reference.with_sinks(
         case.out[:, :, None].clone(), case.lse[..., None], sinks.double()
     )
     bound = rounding(torch.float32, 2048)

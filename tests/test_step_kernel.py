@@ -47,7 +47,7 @@ def a_step(name: str, sequences: int) -> None:
     from kvfold.ops.store import triton as store
 
     layout = variant_layout(SHAPES["llama-3.1-8b"], VARIANTS[name], 3)
-    layers = [layout.of_layer(i) for i in range(3)]
+    layers = [layout.groups_of_layer(i) for i in range(3)]
     groups, page, slots = len(layers[0]), layers[0][0].layout.page, torch.arange(sequences)
     tables = torch.zeros(sequences, groups, sequences, dtype=torch.int32)
     lengths = torch.full((sequences, 3 * groups), page * sequences, dtype=torch.int32)

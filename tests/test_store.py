@@ -148,7 +148,7 @@ def stored(rows: Tensor, group: Group) -> Tensor:
         part = rows[..., x.start : x.start + x.width]
         if x.quantized:
             codes, scale, zero = quantize(
-                part, x.bits, group.layout.zeros, SCALES_IN[group.layout.scale]
+                part, x.bits, group.layout.has_zero_points, SCALES_IN[group.layout.scale]
             )
             part = dequantize(codes, scale_of(scale, x.bits), zero, x.bits)
         found[..., x.start : x.start + x.width] = part
@@ -162,7 +162,7 @@ def sizes(rows: Tensor, group: Group) -> Tensor:
     for x in group.layout.segments:
         if x.quantized:
             part = rows[..., x.start : x.start + x.width]
-            form = group.layout.zeros, SCALES_IN[group.layout.scale]
+            form = group.layout.has_zero_points, SCALES_IN[group.layout.scale]
             codes, scale, zero = quantize(part, x.bits, *form)
             step = scale_of(scale, x.bits)
             size = codes * step[..., None] + lowest(step, zero, x.bits).abs()
@@ -245,7 +245,7 @@ def test_every_layout_keeps_its_error_bound(layout: CacheLayout, seed: int) -> N
                 continue
             if group.layout.scale == 1:  # numbers here are too small and too large for fp8 scales
                 continue
-            allowed = bound(rows[..., part].float(), x.bits, group.layout.zeros)
+            allowed = bound(rows[..., part].float(), x.bits, group.layout.has_zero_points)
             rounding = 0.0 if exact else torch.finfo(dtype).eps * found[..., part].abs()
             assert (error <= allowed * (1 + 1e-4) + rounding).all()
 
@@ -306,7 +306,7 @@ def test_bytes_are_where_the_layout_says(layout: CacheLayout, seed: int) -> None
                 found = struct.unpack_from(f"<{x.width}{letter}", data, start)
                 assert list(found) == part[0].tolist()
                 continue
-            codes, scale, zero = quantize(part, x.bits, form.zeros, SCALES_IN[form.scale])
+            codes, scale, zero = quantize(part, x.bits, form.has_zero_points, SCALES_IN[form.scale])
             assert slow_numbers(data, start, x.width, x.bits) == codes[0].tolist()
             assert scales[count] == float(scale)
             if zero is not None:

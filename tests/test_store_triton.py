@@ -273,8 +273,8 @@ def test_what_a_layout_cannot_hold_is_refused() -> None:
         store_triton.gather(pages, zero, zero[:, None], torch.float32)
     keys = Latent(side="k", heads=(0,), rank=8)
     (kivi,) = one_layer([keys, replace(keys, side="v")], format="kivi", bits=2).groups
-    assert kivi.layout.tail is not None
-    assert unserved((replace(kivi, layout=kivi.layout.tail),)) is None
+    assert kivi.layout.residual_block is not None
+    assert unserved((replace(kivi, layout=kivi.layout.residual_block),)) is None
     assert unserved((kivi,)) == "rows wait unquantised in a tail"
     paged = replace(kivi, layout=replace(kivi.layout, residual=0))
     assert unserved((paged,)) == "no kernel stores format kivi"

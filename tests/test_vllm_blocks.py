@@ -55,7 +55,7 @@ def compressed(name: str, recipe: str):
 def blocks_of(layout, count: int) -> list[Tensor]:
     """An engine's buffer, full of NaN: block after block, of each all layers."""
     layers = range(len(layout.spec.layers))
-    sizes = [sum(group.layout.page_bytes for group in layout.of_layer(i)) for i in layers]
+    sizes = [sum(group.layout.page_bytes for group in layout.groups_of_layer(i)) for i in layers]
     found, start = torch.full((count, sum(sizes)), -1, dtype=torch.int8, device=DEVICE), 0
     views = []
     for size in sizes:
@@ -100,7 +100,7 @@ class Engine:
         make = torch.Generator().manual_seed(sum(before))
         q = torch.randn(layer.geometry.num_query_heads, n, layer.key_width, generator=make)
         ranks = layer.key_columns.head_ranks(layer.geometry.queries_per_kv)
-        if not layer.rebuilds_keys:
+        if not layer.reconstructs_keys:
             inside = torch.arange(q.shape[-1]) < torch.tensor(ranks)[:, None, None]
             q = q.where(inside, 0.0)
         rows = torch.randn(n, layer.spec.row_width, generator=make)

@@ -18,9 +18,9 @@ import kvfold
 from forks import forked
 from kvfold.layout import CacheSpec, Geometry, Latent, LayerSpec
 from kvfold.maps.layer_maps import Maps
-from kvfold.maps.layers import seam_layers
+from kvfold.maps.layers import attention_layers
 from kvfold.maps.sidecar import Sidecar, probes_of
-from test_seam_rope import maps_of
+from test_maps_rope import maps_of
 from vllm_quantised import KINDS, quantised
 from vllm_types import REFUSED, TYPES, build
 
@@ -105,7 +105,7 @@ def generated(model: str, lora: str | None, options: dict) -> Answers:
 
 def sidecar(model, folder: Path, half: bool = False, joint: bool = False) -> str:
     """Random orthogonal maps, as files: of full rank, or of RANKS; joint: one latent of values."""
-    layers = seam_layers(model)
+    layers = attention_layers(model)
     maps, specs = {}, []
     own = [layer for layer in layers if layer.source == layer.name]
     # vLLM 0.32 pads layers that share keys, some with windows, to bytes that divide each other.
@@ -245,7 +245,7 @@ def test_keys_before_rope(name: str, joint: bool, tmp_path: Path) -> None:
     latent of keys and values."""
     path = build(name, tmp_path / "model")
     model = loaded(path)
-    layers = seam_layers(model)
+    layers = attention_layers(model)
     made = Sidecar.load(sidecar(model, tmp_path / "after"))
     maps = maps_of(model, layers, keep=0.5, joint=joint)
     specs = [before_rope_spec(layers[0], maps[x.name], joint) for x in layers]

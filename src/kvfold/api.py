@@ -32,7 +32,7 @@ from kvfold.maps.compress import make_maps, recipe_of
 from kvfold.maps.layers import unwrapped
 from kvfold.maps.sidecar import Sidecar
 from kvfold.models.families import family_of, has_family
-from kvfold.models.plain import check_weights
+from kvfold.models.foldable import check_weights
 from kvfold.models.weights import rounded, write
 from kvfold.utils.errors import SettingError
 from kvfold.utils.files import check_makeable, new_directory, writing

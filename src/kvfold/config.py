@@ -14,7 +14,7 @@ from kvfold.cache.eviction.policies import POLICIES
 from kvfold.cache.eviction.policy import Policy
 from kvfold.layout.formats import FORMATS, format_of
 from kvfold.utils.errors import SettingError
-from kvfold.utils.kinds import fits, spelt
+from kvfold.utils.kinds import describe, fits
 
 BITS = (16, 8, 6, 4, 3, 2, 1)  # of all formats; a test compares
 Share = Literal["head", "group", "joint", "kv"]  # heads of a latent: one, some, all; or K and V too
@@ -91,7 +91,7 @@ class Setting:
         if typed and (value is None or self.allows(value)):
             return
         bare = self.choices or (typed and self.legal)
-        legal = self.legal if bare else ", ".join(filter(None, (spelt(kind), self.legal)))
+        legal = self.legal if bare else ", ".join(filter(None, (describe(kind), self.legal)))
         got = f"{',' if typed and not self.choices else ';'} got {value!r}"
         raise SettingError(f"`{name}` must be {legal}{got}{self.hint and f'; {self.hint}'}")
 

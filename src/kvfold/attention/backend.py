@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.attention.base import LayerMaps, LayerShape
+from kvfold.attention.base import LayerAttention, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
 from kvfold.layout.pages import Group
@@ -27,45 +27,47 @@ class Task:
     decode: one query per sequence, which sees all of its rows.
     observed: the attention of these queries is added to eviction metrics.
     dtype: of queries.
-    reweighed: the policy needs the attention weights themselves.
+    needs_weights: the policy needs the attention weights themselves.
     """
 
     decode: bool
     observed: bool
     device_type: str
     dtype: torch.dtype
-    reweighed: bool = False
+    needs_weights: bool = False
 
 
 class AttentionBackend(ABC):
     """One implementation of attention over a cache. An instance serves one step and holds that
     step's plans.
 
-    captures: a CUDA graph can capture it.
-    weighs: it can return attention weights.
+    supports_graphs: a CUDA graph can capture it.
+    returns_weights: it can return attention weights.
     """
 
-    captures: ClassVar[bool] = False
-    weighs: ClassVar[bool] = False
+    supports_graphs: ClassVar[bool] = False
+    returns_weights: ClassVar[bool] = False
 
     def __init__(self, view: CacheView) -> None:
         self.view = view
 
     @classmethod
     @abstractmethod
-    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
+    def unsupported_reason(
+        cls, layer: LayerShape, groups: Sequence[Group], task: Task
+    ) -> str | None:
         """Why this backend cannot serve a layer with these groups, as a phrase for users; None if
         it can."""
 
     @classmethod
-    def keeps(cls, groups: Sequence[Group], device_type: str) -> bool:
+    def needs_observer(cls, groups: Sequence[Group], device_type: str) -> bool:
         """Whether an `Observer` must buffer the decode queries of a layer with these groups and add
         their attention to the metrics later."""
         return False
 
     @classmethod
     def prepare(
-        cls, view: CacheView, layers: Sequence[LayerMaps], observer: Observer | None
+        cls, view: CacheView, layers: Sequence[LayerAttention], observer: Observer | None
     ) -> "Callable[[CacheView], AttentionBackend]":
         """A function that creates the backend for a step. layers: those that this backend decodes;
         observer: buffers decode queries. Reads no pages."""
@@ -73,7 +75,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(
-        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+        self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:
         """Attention of q [B, Hq, T, .] to the stored rows of the part, this step's included.
         Returns the input of W_O [B, T, W]. Also adds observed attention to the metrics, now or
@@ -83,7 +85,7 @@ class AttentionBackend(ABC):
         """
 
 
-def reads_unevenly(layer: LayerShape, groups: Sequence[Group]) -> str | None:
+def why_not_uniform(layer: LayerShape, groups: Sequence[Group]) -> str | None:
     """Why a backend that treats all pages of a layer alike cannot serve it; None if it can."""
     if layer.softcap is not None:
         return "scores are capped"

@@ -1,5 +1,5 @@
 """The interface between models and attention: a layer describes its projections as data
-(`LayerMaps`), and an `AttentionContext` stores its tokens and attends.
+(`LayerAttention`), and an `AttentionContext` stores its tokens and attends.
 
 Shapes: B sequences, T queries per sequence, S stored rows, R numbers of a row; Hq / Hk query / KV
 heads, d head dim; n latents of one side (keys or values), r their largest rank; W input width of
@@ -18,7 +18,7 @@ from torch import Tensor
 from kvfold.layout import Geometry, Latent, LayerSpec
 from kvfold.ops.common.attention import Tables, attention, rotate
 from kvfold.ops.maps import OutputMaps, outputs
-from kvfold.ops.sinks import beside_sinks
+from kvfold.ops.sinks import with_sinks
 
 
 class Columns:
@@ -37,7 +37,7 @@ class Columns:
         return [self.ranks[i] for i in self.heads for _ in range(queries)]
 
     @cached_property
-    def places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def head_columns(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """First column in a row and rank, for each KV head."""
         starts = tuple(self.starts[i] for i in self.heads)
         return starts, tuple(self.ranks[i] for i in self.heads)
@@ -122,14 +122,14 @@ class LayerShape:
         return self.softcap is not None or self.window is not None
 
     @property
-    def rebuilds_keys(self) -> bool:
+    def reconstructs_keys(self) -> bool:
         """Whether keys are reconstructed from latents and rotated for each score."""
         return self.spec.keys == "pre_rope"
 
     @property
     def key_width(self) -> int:
         """Largest dimension of queries and keys in the space of scores."""
-        if self.rebuilds_keys:
+        if self.reconstructs_keys:
             return self.geometry.head_dim
         return max((latent.rank for latent in self.spec.key_latents), default=0)
 
@@ -142,7 +142,7 @@ class LayerShape:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LayerMaps(LayerShape):
+class LayerAttention(LayerShape):
     """A layer's attention description: its shape and the projections of its stored latents. A layer
     without compression has one, too.
 
@@ -192,7 +192,7 @@ class LayerMaps(LayerShape):
         k = (self._mapped(z, self.key_up) + self.key_mean).transpose(1, 2)
         return k if rope is None else rotate(k, *rope)
 
-    def mapped_values(self, rows: Tensor) -> Tensor:
+    def full_values(self, rows: Tensor) -> Tensor:
         """Full values of rows [B, S, R]: [B, S, Hk, d]."""
         assert self.value_up is not None, "these values are not rebuilt"
         return self._mapped(self.value_columns.gather(rows), self.value_up)
@@ -205,7 +205,7 @@ class LayerMaps(LayerShape):
             v = self.value_columns.spread(self.value_columns.gather(rows))
             widths = self.value_columns.head_ranks(g.queries_per_kv)
         else:
-            v = self.mapped_values(rows).transpose(1, 2)
+            v = self.full_values(rows).transpose(1, 2)
             widths = [g.head_width("v")] * g.num_query_heads
         norms = []
         for head, w in enumerate(self.output.float().split(widths, 1)):
@@ -213,7 +213,7 @@ class LayerMaps(LayerShape):
             norms.append(((head_values @ (w.mT @ w)) * head_values).sum(-1).clamp(min=0).sqrt())
         return torch.stack(norms, 1)
 
-    def maps_values_first(self, queries: int, cached: int) -> bool:
+    def projects_values_first(self, queries: int, cached: int) -> bool:
         """Whether projecting values up before attention is cheaper than attention over latents
         (long chunks)."""
         if self.value_up is None:
@@ -234,19 +234,19 @@ class LayerMaps(LayerShape):
         """Attention of q [B, Hq, T, .] over rows [B, S, R] in PyTorch. Returns the input of W_O
         [B, T, W] and weights [B, Hq, T, S]. mask as in `ops.common.attention`."""
         k = self.score_keys(rows, rope)
-        first = self.maps_values_first(q.shape[2], rows.shape[1])
-        v = self.mapped_values(rows) if first else self.value_columns.gather(rows)
+        first = self.projects_values_first(q.shape[2], rows.shape[1])
+        v = self.full_values(rows) if first else self.value_columns.gather(rows)
         heads = self.geometry.num_kv_heads
         v = v.transpose(1, 2) if v.shape[2] in (1, heads) else self.value_columns.spread(v)
         out, weights = attention(q, k, v, mask, self.scale, need_weights, self.softcap, self.sinks)
-        return self.joined(out, mapped=first), weights
+        return self.merge_heads(out, mapped=first), weights
 
-    def beside_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def with_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Add the layer's sinks to the softmax of a kernel's result, out [B, Hq, T, .] and lse fp32
         [B, Hq, T], as `ops.sinks` does. Unchanged for a layer without sinks."""
-        return (out, lse) if self.sinks is None else beside_sinks(out, lse, self.sinks)
+        return (out, lse) if self.sinks is None else with_sinks(out, lse, self.sinks)
 
-    def joined(self, out: Tensor, mapped: bool = False, into: Tensor | None = None) -> Tensor:
+    def merge_heads(self, out: Tensor, mapped: bool = False, into: Tensor | None = None) -> Tensor:
         """Convert attention outputs [B, Hq, T, d or r] to the input of W_O [B, T, W]: project
         values up if necessary and concatenate heads.
 
@@ -286,11 +286,11 @@ class AttentionContext(ABC):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
-    def enter(self, layer: LayerMaps, x: Tensor) -> None:  # noqa: B027 (few look)
+    def before_attention(self, layer: LayerAttention, x: Tensor) -> None:  # noqa: B027 (few look)
         """Called before a layer attends, with the hidden states x [B, T, D] that enter its
         attention."""
 
     @abstractmethod
-    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
+    def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
         """Store rows [B, T, R] of new tokens, and attend with q [B, Hq, T, .] in the space of
         scores to all visible tokens. Returns the input of W_O [B, T, W]."""

@@ -16,7 +16,7 @@ from kvfold.ops.common.launch import upload
 WORTH = 512  # cost of one more bucket, in rows read
 
 
-def cut(lengths: Sequence[int]) -> list[list[int]]:
+def length_buckets(lengths: Sequence[int]) -> list[list[int]]:
     """Indices of sequences by bucket, longest first, no bucket empty. With padding the buckets have
     at most twice the rows of the sequences, plus `WORTH`."""
     buckets: list[list[int]] = []
@@ -32,14 +32,14 @@ def cut(lengths: Sequence[int]) -> list[list[int]]:
     return buckets
 
 
-def by_length(
+def attend_in_buckets(
     attend: Callable[[AttentionMetadata, Tensor], Tensor],
     part: AttentionMetadata,
     layer: int,
     q: Tensor,
 ) -> Tensor:
     """Run attend(part, q) for a layer bucket by bucket: q [B, ...] -> [B, ...]."""
-    buckets = cut(part.lengths[layer].tolist())
+    buckets = length_buckets(part.lengths[layer].tolist())
     if len(buckets) == 1:
         return attend(part, q)
     indices = [upload(np.array(bucket), q.device) for bucket in buckets]

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvfold.attention.backend import AttentionBackend, Task, reads_unevenly
-from kvfold.attention.base import LayerMaps, LayerShape
-from kvfold.attention.buckets import by_length
+from kvfold.attention.backend import AttentionBackend, Task, why_not_uniform
+from kvfold.attention.base import LayerAttention, LayerShape
+from kvfold.attention.buckets import attend_in_buckets
 from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.observer import Observer
 from kvfold.cache.eviction.scorers.attention import attention_scores
@@ -33,7 +33,7 @@ class CpuPaged(AttentionBackend):
 
     view: PoolView
 
-    def __init__(self, view: CacheView, layers: Sequence[LayerMaps]) -> None:
+    def __init__(self, view: CacheView, layers: Sequence[LayerAttention]) -> None:
         assert isinstance(view, PoolView), "pages of all layers lie in one arena"
         super().__init__(view)
         self.layers = [layer.index for layer in layers]
@@ -42,10 +42,12 @@ class CpuPaged(AttentionBackend):
         self.one_table = len(sizes) == 1  # all pages of the arena are rows of one table
 
     @classmethod
-    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
+    def unsupported_reason(
+        cls, layer: LayerShape, groups: Sequence[Group], task: Task
+    ) -> str | None:
         if task.device_type != "cpu" or use_triton("cpu"):
             return "it is for CPUs without kernels"
-        if layer.rebuilds_keys:
+        if layer.reconstructs_keys:
             return "keys are rebuilt before RoPE"
         if layer.has_sinks:
             return "a sink stands beside the scores"
@@ -53,34 +55,34 @@ class CpuPaged(AttentionBackend):
             return "heads share latents"
         if not cpu.supports(groups):
             return "numbers of another format, or with scales by channel"
-        return reads_unevenly(layer, groups)
+        return why_not_uniform(layer, groups)
 
     @classmethod
     def prepare(
-        cls, view: CacheView, layers: Sequence[LayerMaps], observer: Observer | None
+        cls, view: CacheView, layers: Sequence[LayerAttention], observer: Observer | None
     ) -> Callable[[CacheView], AttentionBackend]:
         return partial(cls, layers=layers)
 
     def attend(
-        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+        self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:
         """q [B, Hq, 1, .] -> [B, 1, W]."""
         q_BHGd = q.unflatten(1, (layer.geometry.num_kv_heads, -1))[..., 0, :]
         plan = plan_pages(self.view.pages[layer.index].groups, self.view.pool.device)
         if self.one_table and part.prompt_lengths is None and plan.in_place:
-            out = by_length(partial(self._in_place, layer), part, layer.index, q_BHGd)
+            out = attend_in_buckets(partial(self._in_place, layer), part, layer.index, q_BHGd)
         else:
             out = self._page_by_page(layer, part, q_BHGd)
-        return layer.joined(out.flatten(1, 2)[:, :, None].to(q.dtype))
+        return layer.merge_heads(out.flatten(1, 2)[:, :, None].to(q.dtype))
 
-    def _in_place(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+    def _in_place(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
         """Attention over one table of all pages, sequences padded to the longest: q [B, Hk, G, d]
         -> fp32 [B, Hk, G, r]."""
         pages = self.view.pages[layer.index]
         place = locate(pages, part.slots, pages.lengths[part.slots], part.size(layer.index))
         return attention_in_place(q, *place, self.view.pool.layout.page, layer.scale)
 
-    def _page_by_page(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+    def _page_by_page(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
         """Attention over the listed pages: q [B, Hk, G, d] -> fp32 [B, Hk, G, r]."""
         if not self.lists:
             pool, slots = self.view.pool, part.slots

@@ -11,10 +11,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvfold.attention.backend import AttentionBackend, Task
-from kvfold.attention.base import LayerMaps, LayerShape
-from kvfold.attention.buckets import by_length
+from kvfold.attention.base import LayerAttention, LayerShape
+from kvfold.attention.buckets import attend_in_buckets
 from kvfold.attention.metadata import AttentionMetadata
-from kvfold.attention.rows import gather_rows, member_of, rope_of
+from kvfold.attention.rows import gather_rows, group_of_head, rope_of
 from kvfold.cache.eviction.scorers.attention import attention_scores
 from kvfold.layout.pages import Group
 from kvfold.ops.store import add_metrics
@@ -24,23 +24,23 @@ class Fallback(AttentionBackend):
     """Serves any layer and any queries. Computes attention weights explicitly if they are
     observed."""
 
-    weighs: ClassVar[bool] = True
+    returns_weights: ClassVar[bool] = True
 
     @classmethod
-    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> None:
+    def unsupported_reason(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> None:
         return None
 
     def attend(
-        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+        self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:
-        return by_length(partial(self._attend, layer), part, layer.index, q)
+        return attend_in_buckets(partial(self._attend, layer), part, layer.index, q)
 
-    def _attend(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Tensor:
+    def _attend(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
         """Attention with all sequences padded to the longest."""
         pages = self.view.pages[layer.index]
         stored = gather_rows(self.view, layer, part.slots, part.size(layer.index))
         rope = rope_of(layer, stored, pages.groups, part.stop)
-        member = member_of(pages.groups, q.device)
+        member = group_of_head(pages.groups, q.device)
         positions = stored.positions[:, member]  # [B, 1 or Hk, S]
         queries = part.positions[:, None, :, None]
         mask = stored.valid[:, member, None] & (positions[:, :, None] <= queries)

@@ -1,5 +1,5 @@
 """Attention over entries of two ranks (ZDC §5.2): full-rank rows of important tokens, and low-rank
-(`narrow`) rows of unimportant ones, which keep the first numbers of each latent.
+rows (`low_rank`) of unimportant ones, which keep the first numbers of each latent.
 
 Low-rank rows are scored with the first numbers of the same queries, and both outputs are merged by
 their log-sum-exps. Shapes: B sequences of one attention call (a part of the step), T queries per
@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvfold.attention.backend import AttentionBackend, Task
-from kvfold.attention.base import Columns, LayerMaps, LayerShape
+from kvfold.attention.base import Columns, LayerAttention, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.observer import Observer
-from kvfold.attention.triton_decode import LayerBatch, batches
+from kvfold.attention.triton_decode import LayerBatch, plan_batches
 from kvfold.layout import LayerSpec
 from kvfold.layout.pages import Group
 from kvfold.ops import decode, observe
@@ -30,45 +30,51 @@ from kvfold.ops.store import gather, set_metrics
 Weighed = tuple[Tensor, Tensor]  # attention output [B, Hq, T, s], log2-sum-exp2 fp32 [B, Hq, T]
 
 
-class HybridAttention(AttentionBackend):
+class MixedRankAttention(AttentionBackend):
     """Serves any layer with two ranks, by whatever serves `ops.decode` and `ops.prefill`. The
     metrics of full-rank rows are the importance of their tokens. A step has one decoding part."""
 
     def __init__(
         self, view: CacheView, wide: Sequence[LayerBatch], narrow: Sequence[LayerBatch]
     ) -> None:
-        assert isinstance(view, PoolView) and view.narrow is not None, "rows have one width"
+        assert isinstance(view, PoolView) and view.low_rank is not None, "rows have one width"
         super().__init__(view)
-        self.pool_view, self.narrow_view = view, view.narrow
+        self.pool_view, self.narrow_view = view, view.low_rank
         self.batches = {True: wide, False: narrow}
         self.plans: dict[bool, dict[int, Any]] = {True: {}, False: {}}
 
     @classmethod
-    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
+    def unsupported_reason(
+        cls, layer: LayerShape, groups: Sequence[Group], task: Task
+    ) -> str | None:
         return None
 
     @classmethod
     def prepare(
-        cls, view: CacheView, layers: Sequence[LayerMaps], observer: Observer | None
+        cls, view: CacheView, layers: Sequence[LayerAttention], observer: Observer | None
     ) -> Callable[[CacheView], AttentionBackend]:
-        assert isinstance(view, PoolView) and view.narrow is not None, "rows have one width"
-        return partial(cls, wide=batches(view, layers), narrow=batches(view.narrow, layers))
+        assert isinstance(view, PoolView) and view.low_rank is not None, "rows have one width"
+        return partial(
+            cls, wide=plan_batches(view, layers), narrow=plan_batches(view.low_rank, layers)
+        )
 
     def attend(
-        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+        self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:
         """q [B, Hq, T, r] -> [B, T, W]."""
-        assert part.narrow is not None
+        assert part.low_rank is not None
         out, lse = self._weigh(True, layer, part, q)
         # A CUDA graph cannot know whether there are low-rank rows: it always attends to them.
-        if not part.narrow.lengths.size or part.narrow.size(layer.index):
-            narrow_out = self._weigh(False, layer, part.narrow, self._first(layer, q))
+        if not part.low_rank.lengths.size or part.low_rank.size(layer.index):
+            narrow_out = self._weigh(False, layer, part.low_rank, self._first(layer, q))
             out, lse = merged((out, lse), narrow_out)
-        out, lse = layer.beside_sinks(out, lse)
+        out, lse = layer.with_sinks(out, lse)
         self._rank(layer, part, q, lse)
-        return layer.joined(out)
+        return layer.merge_heads(out)
 
-    def _weigh(self, wide: bool, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Weighed:
+    def _weigh(
+        self, wide: bool, layer: LayerAttention, part: AttentionMetadata, q: Tensor
+    ) -> Weighed:
         """Attention to the full-rank (`wide`) or the low-rank rows."""
         if not part.decode:
             return self._prefill(wide, layer, part, q)
@@ -82,7 +88,9 @@ class HybridAttention(AttentionBackend):
         out, lse = decode.decode(q[:, :, 0].contiguous(), pages, part.slots, layer.scale, plan)
         return out[:, :, None], lse[..., None]
 
-    def _prefill(self, wide: bool, layer: LayerMaps, part: AttentionMetadata, q: Tensor) -> Weighed:
+    def _prefill(
+        self, wide: bool, layer: LayerAttention, part: AttentionMetadata, q: Tensor
+    ) -> Weighed:
         """Attention of a prefill chunk to the full-rank (`wide`) or the low-rank rows."""
         view = self.pool_view if wide else self.narrow_view
         pages, spec = view.pages[layer.index], view.layout.spec.layers[layer.index]
@@ -97,7 +105,7 @@ class HybridAttention(AttentionBackend):
         keys, values = (KVView(stored.rows, *columns) for columns in _places(spec))
         return prefill(q, keys, values, visible, layer.scale)
 
-    def _first(self, layer: LayerMaps, q: Tensor) -> Tensor:
+    def _first(self, layer: LayerAttention, q: Tensor) -> Tensor:
         """Queries for low-rank keys: their first numbers, with zeros beyond each head's low
         rank."""
         ranks = _ranks(self.narrow_view.layout.spec.layers[layer.index], q.device)
@@ -105,7 +113,7 @@ class HybridAttention(AttentionBackend):
         query_ranks = ranks.repeat_interleave(layer.geometry.queries_per_kv, 0)
         return q.where(query_ranks[:, None], 0.0)
 
-    def _rank(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, lse: Tensor) -> None:
+    def _rank(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, lse: Tensor) -> None:
         """Update the importance of tokens, in layers by which tokens are ranked: write that of the
         querying tokens, or add to that of the tokens they attend to. lse [B, Hq, T]."""
         hybrid = self.view.layout.spec.hybrid
@@ -126,13 +134,15 @@ class HybridAttention(AttentionBackend):
         set_metrics(pages, slots, index.flatten(0, 1), values)
 
 
-class HybridKernels(HybridAttention):
-    """HybridAttention by kernels, for both ranks."""
+class MixedRankKernels(MixedRankAttention):
+    """MixedRankAttention by kernels, for both ranks."""
 
-    captures: ClassVar[bool] = True
+    supports_graphs: ClassVar[bool] = True
 
     @classmethod
-    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
+    def unsupported_reason(
+        cls, layer: LayerShape, groups: Sequence[Group], task: Task
+    ) -> str | None:
         """As in AttentionBackend. groups: of both ranks."""
         if task.decode:
             kind, ranked = task.device_type, [x for x in groups if x.layout.tracked]
@@ -162,7 +172,7 @@ def merged(a: Weighed, b: Weighed) -> Weighed:
 @lru_cache(maxsize=4096)
 def _places(spec: LayerSpec) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """First column and rank of each KV head's keys, and of its values, in a layer's row."""
-    return [Columns(spec, x).places for x in (spec.key_latents, spec.value_latents)]
+    return [Columns(spec, x).head_columns for x in (spec.key_latents, spec.value_latents)]
 
 
 @lru_cache(maxsize=4096)

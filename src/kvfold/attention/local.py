@@ -7,7 +7,7 @@ step, R numbers of a row, G groups of a layer, S row slots.
 import torch
 from torch import Tensor
 
-from kvfold.attention.base import LayerMaps
+from kvfold.attention.base import LayerAttention
 from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.cache.eviction.base import by_group
 from kvfold.cache.eviction.scorers.compactor import Local, local_attention
@@ -22,17 +22,19 @@ class LocalAttention:
         self.view, self.scorer = view, scorer
 
     def add(
-        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, rows: Tensor, index: Tensor
+        self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, rows: Tensor, index: Tensor
     ) -> None:
         """Add the local attention of a prefill part. q [1, Hq, N, .] and rows [1, N, R] are the
         step's; index int64 [N, G]: the indices of these rows in the layer's groups."""
         pages = self.view.pages[layer.index]
-        rope, part_rows = None, part.of(rows[:, None])[:, 0]
+        rope, part_rows = None, part.slice_of(rows[:, None])[:, 0]
         if layer.rope is not None:
             rope = layer.rope.tables(part_rows, part.positions[:, None].long(), part.stop)
-        scores = local_attention(part.of(q), layer.score_keys(part_rows, rope), self.scorer.chunk)
+        scores = local_attention(
+            part.slice_of(q), layer.score_keys(part_rows, rope), self.scorer.chunk
+        )
         scores = by_group(scores, [group.heads for group in pages.groups]).clamp(min=LEAST)
-        indices = part.of(index[None, None])[:, 0].mT  # [B, G, T]
+        indices = part.slice_of(index[None, None])[:, 0].mT  # [B, G, T]
         values = scores.new_zeros(*indices.shape[:2], part.size(layer.index)).scatter_(
             2, indices, scores
         )

@@ -83,7 +83,7 @@ class PoolView:
         return self.pool.lengths[slots[:, None], groups]
 
     @cached_property
-    def narrow(self) -> "PoolView | None":
+    def low_rank(self) -> "PoolView | None":
         """View of the low-rank rows of unimportant tokens; None if all tokens store the same."""
         pool = self.pool.narrow
         return None if pool is None else PoolView(pool, None, self.dtype)
@@ -108,8 +108,8 @@ class PoolView:
 class AttentionMetadata:
     """The tokens of one attention call: T queries of each of the sequences `slots` [B].
 
-    They are tokens begin .. begin + B * T of the packed row, or the tokens `tokens` int64 [B, T] of
-    it; there, the first token of a sequence may be repeated as padding.
+    They are tokens first_token .. first_token + B * T of the packed row, or the tokens `tokens`
+    int64 [B, T] of it; there, the first token of a sequence may be repeated as padding.
 
     positions: int [B, T].
     lengths: [layers, B], rows of each sequence's longest group, on the host (empty in a CUDA
@@ -118,10 +118,10 @@ class AttentionMetadata:
     stop: upper bound of positions.
     prompt_lengths: [B] if the attention of these queries is observed, else None.
     decode: T is 1, and a query sees all rows of its sequence.
-    narrow: metadata of the same queries for the low-rank rows, if there are any.
+    low_rank: metadata of the same queries for the low-rank rows, if there are any.
     """
 
-    begin: int
+    first_token: int
     slots: Tensor
     positions: Tensor
     lengths: npt.NDArray[np.int64]
@@ -130,10 +130,10 @@ class AttentionMetadata:
     prompt_lengths: Tensor | None = None
     decode: bool = False
     tokens: Tensor | None = None
-    narrow: "AttentionMetadata | None" = None
+    low_rank: "AttentionMetadata | None" = None
 
     @classmethod
-    def of_step(
+    def for_step(
         cls,
         view: PoolView,
         slots: list[int],
@@ -149,15 +149,15 @@ class AttentionMetadata:
         prompt_lengths: if their queries are observed."""
         rows, device = view.pool.host_lengths[slots], view.pool.device
         narrow = None
-        if view.narrow is not None:
+        if view.low_rank is not None:
             settings: dict[str, Any] = {"begin": begin, "stop": stop, "decode": decode}
-            narrow = cls.of_step(
-                view.narrow, slots, positions, prompt_lengths=None, tokens=tokens, **settings
+            narrow = cls.for_step(
+                view.low_rank, slots, positions, prompt_lengths=None, tokens=tokens, **settings
             )
         firsts = [groups.start for groups in view.pool.layout.layer_groups]
         lengths = None if prompt_lengths is None else upload(np.array(prompt_lengths), device)
         return cls(
-            begin=begin,
+            first_token=begin,
             slots=upload(np.array(slots), device),
             positions=positions.view(len(slots), -1),
             lengths=np.maximum.reduceat(rows, firsts, axis=1).T,
@@ -166,14 +166,14 @@ class AttentionMetadata:
             prompt_lengths=lengths,
             decode=decode,
             tokens=tokens,
-            narrow=narrow,
+            low_rank=narrow,
         )
 
     @classmethod
-    def of_decodes(cls, view: PoolView, slots: Tensor, positions: Tensor) -> "AttentionMetadata":
+    def for_decodes(cls, view: PoolView, slots: Tensor, positions: Tensor) -> "AttentionMetadata":
         """Metadata for one token per sequence without any host data: slots, positions int64 [B]."""
         return cls(
-            begin=0,
+            first_token=0,
             slots=slots,
             positions=positions[:, None],
             lengths=np.empty((0, 0), dtype=np.int64),
@@ -182,7 +182,9 @@ class AttentionMetadata:
             # A prompt length of 0: generated tokens are observed, whatever the prompt's length.
             prompt_lengths=torch.zeros_like(slots) if view.observes_decodes else None,
             decode=True,
-            narrow=None if view.narrow is None else cls.of_decodes(view.narrow, slots, positions),
+            low_rank=None
+            if view.low_rank is None
+            else cls.for_decodes(view.low_rank, slots, positions),
         )
 
     @property
@@ -190,8 +192,8 @@ class AttentionMetadata:
         """Indices of the B * T queries in the packed row, int64."""
         if self.tokens is not None:
             return self.tokens.flatten()
-        stop = self.begin + self.positions.numel()
-        return torch.arange(self.begin, stop, device=self.positions.device)
+        stop = self.first_token + self.positions.numel()
+        return torch.arange(self.first_token, stop, device=self.positions.device)
 
     @cached_property
     def _sizes(self) -> list[int]:
@@ -202,11 +204,11 @@ class AttentionMetadata:
         """Rows of the longest group of a layer."""
         return self._sizes[layer]
 
-    def of(self, packed: Tensor) -> Tensor:
+    def slice_of(self, packed: Tensor) -> Tensor:
         """Slice this part out of packed [1, H, N, n]: [B, H, T, n]."""
         if self.tokens is not None:
             return packed[0][:, self.tokens].transpose(0, 1)
-        rows = packed[0].narrow(1, self.begin, self.positions.numel())
+        rows = packed[0].narrow(1, self.first_token, self.positions.numel())
         heads, _, numbers = rows.shape
         return rows.view(heads, *self.positions.shape, numbers).transpose(0, 1)
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.backend import RESIDUAL, AttentionBackend, Task
-from kvfold.attention.base import LayerMaps, LayerShape
+from kvfold.attention.base import LayerAttention, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
-from kvfold.attention.triton_decode import limits_of
+from kvfold.attention.triton_decode import score_limits
 from kvfold.cache.eviction.scorers.attention import observed
 from kvfold.layout.pages import Group
 from kvfold.ops.backend import no_numba
@@ -33,8 +33,10 @@ class NumbaDecode(AttentionBackend):
         self.plans = plans
 
     @classmethod
-    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
-        if layer.rebuilds_keys:
+    def unsupported_reason(
+        cls, layer: LayerShape, groups: Sequence[Group], task: Task
+    ) -> str | None:
+        if layer.reconstructs_keys:
             return "keys are rebuilt before RoPE"
         if groups[0].layout.residual:
             return RESIDUAL
@@ -42,18 +44,18 @@ class NumbaDecode(AttentionBackend):
 
     @classmethod
     def prepare(
-        cls, view: CacheView, layers: Sequence[LayerMaps], observer: Observer | None
+        cls, view: CacheView, layers: Sequence[LayerAttention], observer: Observer | None
     ) -> Callable[[CacheView], AttentionBackend]:
         plans = {
             x.index: plan_parts(
-                x.spec, view.layout.of_layer(x.index), x.geometry.queries_per_kv, view.dtype
+                x.spec, view.layout.groups_of_layer(x.index), x.geometry.queries_per_kv, view.dtype
             )
             for x in layers
         }
         return partial(cls, plans=plans)
 
     def attend(
-        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+        self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:
         """q [B, Hq, 1, .] -> [B, 1, W]."""
         from kvfold.ops.decode import numba
@@ -66,6 +68,6 @@ class NumbaDecode(AttentionBackend):
             last = torch.where(is_observed, part.positions[:, 0] - scorer.exclude, -1)
             watch = numba.Watch(scorer.power, last)
         pages, plan = self.view.pages[layer.index], self.plans[layer.index]
-        inputs, limits = (pages, part.slots, layer.scale, plan, watch), limits_of(layer, part)
+        inputs, limits = (pages, part.slots, layer.scale, plan, watch), score_limits(layer, part)
         out = numba.decode(q[:, :, 0].detach(), *inputs, layer.sinks, limits)
-        return layer.joined(out[:, :, None].to(q.dtype), into=into)
+        return layer.merge_heads(out[:, :, None].to(q.dtype), into=into)

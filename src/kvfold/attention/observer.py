@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.attention.base import LayerMaps
+from kvfold.attention.base import LayerAttention
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.attention.queries import QueryRing
 from kvfold.cache.eviction.scorers.attention import Attention
@@ -25,7 +25,7 @@ from kvfold.ops.observe import observe
 WINDOW = 8  # buffered queries per sequence; reading keys again then costs 6 % of a decode step
 
 
-class Turn(NamedTuple):
+class StepPart(NamedTuple):
     """A sequence's part of a step: its slot, the sequence that owns the slot, the position of its
     first token, and whether its queries are observed."""
 
@@ -49,7 +49,9 @@ class Observer(QueryRing):
     Which buffer entries are valid is known on the host alone; `around` must enclose each step.
     """
 
-    def __init__(self, view: PoolView, scorer: Attention, layers: Mapping[int, LayerMaps]) -> None:
+    def __init__(
+        self, view: PoolView, scorer: Attention, layers: Mapping[int, LayerAttention]
+    ) -> None:
         super().__init__(WINDOW, view, layers)
         self.view, self.scorer = view, scorer
         self.pending: dict[int, _Pending] = {}  # by slot
@@ -61,20 +63,20 @@ class Observer(QueryRing):
         """Buffer indices for the queries of a decoding part, int64 [B]."""
         return self._rows(part.slots, part.positions[:, 0])
 
-    def keep(self, layer: int, rows: Tensor, q: Tensor, lse: Tensor) -> None:
+    def buffer(self, layer: int, rows: Tensor, q: Tensor, lse: Tensor) -> None:
         """Buffer q [B, Hq, dk] and log2-sum-exp2s fp32 [B, Hq] of a decode step in a layer."""
         self.queries[layer].index_copy_(0, rows, q)
         self.lse[layer].index_copy_(0, rows, lse)
 
     @contextmanager
-    def around(self, turns: Sequence[Turn], num_decode: int) -> Iterator[None]:
+    def step(self, turns: Sequence[StepPart], num_decode: int) -> Iterator[None]:
         """Encloses a step, whose first `num_decode` turns are single tokens of decoding
         sequences."""
         self._begin(turns)
         yield
         self._end(turns[:num_decode])
 
-    def _begin(self, turns: Sequence[Turn]) -> None:
+    def _begin(self, turns: Sequence[StepPart]) -> None:
         """Drop buffered queries of sequences that gave up their slots, and flush if a sequence does
         not continue where it ended. The step's rows may have pages but no content yet; what is
         added to their metrics is overwritten."""
@@ -89,7 +91,7 @@ class Observer(QueryRing):
         if must_flush:
             self.flush()
 
-    def _end(self, decodes: Sequence[Turn]) -> None:
+    def _end(self, decodes: Sequence[StepPart]) -> None:
         """Record one more buffered query per decoding sequence; flush if a buffer is full."""
         must_flush = False
         for slot, owner, start, counts in decodes:

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.backend import AttentionBackend
-from kvfold.attention.base import AttentionContext, LayerMaps
+from kvfold.attention.base import AttentionContext, LayerAttention
 from kvfold.attention.learned import LearnedScores
 from kvfold.attention.local import LocalAttention
 from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.observer import Observer
 from kvfold.attention.queries import RecentQueries
-from kvfold.attention.rows import PoolRows
-from kvfold.attention.selector import Selected
+from kvfold.attention.rows import PoolEntries
+from kvfold.attention.selector import SelectedBackends
 from kvfold.cache.eviction.policy import Policy
 from kvfold.cache.eviction.scorers.compactor import Local
 from kvfold.cache.pool import Pool
 from kvfold.ops import store
 
-Watch = Callable[[LayerMaps, Tensor], None]
+LayerHook = Callable[[LayerAttention, Tensor], None]
 
 
 class PagedAttention:
@@ -37,16 +37,22 @@ class PagedAttention:
     """
 
     def __init__(
-        self, layers: Sequence[LayerMaps], pool: Pool, policy: Policy | None, dtype: torch.dtype
+        self,
+        layers: Sequence[LayerAttention],
+        pool: Pool,
+        policy: Policy | None,
+        dtype: torch.dtype,
     ) -> None:
         self.layers, self.view = layers, PoolView(pool, policy, dtype)
-        self.selected = chosen = Selected.of(layers, self.view)
+        self.selected = chosen = SelectedBackends.select_all(layers, self.view)
         self.observer, self.recent = None, None
         observing = self.view.observing if self.view.observes_decodes else None
-        device_type, groups = pool.device.type, pool.layout.of_layer
+        device_type, groups = pool.device.type, pool.layout.groups_of_layer
         pairs = zip(layers, chosen.decode, strict=True)
         observed = {
-            x.index: x for x, backend in pairs if backend.keeps(groups(x.index), device_type)
+            x.index: x
+            for x, backend in pairs
+            if backend.needs_observer(groups(x.index), device_type)
         }
         if observing is not None and observed:
             self.observer = Observer(self.view, observing.scorer, observed)
@@ -57,20 +63,22 @@ class PagedAttention:
         self.local = LocalAttention(self.view, scorer) if isinstance(scorer, Local) else None
         reads_map = scorer is not None and "learned" in scorer.needs
         self.learned = LearnedScores(self.view) if reads_map else None
-        self.makers: dict[type[AttentionBackend], Callable[[CacheView], AttentionBackend]] = {}
+        self.backend_factories: dict[
+            type[AttentionBackend], Callable[[CacheView], AttentionBackend]
+        ] = {}
         for backend in {*chosen.decode, *chosen.prefill, *chosen.observed}:
             decoded = [x for x in layers if chosen.decode[x.index] is backend]
-            self.makers[backend] = backend.prepare(self.view, decoded, self.observer)
+            self.backend_factories[backend] = backend.prepare(self.view, decoded, self.observer)
 
-    def rows(self, slots: Tensor, size: int, computed: list[int]) -> PoolRows:
-        """The stored rows of sequences for eviction policies, as in `PoolRows`."""
-        return PoolRows(self.view, self.layers, self.recent, slots, size, computed)
+    def rows(self, slots: Tensor, size: int, computed: list[int]) -> PoolEntries:
+        """The stored rows of sequences for eviction policies, as in `PoolEntries`."""
+        return PoolEntries(self.view, self.layers, self.recent, slots, size, computed)
 
     @property
-    def captures(self) -> bool:
+    def supports_graphs(self) -> bool:
         """Whether a decode step needs no host data, so that a CUDA graph can capture it."""
         on_cuda = self.view.pool.device.type == "cuda"
-        return on_cuda and all(backend.captures for backend in self.selected.decode)
+        return on_cuda and all(backend.supports_graphs for backend in self.selected.decode)
 
 
 class PagedContext(AttentionContext):
@@ -80,7 +88,7 @@ class PagedContext(AttentionContext):
         groups' rows.
     positions: int32 [N].
     fill: which residual blocks the tokens fill, if there are any.
-    watch: called for each layer with the hidden states [1, N, D] that enter its attention.
+    layer_hook: called for each layer with the hidden states [1, N, D] that enter its attention.
     """
 
     def __init__(
@@ -91,27 +99,27 @@ class PagedContext(AttentionContext):
         index: Tensor,
         positions: Tensor,
         fill: store.Fill | None = None,
-        watch: Watch | None = None,
+        layer_hook: LayerHook | None = None,
     ) -> None:
-        self.view, self.parts, self.fill, self.watch = attention.view, parts, fill, watch
+        self.view, self.parts, self.fill, self.layer_hook = attention.view, parts, fill, layer_hook
         self.slots, self.positions = slots, positions
         self.index = self.view.pool.lengths[slots] + index[:, None]  # int64 [N, all groups]
         self.recent, self.local = attention.recent, attention.local
         self.learned, self.worth = attention.learned, torch.empty(0)
         self.recent_rows = self.recent.begin(parts) if self.recent is not None else ()
         self.order = _order(parts, len(positions))
-        self.chosen = [attention.selected.of_part(part) for part in parts]
+        self.chosen = [attention.selected.for_part(part) for part in parts]
         self.backends: Mapping[type[AttentionBackend], AttentionBackend] = {
-            backend: make(self.view) for backend, make in attention.makers.items()
+            backend: make(self.view) for backend, make in attention.backend_factories.items()
         }
 
-    def enter(self, layer: LayerMaps, x: Tensor) -> None:
+    def before_attention(self, layer: LayerAttention, x: Tensor) -> None:
         if self.learned is not None:
             self.worth = self.learned.of(layer, x)
-        if self.watch is not None:
-            self.watch(layer, x)
+        if self.layer_hook is not None:
+            self.layer_hook(layer, x)
 
-    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
+    def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
         """Store rows [1, N, R] of the step's tokens and attend with q [1, Hq, N, .]: [1, N, W]."""
         index = self.index[:, self.view.pool.layout.layer_groups[layer.index]]
         destination = self.slots, index, self.positions, self.fill
@@ -125,7 +133,7 @@ class PagedContext(AttentionContext):
                 if not part.decode:
                     self.local.add(layer, part, q, rows, index)
         outputs = [
-            self.backends[chosen[layer.index]].attend(layer, part, part.of(q)).flatten(0, 1)
+            self.backends[chosen[layer.index]].attend(layer, part, part.slice_of(q)).flatten(0, 1)
             for part, chosen in zip(self.parts, self.chosen, strict=True)
         ]
         if self.order is not None:
@@ -136,7 +144,7 @@ class PagedContext(AttentionContext):
 def _order(parts: Sequence[AttentionMetadata], num_tokens: int) -> Tensor | None:
     """Index of each of N tokens in the concatenated outputs of parts, int64 [N]; None if they are
     in order. A repeated token has the same output each time."""
-    begins = [part.begin for part in parts]
+    begins = [part.first_token for part in parts]
     if all(part.tokens is None for part in parts) and begins == sorted(begins):
         return None
     packed = torch.cat([part.packed for part in parts])

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvfold.attention.base import LayerMaps
+from kvfold.attention.base import LayerAttention
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 
 
@@ -18,7 +18,7 @@ class QueryRing:
     buffer, which needs no host data to compute. layers: those whose queries are buffered, by
     index."""
 
-    def __init__(self, width: int, view: PoolView, layers: Mapping[int, LayerMaps]) -> None:
+    def __init__(self, width: int, view: PoolView, layers: Mapping[int, LayerAttention]) -> None:
         self.width, self.layers, self.device = width, layers, view.pool.device
         self.num_rows = len(view.pool.lengths) * width
         self.queries: dict[int, Tensor] = {}
@@ -37,7 +37,7 @@ Recent = Sequence[tuple[AttentionMetadata, Tensor]]
 class RecentQueries(QueryRing):
     """The last W queries that the model computed, for policies that use queries."""
 
-    def __init__(self, width: int, view: PoolView, layers: Mapping[int, LayerMaps]) -> None:
+    def __init__(self, width: int, view: PoolView, layers: Mapping[int, LayerAttention]) -> None:
         super().__init__(width, view, layers)
         self.positions = torch.full((self.num_rows,), -1, device=self.device)
 
@@ -55,7 +55,7 @@ class RecentQueries(QueryRing):
     def keep(self, layer: int, recent: Recent, packed: Tensor) -> None:
         """Buffer the last of the step's queries, packed [1, Hq, N, dk]."""
         for part, rows in recent:
-            last = part.of(packed)[:, :, -self.width :].transpose(1, 2).flatten(0, 1)
+            last = part.slice_of(packed)[:, :, -self.width :].transpose(1, 2).flatten(0, 1)
             self.queries[layer].index_copy_(0, rows, last)
 
     def read(self, layer: int, slots: Tensor, computed: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.backend import Task
-from kvfold.attention.base import AttentionContext, LayerMaps
+from kvfold.attention.base import AttentionContext, LayerAttention
 from kvfold.attention.metadata import PoolView
-from kvfold.attention.rows import member_of, rope_of
+from kvfold.attention.rows import group_of_head, rope_of
 from kvfold.attention.selector import select
 from kvfold.attention.triton_prefill import TritonPrefill, views_of
 from kvfold.cache.eviction.scorers.rescoring import LEAST, Rescoring, max_attention
@@ -27,7 +27,7 @@ from kvfold.ops.prefill.plan import NEVER
 from kvfold.ops.store import StoredRows, add_metrics, gather
 
 
-class ReplayContext(AttentionContext):
+class RescoringContext(AttentionContext):
     """Attention context of a re-scoring pass. Its tokens see the stored rows of a sequence and each
     other, and are not stored; the rows of the tokens `piece` (a segment of the context) get
     metrics.
@@ -65,13 +65,13 @@ class ReplayContext(AttentionContext):
         in_order = bool((lengths == computed).all())
         self.size = self.start if in_order else int(lengths.max())
 
-    def enter(self, layer: LayerMaps, x: Tensor) -> None:
+    def before_attention(self, layer: LayerAttention, x: Tensor) -> None:
         if self.gradients is not None:
             self.query_factors = self.gradients[layer.index]
         elif self.scorer.output_weighted:
             self.query_factors = 1 / torch.linalg.vector_norm(x.float(), dim=-1).clamp(min=LEAST)
 
-    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
+    def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
         """Attend with q [1, Hq, n, .]; rows [1, n, R] of the pass are not stored. Returns the input
         of W_O [1, n, W]."""
         pages = self.view.pages[layer.index]
@@ -82,7 +82,7 @@ class ReplayContext(AttentionContext):
         add_metrics(pages, self.slot, scores.clamp(min=LEAST), counted)
         return out
 
-    def _inputs(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> "_Inputs":
+    def _inputs(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> "_Inputs":
         pages, size = self.view.pages[layer.index], self.size
         lengths, groups = pages.lengths[self.slot].clamp(max=size), pages.groups
         all_rows = self._with_replayed(
@@ -118,13 +118,13 @@ class ReplayContext(AttentionContext):
         return (positions >= self.piece.start) & (positions < self.piece.stop)
 
 
-class ReplayWithGradients(ReplayContext):
+class ReplayWithGradients(RescoringContext):
     """The same attention with differentiable operations. It updates no metrics."""
 
-    def enter(self, layer: LayerMaps, x: Tensor) -> None:
+    def before_attention(self, layer: LayerAttention, x: Tensor) -> None:
         pass
 
-    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
+    def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
         inputs = self._inputs(layer, q, rows)
         return _attend(inputs, _visible(inputs))
 
@@ -140,7 +140,7 @@ class _Inputs:
     of_rows fp32 [1, Hq, T], of_queries fp32 [1, n]: factors of attention weights.
     """
 
-    layer: LayerMaps
+    layer: LayerAttention
     groups: tuple[Group, ...]
     q: Tensor
     positions: Tensor
@@ -180,16 +180,16 @@ def _by_kernels(x: _Inputs) -> tuple[Tensor, Tensor]:
         queries=x.positions[None],
     )
     out, full_lse, lse = prefill_among(x.q, keys, values, visible, x.layer.scale, x.among)
-    out, _ = x.layer.beside_sinks(out, full_lse)
+    out, _ = x.layer.with_sinks(out, full_lse)
     bias = -lse if x.of_queries is None else x.of_queries.log2()[:, None] - lse
     worth = peaks(x.q, keys, bias, x.counted, visible.owner, x.layer.scale, x.of_rows)
-    return x.layer.joined(out, mapped=first), worth
+    return x.layer.merge_heads(out, mapped=first), worth
 
 
 def _in_pytorch(x: _Inputs) -> tuple[Tensor, Tensor]:
     """The same in PyTorch, with explicit weights for one KV head at a time."""
     layer, rows, visible = x.layer, x.stored, _visible(x)
-    scored = visible & x.among[:, member_of(x.groups, x.q.device), None]
+    scored = visible & x.among[:, group_of_head(x.groups, x.q.device), None]
     k, factors = layer.score_keys(rows.rows, x.rope), (x.of_rows, x.of_queries)
     worth = max_attention(x.q, k, scored, layer.scale, *factors, layer.softcap)
     return _attend(x, visible), worth
@@ -197,7 +197,7 @@ def _in_pytorch(x: _Inputs) -> tuple[Tensor, Tensor]:
 
 def _visible(x: _Inputs) -> Tensor:
     """Which rows queries see, bool [1, 1 or Hk, n, T]."""
-    rows, member = x.stored, member_of(x.groups, x.q.device)
+    rows, member = x.stored, group_of_head(x.groups, x.q.device)
     before = rows.positions[:, member, None] <= x.positions[:, None]
     return rows.valid[:, member, None] & before
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.attention.base import Columns, LayerMaps
+from kvfold.attention.base import Columns, LayerAttention
 from kvfold.attention.metadata import CacheView, PoolView
 from kvfold.attention.queries import RecentQueries
 from kvfold.layout.pages import Group
@@ -22,7 +22,7 @@ from kvfold.ops.common.pages import owner_of
 from kvfold.ops.store import StoredRows, gather
 
 
-def gather_rows(view: CacheView, layer: LayerMaps, slots: Tensor, size: int) -> StoredRows:
+def gather_rows(view: CacheView, layer: LayerAttention, slots: Tensor, size: int) -> StoredRows:
     """Rows [B, S, R] of the sequences slots int64 [B] in a layer; size: rows of the longest
     group."""
     pages = view.pages[layer.index]
@@ -30,25 +30,25 @@ def gather_rows(view: CacheView, layer: LayerMaps, slots: Tensor, size: int) -> 
 
 
 def rope_of(
-    layer: LayerMaps, stored: StoredRows, groups: tuple[Group, ...], stop: int
+    layer: LayerAttention, stored: StoredRows, groups: tuple[Group, ...], stop: int
 ) -> Tables | None:
     """cos, sin [B, 1 or Hk, S, rotary dims] at the rows' positions; None if keys are not
     reconstructed."""
     if layer.rope is None:
         return None
-    positions = stored.positions[:, member_of(groups, stored.positions.device)]
+    positions = stored.positions[:, group_of_head(groups, stored.positions.device)]
     return layer.rope.tables(stored.rows, positions.long(), stop)
 
 
 @lru_cache
-def member_of(groups: tuple[Group, ...], device: torch.device) -> Tensor:
+def group_of_head(groups: tuple[Group, ...], device: torch.device) -> Tensor:
     """Group of each KV head as a tensor [Hk]; [1] if there is one group. See `owner_of`."""
     owner = owner_of(groups)
     return torch.tensor(owner if any(owner) else owner[:1], device=device)
 
 
 @dataclass(frozen=True)
-class PoolRows:
+class PoolEntries:
     """The stored rows of sequences for eviction policies, read one layer at a time.
 
     slots: int64 [B].
@@ -58,7 +58,7 @@ class PoolRows:
     """
 
     view: PoolView
-    layers: Sequence[LayerMaps]
+    layers: Sequence[LayerAttention]
     recent: RecentQueries | None
     slots: Tensor
     size: int
@@ -70,14 +70,14 @@ class PoolRows:
         groups = self.view.pages[layer].groups
         rope = rope_of(maps, stored, groups, max(self.computed))
         k = maps.score_keys(stored.rows, rope)
-        keys = k if maps.rebuilds_keys else _within_ranks(k, maps.key_columns)
+        keys = k if maps.reconstructs_keys else _within_ranks(k, maps.key_columns)
         return self._present(keys, layer, stored)
 
     def values(self, layer: int) -> Tensor:
         """Values [B, Hk, S, d], or latents [B, Hk, S, r] if their projection is folded into W_O."""
         maps, stored = self.layers[layer], self._stored(layer)
         if maps.value_up is not None:
-            return self._present(maps.mapped_values(stored.rows).transpose(1, 2), layer, stored)
+            return self._present(maps.full_values(stored.rows).transpose(1, 2), layer, stored)
         columns = maps.value_columns
         v = columns.spread(columns.gather(stored.rows))
         return self._present(_within_ranks(v, columns), layer, stored)
@@ -93,7 +93,7 @@ class PoolRows:
 
     def _present(self, x: Tensor, layer: int, stored: StoredRows) -> Tensor:
         """x [B, Hk, S, .] with zeros in empty slots."""
-        heads = member_of(self.view.pages[layer].groups, x.device)
+        heads = group_of_head(self.view.pages[layer].groups, x.device)
         return x.where(stored.valid[:, heads, :, None], 0.0)
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from kvfold.attention.backend import AttentionBackend, Task
-from kvfold.attention.base import LayerMaps, LayerShape
+from kvfold.attention.base import LayerAttention, LayerShape
 from kvfold.attention.cpu_paged import CpuPaged
 from kvfold.attention.fallback import Fallback
-from kvfold.attention.hybrid import HybridAttention, HybridKernels
+from kvfold.attention.hybrid import MixedRankAttention, MixedRankKernels
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.attention.numba_decode import NumbaDecode
 from kvfold.attention.triton_decode import LatentDecode, TritonDecode
@@ -34,8 +34,8 @@ DECODE: tuple[type[AttentionBackend], ...] = (
     Fallback,
 )
 PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
-HYBRID = (HybridKernels, HybridAttention)  # for caches with two ranks
-PLAIN = (Fallback, HybridAttention)  # plain PyTorch, on any device
+HYBRID = (MixedRankKernels, MixedRankAttention)  # for caches with two ranks
+PLAIN = (Fallback, MixedRankAttention)  # plain PyTorch, on any device
 SERVED = "8, 4 and 2 bits have kernels, alone or planned together"
 REWEIGHED = "the policy makes scores of weights, which no kernel writes"
 EVEN = "a recipe that keeps as much of every head, such as fast with align=8, does"
@@ -44,12 +44,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Choice:
+class BackendChoice:
     """The backend of a layer. passed: backends of higher preference, and why each does not support
     the layer."""
 
     backend: type[AttentionBackend]
-    passed: Mapping[str, str]
+    rejected: Mapping[str, str]
 
 
 def select(
@@ -57,25 +57,25 @@ def select(
     groups: Sequence[Group],
     task: Task,
     among: Sequence[type[AttentionBackend]] | None = None,
-) -> Choice:
+) -> BackendChoice:
     """The first backend that supports a layer with these groups. Does not touch the device.
 
     among: candidates in order of preference, of which the last supports everything; by default all.
     """
     passed: dict[str, str] = {}
     for backend in among or (DECODE if task.decode else PREFILL):
-        if task.reweighed and not backend.weighs:
+        if task.needs_weights and not backend.returns_weights:
             reason: str | None = REWEIGHED
         else:
-            reason = backend.supports(layer, groups, task)
+            reason = backend.unsupported_reason(layer, groups, task)
         if reason is None:
-            return Choice(backend, passed)
+            return BackendChoice(backend, passed)
         passed[backend.__name__] = reason
     raise AssertionError("the last backend serves everything")
 
 
 @dataclass(frozen=True)
-class Selected:
+class SelectedBackends:
     """The chosen backends by layer: for decoding, for prefill, and for prefill chunks whose queries
     are observed."""
 
@@ -84,7 +84,7 @@ class Selected:
     observed: tuple[type[AttentionBackend], ...]
 
     @classmethod
-    def of(cls, layers: Sequence[LayerMaps], view: PoolView) -> "Selected":
+    def select_all(cls, layers: Sequence[LayerAttention], view: PoolView) -> "SelectedBackends":
         """Choose a backend for each layer of a model, and log it."""
         groups, device = _groups(view.layout), view.device.type
         backends = []
@@ -96,7 +96,7 @@ class Selected:
                 observed=observed,
                 device_type=device,
                 dtype=view.dtype,
-                reweighed=reweighed,
+                needs_weights=reweighed,
             )
             choices = _choices(layers, view.layout, task)
             if decode or not observed or view.observing is not None:
@@ -106,7 +106,7 @@ class Selected:
             backends.append(tuple(choice.backend for choice in choices))
         return cls(*backends)
 
-    def of_part(self, part: AttentionMetadata) -> tuple[type[AttentionBackend], ...]:
+    def for_part(self, part: AttentionMetadata) -> tuple[type[AttentionBackend], ...]:
         if part.decode:
             return self.decode
         return self.prefill if part.prompt_lengths is None else self.observed
@@ -114,31 +114,33 @@ class Selected:
 
 def _groups(layout: CacheLayout) -> list[tuple[Group, ...]]:
     """Groups of each layer, of both ranks if there are two."""
-    narrow = layout.narrow
+    narrow = layout.low_rank
     indices = range(len(layout.spec.layers))
-    return [layout.of_layer(i) + (narrow.of_layer(i) if narrow else ()) for i in indices]
+    return [
+        layout.groups_of_layer(i) + (narrow.groups_of_layer(i) if narrow else ()) for i in indices
+    ]
 
 
-def _choices(layers: Sequence[LayerShape], layout: CacheLayout, task: Task) -> list[Choice]:
+def _choices(layers: Sequence[LayerShape], layout: CacheLayout, task: Task) -> list[BackendChoice]:
     """The choice for each layer."""
-    among = HYBRID if layout.narrow else None
+    among = HYBRID if layout.low_rank else None
     return [
         select(x, layer_groups, task, among)
         for x, layer_groups in zip(layers, _groups(layout), strict=True)
     ]
 
 
-def _log(task: Task, choices: Sequence[Choice]) -> None:
+def _log(task: Task, choices: Sequence[BackendChoice]) -> None:
     what = f"{'observed ' if task.observed else ''}{'decode' if task.decode else 'prefill'}"
     for layer, choice in enumerate(choices):
-        reasons = "".join(f"; not {x}: {why}" for x, why in choice.passed.items())
+        reasons = "".join(f"; not {x}: {why}" for x, why in choice.rejected.items())
         logger.info("layer %d, %s: %s%s", layer, what, choice.backend.__name__, reasons)
 
 
 def warn_of_fallback(
     layers: Sequence[LayerShape],
     groups: Sequence[Sequence[Group]],
-    choices: Sequence[Choice],
+    choices: Sequence[BackendChoice],
     task: Task,
 ) -> None:
     """Warn once if layers decode in plain PyTorch on a GPU: why the first of them does, and which
@@ -196,18 +198,18 @@ def kernels(layers: Sequence[LayerShape], layout: CacheLayout, dtype: torch.dtyp
 def _first_reason(
     layers: Sequence[LayerShape],
     groups: Sequence[Sequence[Group]],
-    choices: Sequence[Choice],
+    choices: Sequence[BackendChoice],
     task: Task,
 ) -> str:
     """The first layer that plain PyTorch serves, why no kernel does, and which setting avoids
     it."""
     first = next(i for i, choice in enumerate(choices) if choice.backend in PLAIN)
     layer, kernel = layers[first], TritonPrefill.__name__
-    if choices[first].backend is HybridAttention:
-        kernel = HybridKernels.__name__
+    if choices[first].backend is MixedRankAttention:
+        kernel = MixedRankKernels.__name__
     elif task.decode:
-        kernel = (LatentDecode if layer.rebuilds_keys else TritonDecode).__name__
-    what, reason = "decoding" if task.decode else "prefill", choices[first].passed[kernel]
+        kernel = (LatentDecode if layer.reconstructs_keys else TritonDecode).__name__
+    what, reason = "decoding" if task.decode else "prefill", choices[first].rejected[kernel]
     return f"Layer {first} in {what} ({reason}): {_remedy(layer, groups[first], task)}"
 
 
@@ -215,9 +217,9 @@ def _remedy(layer: LayerShape, groups: Sequence[Group], task: Task) -> str:
     """The settings with which kernels would serve a layer, if there are any."""
     if not use_triton(task.device_type):
         return "install triton, and leave KVFOLD_BACKEND at auto"
-    if task.reweighed:
+    if task.needs_weights:
         return "another policy, such as kv-compress, has kernels"
-    if layer.limited and (task.observed or (task.decode and layer.rebuilds_keys)):
+    if layer.limited and (task.observed or (task.decode and layer.reconstructs_keys)):
         return "no setting avoids it"
     settings = _decode_settings if task.decode else _prefill_settings
     return "; ".join(settings(layer, groups, task)) or EVEN

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.attention.backend import RESIDUAL, AttentionBackend, Task, reads_unevenly
-from kvfold.attention.base import LayerMaps, LayerShape
+from kvfold.attention.backend import RESIDUAL, AttentionBackend, Task, why_not_uniform
+from kvfold.attention.base import LayerAttention, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
 from kvfold.layout.pages import Group
@@ -38,16 +38,16 @@ class LayerBatch:
         return view.lengths(part.slots, self.columns)
 
 
-def batches(view: CacheView, layers: Sequence[LayerMaps]) -> list[LayerBatch]:
+def plan_batches(view: CacheView, layers: Sequence[LayerAttention]) -> list[LayerBatch]:
     """Divide `layers` into batches that can be planned together."""
     by_kind = defaultdict(list)
     for layer in layers:
         counts = len(layer.spec.key_latents), len(layer.spec.value_latents)
-        groups = len(view.layout.of_layer(layer.index))
+        groups = len(view.layout.groups_of_layer(layer.index))
         by_kind[groups, counts, layer.limited].append(layer.index)
     layer_batches = []
     for (*_, limited), indices in by_kind.items():
-        groups_of = tuple(view.layout.of_layer(i) for i in indices)
+        groups_of = tuple(view.layout.groups_of_layer(i) for i in indices)
         ranges = [view.layout.layer_groups[i] for i in indices]
         numbers = [number for x in ranges for number in range(x.start, x.stop)]
         columns = torch.tensor(numbers, device=view.device)
@@ -60,7 +60,7 @@ class TritonDecode(AttentionBackend):
     buffers observed queries if the kernel leaves no weights (one pass). A step has one decoding
     part."""
 
-    captures: ClassVar[bool] = True
+    supports_graphs: ClassVar[bool] = True
 
     def __init__(
         self, view: CacheView, layers: Sequence[LayerBatch], observer: Observer | None
@@ -71,8 +71,10 @@ class TritonDecode(AttentionBackend):
         self.observer_rows: Tensor | None = None  # buffer indices of the queries
 
     @classmethod
-    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
-        if layer.rebuilds_keys:
+    def unsupported_reason(
+        cls, layer: LayerShape, groups: Sequence[Group], task: Task
+    ) -> str | None:
+        if layer.reconstructs_keys:
             return "keys are rebuilt before RoPE"
         if groups[0].layout.residual:
             return RESIDUAL
@@ -81,18 +83,18 @@ class TritonDecode(AttentionBackend):
         return decode.why_not(groups, task.device_type, layer.limited)
 
     @classmethod
-    def keeps(cls, groups: Sequence[Group], device_type: str) -> bool:
+    def needs_observer(cls, groups: Sequence[Group], device_type: str) -> bool:
         """True for rows that `ops.observe` reads again, which are those that one pass decodes."""
         return observe.why_not(groups, device_type) is None
 
     @classmethod
     def prepare(
-        cls, view: CacheView, layers: Sequence[LayerMaps], observer: Observer | None
+        cls, view: CacheView, layers: Sequence[LayerAttention], observer: Observer | None
     ) -> Callable[[CacheView], AttentionBackend]:
-        return partial(cls, layers=batches(view, layers), observer=observer)
+        return partial(cls, layers=plan_batches(view, layers), observer=observer)
 
     def attend(
-        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+        self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:
         """q [B, Hq, 1, r] -> [B, 1, W]."""
         if not self.plans:
@@ -102,7 +104,7 @@ class TritonDecode(AttentionBackend):
                 self.plans.update(zip(x.layers, plans, strict=True))
         q, pages = q[:, :, 0], self.view.pages[layer.index]
         plan = self.plans[layer.index]
-        limits = limits_of(layer, part)
+        limits = score_limits(layer, part)
         out, lse = decode.decode(q, pages, part.slots, layer.scale, plan, limits)
         out, lse = _with_sinks(layer, out, lse)
         if self.observer is None or layer.index not in self.observer.layers:
@@ -110,15 +112,15 @@ class TritonDecode(AttentionBackend):
         elif part.prompt_lengths is not None:
             if self.observer_rows is None:
                 self.observer_rows = self.observer.rows_of(part)
-            self.observer.keep(layer.index, self.observer_rows, q, lse)
-        return layer.joined(out[:, :, None], into=into)
+            self.observer.buffer(layer.index, self.observer_rows, q, lse)
+        return layer.merge_heads(out[:, :, None], into=into)
 
 
 class LatentDecode(AttentionBackend):
     """Decode attention with keys that are reconstructed from latents before RoPE, by the kernels of
     `ops.latent_decode`. maps: by layer. A step has one decoding part."""
 
-    captures: ClassVar[bool] = True
+    supports_graphs: ClassVar[bool] = True
 
     def __init__(
         self, view: CacheView, layers: Sequence[LayerBatch], maps: Mapping[int, KeyMaps]
@@ -128,18 +130,20 @@ class LatentDecode(AttentionBackend):
         self.plans: dict[int, Any] = {}
 
     @classmethod
-    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
-        if not layer.rebuilds_keys:
+    def unsupported_reason(
+        cls, layer: LayerShape, groups: Sequence[Group], task: Task
+    ) -> str | None:
+        if not layer.reconstructs_keys:
             return "keys are stored in score space"
         if not layer.fixed_rope:
             return "angles of RoPE depend on the length of sequences"
-        return reads_unevenly(layer, groups) or latent_decode.why_not(
+        return why_not_uniform(layer, groups) or latent_decode.why_not(
             layer.spec, groups, task.device_type
         )
 
     @classmethod
     def prepare(
-        cls, view: CacheView, layers: Sequence[LayerMaps], observer: Observer | None
+        cls, view: CacheView, layers: Sequence[LayerAttention], observer: Observer | None
     ) -> Callable[[CacheView], AttentionBackend]:
         tables: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the RoPE, which layers may share
         maps = {}
@@ -154,10 +158,10 @@ class LatentDecode(AttentionBackend):
                 )
                 tables[id(rope)] = rope_tables
             maps[layer.index] = _key_maps(layer, *tables[id(rope)])
-        return partial(cls, layers=batches(view, layers), maps=maps)
+        return partial(cls, layers=plan_batches(view, layers), maps=maps)
 
     def attend(
-        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+        self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:
         """q [B, Hq, 1, d], rotated -> [B, 1, W]."""
         q = q[:, :, 0].contiguous()
@@ -167,7 +171,7 @@ class LatentDecode(AttentionBackend):
         maps, plan = self.maps[layer.index], self.plans[layer.index]
         out, lse = _with_sinks(layer, *latent_decode.latent_decode(q, *inputs, maps, plan))
         _add_metrics(self.view, layer.index, part, lse, plan)
-        return layer.joined(out[:, :, None], into=into)
+        return layer.merge_heads(out[:, :, None], into=into)
 
     def _plan(self, part: AttentionMetadata, q: Tensor) -> None:
         spec = self.view.layout.spec
@@ -180,7 +184,7 @@ class LatentDecode(AttentionBackend):
             self.plans.update(zip(x.layers, plans, strict=True))
 
 
-def limits_of(layer: LayerShape, part: AttentionMetadata) -> Limits | None:
+def score_limits(layer: LayerShape, part: AttentionMetadata) -> Limits | None:
     """Soft cap and sliding window of the scores of a decoding part; None if there are neither."""
     if not layer.limited:
         return None
@@ -188,9 +192,9 @@ def limits_of(layer: LayerShape, part: AttentionMetadata) -> Limits | None:
     return Limits(softcap=layer.softcap, window=layer.window, positions=positions)
 
 
-def _with_sinks(layer: LayerMaps, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _with_sinks(layer: LayerAttention, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Add the layer's sinks to a kernel's out [B, Hq, .] and lse fp32 [B, Hq]."""
-    out, lse = layer.beside_sinks(out[:, :, None], lse[..., None])
+    out, lse = layer.with_sinks(out[:, :, None], lse[..., None])
     return out[:, :, 0], lse[..., 0]
 
 
@@ -208,7 +212,7 @@ def _add_metrics(
     )  # fmt: skip
 
 
-def _key_maps(layer: LayerMaps, table: Tensor, exact: Tensor) -> KeyMaps:
+def _key_maps(layer: LayerAttention, table: Tensor, exact: Tensor) -> KeyMaps:
     rope = layer.rope
     assert rope is not None and layer.key_up is not None and layer.key_mean is not None
     up = layer.key_columns.per_head(layer.key_up, layer.geometry.head_dim).detach()

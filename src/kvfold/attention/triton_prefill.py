@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvfold.attention.backend import AttentionBackend, Task
-from kvfold.attention.base import Columns, LayerMaps, LayerShape
+from kvfold.attention.base import Columns, LayerAttention, LayerShape
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.rows import rope_of
 from kvfold.cache.eviction.scorers.attention import observed
@@ -27,10 +27,12 @@ class TritonPrefill(AttentionBackend):
     one query."""
 
     @classmethod
-    def supports(cls, layer: LayerShape, groups: Sequence[Group], task: Task) -> str | None:
+    def unsupported_reason(
+        cls, layer: LayerShape, groups: Sequence[Group], task: Task
+    ) -> str | None:
         if task.observed and layer.softcap is not None:
             return "no kernel observes capped scores"
-        if task.observed and layer.rebuilds_keys:
+        if task.observed and layer.reconstructs_keys:
             return "no kernel observes keys that are rebuilt"
         dtypes = frozenset((task.dtype,))
         widths = (layer.key_width,), (layer.value_width,)
@@ -39,7 +41,7 @@ class TritonPrefill(AttentionBackend):
         )
 
     def attend(
-        self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
+        self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:
         pages, size = self.view.pages[layer.index], part.size(layer.index)
         groups = pages.groups
@@ -55,11 +57,13 @@ class TritonPrefill(AttentionBackend):
             window=layer.window,
         )
         attended = prefill(q, keys, values, visible, layer.scale, layer.softcap)
-        out, lse = layer.beside_sinks(*attended)
+        out, lse = layer.with_sinks(*attended)
         self._observe(layer, part, q, lse)
-        return layer.joined(out, first, into)
+        return layer.merge_heads(out, first, into)
 
-    def _observe(self, layer: LayerMaps, part: AttentionMetadata, q: Tensor, lse: Tensor) -> None:
+    def _observe(
+        self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, lse: Tensor
+    ) -> None:
         """Add the attention of q [B, Hq, T, .] to the metrics. lse fp32 [B, Hq, T]."""
         observation = self.view.observing
         if observation is None or part.prompt_lengths is None:
@@ -72,31 +76,31 @@ class TritonPrefill(AttentionBackend):
 
 
 def views_of(
-    layer: LayerMaps, q: Tensor, rows: Tensor, rope: Tables | None
+    layer: LayerAttention, q: Tensor, rows: Tensor, rope: Tables | None
 ) -> tuple[KVView, KVView, bool]:
     """Keys and values of rows [B, S, R] for queries q [B, Hq, T, .], and whether values are
     projected up first: if that is cheaper, or if latents are too wide for the kernel."""
-    first = layer.maps_values_first(q.shape[2], rows.shape[1])
+    first = layer.projects_values_first(q.shape[2], rows.shape[1])
     keys, values = _keys(layer, rows, rope), _values(layer, rows, first)
     if layer.value_up is not None and not first and why_not(q, keys, values):
         return keys, _values(layer, rows, True), True
     return keys, values, first
 
 
-def _keys(layer: LayerMaps, rows: Tensor, rope: Tables | None) -> KVView:
+def _keys(layer: LayerAttention, rows: Tensor, rope: Tables | None) -> KVView:
     """Keys as stored in rows [B, S, R], or reconstructed."""
-    if not layer.rebuilds_keys:
+    if not layer.reconstructs_keys:
         return _columns(layer.key_columns, rows)
     return _heads(layer.score_keys(rows, rope).transpose(1, 2))
 
 
-def _values(layer: LayerMaps, rows: Tensor, mapped: bool) -> KVView:
+def _values(layer: LayerAttention, rows: Tensor, mapped: bool) -> KVView:
     """Values as stored in rows [B, S, R], or projected up."""
-    return _heads(layer.mapped_values(rows)) if mapped else _columns(layer.value_columns, rows)
+    return _heads(layer.full_values(rows)) if mapped else _columns(layer.value_columns, rows)
 
 
 def _columns(columns: Columns, rows: Tensor) -> KVView:
-    return KVView(rows, *columns.places)
+    return KVView(rows, *columns.head_columns)
 
 
 def _heads(x: Tensor) -> KVView:

@@ -18,7 +18,7 @@ from kvfold.bench.timing import record
 from kvfold.bench.variants import DTYPE, SHAPES, VARIANTS, variant_layout
 from kvfold.engine.core.engine import Engine
 from kvfold.engine.requests.request import CacheParams, SamplingParams
-from kvfold.utils.versions import given
+from kvfold.utils.versions import cache_argument
 
 SPARE = 2 << 30  # bytes beside weights and cache: activations, logits, work space of kernels
 Run = Callable[[], object]
@@ -146,7 +146,7 @@ class Theirs(Contender):
 
     def _next(self, ids: Tensor, cache: Any) -> Tensor:
         """ids [B, n] -> [B, 1]: the likeliest token after each."""
-        out = self.model(ids, **given(cache), use_cache=True, logits_to_keep=1)
+        out = self.model(ids, **cache_argument(cache), use_cache=True, logits_to_keep=1)
         found: Tensor = out.logits[:, -1:].argmax(-1)
         return found
 

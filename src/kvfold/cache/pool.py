@@ -122,10 +122,10 @@ class Pool:
         self.spare = num_slots if spare else None
         shape = (num_slots + spare, len(layout.groups), self.max_pages + bool(layout.residual))
         layouts = [group.layout for group in layout.groups]
-        layouts += [tail for x in layouts if (tail := x.tail) is not None]
+        layouts += [tail for x in layouts if (tail := x.residual_block) is not None]
         starts = np.arange(shape[1]) * shape[2]
         self._starts: Ints = np.append(starts, starts + self.max_pages)[: len(layouts)]
-        narrow_groups = () if layout.narrow is None else layout.narrow.groups
+        narrow_groups = () if layout.low_rank is None else layout.low_rank.groups
         sizes = [x.page_units for x in (*layouts, *(group.layout for group in narrow_groups))]
         units, classes, users = np.unique(sizes, return_inverse=True, return_counts=True)
         self._class_of = classes[: len(layouts)]
@@ -149,8 +149,8 @@ class Pool:
         self._is_open = np.zeros(num_slots, dtype=bool)
         self._high_water = 0
         self.narrow: NarrowPool | None = None
-        if layout.narrow is not None:
-            self.narrow = NarrowPool(self, layout.narrow, classes[len(layouts) :])
+        if layout.low_rank is not None:
+            self.narrow = NarrowPool(self, layout.low_rank, classes[len(layouts) :])
 
     def pages(self, where: slice) -> LayerPages:
         """The pages of the groups `where`, in the form that ops take: views, which follow later
@@ -264,7 +264,7 @@ class Pool:
         after: Ints = np.atleast_2d(torch.as_tensor(lengths, dtype=torch.int64, device="cpu"))
         assert after.shape == before.shape, f"{after.shape} lengths for {before.shape} groups"
         assert (after >= 0).all() and (after <= before).all(), f"from {before} to {after} rows"
-        lost = (after > 0) & (self.layout.packed(after) < self.layout.packed(before))
+        lost = (after > 0) & (self.layout.num_quantized(after) < self.layout.num_quantized(before))
         packed = self.layout.residual and bool(lost.any())
         assert not packed, f"from {before} to {after} rows: tails have moved on"
         span = self._freed(index, after, before)
@@ -365,7 +365,7 @@ class Pool:
 
     def _num_pages(self, lengths: Ints) -> Ints:
         """Pages of each page list [S, K] for `lengths` [S, G] rows."""
-        pages = ceil_div(self.layout.packed(lengths), self.layout.page)
+        pages = ceil_div(self.layout.num_quantized(lengths), self.layout.page)
         return np.hstack((pages, lengths > 0)) if self.layout.residual else pages
 
     def _span(self, slots: Ints, low: Ints, high: Ints) -> _Span:

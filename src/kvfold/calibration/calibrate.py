@@ -18,8 +18,8 @@ from kvfold.calibration.statistics import QUANTITIES, Moment, NoGradients, Stati
 from kvfold.calibration.statistics.record import Recorder
 from kvfold.calibration.statistics.reduce import prune, window_topics
 from kvfold.models.adapter import Family
+from kvfold.models.devices import input_device
 from kvfold.models.finite import dtype_name, way_out
-from kvfold.models.placed import input_device
 from kvfold.models.weights import fingerprint
 from kvfold.utils.progress import Report
 
@@ -56,7 +56,7 @@ def calibrate(
     generator = torch.Generator(device=device).manual_seed(seed)
     pruned = any(QUANTITIES[name].pruned for name in needs)
     kept_windows = _pruned_windows(model, windows, topics, seed) if pruned else []
-    key = artifact_key(model, windows if text is None else text, centroids, family.part)
+    key = artifact_key(model, windows if text is None else text, centroids, family.layer_names)
     pass_key = {} if saved is None else _pass_key(model, windows, needs, seed, key)
     with recorder.installed(), shifting(family, model) as shift:
         start = 0

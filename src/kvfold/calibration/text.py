@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvfold.calibration.documents import calibration_documents, shares
 from kvfold.calibration.self_text import write
-from kvfold.models.placed import input_device
+from kvfold.models.devices import input_device
 from kvfold.models.rotary import position_limit
 from kvfold.utils.errors import SettingError
 from kvfold.utils.progress import Report

@@ -69,12 +69,12 @@ def load(name: str, place: Place) -> Any:
     return loading.load(name, dtype=place.dtype, device=place.device)
 
 
-def named(model: str, maps: str | None) -> tuple[str, str | None]:
+def base_and_maps(model: str, maps: str | None) -> tuple[str, str | None]:
     """The names of a model and its maps, where MODEL may be a folder of maps."""
-    from kvfold.maps.named import named
+    from kvfold.maps.named import base_and_maps
 
     quiet()
-    return named(model, maps)
+    return base_and_maps(model, maps)
 
 
 def load_maps(name: str | None) -> "Sidecar | None":

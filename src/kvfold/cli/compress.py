@@ -229,7 +229,7 @@ def say_folded(model: Any, stored: "torch.dtype", why: str | None) -> None:
     from kvfold.compression.planning.step_time import rebuilt_keys
     from kvfold.hub.card import facts
     from kvfold.hub.checkpoint import provenance_of, spec_of
-    from kvfold.models.kernels import in_one_pass, kernels_of
+    from kvfold.models.kernels import kernels_of, one_pass_summary
 
     provenance, spec = provenance_of(model), spec_of(model)
     assert spec is not None
@@ -241,7 +241,7 @@ def say_folded(model: Any, stored: "torch.dtype", why: str | None) -> None:
     print(f"{name}: " + "\n".join(facts(spec, provenance)))
     print(f"kernels on a GPU: {kernels_of(config, spec, stored)}")
     if provenance["prefer"] == "speed":
-        print(f"in one pass on a Hopper GPU: {in_one_pass(config, spec)}")
+        print(f"in one pass on a Hopper GPU: {one_pass_summary(config, spec)}")
 
 
 def say_maps(made: "Sidecar") -> None:

@@ -53,7 +53,7 @@ def evaluate(
         File for the results.
     """
     common.check_outputs(json=json)
-    model, maps = common.named(model, maps)
+    model, maps = common.base_and_maps(model, maps)
     if asked.suite:
         for name, value in {"text": text, "tasks": tasks, "needle": windows.needle}.items():
             if value:

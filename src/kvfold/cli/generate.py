@@ -51,7 +51,7 @@ def generate(
         is in it.
     """
     text = read_prompt(prompt, prompt_file)
-    model, maps = common.named(model, maps)
+    model, maps = common.base_and_maps(model, maps)
     common.check_context(maps, context)
     packed = None if context is None else read_context(context, storage, chat)
     beside = common.load_maps(maps)

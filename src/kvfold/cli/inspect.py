@@ -61,7 +61,7 @@ def inspect(
     from kvfold.hub.checkpoint import saved_config
     from kvfold.layout.pages import plain_spec
     from kvfold.models.families import family_of
-    from kvfold.models.kernels import in_one_pass, kernels_of
+    from kvfold.models.kernels import kernels_of, one_pass_summary
 
     config = common.load_config(model)
     geometry = family_of(config).geometry(config)
@@ -86,7 +86,7 @@ def inspect(
         print_spec(spec, provenance)
         print(f"kernels on a GPU: {kernels_of(config, spec)}")
         if provenance.get("prefer") == "speed":
-            print(f"in one pass on a Hopper GPU: {in_one_pass(config, spec)}")
+            print(f"in one pass on a Hopper GPU: {one_pass_summary(config, spec)}")
     for key, value in provenance.items():
         print(f"{key}: {value}")
     if html is not None:

@@ -175,7 +175,7 @@ def refuse(message: str) -> int:
 def in_words(error: Exception) -> str:
     """What is wrong, in terms of flags and files."""
     if isinstance(error, SettingError):
-        return error.spelt(flag)
+        return error.with_names(flag)
     if isinstance(error, UnusedCliTokensError):
         words = " ".join(map(repr, error.unused_tokens or ()))
         return f"unexpected {words}: an option takes one value, quoted if it has spaces; see --help"

@@ -120,7 +120,7 @@ def _target(size: str | None, **how: Any) -> Target:
 
 def _said(error: Exception) -> str:
     if isinstance(error, SettingError):
-        return error.spelt(flag)
+        return error.with_names(flag)
     if isinstance(error, UnusedCliTokensError):
         return f"no recipe, size and options, nor one of {', '.join([*SETS, *PUBLISHED])}"
     return str(error)

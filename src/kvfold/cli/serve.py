@@ -126,7 +126,7 @@ def serve(
     key = address.key
     check_origins(allow_origins)
     name = address.served_model_name or model
-    model, maps = common.named(model, maps)
+    model, maps = common.base_and_maps(model, maps)
     if engine == "vllm":
         if context:
             raise SettingError("`context` is of kvfold's own server: leave `engine=vllm` out")

@@ -22,7 +22,7 @@ from kvfold.layout import (
     Side,
 )
 from kvfold.layout.formats import Codebooks, format_of
-from kvfold.layout.formats.kvquant import split
+from kvfold.layout.formats.kvquant import split_outliers
 from kvfold.models.fold import LatentMaps
 
 INSIDE = 0.99  # share of a channel's numbers that its range holds
@@ -112,7 +112,7 @@ def codebooks(side: Side, stored: Sequence[Samples]) -> Codebooks:
 def _inliers(side: Side, stored: Samples) -> tuple[Tensor, Tensor]:
     """Numbers in -1 .. 1, and their squared gradients; outliers have 0."""
     ranged = side == "v"
-    where, half, middle = split(stored.numbers.float(), ranged)
+    where, half, middle = split_outliers(stored.numbers.float(), ranged)
     scale = half.double()[:, None]
     inside = (stored.numbers - middle.double()[:, None]) / scale.clamp(min=1e-30)
     weights = (stored.gradients * scale).square().scatter(1, where, 0.0)

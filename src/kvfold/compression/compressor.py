@@ -164,7 +164,7 @@ class Compressor:
         path = Path(source)
         if path.exists():
             text = self._self_text() or self.windows()
-            key = artifact_key(self.model, text, self.recipe.centroids, self.family.part)
+            key = artifact_key(self.model, text, self.recipe.centroids, self.family.layer_names)
             stored = Statistics.load(path, key)
             if stored.has(needs):
                 return stored.to(self.model.device)

@@ -13,7 +13,7 @@ from kvfold.calibration.statistics.quantities import Attended
 from kvfold.calibration.statistics.record import RECOMPUTE_ABOVE
 from kvfold.calibration.text import window_length
 from kvfold.compression.compressor import Compressor
-from kvfold.models.placed import input_device, is_offloaded
+from kvfold.models.devices import input_device, is_offloaded
 from kvfold.utils.errors import SettingError
 
 # Time of a calibration pass over that of its matrix products: it adds attention, statistics in fp64

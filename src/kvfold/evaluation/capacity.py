@@ -102,7 +102,7 @@ class Capacity:
         """The same while its prompt is read, which stores all it has, and is compressed then."""
         layout = self.layout
         pages = -(-tokens // layout.page) * (layout.page_bytes + layout.spare_page_bytes)
-        return int((pages + layout.tail_bytes) * SLACK)
+        return int((pages + layout.residual_bytes) * SLACK)
 
     def beside_pages(self, context: int) -> int:
         """Bytes of one request that are no pages: what repair keeps of its prompt."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from kvfold.evaluation.session import Footprint, Session
-from kvfold.utils.versions import given
+from kvfold.utils.versions import cache_argument
 
 
 class DenseSession(Session):
@@ -38,7 +38,7 @@ class DenseSession(Session):
         with torch.no_grad():
             out = self.model(
                 input_ids=ids.to(self.model.device),
-                **given(self.cache),
+                **cache_argument(self.cache),
                 use_cache=True,
                 logits_to_keep=int(last),  # 0: all
             )

@@ -30,7 +30,7 @@ from kvfold.evaluation.tasks.base import Task
 from kvfold.evaluation.tasks.run import TaskResult, run_tasks
 from kvfold.hub.checkpoint import spec_of
 from kvfold.maps.attach import attach
-from kvfold.maps.layers import seam_layers
+from kvfold.maps.layers import attention_layers
 from kvfold.maps.sidecar import Sidecar
 from kvfold.utils.errors import SettingError
 from kvfold.utils.progress import Progress, stage
@@ -210,7 +210,7 @@ def needle_lengths(model: Any) -> tuple[int, ...]:
 
 def full_numbers(model: Any) -> int:
     """That an original model of any type stores of a token."""
-    stores = [x for x in seam_layers(model) if x.source == x.name]
+    stores = [x for x in attention_layers(model) if x.source == x.name]
     return sum(x.num_kv_heads * (x.head_dim + x.value_dim) for x in stores)
 
 

@@ -49,7 +49,7 @@ class PagedSession(Session):
         self.sequence.prefill_until(position)
 
     def _most(self) -> int:
-        return self.runner.pool.layout.most_at(self.sequence.num_computed)
+        return self.runner.pool.layout.max_tokens_in_step(self.sequence.num_computed)
 
     def _extend(self, count: int) -> None:
         pool, slots = self.runner.pool, [self.sequence.open_slot]
@@ -72,9 +72,9 @@ class PagedSession(Session):
         layout, rows = pool.layout, pool.host_lengths[slot]
         tokens = self.sequence.num_computed
         full = 16 * layout.spec.geometry.full_numbers * tokens
-        packed = layout.packed(rows)
+        packed = layout.num_quantized(rows)
         pages = -(-packed // layout.page) + (packed < rows)
-        tails = [group.layout.tail or group.layout for group in layout.groups]
+        tails = [group.layout.residual_block or group.layout for group in layout.groups]
         bits = packed @ [group.layout.row_bits for group in layout.groups]
         if pool.narrow is not None:
             less = pool.narrow.host_lengths[slot]

@@ -2,7 +2,7 @@
 §5.2).
 
 Here ratios become ranks, and layers that rank tokens alike are found. What engines need to read
-such entries is elsewhere: the saved plan is `layout.Hybrid`, attention is `attention.hybrid`.
+such entries is elsewhere: the saved plan is `layout.MixedRanks`, attention is `attention.hybrid`.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from typing import NoReturn
 import numpy as np
 
 from kvfold.config import Ratios, Recipe
-from kvfold.layout import CacheSpec, Hybrid, KeyKind, Latent
+from kvfold.layout import CacheSpec, KeyKind, Latent, MixedRanks
 from kvfold.layout.pages import Ints
-from kvfold.layout.saved import unsplit
+from kvfold.layout.saved import why_not_mixed_ranks
 from kvfold.utils.errors import SettingError
 
 MIN_AGREEMENT = 0.95  # layers share a ranking if more than this of their important tokens agree
@@ -31,7 +31,7 @@ def with_low_rank(spec: CacheSpec, ratios: Ratios, align: int) -> CacheSpec:
     Raises SettingError for a plan whose entries have no low-rank form, and for ratios that leave
     important or unimportant tokens nothing.
     """
-    if reason := unsplit(spec.layers):
+    if reason := why_not_mixed_ranks(spec.layers):
         refuse(reason)
     width, layers = spec.geometry.head_dim, spec.geometry.num_layers
 
@@ -40,7 +40,7 @@ def with_low_rank(spec: CacheSpec, ratios: Ratios, align: int) -> CacheSpec:
         return min(rank_of(removed, width, align), latent.rank)
 
     important = np.linspace(ratios.important, ratios.important_last, layers)
-    hybrid = Hybrid(
+    hybrid = MixedRanks(
         ranks=tuple(tuple(map(low_rank, layer.latents)) for layer in spec.layers),
         important=tuple(float(share) for share in important),
         leaders=tuple(range(layers)),

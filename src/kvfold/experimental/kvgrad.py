@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kvfold.cache.eviction.scorers.rescoring import Rescoring
 from kvfold.models.families import family_of
-from kvfold.utils.versions import given
+from kvfold.utils.versions import cache_argument
 
 
 class KVgrad(Rescoring):
@@ -46,7 +46,7 @@ class KVgrad(Rescoring):
             model.base_model(
                 input_ids=tokens.clone()[None],
                 position_ids=positions.clone()[None],
-                **given(context),
+                **cache_argument(context),
                 use_cache=False,
             )
             *added, last = outputs

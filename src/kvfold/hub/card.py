@@ -149,8 +149,8 @@ def facts(spec: CacheSpec, provenance: dict[str, Any]) -> list[str]:
             f"{bits / 8:.0f} bytes per token with the planned bits ({levels}) and scales, "
             f"{8 * full / bits:.2f} times smaller on the paged cache"
         )
-    if spec.narrow is not None and spec.hybrid is not None:
-        wide, narrow = (sum(x.row_width for x in own.layers) for own in (spec, spec.narrow))
+    if spec.low_rank is not None and spec.hybrid is not None:
+        wide, narrow = (sum(x.row_width for x in own.layers) for own in (spec, spec.low_rank))
         shares = spec.hybrid.important
         lines.append(
             f"{2 * wide} bytes of important tokens, {min(shares):.0%} to {max(shares):.0%} of a"

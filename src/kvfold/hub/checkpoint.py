@@ -28,7 +28,8 @@ from kvfold.models.weights import (
 )
 
 FORMAT = 2
-READ = (1, FORMAT)  # 1: its digest is of first rows of attentions alone, and it has no guard
+# Format 1: its digest covers the first rows of attention tensors only, and it has no guard tensor.
+READABLE_FORMATS = (1, FORMAT)
 _ATTENTIONS = ("sdpa", "eager")
 _MEANING = (  # of a config, as far as it has them: what weights mean nothing without
     "activation_function",
@@ -68,10 +69,11 @@ class KVFoldConfig(QuantizationConfigMixin):
                 f"unknown keys in the kvfold section of config.json: {', '.join(sorted(unknown))}; "
                 "it was written by another version of kvfold"
             )
-        if format not in READ:
+        if format not in READABLE_FORMATS:
             raise ValueError(
                 f"this checkpoint has kvfold format {format}, this kvfold reads formats "
-                f"{' and '.join(map(str, READ))}: install the matching kvfold or compress again"
+                f"{' and '.join(map(str, READABLE_FORMATS))}: install the matching kvfold or"
+                " compress again"
             )
         for name, value in (("cache", cache), ("provenance", provenance)):
             if not isinstance(value, dict | None):

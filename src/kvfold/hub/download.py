@@ -21,18 +21,18 @@ SECONDS = 5.0  # to wait for an answer
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def where(path: str) -> dict[str, Any]:
+def hub_options(path: str) -> dict[str, Any]:
     """Options of `from_pretrained`: whether to ask the hub for what `path` names."""
     return {} if Path(path).exists() or reachable() else {"local_files_only": True}
 
 
-def why_not(error: Exception) -> str:
+def why_not_found(error: Exception) -> str:
     """Why a name that is no directory gives no model, and the way out."""
     if reachable():
         return f"there is no such directory, and as a hub id: {first_line(error)}"
     return (
-        f"there is no such directory, {_away()}, and this machine has no copy of such a hub id:"
-        " give a directory"
+        f"there is no such directory, {_why_unreachable()}, and this machine has no copy of such a"
+        " hub id: give a directory"
     )
 
 
@@ -75,7 +75,7 @@ def download(name: str, files: Sequence[str]) -> Path:
             local_files_only=not online,
         )
     except Exception as error:  # of many libraries, which share no class
-        raise ValueError(_why(error, name) if online else why_not(error)) from error
+        raise ValueError(_why(error, name) if online else why_not_found(error)) from error
     return Path(found)
 
 
@@ -98,7 +98,7 @@ def publish(
             f"a hub repository is USER/NAME, of letters, digits, -, _ and .; got {name!r}"
         )
     if not reachable():
-        raise ValueError(f"cannot publish {name}: {_away()}; nothing was published")
+        raise ValueError(f"cannot publish {name}: {_why_unreachable()}; nothing was published")
     if get_token() is None:
         raise ValueError(
             f"cannot publish {name}: you are not logged in; run `hf auth login`, or set HF_TOKEN to"
@@ -163,5 +163,5 @@ def _why(error: Exception, name: str) -> str:
     return f"the connection to the hub failed ({type(error).__name__}: {first_line(error)})"
 
 
-def _away() -> str:
+def _why_unreachable() -> str:
     return "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "the hub cannot be reached"

@@ -17,7 +17,7 @@ from kvfold.hub import gguf
 from kvfold.hub import reference as reference_models
 from kvfold.hub.checkpoint import spec_of  # which tells transformers of the checkpoint format, too
 from kvfold.hub.device import check_device, check_dtype
-from kvfold.hub.download import where, why_not
+from kvfold.hub.download import hub_options, why_not_found
 from kvfold.hub.gguf import first_line
 from kvfold.models.families import check_model, family_of, has_family
 from kvfold.models.weights import check_complete, check_finite
@@ -117,7 +117,7 @@ def _load_directory(path: str, **options: Any) -> Any:
     checked = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused here instead
     read: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model, found = read(path, **{**where(path), **options, **checked})
+        model, found = read(path, **{**hub_options(path), **options, **checked})
     except SafetensorError as error:
         raise ValueError(f"the weights in {path!r} are damaged: {first_line(error)}") from error
     except ValueError:
@@ -160,7 +160,7 @@ def _directory_config(name: str, path: str) -> Any:
     """The config of a directory or a hub id."""
     _check_directory(path)
     with _reading("config.json", name, path):
-        return AutoConfig.from_pretrained(path, **where(path))
+        return AutoConfig.from_pretrained(path, **hub_options(path))
 
 
 def load_tokenizer(name: str) -> Any:
@@ -170,7 +170,7 @@ def load_tokenizer(name: str) -> Any:
     if gguf.is_gguf(path):
         return gguf.load_tokenizer(path)
     with _reading("tokenizer files", name, path):
-        tokenizer = AutoTokenizer.from_pretrained(path, **where(path))
+        tokenizer = AutoTokenizer.from_pretrained(path, **hub_options(path))
         tokenizer("", verbose=False)
         return tokenizer
 
@@ -185,7 +185,9 @@ def _reading(files: str, name: str, path: str) -> Iterator[None]:
         if (advice := reference_models.advice(path)) is not None:
             raise ValueError(f"{advice} ({first_line(error)})") from error
         if not Path(path).exists():
-            raise ValueError(f"cannot load a model from {name!r}: {why_not(error)}") from error
+            raise ValueError(
+                f"cannot load a model from {name!r}: {why_not_found(error)}"
+            ) from error
         for file in sorted(Path(path).glob("*token*.json")):
             _object(file)
         way_out = "" if isinstance(error, ValueError) else "; copy it again"

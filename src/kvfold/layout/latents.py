@@ -84,7 +84,7 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hybrid:
+class MixedRanks:
     """Mixed ranks: unimportant tokens store only the first numbers of each latent (ZDC §5.2).
 
     ranks: per layer and latent, the rank for unimportant tokens.
@@ -101,7 +101,7 @@ class Hybrid:
     by: Importance = "denominators"
 
     @cached_property
-    def units(self) -> tuple[tuple[int, ...], ...]:
+    def leader_sets(self) -> tuple[tuple[int, ...], ...]:
         """Sets of layers with the same leader. Their tokens are demoted to the low rank together
         and stay in the same order."""
         layers_of: dict[int, tuple[int, ...]] = {}
@@ -119,10 +119,10 @@ class CacheSpec:
 
     geometry: Geometry
     layers: tuple[LayerSpec, ...]
-    hybrid: Hybrid | None = None
+    hybrid: MixedRanks | None = None
 
     @cached_property
-    def narrow(self) -> "CacheSpec | None":
+    def low_rank(self) -> "CacheSpec | None":
         """The spec of unimportant tokens; None if all tokens store the same."""
         if self.hybrid is None:
             return None
@@ -137,7 +137,7 @@ class CacheSpec:
         )
         return CacheSpec(geometry=self.geometry, layers=tuple(layers))
 
-    def mean(self, numbers: Sequence[float], narrow: Sequence[float]) -> float:
+    def mean_per_token(self, numbers: Sequence[float], narrow: Sequence[float]) -> float:
         """The average over tokens of a number per layer, summed over layers. numbers: for important
         tokens; narrow: for unimportant ones."""
         assert self.hybrid is not None, "all tokens store as much"
@@ -148,9 +148,11 @@ class CacheSpec:
     def stored_numbers(self) -> int:
         """Numbers that one token stores over all layers; the average if tokens differ."""
         widths = [layer.row_width for layer in self.layers]
-        if self.narrow is None:
+        if self.low_rank is None:
             return sum(widths)
-        return round(self.mean(widths, [layer.row_width for layer in self.narrow.layers]))
+        return round(
+            self.mean_per_token(widths, [layer.row_width for layer in self.low_rank.layers])
+        )
 
     @property
     def kept_fraction(self) -> float:
@@ -178,9 +180,9 @@ class CacheSpec:
     def from_dict(cls, data: dict[str, Any]) -> "CacheSpec":
         """Inverse of `to_dict`, also after a round trip through JSON. Raises ValueError that names
         the wrong field of `cache`."""
-        from kvfold.layout.saved import Saved, read_spec  # here, because it imports this module
+        from kvfold.layout.saved import JsonField, read_spec  # here, because it imports this module
 
-        return read_spec(Saved("cache", data))
+        return read_spec(JsonField("cache", data))
 
 
 def plain_layer(geometry: Geometry) -> LayerSpec:

@@ -34,7 +34,7 @@ from kvfold.layout import (
     plain_layer,
 )
 from kvfold.layout.formats import format_of
-from kvfold.layout.formats.base import Asked, Format
+from kvfold.layout.formats.base import Format, FormatRequest
 from kvfold.layout.formats.unquantized import Unquantized
 
 Ints = npt.NDArray[np.int64]
@@ -43,7 +43,7 @@ UNIT = 64  # page offsets count units of this many bytes
 BLOCK = 16  # alignment of the blocks of a page
 POSITION = 4  # bytes of an int32 position
 METRIC = 4  # bytes of an fp32 eviction metric
-WHOLE = 16  # nominal bits of an unquantised number, whatever its dtype
+UNQUANTIZED_BITS = 16  # nominal bits of an unquantised number, whatever its dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Segment:
 
     @property
     def quantized(self) -> bool:
-        return self.bits < WHOLE
+        return self.bits < UNQUANTIZED_BITS
 
     @property
     def per_channel(self) -> bool:
@@ -114,7 +114,7 @@ class PageLayout:
     residual: int = 0
 
     @cached_property
-    def tail(self) -> "PageLayout | None":
+    def residual_block(self) -> "PageLayout | None":
         """Layout of the residual block: one unquantised page of `residual` rows; None without a
         residual."""
         if not self.residual:
@@ -124,7 +124,7 @@ class PageLayout:
         return replace(self, segments=segments, page=self.residual, residual=0)
 
     @property
-    def zeros(self) -> bool:
+    def has_zero_points(self) -> bool:
         """Whether rows or channels store a zero point with each scale."""
         return any(x.format.num_metadata > 1 for x in self.segments)
 
@@ -141,7 +141,7 @@ class PageLayout:
         return self.metadata.itemsize
 
     @cached_property
-    def places(self) -> tuple[tuple[int, ...], ...]:
+    def metadata_indices(self) -> tuple[tuple[int, ...], ...]:
         """Per segment, the indices of its metadata in the scales of a row, or their first indices
         in the channels of a page: all scales come first, then all zero points."""
         indices: list[tuple[int, ...]] = [()] * len(self.segments)
@@ -217,14 +217,14 @@ class LayerGroups(tuple[Group, ...]):
 class CacheLayout:
     """All groups of a model, layer by layer. An index into `groups` is a group number.
 
-    narrow: layout of the same groups for the low-rank rows of unimportant tokens; None if all
+    low_rank: layout of the same groups for the low-rank rows of unimportant tokens; None if all
         tokens store the same.
     """
 
     spec: CacheSpec
     page: int
     groups: tuple[Group, ...]
-    narrow: "CacheLayout | None" = None
+    low_rank: "CacheLayout | None" = None
 
     @cached_property
     def layer_groups(self) -> tuple[slice, ...]:
@@ -239,7 +239,7 @@ class CacheLayout:
     def _by_layer(self) -> tuple[LayerGroups, ...]:
         return tuple(LayerGroups(self.groups[groups]) for groups in self.layer_groups)
 
-    def of_layer(self, layer: int) -> LayerGroups:
+    def groups_of_layer(self, layer: int) -> LayerGroups:
         """The groups of one layer."""
         return self._by_layer[layer]
 
@@ -252,14 +252,14 @@ class CacheLayout:
         """Rows of each group's residual block; 0: there is none."""
         return self.groups[0].layout.residual
 
-    def packed(self, rows: Ints) -> Ints:
+    def num_quantized(self, rows: Ints) -> Ints:
         """How many of a group's first `rows` rows (any shape) are quantised in pages: all but the
         last 1 to `residual`, which are in the residual block."""
         if not self.residual:
             return rows
         return np.maximum(rows - 1, 0) // self.residual * self.residual
 
-    def most_at(self, row: int) -> int:
+    def max_tokens_in_step(self, row: int) -> int:
         """Most tokens that one step may append to a sequence of `row` rows. With a residual a step
         ends where the residual block is full, so that no token attends to rows that were quantised
         too early."""
@@ -269,15 +269,15 @@ class CacheLayout:
     def bits_per_token(self) -> float:
         """Stored bits of one token in all layers, metadata included; the average if tokens
         differ."""
-        if self.narrow is None:
+        if self.low_rank is None:
             return sum(self._layer_bits)
-        return self.spec.mean(self._layer_bits, self.narrow._layer_bits)
+        return self.spec.mean_per_token(self._layer_bits, self.low_rank._layer_bits)
 
     @cached_property
     def _layer_bits(self) -> list[float]:
         """Stored bits of one token, per layer."""
         layers = range(len(self.spec.layers))
-        return [sum(group.layout.row_bits for group in self.of_layer(i)) for i in layers]
+        return [sum(group.layout.row_bits for group in self.groups_of_layer(i)) for i in layers]
 
     @cached_property
     def kept_fraction(self) -> float:
@@ -293,7 +293,7 @@ class CacheLayout:
         """Bytes of a pool that holds `num_slots` sequences of `max_tokens` tokens, with a margin
         for slabs, and for one sequence whose rows are being demoted to the low rank."""
         pages = -(-max_tokens // self.page)
-        slot = self.page_bytes * pages + self.tail_bytes
+        slot = self.page_bytes * pages + self.residual_bytes
         return int((slot * num_slots + self.spare_page_bytes * pages) * 1.05) + 2**20
 
     @cached_property
@@ -301,14 +301,16 @@ class CacheLayout:
         """Temporary bytes per page while rows are demoted to the low rank: pages for their low-rank
         rows are allocated before the full-rank pages are freed. The largest set of layers that are
         demoted together counts; 0 if all tokens store the same."""
-        if self.narrow is None or self.spec.hybrid is None:
+        if self.low_rank is None or self.spec.hybrid is None:
             return 0
         layer_bytes = [0] * len(self.spec.layers)
-        for group in self.narrow.groups:
+        for group in self.low_rank.groups:
             layer_bytes[group.layer] += group.layout.page_bytes
-        return max(sum(layer_bytes[layer] for layer in unit) for unit in self.spec.hybrid.units)
+        return max(
+            sum(layer_bytes[layer] for layer in unit) for unit in self.spec.hybrid.leader_sets
+        )
 
-    def wide_rows(self, rows: Ints) -> Ints:
+    def num_full_rank(self, rows: Ints) -> Ints:
         """How many of `rows` rows per group [..., G] keep the full rank: those of important tokens,
         rounded up to whole pages, since a partial page would free nothing."""
         pages: Ints = np.ceil(self._important * rows / self.page - 1e-9).astype(np.int64)
@@ -326,16 +328,16 @@ class CacheLayout:
         rows = wide = np.full(len(self.groups), tokens)
         sizes = [group.layout.page_bytes for group in self.groups]
         narrow_bytes = 0
-        if self.narrow is not None:
-            wide = self.wide_rows(rows)
-            narrow_sizes = [group.layout.page_bytes for group in self.narrow.groups]
+        if self.low_rank is not None:
+            wide = self.num_full_rank(rows)
+            narrow_sizes = [group.layout.page_bytes for group in self.low_rank.groups]
             narrow_bytes = int(-(-(rows - wide) // self.page) @ narrow_sizes)
-        return int(-(-wide // self.page) @ sizes) + narrow_bytes + self.tail_bytes
+        return int(-(-wide // self.page) @ sizes) + narrow_bytes + self.residual_bytes
 
     @cached_property
-    def tail_bytes(self) -> int:
+    def residual_bytes(self) -> int:
         """Bytes of the residual blocks of one sequence, which it holds from its first row on."""
-        tails = (group.layout.tail for group in self.groups)
+        tails = (group.layout.residual_block for group in self.groups)
         return sum(tail.page_bytes for tail in tails if tail is not None)
 
 
@@ -385,14 +387,14 @@ def cache_layout(
         """The segments of a latent; none for rank 0."""
         if not latent.rank:
             return
-        if reason := chosen.refusal(latent.side, layer.keys, len(latent.heads)):
+        if reason := chosen.unsupported_reason(latent.side, layer.keys, len(latent.heads)):
             raise ValueError(reason)
         start = layer.columns(latent).start
         for width, tier_bits in tiers(latent, bits, chosen):
-            if tier_bits == WHOLE:
+            if tier_bits == UNQUANTIZED_BITS:
                 number_format: Format = Unquantized(itemsize=itemsize)
             else:
-                request = Asked(
+                request = FormatRequest(
                     side=latent.side,
                     bits=tier_bits,
                     page=page,
@@ -400,8 +402,8 @@ def cache_layout(
                     planned=bits is None,
                     codebooks=latent.codebooks,
                 )
-                number_format = chosen.of(request)
-            for size in filter(None, number_format.cut(width, sub_group)):
+                number_format = chosen.for_request(request)
+            for size in filter(None, number_format.segment_widths(width, sub_group)):
                 yield Segment(
                     side=latent.side,
                     heads=latent.heads,
@@ -424,14 +426,14 @@ def cache_layout(
             )
             groups.append(Group(layer=index, heads=heads, layout=layout))
     narrow = None
-    if spec.narrow is not None:
+    if spec.low_rank is not None:
         settings: dict[str, Any] = {"itemsize": itemsize, "bits": bits, "sub_group": sub_group}
-        narrow = cache_layout(spec.narrow, page=page, zeros=zeros, format=format, **settings)
-    return CacheLayout(spec=spec, page=page, groups=tuple(groups), narrow=narrow)
+        narrow = cache_layout(spec.low_rank, page=page, zeros=zeros, format=format, **settings)
+    return CacheLayout(spec=spec, page=page, groups=tuple(groups), low_rank=narrow)
 
 
 def _check_residual(residual: int, page: int, spec: CacheSpec, bits: int | None) -> None:
-    if bits == WHOLE or (bits is None and not spec.planned):
+    if bits == UNQUANTIZED_BITS or (bits is None and not spec.planned):
         raise ValueError(
             f"residual={residual}: tokens wait in 16 bits until they are packed, but bits={bits} "
             "packs none: set bits to 8 or fewer, or leave residual out"
@@ -445,8 +447,12 @@ def _check_residual(residual: int, page: int, spec: CacheSpec, bits: int | None)
 
 def tiers(latent: Latent, bits: int | None, chosen: type[Format]) -> Tiers:
     """(numbers, bits) of a latent, in order."""
-    pairs = latent.tiers or ((latent.rank, WHOLE),) if bits is None else ((latent.rank, bits),)
-    legal = (WHOLE, *chosen.widths)
+    pairs = (
+        latent.tiers or ((latent.rank, UNQUANTIZED_BITS),)
+        if bits is None
+        else ((latent.rank, bits),)
+    )
+    legal = (UNQUANTIZED_BITS, *chosen.widths)
     for _, tier_bits in pairs:
         if tier_bits not in legal:
             raise ValueError(f"bits must be one of {', '.join(map(str, legal))}; got {tier_bits}")

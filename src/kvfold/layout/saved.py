@@ -15,11 +15,11 @@ from kvfold.layout.formats import FORMATS, Codebooks, format_of
 from kvfold.layout.geometry import Geometry
 from kvfold.layout.latents import (
     CacheSpec,
-    Hybrid,
     Importance,
     KeyKind,
     Latent,
     LayerSpec,
+    MixedRanks,
     Side,
     Tiers,
     ValueKind,
@@ -36,7 +36,7 @@ _SIZES = ("hidden_size", "num_query_heads", "num_kv_heads", "head_dim", "num_lay
 
 
 @dataclass(frozen=True)
-class Saved:
+class JsonField:
     """A JSON value and its path in the file. Methods raise ValueError for a value of the wrong
     type."""
 
@@ -52,7 +52,7 @@ class Saved:
     def refuse(self, legal: str) -> NoReturn:
         self.fail(f"must be {legal}; got {shortened(self.value)}")
 
-    def fields(self, *names: str, optional: Collection[str] = ()) -> "dict[str, Saved]":
+    def fields(self, *names: str, optional: Collection[str] = ()) -> "dict[str, JsonField]":
         """Values by name; an absent optional one is None."""
         if not isinstance(self.value, dict):
             self.refuse("an object")
@@ -61,12 +61,12 @@ class Saved:
             self.fail(f"has no {', '.join(missing)}")
         if unknown := present - {*names, *optional}:
             self.fail(f"has unknown keys {', '.join(sorted(unknown))}")
-        return {x: Saved(f"{self.place}.{x}", self.value.get(x)) for x in (*names, *optional)}
+        return {x: JsonField(f"{self.place}.{x}", self.value.get(x)) for x in (*names, *optional)}
 
-    def items(self) -> "list[Saved]":
+    def items(self) -> "list[JsonField]":
         if not isinstance(self.value, list | tuple):
             self.refuse("a list")
-        return [Saved(f"{self.place}[{i}]", x) for i, x in enumerate(self.value)]
+        return [JsonField(f"{self.place}[{i}]", x) for i, x in enumerate(self.value)]
 
     def integer(self, least: int, most: int | None = None) -> int:
         is_integer = isinstance(self.value, int) and not isinstance(self.value, bool)
@@ -93,7 +93,7 @@ class Saved:
         return self.value
 
 
-def read_spec(saved: Saved) -> CacheSpec:
+def read_spec(saved: JsonField) -> CacheSpec:
     fields = saved.fields("geometry", "layers", optional=("hybrid",))
     geometry = _geometry(fields["geometry"])
     saved_layers = _saved_layers(fields["layers"], geometry)
@@ -101,17 +101,17 @@ def read_spec(saved: Saved) -> CacheSpec:
     return CacheSpec(geometry=geometry, layers=layers, hybrid=_hybrid(fields["hybrid"], layers))
 
 
-def _saved_layers(saved: Saved, geometry: Geometry) -> list[Saved]:
+def _saved_layers(saved: JsonField, geometry: Geometry) -> list[JsonField]:
     items = saved.items()
     if len(items) != geometry.num_layers:
         saved.fail(f"must be {geometry.num_layers} layers; got {len(items)}")
     return items
 
 
-def _hybrid(saved: Saved, layers: Sequence[LayerSpec]) -> Hybrid | None:
+def _hybrid(saved: JsonField, layers: Sequence[LayerSpec]) -> MixedRanks | None:
     if saved.value is None:
         return None
-    if reason := unsplit(layers):
+    if reason := why_not_mixed_ranks(layers):
         saved.fail(f"must be null: {reason}")
     fields = saved.fields("ranks", "important", "leaders", "by")
     by = fields.pop("by").choice(get_args(Importance))
@@ -132,10 +132,10 @@ def _hybrid(saved: Saved, layers: Sequence[LayerSpec]) -> Hybrid | None:
         if leaders[leaders[i]] != leaders[i] or important[leaders[i]] != important[i]:
             leader.refuse("a layer that leads itself, with the same share")
     shares = tuple(important)
-    return Hybrid(ranks=tuple(ranks), important=shares, leaders=tuple(leaders), by=by)
+    return MixedRanks(ranks=tuple(ranks), important=shares, leaders=tuple(leaders), by=by)
 
 
-def unsplit(layers: Sequence[LayerSpec]) -> str | None:
+def why_not_mixed_ranks(layers: Sequence[LayerSpec]) -> str | None:
     """Why tokens of these layers cannot be demoted to a lower rank; None if they can. They can if
     the first numbers of each latent carry most, and queries and W_O use the latents as stored."""
     for i, layer in enumerate(layers):
@@ -148,7 +148,7 @@ def unsplit(layers: Sequence[LayerSpec]) -> str | None:
     return None
 
 
-def _geometry(saved: Saved) -> Geometry:
+def _geometry(saved: JsonField) -> Geometry:
     fields = saved.fields(*_SIZES, "rope", "key_norm", "scaling", optional=("softcap", "value_dim"))
     cap, value_dim = fields["softcap"], fields["value_dim"]
     geometry = Geometry(
@@ -164,10 +164,10 @@ def _geometry(saved: Saved) -> Geometry:
     return geometry
 
 
-def _layer(saved: Saved, geometry: Geometry) -> LayerSpec:
+def _layer(saved: JsonField, geometry: Geometry) -> LayerSpec:
     fields = saved.fields("keys", "values", "latents")
     keys = fields["keys"]
-    keys = Saved(keys.place, EARLIER_KINDS.get(str(keys.value), keys.value))
+    keys = JsonField(keys.place, EARLIER_KINDS.get(str(keys.value), keys.value))
     layer = LayerSpec(
         keys=keys.choice(KEY_KINDS[geometry.rope]),
         values=fields["values"].choice(get_args(ValueKind)),
@@ -177,7 +177,7 @@ def _layer(saved: Saved, geometry: Geometry) -> LayerSpec:
     return layer
 
 
-def _latent(saved: Saved, geometry: Geometry) -> Latent:
+def _latent(saved: JsonField, geometry: Geometry) -> Latent:
     fields = saved.fields("side", "heads", "rank", optional=("tiers", "codebooks"))
     side = fields["side"].choice(get_args(Side))
     heads = tuple(x.integer(0, geometry.num_kv_heads - 1) for x in fields["heads"].items())
@@ -188,7 +188,7 @@ def _latent(saved: Saved, geometry: Geometry) -> Latent:
     return Latent(side=side, heads=heads, rank=rank, tiers=tiers, codebooks=codebooks)
 
 
-def _tiers(saved: Saved, rank: int) -> Tiers | None:
+def _tiers(saved: JsonField, rank: int) -> Tiers | None:
     if saved.value is None:
         return None
     pairs = [x.items() for x in saved.items()]
@@ -200,7 +200,7 @@ def _tiers(saved: Saved, rank: int) -> Tiers | None:
     return tiers
 
 
-def _codebooks(saved: Saved) -> Codebooks | None:
+def _codebooks(saved: JsonField) -> Codebooks | None:
     if saved.value is None:
         return None
     codebooks = tuple(tuple(level.number() for level in x.items()) for x in saved.items())
@@ -209,7 +209,7 @@ def _codebooks(saved: Saved) -> Codebooks | None:
     return codebooks
 
 
-def _check_layer(saved: Saved, layer: LayerSpec, geometry: Geometry) -> None:
+def _check_layer(saved: JsonField, layer: LayerSpec, geometry: Geometry) -> None:
     """Raises ValueError unless the latents cover each head exactly once, in order."""
     sides = [latent.side for latent in layer.latents]
     if sides != sorted(sides) or {*sides} not in ({"k", "v"}, {"kv"}):

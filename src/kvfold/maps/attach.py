@@ -15,11 +15,11 @@ from transformers import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvfold.maps.caches import map_next
+from kvfold.maps.caches import map_next_update
 from kvfold.maps.layer_maps import Maps
 from kvfold.maps.layers import (
-    SeamLayer,
-    own_eager,
+    AttentionLayer,
+    eager_attention,
     plain_positions,
     set_attention,
     unwrapped,
@@ -30,10 +30,10 @@ from kvfold.models.families import check_decoder
 from kvfold.utils.errors import SettingError
 
 PREFIX = "kvfold_over_"
-_STATE = "_kvfold_seam"  # of a module, in its __dict__
+_ATTACHED = "_kvfold_seam"  # of a module, in its __dict__
 
 
-class Bound:
+class AttachedMaps:
     """The maps of one attention module, in the dtypes and on the devices that were asked for."""
 
     def __init__(self, maps: Maps) -> None:
@@ -76,11 +76,11 @@ def attach(model: Any, maps: Sidecar | Path | str) -> Callable[[], None]:
     sidecar = maps if isinstance(maps, Sidecar) else Sidecar.load(maps)
     model = unwrapped(model)
     check_decoder(model)
-    if _bounds(model):
+    if _attached_maps(model):
         raise SettingError(
             "`model` has maps already: take them away first, with kvfold.detach(model)"
         )
-    return bind(model, sidecar.layers_of(model), sidecar.maps)
+    return attach_maps(model, sidecar.layers_of(model), sidecar.maps)
 
 
 def detach(model: Any) -> None:
@@ -88,40 +88,44 @@ def detach(model: Any) -> None:
     SettingError for a model without maps."""
     model = unwrapped(model)
     check_decoder(model)
-    if not _bounds(model):
+    if not _attached_maps(model):
         raise SettingError("`model` has no maps to take away: kvfold.attach gives it some")
     for module in model.modules():
-        module.__dict__.pop(_STATE, None)
+        module.__dict__.pop(_ATTACHED, None)
         for key, hook in list(module._forward_pre_hooks.items()):
-            if hook is _one_place or getattr(hook, "func", None) is _before_attention:
+            if hook is _check_text_positions or getattr(hook, "func", None) is _before_attention:
                 del module._forward_pre_hooks[key]
                 del module._forward_pre_hooks_with_kwargs[key]
     set_attention(model, lambda name: name.removeprefix(PREFIX))
 
 
-def _bounds(model: Any) -> list[Bound]:
+def _attached_maps(model: Any) -> list[AttachedMaps]:
     """The maps of a model's attention modules that have some."""
-    return [x.__dict__[_STATE] for x in model.modules() if _STATE in x.__dict__]
+    return [x.__dict__[_ATTACHED] for x in model.modules() if _ATTACHED in x.__dict__]
 
 
-def bind(model: Any, layers: Sequence[SeamLayer], maps: Mapping[str, Maps]) -> Callable[[], None]:
+def attach_maps(
+    model: Any, layers: Sequence[AttentionLayer], maps: Mapping[str, Maps]
+) -> Callable[[], None]:
     """Attach maps of modules by name, unseen. Layers that read another's keys and values share its
     maps. Raises SettingError, and then leaves the model as it was."""
     set_attention(model, mapped_attention)
-    bounds = {name: Bound(own) for name, own in maps.items()}
+    bounds = {name: AttachedMaps(own) for name, own in maps.items()}
     for layer in layers:
         module, bound = layer.module, bounds.get(str(layer.source))
         if bound is not None:
-            module.__dict__[_STATE] = bound
+            module.__dict__[_ATTACHED] = bound
             bound.place(layer.keys.dtype, layer.keys.device)
         if layer.name == layer.source:
             module.register_forward_pre_hook(partial(_before_attention, bound), with_kwargs=True)
     if any(isinstance(x, RopeMaps) for x in maps.values()):
         for module in (x for x in model.modules() if hasattr(x, "mrope_section")):
-            module.register_forward_pre_hook(_one_place, with_kwargs=True)
+            module.register_forward_pre_hook(_check_text_positions, with_kwargs=True)
 
     def take_away() -> None:
-        if not set(bounds.values()).isdisjoint(_bounds(model)):  # not those of a later attach
+        if not set(bounds.values()).isdisjoint(
+            _attached_maps(model)
+        ):  # not those of a later attach
             detach(model)
 
     return take_away
@@ -145,7 +149,7 @@ def mapped_attention(base: str) -> str:
 
 
 def _before_attention(
-    bound: Bound | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    bound: AttachedMaps | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Let the cache among a module's arguments map what the module stores next; without maps, store
     it as it is."""
@@ -155,10 +159,10 @@ def _before_attention(
     positions = plain_positions(kwargs.get("position_ids"))
     for value in (*args, *kwargs.values()):
         if isinstance(value, Cache):
-            map_next(value, bound, positions)
+            map_next_update(value, bound, positions)
 
 
-def _one_place(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_text_positions(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises SettingError where a token of RoPE for images [3, B, T] is at several places."""
     for x in (*args, *kwargs.values()):
         places = isinstance(x, Tensor) and x.dim() == 3 and not x.is_floating_point()
@@ -180,8 +184,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """transformers' attention `base` of a module, over what its maps store."""
-    inner = own_eager(module) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
-    bound = module.__dict__.get(_STATE)
+    inner = eager_attention(module) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
+    bound = module.__dict__.get(_ATTACHED)
     if bound is None:
         found: tuple[Tensor, Any] = inner(
             module, query, key, value, attention_mask, *args, **kwargs

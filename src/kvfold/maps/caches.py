@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers import Cache
 
 from kvfold.maps.rope_maps import RopeMaps
-from kvfold.models.places import check_exact, fit_static
+from kvfold.models.positions import check_exact, fit_static
 from kvfold.utils.errors import SettingError
 
 _NEXT = "_kvfold_next"  # what a cache's next update is mapped by
 _FILLED = "_kvfold_filled"  # by layer: the digest of the maps that its entries were stored by
 
 
-def map_next(cache: Cache, bound: Any, positions: Tensor | None) -> None:
+def map_next_update(cache: Cache, bound: Any, positions: Tensor | None) -> None:
     """Let the next update of a cache map keys and values, by the maps of one attention module.
     positions: of their tokens."""
     if _FILLED not in cache.__dict__:

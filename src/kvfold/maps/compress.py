@@ -16,13 +16,13 @@ from kvfold.compression.planning.default import choose_for_maps
 from kvfold.compression.planning.target import Target
 from kvfold.config import Recipe
 from kvfold.layout import CacheSpec, LayerSpec
-from kvfold.maps.attach import bind
-from kvfold.maps.choice import LONG, SHORT, Choice, choose
-from kvfold.maps.family import seam_family
+from kvfold.maps.attach import attach_maps
+from kvfold.maps.family import attention_family
 from kvfold.maps.layer_maps import Maps, rounded
-from kvfold.maps.layers import SeamLayer, check_layers, seam_layers
+from kvfold.maps.layers import AttentionLayer, attention_layers, check_layers
 from kvfold.maps.rope_maps import RopeMaps
 from kvfold.maps.rotation import Rotation, find_rotations
+from kvfold.maps.selection import LONG_CONTEXT, SHORT_CONTEXT, LayerSelection, select_layers
 from kvfold.maps.sidecar import Sidecar, probes_of, sizes_of
 from kvfold.models.fold import LatentMaps
 from kvfold.utils.errors import SettingError
@@ -71,14 +71,14 @@ def make_maps(
     """
     found = recipe_of(recipe)
     basis = builder_of(found)
-    layers = seam_layers(model)
+    layers = attention_layers(model)
     check_layers(model, layers)
-    choice = choose(model.config, layers, windows)
-    if choice.words():
-        logger.info(choice.words())
+    choice = select_layers(model.config, layers, windows)
+    if choice.summary():
+        logger.info(choice.summary())
     names = {layer.name for layer in choice.layers}
     rotations = {} if basis.after_rope else find_rotations(model, layers, names)
-    family = seam_family(choice.layers, rotations, choice.left)
+    family = attention_family(choice.layers, rotations, choice.uncompressed)
     first = choice.layers[0]
     if found.keys == "kv" and first.head_dim != first.value_dim:
         raise SettingError(
@@ -130,7 +130,7 @@ def make_maps(
         "statistics": prepared.statistics.key,
         "chosen": why,
         "gradients": gradients,
-        "left": _left(choice) if choice.words() else None,
+        "left": _left(choice) if choice.summary() else None,
     }
     sidecar = Sidecar(
         maps=maps,
@@ -142,9 +142,11 @@ def make_maps(
 
 
 @contextmanager
-def _attached(model: Any, layers: Sequence[SeamLayer], maps: Mapping[str, Maps]) -> Iterator[Any]:
+def _attached(
+    model: Any, layers: Sequence[AttentionLayer], maps: Mapping[str, Maps]
+) -> Iterator[Any]:
     """The model with maps, until the block ends."""
-    take_away = bind(model, layers, maps)
+    take_away = attach_maps(model, layers, maps)
     try:
         yield model
     finally:
@@ -205,13 +207,16 @@ def _mapped(spec: CacheSpec) -> CacheSpec:
     return replace(spec, layers=layers, geometry=replace(spec.geometry, num_layers=len(layers)))
 
 
-def _left(choice: Choice) -> dict[str, Any]:
+def _left(choice: LayerSelection) -> dict[str, Any]:
     """What is left of a model without maps, as provenance."""
     return {
-        "windowed": [x.name for x in choice.windowed],
-        "unlike": [x.name for x in choice.unlike],
-        "share": {str(tokens): round(choice.share_left(tokens), 4) for tokens in (SHORT, LONG)},
-        "words": choice.words(),
+        "windowed": [x.name for x in choice.sliding_window],
+        "unlike": [x.name for x in choice.other_shape],
+        "share": {
+            str(tokens): round(choice.uncompressed_share(tokens), 4)
+            for tokens in (SHORT_CONTEXT, LONG_CONTEXT)
+        },
+        "words": choice.summary(),
     }
 
 
@@ -229,7 +234,7 @@ def _gradients(statistics: Statistics) -> str | None:
 
 
 def unrotated_spec(
-    spec: CacheSpec, layers: Sequence[SeamLayer], rotations: Mapping[str, Rotation]
+    spec: CacheSpec, layers: Sequence[AttentionLayer], rotations: Mapping[str, Rotation]
 ) -> CacheSpec:
     """A plan in which keys of layers that do not rotate them are scored as they are stored, where
     they have latents of their own and nothing sees a shift of all scores."""

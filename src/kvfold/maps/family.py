@@ -7,34 +7,34 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.layout import Geometry
-from kvfold.maps.layers import SeamLayer
+from kvfold.maps.layers import AttentionLayer
 from kvfold.maps.rotation import Rotation
 from kvfold.models.adapter import Family, Projections, decoder_of
-from kvfold.models.placed import replaced_forward
+from kvfold.models.devices import replaced_forward
 from kvfold.ops.common.attention import Tables
 from kvfold.utils.errors import SettingError
 
 
-class SeamFamily(Family):
+class AttentionFamily(Family):
     """Of one model, whose layers `found` call attention and are alike in their heads; layers
     `left` call it, too. Keys are taken as attention gets them, or before RoPE where `rotations` say
     how each layer rotates them."""
 
-    found: ClassVar[list[SeamLayer]]
-    left: ClassVar[list[SeamLayer]]
+    compressed: ClassVar[list[AttentionLayer]]
+    uncompressed: ClassVar[list[AttentionLayer]]
     rotations: ClassVar[Mapping[str, Rotation]] = {}
     key_norm = True  # nothing is known of what keys were made from
 
     @classmethod
     def geometry(cls, config: Any) -> Geometry:
-        first = cls.found[0]
+        first = cls.compressed[0]
         text = config.get_text_config()
         return Geometry(
             hidden_size=text.hidden_size,
             num_query_heads=first.num_query_heads,
             num_kv_heads=first.num_kv_heads,
             head_dim=first.head_dim,
-            num_layers=len(cls.found),
+            num_layers=len(cls.compressed),
             rope=True,
             key_norm=True,
             scaling=first.head_dim**-0.5 if first.scaling is None else first.scaling,
@@ -44,20 +44,22 @@ class SeamFamily(Family):
 
     @classmethod
     def windows(cls, config: Any) -> list[int | None]:
-        return [layer.window for layer in cls.found]
+        return [layer.window for layer in cls.compressed]
 
     @classmethod
-    def bystanders(cls, model: Any) -> Iterator[nn.Module]:
-        return (layer.module for layer in cls.left)
+    def unmeasured_attentions(cls, model: Any) -> Iterator[nn.Module]:
+        return (layer.module for layer in cls.uncompressed)
 
     @classmethod
     def attentions(cls, model: Any) -> Iterator[nn.Module]:
-        return (layer.module for layer in cls.found)
+        return (layer.module for layer in cls.compressed)
 
     @classmethod
     def layers(cls, model: Any) -> Any:
         """Of the model, those that are left included."""
-        names = dict.fromkeys(x.name.rpartition(".")[0] for x in (*cls.found, *cls.left))
+        names = dict.fromkeys(
+            x.name.rpartition(".")[0] for x in (*cls.compressed, *cls.uncompressed)
+        )
         return [model.get_submodule(name) for name in names]
 
     @classmethod
@@ -71,30 +73,30 @@ class SeamFamily(Family):
         return [x for x in each if type(x).__name__.endswith("RotaryEmbedding")]
 
     @classmethod
-    def turns(cls, model: Any, tokens: int) -> tuple[Tables | None, float]:
+    def rope_tables(cls, model: Any, tokens: int) -> tuple[Tables | None, float]:
         return None, 1.0
 
     @classmethod
-    def layer_turns(
+    def layer_rope_tables(
         cls, model: Any, places: Tensor, layers: int
     ) -> list[tuple[Tables | None, float, Tensor | None]]:
         if not cls.rotations:
-            return super().layer_turns(model, places, layers)
+            return super().layer_rope_tables(model, places, layers)
         tables: dict[Rotation, Tables | None] = {}  # layers that rotate alike share one
-        for layer in cls.found:
+        for layer in cls.compressed:
             rotation = cls.rotations[layer.name]
             if rotation not in tables:
                 like = rotation.inv_freq
                 found = rotation(like, places.to(like.device)) if rotation.rotates else None
                 tables[rotation] = found
-        each = (cls.rotations[layer.name] for layer in cls.found)
+        each = (cls.rotations[layer.name] for layer in cls.compressed)
         return [(tables[x], 1.0, x.order if x.reorders else None) for x in each]
 
     @classmethod
     def projections(cls, attention: Any, geometry: Geometry) -> Projections:
         """Nothing is known of the weights: all that attention gives counts alike."""
         width = geometry.num_query_heads * geometry.head_dim
-        device = cls.found[0].keys.device
+        device = cls.compressed[0].keys.device
         none = torch.zeros(0, geometry.hidden_size, device=device), None
         alike = torch.eye(width, device=device), None
         return Projections.of(q=none, k=none, v=none, o=alike)
@@ -129,24 +131,24 @@ class _Hidden:
         return self.last_hidden_state
 
 
-def seam_family(
-    layers: Sequence[SeamLayer],
+def attention_family(
+    layers: Sequence[AttentionLayer],
     rotations: Mapping[str, Rotation] | None = None,
-    left: Sequence[SeamLayer] = (),
+    left: Sequence[AttentionLayer] = (),
 ) -> type[Family]:
     """The family of a model with these layers, alike in their heads. rotations: of them by name,
     where keys are taken before RoPE; left: layers that stay as they are."""
     names = {
-        "found": list(layers),
-        "left": list(left),
+        "compressed": list(layers),
+        "uncompressed": list(left),
         "rotations": rotations or {},
         "sinks": any(layer.sinks is not None for layer in layers),
-        "part": tuple(layer.name for layer in layers) if left else None,
+        "layer_names": tuple(layer.name for layer in layers) if left else None,
     }
-    return type("ModelsFamily", (SeamFamily,), names)
+    return type("ModelsFamily", (AttentionFamily,), names)
 
 
-def check_alike(layers: Sequence[SeamLayer]) -> None:
+def check_alike(layers: Sequence[AttentionLayer]) -> None:
     """Raises SettingError for layers that no one plan describes: with unlike heads, or that read
     the keys and values of others."""
     first = layers[0]

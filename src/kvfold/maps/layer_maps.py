@@ -133,7 +133,7 @@ class Maps:
             digest.update(tensor.detach().float().contiguous().cpu().numpy().data)
         return digest.hexdigest()
 
-    def turned(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Self:
+    def rotated(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Self:
         """With what every latent of keys and of values stores rotated, by [r, r] of its rank."""
         k = torch.stack([_square(q, self.key_up.shape[2]) for q in keys]).to(self.key_down)
         v = torch.stack([_square(q, self.value_up.shape[2]) for q in values]).to(self.value_down)

@@ -16,8 +16,8 @@ from transformers import Cache, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvfold.models.devices import input_device
 from kvfold.models.finite import probe_ids
-from kvfold.models.placed import input_device
 from kvfold.utils.errors import SettingError
 
 TOKENS = 16
@@ -27,7 +27,7 @@ MASKED_BY_VALUES = ("doge",)  # masks are computed from the values that the cach
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SeamLayer:
+class AttentionLayer:
     """A module that calls attention. name: in the model; source: of the module whose keys and
     values it reads, its own name in most models, None where they are not as a cache stores them;
     sinks [Hq]: scores of its own that stand beside all others, or None; window: tokens that a query
@@ -72,13 +72,13 @@ class _Probe:
 
     def __init__(self, model: Any) -> None:
         self.names = {module: name for name, module in model.named_modules()}
-        self.given: list[tuple[Tensor, Tensor]] = []
+        self.cached: list[tuple[Tensor, Tensor]] = []
         self.readers: dict[int, str] = {}
-        self.layers: list[SeamLayer] = []
+        self.layers: list[AttentionLayer] = []
 
     def source(self, name: str, key: Tensor, value: Tensor) -> str | None:
         """Who read these keys and values first, this one if nobody did; None for other ones."""
-        for i, (k, v) in reversed(list(enumerate(self.given))):
+        for i, (k, v) in reversed(list(enumerate(self.cached))):
             if _same(k, key) and _same(v, value):
                 return self.readers.setdefault(i, name)
         return None
@@ -110,7 +110,7 @@ class _Probe:
 
     def _updated(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = update(*args, **kwargs)
-        self.given.append(found[:2])
+        self.cached.append(found[:2])
         return found
 
 
@@ -131,7 +131,7 @@ def _look(
     probe = module.__dict__[_PROBE]
     name = probe.names[module]
     probe.layers.append(
-        SeamLayer(
+        AttentionLayer(
             name=name,
             source=probe.source(name, key, value),
             module=module,
@@ -159,7 +159,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(_LOOK, ALL_MASK_ATTENTION_FUNCTIONS["eager
 
 
 @torch.no_grad()
-def seam_layers(model: Any, positions: Tensor | None = None) -> list[SeamLayer]:
+def attention_layers(model: Any, positions: Tensor | None = None) -> list[AttentionLayer]:
     """The layers of a causal LM that call transformers' attention, in order. positions int64 [T]:
     of the probe's tokens (None: the first ones)."""
     probe = _Probe(model)
@@ -167,7 +167,7 @@ def seam_layers(model: Any, positions: Tensor | None = None) -> list[SeamLayer]:
     ids = probe_ids(model.get_input_embeddings().num_embeddings, count)
     device = input_device(model)
     more = {} if positions is None else {"position_ids": positions[None].to(device)}
-    with attention_of(model, lambda _: _LOOK), probe.watching(model):
+    with using_attention(model, lambda _: _LOOK), probe.watching(model):
         # The whole model: compressed-tensors unpacks weights in a hook of it.
         model(input_ids=torch.tensor([ids], device=device), use_cache=True, **more)
     return probe.layers
@@ -187,7 +187,7 @@ def learns_prompt(model: Any) -> bool:
     )
 
 
-def check_layers(model: Any, layers: Sequence[SeamLayer]) -> None:
+def check_layers(model: Any, layers: Sequence[AttentionLayer]) -> None:
     """Raises SettingError for a model whose layers do not call transformers' attention interface,
     or with other keys and values than their cache stores."""
     kind = model.config.model_type
@@ -217,7 +217,7 @@ def is_recurrent(model: Any) -> bool:
 
 
 @contextmanager
-def attention_of(model: Any, name: Callable[[str], str]) -> Iterator[None]:
+def using_attention(model: Any, name: Callable[[str], str]) -> Iterator[None]:
     """The model with the attention function that `name` gives for each one in use, until the block
     ends."""
     before = set_attention(model, name)
@@ -238,7 +238,7 @@ def set_attention(model: Any, name: Callable[[str], str]) -> list[tuple[Any, str
     return before
 
 
-def own_eager(module: nn.Module) -> Callable[..., Any]:
+def eager_attention(module: nn.Module) -> Callable[..., Any]:
     """The attention that a module's file falls back to. Raises SettingError where it has none."""
     found = getattr(import_module(type(module).__module__), "eager_attention_forward", None)
     if found is None:

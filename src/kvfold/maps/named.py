@@ -13,7 +13,7 @@ from kvfold.utils.errors import SettingError
 M = TypeVar("M")
 
 
-def named(model: Path | str, maps: M | None = None) -> tuple[str, M | str | None]:
+def base_and_maps(model: Path | str, maps: M | None = None) -> tuple[str, M | str | None]:
     """The names of a model and its maps: of a folder of maps, its base and this folder; else what
     was given. Raises SettingError for a base that cannot be read, and for two sets of maps."""
     if not holds_maps(model):
@@ -49,7 +49,7 @@ def load(
     ValueError."""
     if not isinstance(name, str | Path):
         return loading.load(name)  # which says what is wrong
-    base, maps = named(name)
+    base, maps = base_and_maps(name)
     model = loading.load(base, dtype=dtype, device=device, **options)
     if maps is not None:
         attach(model, maps)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kvfold.layout import CacheSpec, Geometry
 from kvfold.layout.latents import plain_layer
-from kvfold.maps.family import check_alike, seam_family
+from kvfold.maps.family import attention_family, check_alike
 from kvfold.maps.layer_maps import Maps
-from kvfold.maps.layers import SeamLayer, check_layers, seam_layers
+from kvfold.maps.layers import AttentionLayer, attention_layers, check_layers
 from kvfold.maps.sidecar import Sidecar
 from kvfold.models.rotary import position_limit
 from kvfold.utils.errors import SettingError
@@ -53,26 +53,26 @@ def mean_positions(limit: int) -> Tensor:
 
 def measured_means(model: Any) -> list[Means]:
     """Of a causal LM's layers that call attention, in order, by one short forward."""
-    return [_means(x) for x in _asked(model)]
+    return [_means(x) for x in _probed_layers(model)]
 
 
-def _asked(model: Any) -> list[SeamLayer]:
-    return seam_layers(model, mean_positions(position_limit(model.config) or SPAN))
+def _probed_layers(model: Any) -> list[AttentionLayer]:
+    return attention_layers(model, mean_positions(position_limit(model.config) or SPAN))
 
 
-def _means(layer: SeamLayer) -> Means:
+def _means(layer: AttentionLayer) -> Means:
     capped = layer.softcap is not None
     return Means.of(layer.keys, layer.values, capped=capped, sinks=layer.sinks is not None)
 
 
-def plain_sidecar(model: Any) -> tuple[list[SeamLayer], Sidecar]:
+def plain_sidecar(model: Any) -> tuple[list[AttentionLayer], Sidecar]:
     """The layers of a causal LM of any type, with one token's keys and values, and maps that drop
     nothing, by one short forward. The maps are of this model alone: no probes of it are kept.
     Raises SettingError for one whose attention cannot have maps."""
-    layers = _asked(model)
+    layers = _probed_layers(model)
     check_layers(model, layers)
     check_alike(layers)
-    geometry = seam_family(layers).geometry(model.config)
+    geometry = attention_family(layers).geometry(model.config)
     sidecar = Sidecar(
         maps={x.name: plain_maps(_means(x)) for x in layers},
         spec=full_spec(geometry, len(layers)),
@@ -82,13 +82,13 @@ def plain_sidecar(model: Any) -> tuple[list[SeamLayer], Sidecar]:
     return [_one_token(x) for x in layers], sidecar
 
 
-def _one_token(layer: SeamLayer) -> SeamLayer:
+def _one_token(layer: AttentionLayer) -> AttentionLayer:
     """Without the keys and values of all others, which would stay in memory."""
     keys, values = (x[:, :1].clone() for x in (layer.keys, layer.values))
     return replace(layer, keys=keys, values=values)
 
 
-def completed(sidecar: Sidecar, model: Any, layers: Sequence[SeamLayer]) -> Sidecar:
+def with_plain_maps(sidecar: Sidecar, model: Any, layers: Sequence[AttentionLayer]) -> Sidecar:
     """With maps that drop nothing for the layers of a model that have none. Raises SettingError for
     layers with unlike heads."""
     if len(sidecar.maps) != len(sidecar.spec.layers):

@@ -15,7 +15,7 @@ from kvfold.layout import LayerSpec
 from kvfold.maps.layer_maps import NAMES, Maps, stacked
 from kvfold.maps.rotation import Rotation
 from kvfold.models.fold import LatentMaps
-from kvfold.models.places import DIGITS, digits_of, positions_of
+from kvfold.models.positions import DIGITS, digits_of, positions_of
 from kvfold.utils.errors import SettingError
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.maps.layers import TOKENS, SeamLayer, seam_layers
+from kvfold.maps.layers import TOKENS, AttentionLayer, attention_layers
 from kvfold.models.rotary import LONG_ROPE, position_limit
 from kvfold.ops.common.attention import Tables, rotate
 from kvfold.utils.errors import SettingError
 
-FURTHER = 1021  # positions between the two places, where a model has as many
+LATER_POSITION = 1021  # positions between the two places, where a model has as many
 REMEDY = "use recipe 'swift', which stores keys as attention gets them"
 
 
@@ -79,27 +79,27 @@ def no_rotation(head_dim: int, device: torch.device) -> Rotation:
 
 
 def find_rotations(
-    model: Any, layers: Sequence[SeamLayer], names: Collection[str] | None = None
+    model: Any, layers: Sequence[AttentionLayer], names: Collection[str] | None = None
 ) -> dict[str, Rotation]:
     """The rotation of layers with these names (None: all), by name; layers that rotate alike share
     one. layers: of `seam_layers`. Raises SettingError, which names the layer, where a rotation is
     not of pairs, or depends on how long a sequence is."""
     candidates = _Candidates(model)
     rotations: dict[str, Rotation] = {}
-    for layer, other in zip(layers, _further(model), strict=True):
+    for layer, other in zip(layers, _later_layers(model), strict=True):
         if names is None or layer.name in names:
             rotations[layer.name] = _chosen(model, candidates, layer, other)
     return rotations
 
 
 def check_rotations(
-    model: Any, layers: Sequence[SeamLayer], rotations: Mapping[str, Rotation]
+    model: Any, layers: Sequence[AttentionLayer], rotations: Mapping[str, Rotation]
 ) -> None:
     """Raises SettingError where a model does not rotate keys as its maps do. layers: of
     `seam_layers`; rotations: of some of them, by name."""
     if not rotations:
         return
-    for layer, other in zip(layers, _further(model), strict=True):
+    for layer, other in zip(layers, _later_layers(model), strict=True):
         rotation = rotations.get(layer.name)
         if rotation is None:
             continue
@@ -130,7 +130,7 @@ class _Candidates:
         if not any(torch.equal(inv_freq, x) for x in self.frequencies):
             self.frequencies.append(inv_freq)
 
-    def of(self, layer: SeamLayer) -> list[Rotation]:
+    def of(self, layer: AttentionLayer) -> list[Rotation]:
         """No rotation first, then by halves and by neighbours, in both directions."""
         key = layer.head_dim, layer.keys.device
         if key not in self._by_width:
@@ -149,13 +149,17 @@ class _Candidates:
                 yield Rotation(inv_freq.to(device), order)
 
 
-def _further(model: Any) -> list[SeamLayer]:
+def _later_layers(model: Any) -> list[AttentionLayer]:
     """The layers of a model, probed at later positions."""
-    most = position_limit(model.config) or FURTHER
-    return seam_layers(model, torch.arange(TOKENS) + max(1, min(FURTHER, most - TOKENS)))
+    most = position_limit(model.config) or LATER_POSITION
+    return attention_layers(
+        model, torch.arange(TOKENS) + max(1, min(LATER_POSITION, most - TOKENS))
+    )
 
 
-def _chosen(model: Any, candidates: _Candidates, layer: SeamLayer, other: SeamLayer) -> Rotation:
+def _chosen(
+    model: Any, candidates: _Candidates, layer: AttentionLayer, other: AttentionLayer
+) -> Rotation:
     """The rotation of one layer, probed at two places."""
     none, *rotations = candidates.of(layer)
     if _coincide(none, layer, other):
@@ -172,7 +176,7 @@ def _chosen(model: Any, candidates: _Candidates, layer: SeamLayer, other: SeamLa
     return found
 
 
-def _check_known(model: Any, layer: SeamLayer) -> None:
+def _check_known(model: Any, layer: AttentionLayer) -> None:
     """Raises SettingError where a token's rotation is not known from its position."""
     if kind := next((x for x in _rope_types(model) if x in LONG_ROPE), None):
         raise SettingError(
@@ -193,7 +197,7 @@ def _rope_types(model: Any) -> list[str]:
     return [x["rope_type"] for x in each if "rope_type" in x]
 
 
-def _coincide(rotation: Rotation, layer: SeamLayer, other: SeamLayer) -> bool:
+def _coincide(rotation: Rotation, layer: AttentionLayer, other: AttentionLayer) -> bool:
     """Whether the keys of a layer at two places are the same before RoPE, every number."""
     keys = []
     for x in (layer, other):

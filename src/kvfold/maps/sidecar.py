@@ -20,7 +20,7 @@ from torch import Tensor
 from kvfold.hub import card, download
 from kvfold.layout import CacheSpec, LayerSpec
 from kvfold.maps.layer_maps import Maps
-from kvfold.maps.layers import SeamLayer, check_layers, seam_layers
+from kvfold.maps.layers import AttentionLayer, attention_layers, check_layers
 from kvfold.maps.rope_maps import RopeMaps
 from kvfold.maps.rotation import Rotation, check_rotations
 from kvfold.utils.errors import SettingError
@@ -136,10 +136,10 @@ class Sidecar:
         """The model that the maps were made for, as it was named."""
         return str(self.provenance.get("model", "another model"))
 
-    def layers_of(self, model: Any) -> list[SeamLayer]:
+    def layers_of(self, model: Any) -> list[AttentionLayer]:
         """The layers of a model that calls attention as maps need it, and that these maps fit.
         Raises SettingError."""
-        layers = seam_layers(model)
+        layers = attention_layers(model)
         check_layers(model, layers)
         self.check(layers)
         check_rotations(model, layers, self.rotations)
@@ -151,7 +151,7 @@ class Sidecar:
         each = self.maps.items()
         return {name: x.rotation for name, x in each if isinstance(x, RopeMaps)}
 
-    def check(self, layers: Sequence[SeamLayer]) -> None:
+    def check(self, layers: Sequence[AttentionLayer]) -> None:
         """Raises SettingError where a model's layers are not those that the maps were made for."""
         found = {layer.name: layer for layer in layers}
         if missing := [name for name in self.maps if name not in found]:
@@ -276,6 +276,6 @@ def probes(keys: Tensor, values: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def probes_of(layers: Sequence[SeamLayer]) -> dict[str, list[float]]:
+def probes_of(layers: Sequence[AttentionLayer]) -> dict[str, list[float]]:
     """Of every layer, by its name."""
     return {layer.name: probes(layer.keys, layer.values).tolist() for layer in layers}

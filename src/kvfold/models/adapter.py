@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from kvfold.attention.base import AttentionContext, LayerMaps
+from kvfold.attention.base import AttentionContext, LayerAttention
 from kvfold.layout import CacheSpec, Geometry
 from kvfold.models.folded import FoldedAttention, attention_windows
-from kvfold.models.places import check_exact, entries_of, fit_static, positions_of
+from kvfold.models.positions import check_exact, entries_of, fit_static, positions_of
 from kvfold.models.rotary import RotaryTable, rope_type
 from kvfold.ops.common.attention import Tables
 from kvfold.utils.errors import SettingError
@@ -63,7 +63,7 @@ class CacheContext(AttentionContext):
     x: Tensor
     need_weights: bool
 
-    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
+    def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
         positions = None if layer.rope is None else self._positions(layer.index, rows)
         if self.past is not None:
             rows, positions = self._updated(layer.index, rows, positions)
@@ -126,7 +126,7 @@ class HFAttention(FoldedAttention):
             eager = self.config._attn_implementation == "eager"
             context = CacheContext(past, mask, extra.get("position_ids"), x, eager)
         maps = self.maps
-        context.enter(maps, x)
+        context.before_attention(maps, x)
         q, rows = self.project(x, tables)
         found = context.attend(maps, q, rows)
         out = self.o_proj(found) if self.output is None else self.output(found)
@@ -168,7 +168,7 @@ class Family:
     key_norm: ClassVar[bool] = False
     sinks: ClassVar[bool] = False  # a number of the layer's own stands beside every query's scores
     not_in_gguf: ClassVar[str | None] = None
-    part: ClassVar[tuple[str, ...] | None] = None
+    layer_names: ClassVar[tuple[str, ...] | None] = None
 
     @classmethod
     def geometry(cls, config: Any) -> Geometry:
@@ -192,7 +192,7 @@ class Family:
         return attention_windows(config)
 
     @classmethod
-    def bystanders(cls, model: Any) -> Iterator[nn.Module]:
+    def unmeasured_attentions(cls, model: Any) -> Iterator[nn.Module]:
         """Modules that call attention and that nothing is measured of."""
         return iter(())
 
@@ -227,7 +227,7 @@ class Family:
         return [] if rotary is None else [rotary]
 
     @classmethod
-    def turns(cls, model: Any, tokens: int) -> tuple[Tables | None, float]:
+    def rope_tables(cls, model: Any, tokens: int) -> tuple[Tables | None, float]:
         """RoPE of the first positions, cos and sin fp32 [1, tokens, .], and the square of its
         scaling; None, 1 where keys are taken as they stand."""
         rotary = cls.rotary(model)
@@ -238,13 +238,13 @@ class Family:
         return tables, float(getattr(rotary, "attention_scaling", 1.0)) ** 2
 
     @classmethod
-    def layer_turns(
+    def layer_rope_tables(
         cls, model: Any, places: Tensor, layers: int
     ) -> list[tuple[Tables | None, float, Tensor | None]]:
         """The same of every layer, and the order of a key's numbers in which pairs are
         (i, i + w / 2): int64 [d], or None where that is their own. places int64 [1, tokens]: the
         positions that the model rotates by now."""
-        return [(*cls.turns(model, places.shape[1]), None)] * layers
+        return [(*cls.rope_tables(model, places.shape[1]), None)] * layers
 
     @classmethod
     def projections(cls, attention: Any, geometry: Geometry) -> Projections:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.models.devices import input_device
 from kvfold.models.families import family_of
-from kvfold.models.placed import input_device
 from kvfold.models.rotary import position_limit
 from kvfold.models.weights import check_finite
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvfold.layout import CacheSpec, Latent
 from kvfold.models.adapter import Family, HFAttention, Projections
 from kvfold.models.families import family_of
-from kvfold.models.plain import check_weights
+from kvfold.models.foldable import check_weights
 from kvfold.ops.common.rotation import rotation
 
 
@@ -25,7 +25,7 @@ class LatentMaps(NamedTuple):
     mean: Tensor
 
 
-class Maps:
+class FoldedTensors:
     """The tensors of `folded` by parameter name, from the projections of the layer it replaces and
     its latents' maps (in the spec's order; None stores a latent as it is)."""
 
@@ -67,7 +67,7 @@ class Maps:
             down, mean = self.down[latent], self.mean[latent]
             span = slice(latent.heads[0] * d, (latent.heads[-1] + 1) * d)
             sources = {"k": (w.k, w.k_bias), "v": (w.v, w.v_bias)}
-            if folded.keys_online:
+            if folded.keys_computed:
                 sources["k"] = (torch.zeros_like(w.k), torch.zeros_like(w.k_bias))
             weight = torch.cat([sources[s][0][span] for s in latent.side])
             bias = torch.cat([sources[s][1][span] for s in latent.side])
@@ -79,9 +79,9 @@ class Maps:
         """Key maps that act at run time."""
         w, folded, latents = self.weights, self.folded, self.spec.key_latents
         tensors: dict[str, Tensor] = {}
-        if folded.keys_online:
+        if folded.keys_computed:
             tensors |= {"k_proj.weight": w.k, "k_proj.bias": w.k_bias}
-        if folded.query_mapped or folded.keys_rebuilt:
+        if folded.query_mapped or folded.keys_reconstructed:
             tensors["key_up"] = self._stack([self._part(x, "k", self.up) for x in latents])
         if folded.keys_mapped:
             downs = [self._part(x, "k", self.down) for x in latents]
@@ -93,7 +93,7 @@ class Maps:
                 for x, down in zip(latents, downs, strict=True)
             ]
             tensors["key_shift"] = torch.cat(shifts)
-        if folded.keys_rebuilt:
+        if folded.keys_reconstructed:
             means = [self._part(x, "k", self.mean) for x in latents]
             tensors["key_mean"] = torch.cat(means).unflatten(0, (self.geometry.num_kv_heads, -1))
         return tensors
@@ -106,7 +106,7 @@ class Maps:
         per_query = mean.unflatten(0, (g.num_kv_heads, 1, g.head_dim))
         per_query = per_query.expand(-1, g.queries_per_kv, -1).flatten()
         tensors = {"o_proj.weight": w.o, "o_proj.bias": w.o_bias + w.o @ per_query}
-        if self.folded.values_rebuilt:
+        if self.folded.values_reconstructed:
             tensors["value_up"] = self._stack([self._part(x, "v", self.up) for x in latents])
         if spec.values == "fused":
             o = w.o.unflatten(1, (g.num_kv_heads, g.queries_per_kv, g.head_dim))
@@ -156,7 +156,7 @@ def _fold(
             folded = family.swap(model, spec, index)
         folded.to(next(attention.parameters()).dtype).requires_grad_(False)
         maps = maps_of(index, weights)
-        tensors = Maps(weights, folded, maps).tensors() | family.norms(attention)
+        tensors = FoldedTensors(weights, folded, maps).tensors() | family.norms(attention)
         for name, tensor in tensors.items():
             folded.get_parameter(name).data.copy_(tensor.data)
     family.connect(model)

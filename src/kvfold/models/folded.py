@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvfold.attention.base import Columns, LayerMaps, LayerShape
+from kvfold.attention.base import Columns, LayerAttention, LayerShape
 from kvfold.layout import CacheSpec, Geometry, Latent, LayerSpec
-from kvfold.models.pieces import Pieces
+from kvfold.models.pointwise import PointwiseOps
 from kvfold.models.rotary import RotaryTable, fixed_rope
 
 
@@ -24,7 +24,7 @@ class FoldedAttention(nn.Module):
     A family subclass inherits its own attention class too, and adapts `forward`.
     """
 
-    pieces = Pieces()  # an engine puts compiled ones in their place
+    pointwise = PointwiseOps()  # an engine puts compiled ones in their place
     merged: Any  # all of `products` at once in an engine, a function of x; None: one by one
     output: Any  # there, W_O as such a function
     rotary: RotaryTable | None = None  # the model's, not a submodule
@@ -43,18 +43,18 @@ class FoldedAttention(nn.Module):
         whole = g.num_query_heads * g.head_dim
         folded = self._query_numbers(spec.key_latents) if self.query_folded else whole
         self.q_proj = _linear(g.hidden_size, folded)
-        if self.keys_online:
+        if self.keys_computed:
             self.k_proj = _linear(g.hidden_size, g.kv_width)
         if self.linear_width:
             self.down_proj = _linear(g.hidden_size, self.linear_width)
-        if self.query_mapped or self.keys_rebuilt:
+        if self.query_mapped or self.keys_reconstructed:
             self.key_up = nn.Parameter(self._stack(spec.key_latents))
         if self.keys_mapped:
             self.key_down = nn.Parameter(self._stack(spec.key_latents))
             self.key_shift = nn.Parameter(torch.zeros(sum(x.rank for x in spec.key_latents)))
-        if self.keys_rebuilt:
+        if self.keys_reconstructed:
             self.key_mean = nn.Parameter(torch.zeros(g.num_kv_heads, g.head_dim))
-        if self.values_rebuilt:
+        if self.values_reconstructed:
             self.value_up = nn.Parameter(self._stack(spec.value_latents))
         fused = self._query_numbers(spec.value_latents) if spec.values == "fused" else whole
         self.o_proj = _linear(fused, g.hidden_size)
@@ -80,7 +80,7 @@ class FoldedAttention(nn.Module):
     # -- mode: which maps sit in weights, and which act at run time -----------------------------
 
     @property
-    def keys_online(self) -> bool:
+    def keys_computed(self) -> bool:
         """Key maps act on computed keys (after a norm or RoPE) instead of sitting in W_K."""
         return self.spec.keys in ("plain", "post_rope") or self.geometry.key_norm
 
@@ -101,15 +101,15 @@ class FoldedAttention(nn.Module):
     @property
     def keys_mapped(self) -> bool:
         """Computed keys go through a map on their way to rows."""
-        return self.keys_online and self.spec.keys != "plain"
+        return self.keys_computed and self.spec.keys != "plain"
 
     @property
-    def keys_rebuilt(self) -> bool:
+    def keys_reconstructed(self) -> bool:
         """Rows go through the key map, then RoPE, for every score."""
         return self.spec.keys == "pre_rope"
 
     @property
-    def values_rebuilt(self) -> bool:
+    def values_reconstructed(self) -> bool:
         """W_O takes values that rows or attention outputs are mapped to."""
         return self.spec.values == "rebuilt"
 
@@ -121,7 +121,7 @@ class FoldedAttention(nn.Module):
     @property
     def linear_latents(self) -> tuple[Latent, ...]:
         """Latents that W_K and W_V produce directly (a joint latent's value part counts)."""
-        skip = "k" if self.keys_online else ""
+        skip = "k" if self.keys_computed else ""
         return tuple(latent for latent in self.spec.latents if latent.side != skip)
 
     # -- contract -----------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class FoldedAttention(nn.Module):
     def products(self) -> list[nn.Linear]:
         """The linear layers that take a token's hidden state: of queries, of computed keys, and of
         what is stored as it comes out, where there are any."""
-        names = ("k_proj",) * self.keys_online + ("down_proj",) * bool(self.linear_width)
+        names = ("k_proj",) * self.keys_computed + ("down_proj",) * bool(self.linear_width)
         return [self.q_proj, *(getattr(self, name) for name in names)]
 
     def _multiplied(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -162,14 +162,14 @@ class FoldedAttention(nn.Module):
         else:
             found = list(self.merged(x).split([linear.out_features for linear in linears], -1))
         # By index: of what a star collects torch.compile makes a tuple.
-        q, k = found[0], found[1] if self.keys_online else None
+        q, k = found[0], found[1] if self.keys_computed else None
         rows = found[-1] if self.linear_width else x.new_zeros(*x.shape[:2], 0)
         return q, k, rows
 
     @property
-    def maps(self) -> LayerMaps:
+    def maps(self) -> LayerAttention:
         """The layer as attention sees it, by the tensors that it has now."""
-        return LayerMaps(
+        return LayerAttention(
             index=self.layer_idx,
             spec=self.spec,
             geometry=self.geometry,
@@ -177,12 +177,12 @@ class FoldedAttention(nn.Module):
             fixed_rope=self.geometry.rope and fixed_rope(self.config),
             key_columns=self.key_columns,
             value_columns=self.value_columns,
-            key_up=self.key_up if self.keys_rebuilt else None,
-            key_mean=self.key_mean if self.keys_rebuilt else None,
-            value_up=self.value_up if self.values_rebuilt else None,
+            key_up=self.key_up if self.keys_reconstructed else None,
+            key_mean=self.key_mean if self.keys_reconstructed else None,
+            value_up=self.value_up if self.values_reconstructed else None,
             output=self.o_proj.weight,
             score_map=self.score_map,
-            rope=self.rotary if self.keys_rebuilt else None,
+            rope=self.rotary if self.keys_reconstructed else None,
         )
 
     def _queries(self, q: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -192,7 +192,7 @@ class FoldedAttention(nn.Module):
             return _split_ragged(q, self.key_columns.head_ranks(g.queries_per_kv))
         q = self.normalize_queries(q.unflatten(-1, (g.num_query_heads, g.head_dim)))
         up = self.key_columns.per_head(self.key_up, g.head_dim) if self.query_mapped else None
-        return self.pieces.queries(q, tables if g.rope else None, up)
+        return self.pointwise.queries(q, tables if g.rope else None, up)
 
     def _online_rows(self, k: Tensor, tables: tuple[Tensor, Tensor] | None, rest: Tensor) -> Tensor:
         """Rows [B, T, R] of W_K's keys [B, T, Hk d] and what is mapped already, rest [B, T, .]."""
@@ -200,11 +200,11 @@ class FoldedAttention(nn.Module):
         k = self.normalize_keys(k.unflatten(-1, (g.num_kv_heads, g.head_dim)))
         tables = tables if g.rope and spec.keys in ("post_rope", "plain") else None
         if spec.keys == "plain":
-            return self.pieces.rows(k, tables, None, rest)
-        z = self.key_columns.compact(self.pieces.keys(k, tables, self.key_down))
+            return self.pointwise.rows(k, tables, None, rest)
+        z = self.key_columns.compact(self.pointwise.keys(k, tables, self.key_down))
         if spec.latents[0].side == "kv":
-            return rest + self.pieces.rows(z, None, self.key_shift, rest[..., :0])
-        return self.pieces.rows(z, None, self.key_shift, rest)
+            return rest + self.pointwise.rows(z, None, self.key_shift, rest[..., :0])
+        return self.pointwise.rows(z, None, self.key_shift, rest)
 
 
 def layer_shapes(config: Any, spec: CacheSpec) -> list[LayerShape]:

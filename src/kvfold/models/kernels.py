@@ -38,7 +38,9 @@ def fastest_layout(
     return None if page is None else layout_of(page)
 
 
-def in_one_pass(config: Any, spec: CacheSpec, windows: Sequence[int | None] | None = None) -> str:
+def one_pass_summary(
+    config: Any, spec: CacheSpec, windows: Sequence[int | None] | None = None
+) -> str:
     """Whether a Hopper GPU decodes all layers in one pass, for users. windows: as above."""
     if (layout := fastest_layout(config, spec, windows=windows)) is not None:
         return f"yes, pages of {layout.page} rows"

@@ -17,7 +17,7 @@ from kvfold.models.folded import FoldedAttention
 from kvfold.ops.linear import gated, linear
 
 
-class Merged(NamedTuple):
+class MergedLinear(NamedTuple):
     """weight [sum of outputs, D] and bias: of linear layers, whose own are views of them."""
 
     weight: Tensor
@@ -25,22 +25,22 @@ class Merged(NamedTuple):
 
     @classmethod
     @torch.inference_mode(False)  # whose tensors could not be trained
-    def of(cls, linears: Sequence[nn.Linear]) -> "Merged":
+    def of(cls, linears: Sequence[nn.Linear]) -> "MergedLinear":
         """Values, names and memory stay, in all models that share these parameters: only where
         their numbers lie changes. What lies one behind another already stays where it is."""
         biases = [x.bias for x in linears if x.bias is not None]
         assert len(biases) in (0, len(linears)), "all of them have a bias, or none"
-        return cls(_joined([x.weight for x in linears]), _joined(biases) if biases else None)
+        return cls(_merge([x.weight for x in linears]), _merge(biases) if biases else None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [.., D] -> [.., sum of outputs]."""
         return linear(x, self.weight, self.bias)
 
 
-def _joined(parts: Sequence[nn.Parameter]) -> Tensor:
+def _merge(parts: Sequence[nn.Parameter]) -> Tensor:
     """All rows of `parts`, which become views of them."""
     first, rows = parts[0].detach(), [len(x) for x in parts]
-    if _follow(parts):
+    if _adjacent(parts):
         return first.as_strided((sum(rows), *first.shape[1:]), first.stride())
     whole = torch.cat([x.detach() for x in parts])
     for part, own in zip(parts, whole.split(rows), strict=True):
@@ -48,7 +48,7 @@ def _joined(parts: Sequence[nn.Parameter]) -> Tensor:
     return whole
 
 
-def _follow(parts: Sequence[nn.Parameter]) -> bool:
+def _adjacent(parts: Sequence[nn.Parameter]) -> bool:
     """Whether they lie one behind another in one memory."""
     end = parts[0].storage_offset()
     for part in parts:
@@ -66,8 +66,10 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         self.act_fn = mlp.act_fn
-        self.merged = Merged.of((mlp.gate_proj, mlp.up_proj))
-        self.down = Merged.of((mlp.down_proj,)) if _plain(mlp, (mlp.down_proj,)) else mlp.down_proj
+        self.merged = MergedLinear.of((mlp.gate_proj, mlp.up_proj))
+        self.down = (
+            MergedLinear.of((mlp.down_proj,)) if _plain(mlp, (mlp.down_proj,)) else mlp.down_proj
+        )
         self.silu = isinstance(mlp.act_fn, type(ACT2FN["silu"])) and self.merged.bias is None
         self.train(mlp.training)
 
@@ -89,9 +91,9 @@ def merge_products(model: Any, family: type[Family]) -> None:
     for layer in family.layers(model):
         attention = getattr(layer, family.attention_name)
         if isinstance(attention, FoldedAttention) and _plain(attention, attention.products):
-            attention.merged = Merged.of(attention.products)
+            attention.merged = MergedLinear.of(attention.products)
             if _plain(attention, (attention.o_proj,)):
-                attention.output = Merged.of((attention.o_proj,))
+                attention.output = MergedLinear.of((attention.o_proj,))
         if name := family.gated:
             mlp = getattr(layer, name)
             if _plain(mlp, (mlp.gate_proj, mlp.up_proj)):

@@ -19,7 +19,7 @@ from kvfold.models.folded import FoldedAttention
 from kvfold.ops.common.rotation import rotation
 
 
-def turned(spec: CacheSpec) -> CacheSpec:
+def with_full_rank_latents(spec: CacheSpec) -> CacheSpec:
     """Full keys and values as latents of full rank, whose maps can hold a rotation."""
     keys: KeyKind = "post_rope" if spec.geometry.rope else "absorbed"
     layers = tuple(replace(x, keys=keys, values="fused") for x in spec.layers)
@@ -38,10 +38,10 @@ def rotate_model(model: Any, spec: CacheSpec, bits: int | None, chosen: type[For
 def rotate_layer(attention: FoldedAttention, bits: int | None, chosen: type[Format]) -> None:
     """Rotate all latents of one layer."""
     latents = attention.spec.latents
-    rotate_rows(attention, {x: turn_of(tiers(x, bits, chosen)) for x in latents})
+    rotate_latents(attention, {x: tier_rotation(tiers(x, bits, chosen)) for x in latents})
 
 
-def turn_of(widths: Sequence[tuple[int, int]]) -> Tensor:
+def tier_rotation(widths: Sequence[tuple[int, int]]) -> Tensor:
     """A rotation of a latent that keeps its tiers apart; 16-bit tiers stay as they are."""
     blocks = [
         rotation(width) if bits < 16 else torch.eye(width, dtype=torch.float64)
@@ -51,7 +51,7 @@ def turn_of(widths: Sequence[tuple[int, int]]) -> Tensor:
 
 
 @torch.no_grad()
-def rotate_rows(attention: FoldedAttention, rotations: Mapping[Latent, Tensor]) -> None:
+def rotate_latents(attention: FoldedAttention, rotations: Mapping[Latent, Tensor]) -> None:
     """Rotate the latents of one layer. rotations: orthogonal [r, r], fp64, by latent. Parameters
     that change are replaced, so that another model that shares them keeps its own.
 
@@ -61,31 +61,33 @@ def rotate_rows(attention: FoldedAttention, rotations: Mapping[Latent, Tensor]) 
     spec = attention.spec
     assert spec.keys != "plain", "plain keys cannot absorb a rotation"
     if attention.query_folded:
-        _each(attention.q_proj, _spans(attention, spec.key_latents), rotations, dim=0)
+        _rotate_blocks(attention.q_proj, _spans(attention, spec.key_latents), rotations, dim=0)
     if attention.linear_width:
         linear = [(latent, 1) for latent in attention.linear_latents]
-        _each(attention.down_proj, linear, rotations, dim=0)
+        _rotate_blocks(attention.down_proj, linear, rotations, dim=0)
     for name, latents, used in (
-        ("key_up", spec.key_latents, attention.query_mapped or attention.keys_rebuilt),
+        ("key_up", spec.key_latents, attention.query_mapped or attention.keys_reconstructed),
         ("key_down", spec.key_latents, attention.keys_mapped),
-        ("value_up", spec.value_latents, attention.values_rebuilt),
+        ("value_up", spec.value_latents, attention.values_reconstructed),
     ):
         if used:
-            stack = _own(attention, name)
+            stack = _copy_parameter(attention, name)
             for i, latent in enumerate(latents):
                 if latent in rotations:
                     part = stack[i, :, : latent.rank]
                     part.copy_(part.double() @ rotations[latent].to(part.device))
     if attention.keys_mapped:
-        shifts = _own(attention, "key_shift").split([latent.rank for latent in spec.key_latents])
+        shifts = _copy_parameter(attention, "key_shift").split(
+            [latent.rank for latent in spec.key_latents]
+        )
         for latent, shift in zip(spec.key_latents, shifts, strict=True):
             if latent in rotations:
                 shift.copy_(shift.double() @ rotations[latent].to(shift.device))
     if spec.values == "fused":
-        _each(attention.o_proj, _spans(attention, spec.value_latents), rotations, dim=1)
+        _rotate_blocks(attention.o_proj, _spans(attention, spec.value_latents), rotations, dim=1)
 
 
-def _own(module: nn.Module, name: str) -> Tensor:
+def _copy_parameter(module: nn.Module, name: str) -> Tensor:
     """A copy of a parameter, which takes its place."""
     old = module.get_parameter(name)
     new = nn.Parameter(old.clone(), requires_grad=old.requires_grad)
@@ -99,15 +101,15 @@ def _spans(attention: FoldedAttention, latents: tuple[Latent, ...]) -> list[tupl
     return [(latents[i], attention.geometry.queries_per_kv) for _, i in owner]
 
 
-def _each(
+def _rotate_blocks(
     linear: nn.Linear,
     blocks: list[tuple[Latent, int]],
     rotations: Mapping[Latent, Tensor],
     dim: int,
 ) -> None:
     """Rotate consecutive blocks of a linear layer's outputs (dim 0) or inputs (dim 1)."""
-    weight = _own(linear, "weight")
-    own = _own(linear, "bias") if dim == 0 and linear.bias is not None else None
+    weight = _copy_parameter(linear, "weight")
+    own = _copy_parameter(linear, "bias") if dim == 0 and linear.bias is not None else None
     start = 0
     for latent, repeats in blocks:
         for _ in range(repeats):

@@ -10,37 +10,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.attention.base import Columns, LayerMaps
+from kvfold.attention.base import Columns, LayerAttention
 from kvfold.ops.common.attention import attention, rotate
 from kvfold.ops.prefill import KVView, Seen, prefill, why_not
-from kvfold.parallel.shares import Place, Share, places
+from kvfold.parallel.shares import ColumnRange, HeadShare, column_ranges
 
 
-def message(layer: LayerMaps, share: Share, q: Tensor, rows: Tensor, tokens: range) -> Tensor:
+def message(
+    layer: LayerAttention, share: HeadShare, q: Tensor, rows: Tensor, tokens: range
+) -> Tensor:
     """[n, W] of queries q [1, Hq, n, .] and rows [n, R] of a rank's tokens."""
     if not share.heads:
         return rows[:, :0]
     stored = layer.spec.latents
     parts = [_side_by_side([q[0, head] for head in share.heads], share.query_ranks)]
     parts += [rows[:, layer.spec.columns(latent)] for latent in share.latents]
-    if share.keys_made:
-        parts.append(_keys(layer, share, rows, places(stored, "k", share.kv), tokens).flatten(1))
-    if share.values_made:
-        parts.append(_values(layer, share, rows, places(stored, "v", share.kv)).flatten(1))
+    if share.sends_full_keys:
+        parts.append(
+            _keys(layer, share, rows, column_ranges(stored, "k", share.kv), tokens).flatten(1)
+        )
+    if share.sends_full_values:
+        parts.append(_values(layer, share, rows, column_ranges(stored, "v", share.kv)).flatten(1))
     return torch.cat(parts, 1)
 
 
-def attend(layer: LayerMaps, share: Share, received: Tensor) -> Tensor:
+def attend(layer: LayerAttention, share: HeadShare, received: Tensor) -> Tensor:
     """Causal attention of a share's heads over the messages [N, W] of all tokens, in order: what
     W_O takes of them, [N, sum of ranks]."""
     if not share.heads:
         return received.new_empty(len(received), 0)
     q = _spread(received[:, : sum(share.query_ranks)], share.query_ranks)
     keys, values = (_view(received, own, share) for own in (share.keys, share.values))
-    if layer.rebuilds_keys and not share.keys_made:
+    if layer.reconstructs_keys and not share.sends_full_keys:
         everything = range(len(received))
         keys = _whole(_keys(layer, share, received, share.keys, everything), share)
-    if layer.value_up is not None and not share.values_made:
+    if layer.value_up is not None and not share.sends_full_values:
         values = _whole(_values(layer, share, received, share.values), share)
     if layer.softcap is None and why_not(q, keys, values) is None:
         out = _by_kernel(layer, q, keys, values)
@@ -49,7 +53,7 @@ def attend(layer: LayerMaps, share: Share, received: Tensor) -> Tensor:
     return _side_by_side(out[0].unbind(), share.output_ranks)
 
 
-def _by_kernel(layer: LayerMaps, q: Tensor, keys: KVView, values: KVView) -> Tensor:
+def _by_kernel(layer: LayerAttention, q: Tensor, keys: KVView, values: KVView) -> Tensor:
     """[1, H, N, the widest value]."""
     size = q.shape[2]
     seen = Seen(
@@ -62,7 +66,7 @@ def _by_kernel(layer: LayerMaps, q: Tensor, keys: KVView, values: KVView) -> Ten
     return prefill(q, keys, values, seen, layer.scale)[0]
 
 
-def _by_torch(layer: LayerMaps, q: Tensor, keys: KVView, values: KVView) -> Tensor:
+def _by_torch(layer: LayerAttention, q: Tensor, keys: KVView, values: KVView) -> Tensor:
     """[1, H, N, .]: of queries, keys and values of one width, which PyTorch's flash attention on a
     CPU asks for."""
     width, mask = max(*keys.ranks, *values.ranks), None
@@ -78,7 +82,7 @@ def _by_torch(layer: LayerMaps, q: Tensor, keys: KVView, values: KVView) -> Tens
 
 
 def _keys(
-    layer: LayerMaps, share: Share, x: Tensor, where: Sequence[Place], tokens: range
+    layer: LayerAttention, share: HeadShare, x: Tensor, where: Sequence[ColumnRange], tokens: range
 ) -> Tensor:
     """The share's keys [n, K, d], rebuilt from what x [n, .] has of `tokens` at `where`."""
     assert layer.key_up is not None and layer.key_mean is not None, "keys are rebuilt"
@@ -91,14 +95,16 @@ def _keys(
     return rotate(k, cos[:, None], sin[:, None])
 
 
-def _values(layer: LayerMaps, share: Share, x: Tensor, where: Sequence[Place]) -> Tensor:
+def _values(
+    layer: LayerAttention, share: HeadShare, x: Tensor, where: Sequence[ColumnRange]
+) -> Tensor:
     """The share's values [n, K, d], rebuilt from what x [n, .] has at `where`."""
     assert layer.value_up is not None, "values are rebuilt"
     return _mapped(share, x, where, layer.value_columns, layer.value_up)
 
 
 def _mapped(
-    share: Share, x: Tensor, where: Sequence[Place], columns: Columns, stack: Tensor
+    share: HeadShare, x: Tensor, where: Sequence[ColumnRange], columns: Columns, stack: Tensor
 ) -> Tensor:
     """x [n, .] through the maps of a stack that the share's KV heads have: [n, K, d]."""
     ups = columns.per_head(stack, share.geometry.head_dim)
@@ -106,13 +112,13 @@ def _mapped(
     return torch.stack([x[:, at : at + r] @ ups[head, :, :r].mT for (at, r), head in each], 1)
 
 
-def _view(x: Tensor, where: Sequence[Place], share: Share) -> KVView:
+def _view(x: Tensor, where: Sequence[ColumnRange], share: HeadShare) -> KVView:
     """Keys or values of the share's units, as messages [N, W] have them."""
     own = [where[i] for i in share.units]
     return KVView(x[None], tuple(at for at, _ in own), tuple(rank for _, rank in own))
 
 
-def _whole(x: Tensor, share: Share) -> KVView:
+def _whole(x: Tensor, share: HeadShare) -> KVView:
     """The same of rebuilt ones [N, K, d]."""
     d = x.shape[-1]
     return _view(x.flatten(1), [(i * d, d) for i in range(x.shape[1])], share)

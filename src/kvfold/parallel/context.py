@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvfold.attention.base import AttentionContext, LayerMaps
+from kvfold.attention.base import AttentionContext, LayerAttention
 from kvfold.parallel.attend import attend, message
-from kvfold.parallel.shares import Share
+from kvfold.parallel.shares import HeadShare
 
 
 class UlyssesContext(AttentionContext):
@@ -23,7 +23,7 @@ class UlyssesContext(AttentionContext):
 
     def __init__(
         self,
-        shares: Sequence[tuple[Share, ...]],
+        shares: Sequence[tuple[HeadShare, ...]],
         counts: Sequence[int],
         group: dist.ProcessGroup,
         keep_rows: bool,
@@ -34,7 +34,7 @@ class UlyssesContext(AttentionContext):
         self.tokens = range(first, first + counts[self.rank])
         self.rows: list[Tensor] = []
 
-    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
+    def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
         shares = self.shares[layer.index]
         if self.keep_rows:
             self.rows.append(rows[0])

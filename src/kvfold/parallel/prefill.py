@@ -19,12 +19,12 @@ from kvfold.models.adapter import PAGED
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import check_model, family_of
 from kvfold.models.fold import fold_plain
-from kvfold.models.places import entries_of
+from kvfold.models.positions import entries_of
 from kvfold.models.rotary import LONG_ROPE, rope_type
 from kvfold.parallel.context import UlyssesContext
 from kvfold.parallel.shares import shares_of, token_counts
 from kvfold.utils.errors import SettingError
-from kvfold.utils.versions import given
+from kvfold.utils.versions import cache_argument
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,7 +95,7 @@ class SequenceParallel:
         out = self.model.base_model(
             input_ids=tokens[None, own],
             position_ids=own[None],
-            **given(context),
+            **cache_argument(context),
             use_cache=False,
         )
         hidden = out.last_hidden_state[0]

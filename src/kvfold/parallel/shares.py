@@ -19,11 +19,11 @@ from kvfold.layout import (
 from kvfold.ops.common.plan import longest_first
 
 SLACK = 1 / 32  # of the work of the busiest rank, for fewer numbers on the wire
-Place = tuple[int, int]  # of a KV head's keys or values: first column, numbers
+ColumnRange = tuple[int, int]  # of a KV head's keys or values: first column, numbers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class HeadShare:
     """Query heads of a layer, KV head by KV head, which one rank attends with.
 
     A token's message to that rank is [queries | latents as they are stored | keys | values]: the
@@ -34,8 +34,8 @@ class Share:
     spec: LayerSpec
     geometry: Geometry
     heads: tuple[int, ...]
-    keys_made: bool
-    values_made: bool
+    sends_full_keys: bool
+    sends_full_values: bool
 
     @cached_property
     def kv(self) -> tuple[int, ...]:
@@ -54,7 +54,9 @@ class Share:
     def latents(self) -> tuple[Latent, ...]:
         """The latents that are sent, in the order of the row."""
         sides = {
-            side for side, made in (("k", self.keys_made), ("v", self.values_made)) if not made
+            side
+            for side, made in (("k", self.sends_full_keys), ("v", self.sends_full_values))
+            if not made
         }
         own = (x for x in self.spec.latents if {*x.heads} & {*self.kv})
         return tuple(x for x in own if {*x.side} & sides)
@@ -70,7 +72,9 @@ class Share:
     @cached_property
     def row_width(self) -> int:
         """Numbers of a message that are keys and values."""
-        made = self.geometry.head_dim * len(self.kv) * (self.keys_made + self.values_made)
+        made = (
+            self.geometry.head_dim * len(self.kv) * (self.sends_full_keys + self.sends_full_values)
+        )
         return sum(x.rank for x in self.latents) + made
 
     @property
@@ -84,26 +88,28 @@ class Share:
         return sum(self.output_ranks)
 
     @cached_property
-    def keys(self) -> list[Place]:
+    def keys(self) -> list[ColumnRange]:
         """Where a message has the keys of `kv`, or what they are rebuilt from."""
-        if self.keys_made:
-            return self._made(1 + self.values_made)
-        return places(self.latents, "k", self.kv, sum(self.query_ranks))
+        if self.sends_full_keys:
+            return self._full_columns(1 + self.sends_full_values)
+        return column_ranges(self.latents, "k", self.kv, sum(self.query_ranks))
 
     @cached_property
-    def values(self) -> list[Place]:
+    def values(self) -> list[ColumnRange]:
         """Where a message has the values of `kv`, or what they are rebuilt from."""
-        if self.values_made:
-            return self._made(1)
-        return places(self.latents, "v", self.kv, sum(self.query_ranks))
+        if self.sends_full_values:
+            return self._full_columns(1)
+        return column_ranges(self.latents, "v", self.kv, sum(self.query_ranks))
 
-    def _made(self, from_the_end: int) -> list[Place]:
+    def _full_columns(self, from_the_end: int) -> list[ColumnRange]:
         d, count = self.geometry.head_dim, len(self.kv)
         first = self.width - from_the_end * d * count
         return [(first + i * d, d) for i in range(count)]
 
 
-def places(latents: Sequence[Latent], side: Side, kv: Iterable[int], first: int = 0) -> list[Place]:
+def column_ranges(
+    latents: Sequence[Latent], side: Side, kv: Iterable[int], first: int = 0
+) -> list[ColumnRange]:
     """Where KV heads have their keys or values among latents that lie from column `first` on."""
     starts = accumulate((x.rank for x in latents), initial=first)
     each = [(x, start) for x, start in zip(latents, starts, strict=False) if side in x.side]
@@ -127,7 +133,7 @@ def _rank(latents: Sequence[Latent], geometry: Geometry, head: int) -> int:
 
 
 @lru_cache
-def shares_of(spec: LayerSpec, geometry: Geometry, num_ranks: int) -> tuple[Share, ...]:
+def shares_of(spec: LayerSpec, geometry: Geometry, num_ranks: int) -> tuple[HeadShare, ...]:
     """One share a rank: attention costs the busiest as little as runs of heads allow, or SLACK more
     where less is sent for it. Where there are more ranks than heads some get none.
 
@@ -138,14 +144,14 @@ def shares_of(spec: LayerSpec, geometry: Geometry, num_ranks: int) -> tuple[Shar
     heads = range(geometry.num_query_heads)
     work = [key_rank(spec, geometry, h) + value_rank(spec, geometry, h) for h in heads]
 
-    def cut(order: Sequence[int]) -> tuple[Share, ...]:
+    def cut(order: Sequence[int]) -> tuple[HeadShare, ...]:
         own = [head for i in order for head in range(i * group, (i + 1) * group)]
         share = cache(lambda first, last: smallest(spec, geometry, tuple(own[first:last])))
         load = [work[head] for head in own]
-        ends = runs(load, num_ranks, lambda first, last: share(first, last).row_width)
+        ends = run_ends(load, num_ranks, lambda first, last: share(first, last).row_width)
         return tuple(share(*x) for x in pairwise([0, *ends]))
 
-    def busiest(shares: tuple[Share, ...]) -> int:
+    def busiest(shares: tuple[HeadShare, ...]) -> int:
         return max(sum(work[head] for head in share.heads) for share in shares)
 
     longest = longest_first([work[i * group] for i in kv], [1] * len(kv), num_ranks).order
@@ -156,16 +162,16 @@ def shares_of(spec: LayerSpec, geometry: Geometry, num_ranks: int) -> tuple[Shar
     return min(fitting, key=lambda shares: sum(x.row_width for x in shares))
 
 
-def smallest(spec: LayerSpec, geometry: Geometry, heads: tuple[int, ...]) -> Share:
+def smallest(spec: LayerSpec, geometry: Geometry, heads: tuple[int, ...]) -> HeadShare:
     """The share of these heads that has the smallest message."""
     keys = (False, True) if spec.keys == "pre_rope" else (False,)
     values = (False, True) if spec.values == "rebuilt" else (False,)
-    of = partial(Share, spec=spec, geometry=geometry, heads=heads)
-    each = (of(keys_made=k, values_made=v) for k, v in product(keys, values))
+    of = partial(HeadShare, spec=spec, geometry=geometry, heads=heads)
+    each = (of(sends_full_keys=k, sends_full_values=v) for k, v in product(keys, values))
     return min(each, key=lambda x: x.row_width)
 
 
-def runs(work: Sequence[int], parts: int, price: Callable[[int, int], int]) -> list[int]:
+def run_ends(work: Sequence[int], parts: int, price: Callable[[int, int], int]) -> list[int]:
     """Ends of `parts` consecutive runs of items, some of them empty where items are few.
 
     The run with most work has as little as can be, or up to SLACK more where that lowers the sum of

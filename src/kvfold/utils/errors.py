@@ -18,7 +18,7 @@ class SettingError(ValueError):
         super().__init__(_NAMED.sub(lambda found: found[0][1:-1], text))
         self.text = text
 
-    def spelt(self, spell: Callable[[str, str | None], str]) -> str:
+    def with_names(self, spell: Callable[[str, str | None], str]) -> str:
         """The text with every setting as `spell` writes its name and value."""
         return _NAMED.sub(lambda found: spell(found[1], found[2]), self.text)
 
@@ -33,4 +33,4 @@ def renamed(**names: str) -> Iterator[None]:
         def rename(name: str, value: str | None) -> str:
             return f"`{names.get(name, name)}{'' if value is None else f'={value}'}`"
 
-        raise SettingError(error.spelt(rename)) from None
+        raise SettingError(error.with_names(rename)) from None

@@ -169,7 +169,7 @@ def new_directory(path: Path, *, wait: bool = False) -> Iterator[Path]:
     _check_link(path)
     given, path = path, path.resolve()  # its own name, and a folder beside it to be renamed
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _kept(path, wait):
+    with _locked(path, wait):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ValueError(
                 f"output {given} exists and is not an empty directory; name another one"
@@ -188,7 +188,7 @@ def new_directory(path: Path, *, wait: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def _kept(path: Path, wait: bool) -> Iterator[None]:
+def _locked(path: Path, wait: bool) -> Iterator[None]:
     """`path` kept from other processes by a locked file beside it; the system unlocks it however
     this one ends. Raises ValueError where another one has it, unless it is to wait."""
     lock = path.with_name(f".{path.name}.kvfold-lock")

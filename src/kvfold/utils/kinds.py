@@ -36,14 +36,14 @@ def _all_fit(values: list | tuple, kind: Any) -> bool:
     )
 
 
-def spelt(kind: Any) -> str:
+def describe(kind: Any) -> str:
     """A type in words: "a whole number"."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return " or ".join(spelt(one) for one in inside if one is not None.__class__)
+        return " or ".join(describe(one) for one in inside if one is not None.__class__)
     if origin is Literal:
         return f"one of {', '.join(map(str, inside))}"
     if origin in (list, tuple):
-        item = spelt(inside[0]).replace("a ", "").replace(" or ", "s or ")
+        item = describe(inside[0]).replace("a ", "").replace(" or ", "s or ")
         return f"a {origin.__name__} of {item}s"
     return _WORDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"

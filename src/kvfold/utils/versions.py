@@ -122,6 +122,6 @@ def _minor(number: str) -> tuple[int, int]:
 CACHE = "cache" if _minor(version("transformers")) >= (5, 24) else "past_key_values"
 
 
-def given(cache: Any) -> dict[str, Any]:
+def cache_argument(cache: Any) -> dict[str, Any]:
     """The argument that hands a model of transformers its cache."""
     return {CACHE: cache}

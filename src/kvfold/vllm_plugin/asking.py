@@ -80,7 +80,7 @@ def watch(
     model: nn.Module, vllm_config: VllmConfig, layers: Mapping[int, Attention], positions: Tensor
 ) -> dict[int, Seen]:
     """What layers by number are asked of the tokens `probe_ids`, where attention gives nothing in
-    any layer, as `seam.layers.seam_layers` asks a model of transformers. positions
+    any layer, as `maps.layers.attention_layers` asks a model of transformers. positions
     int64 [N]: of the tokens. Random numbers stand for it where nothing can be asked."""
     model_config, device = vllm_config.model_config, layer_device()
     if not can_be_asked(vllm_config):

@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kvfold.attention.base import LayerMaps
+from kvfold.attention.base import LayerAttention
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockContext, BlockView, Step, choose
 from kvfold.vllm_plugin.layer import CachedAttention
 from kvfold.vllm_plugin.stored import StoredCache
@@ -111,7 +111,7 @@ class KVFoldBuilder(AttentionMetadataBuilder[KVFoldMetadata]):
             layout = impl.stored.layout(kv_cache_spec.block_size)
             device_type = vllm_config.device_config.device_type
             found = choose([impl.maps], layout, device_type, impl.stored.dtype, decode=True)
-            if not all(backend.captures for backend in found.values()):
+            if not all(backend.supports_graphs for backend in found.values()):
                 return AttentionCGSupport.NEVER
         return cls._cudagraph_support
 
@@ -149,7 +149,7 @@ class CachedImpl(AttentionImpl[KVFoldMetadata]):
     reads_only: whether another layer stores its keys and values; profile: of the model's memory."""
 
     stored: StoredCache
-    maps: LayerMaps
+    maps: LayerAttention
     reads_only = False
     profile: "MemoryProfile | None" = None
     kv_cache_dtype = "auto"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.backend import AttentionBackend, Task
-from kvfold.attention.base import LayerMaps
+from kvfold.attention.base import LayerAttention
 from kvfold.attention.fallback import Fallback
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.numba_decode import NumbaDecode
@@ -78,15 +78,15 @@ class BlockView:
 class BlockAttention:
     """Attention of some of a model's layers over an engine's blocks: what all steps share."""
 
-    def __init__(self, layers: Sequence[LayerMaps], view: BlockView) -> None:
+    def __init__(self, layers: Sequence[LayerAttention], view: BlockView) -> None:
         self.layers, self.view = {layer.index: layer for layer in layers}, view
         self.places: dict[int, Place] = {}
         self.decode = choose(layers, view.layout, view.device.type, view.dtype, decode=True)
         self.prefill = choose(layers, view.layout, view.device.type, view.dtype, decode=False)
-        self.makers: dict[type[AttentionBackend], Callable[..., AttentionBackend]] = {}
+        self.backend_factories: dict[type[AttentionBackend], Callable[..., AttentionBackend]] = {}
         for backend in {*self.decode.values(), *self.prefill.values()}:
             decoded = [x for x in layers if self.decode[x.index] is backend]
-            self.makers[backend] = backend.prepare(view, decoded, None)
+            self.backend_factories[backend] = backend.prepare(view, decoded, None)
 
     def begin(self, step: Step) -> "BlockContext":
         return BlockContext(self, step)
@@ -95,14 +95,14 @@ class BlockAttention:
         """Of a layer's blocks, which are an engine's for good."""
         found = self.places.get(layer)
         if found is None or found.begins != cache.data_ptr() or found.blocks != cache.shape[0]:
-            found = self.places[layer] = Place.of(cache, self.view.layout.of_layer(layer))
+            found = self.places[layer] = Place.of(cache, self.view.layout.groups_of_layer(layer))
         return found
 
     @torch.inference_mode()
     def warm_up(self, most: int) -> None:
         """Compile what runs in steps that decode up to `most` requests beside a prompt's chunk, a
         short one or a long one, of which an engine has no graphs; on blocks of its own."""
-        groups = self.view.layout.of_layer
+        groups = self.view.layout.groups_of_layer
         alike = {tuple(y.layout for y in groups(i)): x for i, x in self.layers.items()}
         for layer in alike.values():
             for i in range(most.bit_length()):
@@ -110,7 +110,7 @@ class BlockAttention:
             self._try(layer, 1, min(LONG, self.view.max_tokens - 1))
         self.places.clear()
 
-    def _try(self, layer: LayerMaps, decodes: int, chunk: int) -> None:
+    def _try(self, layer: LayerAttention, decodes: int, chunk: int) -> None:
         """A step of a layer: so many requests of one token, and a chunk of tokens behind one."""
         view, count = self.view, decodes + chunk
         shape = layer.geometry.num_query_heads, count, layer.key_width
@@ -136,10 +136,10 @@ class BlockAttention:
             most=every,
         )
 
-    def attend_alone(self, layer: LayerMaps, step: Step, q: Tensor, rows: Tensor) -> Tensor:
+    def attend_alone(self, layer: LayerAttention, step: Step, q: Tensor, rows: Tensor) -> Tensor:
         """What W_O takes [N, W] of a layer in a step of `step_of`, on blocks made for it; q and
         rows as of `BlockContext.attend`."""
-        groups = self.view.layout.of_layer(layer.index)
+        groups = self.view.layout.groups_of_layer(layer.index)
         size = sum(group.layout.page_bytes for group in groups)
         blocks = 1 + step.tables.shape[1]
         cache = torch.zeros(blocks, size, dtype=torch.uint8, device=self.view.device)
@@ -169,7 +169,7 @@ class Place(NamedTuple):
 
 
 def choose(
-    layers: Sequence[LayerMaps],
+    layers: Sequence[LayerAttention],
     layout: CacheLayout,
     device_type: str,
     dtype: torch.dtype,
@@ -178,7 +178,7 @@ def choose(
 ) -> dict[int, type[AttentionBackend]]:
     """The backend of every layer. Touches no device."""
     task = Task(decode=decode, observed=False, device_type=device_type, dtype=dtype)
-    groups = [layout.of_layer(x.index) for x in layers]
+    groups = [layout.groups_of_layer(x.index) for x in layers]
     among = DECODE if decode else PREFILL
     choices = [select(x, own, task, among) for x, own in zip(layers, groups, strict=True)]
     if decode:
@@ -201,7 +201,7 @@ class BlockContext:
         self.rows = step.slots.clamp(min=0)
         self.zeros = torch.zeros_like(self.rows)
         self.parts = self._parts()
-        self.backends = {x: make(self.view) for x, make in attention.makers.items()}
+        self.backends = {x: make(self.view) for x, make in attention.backend_factories.items()}
         self.tables: dict[tuple[int, ...], Tensor] = {}
         self.counts: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -211,7 +211,7 @@ class BlockContext:
         return torch.cat([part.positions.flatten() for part in self.parts])
 
     def attend(
-        self, layer: LayerMaps, cache: Tensor, q: Tensor, rows: Tensor | None, out: Tensor
+        self, layer: LayerAttention, cache: Tensor, q: Tensor, rows: Tensor | None, out: Tensor
     ) -> None:
         """Store rows [N, R] of a layer, None where another layer stored them, whose blocks are
         cache [blocks, ..] of any dtype, and attend with q [Hq, N, .] in score space, into out
@@ -220,14 +220,14 @@ class BlockContext:
         chosen, packed = self.attention, q[None]
         for part in self.parts:
             kind = (chosen.decode if part.decode else chosen.prefill)[layer.index]
-            into = out[part.begin : part.begin + part.positions.numel()]
+            into = out[part.first_token : part.first_token + part.positions.numel()]
             into = into.view(*part.positions.shape, -1)
-            outputs = self.backends[kind].attend(layer, part, part.of(packed), into)
+            outputs = self.backends[kind].attend(layer, part, part.slice_of(packed), into)
             if outputs is not into:
                 into.copy_(outputs)
 
-    def _store(self, layer: LayerMaps, cache: Tensor, rows: Tensor | None) -> None:
-        groups = self.view.layout.of_layer(layer.index)
+    def _store(self, layer: LayerAttention, cache: Tensor, rows: Tensor | None) -> None:
+        groups = self.view.layout.groups_of_layer(layer.index)
         place = self.attention.place(layer.index, cache)
         index, lengths = self._counts(len(groups))
         if rows is not None:
@@ -271,9 +271,9 @@ class BlockContext:
         count, layers = last - first, len(view.layout.spec.layers)
         most = None if step.most is None else np.array(step.most[first:last], dtype=np.int64)
         total = count * view.max_tokens if most is None else int(most.sum())
-        groups = max(len(view.layout.of_layer(i)) for i in self.attention.layers)
+        groups = max(len(view.layout.groups_of_layer(i)) for i in self.attention.layers)
         return AttentionMetadata(
-            begin=begin,
+            first_token=begin,
             slots=slots,
             positions=step.lengths[first:last, None] + back,
             lengths=np.broadcast_to(np.empty(0) if most is None else most, (layers, *_shape(most))),

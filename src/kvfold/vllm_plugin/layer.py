@@ -13,8 +13,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvfold.attention.base import LayerMaps
-from kvfold.models.merged import Merged
+from kvfold.attention.base import LayerAttention
+from kvfold.models.merged import MergedLinear
 from kvfold.models.rotary import RotaryTable
 from kvfold.vllm_plugin.stored import StoredCache
 from kvfold.vllm_plugin.weights import empty_layer, fold_layer
@@ -40,8 +40,8 @@ class CachedAttention(nn.Module, AttentionLayerBase):
         known[name] = self
 
     @property
-    def maps(self) -> LayerMaps:
-        maps: LayerMaps = self.folded[0].maps
+    def maps(self) -> LayerAttention:
+        maps: LayerAttention = self.folded[0].maps
         return maps
 
     def get_attn_backend(self) -> type:
@@ -79,7 +79,7 @@ class OneProduct(nn.Module):
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__()
-        for name, x in Merged.of(linears)._asdict().items():
+        for name, x in MergedLinear.of(linears)._asdict().items():
             self.register_buffer(name, x, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

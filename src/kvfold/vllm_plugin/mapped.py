@@ -30,10 +30,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 
 from kvfold.config import CacheConfig
 from kvfold.layout import CacheSpec, Geometry
+from kvfold.maps.engine_model import LayerProjections, served_layer, served_spec
 from kvfold.maps.layer_maps import Maps
 from kvfold.maps.layers import TOKENS
 from kvfold.maps.plain import Means, full_spec, mean_positions, plain_maps
-from kvfold.maps.served import Served, served_layer, served_spec
 from kvfold.maps.sidecar import Sidecar
 from kvfold.models.rotary import RotaryTable, position_limit
 from kvfold.vllm_plugin.asking import Seen, can_be_asked, layer_device, watch
@@ -55,7 +55,12 @@ class MappedImpl(CachedImpl):
     """
 
     def __init__(
-        self, layer: Attention, stored: StoredCache, index: int, served: Served, seen: Seen
+        self,
+        layer: Attention,
+        stored: StoredCache,
+        index: int,
+        served: LayerProjections,
+        seen: Seen,
     ) -> None:
         self.num_heads, self.head_size = layer.num_heads, layer.head_size
         self.num_kv_heads, self.scale = layer.num_kv_heads, layer.impl.scale
@@ -85,7 +90,7 @@ class MappedImpl(CachedImpl):
             return output.zero_()
         tokens = attn_metadata.num_tokens
         context = attn_metadata.begin()
-        positions = context.positions if self.maps.rebuilds_keys else None
+        positions = context.positions if self.maps.reconstructs_keys else None
         if not self.reads_only:
             key, value = key[:tokens], value[:tokens]
         q, entries = self.score_space(query[:tokens], key, value, positions)

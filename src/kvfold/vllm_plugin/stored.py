@@ -12,8 +12,8 @@ from kvfold.hub.checkpoint import KVFoldConfig
 from kvfold.layout import CacheSpec
 from kvfold.layout.formats import format_of
 from kvfold.layout.pages import CacheLayout, cache_layout
+from kvfold.maps.engine_model import rotated_maps
 from kvfold.maps.layer_maps import Maps
-from kvfold.maps.served import turned_maps
 from kvfold.models.families import family_of
 from kvfold.vllm_plugin.shares import Share
 
@@ -111,7 +111,7 @@ class StoredCache:
     def mapped(
         cls, spec: CacheSpec, cache: CacheConfig, dtype: torch.dtype, share: Share
     ) -> "StoredCache":
-        """Of a model with maps beside its weights. spec: as `seam.served.served_spec`. Raises
+        """Of a model with maps beside its weights. spec: as `maps.served.served_spec`. Raises
         ValueError for heads that the processes cannot share."""
         for index, layer in enumerate(spec.layers):
             share.check(spec.geometry, layer, index)
@@ -122,7 +122,7 @@ class StoredCache:
         """A layer's maps, whose numbers are rotated where they are stored in few bits."""
         if not self.turn:
             return maps
-        return turned_maps(maps, self.spec.layers[index], self.cache.bits, self.format)
+        return rotated_maps(maps, self.spec.layers[index], self.cache.bits, self.format)
 
     @property
     def format(self) -> Any:
@@ -141,7 +141,7 @@ class StoredCache:
         """Of a layer's block of so many tokens: equal in all processes, as vLLM wants it, whose
         heads may differ."""
         shares = [Share(rank, self.share.size) for rank in range(self.share.size)]
-        found = (_layout(self, share, block).of_layer(layer) for share in shares)
+        found = (_layout(self, share, block).groups_of_layer(layer) for share in shares)
         return max(sum(group.layout.page_bytes for group in groups) for groups in found)
 
 

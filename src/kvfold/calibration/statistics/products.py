@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvfold.models.placed import replaced_forward
+from kvfold.models.devices import replaced_forward
 from kvfold.models.weights import is_packed
 from kvfold.utils.errors import SettingError
 

@@ -27,7 +27,7 @@ from kvfold.calibration.statistics.quantities import (
 from kvfold.calibration.subspace import Subspace, subspace
 from kvfold.layout import Geometry
 from kvfold.models.adapter import Family, decoder_of
-from kvfold.models.placed import input_device, is_offloaded, replaced_forward
+from kvfold.models.devices import input_device, is_offloaded, replaced_forward
 from kvfold.ops.common.attention import attention
 
 _ATTENTION = "kvfold_calibration"
@@ -69,7 +69,7 @@ class Recorder:
         end."""
         model, before = self.model, self.model.config._attn_implementation
         was_training, frozen = model.training, [p.requires_grad for p in model.parameters()]
-        attentions = [*self.family.attentions(model), *self.family.bystanders(model)]
+        attentions = [*self.family.attentions(model), *self.family.unmeasured_attentions(model)]
         self.through_weights: list[str] = []
         try:
             model.eval().requires_grad_(False)
@@ -136,7 +136,7 @@ class Recorder:
         )
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        rotations = self.family.layer_turns(self.model, positions, len(self.totals))
+        rotations = self.family.layer_rope_tables(self.model, positions, len(self.totals))
         self.windows = [
             replace(self.window, tables=tables, rope_scale=scale, order=order)
             for tables, scale, order in rotations

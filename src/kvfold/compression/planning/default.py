@@ -24,7 +24,7 @@ from kvfold.layout import (
 from kvfold.layout.pages import plain_spec
 from kvfold.models.adapter import Family
 from kvfold.models.families import family_of
-from kvfold.models.kernels import fastest_layout, in_one_pass
+from kvfold.models.kernels import fastest_layout, one_pass_summary
 
 SERVED = "swift"  # its decode step reconstructs no keys
 REBUILT = ("small", "lean")  # lose less than SERVED where no bits are planned; best first
@@ -93,7 +93,7 @@ def _for_bits(family: type[Family], config: Any, target: Target) -> tuple[str, P
     if fastest_layout(config, spec, windows=windows) is not None:
         reason += ", and a Hopper GPU reads the cache in one pass: planned for speed"
         return SERVED, "speed", reason
-    obstacle = in_one_pass(config, spec, windows).removeprefix("no: ")
+    obstacle = one_pass_summary(config, spec, windows).removeprefix("no: ")
     return (
         SERVED,
         None,

@@ -135,7 +135,9 @@ def predict(
     table = tables()[name]
     layout, one_pass = one_pass_layout or layout, one_pass_layout is not None
     work = [
-        attention_work(layer, layout.of_layer(i), spec.geometry, load.rows, table.read, one_pass)
+        attention_work(
+            layer, layout.groups_of_layer(i), spec.geometry, load.rows, table.read, one_pass
+        )
         for i, layer in enumerate(spec.layers)
     ]
     attention = sum(map(table.attention_us, work))

@@ -21,7 +21,7 @@ from kvfold.models.adapter import Family
 from kvfold.models.families import family_of
 from kvfold.utils.errors import SettingError
 from kvfold.utils.progress import Report
-from kvfold.utils.versions import given
+from kvfold.utils.versions import cache_argument
 
 WARMUP = 0.1  # share of all steps
 _CHUNK = 2048  # positions whose logits exist at a time
@@ -117,7 +117,7 @@ def _compared(
     """Last hidden states [N, D] of ids [B, T], and the target: the teacher's hidden states [N, D],
     or without a teacher the next tokens [N]."""
     cache = RoundOnlyCache(spec.layers)
-    hidden = model.base_model(input_ids=ids, **given(cache), use_cache=True)[0]
+    hidden = model.base_model(input_ids=ids, **cache_argument(cache), use_cache=True)[0]
     if teacher is None:
         return hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
     with torch.no_grad():

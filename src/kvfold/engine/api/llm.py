@@ -31,7 +31,7 @@ from kvfold.engine.runner.sizes import sizes
 from kvfold.engine.runner.trial import check_start
 from kvfold.hub.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.maps.layers import learns_prompt, unwrapped
-from kvfold.maps.named import named
+from kvfold.maps.named import base_and_maps
 from kvfold.maps.sidecar import Sidecar
 from kvfold.models.rotary import position_limit
 from kvfold.models.weights import Unchanged, fingerprint
@@ -120,7 +120,7 @@ class LLM:
         check_tokenizer(tokenizer)
         self.cache = _cache(settings)
         if isinstance(model, str | Path):
-            model, maps = named(model, maps)
+            model, maps = base_and_maps(model, maps)
         beside = Sidecar.load(maps) if isinstance(maps, str | Path) else maps
         if isinstance(model, str):
             config = load_config(model)

@@ -270,7 +270,7 @@ class Scheduler:
     def _chunk(self, request: Request, left: int) -> int:
         """Tokens of its next chunk, where a step has `left` for it: where it does not end,
         in whole units of its own."""
-        most = self.pool.layout.most_at(request.num_computed)
+        most = self.pool.layout.max_tokens_in_step(request.num_computed)
         tokens = min(self.longest_chunk, request.num_pending, left, most)
         if tokens == request.num_pending:
             return tokens

@@ -20,20 +20,20 @@ from kvfold.hub.checkpoint import spec_of
 from kvfold.layout import CacheSpec
 from kvfold.layout.formats import format_of
 from kvfold.layout.pages import CacheLayout, cache_layout, plain_spec
-from kvfold.maps.family import seam_family
-from kvfold.maps.plain import completed, measured_means, plain_sidecar
-from kvfold.maps.served import check_servable, install, served_spec
+from kvfold.maps.engine_model import check_servable, install, served_spec
+from kvfold.maps.family import attention_family
+from kvfold.maps.plain import measured_means, plain_sidecar, with_plain_maps
 from kvfold.maps.sidecar import Sidecar
 from kvfold.models.adapter import PAGED
 from kvfold.models.copies import shared_copy
+from kvfold.models.devices import is_offloaded
 from kvfold.models.families import family_of, has_family
 from kvfold.models.fold import fold_plain
+from kvfold.models.foldable import check_weights
 from kvfold.models.folded import attention_windows
 from kvfold.models.merged import merge_products
-from kvfold.models.placed import is_offloaded
-from kvfold.models.plain import check_weights
 from kvfold.models.rotary import LONG_ROPE, rope_type
-from kvfold.models.rotate import rotate_model, turned
+from kvfold.models.rotate import rotate_model, with_full_rank_latents
 from kvfold.ops.backend import use_triton
 from kvfold.ops.decode import one_pass_page
 from kvfold.utils.errors import SettingError, renamed
@@ -120,7 +120,7 @@ def _with_maps(
     layers, maps = plain_sidecar(model) if maps is None else (maps.layers_of(model), maps)
     check_servable(model, layers)
     use_triton(model.device.type)
-    maps = completed(maps, model, layers)
+    maps = with_plain_maps(maps, model, layers)
     spec = served_spec(maps.spec)
     windows = [layer.window for layer in layers]
     tracked = [window is not None for window in windows]
@@ -130,7 +130,7 @@ def _with_maps(
     turns = format_of(config.format) if _turns(maps.spec, config) else None
     seen = install(served, layers, maps, spec, config.bits, turns)
     own = [replace(x, module=served.get_submodule(x.name)) for x in layers]
-    return ModelRunner(served, pool, family=seam_family(own), layers=seen)
+    return ModelRunner(served, pool, family=attention_family(own), layers=seen)
 
 
 def check_beside_maps(config: CacheConfig) -> None:
@@ -267,7 +267,7 @@ def layout_of(
     the policy was published with, or which is fastest on a device of this type."""
     spec = found or plain_spec(family_of(config).geometry(config))
     if found is None and _turns(found, cache):
-        spec = turned(spec)
+        spec = with_full_rank_latents(spec)
     tracked = [bool(policy or spec.hybrid or window) for window in attention_windows(config)]
     page = cache.page or (policy.page if policy else None) or format_of(cache.format).rows
     return _paged(spec, cache, tracked, itemsize, device, page)
@@ -305,7 +305,7 @@ def _paged(
 def _turns(found: CacheSpec | None, cache: CacheConfig) -> bool:
     """Whether numbers are turned before they are packed."""
     quantized = (cache.bits or 16) < 16 or bool(found and found.planned)
-    return cache.rotate and format_of(cache.format).rotates and quantized
+    return cache.rotate and format_of(cache.format).wants_rotation and quantized
 
 
 def default_bytes(

@@ -2,9 +2,9 @@
 
 In plain PyTorch a norm is eight launches, RoPE five, silu(gate) * up two. torch.compile makes one
 of each; products stay with cuBLAS, attention with our kernels. The pieces are what lies between:
-those of `models.pieces`, and what leads from one layer's attention to the next one's, where a layer
-leaves its last sum to the norm behind it, which takes one launch then; of families whose layers are
-not known so well, modules that transformers wrote, all of a class by one function. Of a model with
+those of `models.pointwise`, and what leads from one layer's attention to the next one's, where a
+layer leaves its last sum to the norm behind it, which takes one launch then; of families whose
+layers are not known so well, modules that transformers wrote, all of a class by one function. Of a model with
 maps beside its weights whole layers are compiled, in which attention is one operation. They are put
 into a runner's model once.
 KVFOLD_COMPILE: `auto` (on CUDA devices) or `off`. Shapes: N tokens of a step, D model width.
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvfold.attention.base import AttentionContext, LayerMaps
-from kvfold.maps.family import SeamFamily
+from kvfold.attention.base import AttentionContext, LayerAttention
+from kvfold.maps.family import AttentionFamily
 from kvfold.models.adapter import Family, Residual, decoder_of
 from kvfold.models.merged import GatedMLP
-from kvfold.models.pieces import Pieces
+from kvfold.models.pointwise import PointwiseOps
 
 TOKENS = 127  # of the step that is compiled for; a prime, so that no width of a model equals it
 RECOMPILES = 64  # of one function: widths, types of numbers, and one token apart from more
@@ -44,11 +44,11 @@ class Compiled:
     """Stand-ins for parts of a model, once installed. backend: of torch.compile."""
 
     def __init__(self, model: Any, family: type[Family], backend: str = "inductor") -> None:
-        if issubclass(family, SeamFamily):
+        if issubclass(family, AttentionFamily):
             self.swaps: list[Swap] = _whole_layers(model, family, backend)
             return
-        pieces = Pieces(*(_piece(function, backend) for function in Pieces()))
-        self.swaps = [(x, "pieces", pieces) for x in family.attentions(model)]
+        pieces = PointwiseOps(*(_piece(function, backend) for function in PointwiseOps()))
+        self.swaps = [(x, "pointwise", pieces) for x in family.attentions(model)]
         whole = family.finish is not None and not _is_replaced(model.base_model)
         self.swaps += (_layers if whole else _modules)(model, family, backend)
 
@@ -160,8 +160,8 @@ def _by_class(modules: Sequence[nn.Module], backend: str) -> list[Swap]:
 class _DryContext(AttentionContext):
     """Attention without a pool: nothing is stored, and all outputs are 0."""
 
-    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
-        return layer.joined(q.new_zeros(*q.shape[:3], layer.value_columns.widest))
+    def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
+        return layer.merge_heads(q.new_zeros(*q.shape[:3], layer.value_columns.widest))
 
 
 def _piece(function: Callable[..., Any], backend: str) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ class Demotion:
         pool = self.eviction.pool
         assert pool.narrow is not None
         wide, narrow = pool.host_lengths[slots], pool.narrow.host_lengths[slots]
-        return np.minimum(pool.layout.wide_rows(wide + narrow), wide)
+        return np.minimum(pool.layout.num_full_rank(wide + narrow), wide)
 
     def is_over(self, request: Request) -> bool:
         """Whether a whole page of rows is over: one row would open a page with every new token, and
@@ -67,7 +67,7 @@ class Demotion:
             done = [self._demotes([slot]) for slot in slots]
             return any(done)
         assert pool.layout.spec.hybrid is not None
-        units = waiting = pool.layout.spec.hybrid.units
+        units = waiting = pool.layout.spec.hybrid.leader_sets
         before = 0
         while waiting and len(waiting) != before:
             before = len(waiting)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvfold.models import pieces
+from kvfold.models import pointwise
 from kvfold.models.adapter import Family
-from kvfold.models.merged import Merged
+from kvfold.models.merged import MergedLinear
 from kvfold.ops.common.attention import Tables
 from kvfold.ops.linear import FEW
 
@@ -26,11 +26,11 @@ def install(model: Any, family: type[Family]) -> None:
 
     def queries(q: Tensor, tables: Tables | None, up: Tensor | None) -> Tensor:
         if up is None or not few(q, up):
-            return pieces.queries(q, tables, up)
+            return pointwise.queries(q, tables, up)
         return numba.queries(q, tables, up)
 
     def keys(k: Tensor, tables: Tables | None, down: Tensor) -> Tensor:
-        return (numba if few(k, down) else pieces).keys(k, tables, down)
+        return (numba if few(k, down) else pointwise).keys(k, tables, down)
 
     def norm(module: Any, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if not few(x, module.weight):
@@ -38,13 +38,13 @@ def install(model: Any, family: type[Family]) -> None:
         return numba.rms_norm(x, module.weight, module.variance_epsilon)
 
     for attention in family.attentions(model):
-        vars(attention)["pieces"] = pieces.Pieces(queries=queries, keys=keys)
+        vars(attention)["pointwise"] = pointwise.PointwiseOps(queries=queries, keys=keys)
     for module in model.modules():
         if "forward" not in vars(module) and _is_rms_norm(module):
             vars(module)["forward"] = partial(norm, module, module.forward)
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and "forward" not in vars(head):
-        vars(head)["forward"] = Merged.of((head,))
+        vars(head)["forward"] = MergedLinear.of((head,))
 
 
 def few(x: Tensor, weight: Tensor) -> bool:

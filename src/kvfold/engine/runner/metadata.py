@@ -51,7 +51,7 @@ def metadata_of(
     if singles:
         observed = view.observes_decodes and any(evicts(x.request) for x in singles)
         parts.append(
-            AttentionMetadata.of_step(
+            AttentionMetadata.for_step(
                 view,
                 [chunk.request.open_slot for chunk in singles],
                 positions[: len(singles)],
@@ -118,7 +118,7 @@ def _part(view: PoolView, some: list[_Piece], positions: Tensor) -> AttentionMet
     chunks, first = tuple(x.chunk for x in some), some[0]
     alone = slice(first.begin, first.begin + first.count)
     tokens = None if len(some) == 1 else upload(_tokens(some), view.device)
-    return AttentionMetadata.of_step(
+    return AttentionMetadata.for_step(
         view,
         [chunk.request.open_slot for chunk in chunks],
         positions[alone if tokens is None else tokens].flatten(),

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.attention.base import LayerMaps
+from kvfold.attention.base import LayerAttention
 from kvfold.attention.metadata import PoolView
-from kvfold.attention.paged import Watch
+from kvfold.attention.paged import LayerHook
 from kvfold.attention.rows import gather_rows
 from kvfold.cache.eviction.repair import FittedEntries, fit_to_attention
 from kvfold.engine.requests.request import Batch, Request, ScheduledChunk
@@ -119,7 +119,7 @@ class Repair:
         self.most = most_kept(view.layout.spec.geometry)
         self.prompts: dict[int, _Prompt] = {}  # by slot
 
-    def watch(self, batch: Batch, evicts: Callable[[Request], bool]) -> Watch:
+    def watch(self, batch: Batch, evicts: Callable[[Request], bool]) -> LayerHook:
         """Before a step: a function of each of its layers and the hidden states [1, N, D] of its
         tokens, which keeps some of a prompt's. evicts: whether rows of a request may go."""
         self.prompts = {s: x for s, x in self.prompts.items() if x.owner.slot == s}
@@ -161,7 +161,7 @@ class Repair:
         yield from self._fit(waiting, slot)
 
     def _layer(self, index: int, slot: int, computed: int, evicted: Tensor) -> _Layer:
-        maps: LayerMaps = self.modules[index].maps
+        maps: LayerAttention = self.modules[index].maps
         slots = torch.tensor([slot], device=evicted.device)
         stored = gather_rows(self.view, maps, slots, evicted.shape[1])
         q = self._queries(index, slot, computed) * maps.scale
@@ -183,7 +183,7 @@ class Repair:
 
     def _fitted(self, index: int, slot: int, found: FittedEntries, lost: Tensor) -> Fitted:
         """lost: bool [Hk], heads of which rows go."""
-        maps: LayerMaps = self.modules[index].maps
+        maps: LayerAttention = self.modules[index].maps
         places, inside, k, v = found
         sides = (maps.key_columns, k), (maps.value_columns, v)
         rows = [x.compact(z.transpose(0, 1)[None])[0].flatten(1) for x, z in sides]
@@ -207,6 +207,6 @@ class Repair:
         return q.unflatten(0, (module.geometry.num_kv_heads, -1)).flatten(1, 2)
 
 
-def _keep(found: list[tuple[_Prompt, slice, slice]], layer: LayerMaps, x: Tensor) -> None:
+def _keep(found: list[tuple[_Prompt, slice, slice]], layer: LayerAttention, x: Tensor) -> None:
     for prompt, own, tokens in found:
         prompt.keep(layer.index, own, x[0, tokens])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvfold.attention.base import AttentionContext
 from kvfold.attention.metadata import PoolView
-from kvfold.attention.replay import ReplayContext, ReplayWithGradients
+from kvfold.attention.replay import ReplayWithGradients, RescoringContext
 from kvfold.cache.eviction.policy import Policy
 from kvfold.cache.eviction.scorers.rescoring import Rescoring, as_rescoring
 from kvfold.engine.requests.request import Request
@@ -67,7 +67,7 @@ class Replay:
             plain = ReplayWithGradients(*how)
             positions = self._known(plain.positions)
             gradients = scorer.gradient_norms(self.twin, ids, positions, plain)
-        context = ReplayContext(*how, gradients)
+        context = RescoringContext(*how, gradients)
         self.forward(ids, self._known(context.positions), context)
 
     def _known(self, positions: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.attention.base import AttentionContext, LayerMaps
+from kvfold.attention.base import AttentionContext, LayerAttention
 from kvfold.attention.metadata import AttentionMetadata
-from kvfold.attention.observer import Turn
+from kvfold.attention.observer import StepPart
 from kvfold.attention.paged import PagedAttention, PagedContext
 from kvfold.attention.selector import PLAIN
 from kvfold.cache.eviction.policy import Policy
@@ -27,13 +27,13 @@ from kvfold.engine.runner.metadata import decodes, metadata_of
 from kvfold.engine.runner.repair import Repair
 from kvfold.engine.runner.replay import Replay
 from kvfold.engine.runner.scored import score_prompts
-from kvfold.maps.served import attending
+from kvfold.maps.engine_model import forward_context
 from kvfold.models.adapter import PAGED, Family, decoder_of
 from kvfold.models.families import family_of
 from kvfold.ops.backend import no_numba
 from kvfold.ops.common.launch import upload
 from kvfold.ops.store import Fill
-from kvfold.utils.versions import given
+from kvfold.utils.versions import cache_argument
 
 
 class ModelRunner:
@@ -57,7 +57,7 @@ class ModelRunner:
         twin: Any = None,
         repairs: bool = False,
         family: type[Family] | None = None,
-        layers: Sequence[LayerMaps] | None = None,
+        layers: Sequence[LayerAttention] | None = None,
     ) -> None:
         observed = policy is not None or pool.narrow is not None
         assert not observed or pool.layout.tracked, "this needs positions and metrics of rows"
@@ -92,7 +92,7 @@ class ModelRunner:
             self.compiled.warm_up(self._forward, self.device)
         if no_numba(self.device.type) is None and not self.beside:
             few.install(self.model, self.family)
-        self.graphs = self._graphs() if self.attention.captures else None
+        self.graphs = self._graphs() if self.attention.supports_graphs else None
 
     def _graphs(self) -> DecodeGraphs:
         most, spare = self.pool.num_slots, self.pool.spare
@@ -197,17 +197,17 @@ class ModelRunner:
             yield
             return
         each = ((x.request, x.start) for x in batch.chunks)
-        turns = [Turn(x.open_slot, x, start, self.eviction.evicts(x)) for x, start in each]
-        with observer.around(turns, len(decodes(batch))):
+        turns = [StepPart(x.open_slot, x, start, self.eviction.evicts(x)) for x, start in each]
+        with observer.step(turns, len(decodes(batch))):
             yield
 
     def _forward(self, tokens: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         """tokens, positions int64 [N] -> last hidden states [N, D]."""
-        with attending(step) as here:
+        with forward_context(step) as here:
             out = decoder_of(self.model)(
                 input_ids=tokens[None],
                 position_ids=positions[None],
-                **given(here if self.beside else step),
+                **cache_argument(here if self.beside else step),
                 use_cache=False,
             )
         hidden: Tensor = out.last_hidden_state[0]
@@ -215,7 +215,7 @@ class ModelRunner:
 
     def _decode(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """One token a sequence, with nothing from the host: logits [B, V]."""
-        part = AttentionMetadata.of_decodes(self.attention.view, slots, positions)
+        part = AttentionMetadata.for_decodes(self.attention.view, slots, positions)
         last = torch.full_like(slots, -1)
         step = PagedContext(self.attention, [part], slots, last, positions.int())
         return self._logits(self._forward(tokens, positions, step))

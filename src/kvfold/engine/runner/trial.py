@@ -70,7 +70,7 @@ def _step(
 
 
 def _most(runner: ModelRunner, request: Request) -> int:
-    return runner.pool.layout.most_at(request.num_computed)
+    return runner.pool.layout.max_tokens_in_step(request.num_computed)
 
 
 def check_start(runner: ModelRunner) -> None:

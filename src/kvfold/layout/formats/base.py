@@ -18,7 +18,7 @@ INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by by
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class FormatRequest:
     """What a format must store: one tier of a latent.
 
     side: k, v or kv
@@ -51,7 +51,8 @@ class Format(ABC):
     per_channel: scales belong to columns of a page instead of rows.
     widths: bit widths that it supports.
     plans: whether a checkpoint may plan bits for it, so that `bits` need not be set.
-    rotates: whether numbers that share a scale are rotated first (Hadamard), to spread outliers.
+    wants_rotation: whether numbers that share a scale are rotated first (Hadamard), to spread
+        outliers.
     rows, sub_group, residual: defaults for the rows of a page, the most numbers that share a scale,
         and the rows of the residual block (None: the usual page, a whole latent, no residual).
     """
@@ -64,7 +65,7 @@ class Format(ABC):
     per_channel: ClassVar[bool] = False
     widths: ClassVar[tuple[int, ...]] = ()
     plans: ClassVar[bool] = False
-    rotates: ClassVar[bool] = True
+    wants_rotation: ClassVar[bool] = True
     rows: ClassVar[int | None] = None
     sub_group: ClassVar[int | None] = None
     residual: ClassVar[int | None] = None
@@ -100,7 +101,7 @@ class Format(ABC):
         """
 
     @classmethod
-    def of(cls, request: Asked) -> "Format":
+    def for_request(cls, request: FormatRequest) -> "Format":
         """The format for one tier of a latent. Raises ValueError for what it cannot store, and for
         missing codebooks."""
         if request.zeros:
@@ -108,12 +109,12 @@ class Format(ABC):
         return cls(bits=request.bits)
 
     @classmethod
-    def refusal(cls, side: str, keys: str, num_heads: int) -> str | None:
+    def unsupported_reason(cls, side: str, keys: str, num_heads: int) -> str | None:
         """Why a latent cannot be stored in this format, or None. side: of the latent; keys: the
         kind of its layer's keys; num_heads: heads that share the latent."""
         return None
 
-    def cut(self, width: int, sub_group: int | None) -> list[int]:
+    def segment_widths(self, width: int, sub_group: int | None) -> list[int]:
         """Divide `width` numbers into segments, whose numbers share metadata: nearly equal widths
         of at most `sub_group`."""
         shared = self.num_metadata > 0 and not self.per_channel

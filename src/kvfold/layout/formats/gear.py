@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.layout.formats.base import Asked, Format
+from kvfold.layout.formats.base import Format, FormatRequest
 from kvfold.layout.formats.integers import dequantize, pack, quantize, unpack
-from kvfold.layout.formats.kvquant import words
+from kvfold.layout.formats.kvquant import view_bytes
 
 SHARE = 0.02  # share of numbers that are outliers: half are the largest, half the smallest
 ROUNDS = 3  # steps of power iteration
@@ -23,7 +23,7 @@ MOST = 256  # largest vector, so that the index of an outlier fits a byte
 OUTLIER = 3  # bytes of an outlier: its index and fp16
 
 
-class Line(NamedTuple):
+class QuantizedVectors(NamedTuple):
     """The stored form of vectors [.., n] without the low-rank part: codes uint8 [.., n]; scale and
     zero fp16 [..]; outliers fp16 [.., 2k], the largest first, and their indices `where` uint8
     [.., 2k]."""
@@ -35,7 +35,7 @@ class Line(NamedTuple):
     outliers: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, bits: int) -> "Line":
+    def of(cls, x: Tensor, bits: int) -> "QuantizedVectors":
         """Quantise x fp32 [.., n]. In the codes, outliers count as the mean of their vector."""
         k = num_outliers(x.shape[-1])
         where = torch.cat([x.topk(k, -1, largest=end).indices for end in (True, False)], -1)
@@ -67,7 +67,7 @@ class Gear(Format):
     name = "gear"
     per_channel = True
     widths = (4, 3, 2)
-    rotates = False
+    wants_rotation = False
     rows = SMALL
     residual = SMALL
     sub_group = 64
@@ -90,7 +90,7 @@ class Gear(Format):
     def encode(self, x: Tensor, page: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         rows = x.float().unflatten(0, (-1, page)).transpose(1, 2)  # [M, g, P, n]
         lines = rows.mT if self.by_channel else rows
-        line = Line.of(lines, self.bits)
+        line = QuantizedVectors.of(lines, self.bits)
         error = lines - line.numbers(self.bits)
         error = error.mT if self.by_channel else error
         down, up = low_rank(error, self.rank)
@@ -111,24 +111,26 @@ class Gear(Format):
         """As in Format. The rows of a page are all inside or none."""
         n, r, start = out.shape[-1], self.rank, self._code_bytes(out.shape[-1])
         numbers = unpack(codes[..., :start], n, self.bits)
-        down = words(codes[..., start : start + 2 * r], torch.half).float()
+        down = view_bytes(codes[..., start : start + 2 * r], torch.half).float()
         up = torch.stack(metadata[:r], -1)
         low_rank_part = down @ up.float().mT
         if self.by_channel:
             k = num_outliers(self.page)
             scale, zero, *rest = metadata[r:]
-            where = words(torch.stack(rest[2 * k :], -1), torch.uint8)
-            line = Line(numbers.mT, scale, zero, where, torch.stack(rest[: 2 * k], -1))
+            where = view_bytes(torch.stack(rest[2 * k :], -1), torch.uint8)
+            line = QuantizedVectors(numbers.mT, scale, zero, where, torch.stack(rest[: 2 * k], -1))
             x = line.numbers(self.bits, low_rank_part.mT).mT
         else:
             k, sparse = num_outliers(n), codes[..., start + 2 * r :]
-            scale, zero = words(sparse[..., :4], torch.half).unbind(-1)
-            where = words(sparse[..., 4 : 4 + 2 * k], torch.uint8)
-            line = Line(numbers, scale, zero, where, words(sparse[..., 4 + 2 * k :], torch.half))
+            scale, zero = view_bytes(sparse[..., :4], torch.half).unbind(-1)
+            where = view_bytes(sparse[..., 4 : 4 + 2 * k], torch.uint8)
+            line = QuantizedVectors(
+                numbers, scale, zero, where, view_bytes(sparse[..., 4 + 2 * k :], torch.half)
+            )
             x = line.numbers(self.bits, low_rank_part)
         out.copy_(x.masked_fill_(~inside[..., None], 0.0))
 
-    def cut(self, width: int, sub_group: int | None) -> list[int]:
+    def segment_widths(self, width: int, sub_group: int | None) -> list[int]:
         """Values are divided although they have no metadata numbers: a segment is one vector with a
         scale."""
         limit = width if self.by_channel else min(sub_group or MOST, MOST)
@@ -136,7 +138,7 @@ class Gear(Format):
         return [width * (i + 1) // count - width * i // count for i in range(count)]
 
     @classmethod
-    def of(cls, request: Asked) -> Format:
+    def for_request(cls, request: FormatRequest) -> Format:
         if request.zeros:
             raise ValueError("format='gear' stores zeros in any case: leave zeros out")
         if request.page > MOST:
@@ -148,7 +150,7 @@ class Gear(Format):
         return cls(bits=request.bits, by_channel=request.side == "k", page=request.page, rank=rank)
 
     @classmethod
-    def refusal(cls, side: str, keys: str, num_heads: int) -> str | None:
+    def unsupported_reason(cls, side: str, keys: str, num_heads: int) -> str | None:
         if side != "kv":
             return None
         return (

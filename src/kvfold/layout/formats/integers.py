@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.layout.formats.base import Asked, Format
+from kvfold.layout.formats.base import Format, FormatRequest
 
 FP16_MAX = 65504.0
 # Step of the uniform quantiser of least squared error for a unit Gaussian (Max 1960, table II).
@@ -72,7 +72,7 @@ class Integers(Format):
         dequantize(unpack(codes, out.shape[-1], self.bits), scale, zero, self.bits, out)
 
     @classmethod
-    def of(cls, request: Asked) -> Format:
+    def for_request(cls, request: FormatRequest) -> Format:
         """fp8 scales for planned bits, because a plan has many tiers; else fp16."""
         size = 1 if request.planned and not request.zeros else 2
         return cls(bits=request.bits, zeros=request.zeros, metadata=SCALES_IN[size])
@@ -99,7 +99,7 @@ def unpack(packed: Tensor, n: int, bits: int) -> Tensor:
     return _spread(packed[..., :size], n, low) | _spread(packed[..., size:], n, high[0]) << low
 
 
-def places(packed: Tensor, n: int, bits: int) -> Iterator[tuple[slice, int, Tensor]]:
+def codes_by_position(packed: Tensor, n: int, bits: int) -> Iterator[tuple[slice, int, Tensor]]:
     """Iterate over the codes of `unpack` by their position within a byte.
 
     packed uint8 [..., bytes]. Yields (columns, factor, uint8 [..., number of columns]): the codes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.layout.formats.base import Asked, Format
+from kvfold.layout.formats.base import Format, FormatRequest
 from kvfold.layout.formats.integers import (
     Integers,
     dequantize,
@@ -27,7 +27,7 @@ class Kivi(Integers):
     kernels = frozenset()
     per_channel = True
     plans = False
-    rotates = False
+    wants_rotation = False
     sub_group = 32
     residual = 128
 
@@ -46,12 +46,12 @@ class Kivi(Integers):
         out.copy_(dequantize(columns, scale, zero, self.bits).mT)
 
     @classmethod
-    def of(cls, request: Asked) -> Format:
+    def for_request(cls, request: FormatRequest) -> Format:
         kind = cls if request.side == "k" else Integers
         return kind(bits=request.bits, zeros=True)
 
     @classmethod
-    def refusal(cls, side: str, keys: str, num_heads: int) -> str | None:
+    def unsupported_reason(cls, side: str, keys: str, num_heads: int) -> str | None:
         if side == "kv":
             what = "one latent for keys and values (recipe small)"
         elif side == "k" and keys == "pre_rope" and num_heads > 1:

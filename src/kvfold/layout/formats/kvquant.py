@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.layout.formats.base import Asked, Format
+from kvfold.layout.formats.base import Format, FormatRequest
 from kvfold.layout.formats.integers import FP16_MAX, pack, unpack
 
 SHARE = 100  # one number in 100, rounded up, is an outlier
@@ -28,7 +28,7 @@ class KVQuant(Format):
 
     name = "kvquant"
     widths = (4, 3, 2)
-    rotates = False
+    wants_rotation = False
 
     @property
     def num_metadata(self) -> int:
@@ -46,7 +46,7 @@ class KVQuant(Format):
 
     def encode(self, x: Tensor, page: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         x = x.float()
-        indices, half, middle = split(x, self.ranged)
+        indices, half, middle = split_outliers(x, self.ranged)
         outliers = x.gather(-1, indices).clamp(-FP16_MAX, FP16_MAX).half()
         inliers = (x - middle[..., None].float()) / half[..., None].float()
         codes = torch.bucketize(inliers.nan_to_num_(0.0), self._borders(x.device))
@@ -68,8 +68,8 @@ class KVQuant(Format):
         if self.ranged:
             half, middle = (torch.where(inside, y.float(), 0.0)[..., None] for y in metadata)
             x.mul_(half).add_(middle)
-        indices = words(codes[..., first:last], index_dtype).long()
-        outliers = words(codes[..., last:], torch.float16).float()
+        indices = view_bytes(codes[..., first:last], index_dtype).long()
+        outliers = view_bytes(codes[..., last:], torch.float16).float()
         x.scatter_(-1, indices.clamp(0, n - 1), outliers)
         out.copy_(x.masked_fill_(~inside[..., None], 0.0))
 
@@ -78,7 +78,7 @@ class KVQuant(Format):
         return (levels[1:] + levels[:-1]) / 2
 
     @classmethod
-    def refusal(cls, side: str, keys: str, num_heads: int) -> str | None:
+    def unsupported_reason(cls, side: str, keys: str, num_heads: int) -> str | None:
         if side != "kv":
             return None
         return (
@@ -87,7 +87,7 @@ class KVQuant(Format):
         )
 
     @classmethod
-    def of(cls, request: Asked) -> Format:
+    def for_request(cls, request: FormatRequest) -> Format:
         levels = next((x for x in request.codebooks or () if len(x) == 2**request.bits), None)
         if request.zeros:
             raise ValueError("format='kvquant' stores zeros where it needs them: leave zeros out")
@@ -99,7 +99,7 @@ class KVQuant(Format):
         return cls(bits=request.bits, levels=levels, ranged=request.side == "v")
 
 
-def words(x: Tensor, dtype: torch.dtype) -> Tensor:
+def view_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
     """View bytes uint8 [.., n], of any strides, as another dtype (a copy)."""
     return x.clone(memory_format=torch.contiguous_format).view(dtype)
 
@@ -109,7 +109,7 @@ def num_outliers(width: int) -> int:
     return -(-width // SHARE)
 
 
-def split(x: Tensor, ranged: bool) -> tuple[Tensor, Tensor, Tensor]:
+def split_outliers(x: Tensor, ranged: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Find the outliers of x fp32 [.., n]: their columns int64 [.., k], and half the range and the
     middle of the other numbers, fp16 [..].
 

@@ -93,7 +93,7 @@ class PageClass:
     def metadata(self, pages: Tensor, index: int) -> tuple[Tensor, ...]:
         """Scales (and zeros) of segment `index` of uint8 pages [..., page_bytes]: each [..., P], or
         per channel [..., width]."""
-        layout, places = self.layout, self.layout.places[index]
+        layout, places = self.layout, self.layout.metadata_indices[index]
         if layout.segments[index].per_channel:
             offset, size = layout.blocks.channels
             stored = pages[..., offset : offset + size].view(layout.metadata)

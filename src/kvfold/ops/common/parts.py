@@ -123,7 +123,7 @@ def _by_latent(spec: LayerSpec, group: Group) -> Iterator[tuple[Latent, list[int
 
 def _segment(layout: PageLayout, index: int, floats: dict[int, int]) -> list[int]:
     segment, blocks = layout.segments[index], layout.blocks
-    scale, zero, *_ = *layout.places[index], -1, -1
+    scale, zero, *_ = *layout.metadata_indices[index], -1, -1
     kind, high = floats.get(layout.itemsize, 0), 0
     if segment.quantized:
         kind, high = segment.bits, -(-segment.width * PLANES[segment.bits][0] // 8)

@@ -37,7 +37,7 @@ class Place:
     def of(cls, group: Group, segment: Segment) -> "Place":
         layout = group.layout
         index = layout.segments.index(segment)
-        first, *rest = layout.places[index] or (0,)
+        first, *rest = layout.metadata_indices[index] or (0,)
         scales = layout.blocks.scales.offset // layout.scale
         return cls(
             words=segment.row_bytes // 2,
@@ -97,7 +97,7 @@ def unread(op: str, groups: Sequence[Group], *, joint: bool = False) -> str | No
         for group in groups:
             if any(len({x.bits for x in own}) < len(own) for own in latents_of(group, side)):
                 return "several scales for numbers of as many bits: the kernels read one"
-    if len({group.layout.zeros for group in groups if group.layout.scales_per_row}) > 1:
+    if len({group.layout.has_zero_points for group in groups if group.layout.scales_per_row}) > 1:
         return "zeros in some groups: the kernels read them in all or in none"
     each = len(groups[0].heads)
     if not all(x.heads == tuple(range(i * each, (i + 1) * each)) for i, x in enumerate(groups)):
@@ -240,5 +240,5 @@ def _pieces(
         align=gcd(8, *words),
         cost=torch.tensor(cost, dtype=torch.int32, device=device),
         scale=next((x.scale for x in layouts if x.scales_per_row), 2),
-        zeros=any(x.zeros for x in layouts),
+        zeros=any(x.has_zero_points for x in layouts),
     )

@@ -52,7 +52,7 @@ def two_passes(layout: CacheLayout, queries: int) -> str | None:
     from kvfold.ops.latent_decode.groups import unread as unread_alone
 
     for i, layer in enumerate(layout.spec.layers):
-        groups, rebuilt = layout.of_layer(i), layer.keys == "pre_rope"
+        groups, rebuilt = layout.groups_of_layer(i), layer.keys == "pre_rope"
         head_dim = layout.spec.geometry.head_dim if rebuilt else None
         if rebuilt and unread_alone(layer, groups) is None:
             return "latents of one precision to rebuild keys from, which other kernels read"

@@ -15,7 +15,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from kvfold.layout.formats.integers import lowest, places, scale_of
+from kvfold.layout.formats.integers import codes_by_position, lowest, scale_of
 from kvfold.layout.pages import UNIT, Group
 from kvfold.ops.common.pages import PageClass, Plan, words_of
 
@@ -88,7 +88,7 @@ class Codes:
         """As of `Floats`: x . number = scale * (x . code) + low * sum(x)."""
         found = (
             torch.bmm(x[..., columns] * factor, codes.float().mT)
-            for columns, factor, codes in places(self.packed, self.width, self.bits)
+            for columns, factor, codes in codes_by_position(self.packed, self.width, self.bits)
         )
         dots = reduce(Tensor.add_, found).mul_(self.scale)
         return dots.addcmul_(self._low(), x.sum(-1, keepdim=True))
@@ -97,7 +97,7 @@ class Codes:
         steps = weights * self.scale
         total = pages.sum((weights * self._low()).sum(-1, keepdim=True))
         out = total.repeat(1, 1, self.width)
-        for columns, factor, codes in places(self.packed, self.width, self.bits):
+        for columns, factor, codes in codes_by_position(self.packed, self.width, self.bits):
             out[..., columns] += pages.sum(torch.bmm(steps, codes.float())) * factor
         return out
 

@@ -49,7 +49,7 @@ def unread(groups: Sequence[Group]) -> str | None:
             return "keys and values in one latent: the kernels read either by itself"
         if sides not in ([], ["k"], ["v"], ["k", "v"]):
             return "several scales or widths of bits a side: the kernels read one"
-    if len({group.layout.zeros for group in groups if group.layout.scales_per_row}) > 1:
+    if len({group.layout.has_zero_points for group in groups if group.layout.scales_per_row}) > 1:
         return "zeros in some groups: the kernels read them in all or in none"
     each = {side: [x for group in groups for x in segments_of(group, side)] for side in SIDES}
     return support.unread("decode", groups, each)
@@ -81,7 +81,7 @@ def decode_groups(groups: tuple[Group, ...], queries: int, device: torch.device)
         table=torch.tensor(rows, dtype=torch.int32, device=device),
         widths=(max(keys), max(values)),
         bits=(key_bits, value_bits),
-        zeros=any(group.layout.zeros for group in groups),
+        zeros=any(group.layout.has_zero_points for group in groups),
         page=groups[0].layout.page,
         align=gcd(16, *chain(*strides)),
         narrowest=(min(keys), min(values)),

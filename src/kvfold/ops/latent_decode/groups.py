@@ -105,7 +105,7 @@ def latent_groups(
         widths=(max(widths[0]), max(widths[1])),
         narrowest=(min(widths[0]), min(widths[1])),
         bits=(_bits(key_segments), _bits(value_segments)),
-        zeros=any(group.layout.zeros for group in groups),
+        zeros=any(group.layout.has_zero_points for group in groups),
         tracked=layout.tracked,
         page=layout.page,
         align=gcd(16, *strides),

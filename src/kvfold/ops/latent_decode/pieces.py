@@ -92,6 +92,6 @@ def key_pieces(groups: tuple[Group, ...], queries: int, device: torch.device) ->
         align=gcd(8, *(x.row_bytes // 2 for x in segments)),
         cost=torch.tensor([cost[h] for h in order], dtype=torch.int32, device=device),
         scale=next((x.layout.scale for x in groups if x.layout.scales_per_row), 2),
-        zeros=any(x.layout.zeros for x in groups),
+        zeros=any(x.layout.has_zero_points for x in groups),
         tracked=groups[0].layout.tracked,
     )

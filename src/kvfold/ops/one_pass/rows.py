@@ -41,7 +41,10 @@ def unread(groups: Sequence[Group], queries: int, head_dim: int | None = None) -
         return f"{heads} KV heads of {queries} query heads each"
     if head_dim is not None and (rest or padded_width(head_dim // 2) < 32):
         return f"keys of {head_dim} numbers rebuilt for {len(groups)} groups"
-    if any(x.side == "kv" or x.bits > 8 or x.per_channel for x in layout.segments) or layout.zeros:
+    if (
+        any(x.side == "kv" or x.bits > 8 or x.per_channel for x in layout.segments)
+        or layout.has_zero_points
+    ):
         return "rows other than codes without zeros, keys and values apart"
     if [x[0].heads for x in keys] != [(h,) for h in first.heads] or len(values) != 1:
         return "other latents than keys of every head, and values of all"

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from kvfold.ops.backend import Operation
 
-# Each has `beside_sinks`, which serves all data.
+# Each has `with_sinks`, which serves all data.
 SINKS = Operation(__name__, {"triton": lambda: None})
 
 
-def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """out [B, Hq, T, dv] times exp(l) / (exp(l) + exp(sink)), and the log2 of that sum.
 
     out: any strides but 1 for the last, is overwritten; lse fp32 [B, Hq, T]: the log2-sum-exp2 of
     scaled scores, l / log(2), -inf where nothing is seen; sinks fp32 [Hq]: as the model has them.
     """
     module = SINKS.choose(out.device.type).module
-    found: tuple[Tensor, Tensor] = module.beside_sinks(out, lse, sinks)
+    found: tuple[Tensor, Tensor] = module.with_sinks(out, lse, sinks)
     return found

@@ -6,7 +6,7 @@ from torch import Tensor
 from kvfold.ops.common.attention import LOG2_E
 
 
-def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """As `ops.sinks.beside_sinks`."""
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """As `ops.sinks.with_sinks`."""
     total = torch.logaddexp2(lse, (sinks * LOG2_E)[:, None])
     return out.mul_((lse - total).exp2_()[..., None]), total

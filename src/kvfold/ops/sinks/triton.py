@@ -39,8 +39,8 @@ def sinks_kernel(
     tl.store(total + item, peak + tl.log2(mass))
 
 
-def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """As `ops.sinks.beside_sinks`."""
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """As `ops.sinks.with_sinks`."""
     assert out.stride(-1) == 1 and lse.is_contiguous() and lse.shape == out.shape[:3]
     assert sinks.dtype is lse.dtype is torch.float32 and sinks.shape == lse.shape[1:2]
     total, width = torch.empty_like(lse), out.shape[-1]

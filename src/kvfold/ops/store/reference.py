@@ -149,7 +149,7 @@ def _encode(
     word, parts = INTS[layout.scale], []
     scales: dict[int, Tensor] = {}  # of a row, by place
     channels: dict[int, Tensor] = {}  # of a page, by place
-    each = zip(layout.segments, kind.columns, layout.places, strict=True)
+    each = zip(layout.segments, kind.columns, layout.metadata_indices, strict=True)
     for segment, columns, places in each:
         x = packed[:, columns].unflatten(-1, (g, segment.width))
         codes, metadata = segment.format.encode(x, layout.page)

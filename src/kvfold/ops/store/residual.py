@@ -56,7 +56,11 @@ class Fill:
 @lru_cache(maxsize=4096)
 def _laid_out(groups: tuple[Group, ...]) -> tuple[Group, ...]:
     """Groups as their tails are laid out."""
-    return tuple(replace(x, layout=x.layout.tail) for x in groups if x.layout.tail is not None)
+    return tuple(
+        replace(x, layout=x.layout.residual_block)
+        for x in groups
+        if x.layout.residual_block is not None
+    )
 
 
 def _tails(pages: LayerPages) -> LayerPages:

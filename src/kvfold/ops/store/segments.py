@@ -120,7 +120,7 @@ def plan_pieces(groups: tuple[Group, ...], limit: int, device: torch.device) -> 
         row=row,
         whole=all(x.quantized for group in groups for x in group.layout.segments),
         scale=next((x.scale for x in scaled), 2),
-        zeros=any(x.zeros for x in scaled),
+        zeros=any(x.has_zero_points for x in scaled),
     )
 
 
@@ -144,7 +144,9 @@ def plan_blocks(groups: tuple[Group, ...], device: torch.device) -> Blocks:
 
 def _pieces(group: int, layout: PageLayout, limit: int) -> list[Piece]:
     blocks, found = layout.blocks, []
-    for segment, codes, places in zip(layout.segments, blocks.codes, layout.places, strict=True):
+    for segment, codes, places in zip(
+        layout.segments, blocks.codes, layout.metadata_indices, strict=True
+    ):
         where = [blocks.scales.offset + place * layout.scale for place in places]
         scale, zero, *_ = *where, NONE, NONE
         most = limit if segment.quantized else min(limit, RUN)

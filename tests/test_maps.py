@@ -1,5 +1,4 @@
-"""Maps at the seam of attention: at full rank models of many types answer as before, with no code
-for a family.
+"""Maps at full rank: models of many types answer as before, with no code for a family.
 
 Shapes: B prompts, T tokens.
 """
@@ -13,19 +12,19 @@ from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvfold.maps.attach import bind
+from kvfold.maps.attach import attach_maps
 from kvfold.maps.layer_maps import Maps
 from kvfold.maps.layers import (
-    SeamLayer,
-    attention_of,
+    AttentionLayer,
+    attention_layers,
     check_layers,
-    own_eager,
-    seam_layers,
+    eager_attention,
+    using_attention,
 )
 from kvfold.models.fold import LatentMaps
 from kvfold.utils.errors import SettingError
-from kvfold.utils.versions import given
-from seam_types import INDIRECT, REFUSED, TYPES, tiny
+from kvfold.utils.versions import cache_argument
+from model_types import INDIRECT, REFUSED, TYPES, tiny
 
 CHUNKS = (17, 1, 19, 3)
 # Rounding of float32 in mixtures of experts, whose products are not made in float64: the sum of
@@ -40,7 +39,7 @@ def orthogonal(count: int, size: int) -> torch.Tensor:
     return torch.linalg.qr(torch.randn(count, size, size, dtype=torch.float64))[0]
 
 
-def random_maps(layer: SeamLayer, keep: float = 1.0) -> Maps:
+def random_maps(layer: AttentionLayer, keep: float = 1.0) -> Maps:
     """Maps of a key latent a head, no rotations, and of one value latent, about other points."""
     heads, d, dv = layer.num_kv_heads, layer.head_dim, layer.value_dim
     turned = orthogonal(heads, d) * (torch.rand(heads, 1, d, dtype=torch.float64) + 0.5)
@@ -61,7 +60,7 @@ def in_chunks(model, ids: torch.Tensor, **more) -> torch.Tensor:
     for size in CHUNKS:
         part = ids[:, start : start + size]
         seen = {name: x[:, : start + size] for name, x in more.items()}
-        found.append(model(part, **seen, **given(cache), use_cache=True).logits)
+        found.append(model(part, **seen, **cache_argument(cache), use_cache=True).logits)
         start += size
     return torch.cat(found, 1)
 
@@ -93,16 +92,16 @@ EXPANDED += ["minimax_m3_vl_text"]  # where its index chooses blocks, which the 
 def test_at_full_rank_a_model_answers_as_before(name: str, ids: torch.Tensor) -> None:
     model = tiny(name)
     whole, chunked = model(ids, use_cache=False).logits, in_chunks(model, ids)
-    layers = seam_layers(model)
+    layers = attention_layers(model)
     check_layers(model, layers)
     maps = {layer.name: random_maps(layer) for layer in layers if layer.source == layer.name}
-    detach = bind(model, layers, maps)
+    detach = attach_maps(model, layers, maps)
     assert apart(model(ids, use_cache=False).logits, whole) < NEAR
     assert apart(in_chunks(model, ids), chunked) < NEAR
     detach()
     assert torch.equal(model(ids, use_cache=False).logits, whole)
     wrong = {x: replace(own, key_up=own.key_up.flip(-1)) for x, own in maps.items()}
-    bind(model, layers, wrong)
+    attach_maps(model, layers, wrong)
     assert apart(model(ids, use_cache=False).logits, whole) > 0.01
 
 
@@ -110,7 +109,7 @@ def test_at_full_rank_a_model_answers_as_before(name: str, ids: torch.Tensor) ->
 def test_what_passes_the_seam_by_is_refused_by_name(name: str) -> None:
     model = tiny(name)
     with pytest.raises(SettingError, match=f"of model type '{name}'"):
-        check_layers(model, seam_layers(model))
+        check_layers(model, attention_layers(model))
 
 
 KINDS = ("llama", "qwen3", "phi3", "gemma2", "gpt_oss", "gemma3n_text", "glm", "mimo_v2_flash")
@@ -122,7 +121,7 @@ KINDS += ("qwen3_next", "falcon_h1", "qwen2_vl", "gpt2", "olmo2")
 def test_at_half_rank_keys_and_values_are_projected(name: str, ids: torch.Tensor) -> None:
     """As where the whole is stored and attention projects it: another way to the same numbers."""
     model = tiny(name)
-    layers = seam_layers(model)
+    layers = attention_layers(model)
     maps = {x.name: random_maps(x, 0.5) for x in layers if x.source == x.name}
     bound = {x.module: maps[x.source].to(torch.float32) for x in layers}
 
@@ -131,7 +130,7 @@ def test_at_half_rank_keys_and_values_are_projected(name: str, ids: torch.Tensor
         k = own.keys(k) @ own.key_up.mT
         values = own.per_head(own.values(v)) @ own.value_ups.mT
         values = values + own.value_mean[:, None]
-        inner = own_eager(module) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
+        inner = eager_attention(module) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
         return inner(module, q, k, values, attention_mask, **more)
 
     def registered(base: str) -> str:
@@ -141,10 +140,10 @@ def test_at_half_rank_keys_and_values_are_projected(name: str, ids: torch.Tensor
         return f"projected_{base}"
 
     whole = model(ids, use_cache=False).logits
-    with attention_of(model, registered):
+    with using_attention(model, registered):
         wanted = in_chunks(model, ids)
     assert apart(wanted, whole) > 0.01
-    bind(model, layers, maps)
+    attach_maps(model, layers, maps)
     assert apart(in_chunks(model, ids), wanted) < NEAR
     assert apart(model(ids, use_cache=False).logits, wanted) < NEAR
 
@@ -156,8 +155,8 @@ def test_left_padding_changes_nothing(name: str, ids: torch.Tensor) -> None:
     seen = torch.ones_like(ids)
     seen[0, :6] = 0
     wanted = in_chunks(model, ids, attention_mask=seen)
-    layers = seam_layers(model)
-    bind(model, layers, {layer.name: random_maps(layer) for layer in layers})
+    layers = attention_layers(model)
+    attach_maps(model, layers, {layer.name: random_maps(layer) for layer in layers})
     found = in_chunks(model, ids, attention_mask=seen)
     assert apart(found[0, 6:], wanted[0, 6:]) < NEAR
     assert apart(found[1], wanted[1]) < NEAR
@@ -166,10 +165,10 @@ def test_left_padding_changes_nothing(name: str, ids: torch.Tensor) -> None:
 @torch.no_grad()
 def test_a_cache_holds_what_maps_leave(ids: torch.Tensor) -> None:
     model = tiny("llama")
-    layers = seam_layers(model)
-    bind(model, layers, {layer.name: random_maps(layer, 0.5) for layer in layers})
+    layers = attention_layers(model)
+    attach_maps(model, layers, {layer.name: random_maps(layer, 0.5) for layer in layers})
     cache = DynamicCache(config=model.config)
-    model(ids, **given(cache), use_cache=True)
+    model(ids, **cache_argument(cache), use_cache=True)
     heads, d = layers[0].num_kv_heads, layers[0].head_dim
     assert cache.layers[0].keys.shape == (2, heads, sum(CHUNKS), d // 2)
     assert cache.layers[0].values.shape == (2, 1, sum(CHUNKS), heads * d // 2)

@@ -17,16 +17,16 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache
 
 import kvfold
 from kvfold.hub.loading import load, load_tokenizer
-from kvfold.maps.layers import seam_layers
+from kvfold.maps.layers import attention_layers
 from kvfold.maps.sidecar import Sidecar, probes_of
 from kvfold.utils.errors import SettingError
-from kvfold.utils.versions import given
-from seam_types import tiny
-from test_seam import NEAR, apart, random_maps
+from kvfold.utils.versions import cache_argument
+from model_types import tiny
+from test_maps import NEAR, apart, random_maps
 
 
 def full_rank(model, keep: float = 1.0) -> Sidecar:
-    layers = seam_layers(model)
+    layers = attention_layers(model)
     maps = {layer.name: random_maps(layer, keep) for layer in layers}
     return Sidecar(maps=maps, spec=None, base=probes_of(layers), provenance={})
 
@@ -115,40 +115,40 @@ def test_a_cache_serves_several_turns_and_copies(model, ids: torch.Tensor) -> No
     whole = logits(model, ids)
     kvfold.attach(model, full_rank(model))
     cache = DynamicCache(config=model.config)
-    logits(model, ids[:, :8], **given(cache))
+    logits(model, ids[:, :8], **cache_argument(cache))
     prefix = copy.deepcopy(cache)
     again = pickle.loads(pickle.dumps(cache))
     for each in (cache, prefix, again):
-        assert apart(logits(model, ids[:, 8:], **given(each)), whole[:, 8:]) < NEAR
+        assert apart(logits(model, ids[:, 8:], **cache_argument(each)), whole[:, 8:]) < NEAR
 
 
 def test_a_cache_outlives_maps_that_come_back(model, ids: torch.Tensor) -> None:
     whole, maps = logits(model, ids), full_rank(model)
     detach = kvfold.attach(model, maps)
     cache = DynamicCache(config=model.config)
-    logits(model, ids[:, :8], **given(cache))
+    logits(model, ids[:, :8], **cache_argument(cache))
     detach()
     kvfold.attach(model, maps)
-    assert apart(logits(model, ids[:, 8:], **given(cache)), whole[:, 8:]) < NEAR
+    assert apart(logits(model, ids[:, 8:], **cache_argument(cache)), whole[:, 8:]) < NEAR
 
 
 @pytest.mark.parametrize("keep", [0.5, 1.0])
 def test_a_cache_of_other_maps_is_refused(model, keep: float, ids: torch.Tensor) -> None:
     plain = DynamicCache(config=model.config)
-    logits(model, ids, **given(plain))
+    logits(model, ids, **cache_argument(plain))
     detach = kvfold.attach(model, full_rank(model, keep))
     with pytest.raises(SettingError, match="cache was filled"):
-        logits(model, ids, **given(plain))
+        logits(model, ids, **cache_argument(plain))
     mapped = DynamicCache(config=model.config)
-    logits(model, ids, **given(mapped))
+    logits(model, ids, **cache_argument(mapped))
     detach()
     for cache in (mapped, copy.deepcopy(mapped)):
         with pytest.raises(SettingError, match="cache was filled"):
-            logits(model, ids, **given(cache))
-    logits(model, ids, **given(plain))
+            logits(model, ids, **cache_argument(cache))
+    logits(model, ids, **cache_argument(plain))
     kvfold.attach(model, full_rank(model, keep))  # other random ones
     with pytest.raises(SettingError, match="cache was filled"):
-        logits(model, ids, **given(mapped))
+        logits(model, ids, **cache_argument(mapped))
 
 
 def test_two_models_and_threads(ids: torch.Tensor) -> None:
@@ -262,7 +262,7 @@ def test_torch_compile(model, first: str, ids: torch.Tensor) -> None:
     assert apart(logits(fast, ids), wanted) < NEAR
     assert apart(logits(fast, ids, use_cache=False), wanted) < NEAR
     cache = DynamicCache(config=model.config)
-    found = [logits(fast, ids[:, i : i + 1], **given(cache)) for i in range(5)]
+    found = [logits(fast, ids[:, i : i + 1], **cache_argument(cache)) for i in range(5)]
     assert apart(torch.cat(found, 1), wanted[:, :5]) < NEAR
     detach()
     assert apart(logits(fast, ids), wanted) < NEAR
@@ -365,9 +365,9 @@ def test_a_look_leaves_no_trace(model, failing: bool) -> None:
     before = traces(model)
     if failing:
         with pytest.raises(RuntimeError, match="on purpose"):
-            seam_layers(model)
+            attention_layers(model)
     else:
-        seam_layers(model)
+        attention_layers(model)
     assert traces(model) == before
     assert Cache.update is update
     assert model.config.to_dict() == config
@@ -381,7 +381,7 @@ def test_looks_of_several_threads_see_their_own_model() -> None:
     try:
         with ThreadPoolExecutor(4) as pool:
             for _ in range(5):
-                for found, model in zip(pool.map(seam_layers, models), models, strict=True):
+                for found, model in zip(pool.map(attention_layers, models), models, strict=True):
                     assert [x.source for x in found] == [x.name for x in found]
                     assert found[0].module in set(model.modules())
                     assert len(found) == 4
@@ -392,10 +392,10 @@ def test_looks_of_several_threads_see_their_own_model() -> None:
 def test_maps_of_a_model_in_training_mode() -> None:
     """Dropout changes keys and layers may be skipped; what is attached to must not depend on it."""
     model = tiny("gpt2")
-    wanted = probes_of(seam_layers(model))
+    wanted = probes_of(attention_layers(model))
     model.transformer.drop.p = 0.9
     model.train()
-    assert probes_of(seam_layers(model)) == wanted
+    assert probes_of(attention_layers(model)) == wanted
     assert model.training
 
 
@@ -413,7 +413,7 @@ def test_a_cache_of_a_users_class(model, ids: torch.Tensor) -> None:
     wanted = logits(model, ids)
     kvfold.attach(model, full_rank(model))
     cache = OwnCache()
-    found = [logits(model, x, **given(cache)) for x in ids.split(10, 1)]
+    found = [logits(model, x, **cache_argument(cache)) for x in ids.split(10, 1)]
     assert apart(torch.cat(found, 1), wanted) < NEAR
 
 
@@ -425,10 +425,10 @@ def test_layers_without_maps_stay_plain_after_a_failure(model, ids: torch.Tensor
     cache = DynamicCache(config=model.config)
     hook = model.model.layers[1].self_attn.k_proj.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="on purpose"):
-        logits(model, ids, **given(cache))
+        logits(model, ids, **cache_argument(cache))
     hook.remove()
     cache.layers[0].crop(-ids.shape[1])  # which is all that was stored
-    assert apart(logits(model, ids, **given(cache)), wanted) < NEAR
+    assert apart(logits(model, ids, **cache_argument(cache)), wanted) < NEAR
 
 
 def test_maps_are_made_of_a_model_with_lora(ids: torch.Tensor) -> None:

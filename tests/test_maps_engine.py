@@ -15,8 +15,8 @@ from kvfold.engine.requests.params import SamplingParams
 from kvfold.engine.runner.trial import feed
 from kvfold.maps.plain import measured_means
 from kvfold.utils.errors import SettingError
-from seam_types import TYPES, tiny
-from test_seam import EXPANDED
+from model_types import TYPES, tiny
+from test_maps import EXPANDED
 from test_sidecar import bytes_tokenizer
 
 KINDS = ("llama", "qwen3_moe", "gemma3_text", "phi3", "cohere2", "olmo2", "glm", "gemma2", "gpt2")
@@ -191,7 +191,7 @@ def test_a_model_without_maps_is_looked_at_once() -> None:
     with mock.patch.object(type(model), "forward", counted):
         llm = kvfold.LLM(model, max_sequences=2, max_tokens=64, bits=8)
     assert len(seen) == 1
-    assert all(x.keys.shape[1] == 1 for x in llm.runner.family.found), "the rest is freed"
+    assert all(x.keys.shape[1] == 1 for x in llm.runner.family.compressed), "the rest is freed"
 
 
 def test_means_that_are_not_stored_stay_where_attention_would_feel_them() -> None:

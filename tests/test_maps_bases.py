@@ -21,14 +21,14 @@ import kvfold
 from kvfold.calibration.calibrate import calibrate
 from kvfold.calibration.statistics import products
 from kvfold.hub.loading import load, load_tokenizer, resolve
-from kvfold.maps.family import seam_family
-from kvfold.maps.layers import seam_layers
-from kvfold.models.placed import is_offloaded
+from kvfold.maps.family import attention_family
+from kvfold.maps.layers import attention_layers
+from kvfold.models.devices import is_offloaded
 from kvfold.utils.errors import SettingError
-from seam_types import tiny
-from test_seam import NEAR, ROUNDED, apart, random_maps
-from test_seam_engine import PROMPT, STEPS, engine_logits
-from test_seam_users import full_rank, logits
+from model_types import tiny
+from test_maps import NEAR, ROUNDED, apart, random_maps
+from test_maps_engine import PROMPT, STEPS, engine_logits
+from test_maps_users import full_rank, logits
 from test_sidecar import bytes_tokenizer, nats
 
 GRADIENTS = {"key_post_felt", "grad_key_post", "value_felt", "grad_value"}
@@ -91,7 +91,7 @@ def statistics(model, monkeypatch):
 
     monkeypatch.setattr(torch, "multinomial", drawn)
     windows = torch.arange(3, 123).repeat(2).view(4, 60)
-    return calibrate(model, seam_family(seam_layers(model)), windows, GRADIENTS)
+    return calibrate(model, attention_family(attention_layers(model)), windows, GRADIENTS)
 
 
 @pytest.mark.parametrize("name", ["llama", "phi", "qwen2"])  # phi and qwen2 have biases
@@ -279,7 +279,7 @@ def test_adapters_act_at_attach_while_calibrating_and_in_the_engine(
     own = logits(model, ids)
     with model.disable_adapter():
         assert apart(logits(model, ids), own) > 0.01
-    layers = seam_layers(base)
+    layers = attention_layers(base)
     for layer in layers:
         made.maps[layer.name] = random_maps(layer)
     made.base.update(full_rank(base).base)

@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvfold
-import seam_types
+import model_types
 from kvfold import recipes
 from kvfold.calibration.statistics.record import Recorder
 from kvfold.cli.main import main
@@ -25,14 +25,14 @@ from kvfold.hub.loading import load, load_tokenizer
 from kvfold.layout import CacheSpec, Latent
 from kvfold.layout.formats.integers import Integers, dequantize, quantize, scale_of
 from kvfold.layout.pages import BLOCK, UNIT, cache_layout, tiers
-from kvfold.maps.choice import LITTLE, LONG, SHORT, choose
-from kvfold.maps.layers import SeamLayer, attention_of, own_eager, seam_layers
+from kvfold.maps.layers import AttentionLayer, attention_layers, eager_attention, using_attention
+from kvfold.maps.selection import LONG_CONTEXT, MAX_WINDOWED_SHARE, SHORT_CONTEXT, select_layers
 from kvfold.maps.sidecar import Sidecar
-from kvfold.models.rotate import turn_of
+from kvfold.models.rotate import tier_rotation
 from kvfold.utils.errors import SettingError
-from seam_types import TYPES, tiny
-from test_seam import ROUNDED
-from test_seam_engine import PROMPT, STEPS, apart, engine_logits
+from model_types import TYPES, tiny
+from test_maps import ROUNDED
+from test_maps_engine import PROMPT, STEPS, apart, engine_logits
 from test_sidecar import bytes_tokenizer
 
 TOKENS = 1024
@@ -122,7 +122,7 @@ def rounded(x: torch.Tensor, latents: Sequence[Latent]) -> torch.Tensor:
 def projected_logits(model, made: Sidecar, ids: list[int], bits: bool = True) -> torch.Tensor:
     """Logits [T, V] of a model whose attention projects what it is given, and with `bits` rounds
     what would be stored."""
-    layers = seam_layers(model)
+    layers = attention_layers(model)
     specs = dict(zip(made.maps, made.spec.layers, strict=True))
     bound = {}
     for layer in layers:
@@ -130,12 +130,12 @@ def projected_logits(model, made: Sidecar, ids: list[int], bits: bool = True) ->
             spec, maps = specs[layer.source], made.maps[layer.source].to(torch.float64)
             sides = (spec.key_latents, spec.value_latents)
             if bits:
-                turns = ([turn_of(tiers(x, None, Integers)) for x in side] for side in sides)
-                maps = maps.turned(*turns)
+                turns = ([tier_rotation(tiers(x, None, Integers)) for x in side] for side in sides)
+                maps = maps.rotated(*turns)
             bound[layer.module] = maps.to(torch.float32), sides
 
     def attention(base, module, q, k, v, mask=None, **more):
-        inner = own_eager(module) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
+        inner = eager_attention(module) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
         if module in bound:
             maps, (keys, values) = bound[module]
             k, v = maps.keys(k), maps.values(v)
@@ -151,7 +151,7 @@ def projected_logits(model, made: Sidecar, ids: list[int], bits: bool = True) ->
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
         return name
 
-    with torch.no_grad(), attention_of(model, registered):
+    with torch.no_grad(), using_attention(model, registered):
         return model(torch.tensor([ids]), use_cache=False).logits[0]
 
 
@@ -213,9 +213,9 @@ def test_layers_of_other_kinds_are_left(name: str, ids, tmp_path) -> None:
         assert (apart(found, whole) < ROUNDED) == (keep == 1.0)
 
 
-def layer_of(window: int | None, index: int, heads: int = 4) -> SeamLayer:
+def layer_of(window: int | None, index: int, heads: int = 4) -> AttentionLayer:
     """Of a model that is described alone."""
-    return SeamLayer(
+    return AttentionLayer(
         name=f"layers.{index}",
         source=f"layers.{index}",
         module=torch.nn.Identity(),
@@ -255,23 +255,23 @@ def test_layers_with_a_window_are_left_where_they_hold_little(
     windows, positions, mapped, held
 ) -> None:
     layers = [layer_of(window, i) for i, window in enumerate(windows)]
-    choice = choose(Config(positions), layers)
+    choice = select_layers(Config(positions), layers)
     assert len(choice.layers) == mapped
-    tokens = min(LONG, positions)
+    tokens = min(LONG_CONTEXT, positions)
     alone = [x for x in layers if x.window is not None]
     total = sum(min(x.window or tokens, tokens) for x in layers)
     share = sum(min(x.window or tokens, tokens) for x in alone) / total
     assert share == pytest.approx(held, abs=0.005)
-    assert (len(choice.left) > 0) == (0 < share <= LITTLE)
-    assert len(choose(Config(positions), layers, windows=True).layers) == len(layers)
+    assert (len(choice.uncompressed) > 0) == (0 < share <= MAX_WINDOWED_SHARE)
+    assert len(select_layers(Config(positions), layers, windows=True).layers) == len(layers)
 
 
 def test_the_kind_that_holds_most_is_planned() -> None:
     layers = [layer_of(None, i, heads=8 if i % 3 == 0 else 2) for i in range(6)]
-    choice = choose(Config(LONG), layers)
+    choice = select_layers(Config(LONG_CONTEXT), layers)
     assert [x.name for x in choice.layers] == ["layers.0", "layers.3"]
-    assert choice.share_left(LONG) == pytest.approx(1 / 3)
-    assert choice.words() == (
+    assert choice.uncompressed_share(LONG_CONTEXT) == pytest.approx(1 / 3)
+    assert choice.summary() == (
         "4 of 6 layers are left as they are, 4 with other heads than layers.0: they hold 33% at"
         " 8192, 33% at 32768 tokens of the uncompressed cache"
     )
@@ -286,7 +286,7 @@ def test_what_is_left_is_told_and_served_whole(windows: bool, ids, tmp_path) -> 
     assert (left is None) == windows
     if left is not None:
         assert left["windowed"] == [f"model.layers.{i}.self_attn" for i in (0, 2)]
-        assert set(left["share"]) == {str(SHORT), str(LONG)}
+        assert set(left["share"]) == {str(SHORT_CONTEXT), str(LONG_CONTEXT)}
     llm = kvfold.LLM(model, maps=made, max_sequences=2, max_tokens=64)
     found, spec = engine_logits(llm, ids), llm.runner.pool.layout.spec
     widths = [x.row_width for x in spec.layers]
@@ -335,12 +335,12 @@ def test_requests_through_whole_and_mapped_layers_run_together(tmp_path) -> None
 
 
 def test_scores_are_scaled_as_each_layer_does(ids, tmp_path) -> None:
-    config = seam_types.config("gpt2")
+    config = model_types.config("gpt2")
     config.scale_attn_by_inverse_layer_idx = True
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     made = maps_of(model, tmp_path, keep=0.5, align=1)
-    if len({x.scaling for x in seam_layers(model)}) < 4:
+    if len({x.scaling for x in attention_layers(model)}) < 4:
         pytest.skip("this transformers scales queries of gpt2 before attention")
     llm = kvfold.LLM(model, maps=made, max_sequences=2, max_tokens=64)
     wanted = projected_logits(model, made, ids, bits=False)[PROMPT - 1 :]
@@ -394,7 +394,7 @@ def test_gradients_of_layers_that_read_shared_keys_count(tmp_path, monkeypatch) 
 @pytest.mark.parametrize("size", [{"keep": 1.0}, {"keep": 0.5}, {"factor": 4.0}])
 def test_values_narrower_than_keys(size, ids, tmp_path) -> None:
     """Keys of 16 numbers a head, values of 12."""
-    config = seam_types.config("mimo_v2_flash")
+    config = model_types.config("mimo_v2_flash")
     config.layer_types = ["full_attention"] * 4
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()

@@ -16,39 +16,39 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvfold.attention.base import AttentionContext, Columns, LayerMaps
+from kvfold.attention.base import AttentionContext, Columns, LayerAttention
 from kvfold.layout import CacheSpec, Geometry, LayerSpec
 from kvfold.layout.formats.base import Format
 from kvfold.layout.pages import tiers
 from kvfold.maps.layer_maps import Maps
-from kvfold.maps.layers import SeamLayer, is_recurrent, plain_positions
+from kvfold.maps.layers import AttentionLayer, is_recurrent, plain_positions
 from kvfold.maps.rope_maps import RopeMaps
 from kvfold.maps.sidecar import Sidecar
 from kvfold.models.adapter import PAGED, decoder_of
-from kvfold.models.plain import check_causal
+from kvfold.models.foldable import check_causal
 from kvfold.models.rotary import RotaryTable
-from kvfold.models.rotate import turn_of
+from kvfold.models.rotate import tier_rotation
 from kvfold.ops.maps import EntryMaps, OutputMaps, score_space
 from kvfold.utils.errors import SettingError
 
-_here = local()
-_served: "WeakValueDictionary[int, Served]" = WeakValueDictionary()
-_STATE, _HANDLE = "_kvfold_served", "_kvfold_handle"  # of a module, in its __dict__
+_forward = local()
+_projections: "WeakValueDictionary[int, LayerProjections]" = WeakValueDictionary()
+_PROJECTIONS, _HANDLE = "_kvfold_served", "_kvfold_handle"  # of a module, in its __dict__
 
 
-class Served:
+class LayerProjections:
     """One attention module's maps, as attention sees the layer. handle int64 [1], on the host: a
     number of its own, as code that is compiled for all layers of a class is told of one."""
 
     numbers: ClassVar[Iterator[int]] = count()
 
-    def __init__(self, maps: Maps, layer: LayerMaps) -> None:
+    def __init__(self, maps: Maps, layer: LayerAttention) -> None:
         self.maps, self.layer = maps, layer
         self.entry_maps = None if isinstance(maps, RopeMaps) else _entry_maps(maps, layer)
         self.scale = 1.0  # of its scores, times the plan's
         number = next(self.numbers)
         self.handle = torch.tensor([number])
-        _served[number] = self
+        _projections[number] = self
 
     def score_space(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, positions: Tensor | None = None
@@ -75,35 +75,35 @@ class Served:
         return torch.cat((keys, layer.value_columns.compact(values).flatten(2)), -1)[0]
 
 
-class Here(AttentionContext):
+class StepCache(AttentionContext):
     """Of the step that runs, in the place of a transformers cache: keys and values pass through.
     One for all steps, so that compiled code meets the same one in each."""
 
     def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return k, v
 
-    def attend(self, layer: LayerMaps, q: Tensor, rows: Tensor) -> Tensor:
-        context = getattr(_here, "context", None)
+    def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
+        context = getattr(_forward, "context", None)
         assert context is not None, "an engine's model runs with a context alone"
         out: Tensor = context.attend(layer, q, rows)
         return out
 
 
-HERE = Here()
+STEP_CACHE = StepCache()
 
 
 @contextmanager
-def attending(context: AttentionContext) -> Iterator[Here]:
+def forward_context(context: AttentionContext) -> Iterator[StepCache]:
     """Around a forward of a model as of `install`: its attention is the context's."""
-    before = getattr(_here, "context", None)
-    _here.context = context
+    before = getattr(_forward, "context", None)
+    _forward.context = context
     try:
-        yield HERE
+        yield STEP_CACHE
     finally:
-        _here.context = before
+        _forward.context = before
 
 
-def check_servable(model: Any, layers: Sequence[SeamLayer]) -> None:
+def check_servable(model: Any, layers: Sequence[AttentionLayer]) -> None:
     """Raises SettingError for attention that no kernel of the engine computes, and for a model that
     keeps a state beside its cache or counts positions itself."""
     if is_recurrent(model):
@@ -144,12 +144,12 @@ def served_layer(
     window: int | None,
     sinks: Tensor | None = None,
     tables: dict[bytes, RotaryTable] | None = None,
-) -> Served:
+) -> LayerProjections:
     """A layer of a plan `served_spec` by its number and maps, as attention sees it. window: tokens
     that a query sees (None: all); sinks [Hq]: scores that stand beside a query head's, or None;
     tables: of RoPE by angles, which layers share."""
     layer, tables = spec.layers[index], {} if tables is None else tables
-    seen = LayerMaps(
+    seen = LayerAttention(
         index=index,
         spec=layer,
         geometry=spec.geometry,
@@ -164,26 +164,26 @@ def served_layer(
         sinks=None if sinks is None else sinks.detach().to(maps.value_up.device, torch.float32),
         **_reconstructed(maps, tables),
     )
-    return Served(maps, seen)
+    return LayerProjections(maps, seen)
 
 
-def turned_maps(maps: Maps, layer: LayerSpec, bits: int | None, turns: type[Format]) -> Maps:
+def rotated_maps(maps: Maps, layer: LayerSpec, bits: int | None, turns: type[Format]) -> Maps:
     """Maps whose stored numbers are rotated for a format, within the tiers that share a scale."""
     keys, values = (
-        [turn_of(tiers(x, bits, turns)) for x in latents]
+        [tier_rotation(tiers(x, bits, turns)) for x in latents]
         for latents in (layer.key_latents, layer.value_latents)
     )
-    return maps.to(torch.float64).turned(keys, values)
+    return maps.to(torch.float64).rotated(keys, values)
 
 
 def install(
     model: Any,
-    layers: Sequence[SeamLayer],
+    layers: Sequence[AttentionLayer],
     sidecar: Sidecar,
     spec: CacheSpec,
     bits: int | None,
     turns: type[Format] | None,
-) -> list[LayerMaps]:
+) -> list[LayerAttention]:
     """Let a model that is an engine's own attend through contexts. layers: as its original's, by
     name; spec: as `served_spec`; bits: of what is stored, None as planned; turns: the format that
     numbers are rotated for, or None. Returns the layers as attention sees them."""
@@ -192,20 +192,20 @@ def install(
     for index, (layer, own) in enumerate(zip(layers, spec.layers, strict=True)):
         maps = sidecar.maps[layer.name]
         if turns is not None:
-            maps = turned_maps(maps, own, bits, turns)
+            maps = rotated_maps(maps, own, bits, turns)
         maps = maps.to(model.device, model.dtype)
         served = served_layer(index, spec, maps, layer.window, layer.sinks, tables)
         if layer.scaling is not None:
             served.scale = layer.scaling / spec.geometry.scaling
         module = model.get_submodule(layer.name)
-        module.__dict__ |= {_STATE: served, _HANDLE: served.handle}
+        module.__dict__ |= {_PROJECTIONS: served, _HANDLE: served.handle}
         found.append(served.layer)
     if PAGED not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         ALL_ATTENTION_FUNCTIONS.register(PAGED, _attention)
     return found
 
 
-def _entry_maps(maps: Maps, layer: LayerMaps) -> EntryMaps:
+def _entry_maps(maps: Maps, layer: LayerAttention) -> EntryMaps:
     return EntryMaps(
         key_up=maps.key_up,
         key_down=maps.key_down,
@@ -258,7 +258,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None, handle: Tensor
 ) -> Tensor:
     """Of the layer with this handle."""
-    served = _served[int(handle)]
+    served = _projections[int(handle)]
     if served.scale != 1:
         query = query * served.scale
     q, entries = served.score_space(
@@ -268,7 +268,7 @@ def _attend(
         None if positions is None else positions[0],
     )
     assert entries is not None, "each layer of an engine's model stores its own"
-    out = HERE.attend(served.layer, q[None], entries[None])
+    out = STEP_CACHE.attend(served.layer, q[None], entries[None])
     return out.unflatten(-1, (query.shape[1], -1))
 
 

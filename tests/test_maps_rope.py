@@ -1,4 +1,4 @@
-"""Keys before RoPE at the seam of attention: how models of many types rotate keys is found, and
+"""Keys before RoPE with maps: how models of many types rotate keys is measured, and
 attention reconstructs and rotates them, with no code for a family.
 
 Shapes: B prompts, T tokens.
@@ -18,19 +18,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvfold
 from kvfold.hub.loading import load, load_tokenizer
 from kvfold.layout import Latent, LayerSpec
-from kvfold.maps.attach import bind
-from kvfold.maps.layers import SeamLayer, attention_of, own_eager, seam_layers
+from kvfold.maps.attach import attach_maps
+from kvfold.maps.layers import AttentionLayer, attention_layers, eager_attention, using_attention
 from kvfold.maps.rope_maps import RopeMaps
 from kvfold.maps.rotation import Rotation, find_rotations
 from kvfold.maps.sidecar import Sidecar, probes_of
 from kvfold.models.fold import LatentMaps
-from kvfold.models.places import QUANTIZED
+from kvfold.models.positions import QUANTIZED
 from kvfold.utils.errors import SettingError
-from kvfold.utils.versions import given
-from seam_types import TYPES, config, tiny
-from test_seam import CHUNKS, EXPANDED, NEAR, ROUNDED, apart, in_chunks, orthogonal
-from test_seam_engine import engine_logits
-from test_seam_users import GENERATE, generated, logits
+from kvfold.utils.versions import cache_argument
+from model_types import TYPES, config, tiny
+from test_maps import CHUNKS, EXPANDED, NEAR, ROUNDED, apart, in_chunks, orthogonal
+from test_maps_engine import engine_logits
+from test_maps_users import GENERATE, generated, logits
 from test_sidecar import TEXT, bytes_tokenizer, nats
 
 PAIRS = "does not rotate its keys in pairs"
@@ -50,7 +50,9 @@ REFUSED = {
 KINDS = [x for x in TYPES if x not in EXPANDED and x not in REFUSED and x != "minimax"]
 
 
-def random_maps(layer: SeamLayer, rotation: Rotation, keep: float = 1.0, joint=False) -> RopeMaps:
+def random_maps(
+    layer: AttentionLayer, rotation: Rotation, keep: float = 1.0, joint=False
+) -> RopeMaps:
     """A key latent a head, no rotations, and one value latent, about other points; joint: one
     latent of both."""
     heads, d, dv = layer.num_kv_heads, layer.head_dim, layer.value_dim
@@ -79,7 +81,7 @@ def maps_of(model, layers, keep: float = 1.0, joint: bool = False) -> dict[str, 
 
 
 def sidecar(model, keep: float = 1.0, joint: bool = False) -> Sidecar:
-    layers = seam_layers(model)
+    layers = attention_layers(model)
     maps = maps_of(model, layers, keep, joint)
     return Sidecar(maps=maps, spec=None, base=probes_of(layers), provenance={})
 
@@ -98,7 +100,7 @@ def left_padded(model, ids: torch.Tensor) -> torch.Tensor:
     for size in CHUNKS:
         part, end = slice(start, start + size), start + size
         more = {"attention_mask": seen[:, :end], "position_ids": places[:, part]}
-        found.append(model(ids[:, part], **more, **given(cache), use_cache=True).logits)
+        found.append(model(ids[:, part], **more, **cache_argument(cache), use_cache=True).logits)
         start = end
     found = torch.cat(found, 1)
     return torch.cat((found[0, 6:], found[1]))
@@ -109,14 +111,14 @@ def left_padded(model, ids: torch.Tensor) -> torch.Tensor:
 def test_at_full_rank_a_model_answers_as_before(name: str, ids: torch.Tensor) -> None:
     model = tiny(name)
     whole, chunked = model(ids, use_cache=False).logits, in_chunks(model, ids)
-    layers = seam_layers(model)
+    layers = attention_layers(model)
     maps = maps_of(model, layers)
-    detach = bind(model, layers, maps)
+    detach = attach_maps(model, layers, maps)
     assert apart(model(ids, use_cache=False).logits, whole) < NEAR
     assert apart(in_chunks(model, ids), chunked) < NEAR
     detach()
     wrong = {x: replace(own, key_up=own.key_up.flip(-1)) for x, own in maps.items()}
-    bind(model, layers, wrong)
+    attach_maps(model, layers, wrong)
     assert apart(model(ids, use_cache=False).logits, whole) > 0.01
 
 
@@ -124,7 +126,7 @@ def test_at_full_rank_a_model_answers_as_before(name: str, ids: torch.Tensor) ->
 def test_other_rotations_are_refused_by_layer(name: str) -> None:
     model = tiny(name)
     with pytest.raises(SettingError, match=rf"\d.* {REFUSED[name]}.*'swift'"):
-        find_rotations(model, seam_layers(model))
+        find_rotations(model, attention_layers(model))
 
 
 def test_angles_that_depend_on_length_are_refused() -> None:
@@ -132,7 +134,7 @@ def test_angles_that_depend_on_length_are_refused() -> None:
     config_.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     model = AutoModelForCausalLM.from_config(config_)
     with pytest.raises(SettingError, match="rope_type 'dynamic'"):
-        find_rotations(model, seam_layers(model))
+        find_rotations(model, attention_layers(model))
 
 
 # How keys of tiny models are rotated, as their papers say: rotated numbers, whether neighbours are
@@ -170,7 +172,7 @@ def test_at_half_rank_keys_before_rope_are_projected(name: str, joint: bool, ids
     """As where keys are rotated back by hand, projected, and rotated again: the angles of the
     papers, the order of the model."""
     model = tiny(name)
-    layers = seam_layers(model)
+    layers = attention_layers(model)
     maps = maps_of(model, layers, 0.5, joint)
     about = ROTATED[name]
     by_module = {x.module: (maps[x.name], about[3][i]) for i, x in enumerate(layers)}
@@ -186,7 +188,7 @@ def test_at_half_rank_keys_before_rope_are_projected(name: str, joint: bool, ids
         keys, values = (split(x, heads // x.shape[1]) for x in up)
         keys = torch.empty_like(keys).index_copy_(3, order, keys + own.key_mean.to(keys)[:, None])
         values = values + own.value_mean.to(values)[:, None]
-        inner = own_eager(module) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
+        inner = eager_attention(module) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
         keys = rotated_by_hand(keys, places, about, theta, 1)
         return inner(module, q, keys, values, attention_mask, **more)
 
@@ -197,15 +199,15 @@ def test_at_half_rank_keys_before_rope_are_projected(name: str, joint: bool, ids
         return f"by_hand_{base}"
 
     whole = model(ids, use_cache=False).logits
-    with attention_of(model, registered):
+    with using_attention(model, registered):
         wanted = model(ids, use_cache=False).logits
     assert apart(wanted, whole) > 0.01
-    detach = bind(model, layers, maps)
+    detach = attach_maps(model, layers, maps)
     assert apart(in_chunks(model, ids), wanted) < NEAR
     assert apart(model(ids, use_cache=False).logits, wanted) < NEAR
     detach()
     wrong = {x: replace(y, rotation=other_angles(y.rotation)) for x, y in maps.items()}
-    bind(model, layers, wrong)
+    attach_maps(model, layers, wrong)
     if any(about[3]):
         assert apart(in_chunks(model, ids), wanted) > 100 * NEAR
 
@@ -236,8 +238,8 @@ def other_angles(rotation: Rotation) -> Rotation:
 def test_left_padding_changes_nothing(name: str, joint: bool, ids: torch.Tensor) -> None:
     model = tiny(name)
     wanted = left_padded(model, ids)
-    layers = seam_layers(model)
-    bind(model, layers, maps_of(model, layers, joint=joint))
+    layers = attention_layers(model)
+    attach_maps(model, layers, maps_of(model, layers, joint=joint))
     assert apart(left_padded(model, ids), wanted) < NEAR
 
 
@@ -245,8 +247,8 @@ def test_left_padding_changes_nothing(name: str, joint: bool, ids: torch.Tensor)
 def test_padding_moves_what_is_projected(ids: torch.Tensor) -> None:
     """A shorter prompt answers as by itself: positions of its row are its own, at half rank too."""
     model = tiny("llama")
-    layers = seam_layers(model)
-    bind(model, layers, maps_of(model, layers, 0.5))
+    layers = attention_layers(model)
+    attach_maps(model, layers, maps_of(model, layers, 0.5))
     alone = model(ids[:1, 6:], use_cache=False).logits[0]
     assert apart(left_padded(model, ids)[: len(alone)], alone) < NEAR
 
@@ -285,7 +287,7 @@ def test_caches_and_none_give_the_same_at_half_rank(settings, few) -> None:
 def test_a_static_cache_of_fewer_latents_of_keys_than_of_values(few) -> None:
     """As of recipes whose keys share a latent and whose values do not."""
     model = tiny("llama")
-    layers = seam_layers(model)
+    layers = attention_layers(model)
     heads, d = layers[0].num_kv_heads, layers[0].head_dim
     whole, head = (LatentMaps(x, x, x[0] * 0) for x in (torch.eye(heads * d), torch.eye(d)))
     latents = [Latent(side="k", heads=tuple(range(heads)), rank=heads * d)]
@@ -296,7 +298,7 @@ def test_a_static_cache_of_fewer_latents_of_keys_than_of_values(few) -> None:
         name: RopeMaps.before_rope(spec, [whole] + [head] * heads, rotation)
         for name, rotation in find_rotations(model, layers).items()
     }
-    bind(model, layers, maps)
+    attach_maps(model, layers, maps)
     assert torch.equal(generated(model, few, cache_implementation="static"), wanted)
 
 
@@ -315,12 +317,12 @@ def test_copies_of_a_cache_and_reordered_prompts(few) -> None:
     places = torch.stack((torch.arange(20), torch.arange(20) + 9))
     whole = logits(model, few, position_ids=places, use_cache=False)
     cache = DynamicCache(config=model.config)
-    logits(model, few[:, :8], position_ids=places[:, :8], **given(cache))
+    logits(model, few[:, :8], position_ids=places[:, :8], **cache_argument(cache))
     for each in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        found = logits(model, few[:, 8:], position_ids=places[:, 8:], **given(each))
+        found = logits(model, few[:, 8:], position_ids=places[:, 8:], **cache_argument(each))
         assert apart(found, whole[:, 8:]) < NEAR
     cache.reorder_cache(torch.tensor([1, 0]))
-    more = {"position_ids": places.flip(0)[:, 8:], **given(cache)}
+    more = {"position_ids": places.flip(0)[:, 8:], **cache_argument(cache)}
     assert apart(logits(model, few.flip(0)[:, 8:], **more), whole.flip(0)[:, 8:]) < NEAR
 
 
@@ -338,7 +340,7 @@ def stepwise(model, ids, places):
     cache = DynamicCache(config=model.config)
     for i in range(0, ids.shape[1], 5):
         part = slice(i, i + 5)
-        yield logits(model, ids[:, part], position_ids=places[:, part], **given(cache))
+        yield logits(model, ids[:, part], position_ids=places[:, part], **cache_argument(cache))
 
 
 def test_torch_compile(few) -> None:
@@ -349,7 +351,7 @@ def test_torch_compile(few) -> None:
     fast = torch.compile(model, backend="eager")
     assert apart(logits(fast, few), wanted) < NEAR
     cache = DynamicCache(config=model.config)
-    found = [logits(fast, few[:, i : i + 1], **given(cache)) for i in range(5)]
+    found = [logits(fast, few[:, i : i + 1], **cache_argument(cache)) for i in range(5)]
     assert apart(torch.cat(found, 1), wanted[:, :5]) < NEAR
 
 
@@ -387,7 +389,7 @@ def test_a_cache_that_rounds_is_refused(few) -> None:
     cache = DynamicCache(config=model.config)
     cache.layers = [Rounding() for _ in range(4)]
     with pytest.raises(SettingError, match="would round the positions"):
-        model(few, position_ids=torch.arange(20)[None], **given(cache))
+        model(few, position_ids=torch.arange(20)[None], **cache_argument(cache))
 
 
 def test_images_are_refused(few) -> None:

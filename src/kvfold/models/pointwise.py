@@ -14,14 +14,14 @@ from torch import Tensor
 from kvfold.ops.common.attention import Tables, rotate
 
 
-def turn(x: Tensor, tables: Tables | None) -> Tensor:
+def apply_rope(x: Tensor, tables: Tables | None) -> Tensor:
     """RoPE of x [B, T, H, d] by cos, sin [B or 1, T, rotary dims]; None: x as it is."""
     return x if tables is None else rotate(x, tables[0][:, :, None], tables[1][:, :, None])
 
 
 def queries(q: Tensor, tables: Tables | None, up: Tensor | None) -> Tensor:
     """q [B, T, Hq, d] to the space of scores, [B, Hq, T, d], or by up [Hk, d, r] [B, Hq, T, r]."""
-    q = turn(q, tables).transpose(1, 2)
+    q = apply_rope(q, tables).transpose(1, 2)
     if up is None:
         return q
     return torch.einsum("bhgtd,hdr->bhgtr", q.unflatten(1, (len(up), -1)), up).flatten(1, 2)
@@ -29,18 +29,18 @@ def queries(q: Tensor, tables: Tables | None, up: Tensor | None) -> Tensor:
 
 def keys(k: Tensor, tables: Tables | None, down: Tensor) -> Tensor:
     """k [B, T, Hk, d], turned, by down [n, Hk d / n, r] to latents [B, T, n, r]."""
-    k = turn(k, tables).flatten(2).unflatten(-1, (len(down), -1))
+    k = apply_rope(k, tables).flatten(2).unflatten(-1, (len(down), -1))
     return torch.einsum("btnc,ncr->btnr", k, down)
 
 
 def rows(k: Tensor, tables: Tables | None, shift: Tensor | None, rest: Tensor) -> Tensor:
     """Rows [B, T, R]: keys [B, T, Hk, d], turned, or mapped ones [B, T, n, r] or [B, T, .], to
     which shift is added; then rest [B, T, v]."""
-    k = turn(k, tables).flatten(2)
+    k = apply_rope(k, tables).flatten(2)
     return torch.cat((k if shift is None else k + shift, rest), dim=-1)
 
 
-class Pieces(NamedTuple):
+class PointwiseOps(NamedTuple):
     """These functions, or others that compute the same."""
 
     queries: Callable[[Tensor, Tables | None, Tensor | None], Tensor] = queries
